@@ -216,7 +216,11 @@ def _what_ran(settings: ModelSettings) -> str:
 
 
 def _name_of(path: Path) -> str:
-    return path.parent.name if path.name == hf_config.CONFIG_FILE else path.stem
+    if path.name != hf_config.CONFIG_FILE:
+        return path.stem
+    if path.parent.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/REVISION
+        return path.parents[2].name.rpartition("--")[2]
+    return path.parent.name
 
 
 def _config_of(settings: ModelSettings, path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -183,6 +184,7 @@ class _Rewriting:
     def __init__(self, words: list[str], folder: Path, answer: Answer) -> None:
         self._words, self._folder, self._answer = words, folder, answer
         self._copies: dict[str, str] = {}
+        self._names: dict[Path, str] = {}
         self._takes_config = answer.in_arguments
 
     def result(self) -> Rewritten | None:
@@ -220,8 +222,16 @@ class _Rewriting:
             _set(data, key, value)
         if form.accelerate and isinstance(data.get(form.accelerate), str):
             data[form.accelerate] = self._accelerate_file(data[form.accelerate])
-        self._copies[path.name] = _text(data, path)
-        return str(answer.path.parent / path.name), form
+        name = self._name_of_copy(path)
+        self._copies[name] = _text(data, path)
+        return str(answer.path.parent / name), form
+
+    def _name_of_copy(self, path: Path) -> str:
+        """Return a file's own name, with a number where another file has it already."""
+        others = {name for own, name in self._names.items() if own != path}
+        numbered = (f"{path.stem}-{number}{path.suffix}" for number in itertools.count(2))
+        names = itertools.chain([path.name], numbered)
+        return self._names.setdefault(path, next(name for name in names if name not in others))
 
     def _accelerate_file(self, named: str) -> str:
         """Return the copy of a configuration of accelerate, by its path or TRL's name for it."""

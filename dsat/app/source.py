@@ -224,7 +224,7 @@ def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) ->
     named = None if program.config_path is None else folder / program.config_path
     if given is not None and not given.is_file():
         raise UserInputError("there is no such file", where=f"--ds-config {given}")
-    if named is not None and not named.is_file():
+    if named is not None and not os.path.isfile(named):
         raise UserInputError(
             "there is no such file", where=f"{program.config_path}, in the script's arguments"
         )
@@ -283,7 +283,7 @@ def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -
     if not folder.is_dir():  # the command has removed it at its end
         folder = Path(program.started_in)
     named = program.config_path
-    is_gone = named is not None and not (folder / named).is_file()
+    is_gone = named is not None and not os.path.isfile(folder / named)  # or is itself the content
     path = _config_of_command(source.ds_config, Entrypoint() if is_gone else program, folder)
     config = path or first.config
     if config is None:

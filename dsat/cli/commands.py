@@ -14,7 +14,7 @@ from dsat.cli.look import look
 from dsat.cli.settings_from_argv import AnySettings
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
-from dsat.errors import DsatError, UserInputError
+from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import WatchSettings
 from dsat.inputs.project_settings import ProjectSettings
@@ -73,9 +73,9 @@ def _project(settings: ProjectSettings) -> int:
 def _fit(settings: EstimateSettings) -> int:
     try:
         found = fit.fit(settings)
-    except DsatError as error:
+    except Exception as error:  # of any kind: 1 would say that it does not fit
         output.report(error)
-        return EXIT_USAGE  # nothing is known, and 1 says that it does not fit
+        return EXIT_USAGE
     print(json.dumps(found.to_json(), indent=2) if settings.json else found)
     return EXIT_OK if found.fits else EXIT_FAILED
 

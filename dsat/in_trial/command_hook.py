@@ -19,7 +19,7 @@ from typing import Any
 TRIAL_VARIABLE = "DSAT_TRIAL_DIR"
 _CHANGES_FILE = "command.json"  # as in `rank_files`, which cannot be imported here
 _SPARE_FOLDER = "spare"  # packages that dsat needs and the environment may lack
-_LOCAL_RANK = "--local_rank="
+_LOCAL_RANK = ("--local_rank=", "--local-rank=")  # of DeepSpeed's launcher and torch's older one
 
 
 class _Process:

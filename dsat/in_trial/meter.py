@@ -115,11 +115,6 @@ class Meter:
         self.warnings[text] = None
 
     @property
-    def attached(self) -> bool:
-        """Return whether an engine is measured."""
-        return self._measurement is not None
-
-    @property
     def steps_seen(self) -> int:
         """Number of optimizer steps of the engine that is measured."""
         return 0 if self._measurement is None else self._measurement.steps_seen

@@ -41,7 +41,7 @@ def find(given: str) -> Path:
         raise UserInputError(
             'is no configuration of a transformers model: "model_type" is missing', where=str(path)
         )
-    return path.resolve()
+    return path.absolute()  # a file of the cache is a link to one without a name
 
 
 def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:

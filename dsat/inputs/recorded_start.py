@@ -18,6 +18,8 @@ from dsat.inputs.placement import VISIBLE, Launch
 from dsat.values.codec import Recorded
 
 _SPAWNED = "--multiprocessing-fork"
+# What DeepSpeed's launcher puts in front of each rank's arguments, and `torch.distributed.launch`.
+_LOCAL_RANK, _DASHED_LOCAL_RANK = "--local_rank", "--local-rank"
 ONE_TRAINING = "Give the command of one training alone, for example: -- torchrun train.py ..."
 ONE_NODE = "Start it on one machine here, for example: -- torchrun train.py ..."
 # Variables that launchers set for each rank anew, or that say nothing of the training.
@@ -112,13 +114,16 @@ def program_of(
     first = min(ranks, key=lambda rank: rank.rank)
     needs_command = _why_not_by_themselves(first)
     program = _as_seen(first) if needs_command else entrypoints.of_interpreter(first.command[1:])
-    local_rank = first.env.get("LOCAL_RANK", "0")
-    passes_local_rank = program.args[:1] == (f"--local_rank={local_rank}",)
+    local_rank = f"={first.env.get('LOCAL_RANK', '0')}"
+    passes_local_rank = program.args[:1] == (_LOCAL_RANK + local_rank,)
+    passes_dashed = program.args[:1] == (_DASHED_LOCAL_RANK + local_rank,)
+    if passes_dashed and not needs_command:
+        needs_command = f"their launcher passes {_DASHED_LOCAL_RANK} to each"
     bound = _bound_cores(ranks, cores) if passes_local_rank else ()
     is_mine = (first.prefix, first.version) == (sys.prefix, tuple(sys.version_info[:2]))
     return replace(
         program,
-        args=program.args[1:] if passes_local_rank else program.args,
+        args=program.args[1:] if passes_local_rank or passes_dashed else program.args,
         launch=Launch(
             binds_cores=bool(bound), core_list=bound, passes_local_rank=passes_local_rank
         ),

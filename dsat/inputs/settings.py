@@ -91,7 +91,7 @@ class ResultSettings:
         any_command=True,
         shell_only=True,
         group=Group.FIRST,
-        help="print the plan and how the first trial would be started; run nothing",
+        help="print the plan, run no trial; a command that names no script runs up to its training",
     )
     json: bool = option(
         "--json",

@@ -120,6 +120,18 @@ def test_llama_factory_is_told_not_to_recompute_activations(is_on: bool, tmp_pat
     assert data["gradient_checkpointing"] is is_on
 
 
+def test_two_files_of_one_name_have_copies_of_their_own(tmp_path: Path) -> None:
+    for folder, text in (("machines", ACCELERATE), ("trainings", TRAINER)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own.yaml").write_text(text)
+    words = "accelerate launch --config_file machines/own.yaml sft.py --config trainings/own.yaml"
+    found = rewritten(words.split(), tmp_path, answer(tmp_path, by_accelerate=True))
+    assert found is not None
+    first, second = (str(tmp_path / "run" / name) for name in ("own.yaml", "own-2.yaml"))
+    assert (found.words[3], found.words[-1]) == (first, second)
+    assert "# one" in found.copies["own.yaml"] and "# small" in found.copies["own-2.yaml"]
+
+
 def test_words_that_override_the_file_follow(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(AXOLOTL)
     words = "axolotl train own.yaml --micro-batch-size 1 --learning-rate 0.1".split()

@@ -47,6 +47,20 @@ def test_parameters_are_those_of_the_published_weights(name: str) -> None:
     assert Decoder.of(config, model.file).params == model.params
 
 
+def test_a_model_of_the_hubs_cache_has_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsat.inputs.hf_config.missing_packages", lambda: ["torch"])
+    model = tmp_path / "models--of-somebody--tiny-model-1b"
+    blob, link = model / "blobs" / "0123", model / "snapshots" / "4567" / "config.json"
+    for path in (blob, link):
+        path.parent.mkdir(parents=True)
+    blob.write_text(json.dumps(LLAMA))
+    link.symlink_to(blob)
+    with simulated(EstimateSettings(hf_config=str(link.parent))) as (name, *_):
+        assert name == "tiny-model-1b"
+
+
 def test_adapters_are_all_that_is_trained() -> None:
     facts = Formula(LLAMA, EstimateSettings(lora=LORA), "config.json").facts({})
     of_a_layer = 16 * (1024 + 1024) + 16 * (1024 + 256)

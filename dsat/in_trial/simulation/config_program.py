@@ -19,6 +19,7 @@ from dsat.in_trial.versions.transformers_types import type_argument
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _USUAL_SEQUENCE = 2048
+_POSITIONS = ("max_position_embeddings", "max_target_positions")  # of decoders of speech
 _USUAL_IMAGE, _CHANNELS = 224, 3
 _AUDIO_SAMPLES, _MEL_FRAMES = 160_000, 3000  # ten seconds at 16 kHz; whisper's thirty
 
@@ -108,7 +109,8 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
     text = config.get_text_config()
     main = getattr(model, "main_input_name", "input_ids")
     takes_labels = "labels" in inspect.signature(model.forward).parameters
-    longest = getattr(text, "max_position_embeddings", None) or _USUAL_SEQUENCE
+    limits = (getattr(text, name, None) for name in _POSITIONS)
+    longest = next(filter(None, limits), _USUAL_SEQUENCE)
     length = sequence or min(_USUAL_SEQUENCE, longest)
 
     def tokens(samples: int) -> torch.Tensor:
@@ -124,7 +126,10 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
             found = {main: torch.randn(samples, sequence or _AUDIO_SAMPLES, dtype=dtype)}
         elif main == "input_features":
             bins = getattr(config, "num_mel_bins", 80)
-            found = {main: torch.randn(samples, bins, sequence or _MEL_FRAMES, dtype=dtype)}
+            frames = 2 * getattr(config, "max_source_positions", 0)  # whisper takes no other length
+            found = {
+                main: torch.randn(samples, bins, frames or sequence or _MEL_FRAMES, dtype=dtype)
+            }
         else:
             found = {"input_ids": tokens(samples)}
         if takes_labels:

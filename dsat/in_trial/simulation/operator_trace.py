@@ -6,10 +6,11 @@ kernels skip one half. Bytes are those of all inputs and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from dsat.values.step_trace import (
@@ -87,10 +88,10 @@ class OperatorTrace:
         name = func._overloadpacket.__name__
         if func.is_view or name in _FREE or func.namespace == "prim":
             return
-        results = list(_tensors(out))
+        results = _tensors(out)
         if not (results or func._schema.is_mutable):
             return
-        inputs = [] if name in _GATHERS else list(_tensors((args, kwargs)))
+        inputs = [] if name in _GATHERS else _tensors((args, kwargs))
         if name in _OVERWRITES:
             inputs = inputs[1:]
         elif name in _GATHERS:
@@ -101,7 +102,7 @@ class OperatorTrace:
 
     def record_compiled(self, phase: str, args: Sequence[Any]) -> None:
         """Count a call of one of DeepSpeed's compiled operators, such as a fused Adam."""
-        tensors = list(_tensors(args))
+        tensors = _tensors(args)
         if tensors and phase in PHASES:
             self._add(phase, MEMORY, 0.0, tensors, tensors * (_COMPILED_PASSES - 1))
 
@@ -196,11 +197,5 @@ def _ranks(args: Sequence[Any]) -> list[int]:
     return []
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [part for part in tree_leaves(value) if isinstance(part, torch.Tensor)]

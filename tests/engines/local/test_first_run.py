@@ -193,6 +193,9 @@ if __name__ == "__main__":
 """
 
 
+OLD_LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--nproc_per_node", "2"]
+
+
 @pytest.mark.parametrize(
     ("command", "why", "script", "args", "slots"),
     [
@@ -200,8 +203,9 @@ if __name__ == "__main__":
         (["bash", "-c", "python3 - 7 < trains.py"], "no file", "", ("7",), 1),
         (["python3", "spawns.py", "fork"], "multiprocessing", "spawns.py", ("fork",), 2),
         (["python3", "spawns.py", "spawn"], "multiprocessing", "spawns.py", ("spawn",), 2),
+        ([*OLD_LAUNCHER, "trains.py", "7"], "passes --local-rank", "trains.py", ("7",), 2),
     ],
-    ids=["-c", "stdin", "fork", "spawn"],
+    ids=["-c", "stdin", "fork", "spawn", "torch.distributed.launch"],
 )
 def test_why_ranks_cannot_be_started_by_themselves(
     command: Sequence[str],

@@ -1,4 +1,4 @@
-"""What transformers refuses to build is said in its words, and is no error inside dsat."""
+"""Models of transformers configurations: what is built of them, and what they are fed."""
 
 from __future__ import annotations
 
@@ -27,3 +27,46 @@ def test_a_refused_configuration(tmp_path: Path, config: dict[str, Any], said: s
     path.write_text(json.dumps(config))
     with pytest.raises(InvalidTrial, match=said):
         config_program.build(path, torch.bfloat16)
+
+
+_TINY = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+_TINY |= {"intermediate_size": 16, "vocab_size": 64}
+_SPEECH = {"d_model": 16, "num_mel_bins": 8, "vocab_size": 64, "pad_token_id": 0}
+_SPEECH |= {
+    f"{part}_{size}": n
+    for part in ("encoder", "decoder")
+    for size, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 16))
+}
+_SPEECH |= {"decoder_start_token_id": 1, "max_source_positions": 20, "max_target_positions": 12}
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes"),
+    [
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"], **_TINY},
+            {"input_ids": (2, 512), "labels": (2, 512)},
+        ),
+        (
+            {"model_type": "vit", "architectures": ["ViTForImageClassification"], **_TINY},
+            {"pixel_values": (2, 3, 224, 224), "labels": (2,)},
+        ),
+        (
+            {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}
+            | _SPEECH,
+            {"input_features": (2, 8, 40), "labels": (2, 12)},
+        ),
+    ],
+    ids=["text", "images", "speech"],
+)
+def test_a_model_trains_on_its_batches(
+    tmp_path: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    model = config_program.build(path, torch.float32)
+    batch = config_program.batches(model, None, torch.float32)(2)
+    assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == shapes
+    loss = config_program.loss_of(model(**batch))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert torch.isfinite(loss)
