@@ -227,8 +227,8 @@ def main() -> None:
             continue
         try:
             predicted_gib = float(getattr(row.predicted(), row.what)) / _GIB
-        except SimulationUnavailable as error:
-            print(f"{row.source}: {error}", file=sys.stderr)
+        except SimulationUnavailable as reason:
+            print(f"{row.source}: {reason}", file=sys.stderr)
             continue
         error = predicted_gib / row.measured_gib - 1
         within = "" if abs(error) <= BAR else " (beyond the bar)"
