@@ -52,6 +52,7 @@ HEAD = "python torch deepspeed transformers tests searches examples memory date"
 _EXAMPLES = ROOT / "examples"
 _EXAMPLE = re.compile(r"^\| \[(\w+)\].*`python3 (-m dsat \w+ .*)` \|$", re.MULTILINE)
 _OPTIONS = "--max-trials 4 --finals 0 --memory-model formula --end-profile-step 4 --slots 1"
+_OPTIONS += " --max-micro-batch 16"
 
 
 @dataclass(frozen=True)
