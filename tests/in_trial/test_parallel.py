@@ -1,4 +1,4 @@
-"""AutoTP and Ulysses on two real ranks: the same training, and each sample and token once."""
+"""AutoTP and Ulysses on real ranks: the same training, and each sample and token once."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 def trained(bench: Bench, shared: Parallelism, stage: int, micro_batch: int = 2) -> Outcome:
     """Train with a global batch of four samples."""
-    gas = 4 // (micro_batch * shared.data(2))
-    batch = BatchTriple.on(2, shared, micro_batch=micro_batch, gas=gas)
+    slots = bench.slots_per_trial
+    gas = 4 // (micro_batch * shared.data(slots))
+    batch = BatchTriple.on(slots, shared, micro_batch=micro_batch, gas=gas)
     overrides = overrides_for({"stage": stage, **shared.settings}, batch)
     number = next(_numbers)
     trial = Trial(number, TrialKind.SEARCH, f"{number}", stage, batch, overrides)
@@ -59,7 +60,11 @@ def alone(bench: Bench) -> Outcome:
 def test_losses_and_counts_are_those_of_data_parallelism(
     bench: Bench, alone: Outcome, shared: Parallelism, stage: int
 ) -> None:
-    outcome = trained(bench, shared, stage)
+    assert_the_same(trained(bench, shared, stage), alone)
+
+
+def assert_the_same(outcome: Outcome, alone: Outcome) -> None:
+    """The training is that of data parallelism alone, and its samples and tokens count once."""
     assert outcome.training is not None and alone.training is not None
     assert outcome.training.losses == pytest.approx(alone.training.losses, rel=1e-4)
     assert outcome.metrics is not None and outcome.sequences is not None
@@ -68,6 +73,15 @@ def test_losses_and_counts_are_those_of_data_parallelism(
     assert outcome.metrics.tokens_per_second is not None
     assert outcome.metrics.tokens_per_second * step_s == pytest.approx(4 * LENGTH)
     assert outcome.sequences.longest == LENGTH
+
+
+@pytest.mark.nightly
+def test_four_ranks_share_layers_or_sequences_and_data(tmp_path: Path) -> None:
+    with bench_of("parallel", tmp_path, slots_per_trial=4, imported=True, max_steps=5) as bench:
+        alone = trained(bench, DATA_ONLY, 1, 1)
+        for shared in (TENSOR, SEQUENCE, Parallelism(sequence=4)):
+            for stage in (1, 2, 3):
+                assert_the_same(trained(bench, shared, stage, 1), alone)
 
 
 @pytest.mark.nightly

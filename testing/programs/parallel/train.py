@@ -31,12 +31,12 @@ def samples(length: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row, "position_ids": positions} for row in tokens]
 
 
-def model(layers: int) -> Any:
+def model(layers: int, width: int) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -84,11 +84,12 @@ def main() -> None:
     parser.add_argument("--deepspeed_config", required=True)
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--local_rank", type=int)
     args = parser.parse_args()
     config = json.loads(Path(args.deepspeed_config).read_text())
     deepspeed.init_distributed()
-    net = model(args.layers)
+    net = model(args.layers, args.width)
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         net,
         core_attn_implementation="sdpa",

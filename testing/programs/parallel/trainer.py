@@ -9,4 +9,4 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 transformers.logging.set_verbosity_error()
 (args,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
 args.output_dir = tempfile.mkdtemp()
-Trainer(model=model(2), args=args, train_dataset=samples(32)).train()
+Trainer(model=model(2, 64), args=args, train_dataset=samples(32)).train()

@@ -1,0 +1,60 @@
+"""Memory of eight devices that share layers or sequences, predicted and of torch's allocator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.launch import LocalOptions
+from dsat.engines.local.machine import find_machines
+from dsat.inputs import entrypoint, experiment
+from dsat.memory.estimate import SIMULATED
+from dsat.memory.simulation_client import Question, Simulator
+from dsat.space.overrides import overrides_for
+from dsat.values.parallelism import DATA_ONLY, Parallelism
+from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
+from testing.local import PROGRAMS, Bench
+from testing.null_cuda import Device
+from tests.null_cuda.conftest import MachineOf
+
+pytestmark = pytest.mark.nightly
+
+SLOTS, PATIENCE_S = 8, 300.0
+SHARED = (DATA_ONLY, Parallelism(tensor=2), Parallelism(sequence=2), Parallelism(tensor=4))
+# A model large enough that 3 % of it are more than a rank's small change.
+SIZES = "--width 512 --layers 6 --length 512"
+
+
+def test_memory_of_shared_devices_is_predicted(null_cuda: MachineOf, tmp_path: Path) -> None:
+    null_cuda(*(Device() for _ in range(SLOTS)))
+    folder = PROGRAMS / "parallel"
+    user = experiment.read(folder / "deepspeed.yaml", folder)
+    program = entrypoint.parse(
+        f"deepspeed train.py {SIZES} --deepspeed_config ds_config.json", folder
+    )
+    options = TrialOptions(timeout_s=PATIENCE_S, max_steps=4, warm_up_s=0.1, measured_s=0.1)
+    host = Host(find_machines({"here": ()})[0])
+    engine = LocalEngine(
+        user, program, [host], tmp_path, LocalOptions(options), slots_per_trial=SLOTS
+    )
+    bench = Bench(engine, tmp_path, SLOTS)
+    try:
+        trials = []
+        for number, (shared, stage) in enumerate((s, z) for s in SHARED for z in (1, 3)):
+            batch = BatchTriple.on(SLOTS, shared, micro_batch=2)
+            overrides = overrides_for({"stage": stage, **shared.settings}, batch)
+            trials.append(Trial(number, TrialKind.SEARCH, f"t{number}", stage, batch, overrides))
+        configs = [{**user.base_config, **trial.overrides} for trial in trials]
+        with Simulator(engine, as_cpu=False, timeout_s=PATIENCE_S) as simulator:
+            predicted = simulator.estimates([Question(c, 2, SLOTS) for c in configs])
+        for trial, found in zip(trials, predicted, strict=True):
+            outcome = bench.run(trial)
+            assert outcome.ok and outcome.memory is not None, bench.log(trial)
+            assert found.source == SIMULATED, found.note
+            used = max(outcome.memory.allocated_bytes.values())
+            assert found.peak == pytest.approx(used, rel=0.03), trial.overrides
+    finally:
+        engine.close()
