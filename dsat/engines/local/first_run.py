@@ -262,9 +262,9 @@ class FirstRun:
             problem += f": {said.rstrip('.')}" if said else ""
         else:
             problem = (
-                "ended without a call of deepspeed.initialize in a Python process that takes "
-                "PYTHONPATH from its environment. If it starts its training in the background (&), "
-                "leave that out"
+                "ended without a call of deepspeed.initialize. Name a DeepSpeed configuration in "
+                "its arguments or its file; do not start the training in the background (&), nor "
+                "clear PYTHONPATH, by which dsat sees its Python processes"
             )
         kept = Path(tempfile.mkdtemp(prefix="dsat-"))
         for name in log_files(0):
