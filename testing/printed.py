@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from dsat.engines.places import local as this_machine
 from dsat.inputs.settings import Settings
 from dsat.report import summary
 from dsat.tuning.run import Run
+from dsat.values.outcome import Outcome, OutcomeKind, ScriptSwitch
 from dsat.values.trial import BatchTriple, Trial, TrialKind
-from testing.helpers import ran
+from testing.helpers import ran, weightless
 from testing.local import cpu_machine
 
 
@@ -39,16 +41,24 @@ def own_configuration(ready: Prepared) -> Trial:
     return Trial(0, TrialKind.BASELINE, "own", 1, batch, overrides=batch.config())
 
 
-def printed_line(ready: Prepared, folder: Path, **switches: Any) -> str:
+def printed_line(
+    ready: Prepared,
+    folder: Path,
+    *,
+    found: Mapping[str, ScriptSwitch] | None = None,
+    **switches: Any,
+) -> str:
     """Return the command printed by a run of one trial, the own configuration; write its files.
 
     Args:
+        found: switches that the script turned out to have.
         switches: of the script, in the trial.
     """
     best, run = replace(own_configuration(ready), script_args=switches), Run()
     run.apply({"event": "start", "plan": ready.plan, "info": ready.info})
     run.apply({"event": "proposed", "trial": best})
     run.apply({"event": "finished", "trial_id": best.id, "outcome": ran(1.0, ready.plan.metric)})
+    run.profiled = Outcome(OutcomeKind.OK, profile=replace(weightless(1), switches=found or {}))
     line = train_command.line(ready, run, folder)
     summary.write_files(run, folder, line)
     return line

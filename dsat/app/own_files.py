@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ _LAUNCHERS = (
 )
 _CONFIG_FILE, _DEEPSPEED_FILE = "--config_file", "--deepspeed_config_file"
 _GAS_FLAG = f"--{_GAS}"
+_NEWER = "activation_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ class _Rewriting:
         if form is ACCELERATE or (_has(data, form.config) and not answer.by_accelerate):
             _set(data, form.config, str(answer.path))
             self._takes_config = True
-        for key, value in answer.values(form).items():
+        for key, value in _named_as(answer.values(form), data).items():
             _set(data, key, value)
         if form.accelerate and isinstance(data.get(form.accelerate), str):
             data[form.accelerate] = self._accelerate_file(data[form.accelerate])
@@ -243,7 +244,9 @@ class _Rewriting:
 
     def _override(self, form: Form) -> None:
         """Give flags, and LLaMA-Factory's `key=value`, which override the file, its values."""
-        values = self._answer.values(form)
+        given = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in self._words]
+        values = _named_as(self._answer.values(form), given)
+        values = {k: json.dumps(v) if isinstance(v, Mapping) else v for k, v in values.items()}
         if not self._answer.by_accelerate:
             values[form.config] = str(self._answer.path)
         flags = {key: f"--{key}" for key in values}
@@ -276,6 +279,17 @@ class _Rewriting:
             options += [_GAS_FLAG, str(gas)]
         self._words[end:script] = options
         self._takes_config = True
+
+
+def _named_as(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Return values by transformers' newer names of checkpointing where those are given."""
+    newer = any(name.startswith(_NEWER) for name in given)
+    return {
+        name.replace(CHECKPOINTING, _NEWER, 1)
+        if newer and name.startswith(CHECKPOINTING)
+        else name: value
+        for name, value in values.items()
+    }
 
 
 def _starts(word: str) -> bool:

@@ -156,6 +156,7 @@ def _base_words(ready: Prepared, run: Run, config: Path) -> list[str] | None:
 def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
     """Return whether no flag, file, variable or launcher sets a switch that the best changes."""
     own, program = own_switches(run), ready.program
+    found = {} if run.profile is None else run.profile.switches
     file = own_files.form_of_training(own_command(program), _started_in(program))
     for name, value in best.script_args.items():
         if value == own.get(name) or name in ready.experiment.arg_mappings:
@@ -165,6 +166,9 @@ def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
         in_file = file is not None and field is not None and file.key_of(field) is not None
         elsewhere = name == BIND_CORES or name.startswith(switches.VARIABLE)
         if flag is None and not in_file and not elsewhere:
+            return True
+        has_opposite = file is not None and name in file.opposites
+        if switches.is_of_code(name, found) and not has_opposite:
             return True
     return False
 
@@ -176,7 +180,12 @@ def _launcher(ready: Prepared, program: Entrypoint, best: Mapping[str, Any]) -> 
         launcher = [own, "-m", "torch.distributed.run"] if own else ["torchrun"]
         return [*launcher, "--standalone", f"--nproc-per-node={slots}"]
     launcher = [own, "-m", "deepspeed.launcher.runner"] if own else ["deepspeed"]
-    launcher += ["--num_gpus", slots]
+    chosen, is_left_out = program.launch.devices, not program.launch.devices
+    if positions := chosen or program.launch.not_devices:
+        option = "--exclude" if is_left_out else "--include"
+        launcher += [option, f"localhost:{','.join(map(str, positions))}"]
+    else:
+        launcher += ["--num_gpus", slots]
     if program.launch.binds_cores:
         launcher += binding_options(ready.machine, program, best, ready.plan.slots_per_trial)
     return launcher
@@ -257,7 +266,8 @@ def _variables(ready: Prepared, run: Run, best: Mapping[str, Any]) -> dict[str, 
     Credentials are named and not written down; the shell refuses to go on without them.
     """
     machine, program, slots = ready.machine, ready.program, ready.plan.slots_per_trial
-    tuned = {} if run.best is None else switches.variables(run.best.script_args)
+    chosen = {} if run.best is None else switches.variables(run.best.script_args)
+    tuned = {name: shlex.quote(value) for name, value in chosen.items()}
     given = {**os.environ, **ready.experiment.env, **program.env}
     words = accelerate_env.for_parallelism(given, best, slots)
     if program.needs_command:  # which sets what else it needs

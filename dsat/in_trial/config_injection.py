@@ -194,6 +194,15 @@ def without_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def shared_sequences(arguments: Mapping[str, Any]) -> int:
+    """Return how many ranks share a sequence: accelerate and Ulysses pass groups of ranks."""
+    mpu: Any = arguments.get("mpu")
+    mesh = arguments.get("mesh_param")  # data, sequence parallel
+    if hasattr(mpu, "get_sequence_parallel_world_size"):
+        return int(mpu.get_sequence_parallel_world_size())
+    return int(mesh[1]) if mesh else 1
+
+
 def trains(arguments: Mapping[str, Any], passed: Passed) -> bool:
     """Return whether the engine gets an optimizer to train with; a reference model gets none.
 

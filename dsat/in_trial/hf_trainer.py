@@ -94,11 +94,11 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
         _keep_short(args, settings.max_steps)
     if not (args.deepspeed or by_accelerate()):
         return []
+    own_config = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if settings.switches is not None:
-        given = args.deepspeed if settings.config_path is None else settings.config_path
-        settings.switches.set_arguments(args, _read_config(given))
+        settings.switches.set_arguments(args, _read_config(settings.config_path or own_config))
     if settings.config_path is None:
-        args.max_steps = _scheduled_steps(_read_config(args.deepspeed)) or args.max_steps
+        args.max_steps = _scheduled_steps(_read_config(own_config)) or args.max_steps
         return []
     config = json.loads(settings.config_path.read_text(encoding="utf-8"))
     if args.deepspeed:

@@ -7,6 +7,7 @@ it passes to `deepspeed.initialize`, and the packages that are installed beside 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -92,6 +93,12 @@ class ScriptSwitches:
         for name, values in of_model(model, may_flash=may_flash).items():
             self.found.setdefault(name, ScriptSwitch(values))
         wanted = dict(self._wanted)
+        if (
+            config_injection.shared_sequences(arguments) > 1
+        ):  # Ulysses is in the kernel that the model has by now
+            self.found.pop(ATTENTION, None)
+            if wanted.get(ATTENTION) is not None:
+                raise InvalidTrial("the attention kernel cannot be switched where it is Ulysses'")
         if self._has_arguments:
             wanted = {n: v for n, v in wanted.items() if n not in (CHECKPOINTING, LIGER)}
             if recomputation.is_on(model) and not self._is_on_by_arguments:
@@ -226,7 +233,9 @@ def _set_checkpointing(args: Any, value: Any) -> None:
         name = CHECKPOINTING
     setattr(args, name, value is not False)
     if isinstance(value, str):
-        own = getattr(args, f"{name}_kwargs", None) or {}
+        names = (f"{name}_kwargs", f"{CHECKPOINTING}_kwargs")
+        own: Any = next(filter(None, (getattr(args, each, None) for each in names)), {})
+        own = json.loads(own) if isinstance(own, str) else own  # of the command line, not read yet
         setattr(args, f"{name}_kwargs", {**own, **known.checkpointing(value)})
 
 

@@ -41,7 +41,9 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
         passed = config_injection.passed_config(arguments)
         if written or passed is None or not config_injection.trains(arguments, passed):
             return
-        config = {**_without_filled_batch(passed.content), **_shared_sequences(arguments)}
+        config = _without_filled_batch(passed.content)
+        if (shared := config_injection.shared_sequences(arguments)) > 1:
+            config = {**config, SEQUENCE_SIZE: shared}
         content = _of_process(folder, start, config)
         path = records / f"{RECORD_PREFIX}{os.getpid()}.json"
         written.append(path)
@@ -122,15 +124,6 @@ def _without_filled_batch(config: dict[str, Any]) -> dict[str, Any]:
             return {key: value for key, value in config.items() if key != "train_batch_size"}
         frame = frame.f_back
     return config
-
-
-def _shared_sequences(arguments: Mapping[str, Any]) -> dict[str, int]:
-    """The setting for what other arguments say: accelerate and Ulysses pass groups of ranks."""
-    mpu: Any = arguments.get("mpu")
-    mesh = arguments.get("mesh_param")  # data, sequence parallel
-    if hasattr(mpu, "get_sequence_parallel_world_size"):
-        return {SEQUENCE_SIZE: int(mpu.get_sequence_parallel_world_size())}
-    return {SEQUENCE_SIZE: int(mesh[1])} if mesh else {}
 
 
 def _finite(value: Any) -> Any:

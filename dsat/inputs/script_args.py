@@ -251,8 +251,9 @@ def for_trial(
     for name, value in switches.items():
         flag = given.get(name) or known_switches.flag_of(name, args, takes_hf_flags=add)
         if flag is not None:
-            flags = known_switches.flag_values(flag, value)
-            found = rewrite(found, flags, {each: each for each in flags}, add=True)
+            for each, said in known_switches.flag_values(flag, value).items():
+                known = add or each == flag  # another flag only where the parser has it
+                found = rewrite(found, {each: said}, {each: each}, add=known)
     return found
 
 

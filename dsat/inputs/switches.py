@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dsat.values.outcome import ScriptSwitch
+
 CHECKPOINTING = "gradient_checkpointing"
 ATTENTION = "attn_implementation"
 COMPILE = "torch_compile"
@@ -137,6 +139,18 @@ def field_of(name: str) -> str | None:
     if name.startswith(ARGUMENT):
         return name.removeprefix(ARGUMENT)
     return name if name in SWITCHES and SWITCHES[name].field else None
+
+
+def is_of_code(name: str, found: Mapping[str, ScriptSwitch]) -> bool:
+    """Return whether a script sets a field of its TrainingArguments by code of its own.
+
+    Args:
+        name: of the switch.
+        found: all switches that the script turned out to have.
+    """
+    in_arguments = any(switch.in_arguments for switch in found.values())
+    is_field = name in found and field_of(name) is not None
+    return is_field and in_arguments and not found[name].in_arguments
 
 
 def flag_of(name: str, given: Iterable[str], *, takes_hf_flags: bool) -> str | None:

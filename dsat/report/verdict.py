@@ -152,7 +152,9 @@ def _script_advice(run: Run, best: Trial) -> list[str]:
     own, found = own_switches(run), {} if run.profile is None else run.profile.switches
     in_arguments = any(switch.in_arguments for switch in found.values())
     how = [
-        switches.instruction(name, value, in_arguments=in_arguments)
+        switches.instruction(
+            name, value, in_arguments=in_arguments and not switches.is_of_code(name, found)
+        )
         for name, value in best.script_args.items()
         if own.get(name) != value
     ]

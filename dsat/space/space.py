@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsat.inputs import ds_config
-from dsat.inputs.switches import SWITCHES
+from dsat.inputs.switches import ATTENTION, SWITCHES
 from dsat.space.knobs import BUCKETS, KNOBS, PARALLELISM, Knob, Situation
 from dsat.space.overrides import GAS, script_args_for, strategy_settings
 from dsat.values import parallelism
 from dsat.values.codec import Recorded
 from dsat.values.outcome import ScriptSwitch
-from dsat.values.parallelism import Parallelism
+from dsat.values.parallelism import SEQUENCE_SIZE, Parallelism
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import Strategy
 
@@ -208,7 +208,7 @@ class Space:
 def levers(freedom: Freedom, found: Mapping[str, ScriptSwitch]) -> dict[str, tuple[Any, ...]]:
     """Return the values of the script's switches to search, its own first.
 
-    Those of `Freedom.switches` are not among them.
+    Those of `Freedom.switches` are not among them, unless values of theirs are listed.
 
     Args:
         freedom: what the user frees and fixes.
@@ -216,9 +216,10 @@ def levers(freedom: Freedom, found: Mapping[str, ScriptSwitch]) -> dict[str, tup
     """
     values = {n: s.values for n, s in found.items() if n not in freedom.switches}
     for name, listed in freedom.listed_switches.items():
-        if name in values:
+        if name in values or name in freedom.switches:
             others = tuple(value for value in listed if value is not None)
-            values[name] = _with_first(values[name][0], others)
+            own = values[name][0] if name in values else freedom.switches[name]
+            values[name] = _with_first(own, others)
         else:
             values[name] = listed
     return {name: its for name, its in values.items() if _is_lever(name, its, freedom)}
@@ -253,7 +254,7 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
         if key not in names and has_it:
             knobs.append((key, tuple(listed)))
     for switch, own in freedom.switches.items():
-        if _is_free(switch, freedom):
+        if _is_free(switch, freedom) and switch not in space.levers:
             knobs.append((switch, (own, not own)))
     return Branch(strategy, strategy_settings(strategy, config, freedom.nvme_path), tuple(knobs))
 
@@ -282,14 +283,16 @@ def _of_parallelism(
     """Return the knobs with sizes that leave whole samples to whole groups of slots.
 
     Two of them become one. Both above 1 are left out: AutoTP replaces the groups that Ulysses
-    passes (`_configure_tensor_parallel_states` of runtime/engine.py, deepspeed 0.19.8).
+    passes (`_configure_tensor_parallel_states` of runtime/engine.py, deepspeed 0.19.8). Ulysses
+    works in the attention kernel that the model has, so that no other is tried beside it.
     """
     sizes = {key: values for key, values in knobs if key in PARALLELISM}
     if not sizes:
         return list(knobs)
     options = [dict(zip(sizes, each, strict=True)) for each in itertools.product(*sizes.values())]
     options = [each for each in options if _divides(each, space)]
-    found = [(key, values) for key, values in knobs if key not in sizes]
+    without = {*sizes, *([ATTENTION] if SEQUENCE_SIZE in sizes else [])}
+    found = [(key, values) for key, values in knobs if key not in without]
     if len(sizes) > 1:
         return [*found, (_BOTH_SIZES, tuple(options))]
     [key] = sizes

@@ -92,6 +92,31 @@ def test_a_copy_of_the_frameworks_file_has_the_answer_and_its_comments(
     }
 
 
+@pytest.mark.parametrize("word", ["", " --gradient_checkpointing_kwargs {}"])
+def test_a_way_of_checkpointing_is_a_mapping_in_files_and_text_in_words(
+    word: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.yaml").write_text(TRAINER)
+    way = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}
+    best = Answer(tmp_path / "run" / "best_ds_config.json", CONFIG, way)
+    found = rewritten(f"trl sft --config own.yaml{word}".split(), tmp_path, best)
+    assert found is not None
+    data = yaml.safe_load(found.copies["own.yaml"])
+    assert data["gradient_checkpointing_kwargs"] == {"every_n_layers": 2}
+    assert not word or json.loads(found.words[-1]) == {"every_n_layers": 2}
+
+
+def test_the_newer_name_of_checkpointing_is_kept_for_it_wins(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(f"{TRAINER}activation_checkpointing: true\n")
+    words = "trl sft --config own.yaml --activation-checkpointing true".split()
+    best = Answer(tmp_path / "best_ds_config.json", CONFIG, {"gradient_checkpointing": False})
+    found = rewritten(words, tmp_path, best)
+    assert found is not None
+    data = yaml.safe_load(found.copies["own.yaml"])
+    assert data["activation_checkpointing"] is False and "gradient_checkpointing" not in data
+    assert found.words[-1] == "False"
+
+
 def test_axolotl_has_keys_of_its_own_for_fields_of_the_trainer(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(AXOLOTL)
     words = "axolotl train own.yaml".split()

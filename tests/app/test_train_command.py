@@ -15,6 +15,7 @@ import pytest
 from dsat.app.train_command import conditions
 from dsat.engines.local.machine import Machine
 from dsat.inputs.placement import Launch
+from dsat.values.outcome import ScriptSwitch
 from testing.local import PROGRAMS, cpu_machine
 from testing.printed import prepared, printed_line
 
@@ -122,6 +123,7 @@ def test_a_command_that_is_run_again_has_its_scripts_arguments_replaced(
     [
         ({"--workers": "4"}, "best_ds_config.json --workers 4"),
         ({"ENV:NCCL_ALGO": "Ring"}, "NCCL_ALGO=Ring OMP_NUM_THREADS"),
+        ({"ENV:NCCL_ALGO": "a:tree;b:ring"}, "NCCL_ALGO='a:tree;b:ring' OMP_NUM_THREADS"),
         ({"bind_cores_to_rank": True}, "deepspeed --num_gpus 1 --bind_cores_to_rank"),
         ({"attn_implementation": "eager"}, "run_full_experiment=True"),
     ],
@@ -132,6 +134,39 @@ def test_every_switch_is_in_the_command(
     """dsat itself sets what the script has no flag for."""
     ready = prepared(f"deepspeed --num_gpus 1 {SCRIPT}", FOLDER, monkeypatch)
     assert expected in printed_line(ready, tmp_path, **switches)
+
+
+@pytest.mark.parametrize(
+    ("launch", "option"),
+    [
+        (Launch(devices=(0,), passes_local_rank=True), "--include localhost:0"),
+        (Launch(not_devices=(1, 2), passes_local_rank=True), "--exclude localhost:1,2"),
+    ],
+)
+def test_a_launcher_that_is_written_anew_has_the_users_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch, option: str
+) -> None:
+    ready = prepared(f"deepspeed --num_gpus 1 {SCRIPT}", FOLDER, monkeypatch)
+    ready = replace(ready, program=replace(ready.program, launch=launch))
+    line = printed_line(ready, tmp_path, bind_cores_to_rank=True)
+    assert f"deepspeed {option} --bind_cores_to_rank" in line and "num_gpus" not in line
+
+
+def test_what_the_scripts_code_switches_on_is_switched_off_by_dsat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flag of the Trainer that is off does not undo `gradient_checkpointing_enable()`."""
+    found = {
+        "gradient_checkpointing": ScriptSwitch((True, False)),
+        "dataloader_num_workers": ScriptSwitch((0, 2), in_arguments=True),
+    }
+    ready = prepared(f"deepspeed --num_gpus 1 {SCRIPT}", FOLDER, monkeypatch)
+    ready = replace(ready, program=replace(ready.program, takes_hf_flags=True))
+    line = printed_line(ready, tmp_path, found=found, gradient_checkpointing=False)
+    assert "run_full_experiment=True" in line
+    found["gradient_checkpointing"] = ScriptSwitch((True, False), in_arguments=True)
+    line = printed_line(ready, tmp_path, found=found, gradient_checkpointing=False)
+    assert "run_full_experiment" not in line
 
 
 def test_files_that_were_included_are_beside_the_script(

@@ -96,6 +96,20 @@ def test_no_callback_makes_the_trainer_save_or_evaluate() -> None:
     )
 
 
+def test_the_first_trial_reads_the_file_that_accelerate_names(
+    config_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 500}}
+    config_path.write_text(json.dumps({"optimizer": {"type": "Adam"}, "scheduler": scheduler}))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(config_path))
+    switches = ScriptSwitches({}, on_cpu=True)
+    args = script_args(deepspeed=None)
+    own = TrainerSettings(None, 1, 1, max_steps=20, switches=switches)
+    hf_trainer.prepare(args, own)
+    assert args.max_steps == 500 and "optim" not in switches.found
+
+
 def test_a_dict_stays_a_dict(config_path: Path) -> None:
     args = script_args(deepspeed={"train_micro_batch_size_per_gpu": "auto"})
     hf_trainer.prepare(args, settings(config_path))

@@ -71,6 +71,25 @@ def test_arguments_are_set() -> None:
         unknown.set_arguments(args, CONFIG)
 
 
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+@pytest.mark.parametrize("own", ['{"use_reentrant": false}', {"use_reentrant": False}])
+def test_keyword_arguments_may_be_text_of_the_command_line(own: Any, name: str) -> None:
+    args = arguments(**{f"{name}_kwargs": own})
+    switches = ScriptSwitches({"gradient_checkpointing": "every_2_layers"}, on_cpu=True)
+    switches.set_arguments(args, CONFIG)
+    wanted = {"use_reentrant": False, "every_n_layers": 2}
+    assert args.activation_checkpointing_kwargs == wanted
+
+
+def test_the_kernel_in_which_ulysses_is_stays() -> None:
+    model = torch.nn.Linear(2, 2)
+    groups = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
+    call = {"model": model, "model_parameters": model.parameters(), "config": CONFIG}
+    switches = ScriptSwitches({"attn_implementation": "eager"}, on_cpu=True)
+    with pytest.raises(InvalidTrial, match="where it is Ulysses'"):
+        switches.before_engine({**call, "mpu": groups})
+
+
 def test_a_script_without_arguments_cannot_have_them_set() -> None:
     model = torch.nn.Linear(2, 2)
     call = {"model": model, "model_parameters": model.parameters(), "config": CONFIG}

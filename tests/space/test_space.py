@@ -564,6 +564,28 @@ def test_switches_of_the_script_are_knobs(freedom: dict[str, Any], expected: lis
     assert [name[: len(e)] for name, e in zip(names, expected, strict=True)] == expected
 
 
+def test_listed_ways_of_checkpointing_are_searched_also_beside_its_flag() -> None:
+    listed = {"gradient_checkpointing": (None, True, "reentrant")}
+    space = _with_switches(
+        Strategy(0), switches={"gradient_checkpointing": True}, listed_switches=listed
+    )
+    knobs = [values for name, values in space.branches[0].knobs if name.startswith("gradient_")]
+    assert knobs == [(True, "reentrant")]
+
+
+def test_the_attention_kernel_is_not_searched_beside_ulysses() -> None:
+    space = Space(
+        strategies=[Strategy(1)],
+        micro_batches=range(1, 9),
+        slots=2,
+        freedom=Freedom(tune=("sequence_parallel_size",)),
+        found_switches=FOUND,
+        heads=4,
+    )
+    names = {name for name, _ in space.branches[0].knobs}
+    assert "sequence_parallel_size" in names and "attn_implementation" not in names
+
+
 def test_a_trial_sets_the_switches_that_differ_from_the_scripts_own() -> None:
     listed = {"attn_implementation": (None, "flash_attention_3"), "--workers": (None, "4")}
     space = _with_switches(Strategy(0), listed_switches=listed)
