@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 from dsat.engines.local import ports
@@ -14,7 +15,7 @@ from dsat.errors import DsatError, UserInputError
 from dsat.inputs.cards import MEMORY_PART, Card
 
 HERE = "here"  # the name of a card that is measured
-_LIMIT_S = 180.0
+_LIMIT_S, _LOOK_EVERY_S = 180.0, 0.1
 _SHARING = 2  # ranks of a CPU that share a slot's cores, at most
 
 
@@ -74,15 +75,21 @@ def _measured(slots: int) -> dict[str, Any]:
         )
         for rank in range(slots)
     ]
+    limit_s = time.monotonic() + _LIMIT_S
     try:
-        said = [process.communicate(timeout=_LIMIT_S) for process in processes]
-    except subprocess.TimeoutExpired:
-        raise DsatError(f"this machine was not measured within {_LIMIT_S:g} s") from None
+        # A rank that fails leaves the others waiting for it.
+        while any(p.poll() is None for p in processes) and not any(p.returncode for p in processes):
+            if time.monotonic() > limit_s:
+                raise DsatError(f"this machine was not measured within {_LIMIT_S:g} s")
+            time.sleep(_LOOK_EVERY_S)
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
-    for process, (_, errors) in zip(processes, said, strict=True):
+            if process.poll() is None:
+                process.kill()
+        said = [process.communicate() for process in processes]
+    ended = zip(processes, said, strict=True)
+    # Not one of those that were killed for it.
+    for process, (_, errors) in sorted(ended, key=lambda each: -each[0].returncode):
         if process.returncode:
             last = (errors.strip().splitlines() or ["without a word"])[-1]
             raise DsatError(f"this machine could not be measured: {last}")

@@ -37,6 +37,7 @@ from dsat.values.trial import Trial, TrialKind
 from dsat.values.zero_strategy import NONE, Strategy, of_config
 
 _SIZES = tuple(2**n for n in range(10))  # 1 to 512 cards
+_HPZ = "zero_optimization.zero_hpz_partition_size"
 _LEAST_TRACED = 8  # slots: collectives of fewer say nothing of more
 _MICRO_BATCHES = tuple(2**n for n in range(10))
 # By which parameters (a part) and FLOPs of a sample (a factor, since samples of real data have many
@@ -103,8 +104,8 @@ class Traced:
         """Count what a strategy does on a cluster; see `traced_work.work_of`."""
         step, _ = self.traces[strategy]
         of_slots = scaled(step, cluster.slots, sharded=strategy.stage > 0)
-        shared = self.parallelism.shared
-        return work_of(of_slots, self.model, micro_batch, cluster, strategy.stage, shared)
+        stage, parallelism = strategy.stage, self.parallelism
+        return work_of(of_slots, self.model, micro_batch, cluster, stage, parallelism)
 
     def memory(
         self, strategy: Strategy, slots: int, micro_batch: int, card: Card
@@ -139,7 +140,9 @@ def project(settings: ProjectSettings) -> Projection:
         return [*theirs, *_worthwhile(found, card, count, always=always)]
 
     with estimates.simulator_of(settings, as_cpu=card.is_cpu) as (title, base, simulator):
-        traced = trace(base, simulator, count, chosen)
+        trials = [] if past is None else past.run.trials.values()
+        accumulated = any(trial.batch.gas > 1 for trial in trials)
+        traced = trace(base, simulator, count, chosen, accumulates=accumulated)
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, card, network)
     if past is not None:
@@ -208,6 +211,8 @@ def trace(
     simulator: Simulator,
     slots: int,
     choose: Callable[[Traced], Sequence[Strategy]],
+    *,
+    accumulates: bool = False,
 ) -> Traced:
     """Simulate one step of the user's configuration and of other strategies.
 
@@ -216,17 +221,20 @@ def trace(
         simulator: of the script.
         slots: about which is asked.
         choose: returns the strategies, by what is known of the model before.
+        accumulates: there are trials with several micro steps, whatever the configuration says.
 
     Raises:
         SimulationUnavailable: the script cannot be simulated.
         DsatError: no strategy can be.
     """
-    slots = max(slots, _LEAST_TRACED)
     facts, model = simulator.traced_facts(base)
     found = Traced(base, facts, model, {}, {}, simulator.sequence_length)
+    # More than those of any group, whose collectives are then told from those of all ranks.
+    shared, group = found.parallelism.shared, int(ds_config.at(base, _HPZ) or 1)
+    slots = shared * math.ceil(max(slots, _LEAST_TRACED, 2 * shared, 2 * group) / shared)
     strategies = list(dict.fromkeys(choose(found)))
     # Later micro steps of a step are like the first of two.
-    accumulates = any(found.gas(n, 1) > 1 for n in (*_SIZES, slots))
+    accumulates = accumulates or any(found.gas(n, 1) > 1 for n in (*_SIZES, slots))
     gas = {ds_config.BATCH_KEYS[2]: 2 if accumulates else 1}
     questions = [Question({**found.config(s, slots), **gas}, 1, slots) for s in strategies]
     answers = dict(zip(strategies, simulator.traces(questions), strict=True))
@@ -286,11 +294,18 @@ class Projector:
         assert run.plan is not None
         slots, machine = run.plan.slots_per_trial, str(run.info.get("machine", ""))
         if "cpu slot" in machine:
-            card = probe.card_here(slots)
+            try:
+                card = probe.card_here(slots)
+            except UserInputError:
+                problem = f"was made on {slots} processor cores, and this machine has fewer"
+                raise UserInputError(problem, where=str(past.folder)) from None
         else:
             named = run.profile.device_name if run.profile else ""
             card = cards.find(named or machine, own_cards)
-        cluster = Cluster(card, slots, run.plan.slots_per_host or slots, card.network_bandwidth)
+        network = card.network_bandwidth
+        if self._network is not None and card == self._card:  # the network is theirs, too
+            network = self._network
+        cluster = Cluster(card, slots, run.plan.slots_per_host or slots, network)
         points, log_s, errors = [], [], []
         for strategy, trial, metrics in measured(past, traced):
             if strategy in traced.traces:
@@ -319,7 +334,7 @@ class Projector:
             name=title,
             card=self._card,
             count=count,
-            network_bandwidth=self._cluster(count).network_bandwidth,
+            network_bandwidth=None if is_here else self._cluster(count).network_bandwidth,
             parameters=traced.facts.num_params,
             sequence_length=traced.sequence_length,
             own=tuple(row for row in own if row is not None),
@@ -358,7 +373,7 @@ class Projector:
         memory_bytes, fits = traced.memory(strategy, slots, micro_batch, self._card)
         time = self.step_time(strategy, slots, micro_batch, gas)
         samples = parallelism.data(slots) * micro_batch * gas / time.seconds
-        peak = self._card.peak(traced.facts.param_bytes)
+        peak = self._card.peak(traced.model.itemsize)
         return Row(
             strategy=strategy,
             slots=slots,

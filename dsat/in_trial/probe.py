@@ -75,7 +75,7 @@ def _measure(kind: str, device: Any, ranks: int) -> dict[str, float]:
     )
     found["attention"] = 2 * heads * tokens**2 * size / took / found[f"flops_{q.element_size()}"]
     x, y = (torch.ones(elements, device=device) for _ in range(2))
-    found["memory_bandwidth"] = 3 * 4 * elements / seconds(lambda: torch.add(x, 1.0, out=y))
+    found["memory_bandwidth"] = 2 * 4 * elements / seconds(lambda: torch.add(x, 1.0, out=y))
     if kind == "cuda":
         pinned = torch.ones(elements // 4, pin_memory=True)
         found["pcie_bandwidth"] = elements / seconds(lambda: x[: elements // 4].copy_(pinned))

@@ -18,6 +18,9 @@ from dsat.inputs.experiment import read_mapping
 _GIB = 2**30
 MEMORY_PART = 0.85  # of the memory's bandwidth that elementwise kernels reach
 _OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # slower ones of the same name
+# Words of drivers that say nothing, and those that say no kind of card.
+_OF_ANY = re.compile(r"nvidia|amd|instinct|geforce|sxm\d*|hbm\w*")
+_OF_MANY = re.compile(r"\d+gb|pcie|rtx|nvl")
 _PCIE_PART, _NETWORK_PART = 0.88, 0.9  # of the specification, that copies and collectives reach
 
 
@@ -105,7 +108,9 @@ def _named(name: str, known: Mapping[str, Card]) -> Card | None:
         for key, own in words.items()
         if (own <= wanted and not (wanted - own) & _OTHER_KINDS) or _plain(key) == _plain(name)
     ]
-    around = [key for key, own in words.items() if wanted and wanted <= own]
+    asked = {word for word in wanted if not _OF_ANY.fullmatch(word)}
+    tells = any(not _OF_MANY.fullmatch(word) for word in asked)
+    around = [key for key, own in words.items() if tells and asked <= own]
     if inside:
         return known[max(inside, key=len)]
     return max((known[key] for key in around), key=lambda card: card.memory_bytes, default=None)
@@ -149,14 +154,21 @@ def _card(name: str, entry: Mapping[str, Any]) -> Card:
             raise ValueError(f"{key} is {value!r}")
         return float(value)
 
+    def part(key: str) -> float:
+        if (found := number(key)) > 1:
+            raise ValueError(f"{key} is {found:g}, and a part of 1")
+        return found
+
+    if not entry["tflops"]:
+        raise ValueError("tflops has no size of elements")
     return Card(
         name=name,
         memory_bytes=int(number("memory_gib") * _GIB),
         flops={int(size): 1e12 * number(size, entry["tflops"]) for size in entry["tflops"]},
-        matmul=number("matmul"),
-        attention=number("attention"),
+        matmul=part("matmul"),
+        attention=part("attention"),
         memory_bandwidth=1e9 * number("bandwidth"),
-        link_bandwidth=1e9 * number("link") * number("link_part"),
+        link_bandwidth=1e9 * number("link") * part("link_part"),
         pcie_bandwidth=1e9 * number("pcie") * _PCIE_PART,
         network_bandwidth=1e9 / 8 * number("network") * _NETWORK_PART,
         per_host=math.ceil(number("per_host")),

@@ -69,7 +69,7 @@ class Projection:
     Attributes:
         name: of the experiment, the script or the model.
         count: of the cards that were asked about.
-        network_bandwidth: bytes/s of a card to other hosts.
+        network_bandwidth: bytes/s of a card to other hosts; None where there are none.
         parameters: of the model.
         sequence_length: tokens of a sample; None if samples are no sequences.
         own: the user's configuration, by number of cards.
@@ -83,7 +83,7 @@ class Projection:
     name: str
     card: Card
     count: int
-    network_bandwidth: float
+    network_bandwidth: float | None
     parameters: int
     sequence_length: int | None
     own: tuple[Row, ...]
@@ -105,7 +105,10 @@ class Projection:
             "days_interval_90": [seconds / high / _DAY_S, seconds / low / _DAY_S],
             "card_hours": hours,
         }
-        return found if self.price is None else {**found, "cost": hours * self.price}
+        if self.price is None:
+            return found
+        cost = hours * self.price
+        return {**found, "cost": cost, "cost_interval_90": [cost / high, cost / low]}
 
     def to_json(self) -> dict[str, Any]:
         def told(row: Row) -> dict[str, Any]:
@@ -119,7 +122,7 @@ class Projection:
             "card": self.card.name,
             "cards": self.count,
             "cards_per_host": self.card.per_host,
-            "network_gbit": self.network_bandwidth * 8e-9,
+            "network_gbit": self.network_bandwidth and self.network_bandwidth * 8e-9,
             "parameters": self.parameters,
             "sequence_length": self.sequence_length,
             "own": [told(row) for row in self.own],
@@ -143,10 +146,10 @@ def text(shown: Projection) -> list[str]:
 
 def summary(shown: Projection) -> str:
     """Name the model and the cards, and the days and the cost if they are asked for."""
-    card = shown.card
+    card, network = shown.card, shown.network_bandwidth
     said = [
-        f"{shown.name}: {shown.parameters:,} parameters on {card.name}, {card.per_host} in a host, "
-        f"{shown.network_bandwidth * 8e-9:.0f} usable Gbit/s for each between hosts."
+        f"{shown.name}: {shown.parameters:,} parameters on {card.name}, {card.per_host} in a host"
+        + (f", {network * 8e-9:.0f} usable Gbit/s for each between hosts." if network else ".")
     ]
     asked = shown.best.get(shown.count)
     training = shown.training(asked[0]) if asked else None
@@ -159,7 +162,12 @@ def summary(shown: Projection) -> str:
         )
     elif training is not None and shown.tokens is not None:
         low, high = training["days_interval_90"]
-        cost = f", {training['cost']:,.0f} at {shown.price:g} each" if "cost" in training else ""
+        cost = ""
+        if "cost" in training:
+            least, most = training["cost_interval_90"]
+            cost = (
+                f", {training['cost']:,.0f} ({least:,.0f} to {most:,.0f}) at {shown.price:g} each"
+            )
         tokens = fmt.prefixed(shown.tokens).replace("G", "B")
         said.append(
             f"{tokens} tokens take {training['days']:.3g} days ({low:.3g} to {high:.3g})"

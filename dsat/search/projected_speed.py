@@ -85,7 +85,7 @@ class ProjectedSpeed:
         start.theta[step_time.COMPUTE] = 0.0  # what the script reaches is told by its trials alone
         fit = start.updated(points, log_s, error)
         found._fit = replace(fit, layout=self._layout)
-        other = measured_on.flops != self._layout.job.hardware.flops
+        other = measured_on != self._layout.job.hardware
         found._sd = math.hypot(_SD, fit.misfit, _OTHER_CARD_SD if other else 0.0)
         return found
 

@@ -22,6 +22,7 @@ from dsat.inputs.cards import MEMORY_PART, Card
 from dsat.search import step_time
 from dsat.search.normal import Array
 from dsat.search.step_time import COLUMNS, GROUP_LAUNCHES, Hardware
+from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.step_trace import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -40,6 +41,7 @@ from dsat.values.step_trace import (
 )
 
 _PASSES = (FORWARD, BACKWARD)
+_ALL_TO_ALL = "alltoall"  # begins torch's names of it
 _UNIT_S, _HOP_S = 1e-3, 3.4e-6  # of launches, and of hops
 # Seconds of a processor core in which DeepSpeed's hooks of a trained parameter run in a forward and
 # in a backward pass, by stage (measured with 300 small layers, DeepSpeed 0.19.8).
@@ -93,11 +95,8 @@ class Cluster:
             return 0.0, 0.0
         inside = min(ranks, max(1, self.per_host // collectives.stride))
         hosts = math.ceil(ranks / inside)
-        bandwidth = self.card.link_bandwidth
-        if hosts > 1:
-            bandwidth = min(bandwidth, inside * self.network_bandwidth)
         rounds = 2 if collectives.kind == ALL_REDUCE else 1
-        moved = rounds * (ranks - 1) / ranks * collectives.bytes
+        moved_s = rounds * self._moved_s(collectives, inside, hosts)
 
         def spent(protocol: tuple[float, float, float]) -> tuple[float, float]:
             part, hop_s, host_hop_s = protocol
@@ -105,9 +104,24 @@ class Cluster:
             if rounds > 1 and hosts > 1:  # NCCL takes a tree where that is sooner
                 tree = (inside - 1) * hop_s + math.ceil(math.log2(hosts)) * host_hop_s
                 hops = min(hops, 2 * tree)
-            return moved / (bandwidth * part), collectives.count * hops
+            return moved_s / part, collectives.count * hops
 
         return min(map(spent, self.card.protocols), key=sum)
+
+    def _moved_s(self, collectives: Collectives, inside: int, hosts: int) -> float:
+        """Seconds in which a part of all bytes passes from each rank to each other one, once.
+
+        Args:
+            inside, hosts: ranks of a host, of which the last may have fewer, and their number.
+        """
+        ranks, bandwidth = collectives.ranks, self.card.link_bandwidth
+        if collectives.kind.startswith(_ALL_TO_ALL):  # each card has a network port of its own
+            here, there = (inside - 1) / bandwidth, (ranks - inside) / self.network_bandwidth
+            return collectives.bytes / ranks * max(here, there)
+        if hosts > 1:  # a ring passes through all ports of the smallest host
+            ports = ranks - inside * (hosts - 1)
+            bandwidth = min(bandwidth, ports * self.network_bandwidth)
+        return collectives.bytes * (ranks - 1) / ranks / bandwidth
 
 
 def hardware_of(card: Card) -> Hardware:
@@ -156,7 +170,7 @@ def work_of(
     micro_batch: int,
     cluster: Cluster,
     stage: int,
-    shared: int = 1,
+    parallelism: Parallelism = DATA_ONLY,
 ) -> Array:
     """Count what a configuration does, (number of columns,), as `step_time.work` does.
 
@@ -166,9 +180,10 @@ def work_of(
         micro_batch: samples of a micro step.
         cluster: that runs it.
         stage: of ZeRO.
-        shared: slots that share a sample, and with it the model's kernels.
+        parallelism: by which slots share samples, and with them the model's kernels.
     """
-    card, hardware = cluster.card, hardware_of(cluster.card)
+    card, hardware, shared = cluster.card, hardware_of(cluster.card), parallelism.shared
+    collectives = _at(trace, micro_batch, parallelism)
     kernels = [
         replace(k, flops=k.flops / shared, bytes=k.bytes / shared) for k in model.at(micro_batch)
     ]
@@ -176,17 +191,18 @@ def work_of(
     memory = {p: _memory_s(kernels, p, card) for p in _PASSES}
     total_s = sum(compute.values()) + sum(memory.values())
     every = any(not k.last for k in trace.kernels)  # micro steps before the last were traced too
-    links = {last: _links(trace.collectives, cluster, last=last) for last in (True, False)}
+    links = {last: _links(collectives, cluster, last=last) for last in (True, False)}
     hooks_s = _hooks_s(kernels, stage) * trace.parameters
     waited_s = hooks_s if card.is_cpu else 0.0  # a card's kernels run beside them
     # The host's part of the passes takes as long as so many bytes more over its link.
     pcie_for_host = hardware.pcie_bandwidth / hardware.host_memory_bandwidth
     last, each = links[True], links[False] if every else links[True]
+    once = {kind: _once(trace, kind) if every else 0.0 for kind in (MEMORY, HOST, TRANSFER)}
     found = {
         "flops": sum(compute.values()) * hardware.flops / micro_batch,
         "forward": (compute[FORWARD] + memory[FORWARD]) / total_s if total_s else 1 / 3,
         "weights": sum(memory.values()) * hardware.memory_bandwidth,
-        "copies": _added_bytes(trace, model) + waited_s * hardware.memory_bandwidth,
+        "copies": _added_bytes(trace, model, last=not every) + waited_s * hardware.memory_bandwidth,
         "launches": model.small.launches(_PASSES) * card.launch_s / _UNIT_S,
         "hooks": (hooks_s - waited_s) / _UNIT_S,
         "overlaps": float(last["reduced"] > 0),
@@ -198,12 +214,12 @@ def work_of(
         "gathers": each["gathers"],
         "boundary": last["boundary"] + last["waited"] - each["waited"],
         "boundaries": last["boundaries"],
-        "optimizer": trace.bytes_of(MEMORY, (STEP,)),
+        "optimizer": trace.bytes_of(MEMORY, (STEP,)) + once[MEMORY],
         "groups": trace.launches((STEP,)) * card.launch_s / (GROUP_LAUNCHES * _UNIT_S),
         "transferred": trace.bytes_of(TRANSFER, _PASSES, last=not every)
         + trace.bytes_of(HOST, _PASSES, last=not every) * pcie_for_host,
-        "transferred_last": trace.bytes_of(TRANSFER, (STEP,)),
-        "host_optimizer": trace.bytes_of(HOST, (STEP,)),
+        "transferred_last": trace.bytes_of(TRANSFER, (STEP,)) + once[TRANSFER],
+        "host_optimizer": trace.bytes_of(HOST, (STEP,)) + once[HOST],
         "data_parallel": cluster.slots / shared,
     }
     assert found.keys() == set(COLUMNS)
@@ -240,10 +256,30 @@ def _memory_s(kernels: Iterable[Kernels], phase: str, card: Card) -> float:
     )
 
 
-def _added_bytes(trace: StepTrace, model: ModelTrace) -> float:
+def _once(trace: StepTrace, kind: str) -> float:
+    """Bytes of the last micro step's passes beyond those of each before it."""
+    last, each = (trace.bytes_of(kind, _PASSES, last=of) for of in (True, False))
+    return max(0.0, last - each)
+
+
+def _added_bytes(trace: StepTrace, model: ModelTrace, *, last: bool) -> float:
     """Bytes that the engine moves in the passes beside what the model's own kernels do."""
     of_model = sum(k.bytes * k.count for k in model.at(trace.micro_batch) if k.kind == MEMORY)
-    return max(0.0, trace.bytes_of(MEMORY, _PASSES) - of_model)
+    return max(0.0, trace.bytes_of(MEMORY, _PASSES, last=last) - of_model)
+
+
+def _at(trace: StepTrace, micro_batch: int, parallelism: Parallelism) -> list[Collectives]:
+    """Return a trace's collectives at another micro batch: those of activations grow with it."""
+    ratio = micro_batch / trace.micro_batch
+
+    def carries_activations(group: Collectives) -> bool:
+        of_layers = group.ranks == parallelism.tensor > 1 and group.stride == 1
+        return group.phase != STEP and (of_layers or group.kind.startswith(_ALL_TO_ALL))
+
+    return [
+        replace(group, bytes=ratio * group.bytes) if carries_activations(group) else group
+        for group in trace.collectives
+    ]
 
 
 def _links(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -103,6 +104,14 @@ class ModelTrace:
     @property
     def model_flops_per_sample(self) -> float:
         return self.small.model_flops / self.small.micro_batch
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in which most FLOPs are: of parameters, or of autocast."""
+        flops: defaultdict[int, float] = defaultdict(float)
+        for k in self.small.kernels:
+            flops[k.itemsize] += k.count * k.flops
+        return max(flops, key=flops.__getitem__)
 
     def at(self, micro_batch: float) -> list[Kernels]:
         """Return the kernels at another micro batch."""

@@ -27,6 +27,8 @@ from dsat.inputs import cards
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("AMD Instinct MI300X", "MI300X"),
         ("MI300X", "MI300X"),
+        ("NVIDIA A100", "A100-80GB"),
+        ("A100-SXM4", "A100-80GB"),
     ],
 )
 def test_cards_are_found_as_people_and_drivers_name_them(given: str, name: str) -> None:
@@ -35,7 +37,21 @@ def test_cards_are_found_as_people_and_drivers_name_them(given: str, name: str) 
 
 @pytest.mark.parametrize(
     "given",
-    ["A10", "L4", "L40", "H20", "GH200", "H100 NVL", "RTX 4090 Laptop GPU", "V100", "GB", "-"],
+    [
+        "A10",
+        "L4",
+        "L40",
+        "H20",
+        "GH200",
+        "H100 NVL",
+        "RTX 4090 Laptop GPU",
+        "V100",
+        "GB",
+        "-",
+        "80GiB",
+        "PCIe",
+        "RTX",
+    ],
 )
 def test_another_card_of_a_similar_name_is_not_taken_for_it(given: str) -> None:
     with pytest.raises(UserInputError, match="is no known card"):

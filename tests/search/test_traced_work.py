@@ -11,7 +11,9 @@ import pytest
 from dsat.inputs import cards
 from dsat.search.projected_speed import ProjectedSpeed, StepTime
 from dsat.search.speed import Points
+from dsat.search.step_time import COLUMNS
 from dsat.search.traced_work import PRIORS, Cluster, hardware_of, scaled, work_of
+from dsat.values.parallelism import Parallelism
 from dsat.values.step_trace import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -31,6 +33,7 @@ A100 = cards.find("A100-80GB")
 PARAMS, TOKENS = 1e9, 2048
 USUAL = math.exp(PRIORS["compute"][0])  # times as long as by the roofline
 STAGE_3 = Strategy(3)
+CLUSTER = Cluster.of(A100, 8)
 
 
 def passes(micro_batch: int) -> StepTrace:
@@ -90,6 +93,43 @@ def test_a_ring_is_as_fast_as_its_slowest_link(ranks: int, bandwidth: float) -> 
     assert twice == pytest.approx(2 * moved)
 
 
+def test_the_smallest_host_has_the_fewest_ports() -> None:
+    once = Collectives(STEP, True, ALL_GATHER, 12, 1, False, 1e9, 1)
+    moved, _ = Cluster.of(A100, 12).link(once)
+    assert moved == pytest.approx(11 / 12 * 1e9 / (4 * A100.network_bandwidth))
+
+
+@pytest.mark.parametrize(("ranks", "there"), [(8, 0), (16, 8), (64, 56)])
+def test_each_card_sends_its_parts_of_an_all_to_all_itself(ranks: int, there: int) -> None:
+    once = Collectives(FORWARD, True, "alltoall_base_", ranks, 1, False, 1e9, 1)
+    moved, _ = Cluster.of(A100, ranks).link(once)
+    here_s = 7 / ranks * 1e9 / A100.link_bandwidth
+    assert moved == pytest.approx(max(here_s, there / ranks * 1e9 / A100.network_bandwidth))
+
+
+def test_collectives_of_activations_grow_with_the_micro_batch() -> None:
+    of_layers = Collectives(FORWARD, True, ALL_REDUCE, 2, 1, False, 1e9, 1)
+    of_gradients = replace(of_layers, ranks=4, stride=2)
+    shared = Parallelism(tensor=2)
+    for group, times in ((of_layers, 8), (of_gradients, 1)):
+        waited = [
+            work_of(step(group), MODEL, micro_batch, CLUSTER, 3, shared)[COLUMNS.index("waited")]
+            - work_of(step(), MODEL, micro_batch, CLUSTER, 3, shared)[COLUMNS.index("waited")]
+            for micro_batch in (1, 8)
+        ]
+        assert waited[1] == pytest.approx(times * waited[0], rel=0.01)
+
+
+def test_copies_of_the_last_micro_step_are_made_once() -> None:
+    each = [replace(kernels, last=False) for kernels in MODEL.at(1)]
+    copied = Kernels(BACKWARD, True, MEMORY, 4, 0.0, 12 * PARAMS, 1)
+    trace = replace(step(), kernels=(*each, *step().kernels, copied))
+    work = work_of(trace, MODEL, 4, CLUSTER, 1)
+    assert work[COLUMNS.index("copies")] == 0.0
+    optimizer = trace.bytes_of(MEMORY, (STEP,))
+    assert work[COLUMNS.index("optimizer")] == pytest.approx(optimizer + 12 * PARAMS)
+
+
 def test_strided_groups_share_the_network_of_a_host() -> None:
     group = Collectives(STEP, True, ALL_GATHER, 8, 8, False, 1e9, 1)  # one rank of each host
     moved, _ = Cluster.of(A100, 64).link(group)
@@ -130,3 +170,14 @@ def test_trials_correct_the_projection_and_narrow_it() -> None:
     before, after = speed.predict(asked), fitted.predict(asked)
     assert after.seconds == pytest.approx(1.3 * before.seconds, rel=0.05)
     assert after.high_s / after.low_s < before.high_s / before.low_s
+    # The same trials say less of a card with the same peak and other links.
+    elsewhere = ProjectedSpeed(hardware_of(cards.find("A800")), [STAGE_3]).calibrated(
+        hardware_of(A100), Points.of(points), np.array(log_s), np.full(3, 0.01)
+    )
+    assert elsewhere.predict(asked).high_s > after.high_s
+
+
+def test_the_peak_is_that_of_the_elements_that_most_flops_are_in() -> None:
+    """Parameters of autocast are of four bytes, and its products of two."""
+    few = Kernels(FORWARD, True, MATMUL, 4, 1e6, 1e3, 3)
+    assert replace(MODEL, small=replace(MODEL.small, kernels=(few, *MODEL.at(1)))).itemsize == 2
