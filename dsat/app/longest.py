@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from dsat.errors import UserInputError
 from dsat.inputs import cards
 from dsat.inputs.cards import Card
 from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.config_facts import Formula
 from dsat.memory.estimate import SIMULATED
@@ -26,6 +27,8 @@ from dsat.values.zero_strategy import Strategy
 UNIT_TOKENS = 1024  # of the "samples" that facts and models are asked about here
 _SLOTS_OF_A_HOST = 8  # among which layers and sequences are divided
 _MOST_TOKENS = 2**27
+# Simulations of a row, and by how much its length may still change after them.
+_MOST_SIMULATIONS, _SETTLED = 8, 0.05
 
 Configuration = Callable[[Strategy, int, Parallelism], Mapping[str, Any]]
 
@@ -110,7 +113,7 @@ def rows(simulator: Simulator | Formula, grid: Grid, *, exact: bool) -> list[Lon
         ):
             row = Longest(slots, strategy, size, Parallelism(), 0, 0, switches=switches)
             best = _by_formula(of_model, configs, row)
-            if exact and best.tokens:
+            if exact:
                 best = _simulated(of_model, configs[best.parallelism], best, simulator)
             found.append(best)
     return found
@@ -145,14 +148,42 @@ def _by_formula(
 def _simulated(
     facts: ModelFacts, config: Mapping[str, Any], row: Longest, simulator: Simulator | Formula
 ) -> Longest:
-    """Return a row corrected by a simulation at its length."""
-    question = Question(config, 1, row.slots, row.tokens, row.switches)
-    [estimate] = simulator.estimates([question])
-    if estimate.source != SIMULATED:
-        return replace(row, note=estimate.note)
-    anchor = Anchor(config, row.tokens // UNIT_TOKENS, estimate)
-    found = _with(Basis((Variant({}, facts, (anchor,)),)), config, row)
+    """Return a row corrected by simulations, until they are of its length.
+
+    One is enough where memory is linear in the length. It is not where attention keeps its scores.
+    """
+    found, before = replace(row, tokens=max(row.tokens, UNIT_TOKENS)), None
+    for _ in range(_MOST_SIMULATIONS):
+        length = found.tokens
+        [estimate] = simulator.estimates([Question(config, 1, row.slots, length, row.switches)])
+        if estimate.source != SIMULATED:
+            return replace(row, note=estimate.note)
+        anchor = Anchor(config, length // UNIT_TOKENS, estimate)
+        if before is not None:
+            facts = _between(facts, before, anchor, row.slots)
+        found = _with(Basis((Variant({}, facts, (anchor,)),)), config, row)
+        if not found.tokens or abs(found.tokens - length) <= _SETTLED * length:
+            break
+        before = anchor
     return replace(found, host_bytes=estimate.host, source=SIMULATED)
+
+
+def _between(facts: ModelFacts, one: Anchor, other: Anchor, slots: int) -> ModelFacts:
+    """Return facts whose activations grow as those of two simulations do."""
+    simulated, known = (
+        other.estimate.peak - one.estimate.peak,
+        _peak(facts, other, slots) - _peak(facts, one, slots),
+    )
+    if simulated * known <= 0:
+        return facts
+    names = [field.name for field in fields(facts) if field.name.endswith("_per_sample")]
+    changes = {name: getattr(facts, name) * simulated / known for name in names}
+    return replace(facts, **changes)
+
+
+def _peak(facts: ModelFacts, anchor: Anchor, slots: int) -> int:
+    micro_batch = anchor.micro_batch
+    return closed_form.estimate(facts, anchor.config, slots=slots, micro_batch=micro_batch).peak
 
 
 def _with(basis: Basis, config: Mapping[str, Any], row: Longest) -> Longest:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -50,6 +53,26 @@ def test_sequences_grow_with_the_slots_that_divide_them(exact: bool) -> None:
     assert eight[sharded].parallelism == Parallelism(sequence=4)
     assert eight[sharded].tokens > 4 * alone[sharded].tokens
     assert eight[sharded].source == (SIMULATED if exact else CLOSED_FORM)
+
+
+def test_memory_that_grows_with_the_square_of_the_length_is_followed_to_its_end() -> None:
+    """The facts are those of much longer sequences, of which attention's scores are all."""
+    names = [f.name for f in fields(FACTS) if f.name.endswith("_per_sample")]
+    steep = replace(FACTS, **{name: 24 * getattr(FACTS, name) for name in names})
+
+    def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        units = request["sequence_length"] / UNIT_TOKENS
+        return by_formula(FACTS)({**request, "sequence_length": units**2 / 32 * UNIT_TOKENS})
+
+    host = FakeSimulationHost(steep, answer, sequence_length=512)
+    for row in rows(host, slots=1, exact=True):
+        assert row.source == SIMULATED and row.tokens
+        asked = {"config": configuration(BF16, row.strategy, 1), "slots": 1, "micro_batch": 1}
+        peak = max(
+            answer({**asked, "sequence_length": row.tokens})["estimate"][phase]
+            for phase in ("init", "forward", "backward", "step")
+        )
+        assert 0.85 * 8 * GIB < peak < 8 * GIB, row.strategy
 
 
 def test_what_cannot_be_simulated_is_named() -> None:
