@@ -115,13 +115,20 @@ LAUNCHERS: Mapping[str, Callable[[Framework, int], str]] = {
 
 
 def exists(framework: str, launcher: str, ranks: int) -> bool:
-    """Tell if anybody starts such a script so."""
+    """Tell if anybody starts such a script so, and it can train on processor cores."""
     by_accelerate = launcher.startswith("accelerate")
+    if FRAMEWORKS[framework].command:
+        # Their files name a DeepSpeed configuration, which accelerate refuses beside its plugin's.
+        # LLaMA-Factory's has to be the first argument, where `deepspeed` puts its own, and Axolotl
+        # asks CUDA for its devices where there are two.
+        is_refused = launcher == "accelerate's plugin"
+        is_refused |= framework == "LLaMA-Factory" and launcher == "deepspeed"
+        return not is_refused and (framework != "Axolotl" or ranks == 1)
     if FRAMEWORKS[framework].config is None:
         return by_accelerate
     own = FRAMEWORKS[framework].script in ("plain.py", "on_lightning.py")
     # Lightning's ranks have devices of different numbers, which torch's processor has not.
-    alone = framework == "Lightning" or (launcher == "python" and not FRAMEWORKS[framework].command)
+    alone = launcher == "python" or framework == "Lightning"
     return not (by_accelerate and own) and (not alone or ranks == 1)
 
 
