@@ -176,7 +176,7 @@ def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[s
         "smaller_is_better": job.plan.objective.smaller_is_better,
     }
     config["hyperparameters"] = {
-        **job.hparams,
+        **_constants(job.hparams),
         ds_config.DSAT_MODE_KEY: True,
         hyperparameters.KEY: hyperparameters.declared(job.plan),
     }
@@ -190,8 +190,22 @@ def full_run_config(
 ) -> dict[str, Any]:
     """Return the user's own experiment with the best trial's `overrides`."""
     config = _users(job, full_run_tag(runner_id), runner)
-    config["hyperparameters"] = trial_hparams(job.hparams, overrides)
+    config["hyperparameters"] = _constants(trial_hparams(job.hparams, overrides))
     return config
+
+
+def _constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters with DeepSpeed's as constants.
+
+    The master would take their sections with a `type` (optimizer, scheduler) for ranges.
+    """
+    sections = (ds_config.CONFIG_KEY, ds_config.OVERWRITE_KEY)
+    return {
+        name: {"type": "const", "val": value}
+        if name in sections and isinstance(value, Mapping)
+        else value
+        for name, value in hparams.items()
+    }
 
 
 def _users(job: Job, tag: str, runner: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,4 +214,6 @@ def _users(job: Job, tag: str, runner: Mapping[str, Any]) -> dict[str, Any]:
     config["description"] = f"{tag} - {about}"
     slots = {"slots_per_trial": job.plan.slots_per_trial}
     config["resources"] = {**(config.get("resources") or {}), **slots}
+    if isinstance(config["entrypoint"], list):  # of which the master takes texts only
+        config["entrypoint"] = list(map(str, config["entrypoint"]))
     return config

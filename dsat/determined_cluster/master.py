@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,11 +76,15 @@ class Master:
         return retry_while_unreachable(request, self._say)
 
     def create(self, config: Mapping[str, Any], folder: Path, includes: Sequence[Path] = ()) -> int:
-        """Create an experiment, once; return its id."""
-        with quiet():
-            made = self._determined.create_experiment(
-                dict(config), str(folder), list(map(str, includes))
-            )
+        """Create an experiment, once; return its id.
+
+        The master reads YAML in a way of its own, in which a text `no` has to be quoted. JSON it
+        reads as everybody does.
+        """
+        with quiet(), tempfile.TemporaryDirectory() as above:
+            path = Path(above) / "experiment.json"
+            path.write_text(json.dumps(config), encoding="utf-8")
+            made = self._determined.create_experiment(path, str(folder), list(map(str, includes)))
         return int(made.id)
 
     def find(self, tag: str) -> Any:

@@ -30,7 +30,7 @@ from dsat.determined_cluster import job as jobs
 from dsat.determined_cluster import result
 from dsat.determined_cluster.engine import CLOSE, ClusterEngine, Operation
 from dsat.determined_cluster.job import SAID, Job
-from dsat.determined_cluster.master import Master, RemoteCluster
+from dsat.determined_cluster.master import Master, RemoteCluster, in_words
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.determined_cluster.waiting import IDLE_STATES, StateWatch, in_background
 from dsat.report import summary
@@ -263,7 +263,10 @@ class Runner:
         found = {**result.of_run(view, over=over), "search_experiment_id": self.experiment_id}
         found["files"] = result.files(self._run)
         if self._job.run_full_experiment and over and view.best:
-            found["full_run_experiment_id"] = self._train(view.best.trial)
+            try:
+                found["full_run_experiment_id"] = self._train(view.best.trial)
+            except errors.BadRequestException as error:
+                say(f"the master refuses the training in full length: {in_words(error)}")
         for line in result.to_lines(found):
             print(line, flush=True)
         own = self._submitted.get("description") or ""
@@ -302,6 +305,10 @@ def run_job(job: Job, folder: Path) -> None:
                 runner.run(info.latest_checkpoint)
             except Preempted:
                 runner.leave()
+                return
+            except errors.BadRequestException as error:  # another start would change nothing
+                say(f"the master refuses: {in_words(error)}")
+                operation.report_completed(0.0)
                 return
             runner.conclude()
 

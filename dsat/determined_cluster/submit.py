@@ -45,6 +45,7 @@ class Submission:
         config: of the search runner's experiment.
         files: what trials find in their folder, by relative path.
         size_bytes: of these files.
+        script: the user's, among them.
     """
 
     master: str
@@ -54,6 +55,7 @@ class Submission:
     config: dict[str, Any]
     files: dict[Path, Path]
     size_bytes: int
+    script: Path = Path()
 
     @property
     def where(self) -> str:
@@ -134,7 +136,7 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
     master = clients.connect(ready.master, _log.info)
     _log.info(ready.where)
     with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
-        upload.stage(ready.files, ready.job.to_text(), Path(folder))
+        upload.stage(ready.files, ready.job.to_text(), Path(folder), ready.script)
         with clients.explained(ready.master):
             number = master.create(ready.config, Path(folder))
     submitted = Submitted(number, master.url(number))
@@ -210,20 +212,18 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         program = entrypoints.parse(experiment.entrypoint, experiment.model_dir)
     except UserInputError:  # a cluster runs more than this machine could
         args: tuple[str, ...] = ()
+        script = Path()
     else:
         source.check_config_path(experiment, program)
         source.check_ranks(program, slots)
-        args = program.args
+        args, script = program.args, Path(program.script)
     experiment = replace(
         experiment, arg_mappings=script_args.checked({}, args, where="--arg-mapping")
     )
     check_max_slots(settings, slots)
-    if settings.listed_switches:
-        raise UserInputError(
-            "is not searched on a cluster, whose trials have the script's own arguments",
-            where="--switch",
-            hint="Leave it out, or run dsat on one machine with --engine local.",
-        )
+    if settings.run_full_experiment:
+        _check_full_run(experiment)
+    _check_switches(settings)
     if settings.memory_model == BY_SIMULATION:
         settings = replace(settings, memory_model=BY_FORMULA)  # the runner has no model to simulate
     plan = plan_of(settings, experiment, slots, args=args, switches={}, offload_helps=True)
@@ -252,7 +252,30 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     config = job.runner_config(
         experiment, plan, max_restarts=settings.max_search_runner_restarts, changes=changes
     )
-    return Submission(choice.master, choice.reason, experiment.name, submitted, config, files, size)
+    named = (choice.master, choice.reason, experiment.name)
+    return Submission(*named, submitted, config, files, size, script)
+
+
+def _check_switches(settings: Settings) -> None:
+    """Raise UserInputError if the user lists switches of the script."""
+    if settings.listed_switches:
+        raise UserInputError(
+            "is not searched on a cluster, whose trials have the script's own arguments",
+            where="--switch",
+            hint="Leave it out, or run dsat on one machine with --engine local.",
+        )
+
+
+def _check_full_run(experiment: experiments.Experiment) -> None:
+    """Raise UserInputError unless the user's searcher describes one training in full length."""
+    searcher = experiment.config.get("searcher") or {}
+    missing = [key for key in ("name", "metric", "max_length") if key not in searcher]
+    where, hint = f"{experiment.path}: searcher", "--run-full-experiment trains by it."
+    if missing:
+        raise UserInputError(f"there is no {missing[0]}", where=where, hint=hint)
+    if searcher["name"] != "single":
+        problem = f"is {searcher['name']!r}, which makes many trials"
+        raise UserInputError(problem, where=f"{where}.name", hint=f"Make it single. {hint}")
 
 
 def _log_how_to_follow(master: Master, number: int) -> None:

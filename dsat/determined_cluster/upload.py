@@ -34,7 +34,8 @@ def files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]:
     Raises:
         UserInputError: two of them would have the same name.
     """
-    found = dict(_walk(model_dir.resolve(), Path(), detignore(model_dir)))
+    root = model_dir.resolve()  # as the ignore rule's folder, too
+    found = dict(_walk(root, Path(), detignore(root)))
     for include in includes:
         source = include.resolve()
         if source.name in {target.parts[0] for target in found}:
@@ -100,9 +101,20 @@ def check_script(found: Files, where: Path) -> None:
     )
 
 
-def stage(found: Files, job: str, folder: Path) -> None:
-    """Lay out the search runner's context in an empty folder; `job` is the job file's text."""
-    for name, contents in ((MODEL_FOLDER, found), (PACKAGE_FOLDER, _package())):
+def stage(found: Files, job: str, folder: Path, script: Path = Path()) -> None:
+    """Lay out the search runner's context in an empty folder.
+
+    Args:
+        found: of `files`.
+        job: text of the job file.
+        folder: the empty one.
+        script: the user's, in the model folder. Python looks for packages beside it.
+    """
+    package = _package()
+    if script.parent != Path() and not script.is_absolute():
+        beside = script.parent / PACKAGE_FOLDER
+        found = {**found, **{beside / target: source for target, source in package.items()}}
+    for name, contents in ((MODEL_FOLDER, found), (PACKAGE_FOLDER, package)):
         (folder / name).mkdir()
         for target, source in contents.items():
             copy = folder / name / target

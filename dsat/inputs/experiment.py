@@ -59,6 +59,13 @@ class Experiment:
         return ds_config.merge(self.ds_config, self.overrides)
 
 
+# What the master (go-yaml 2) takes for a truth without quotes.
+_TRUTHS = {
+    said: truth
+    for truth, words in ((True, "y yes on true"), (False, "n no off false"))
+    for word in words.split()
+    for said in (word, word.capitalize(), word.upper())
+}
 # Where in an experiment's configuration the user's own overrides are.
 OVERRIDES = f"hyperparameters.{OVERWRITE_KEY}"
 
@@ -188,8 +195,20 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML 1.2, as Determined's command line does: 1e-4 is a number, and `on` a text."""
-    return YAML(typ="safe", pure=True).load(text)
+    """Parse YAML as a Determined master does: 1e-4 is a number, and `on` true, unless quoted."""
+    reader = YAML(pure=True)  # of which quoted text is a type of its own
+    reader.preserve_quotes = True
+    return _as_the_master(reader.load(text))
+
+
+def _as_the_master(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _as_the_master(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_as_the_master(each) for each in value]
+    if type(value) is str and value in _TRUTHS:
+        return _TRUTHS[value]
+    return str(value) if isinstance(value, str) else value
 
 
 def trial_hparams(hparams: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,6 +257,8 @@ def _constant(value: Any, where: str) -> Any:
             where=where,
             hint="Give it a single value.",
         )
+    if isinstance(value, Mapping) and not where.endswith((CONFIG_KEY, OVERWRITE_KEY)):
+        return {str(key): _constant(each, f"{where}.{key}") for key, each in value.items()}
     return value
 
 

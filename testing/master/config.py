@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from testing.master.errors import invalid
 
 Json = dict[str, Any]
+_KINDS = ("int", "double", "log", "const", "categorical")
 
 
 def complete(text: str, checkpoints: str) -> Json:
@@ -23,8 +25,8 @@ def complete(text: str, checkpoints: str) -> Json:
         ApiError: Something that is required is missing.
     """
     try:
-        user = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        user = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
         raise invalid(f"invalid experiment configuration: {error}") from error
     if not isinstance(user, dict):
         raise invalid("invalid experiment configuration: it is not a mapping")
@@ -59,11 +61,14 @@ def point_of(hyperparameters: Mapping[str, Any]) -> Json:
 def _normalized(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return {"type": "const", "val": value}
-    return dict(value) if "type" in value and _is_space(value) else normalized(value)
-
-
-def _is_space(value: Mapping[str, Any]) -> bool:
-    return value["type"] in ("const", "int", "double", "log", "categorical")
+    if "type" not in value:
+        return normalized(value)
+    if value["type"] not in _KINDS:
+        raise invalid(
+            'invalid experiment configuration: if a hyperparameter object\'s ["type"] is set, it '
+            f"must be one of {', '.join(_KINDS)}"
+        )
+    return dict(value)
 
 
 def _first(value: Any) -> Any:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from dsat.determined_cluster import job as jobs
@@ -13,6 +14,8 @@ from dsat.determined_cluster.job import Job
 from dsat.inputs import experiment
 from dsat.values.trial import TrialOptions
 from testing.helpers import plan_of
+from testing.master.config import complete
+from testing.master.errors import ApiError
 
 SECRET = "hunter2"
 USER = {
@@ -123,10 +126,33 @@ def test_the_full_run_is_the_users_with_the_best_configuration(tmp_path: Path) -
     config = jobs.full_run_config(job(tmp_path), 17, runner, best)
     assert config["searcher"] == USER["searcher"]
     assert config["checkpoint_storage"] == USER["checkpoint_storage"]
-    assert config["hyperparameters"]["overwrite_deepspeed_args"] == {
-        "gradient_clipping": 2.0,
-        **best,
-    }
+    overrides = {"gradient_clipping": 2.0, **best}
+    given = config["hyperparameters"]["overwrite_deepspeed_args"]
+    assert given == {"type": "const", "val": overrides}
     assert "_use_dsat_mode" not in config["hyperparameters"]
     assert config["description"].startswith(jobs.full_run_tag(17))
     assert not jobs.full_run_tag(17).startswith(jobs.search_tag(17))
+
+
+def test_sections_with_a_type_are_no_ranges_for_the_master(tmp_path: Path) -> None:
+    """It takes any object with a key `type` for a range; DeepSpeed's optimizers have one."""
+    ds = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {}}}
+    own = {"deepspeed_config": ds, "overwrite_deepspeed_args": {"scheduler": {"type": "WarmupLR"}}}
+    runner = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=5, changes={})
+    found = job(tmp_path, hparams=own)
+    for config in (
+        jobs.custom_config(found, 17, runner),
+        jobs.full_run_config(found, 17, runner, {}),
+    ):
+        kept = complete(json.dumps(config), str(tmp_path))["hyperparameters"]
+        assert kept["deepspeed_config"] == {"type": "const", "val": ds}
+    raw = {**runner, "hyperparameters": own}
+    with pytest.raises(ApiError, match="must be one of"):
+        complete(json.dumps(raw), str(tmp_path))
+
+
+def test_words_of_an_entrypoint_are_texts_for_the_master(tmp_path: Path) -> None:
+    words = ["python3", "train.py", "--lr", 0.5]
+    config = {**job(tmp_path).config, "entrypoint": words}
+    found = jobs.full_run_config(job(tmp_path, config=config), 17, {}, {})
+    assert found["entrypoint"] == ["python3", "train.py", "--lr", "0.5"]

@@ -58,8 +58,8 @@ def test_the_core_api_example(tmp_path: Path) -> None:
         assert there.master.experiment(RUNNER).config["name"] == "(DSAT) torchvision-core-api"
         full = there.master.experiment(SEARCH + 1).config
         assert full["searcher"]["max_length"] == {"batches": 200}
-        given = full["hyperparameters"]["overwrite_deepspeed_args"]
-        size = given["train_micro_batch_size_per_gpu"]["val"]
+        given = full["hyperparameters"]["overwrite_deepspeed_args"]["val"]
+        size = given["train_micro_batch_size_per_gpu"]
         assert size == config["train_micro_batch_size_per_gpu"]
         assert there.master.wait_ended(RUNNER) == "STATE_COMPLETED"
 

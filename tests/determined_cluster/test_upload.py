@@ -36,6 +36,16 @@ def test_the_model_folder_without_what_determined_leaves_out(model: Path) -> Non
     assert names(entries(model)) == [*("data/big.bin", "data/small.txt", "lib/net.py", "train.py")]
 
 
+def test_the_folder_may_be_named_in_any_way(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model)
+    (tmp_path / "link").symlink_to(model)
+    whole = upload.files(model.resolve(), [])
+    for named in (Path(), tmp_path / "link", Path("..") / model.name):
+        assert upload.files(named, []) == whole
+
+
 def test_a_detignore_is_honoured(model: Path) -> None:
     (model / ".detignore").write_text("# mine\n*.bin\nlib/\n")
     assert names(entries(model)) == ["data/small.txt", "train.py"]
@@ -122,3 +132,12 @@ def test_the_code_must_know_of_dsat(model: Path, text: str, problem: str | None)
         return
     with pytest.raises(UserInputError, match=problem):
         check_script(entries(model), model)
+
+
+def test_a_script_in_a_folder_below_finds_the_package_beside_it(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "staged"
+    folder.mkdir()
+    stage(entries(model), "{}", folder, Path("scripts/train.py"))
+    assert (folder / "model" / "scripts" / "dsat" / "__init__.py").is_file()

@@ -263,11 +263,22 @@ def test_yaml(text: str, problem: str) -> None:
     assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_yaml_is_read_as_determined_reads_it() -> None:
-    """Its command line reads YAML 1.2; 1.1 takes 1e-4 for a text and `on` for a truth."""
-    Path("exp.yaml").write_text("a: 1e-4\nb: on\nc: 010\nd: {e: 5e8}\n")
+def test_yaml_is_read_as_the_master_reads_it() -> None:
+    """Neither as YAML 1.1, for which 1e-4 is a text, nor as 1.2, for which `on` is one."""
+    text = "a: 1e-4\nb: on\nc: 'on'\nd: {e: 5e8, f: [No, \"no\", nO]}\ng: |\n  yes\n"
+    Path("exp.yaml").write_text(text)
     found = experiment.read_mapping(Path("exp.yaml"))
-    assert found == {"a": 1e-4, "b": "on", "c": 10, "d": {"e": 5e8}}
+    inner = {"e": 5e8, "f": [False, "no", "nO"]}
+    assert found == {"a": 1e-4, "b": True, "c": "on", "d": inner, "g": "yes\n"}
+
+
+def test_constants_inside_of_others_are_their_values() -> None:
+    own = {"lr": {"type": "const", "val": 0.1}, "kind": "a"}
+    hparams = {"deepspeed_config": DS, "optimizer": own}
+    assert read(hyperparameters=hparams).hparams["optimizer"] == {"lr": 0.1, "kind": "a"}
+    own["kind"] = {"type": "categorical", "vals": ["a", "b"]}
+    with pytest.raises(UserInputError, match=r"hyperparameters\.optimizer\.kind: is a range"):
+        read(hyperparameters=hparams)
 
 
 @pytest.mark.parametrize(
