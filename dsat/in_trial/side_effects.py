@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
+import pathlib
+import shutil
 import tempfile
 import threading
 import time
@@ -98,11 +100,10 @@ def install(folder: Path, warn: Callable[[str], None], *, simulated: bool = Fals
     hook(functools.partial(_adapt_engine, skip), "deepspeed.runtime.engine")
     for module, names in _SAVERS.items():
         hook(functools.partial(_adapt_savers, skip, names), module)
-    began_s = time.time()
+    files = _Files(folder.resolve(), time.time(), trains, skip)
     for module, writer in _FILE_WRITERS.items():
-        adapt = functools.partial(_adapt_writer, skip, trains, folder.resolve(), began_s, writer)
-        hook(adapt, module)
-    hook(functools.partial(_adapt_rmtree, skip, trains, began_s), "shutil")
+        hook(functools.partial(files.adapt_writer, writer), module)
+    files.adapt_changes()
     for module, logs in (
         ("torch.utils.tensorboard.writer", "log_dir"),
         ("tensorboardX", "logdir"),
@@ -198,51 +199,88 @@ def _adapt_savers(skip: Callable[[str], None], names: tuple[str, ...], module: A
             _replace(of, attribute, skip, result=None)
 
 
-def _adapt_writer(
-    skip: Callable[[str], None],
-    trains: threading.Event,
-    folder: Path,
-    began_s: float,
-    writer: tuple[str, int, str],
-    module: Any,
-) -> None:
-    name, position, keyword = writer
+class _Files:
+    """Files outside of the trial's folder, which a training neither writes nor takes away.
 
-    def save(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
-        path = kwargs.get(keyword, args[position] if len(args) > position else None)
-        named = isinstance(path, (str, os.PathLike))
-        if trains.is_set() and named and not _is_scratch(Path(path).resolve(), folder, began_s):
-            skip(f"{module.__name__}.{name}")
+    Args:
+        folder: of the trial.
+        began_s: what is older belongs to the user: checkpoints that make place for new ones.
+        trains: set once the training has begun.
+        skip: takes the name of a function that did nothing.
+    """
+
+    def __init__(
+        self, folder: Path, began_s: float, trains: threading.Event, skip: Callable[[str], None]
+    ) -> None:
+        self._folder, self._began_s, self._trains, self._skip = folder, began_s, trains, skip
+        self._unwritten: set[Path] = set()
+
+    def adapt_writer(self, writer: tuple[str, int, str], module: Any) -> None:
+        """Have a function write nothing, unless it is given a path in the trial's folder."""
+        name, position, keyword = writer
+
+        def save(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+            path = kwargs.get(keyword, args[position] if len(args) > position else None)
+            if not self._trains.is_set() or not isinstance(path, (str, os.PathLike)):
+                return original(*args, **kwargs)
+            target = Path(path).resolve()
+            if self._is_scratch(target):
+                return original(*args, **kwargs)
+            self._unwritten.add(target)
+            self._skip(f"{module.__name__}.{name}")
             return None
-        return original(*args, **kwargs)
 
-    wrapt.wrap_function_wrapper(module, name, save)
+        wrapt.wrap_function_wrapper(module, name, save)
 
+    def adapt_changes(self) -> None:
+        """Have functions leave what is older than the trial, and look for nothing unwritten."""
+        for module, names, keywords in (
+            (os, ("remove", "unlink", "rmdir"), ("path",)),
+            (shutil, ("rmtree",), ("path",)),
+            (os, ("rename", "replace"), ("src", "dst")),
+            (os, ("symlink", "link"), ("", "dst")),
+        ):
+            for name in names:
+                self._adapt_change(module, name, keywords)
 
-def _is_scratch(path: Path, folder: Path, began_s: float) -> bool:
-    """Return whether a path is in the trial's folder, or in a temporary one that it has made."""
-    if path.is_relative_to(folder):
-        return True
-    temporary = Path(tempfile.gettempdir()).resolve()
-    if not path.is_relative_to(temporary) or path == temporary:
-        return False
-    made = temporary / path.relative_to(temporary).parts[0]
-    return made.exists() and made.stat().st_ctime >= began_s
-
-
-def _adapt_rmtree(
-    skip: Callable[[str], None], trains: threading.Event, began_s: float, module: Any
-) -> None:
-    """Keep folders older than the trial, such as checkpoints that make place for new ones."""
-
-    def rmtree(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
-        path = args[0] if args else kwargs["path"]
-        if trains.is_set() and os.path.exists(path) and os.path.getctime(path) < began_s:
-            skip("shutil.rmtree")
+    def _adapt_change(self, module: Any, name: str, keywords: tuple[str, ...]) -> None:
+        def change(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+            beside = any(kwargs.get(k) is not None for k in ("dir_fd", "src_dir_fd", "dst_dir_fd"))
+            if not self._trains.is_set() or beside:  # rmtree's own steps
+                return original(*args, **kwargs)
+            given = dict(zip(keywords, args, strict=False)) | kwargs
+            paths = [given[keyword] for keyword in keywords if keyword and keyword in given]
+            if not any(self._is_to_be_left(path) for path in paths):
+                return original(*args, **kwargs)
+            self._skip(f"{module.__name__}.{name}")
             return None
-        return original(*args, **kwargs)
 
-    wrapt.wrap_function_wrapper(module, "rmtree", rmtree)
+        original = getattr(module, name)
+        wrapt.wrap_function_wrapper(module, name, change)
+        accessor = getattr(pathlib, "_NormalAccessor", None)  # python 3.10 keeps its own
+        if module is os and getattr(accessor, name, None) is original:
+            setattr(accessor, name, staticmethod(getattr(module, name)))
+
+    def _is_to_be_left(self, path: Any) -> bool:
+        """Return whether a path is the user's, or of a file that was not written."""
+        if not isinstance(path, (str, os.PathLike)):
+            return False
+        target = Path(os.path.abspath(path))
+        try:
+            is_older = os.lstat(target).st_ctime < self._began_s
+        except OSError:
+            return target.resolve() in self._unwritten
+        return is_older and not self._is_scratch(target)
+
+    def _is_scratch(self, path: Path) -> bool:
+        """Return whether a path is in the trial's folder, or in a temporary one of its own."""
+        if path.is_relative_to(self._folder):
+            return True
+        temporary = Path(tempfile.gettempdir()).resolve()
+        if not path.is_relative_to(temporary) or path == temporary:
+            return False
+        made = temporary / path.relative_to(temporary).parts[0]
+        return made.exists() and made.stat().st_ctime >= self._began_s
 
 
 def _adapt_wandb(module: Any) -> None:

@@ -41,6 +41,9 @@ def test_a_search_leaves_checkpoints_and_trackers_alone(tmp_path: Path) -> None:
         {"module": weights, "global_steps": 12, "epoch": 3},
         resumed / "zero_pp_rank_0_mp_rank_00_model_states.pt",
     )
+    for name in ("last.pth.tar", "older.pt"):
+        (folder / name).write_bytes(b"of an earlier training")
+    (folder / "link.ckpt").symlink_to("older.pt")
     before = snapshot(folder)
     words = "model --max-trials 3 --run-dir run --slots 1 -m throughput --max-micro-batch 8".split()
     script = "train.py --deepspeed --deepspeed_config ds_config.json".split()

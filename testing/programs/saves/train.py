@@ -4,6 +4,7 @@ import argparse
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -54,4 +55,16 @@ for step in range(args.steps):
     torch.save(model.state_dict(), "model.pt")
     save_file(model.state_dict(), "model.safetensors")
     prepared.save_pretrained("model")
+    torch.save(model.state_dict(), "last.tmp")  # as timm does, and below as Lightning does
+    if os.path.exists("last.pth.tar"):
+        os.unlink("last.pth.tar")
+    os.replace("last.tmp", "last.pth.tar")
+    Path("older.pt").unlink()
+    os.rename("resumed", "before")
+    shutil.rmtree("before", ignore_errors=True)
+    os.remove("link.ckpt")
+    os.symlink("model.pt", "link.ckpt")
+    Path("own.txt").write_text("of this training")
+    os.replace("own.txt", "moved.txt")
+    os.remove("moved.txt")
 writer.close()
