@@ -171,7 +171,9 @@ def _run_program(program: Entrypoint) -> None:
     else:
         # `__file__` is absolute, as Python has it: a script may change its folder, or spawn itself.
         script = os.path.abspath(program.script)
-        sys.path.insert(0, os.path.dirname(script))
+        # Python looks beside the file itself; links to it may have their own neighbours, too.
+        beside = dict.fromkeys(map(os.path.dirname, (os.path.realpath(script), script)))
+        sys.path[:0] = list(beside)
         sys.argv = [program.script, *args]
         runpy.run_path(script, run_name="__main__")
 

@@ -112,6 +112,7 @@ def install(folder: Path, warn: Callable[[str], None], *, simulated: bool = Fals
     # What a script says in its code counts more than variables.
     hook(_adapt_wandb, "wandb")
     hook(functools.partial(_adapt_savers, skip, ("set_tracking_uri",)), "mlflow")
+    hook(functools.partial(_adapt_mlflow, folder), "mlflow.tracking.client")
     hook(functools.partial(_adapt_hydra, folder), "hydra._internal.utils")
 
 
@@ -296,6 +297,16 @@ def _adapt_tensorboard(folder: Path, logs: str, module: Any) -> None:
         return original(str(folder / "tensorboard"), *args[1:], **kwargs)
 
     wrapt.wrap_function_wrapper(module, "SummaryWriter.__init__", init)
+
+
+def _adapt_mlflow(folder: Path, module: Any) -> None:
+    """Have clients write into the trial's folder, whatever server they are told."""
+    uri = trackers_off(folder)["MLFLOW_TRACKING_URI"]
+
+    def init(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        return original(uri, *args[1:], **{k: v for k, v in kwargs.items() if k != "tracking_uri"})
+
+    wrapt.wrap_function_wrapper(module, "MlflowClient.__init__", init)
 
 
 def _adapt_hydra(folder: Path, module: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dsat.errors import UserInputError
 from dsat.inputs import switches as known_switches
-from dsat.inputs.ds_config import AUTO, did_you_mean, whole_number
+from dsat.inputs.ds_config import AUTO, BATCH_KEYS, did_you_mean, whole_number
 from dsat.inputs.switches import CHECKPOINTING, CHECKPOINTING_FLAGS
 
 HF_BATCH_FLAGS: Mapping[str, str] = {
@@ -196,10 +196,11 @@ def checked(mappings: Mapping[str, str], args: Sequence[str], *, where: str) -> 
         UserInputError: a flag is not among the arguments, and no Trainer knows it.
     """
     given = {_plain(flag): flag for flag in (arg.partition("=")[0] for arg in args)}
+    words = {_plain(arg.partition("=")[0]): arg.partition("=")[0] for arg in args if "=" in arg}
     is_trainer = bool(value_of(args, "--deepspeed"))
     spelled = {}
     for setting, flag in mappings.items():
-        found = given.get(_plain(flag))
+        found = given.get(_plain(flag)) or words.get(_plain(flag.lstrip("-")))
         is_known = is_trainer and _plain(flag).lstrip("_") in _HF_KNOWN
         # A switch that is off is not there.
         if found is None and not is_known and setting != CHECKPOINTING:
@@ -273,6 +274,7 @@ def batch_from_args(
         UserInputError: a flag's value is no positive integer.
     """
     mappings, found = mappings_for(args, given), dict(config)
+    is_given = isinstance(config.get(BATCH_KEYS[0]), int)  # from which the others follow
     for key, default in _HF_DEFAULTS.items():
         if config.get(key) not in (None, AUTO) or key not in mappings:
             continue
@@ -280,7 +282,7 @@ def batch_from_args(
         if text is not None:
             number = int(text) if re.fullmatch(r"\+?[0-9]+", text, re.ASCII) else text
             found[key] = whole_number(number, mappings[key])
-        elif looks_like_hf(args):
+        elif looks_like_hf(args) and (config.get(key) == AUTO or not is_given):
             found[key] = default
     return found
 
@@ -288,9 +290,11 @@ def batch_from_args(
 def _places(args: Sequence[str], flag: str, *, switch: bool = False) -> list[_Place]:
     """Find all places of a flag before `--`; a switch's value is a boolean's word."""
     wanted, places = _plain(flag), []
+    is_word = not flag.startswith("-")  # `trainer.batch_size=4`, as Hydra takes it
     for index in range(_end(args)):
         name, equals, _ = args[index].partition("=")
-        if not name.startswith("--") or _plain(name) != wanted:
+        is_other = not equals if is_word else not name.startswith("-")
+        if is_other or _plain(name) != wanted:
             continue
         has_value = index + 1 < _end(args) and _is_value(args[index + 1], switch=switch)
         value = index if equals else index + 1 if has_value else None

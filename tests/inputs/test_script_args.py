@@ -145,6 +145,12 @@ def test_the_arguments_of_a_trial() -> None:
     batch = ("--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "2")
     assert found == (*HF, *batch, "--stage", "3")
     plain = ("--bs", "1", "--gradient_accumulation_steps", "1")
+    for own, flag, wanted in (
+        (("-b", "4"), "-b", ("-b", "16")),
+        (("trainer.batch=4", "x=1"), "trainer.batch", ("trainer.batch=16", "x=1")),
+    ):
+        found = script_args.for_trial(own, config, {}, {MICRO: flag}, add=False)
+        assert found == wanted
     found = script_args.for_trial(plain, config, changed, {}, add=True)
     assert found == ("--bs", "1", "--gradient_accumulation_steps", "2"), "none is added"
 
@@ -159,6 +165,7 @@ def test_the_arguments_of_a_trial() -> None:
         ({GAS: "auto"}, [*HF, "--gradient-accumulation-steps", "3"], {MICRO: 8, GAS: 3}),
         ({MICRO: "auto"}, ["--epochs", "3"], {MICRO: "auto"}),
         ({MICRO: "auto"}, ["--bs", "3"], {MICRO: 3}),
+        ({"train_batch_size": 32}, HF, {"train_batch_size": 32}),
     ],
 )
 def test_what_auto_stands_for(
@@ -186,6 +193,7 @@ def test_a_batch_size_that_is_none(value: str) -> None:
         ("--b", ["train.py", "--b", "8"], "--b"),
         ("--b", ["--b=8"], "--b"),
         ("-b", ["-b", "8"], "-b"),
+        ("--trainer.batch_size", ["trainer.batch_size=8"], "trainer.batch_size"),
         ("--batch-size", ["--batch_size", "8"], "--batch_size"),
         ("--batch_size", ["--batch-size=8"], "--batch-size"),
         (

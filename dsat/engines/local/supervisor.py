@@ -66,6 +66,7 @@ GRACE_AFTER_FAILURE_S = 0.3
 # A killed process ends when its last call into the kernel returns; that of a driver may never.
 _STUCK_AFTER_S = 60.0
 _GONE_WITHIN_S = 2.0
+_TRACKED_WITHIN_S = 2.0  # that a resource tracker unlinks what it knows
 _LOOK_AROUND_EVERY_S = 30.0
 _LOOK_FOR_FILES_EVERY_S = 0.05
 
@@ -227,6 +228,7 @@ class Supervisor:
     def _finish(self, group: _Group) -> None:
         """Answer that a trial has ended; ranks without a status by now are stuck."""
         del self._groups[group.trial]
+        _let_trackers_clean_up(group.descendants | self._strays(group) | set(group.pids))
         _kill_all(group.pids[0], group.descendants)
         _kill_until_gone(lambda: group.descendants | self._strays(group))
         _unlink_shared_memory(group)
@@ -262,6 +264,7 @@ class Supervisor:
         group.killed_at = time.monotonic()
         group.killed_ranks = set(range(len(group.pids))) - group.statuses.keys()
         group.descendants |= _descendants(group.pids[rank] for rank in group.killed_ranks)
+        _let_trackers_clean_up(group.descendants | set(group.pids))
         _kill_all(group.pids[0], group.descendants)
 
     def _strays(self, ended: _Group) -> set[int]:
@@ -321,6 +324,27 @@ def _started_by(pid: int, folder: str) -> bool:
     except (psutil.Error, OSError):
         return False
     return any(os.path.dirname(output) == folder for output in outputs)
+
+
+def _let_trackers_clean_up(pids: Collection[int]) -> None:
+    """Kill processes but for Python's resource trackers, which then unlink what these have left.
+
+    Without that, named shared memory would stay: ranks leave without their own clean-up.
+    """
+    trackers = {pid for pid in pids if _is_tracker(pid)}
+    if not trackers:
+        return
+    _kill_all(None, set(pids) - trackers)
+    deadline = time.monotonic() + _TRACKED_WITHIN_S
+    while any(not _is_gone(pid) for pid in trackers) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in w for w in psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
 
 
 def _kill_all(group: int | None, pids: Collection[int]) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,10 @@ def leave_process(how: str) -> int | None:
         return worker.pid
     if how == "session":
         return subprocess.Popen(sleep, start_new_session=True).pid
+    if how == "shared memory":  # which its creator leaves to Python's resource tracker
+        blocks = [shared_memory.SharedMemory(create=True, size=64) for _ in range(2000)]
+        (FOLDER / "blocks.txt").write_text(" ".join(block.name for block in blocks))
+        return None
     # A daemon: in a session of its own, its parent is gone; `exec` makes it another program.
     end, begin = os.pipe()
     between = os.fork()

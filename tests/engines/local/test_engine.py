@@ -286,6 +286,17 @@ def test_what_a_trial_started_ends_with_it(pair: Bench, left: str) -> None:
     assert_nothing_is_left(pair)
 
 
+def test_named_shared_memory_is_unlinked_by_its_tracker(singles: Bench) -> None:
+    trial = singles.trial("leaves and hangs: shared memory")
+    singles.engine.launch(trial)
+    wait_until((singles.path(trial) / "left0.json").exists, "the blocks")
+    singles.engine.cancel(trial.id)
+    singles.engine.poll(PATIENCE_S)
+    blocks = singles.read(trial, "blocks.txt").split()
+    assert len(blocks) > 1 and not any((Path("/dev/shm") / name).exists() for name in blocks)
+    assert_nothing_is_left(singles)
+
+
 @pytest.mark.parametrize("left", ["child", "daemon by exec"])
 def test_it_ends_although_another_trial_goes_on(singles: Bench, left: str) -> None:
     goes_on = singles.trial("leaves and hangs: daemon")
