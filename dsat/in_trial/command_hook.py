@@ -17,9 +17,15 @@ from types import ModuleType
 from typing import Any
 
 TRIAL_VARIABLE = "DSAT_TRIAL_DIR"
+ALONE_VARIABLE = "DSAT_ALONE"  # the user's command has no launcher
 _CHANGES_FILE = "command.json"  # as in `rank_files`, which cannot be imported here
 _SPARE_FOLDER = "spare"  # packages that dsat needs and the environment may lack
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")  # of DeepSpeed's launcher and torch's older one
+
+
+def _forget_rank(_: ModuleType) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        os.environ.pop(name, None)
 
 
 class _Process:
@@ -31,6 +37,7 @@ class _Process:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
+        self._is_alone = os.environ.pop(ALONE_VARIABLE, None) is not None
         self._start = {
             "pid": os.getpid(),
             "argv": list(sys.argv),
@@ -61,6 +68,10 @@ class _Process:
         """Adapt modules as soon as the program imports them."""
         import wrapt
 
+        if self._is_alone:  # Lightning starts ranks itself, unless it is one
+            for package in ("lightning.fabric", "lightning_fabric"):
+                module = f"{package}.plugins.environments.lightning"
+                wrapt.register_post_import_hook(_forget_rank, module)
         for name, adapt in (
             ("deepspeed", self._begin),
             ("transformers", self._begin),  # its lazy package, before any module that is adapted

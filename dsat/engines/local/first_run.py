@@ -27,7 +27,7 @@ from dsat.engines.local.rank_settings import ALLOCATOR_SETTINGS, allocator_is_se
 from dsat.engines.local.running import Running, Start, Way
 from dsat.engines.local.supervisors import LOST, Supervisors
 from dsat.errors import EngineError, ScriptFailed, UserInputError
-from dsat.in_trial import side_effects, start_record
+from dsat.in_trial import command_hook, side_effects, start_record
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank_files import DONE_FILE, PORTS_FILE, RECORDS_FOLDER, SPEC_FILE, RankSpec
@@ -309,4 +309,5 @@ def _variables_of(rank: int, size: int | None) -> dict[str, str]:
     if size is None:
         return {}
     numbers = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    return numbers | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(size))
+    numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(size))
+    return {**numbers, **({command_hook.ALONE_VARIABLE: "1"} if size == 1 else {})}

@@ -313,3 +313,30 @@ def test_a_choice_of_devices_in_the_command_is_kept(
     starts = starts_of(tmp_path, ranks)
     program = recorded_start.program_of(starts, ["bash", "run.sh"], given, {0, 1})
     assert {n: v for n, v in program.env.items() if "VISIBLE" in n} == chosen
+
+
+STARTS_ITS_RANKS = f"""
+import os, subprocess, sys
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+if not LightningEnvironment().creates_processes_externally:
+    rank = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2")
+    other = dict(rank, RANK="1", LOCAL_RANK="1")
+    subprocess.Popen([sys.executable, *sys.argv], env=os.environ | other)
+    os.environ.update(rank)
+{TRAINS}
+"""
+
+
+@pytest.mark.slow  # Lightning, twice
+def test_lightning_starts_its_ranks_where_no_launcher_does(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lightning")
+    named(place, {}, monkeypatch)
+    (place / "alone.py").write_text(STARTS_ITS_RANKS)
+    run = FirstRun(("python3", "alone.py"), place, timeout_s=120, ranks=1)
+    try:
+        assert sorted((each.rank, each.size) for each in run.ranks()) == [(0, 2), (1, 2)]
+    finally:
+        run.close()
