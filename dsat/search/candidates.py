@@ -150,6 +150,8 @@ class Settings:
     ) -> list[int]:
         """Return numbers of settings: the first, the best, the likeliest, and one change of each.
 
+        Each knob has a change before any has its second, those first that may gain most.
+
         Args:
             branch: position of the branch.
             best: settings of the best so far, of this branch or of another.
@@ -173,10 +175,15 @@ class Settings:
             hoped += stride * int(np.argmin(effect - sd))
 
         def changes(start: int) -> Iterator[int]:
+            by_knob = []
             for knob, stride in zip(knobs, strides, strict=True):
-                count = len(knob.columns)
-                own = start // stride % count
-                yield from (start + stride * (digit - own) for digit in range(count))
+                own = start // stride % len(knob.columns)
+                effect = effects[knob.columns].sum(axis=1)
+                gain = effect - np.sqrt(variance[knob.columns].sum(axis=1)) - effect[own]
+                digits = [int(digit) for digit in _smallest(gain) if digit != own]
+                by_knob.append([(gain[digit], start + stride * (digit - own)) for digit in digits])
+            for turn in itertools.zip_longest(*by_knob):
+                yield from (number for _, number in sorted(each for each in turn if each))
 
         found: dict[int, None] = {}
         starts = (0, at_best, likeliest, hoped)
@@ -193,6 +200,15 @@ class Settings:
         shared = self._shared.get(key, self.num_values)
         both = [[column, shared if column < self.num_values else column] for column in own]
         return _Knob(key, {text: digit for digit, text in enumerate(texts)}, np.array(both))
+
+
+def _smallest(values: Array) -> Array:
+    """Return the positions of the smallest values, ascending; of the few that matter."""
+    few = np.arange(len(values))
+    if len(few) > _MOST_SETTINGS:
+        few = np.argpartition(values, _MOST_SETTINGS)[:_MOST_SETTINGS]
+    order: Array = few[np.argsort(values[few], kind="stable")]
+    return order
 
 
 def _is_number(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +20,8 @@ Values = Sequence[tuple[str, str]]
 """Names of settings and their values, as text."""
 
 _LEAST = 1e-9  # chance
-_UNSOUND = (OutcomeKind.ERROR, OutcomeKind.INVALID)
+_OF_A_HANG = 4.0  # failures of another kind, since it takes a trial's whole time limit
+_UNSOUND = (OutcomeKind.ERROR, OutcomeKind.INVALID, OutcomeKind.TIMEOUT)
 
 
 class Feasibility:
@@ -41,7 +42,7 @@ class Feasibility:
         self._ran = np.full(count, -math.inf)  # octaves above the predicted largest micro batch
         self._failed = np.full(count, math.inf)
         self._sound: Counter[tuple[str, str]] = Counter()
-        self._unsound: Counter[tuple[str, str]] = Counter()
+        self._unsound: dict[tuple[str, str], float] = defaultdict(float)
 
     def update(self, branch: int, values: Values, octaves: float, outcome: Outcome) -> None:
         """Take in the end of a trial.
@@ -61,7 +62,11 @@ class Feasibility:
         if outcome.ok or outcome.kind.is_out_of_memory:
             self._sound.update(values)
         elif outcome.kind in _UNSOUND and not outcome.smaller_may_run:
-            self._unsound.update(values)
+            # The blame is shared by what has never run, if anything has not.
+            suspects = [value for value in values if not self._sound[value]] or values
+            blame = _OF_A_HANG if outcome.kind is OutcomeKind.TIMEOUT else 1.0
+            for value in suspects:
+                self._unsound[value] += blame / len(suspects)
 
     def fits(self, branch: int, octaves: Array) -> Array:
         """Return the chance to have enough memory, (n,), by octaves above what is predicted."""
@@ -78,4 +83,9 @@ class Feasibility:
 
     def runs(self, values: Values) -> float:
         """Return the chance to run but for memory: that of the worst of the values."""
-        return min(((1 + self._sound[v]) / (1 + self._sound[v] + self._unsound[v])) for v in values)
+        return min(map(self._is_sound, values), default=1.0)
+
+    def _is_sound(self, value: tuple[str, str]) -> float:
+        """Return the chance of one value; of one that never ran it falls fast."""
+        ran, failed = self._sound[value], self._unsound.get(value, 0.0)
+        return (1 + ran) / (1 + ran + failed) if ran else 1 / (1 + (2 * failed) ** 2)

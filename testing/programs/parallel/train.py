@@ -74,9 +74,12 @@ def loss_of(engine: Any, batch: dict[str, torch.Tensor], mpu: Any) -> torch.Tens
     logits = engine(**batch).logits
     loss: Any = engine.module.loss_function(logits, None, VOCABULARY, shift_labels=shifted)
     group, kept = mpu.get_sequence_parallel_group(), (shifted != -100).sum()
-    losses = distributed.nn.functional.all_gather(loss, group=group)  # type: ignore[attr-defined]
-    counts = distributed.nn.functional.all_gather(kept, group=group)  # type: ignore[attr-defined]
-    return sum(one * n for one, n in zip(losses, counts, strict=True)) / sum(counts)  # type: ignore[no-any-return]
+    # torch's differentiable all_gather takes ranks of a group for those of all, unless it is NCCL.
+    total, value = kept.clone(), (loss * kept).detach()
+    for tensor in (total, value):
+        distributed.all_reduce(tensor, group=group)
+    own = mpu.get_sequence_parallel_world_size() * loss * kept / total
+    return own + (value / total - own).detach()  # type: ignore[no-any-return]
 
 
 def main() -> None:
@@ -85,6 +88,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--unchecked", action="store_true", help="a device keeps no values")
     parser.add_argument("--local_rank", type=int)
     args = parser.parse_args()
     config = json.loads(Path(args.deepspeed_config).read_text())
@@ -99,6 +103,9 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(
         model=net, model_parameters=net.parameters(), config=config, mpu=mpu
     )
+    if args.unchecked and engine.first_dataloader_check is not None:
+        engine.first_dataloader_check.remove()
+        engine.first_dataloader_check = None
     for batch in batches(engine, config, args.length, mpu):
         engine.backward(loss_of(engine, batch, mpu))
         engine.step()
