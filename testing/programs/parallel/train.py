@@ -103,7 +103,7 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(
         model=net, model_parameters=net.parameters(), config=config, mpu=mpu
     )
-    if args.unchecked and engine.first_dataloader_check is not None:
+    if args.unchecked and getattr(engine, "first_dataloader_check", None) is not None:
         engine.first_dataloader_check.remove()
         engine.first_dataloader_check = None
     for batch in batches(engine, config, args.length, mpu):
