@@ -58,7 +58,7 @@ class Predictions:
         count = len(space.branches)
         self._feasibility = Feasibility(count, predicted=predicted, on_device=on_device)
         # Of the memory, what a sample takes.
-        self._sample_part = profile.activation_bytes_per_sample / profile.slot_memory_bytes
+        self._sample_part = max(1, profile.activation_bytes_per_sample) / profile.slot_memory_bytes
         self._log_units: list[float] = []  # what makes seconds of the model's unit, by outcome
         self._measured: list[tuple[int, int]] = []  # branch and settings of `speed.points`
 

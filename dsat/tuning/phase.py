@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsat.inputs import ds_config
-from dsat.space.knobs import defaults
+from dsat.space.knobs import KNOBS, defaults
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run
 from dsat.values import parallelism
@@ -19,6 +19,7 @@ from dsat.values.zero_strategy import Strategy, of_config
 
 _SEARCHED = (TrialKind.BASELINE, TrialKind.SEARCH)
 _OTHER = object()  # than any value
+_ELEMENTS = [knob.path.partition(".")[2] for knob in KNOBS if knob.elements]
 _LIMITED = (TrialKind.SEARCH, TrialKind.FINAL)
 
 
@@ -99,8 +100,18 @@ class TrialFactory:
         """The strategy of a configuration."""
         return of_config(self._plan.config(overrides))
 
-    def fingerprint(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
-        """A digest that is equal for configurations which DeepSpeed takes for the same."""
+    def fingerprint(
+        self,
+        overrides: Mapping[str, Any],
+        script_args: Mapping[str, Any],
+        *,
+        num_params: int | None = None,
+    ) -> str:
+        """A digest that is equal for configurations which DeepSpeed takes for the same.
+
+        Args:
+            num_params: of the model, if buckets that it cannot fill are alike.
+        """
         base, config = self._plan.base_config, self._plan.config(overrides)
         if "autotuning" in base:  # the names of earlier runs were made with it
             config["autotuning"] = base["autotuning"]
@@ -113,7 +124,11 @@ class TrialFactory:
         stage = zero.get("stage", 0)
         later = defaults(stage, later=True)
         zero = {key: value for key, value in zero.items() if value != later.get(key, _OTHER)}
-        config["zero_optimization"] = {"stage": stage, **defaults(stage), **zero}
+        zero = {"stage": stage, **defaults(stage), **zero}
+        if num_params is not None:
+            sizes = {key: zero.get(key) for key in _ELEMENTS}
+            zero |= {k: min(n, num_params) for k, n in sizes.items() if isinstance(n, (int, float))}
+        config["zero_optimization"] = zero
         return ds_config.fingerprint({"config": config, "script_args": dict(script_args)})
 
     def _to_beat(self) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dsat.inputs.ds_config import BATCH_KEYS
@@ -280,7 +281,7 @@ class SearchPhase(Phase):
         self, overrides: Mapping[str, Any], script_args: Mapping[str, Any], micro_batch: int
     ) -> int | None:
         """The number of the branch whose first settings a configuration has, if any."""
-        fingerprint = self._trials.fingerprint
+        fingerprint = partial(self._trials.fingerprint, num_params=self._space.num_params)
         digest = fingerprint(overrides, script_args)
         found = None
         for number, branch in enumerate(self._space.branches):

@@ -6,6 +6,7 @@ import pytest
 
 from dsat.inputs import ds_config
 from dsat.search import SEARCHES
+from dsat.search.model import ModelSearch
 from dsat.values.trial import BatchTriple, TrialKind
 from testing.helpers import (
     World,
@@ -99,3 +100,17 @@ def test_the_profile_is_no_measurement_of_its_configuration() -> None:
     assert ds_config.merge(plan.base_config, searched.overrides) == ds_config.merge(
         plan.base_config, profile.overrides
     )
+
+
+def test_a_bucket_that_the_model_cannot_fill_is_like_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DeepSpeed's default is larger than small models; the space has the smallest of these."""
+    told: list[int | None] = []
+    monkeypatch.setattr(ModelSearch, "learn", lambda _, branch, *__: told.append(branch))
+    base = {"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}
+    tuner, _ = begun(plan_of("model", base_config=base))
+    (baseline,) = tuner.next_trials(1)
+    assert baseline.kind is TrialKind.BASELINE
+    tuner.record(baseline.id, ran())
+    assert told == [1]
