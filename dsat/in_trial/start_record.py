@@ -18,6 +18,7 @@ import wrapt
 from dsat.in_trial import config_injection
 from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.rank_files import RECORDS_FOLDER
+from dsat.inputs.placement import VISIBLE
 from dsat.values.files import write_atomically
 from dsat.values.parallelism import SEQUENCE_SIZE
 
@@ -85,6 +86,8 @@ def refuse_nodes(folder: str, module: ModuleType) -> None:
 def _of_process(folder: Path, start: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Fields of `RankStart`."""
     rank, size = rank_and_size()
+    # A script may choose its devices itself, before it imports torch.
+    chosen = {name: os.environ[name] for name in VISIBLE if name in os.environ}
     package = importlib.util.find_spec("wrapt")
     record = {
         "rank": rank,
@@ -98,7 +101,7 @@ def _of_process(folder: Path, start: Mapping[str, Any], config: dict[str, Any]) 
         "argv": list(sys.argv) if _SPAWNED in start["argv"] else start["argv"],
         "cwd": start["cwd"],
         "cores": start["cores"],
-        "env": _without_hook(folder, start["env"]),
+        "env": {**_without_hook(folder, start["env"]), **chosen},
         "has_wrapt": package is not None and "/hook/spare/" not in str(package.origin),
     }
     try:

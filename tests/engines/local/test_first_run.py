@@ -315,6 +315,16 @@ def test_a_choice_of_devices_in_the_command_is_kept(
     assert {n: v for n, v in program.env.items() if "VISIBLE" in n} == chosen
 
 
+def test_devices_that_a_script_chooses_itself_are_those_of_all_trials(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named(place, {}, monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    own = 'import os; os.environ["CUDA_VISIBLE_DEVICES"] = "1"; os.environ["COLOUR"] = "red"'
+    (place / "chooses.py").write_text(f"{own}\n{TRAINS}\n")
+    assert seen(place, "python3", "chooses.py").env == {"CUDA_VISIBLE_DEVICES": "1"}
+
+
 STARTS_ITS_RANKS = f"""
 import os, subprocess, sys
 from lightning.fabric.plugins.environments import LightningEnvironment
