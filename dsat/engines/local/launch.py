@@ -126,7 +126,6 @@ class Launch:
             CROSS_RANK=str(cross_rank),
             CROSS_SIZE=hosts,
             GROUP_RANK=str(cross_rank),
-            NODE_RANK=str(cross_rank),  # of Composer's and Lightning's launchers
             GROUP_WORLD_SIZE=hosts,
             MASTER_ADDR=self._addresses[0],
             MASTER_PORT=str(self.ports[0]),
