@@ -40,6 +40,7 @@ class Framework:
         micro_batch: its key for the micro batch.
         packages: to install, without what they depend on.
         adapt: replacements in installed files for a machine without a GPU: path, old and new text.
+        variables: that the command lacks without one, also where nothing of dsat is beside it.
     """
 
     command: str
@@ -47,6 +48,7 @@ class Framework:
     micro_batch: str
     packages: str
     adapt: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 FRAMEWORKS = {
@@ -81,6 +83,7 @@ FRAMEWORKS = {
         f"torchao==0.17.0 wandb zstandard {_OF_ALL} {_HUB}",
         # It asks for NCCL by name.
         {"axolotl/utils/trainer.py": ('dist_backend="nccl"', 'dist_backend="gloo"')},
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "RANK": "0", "WORLD_SIZE": "1"},
     ),
     "ms-swift": Framework(
         "swift sft swift.yaml",
@@ -148,7 +151,7 @@ def tuned(name: str, folder: Path) -> str:
         return f"the copy of its file is {copy}"
     said = (folder / "run" / "summary.md").read_text().partition("Train with it: `")[2]
     line = said.partition("`")[0]
-    trained = _run(["bash", "-c", line], Path.home(), env)
+    trained = _run(["bash", "-c", line], Path.home(), {**env, **framework.variables})
     if trained.returncode:
         return f"{line}\nended with {trained.returncode}: {trained.stderr.strip()[-600:]}"
     return "tuned"

@@ -71,7 +71,8 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
         del kept[position : position + 2]
     again = ["--resume", "--run-full-experiment", "--run-dir", str(folder)]
     kept = [word for word in kept if word not in again and not word.startswith("--run-dir=")]
-    return shlex.join(["python3", "-m", "dsat", *kept, *again, *rest])
+    words = ["python3", "-m", "dsat", *kept, *again, *rest]
+    return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}"
 
 
 def text(ready: Prepared, run: Run, config: Path) -> str | None:

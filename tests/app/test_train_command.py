@@ -115,7 +115,11 @@ def test_a_command_that_is_run_again_has_its_scripts_arguments_replaced(
     assert line.startswith(f"cd {tmp_path} && ") and "torchrun" not in line
     assert " tool run --deepspeed_config /" in line and "best_ds_config.json" in line
     inside = replace(program, started_by=("bash", "run.sh"))
-    assert "run_full_experiment" in printed_line(replace(ready, program=inside), tmp_path)
+    within = replace(ready, program=inside)
+    assert "run_full_experiment" in printed_line(within, tmp_path)
+    words = ("model", "--", "bash", "run.sh")
+    line = printed_line(replace(within, argv=words), tmp_path)
+    assert line.startswith(f"cd {FOLDER} && python3 -m dsat model --resume --run-full-experiment")
 
 
 @pytest.mark.parametrize(
