@@ -148,7 +148,7 @@ def _by_formula(
 def _simulated(
     facts: ModelFacts, config: Mapping[str, Any], row: Longest, simulator: Simulator | Formula
 ) -> Longest:
-    """Return a row corrected by simulations, until they are of its length.
+    """Return a row corrected by simulations, until its length hardly changes.
 
     One is enough where memory is linear in the length. It is not where attention keeps its scores.
     """

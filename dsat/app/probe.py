@@ -6,7 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dsat.engines.local import ports
@@ -65,33 +68,40 @@ def _measured(slots: int) -> dict[str, Any]:
         "MASTER_PORT": str(ports.free_ports(1)[0]),
         "WORLD_SIZE": str(slots),
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "dsat.in_trial.probe"],
-            env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(slots)
-    ]
+    with tempfile.TemporaryDirectory() as above:
+        processes = []
+        for rank in range(slots):
+            out, errors = (Path(above) / f"{rank}.{name}" for name in ("out", "err"))
+            with out.open("w") as said, errors.open("w") as wrong:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "dsat.in_trial.probe"],
+                    env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=said,
+                    stderr=wrong,
+                )
+            processes.append(process)
+        failed = _first_failed(processes)
+        if failed is not None:
+            lines = (Path(above) / f"{failed}.err").read_text(errors="replace").splitlines()
+            last = next(filter(None, map(str.strip, reversed(lines))), "without a word")
+            raise DsatError(f"this machine could not be measured: {last}")
+        measured: dict[str, Any] = json.loads((Path(above) / "0.out").read_text().splitlines()[-1])
+    return measured
+
+
+def _first_failed(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Wait until all have ended, or one has failed; return its position.
+
+    A rank that fails leaves the others waiting for it.
+    """
     limit_s = time.monotonic() + _LIMIT_S
     try:
-        # A rank that fails leaves the others waiting for it.
         while any(p.poll() is None for p in processes) and not any(p.returncode for p in processes):
             if time.monotonic() > limit_s:
                 raise DsatError(f"this machine was not measured within {_LIMIT_S:g} s")
             time.sleep(_LOOK_EVERY_S)
+        return next((rank for rank, p in enumerate(processes) if p.returncode), None)
     finally:
         for process in processes:
-            if process.poll() is None:
-                process.kill()
-        said = [process.communicate() for process in processes]
-    ended = zip(processes, said, strict=True)
-    # Not one of those that were killed for it.
-    for process, (_, errors) in sorted(ended, key=lambda each: -each[0].returncode):
-        if process.returncode:
-            last = (errors.strip().splitlines() or ["without a word"])[-1]
-            raise DsatError(f"this machine could not be measured: {last}")
-    measured: dict[str, Any] = json.loads(said[0][0].splitlines()[-1])
-    return measured
+            process.kill()
+            process.wait()

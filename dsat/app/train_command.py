@@ -181,10 +181,13 @@ def _launcher(ready: Prepared, program: Entrypoint, best: Mapping[str, Any]) -> 
         launcher = [own, "-m", "torch.distributed.run"] if own else ["torchrun"]
         return [*launcher, "--standalone", f"--nproc-per-node={slots}"]
     launcher = [own, "-m", "deepspeed.launcher.runner"] if own else ["deepspeed"]
-    chosen, is_left_out = program.launch.devices, not program.launch.devices
-    if positions := chosen or program.launch.not_devices:
-        option = "--exclude" if is_left_out else "--include"
-        launcher += [option, f"localhost:{','.join(map(str, positions))}"]
+    chosen, without = program.launch.devices, program.launch.not_devices
+    if without:
+        there = range(ready.machine.num_slots + len(without))
+        chosen = tuple(position for position in there if position not in without)
+    if chosen:
+        devices = map(str, chosen[: ready.plan.slots_per_trial])
+        launcher += ["--include", f"localhost:{','.join(devices)}"]
     else:
         launcher += ["--num_gpus", slots]
     if program.launch.binds_cores:

@@ -23,9 +23,18 @@ _SPARE_FOLDER = "spare"  # packages that dsat needs and the environment may lack
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")  # of DeepSpeed's launcher and torch's older one
 
 
-def _forget_rank(_: ModuleType) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        os.environ.pop(name, None)
+def _forget_rank(module: ModuleType) -> None:
+    """Have Lightning find none of the variables of a rank when it first looks for them."""
+    environment: Any = vars(module).get("LightningEnvironment")
+    original = environment.creates_processes_externally.fget
+    given = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"]
+
+    def creates_processes_externally(self: Any) -> Any:
+        while given:
+            os.environ.pop(given.pop(), None)
+        return original(self)
+
+    environment.creates_processes_externally = property(creates_processes_externally)
 
 
 class _Process:

@@ -13,7 +13,6 @@ import pathlib
 import shutil
 import tempfile
 import threading
-import time
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -100,10 +99,12 @@ def install(folder: Path, warn: Callable[[str], None], *, simulated: bool = Fals
     hook(functools.partial(_adapt_engine, skip), "deepspeed.runtime.engine")
     for module, names in _SAVERS.items():
         hook(functools.partial(_adapt_savers, skip, names), module)
-    files = _Files(folder.resolve(), time.time(), trains, skip)
+    files = _Files(folder.resolve(), skip)
     for module, writer in _FILE_WRITERS.items():
-        hook(functools.partial(files.adapt_writer, writer), module)
-    files.adapt_changes()
+        hook(functools.partial(files.adapt_writer, trains, writer), module)
+    begun = threading.Event()
+    config_injection.on_initialize(lambda _: begun.set())
+    files.adapt_changes(begun)
     for module, logs in (
         ("torch.utils.tensorboard.writer", "log_dir"),
         ("tensorboardX", "logdir"),
@@ -205,24 +206,27 @@ class _Files:
 
     Args:
         folder: of the trial.
-        began_s: what is older belongs to the user: checkpoints that make place for new ones.
-        trains: set once the training has begun.
         skip: takes the name of a function that did nothing.
     """
 
-    def __init__(
-        self, folder: Path, began_s: float, trains: threading.Event, skip: Callable[[str], None]
-    ) -> None:
-        self._folder, self._began_s, self._trains, self._skip = folder, began_s, trains, skip
+    def __init__(self, folder: Path, skip: Callable[[str], None]) -> None:
+        self._folder, self._skip = folder, skip
+        self._temporary = Path(tempfile.gettempdir()).resolve()
+        self._there = set(os.listdir(self._temporary))  # before this trial
+        with tempfile.TemporaryFile(dir=folder) as file:  # by the clock of its file system
+            self._began_s = os.fstat(file.fileno()).st_ctime
+        self._unlink = os.unlink
         self._unwritten: set[Path] = set()
 
-    def adapt_writer(self, writer: tuple[str, int, str], module: Any) -> None:
-        """Have a function write nothing, unless it is given a path in the trial's folder."""
+    def adapt_writer(
+        self, trains: threading.Event, writer: tuple[str, int, str], module: Any
+    ) -> None:
+        """Have a function write nothing in training, unless it is given a path for scratch."""
         name, position, keyword = writer
 
         def save(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
             path = kwargs.get(keyword, args[position] if len(args) > position else None)
-            if not self._trains.is_set() or not isinstance(path, (str, os.PathLike)):
+            if not trains.is_set() or not isinstance(path, (str, os.PathLike)):
                 return original(*args, **kwargs)
             target = Path(path).resolve()
             if self._is_scratch(target):
@@ -233,55 +237,70 @@ class _Files:
 
         wrapt.wrap_function_wrapper(module, name, save)
 
-    def adapt_changes(self) -> None:
-        """Have functions leave what is older than the trial, and look for nothing unwritten."""
+    def adapt_changes(self, trains: threading.Event) -> None:
+        """Have functions leave what is older than the trial in training: the user's checkpoints."""
         for module, names, keywords in (
             (os, ("remove", "unlink", "rmdir"), ("path",)),
             (shutil, ("rmtree",), ("path",)),
             (os, ("rename", "replace"), ("src", "dst")),
-            (os, ("symlink", "link"), ("", "dst")),
+            (os, ("symlink",), ("", "dst")),
         ):
             for name in names:
-                self._adapt_change(module, name, keywords)
+                self._adapt_change(trains, module, name, keywords)
 
-    def _adapt_change(self, module: Any, name: str, keywords: tuple[str, ...]) -> None:
-        def change(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+    def _adapt_change(
+        self, trains: threading.Event, module: Any, name: str, keywords: tuple[str, ...]
+    ) -> None:
+        original = getattr(module, name)
+
+        @functools.wraps(original)
+        def change(*args: Any, **kwargs: Any) -> Any:
             beside = any(kwargs.get(k) is not None for k in ("dir_fd", "src_dir_fd", "dst_dir_fd"))
-            if not self._trains.is_set() or beside:  # rmtree's own steps
+            if not trains.is_set() or beside:  # rmtree's own steps
                 return original(*args, **kwargs)
             given = dict(zip(keywords, args, strict=False)) | kwargs
             paths = [given[keyword] for keyword in keywords if keyword and keyword in given]
-            if not any(self._is_to_be_left(path) for path in paths):
+            left = [path for path in paths if self._is_to_be_left(path)]
+            if not left:
                 return original(*args, **kwargs)
+            if left == paths[1:] and os.path.isfile(paths[0]):  # what was to take an older place
+                self._unlink(paths[0])
             self._skip(f"{module.__name__}.{name}")
             return None
 
-        original = getattr(module, name)
-        wrapt.wrap_function_wrapper(module, name, change)
+        change.__module__ = module.__name__  # where pools of processes find it
+        setattr(module, name, change)
         accessor = getattr(pathlib, "_NormalAccessor", None)  # python 3.10 keeps its own
         if module is os and getattr(accessor, name, None) is original:
-            setattr(accessor, name, staticmethod(getattr(module, name)))
+            setattr(accessor, name, staticmethod(change))
 
     def _is_to_be_left(self, path: Any) -> bool:
         """Return whether a path is the user's, or of a file that was not written."""
-        if not isinstance(path, (str, os.PathLike)):
+        if isinstance(path, int):
             return False
-        target = Path(os.path.abspath(path))
-        try:
-            is_older = os.lstat(target).st_ctime < self._began_s
-        except OSError:
+        target = Path(os.path.abspath(os.fsdecode(path)))
+        if self._is_scratch(target):
+            return False
+        if not os.path.lexists(target):
             return target.resolve() in self._unwritten
-        return is_older and not self._is_scratch(target)
+        if self._is_older(target):
+            return True
+        inside = os.walk(target) if target.is_dir() and not target.is_symlink() else ()
+        return any(self._is_older(Path(at, n)) for at, dirs, files in inside for n in dirs + files)
+
+    def _is_older(self, path: Path) -> bool:
+        try:
+            return os.lstat(path).st_ctime < self._began_s
+        except OSError:
+            return False
 
     def _is_scratch(self, path: Path) -> bool:
         """Return whether a path is in the trial's folder, or in a temporary one of its own."""
         if path.is_relative_to(self._folder):
             return True
-        temporary = Path(tempfile.gettempdir()).resolve()
-        if not path.is_relative_to(temporary) or path == temporary:
+        if not path.is_relative_to(self._temporary) or path == self._temporary:
             return False
-        made = temporary / path.relative_to(temporary).parts[0]
-        return made.exists() and made.stat().st_ctime >= self._began_s
+        return path.relative_to(self._temporary).parts[0] not in self._there
 
 
 def _adapt_wandb(module: Any) -> None:

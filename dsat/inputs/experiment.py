@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import TaggedScalar
 from ruamel.yaml.error import YAMLError
 
 from dsat.errors import UserInputError
@@ -206,6 +207,8 @@ def _as_the_master(value: Any) -> Any:
         return {key: _as_the_master(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_as_the_master(each) for each in value]
+    if isinstance(value, TaggedScalar):
+        return value.value
     if type(value) is str and value in _TRUTHS:
         return _TRUTHS[value]
     return str(value) if isinstance(value, str) else value

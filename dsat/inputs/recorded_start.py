@@ -51,7 +51,7 @@ class RankStart(Recorded):
         command: the interpreter with its options, the program and its arguments.
         argv: `sys.argv` of the process, or of that which has spawned it.
         cwd: its working folder.
-        env: its variables when it began.
+        env: its variables when it began, and the devices that it has chosen since.
         has_wrapt: whether the package that dsat adapts modules with is there.
         cores: that the process could use when it began.
         config: what it passed to `deepspeed.initialize`.

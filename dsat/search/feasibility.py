@@ -62,11 +62,11 @@ class Feasibility:
         if outcome.ok or outcome.kind.is_out_of_memory:
             self._sound.update(values)
         elif outcome.kind in _UNSOUND and not outcome.smaller_may_run:
-            # The blame is shared by what has never run, if anything has not.
-            suspects = [value for value in values if not self._sound[value]] or values
+            # The blame is shared by what has never run; if all has, it may be any of them.
+            suspects = [value for value in values if not self._sound[value]]
             blame = _OF_A_HANG if outcome.kind is OutcomeKind.TIMEOUT else 1.0
-            for value in suspects:
-                self._unsound[value] += blame / len(suspects)
+            for value in suspects or values:
+                self._unsound[value] += blame / max(1, len(suspects))
 
     def fits(self, branch: int, octaves: Array) -> Array:
         """Return the chance to have enough memory, (n,), by octaves above what is predicted."""

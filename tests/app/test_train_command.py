@@ -143,8 +143,8 @@ def test_every_switch_is_in_the_command(
 @pytest.mark.parametrize(
     ("launch", "option"),
     [
-        (Launch(devices=(0,), passes_local_rank=True), "--include localhost:0"),
-        (Launch(not_devices=(1, 2), passes_local_rank=True), "--exclude localhost:1,2"),
+        (Launch(devices=(1, 0), passes_local_rank=True), "--include localhost:1"),
+        (Launch(not_devices=(1, 2), passes_local_rank=True), "--include localhost:0"),
     ],
 )
 def test_a_launcher_that_is_written_anew_has_the_users_devices(

@@ -66,7 +66,7 @@ GRACE_AFTER_FAILURE_S = 0.3
 # A killed process ends when its last call into the kernel returns; that of a driver may never.
 _STUCK_AFTER_S = 60.0
 _GONE_WITHIN_S = 2.0
-_TRACKED_WITHIN_S = 2.0  # that a resource tracker unlinks what it knows
+_TRACKED_WITHIN_S = 0.5  # that a resource tracker unlinks what it knows
 _LOOK_AROUND_EVERY_S = 30.0
 _LOOK_FOR_FILES_EVERY_S = 0.05
 
@@ -228,7 +228,7 @@ class Supervisor:
     def _finish(self, group: _Group) -> None:
         """Answer that a trial has ended; ranks without a status by now are stuck."""
         del self._groups[group.trial]
-        _let_trackers_clean_up(group.descendants | self._strays(group) | set(group.pids))
+        _let_trackers_clean_up(group.descendants | self._strays(group))
         _kill_all(group.pids[0], group.descendants)
         _kill_until_gone(lambda: group.descendants | self._strays(group))
         _unlink_shared_memory(group)
@@ -264,7 +264,8 @@ class Supervisor:
         group.killed_at = time.monotonic()
         group.killed_ranks = set(range(len(group.pids))) - group.statuses.keys()
         group.descendants |= _descendants(group.pids[rank] for rank in group.killed_ranks)
-        _let_trackers_clean_up(group.descendants | set(group.pids))
+        killed = {group.pids[rank] for rank in group.killed_ranks}
+        _let_trackers_clean_up(group.descendants | killed | self._strays(group))
         _kill_all(group.pids[0], group.descendants)
 
     def _strays(self, ended: _Group) -> set[int]:
