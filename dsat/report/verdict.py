@@ -240,9 +240,12 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
             yield _no_finals(run)
         return
     if finals.comparison is None:
-        failed = "your configuration failed when it was run again"
-        if best is not run.baseline:
-            yield f"low, because {_NONE_CONFIRMED if finals.pick is None else failed}."
+        if best is run.baseline:
+            return
+        why = "what was faster failed when it was run again, and this was measured once"
+        if finals.own_failed:
+            why = "your configuration failed when it was run again"
+        yield f"low, because {_NONE_CONFIRMED if finals.pick is None else why}."
         return
     pairs = fmt.count(len(finals.pairs), "pair")
     noise = fmt.percent(finals.comparison.noise)

@@ -17,6 +17,7 @@ import enum
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from dsat.tuning.comparison import REPORTED, Comparison, Gain
 from dsat.values import student
@@ -210,6 +211,11 @@ class Finals:
         return not self._queue
 
     @property
+    def own_failed(self) -> bool:
+        """Tell whether the user's own configuration failed when it was run again."""
+        return self._own_failures >= 2
+
+    @property
     def comparison(self) -> Comparison | None:
         """Comparison of the pick with the user's own configuration; None before a pair."""
         if not self.pairs or self.pick is None:
@@ -280,6 +286,21 @@ class Finals:
             self._queue = [turn, *self._queue] if again else []
         else:
             self._drop_pick()
+            if self._trials - self.used < _PAIR:
+                self.pick = self._surely_better()
+
+    def _surely_better(self) -> Contestant | None:
+        """Return the first candidate that its own trial tells from the user's, if there is one.
+
+        Its interval is as wide as the best of so many needs (Bonferroni).
+        """
+        z = NormalDist().inv_cdf(1 - 0.025 / (1 + len(self._candidates)))
+
+        def least(candidate: Contestant) -> float:
+            margin = z * math.hypot(candidate.standard_error, self.own.standard_error)
+            return candidate.log_value - self.own.log_value - margin
+
+        return next((each for each in self._candidates if least(each) > 0), None)
 
     def _drop_pick(self) -> None:
         self.pick, self.pairs, self._pair, self._same_batch = None, [], {}, None
@@ -294,7 +315,7 @@ class Finals:
 
     def _decided(self) -> bool:
         """Check at a few fixed numbers of pairs if they are enough."""
-        if self._own_failures >= 2:
+        if self.own_failed:
             return True
         if len(self.pairs) not in _LOOKS:
             return False

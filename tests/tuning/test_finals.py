@@ -258,3 +258,14 @@ def test_a_first_trial_that_is_far_off_hides_no_gain(first: float, trials: int) 
 )
 def test_quantiles(level: float, known: dict[int, float]) -> None:
     assert {n: student.half_width(level, n) for n in known} == pytest.approx(known, rel=3e-4)
+
+
+@pytest.mark.parametrize(("second", "wins"), [(1.4, 3), (1.02, None)])
+def test_a_failed_pick_leaves_the_place_to_what_is_surely_better(
+    second: float, wins: int | None
+) -> None:
+    """With no trials left for another pair, the search's own measurements have to do."""
+    finals = Finals(OWN, [leader(2, 1.5), leader(3, second)], trials=3)
+    assert "2" in play(finals, {2: None})
+    assert finals.comparison is None
+    assert (finals.pick and finals.pick.trial_id) == wins
