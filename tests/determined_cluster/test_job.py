@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from dsat.determined_cluster import job as jobs
+from dsat.determined_cluster import submit
 from dsat.determined_cluster.job import Job
+from dsat.errors import UserInputError
 from dsat.inputs import experiment
 from dsat.values.trial import TrialOptions
 from testing.helpers import plan_of
@@ -156,3 +158,19 @@ def test_words_of_an_entrypoint_are_texts_for_the_master(tmp_path: Path) -> None
     config = {**job(tmp_path).config, "entrypoint": words}
     found = jobs.full_run_config(job(tmp_path, config=config), 17, {}, {})
     assert found["entrypoint"] == ["python3", "train.py", "--lr", "0.5"]
+
+
+@pytest.mark.parametrize(
+    ("searcher", "problem"),
+    [
+        (None, "there is no name"),
+        ({"name": "single", "max_length": {"batches": 1}}, "there is no metric"),
+        ({"name": "random", "metric": "loss", "max_length": {"batches": 1}}, "makes many trials"),
+    ],
+)
+def test_a_training_in_full_length_needs_a_searcher_of_one_trial(
+    tmp_path: Path, searcher: Any, problem: str
+) -> None:
+    submit._check_full_run(user(tmp_path))
+    with pytest.raises(UserInputError, match=problem):
+        submit._check_full_run(user(tmp_path, searcher=searcher))
