@@ -113,8 +113,9 @@ def rows(simulator: Simulator | Formula, grid: Grid, *, exact: bool) -> list[Lon
         ):
             row = Longest(slots, strategy, size, Parallelism(), 0, 0, switches=switches)
             best = _by_formula(of_model, configs, row)
-            if exact:
-                best = _simulated(of_model, configs[best.parallelism], best, simulator)
+            config = configs[best.parallelism]
+            if exact and (best.tokens or _leaves_room(of_model, config, best)):
+                best = _simulated(of_model, config, best, simulator)
             found.append(best)
     return found
 
@@ -166,6 +167,12 @@ def _simulated(
             break
         before = anchor
     return replace(found, host_bytes=estimate.host, source=SIMULATED)
+
+
+def _leaves_room(facts: ModelFacts, config: Mapping[str, Any], row: Longest) -> bool:
+    """Return whether the model's states fit, if no sequence does by the formula's line."""
+    states = closed_form.estimate(facts, config, slots=row.slots, micro_batch=0)
+    return states.peak < row.memory_bytes
 
 
 def _between(facts: ModelFacts, one: Anchor, other: Anchor, slots: int) -> ModelFacts:

@@ -23,7 +23,7 @@ from ruamel.yaml.error import YAMLError
 
 from dsat.inputs import script_args
 from dsat.inputs.ds_config import BATCH_KEYS
-from dsat.inputs.switches import CHECKPOINTING
+from dsat.inputs.switches import CHECKPOINTING, NEWER_CHECKPOINTING
 
 _, _MICRO_BATCH, _GAS = BATCH_KEYS
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -35,7 +35,6 @@ _LAUNCHERS = (
 )
 _CONFIG_FILE, _DEEPSPEED_FILE = "--config_file", "--deepspeed_config_file"
 _GAS_FLAG = f"--{_GAS}"
-_NEWER = "activation_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -283,9 +282,9 @@ class _Rewriting:
 
 def _named_as(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     """Return values by transformers' newer names of checkpointing where those are given."""
-    newer = any(name.startswith(_NEWER) for name in given)
+    newer = any(name.startswith(NEWER_CHECKPOINTING) for name in given)
     return {
-        name.replace(CHECKPOINTING, _NEWER, 1)
+        name.replace(CHECKPOINTING, NEWER_CHECKPOINTING, 1)
         if newer and name.startswith(CHECKPOINTING)
         else name: value
         for name, value in values.items()

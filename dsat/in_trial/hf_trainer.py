@@ -19,6 +19,7 @@ from typing import Any
 import wrapt
 
 from dsat.in_trial.script_switches import ScriptSwitches
+from dsat.inputs import accelerate_env
 
 OTHER_BATCH = (
     "the script's TrainingArguments set other batch sizes, which trials replace. To train with "
@@ -79,11 +80,6 @@ def install(settings: TrainerSettings, warn: Callable[[str], None], *, on_cpu: b
         hook(functools.partial(_join_cpu_ranks, warn), "accelerate.state")
 
 
-def by_accelerate() -> bool:
-    """Return whether `accelerate launch` gives this process a DeepSpeed configuration."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true", "yes")
-
-
 def prepare(args: Any, settings: TrainerSettings) -> list[str]:
     """Set the fields of `TrainingArguments` that a trial decides, before they are checked.
 
@@ -92,9 +88,9 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
     """
     if settings.max_steps is not None:
         _keep_short(args, settings.max_steps)
-    if not (args.deepspeed or by_accelerate()):
+    if not (args.deepspeed or accelerate_env.uses_deepspeed(os.environ)):
         return []
-    own_config = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    own_config = args.deepspeed or os.environ.get(accelerate_env.CONFIG_FILE)
     if settings.switches is not None:
         settings.switches.set_arguments(args, _read_config(settings.config_path or own_config))
     if settings.config_path is None:
@@ -219,7 +215,7 @@ def _join_cpu_ranks(warn: Callable[[str], None], module: Any) -> None:
         original: Callable[..., Any], state: Any, positional: Any, keywords: Any
     ) -> Any:
         backend, kind = original(*positional, **keywords)
-        if not by_accelerate() or kind != module.DistributedType.NO:
+        if not accelerate_env.uses_deepspeed(os.environ) or kind != module.DistributedType.NO:
             return backend, kind
         warn(NO_CPU_RANKS)
         return "gloo", module.DistributedType.MULTI_CPU

@@ -93,9 +93,8 @@ class ScriptSwitches:
         for name, values in of_model(model, may_flash=may_flash).items():
             self.found.setdefault(name, ScriptSwitch(values))
         wanted = dict(self._wanted)
-        if (
-            config_injection.shared_sequences(arguments) > 1
-        ):  # Ulysses is in the kernel that the model has by now
+        # Ulysses is in the kernel that the model has by now.
+        if config_injection.shared_sequences(arguments) > 1:
             self.found.pop(ATTENTION, None)
             if wanted.get(ATTENTION) is not None:
                 raise InvalidTrial("the attention kernel cannot be switched where it is Ulysses'")
@@ -130,7 +129,7 @@ def _of_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, 
     """Return the switches among the fields of `TrainingArguments`, their own values first."""
     own = _checkpointing_of(args)
     others: list[Any] = [not own]
-    if hasattr(args, "activation_checkpointing"):  # the Trainer then knows `every_n_layers`
+    if hasattr(args, known.NEWER_CHECKPOINTING):  # the Trainer then knows `every_n_layers`
         others.append(known.EVERY_SECOND)
     workers = int(args.dataloader_num_workers)
     values: dict[str, tuple[Any, ...]] = {
@@ -222,13 +221,13 @@ def _use_liger(model: Any) -> None:
 
 
 def _checkpointing_of(args: Any) -> bool:
-    value = getattr(args, "activation_checkpointing", None)
+    value = getattr(args, known.NEWER_CHECKPOINTING, None)
     return bool(args.gradient_checkpointing if value is None else value)
 
 
 def _set_checkpointing(args: Any, value: Any) -> None:
     """Switch gradient checkpointing on in one of its ways, or off."""
-    name = "activation_checkpointing"  # since transformers 5; the old name is an alias of it
+    name = known.NEWER_CHECKPOINTING
     if not hasattr(args, name):
         name = CHECKPOINTING
     setattr(args, name, value is not False)

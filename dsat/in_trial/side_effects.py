@@ -102,7 +102,7 @@ def install(folder: Path, warn: Callable[[str], None], *, simulated: bool = Fals
     files = _Files(folder.resolve(), skip)
     for module, writer in _FILE_WRITERS.items():
         hook(functools.partial(files.adapt_writer, trains, writer), module)
-    begun = threading.Event()
+    begun = threading.Event()  # a simulation writes nothing before it, but prepares its data
     config_injection.on_initialize(lambda _: begun.set())
     files.adapt_changes(begun)
     for module, logs in (

@@ -14,7 +14,7 @@ from typing import Any
 from dsat.values import parallelism
 
 _USES_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
-_CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _GAS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 # Settings that the file has in their place.
 _IN_THE_FILE = ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_GRADIENT_CLIPPING")
@@ -47,7 +47,7 @@ def for_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> 
     }
     if importlib.util.find_spec("transformers") is not None:  # which the flag needs
         kept.pop(_ZERO3_INIT, None)  # by the stage of the file
-    found = {**kept, _CONFIG_FILE: path, "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file"}
+    found = {**kept, CONFIG_FILE: path, "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file"}
     gas = config.get("gradient_accumulation_steps")
     if isinstance(gas, int):
         found[_GAS] = str(gas)

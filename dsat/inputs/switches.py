@@ -18,12 +18,13 @@ from typing import Any
 from dsat.values.outcome import ScriptSwitch
 
 CHECKPOINTING = "gradient_checkpointing"
+NEWER_CHECKPOINTING = "activation_checkpointing"  # since transformers 5, with the other as an alias
 ATTENTION = "attn_implementation"
 COMPILE = "torch_compile"
 LIGER = "use_liger_kernel"
 WORKERS = "dataloader_num_workers"
 BIND_CORES = "bind_cores_to_rank"
-CHECKPOINTING_FLAGS = ("--gradient_checkpointing", "--activation_checkpointing")
+CHECKPOINTING_FLAGS = (f"--{CHECKPOINTING}", f"--{NEWER_CHECKPOINTING}")
 TILED_MLP = "tiled_mlp"
 # Ways of gradient checkpointing.
 EVERY_SECOND, REENTRANT, OFFLOADED = "every_2_layers", "reentrant", "offload"
