@@ -14,10 +14,23 @@ import testing
 from dsat.app import estimate, past_runs, project
 from dsat.cli.main import main
 from dsat.errors import UserInputError
+from dsat.inputs import cards
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import SIMULATED
 from dsat.memory.closed_form import ModelFacts
-from dsat.values.step_trace import ModelTrace, StepTrace
+from dsat.memory.estimate import MemoryEstimate
+from dsat.memory.predictor import Anchor
+from dsat.values.step_trace import (
+    ALL_GATHER,
+    BACKWARD,
+    FORWARD,
+    MATMUL,
+    Collectives,
+    Kernels,
+    ModelTrace,
+    StepTrace,
+)
+from dsat.values.zero_strategy import of_config
 from testing import warm_command, warm_host
 
 pytestmark = pytest.mark.slow
@@ -105,6 +118,47 @@ def test_only_runs_of_the_same_model_correct_a_projection() -> None:
         project.measured(past, traced(params=1.1))
     with pytest.raises(UserInputError, match="another length"):
         project.measured(past, traced(flops=3.0))
+
+
+def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
+    """Trials on two hosts with a slow network took as long as that network makes them take."""
+    past = past_runs.load(Path(testing.__file__).parent / "recorded_run")
+    run, network = past.run, 1e9
+    assert run.plan is not None and run.profile is not None
+    run.plan = replace(
+        run.plan,
+        slots_per_trial=16,
+        slots_per_host=8,
+        base_config={**run.plan.base_config, "zero_optimization": {"stage": 3}},
+    )
+    run.info = {**run.info, "machine": "16 cuda slots (NVIDIA A100-SXM4-80GB, 80 GiB)"}
+    of_sample = run.profile.flops_per_sample
+
+    def passes(micro_batch: int) -> StepTrace:
+        kernels = tuple(
+            Kernels(phase, True, MATMUL, 2, of_sample / 2 * micro_batch, 1e6, 100)
+            for phase in (FORWARD, BACKWARD)
+        )
+        return StepTrace(kernels, (), micro_batch, 1, 1, of_sample * micro_batch)
+
+    gathers = Collectives(FORWARD, True, ALL_GATHER, 16, 1, False, 2e9, 20)
+    step = replace(passes(1), collectives=(gathers,), slots=16)
+    facts, own = ModelFacts.of_profile(run.profile), of_config(run.plan.base_config)
+    anchor = Anchor(run.plan.base_config, 1, MemoryEstimate(0, 0, 0, 0), 16)
+    model = ModelTrace(passes(256), passes(512))
+    traced = project.Traced(run.plan.base_config, facts, model, {own: (step, anchor)}, {}, 128)
+    projector = project.Projector(traced, cards.find("A100-80GB"), network)
+    before = projector.step_time(own, 16, 4, 1)
+    for trial, outcome in run.outcomes.items():
+        if outcome.metrics is not None:
+            asked = run.trials[trial].batch
+            s = projector.step_time(own, 16, asked.micro_batch, asked.gas).seconds
+            metrics = replace(outcome.metrics, latency=1000 * s, ci95=0.01)
+            run.outcomes[trial] = replace(outcome, metrics=metrics)
+    projector.calibrate(past)
+    after = projector.step_time(own, 16, 4, 1)
+    assert after.seconds == pytest.approx(before.seconds, rel=0.1)
+    assert after.parts["communication"] == pytest.approx(before.parts["communication"], rel=0.1)
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:
