@@ -47,7 +47,7 @@ def acquired(
     variables = {**os.environ, **_chosen(program), **(in_use or {})}
     named = [_names(positions, variables) for positions in (launch.devices, launch.not_devices)]
     variables[NAMED] = ",".join(named[0])
-    environment = Environment(variables, dict(launch.hosts), launch.ssh_port)
+    environment = Environment(variables, dict(launch.hosts), launch.ssh_port, launch.master_address)
     name = engine if engine in PROVIDERS else "local"
     if engine == places.AUTO:
         name = places.detect(environment)
@@ -108,7 +108,8 @@ def describe(hosts: Sequence[Host]) -> str:
 
 def all_slots(hosts: Sequence[Host], program: Entrypoint) -> int:
     """Return the slots that a launcher without a number uses: of its machines, or of one."""
-    return hosts[0].machine.num_slots * (len(hosts) if program.launch.hosts else 1)
+    launch = program.launch
+    return hosts[0].machine.num_slots * (len(hosts) if launch.hosts else launch.nodes)
 
 
 def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:

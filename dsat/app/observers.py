@@ -16,7 +16,6 @@ from dsat.report.progress import Status
 from dsat.tuning.loop import Observer
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
-from dsat.values.text import without_secrets
 from dsat.values.trial import Trial
 
 _log = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class FileKeeper(Observer):
 
 def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:
     """Write the results so far, for use and for people."""
-    line = without_secrets(train_command.line(ready, run, folder))
+    line = train_command.line(ready, run, folder)
     summary.write_files(run, folder, line)
     train_command.write_own_files(ready, run, folder)
     if with_page:
@@ -100,4 +99,4 @@ def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = Tr
     if ready.native is not None:
         best = folder / autotuner_files.OPTIMAL_CONFIG_FILE
         command = train_command.text(ready, run, best) or ""
-        autotuner_files.write_files(run, folder, ready.native.exps_dir, without_secrets(command))
+        autotuner_files.write_files(run, folder, ready.native.exps_dir, command)

@@ -42,7 +42,7 @@ class Form:
     """Kind of configuration file that frameworks read.
 
     Attributes:
-        marks: any of these keys tells a file of this kind.
+        marks: any of these keys, or of these words of keys together, tells a file of this kind.
         config: dotted key of the DeepSpeed configuration's path.
         keys: keys of the batch sizes, by DeepSpeed's names.
         accelerate: key of a configuration of accelerate.
@@ -52,13 +52,17 @@ class Form:
         opposites: keys that switch off what a field switches on, by the field.
     """
 
-    marks: frozenset[str]
+    marks: tuple[str, ...]
     config: str
     keys: Mapping[str, str] = field(default_factory=dict)
     accelerate: str = ""
     in_the_file: tuple[str, ...] = ()
     fields: Mapping[str, str] = field(default_factory=dict)
     opposites: Mapping[str, str] = field(default_factory=dict)
+
+    def is_of(self, data: Collection[str]) -> bool:
+        """Return whether a file with these keys is of this kind."""
+        return any(all(key in data for key in mark.split()) for mark in self.marks)
 
     def key_of(self, name: str) -> str | None:
         """Return the key that sets a field of TrainingArguments; None if there is none."""
@@ -67,7 +71,7 @@ class Form:
 
 _SECTION = "deepspeed_config"
 ACCELERATE = Form(
-    frozenset(("distributed_type",)),
+    ("distributed_type",),
     f"{_SECTION}.deepspeed_config_file",
     # A configuration that names a DeepSpeed file must not say itself what is in there. The flag of
     # zero.Init follows the file's stage, as in the trials.
@@ -85,7 +89,7 @@ ACCELERATE = Form(
     ),
 )
 AXOLOTL = Form(
-    frozenset(("base_model", "micro_batch_size")),
+    ("base_model micro_batch_size", "base_model datasets"),
     "deepspeed",
     {_MICRO_BATCH: "micro_batch_size", _GAS: _GAS},
     # Those that core/builders/base.py of axolotl reads (July 2026).
@@ -100,7 +104,7 @@ AXOLOTL = Form(
 )
 # TRL, ms-swift, and scripts whose HfArgumentParser reads a file.
 TRAINER = Form(
-    frozenset(("per_device_train_batch_size", "deepspeed", "accelerate_config")),
+    ("per_device_train_batch_size", "deepspeed", "accelerate_config"),
     "deepspeed",
     {_MICRO_BATCH: "per_device_train_batch_size", _GAS: _GAS},
     accelerate="accelerate_config",
@@ -108,7 +112,7 @@ TRAINER = Form(
 # It recomputes activations unless it is told not to (model/model_utils/checkpointing.py).
 LLAMA_FACTORY = replace(
     TRAINER,
-    marks=frozenset(("finetuning_type", "disable_gradient_checkpointing")),
+    marks=("finetuning_type", "disable_gradient_checkpointing"),
     opposites={CHECKPOINTING: f"disable_{CHECKPOINTING}"},
 )
 FORMS = (ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINER)
@@ -315,7 +319,7 @@ def _is_file(word: str, folder: Path) -> bool:
 def _form_of(data: Any) -> Form | None:
     if not isinstance(data, dict):
         return None
-    return next((form for form in FORMS if form.marks & data.keys()), None)
+    return next((form for form in FORMS if form.is_of(data)), None)
 
 
 def _files(text: str) -> YAML:

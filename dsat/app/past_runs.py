@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def folders(above: Path | None = None) -> list[Path]:
     candidates = [_RESULTS_FOLDER] if above is None else [above]
     below = RUNS_FOLDER if above is None else above
     candidates += sorted(below.iterdir()) if below.is_dir() else []
-    found = [path for path in candidates if (path / FILE_NAME).is_file()]
+    found = [path for path in candidates if os.path.isfile(path / FILE_NAME)]
     return sorted(found, key=lambda path: (path / FILE_NAME).stat().st_mtime, reverse=True)
 
 
@@ -88,7 +89,7 @@ def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
     for folder in folders(above):
         try:
             found.append(load(folder))
-        except (JournalError, UserInputError) as error:
+        except (JournalError, UserInputError, OSError) as error:
             unread.append(str(error))
     return found, unread
 

@@ -106,10 +106,13 @@ def _prepare(
             hint="Leave it out, or use --engine determined.",
         )
     source, first = sources.read(settings), None
-    _check_before_running(settings, source)
+    engine = settings.engine
+    if engine == places.AUTO:
+        engine = places.detect(places.Environment(os.environ, dict(source.program.launch.hosts)))
+    _check_before_running(settings, source, engine)
     _check_packages(settings, source)
     # Before the devices are looked at: what is wrong with the command is shown at once.
-    is_recorded = _is_recorded(settings, source)
+    is_recorded = _is_recorded(settings, source, engine)
     in_use: dict[str, str] = {}
     if is_recorded and not settings.resume:
         in_use = device_use.as_of_now()  # by others than the command
@@ -155,8 +158,14 @@ def _prepare(
     return Prepared(argv, settings, experiment, program, hosts, plan, section, first)
 
 
-def _check_before_running(settings: Settings, source: Source) -> None:
+def _check_before_running(settings: Settings, source: Source, engine: str) -> None:
     """Raise UserInputError for what is wrong whatever a run of the command shows."""
+    if engine == "local" and source.program.launch.nodes > 1:
+        raise UserInputError(
+            f"starts ranks on {source.program.launch.nodes} machines, and trials run on this one",
+            where="entrypoint",
+            hint="On several machines: deepspeed --hostfile FILE, or a job of Slurm's.",
+        )
     if source.unknown == sources.PROGRAM:
         return
     if settings.method in (TUNE, RUN):
@@ -180,7 +189,7 @@ def _shown(command: Sequence[str]) -> str:
     return " ".join(shlex.join(words_without_secrets(command)).split())[:_LONGEST_SHOWN]
 
 
-def _is_recorded(settings: Settings, source: Source) -> bool:
+def _is_recorded(settings: Settings, source: Source, engine: str) -> bool:
     """Decide whether a run begins with the command itself, on this machine, and records it.
 
     A run that is resumed does so again: its files alone do not tell how the ranks start, nor what
@@ -188,9 +197,6 @@ def _is_recorded(settings: Settings, source: Source) -> bool:
     """
     if settings.dry_run or settings.method in (TUNE, RUN):
         return False
-    engine = settings.engine
-    if engine == places.AUTO:
-        engine = places.detect(places.Environment(os.environ))
     return engine == "local" and source.can_run_first()
 
 

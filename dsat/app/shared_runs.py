@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from dsat.errors import UserInputError
 from dsat.report import share
 from dsat.report.share import SharedRun
 from dsat.space.space import Suggestion
 from dsat.values.files import PRIVATE_FOLDER, cache_folder, write_atomically
 
+_log = logging.getLogger(__name__)
 _SHARED = "shared"
 
 
@@ -33,8 +36,14 @@ def take_in(paths: Sequence[Path]) -> list[SharedRun]:
 
 
 def shared() -> list[SharedRun]:
-    """Return the runs of others that were taken in."""
-    return [share.read(path) for path in sorted(cache_folder(_SHARED).glob("*.json"))]
+    """Return the runs of others that were taken in, but for those that cannot be read."""
+    found = []
+    for path in sorted(cache_folder(_SHARED).glob("*.json")):
+        try:
+            found.append(share.read(path))
+        except UserInputError as error:  # of another version, perhaps
+            _log.warning("a shared run is left out: %s", error)
+    return found
 
 
 def suggestions(accelerator: str, device: str, slots: int) -> tuple[Suggestion, ...]:

@@ -99,7 +99,8 @@ class Source:
         """
         _log.info("running `%s` up to its training", shlex.join(self.command))
         # On several hosts the script alone shows its configuration.
-        own = not self.program.launch.hosts
+        launch = self.program.launch
+        own = not launch.hosts and launch.nodes == 1
         run = FirstRun(
             self.command if own else self.program.command(),
             Path.cwd(),
@@ -152,7 +153,7 @@ class Source:
         if not self.command:
             slots = given or self.experiment.slots_per_trial
         else:
-            slots = given or program.slots or (available if program.takes_all_slots else 1)
+            slots = given or program.slots or (available if program.launch.takes_all else 1)
         check_ranks(program, slots)
         return slots
 
@@ -255,6 +256,7 @@ def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
     """
     command = list(target.command)
     env = entrypoints.take_assignments(command)
+    given = command[0]
     if is_known and command[0].endswith(".py"):
         command = [sys.executable, *command]
     elif is_known and command[0].startswith("python"):  # of the environment that dsat is in
@@ -262,11 +264,10 @@ def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
     elif shutil.which(command[0]) is None:
         command = [str(Path(sys.executable).parent / command[0]), *command[1:]]
     if shutil.which(command[0]) is None:
-        raise UserInputError(
-            "there is no such command",
-            where=Path(command[0]).name,
-            hint="Give it as you type it in a shell.",
-        )
+        problem, hint = "there is no such command", "Give it as you type it in a shell."
+        if os.path.isfile(given):
+            problem, hint = "is not executable", f"Run chmod +x {shlex.quote(given)}."
+        raise UserInputError(problem, where=given, hint=hint)
     if env:  # as a shell has them
         command = ["env", *(f"{name}={value}" for name, value in env.items()), *command]
     return tuple(command)

@@ -32,7 +32,7 @@ from dsat.report import summary
 from dsat.report.run_view import best_config
 from dsat.tuning.run import Run, own_switches
 from dsat.values.files import write_atomically
-from dsat.values.text import without_secrets
+from dsat.values.text import assignment, shell_line
 from dsat.values.trial import Trial
 
 
@@ -72,7 +72,7 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
     again = ["--resume", "--run-full-experiment", "--run-dir", str(folder)]
     kept = [word for word in kept if word not in again and not word.startswith("--run-dir=")]
     words = ["python3", "-m", "dsat", *kept, *again, *rest]
-    return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}"
+    return f"cd {shlex.quote(str(Path.cwd()))} && {shell_line(words)}"
 
 
 def text(ready: Prepared, run: Run, config: Path) -> str | None:
@@ -92,9 +92,9 @@ def text(ready: Prepared, run: Run, config: Path) -> str | None:
     limited = ready.plan.slot_memory_bytes is not None
     return " ".join(
         [
-            *(f"{name}={value}" for name, value in _variables(ready, run, best).items()),
+            *_variables(ready, run, best).values(),
             *conditions(ready.machine, ready.plan.slots_per_trial, memory_is_limited=limited),
-            shlex.join(words),
+            shell_line(words),
         ]
     )
 
@@ -265,25 +265,19 @@ def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list
 
 
 def _variables(ready: Prepared, run: Run, best: Mapping[str, Any]) -> dict[str, str]:
-    """Return the trials' environment where it is not the shell's, as words of a shell.
-
-    Credentials are named and not written down; the shell refuses to go on without them.
-    """
+    """Return the trials' environment where it is not the shell's, as a shell's assignments."""
     machine, program, slots = ready.machine, ready.program, ready.plan.slots_per_trial
-    chosen = {} if run.best is None else switches.variables(run.best.script_args)
-    tuned = {name: shlex.quote(value) for name, value in chosen.items()}
     given = {**os.environ, **ready.experiment.env, **program.env}
-    words = accelerate_env.for_parallelism(given, best, slots)
-    if program.needs_command:  # which sets what else it needs
-        unset = machine.expandable_segments and not allocator_is_set(os.environ)
-        return {**words, **tuned, **(ALLOCATOR_SETTINGS if unset else {})}
     own = _assignments(program) if runs_own_command(program, slots) else program.env
-    for name, value in {**ready.experiment.env, **own}.items():
-        shown = f"{name}={value}"
-        origin = "your command" if name in own else "environment_variables"
-        is_open = without_secrets(shown) == shown
-        shell = shlex.quote(value) if is_open else f'"${{{name}:?as in {origin}}}"'
-        words.setdefault(name, shell)
-    if not machine.is_cpu:  # on a CPU see `conditions`
-        words |= settings_of_ranks(machine, program, best, slots, given)
-    return words | tuned
+    found = {**ready.experiment.env, **own, **accelerate_env.for_parallelism(given, best, slots)}
+    if program.needs_command:  # which sets what else it needs
+        unset = machine.expandable_segments and not allocator_is_set(given)
+        found |= ALLOCATOR_SETTINGS if unset else {}
+    elif not machine.is_cpu:  # on a CPU see `conditions`
+        found |= settings_of_ranks(machine, program, best, slots, given)
+    if run.best is not None:
+        found |= switches.variables(run.best.script_args)
+    return {
+        name: assignment(name, value, "your command" if name in own else "environment_variables")
+        for name, value in found.items()
+    }

@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             try:
                 self._show(url)
-            except (UserInputError, JournalError, FileNotFoundError) as error:
+            except (UserInputError, JournalError, FileNotFoundError, PermissionError) as error:
                 self._send(404, _TEXT, str(error))
 
     def do_POST(self) -> None:
@@ -110,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             status, message = self._request()
-        except (UserInputError, JournalError, FileNotFoundError) as error:
+        except (UserInputError, JournalError, FileNotFoundError, PermissionError) as error:
             status, message = 404, str(error)
         self._send(status, _JSON, json.dumps({"message": message}))
 

@@ -64,9 +64,9 @@ def _estimate(settings: EstimateSettings) -> int:
 
 def _project(settings: ProjectSettings) -> int:
     found = project.project(settings)
+    print(json.dumps(found.to_json(), indent=2) if settings.json else found, flush=True)
     if settings.page is not None:
         page.write_projection(found, settings.page)
-    print(json.dumps(found.to_json(), indent=2) if settings.json else found)
     return EXIT_OK
 
 

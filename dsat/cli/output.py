@@ -31,7 +31,6 @@ from dsat.values.text import (
     MOST_OF_A_LOG,
     printable,
     values_without_secrets,
-    without_secrets,
     words_without_secrets,
 )
 
@@ -126,7 +125,7 @@ def say_where_to(search: LocalSearch, view: LiveView) -> None:
     """Show the path of the result, and the command to train with it."""
     if search.run.best is not None:
         view.say(f"Configuration: {search.folder / summary.BEST_CONFIG_FILE}")
-        line = without_secrets(train_command.line(search.ready, search.run, search.folder))
+        line = train_command.line(search.ready, search.run, search.folder)
         view.say(f"Train with it: {line}")
     if search.interrupted:
         view.say(how_to_continue(search.ready, search.folder))

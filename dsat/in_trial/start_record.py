@@ -101,7 +101,7 @@ def _of_process(folder: Path, start: Mapping[str, Any], config: dict[str, Any]) 
         "argv": list(sys.argv) if _SPAWNED in start["argv"] else start["argv"],
         "cwd": start["cwd"],
         "cores": start["cores"],
-        "env": {**_without_hook(folder, start["env"]), **chosen},
+        "env": {**_without_hook(folder, start["env"], start["cwd"]), **chosen},
         "has_wrapt": package is not None and "/hook/spare/" not in str(package.origin),
     }
     try:
@@ -111,11 +111,12 @@ def _of_process(folder: Path, start: Mapping[str, Any], config: dict[str, Any]) 
     return record
 
 
-def _without_hook(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables as they would be without dsat's folders in `PYTHONPATH`."""
+def _without_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, str]:
+    """Variables as they would be without dsat's folders in `PYTHONPATH`, with whole paths there."""
     found = dict(env)
     entries = found.pop("PYTHONPATH", "").split(os.pathsep)
-    kept = [e for e in entries if e and Path(e).parent.resolve() != folder.resolve()]
+    paths = [Path(cwd, entry) for entry in entries if entry]
+    kept = [str(path) for path in paths if path.parent.resolve() != folder.resolve()]
     return {**found, "PYTHONPATH": os.pathsep.join(kept)} if kept else found
 
 

@@ -101,11 +101,6 @@ class Entrypoint(Recorded):
     needs_command: str = ""
 
     @property
-    def takes_all_slots(self) -> bool:
-        """Tell whether the launcher starts a rank on every device."""
-        return self.launcher == DEEPSPEED and self.slots is None
-
-    @property
     def config_path(self) -> str | None:
         """The DeepSpeed configuration that the arguments name, if any."""
         flag = script_args.config_flag(self.args)
@@ -167,7 +162,10 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
     env = take_assignments(words)
     if not words or not words[0].strip():
         raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
-    found = replace(_command(words), env=env)
+    found = _command(words)
+    found = replace(
+        found, env={**env, **(placement.exported(model_dir) if found.launch.hosts else {})}
+    )
     if found.script and not (model_dir / found.script).is_file():
         raise UserInputError(
             f"there is no file {found.script!r} in {model_dir}",
@@ -349,8 +347,8 @@ def _deepspeed(words: list[str]) -> Entrypoint:
 
 def _torchrun(words: list[str]) -> Entrypoint:
     options, found = _launched(TORCHRUN, words, _TORCHRUN_SWITCHES)
-    placement.check_one_machine(options)
-    return replace(found, slots=placement.count(options, "--nproc_per_node", "--nproc-per-node"))
+    slots, launch = placement.read_torchrun_options(options)
+    return replace(found, slots=slots, launch=launch)
 
 
 def _launched(

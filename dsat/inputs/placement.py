@@ -6,6 +6,7 @@ The rules are those of deepspeed/launcher/runner.py (0.19.8, `parse_resource_fil
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ _WHERE = "entrypoint"
 _COUNT = re.compile("[0-9]{1,5}")
 _EXCLUDE = ("--exclude", "-e")
 _NODES = "--num_nodes"
+_PROCESSES = ("--nproc_per_node", "--nproc-per-node")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class Launch:
         hosts: names of a hostfile's machines, with the positions of the devices to use there (all
             if empty); empty if the command names no hostfile.
         ssh_port: of these machines, if the command names one.
+        master_address: at which the ranks meet, if the command names it for these machines.
+        nodes: number of machines, where their names come from elsewhere.
+        takes_all: a rank is started on every device.
         devices, not_devices: positions of the machine's devices to use, or not to use; all if both
             are empty.
         binds_cores: each rank is bound to its share of the processor cores.
@@ -39,6 +44,9 @@ class Launch:
 
     hosts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     ssh_port: int | None = None
+    master_address: str = ""
+    nodes: int = 1
+    takes_all: bool = False
     devices: tuple[int, ...] = ()
     not_devices: tuple[int, ...] = ()
     binds_cores: bool = False
@@ -51,7 +59,7 @@ def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
     """Return the slots that DeepSpeed's launcher is given, if any, and its other options.
 
     Raises:
-        UserInputError: an option is wrong, or asks for several machines without a hostfile.
+        UserInputError: an option is wrong.
     """
     launch = Launch(
         binds_cores="--bind_cores_to_rank" in options,
@@ -61,13 +69,57 @@ def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
     hostfile = Path(options.get("--hostfile") or options.get("-H") or "")
     hosts = read(hostfile)
     if len(hosts) > 1:
-        machines = tuple(chosen(hostfile, hosts, options).items())
-        return None, replace(launch, hosts=machines, ssh_port=count(options, "--ssh_port"))
-    check_one_machine(options)
+        return None, replace(
+            launch,
+            hosts=tuple(chosen(hostfile, hosts, options).items()),
+            ssh_port=count(options, "--ssh_port"),
+            master_address=options.get("--master_addr", ""),
+            takes_all=True,
+        )
+    nodes = count(options, _NODES) or 1
     used, unused = devices(options, "--include", "-i"), devices(options, *_EXCLUDE)
     slots = count(options, "--num_gpus", "--num_accelerators") or len(used) or None
     slots = slots or next(iter(hosts.values()), None)
-    return slots, replace(launch, devices=used, not_devices=unused)
+    launch = replace(launch, devices=used, not_devices=unused, nodes=nodes, takes_all=slots is None)
+    return slots and nodes * slots, launch
+
+
+def read_torchrun_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
+    """Return the slots that torch's launcher is given, if any, and its machines.
+
+    Raises:
+        UserInputError: the number of machines is not fixed.
+    """
+    given = options.get("--nnodes", "1")
+    least, _, most = given.partition(":")
+    if not _COUNT.fullmatch(least) or most not in ("", least):
+        raise UserInputError(
+            f"--nnodes {given}: trials on another number of machines cannot be compared",
+            where=_WHERE,
+            hint="Give one number.",
+        )
+    nodes, slots = int(least), count(options, *_PROCESSES)
+    words = any(options.get(name) for name in _PROCESSES) and slots is None  # auto, gpu, cpu
+    return slots and nodes * slots, Launch(nodes=nodes, takes_all=words)
+
+
+def exported(folder: Path) -> dict[str, str]:
+    """Return variables that DeepSpeed's launcher gives to the ranks on the machines of a hostfile.
+
+    Args:
+        folder: that it is started in; modules are imported from there.
+    """
+    path = [str(folder.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = {"PYTHONPATH": os.pathsep.join(path)}
+    for above in (Path.home(), folder):
+        file = above / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        found |= {
+            name.strip(): value.strip()
+            for name, equals, value in (line.partition("=") for line in lines)
+            if equals
+        }
+    return found
 
 
 def read(path: Path) -> dict[str, int | None]:
@@ -140,17 +192,6 @@ def chosen(
                 hint="Choose equally many of each, with slots=N, --include or --num_gpus.",
             )
     return found
-
-
-def check_one_machine(options: Mapping[str, str]) -> None:
-    """Raise UserInputError for options that ask for several machines."""
-    for name in ("--num_nodes", "--nnodes"):
-        if options.get(name, "1") not in ("1", "1:1"):
-            raise UserInputError(
-                f"{name} {options[name]}: trials run on this machine only",
-                where=_WHERE,
-                hint="On several machines: deepspeed --hostfile FILE, or a job of Slurm's.",
-            )
 
 
 def devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:

@@ -27,14 +27,20 @@ _OF_A_START = frozenset(
     """
     RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK
     ROLE_NAME ROLE_WORLD_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT NODE_RANK
-    OMP_NUM_THREADS KMP_AFFINITY
     PWD OLDPWD SHLVL _ MAKEFLAGS MAKELEVEL MAKE_TERMOUT MAKE_TERMERR MFLAGS HYDI_CONTROL_FD
-    NCCL_ASYNC_ERROR_HANDLING PYTORCH_NVML_BASED_CUDA_CHECK DSAT_TRIAL_DIR
+    NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_ASYNC_ERROR_HANDLING PYTORCH_NVML_BASED_CUDA_CHECK
+    DSAT_TRIAL_DIR
     """.split()
 )
 _PREFIXES_OF_A_START = tuple(
-    "TORCHELASTIC_ TORCH_NCCL_ OMPI_ OPAL_ ORTE_ PMIX_ PMI_ PRTE_ MPI_ MPIR_ HYDRA_ SLURM_ "
+    "TORCHELASTIC_ OMPI_ OPAL_ ORTE_ PMIX_ PMI_ PRTE_ MPI_ MPIR_ HYDRA_ SLURM_ "
     "SLURMD_ SRUN_ IPATH_".split()
+)
+
+_THREADS = ("OMP_NUM_THREADS", "1")  # of launchers, where the user gives no other number
+# Variables in which launchers give the number of ranks on a node.
+_ON_THIS_NODE = tuple(
+    "LOCAL_WORLD_SIZE LOCAL_SIZE OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS".split()
 )
 
 
@@ -72,6 +78,14 @@ class RankStart(Recorded):
     cores: tuple[int, ...] = ()
     config: Mapping[str, Any] | None = None
     config_problem: str = ""
+
+    @property
+    def on_this_node(self) -> int:
+        """Number of the training's ranks on this machine; all of them if no launcher tells."""
+        if _why_made(self):
+            return self.size
+        told = [self.env[name] for name in _ON_THIS_NODE if self.env.get(name, "").isdigit()]
+        return min(self.size, int(told[0])) if told else self.size
 
 
 def check_one_training(ranks: Sequence[RankStart]) -> None:
@@ -149,8 +163,8 @@ def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[in
 
 def _why_not_by_themselves(first: RankStart) -> str:
     """Return the reason why a process needs its command to start it; empty if it does not."""
-    if first.forked or _SPAWNED in first.command:
-        return "another Python process makes them (multiprocessing)"
+    if made := _why_made(first):
+        return made
     _, program = split_interpreter(first.command[1:])
     if program[:1] in ([], ["-c"], ["-"]):
         return "their program is in no file (-c, standard input)"
@@ -159,6 +173,11 @@ def _why_not_by_themselves(first: RankStart) -> str:
         if not (Path(first.cwd) / path).exists():
             return f"{path} is gone when the command has ended"
     return ""
+
+
+def _why_made(rank: RankStart) -> str:
+    is_made = rank.forked or _SPAWNED in rank.command
+    return "another Python process makes them (multiprocessing)" if is_made else ""
 
 
 def _as_seen(first: RankStart) -> Entrypoint:
@@ -177,6 +196,7 @@ def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, s
         name: value
         for name, value in has.items()
         if given.get(name) != value
+        and (name, value) != _THREADS
         and name not in (*_OF_A_START, *VISIBLE)
         and not name.startswith(_PREFIXES_OF_A_START)
     }

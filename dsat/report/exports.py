@@ -141,6 +141,7 @@ def to_tensorboard(view: RunView, output: Path, name: str, began_s: float) -> No
     """
     from torch.utils.tensorboard import SummaryWriter
 
+    output.mkdir()
     for each, outcome in _compared(view):
         ended_s = began_s + (each.ended_s or 0.0)
         measured = {} if each.value is None else {view.plan.metric: each.value}
@@ -180,6 +181,8 @@ def export(run: Run, to: str, output: Path, name: str, ended_at_s: float) -> Non
         raise UserInputError(
             "exists already", where=str(output), hint="Name another one with --output."
         )
+    if not output.parent.is_dir():
+        raise UserInputError("there is no such folder", where=str(output.parent))
     try:
         write(RunView.of(run), output.resolve(), name, ended_at_s - run.running_s)
     except ImportError as error:

@@ -21,6 +21,7 @@ from dsat.report.run_view import RunView, TrialView
 from dsat.report.table import Table
 from dsat.space.knobs import KNOBS
 from dsat.values.codec import DecodeError, Recorded
+from dsat.values.objective import METRIC_NAMES
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.text import printable
 from dsat.values.trial import TrialKind
@@ -36,6 +37,7 @@ _KEPT = frozenset(
         *(f"{kind}.enabled" for kind in ("bf16", "fp16", "torch_autocast")),
     )
 )
+_LONGEST_NAME = 200
 _LONGEST_WORD = 24  # of a setting's value
 
 
@@ -108,6 +110,11 @@ class SharedRun(Recorded):
     def __post_init__(self) -> None:
         if self.best is not None and not 0 <= self.best < len(self.trials):
             raise ValueError("best is no position in trials")
+        if self.metric not in METRIC_NAMES:
+            raise ValueError("metric is unknown")
+        for told in (self.accelerator, self.device, self.software):
+            if printable(told, _LONGEST_NAME) != told:
+                raise ValueError("a name holds what is no name")
 
     @property
     def best_trial(self) -> SharedTrial | None:

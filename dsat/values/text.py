@@ -7,7 +7,8 @@ take, escape sequences of terminals, megabytes, passwords.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 HIDDEN = "***"
@@ -33,7 +34,8 @@ _WORD += r"|passphrase|secret|apikey|connection_string)"
 _NAME_OF_SECRET = re.compile(rf"{_WORD}(?:_?(?:id|value|key))?$")
 # Tokens of a text, not of an account.
 _HARMLESS = re.compile(
-    r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|max|min|num|new|next|special|stop|image|per)_token$"
+    r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|max|min|num|new|next|special|stop|image|per|start|end"
+    r"|prefix)_token$"
     r"|_token_id$"
 )
 _BEGINNINGS = (
@@ -61,11 +63,15 @@ _SHOWN_SECRETS = (
 )
 # `name=value`, `"name": "value"`, `--name value`.
 _NAMED = re.compile(
-    r"""(?<![\w.-])(?:([\w.-]{1,100})["']?\s{0,4}[=:]|(--?[\w.-]{1,100})(?=\s))\s{0,4}"""
+    r"""(?<![\w.-])(?<!\$\{)(?:([\w.-]{1,100})["']?\s{0,4}[=:]|(--?[\w.-]{1,100})(?=\s))\s{0,4}"""
 )
 # `api_key: DeepSpeed has no such setting`: a sentence about a setting, and no value of it.
 _SENTENCE = re.compile(r": [A-Za-z]+ [A-Za-z0-9]")
-_VALUE = re.compile(r"""("[^"]*"|'[^']*'|-?[^\s,;&)}\]"'$-][^\s,;&)}\]]*)""")
+# In quotes, or not, or one after the other as a shell has them.
+_QUOTED = """"[^"]*"|'[^']*'"""
+_VALUE = re.compile(rf"""(?:{_QUOTED}|-?[^\s,;&)}}\]"'$-])(?:{_QUOTED}|[^\s,;&)}}\]"'])*""")
+# Switches, small numbers and marks of a text are no secrets, whatever they are called.
+_NO_SECRET = re.compile(r"(?i)true|false|none|null|-?[0-9.]{1,3}|<[^<>]*>|\[[A-Z]+\]")
 _LOOKS_LIKE_A_KEY = re.compile(r"(?=[^0-9]*[0-9])(?=[^a-zA-Z]*[a-zA-Z])_?[a-zA-Z0-9+/=-]{12,}$")
 
 
@@ -98,6 +104,8 @@ def is_secret(name: str, value: str = "") -> bool:
         value: what it has; any `key` or `pass` is a secret whose value looks like one.
     """
     last = name.rpartition(".")[2]
+    if _NO_SECRET.fullmatch(value):
+        return False
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower().replace("-", "_").strip("_")
     if words.endswith(("_key", "_pass")) and _LOOKS_LIKE_A_KEY.match(value):
         return True
@@ -117,28 +125,61 @@ def without_secrets(text: str) -> str:
             continue
         if _SENTENCE.match(text, named.start() + len(named[1] or named[2])):
             continue
-        quote = value[0][0] if value[0][0] in "\"'" else ""
+        quote, end = value[0][0] if value[0][0] in "\"'" else "", value.end()
+        around = text[named.start() - 1 : named.start()]
+        if not quote and around and around in "\"'" and named[0].count(around) == 0:
+            end = max(end, text.find(around, named.end()))  # 'name=a b c'
         parts += [text[position : named.end()], quote, HIDDEN, quote]
-        position = value.end()
+        position = end
     return "".join([*parts, text[position:]])
 
 
 def words_without_secrets(words: Iterable[str]) -> list[str]:
     """The words of a command, `***` in place of what looks like a secret."""
-    shown: list[str] = []
+    return [f"{shown}{HIDDEN}" if name else shown for shown, name in _hidden(words)]
+
+
+def shell_line(words: Iterable[str]) -> str:
+    """A line for a shell, which names the variables that its secrets are to be given in.
+
+    The shell refuses to go on without them.
+    """
+    return " ".join(
+        f"{shlex.quote(shown) if shown else ''}{_asked_for(name)}" if name else shlex.quote(shown)
+        for shown, name in _hidden(words)
+    )
+
+
+def assignment(name: str, value: str, origin: str = "your command") -> str:
+    """A shell's assignment of a variable, which the shell is asked for if it is a secret.
+
+    Args:
+        origin: of the value, for people.
+    """
+    shown = f"{name}={value}"
+    is_open = without_secrets(shown) == shown
+    return f"{name}={shlex.quote(value) if is_open else _asked_for(name, origin)}"
+
+
+def _asked_for(name: str, origin: str = "your command") -> str:
+    variable = re.sub(r"\W", "_", name.lstrip("-"))
+    return f'"${{{variable if variable.isupper() else variable.upper()}:?as in {origin}}}"'
+
+
+def _hidden(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield what of each word may be shown, and the name of the secret that follows, if any."""
     flag = ""
     for word in words:
         if is_secret(flag, word) and not word.startswith("--"):
-            shown.append(HIDDEN)
+            yield "", flag
             flag = ""
             continue
         name, equals, value = word.partition("=")
         if equals and is_secret(name, value):
-            shown.append(f"{name}={HIDDEN}")
+            yield f"{name}=", name
         else:
-            shown.append(without_secrets(word))
+            yield without_secrets(word), ""
         flag = word if word.startswith("-") and not equals else ""
-    return shown
 
 
 def values_without_secrets(value: Any) -> Any:

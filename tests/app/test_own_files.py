@@ -236,7 +236,10 @@ def test_trls_file_names_accelerates_file(tmp_path: Path) -> None:
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     (tmp_path / "data.yaml").write_text("names: [a, b]\n")
+    (tmp_path / "own.yaml").write_text("base_model: gpt2\nlr: 0.1\n")
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "rows.json").write_text(json.dumps({"deepspeed": "x" * 2**20}))
-    words = "torchrun train.py ds.json data.yaml broken.yaml missing.yaml rows.json".split()
+    words = (
+        "torchrun train.py ds.json data.yaml own.yaml broken.yaml missing.yaml rows.json".split()
+    )
     assert rewritten(words, tmp_path, answer(tmp_path)) is None

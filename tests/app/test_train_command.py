@@ -16,6 +16,7 @@ from dsat.app.train_command import conditions
 from dsat.engines.local.machine import Machine
 from dsat.inputs.placement import Launch
 from dsat.values.outcome import ScriptSwitch
+from dsat.values.text import without_secrets
 from testing.local import PROGRAMS, cpu_machine
 from testing.printed import prepared, printed_line
 
@@ -89,6 +90,19 @@ def test_variables_of_the_command_are_written_down_but_for_credentials(
             check=False,
         )
         assert bool(told.returncode) == (not given) and said in told.stdout + told.stderr
+
+
+def test_variables_of_a_command_that_is_run_again_are_in_front_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = f"HF_HOME=/data HF_TOKEN=abc python3 {SCRIPT} --hub_token 'd e'"
+    ready = prepared(command, FOLDER, monkeypatch)
+    again = replace(ready, program=replace(ready.program, needs_command="they are spawned"))
+    for each in (ready, again):
+        line = printed_line(each, tmp_path)
+        assert 'HF_HOME=/data HF_TOKEN="${HF_TOKEN:?as in your command}"' in line
+        assert '--hub_token "${HUB_TOKEN:?as in your command}"' in line
+        assert without_secrets(line) == line
 
 
 def test_another_interpreter_has_its_own_launchers(

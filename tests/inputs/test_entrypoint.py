@@ -17,6 +17,8 @@ from dsat.inputs.entrypoint import DEEPSPEED, TORCHRUN, Entrypoint, parse
 from dsat.inputs.placement import Launch
 
 PASSES_RANK = Launch(passes_local_rank=True)
+ALL = Launch(takes_all=True)
+ON_ALL = replace(PASSES_RANK, takes_all=True)  # devices
 DET = "python3 -m determined.launch."
 
 
@@ -83,10 +85,10 @@ def script(*args: str, name: str = "train.py", **more: object) -> Entrypoint:
             script("--", "rest", launcher=TORCHRUN),
         ),
         # deepspeed
-        ("deepspeed train.py", script(launch=PASSES_RANK, launcher=DEEPSPEED)),
+        ("deepspeed train.py", script(launch=ON_ALL, launcher=DEEPSPEED)),
         (
             "deepspeed train.py --num_gpus 2",
-            script("--num_gpus", "2", launch=PASSES_RANK, launcher=DEEPSPEED),
+            script("--num_gpus", "2", launch=ON_ALL, launcher=DEEPSPEED),
         ),
         (
             "deepspeed --num_gpus 2 train.py --x",
@@ -100,31 +102,32 @@ def script(*args: str, name: str = "train.py", **more: object) -> Entrypoint:
             "deepspeed --num_accelerators 4 train.py",
             script(launch=PASSES_RANK, launcher=DEEPSPEED, slots=4),
         ),
-        ("deepspeed --num_gpus -1 train.py", script(launch=PASSES_RANK, launcher=DEEPSPEED)),
-        ("deepspeed --no_local_rank train.py", script(launcher=DEEPSPEED)),
+        ("deepspeed --num_gpus -1 train.py", script(launch=ON_ALL, launcher=DEEPSPEED)),
+        (
+            "deepspeed --no_local_rank train.py",
+            script(launch=ALL, launcher=DEEPSPEED),
+        ),
         (
             "deepspeed -q --save_pid train.py --x",
-            script("--x", launch=PASSES_RANK, launcher=DEEPSPEED),
+            script("--x", launch=ON_ALL, launcher=DEEPSPEED),
         ),
         (
             "deepspeed --master_addr localhost --master_port=29501 train.py",
-            script(launch=PASSES_RANK, launcher=DEEPSPEED),
+            script(launch=ON_ALL, launcher=DEEPSPEED),
         ),
         (
             "deepspeed --module package.train -x",
-            Entrypoint(
-                module="package.train", args=("-x",), launch=PASSES_RANK, launcher=DEEPSPEED
-            ),
+            Entrypoint(module="package.train", args=("-x",), launch=ON_ALL, launcher=DEEPSPEED),
         ),
         (
             "deepspeed --no_python --no_local_rank python3 train.py",
-            script(launcher=DEEPSPEED),
+            script(launch=ALL, launcher=DEEPSPEED),
         ),
         (
             "python3 -m deepspeed.launcher.runner --num_gpus 2 train.py",
             script(launch=PASSES_RANK, launcher=DEEPSPEED, slots=2),
         ),
-        ("/opt/venv/bin/deepspeed train.py", script(launch=PASSES_RANK, launcher=DEEPSPEED)),
+        ("/opt/venv/bin/deepspeed train.py", script(launch=ON_ALL, launcher=DEEPSPEED)),
         (
             "deepspeed --num_gpus 2 --bind_cores_to_rank --bind_core_list 0,2-4 train.py",
             script(
@@ -137,7 +140,14 @@ def script(*args: str, name: str = "train.py", **more: object) -> Entrypoint:
         ("torchrun train.py", script(launcher=TORCHRUN)),
         ("torchrun --nproc_per_node 2 train.py --x", script("--x", launcher=TORCHRUN, slots=2)),
         ("torchrun --nproc-per-node=2 train.py", script(launcher=TORCHRUN, slots=2)),
-        ("torchrun --nproc_per_node=gpu train.py", script(launcher=TORCHRUN)),
+        (
+            "torchrun --nproc_per_node=gpu train.py",
+            script(launch=ALL, launcher=TORCHRUN),
+        ),
+        (
+            "torchrun --nnodes 2 --nproc-per-node 4 train.py",
+            script(launch=Launch(nodes=2), launcher=TORCHRUN, slots=8),
+        ),
         (
             "torchrun --standalone --nnodes=1 --nproc-per-node 2 train.py",
             script(launcher=TORCHRUN, slots=2),

@@ -60,7 +60,7 @@ def test_machines_and_devices(options: str, found: dict[str, tuple[int, ...]]) -
 def test_the_launcher_starts_ranks_on_all_of_them() -> None:
     words = ["deepspeed", "--hostfile", "equal", "--ssh_port", "2222", "train.py", "--x"]
     found = entrypoint.parse(words, Path.cwd())
-    assert (found.slots, found.takes_all_slots, found.launch.ssh_port) == (None, True, 2222)
+    assert (found.slots, found.launch.takes_all, found.launch.ssh_port) == (None, True, 2222)
     assert (found.script, found.args, found.launch.passes_local_rank) == (
         "train.py",
         ("--x",),
@@ -81,9 +81,38 @@ def test_the_launcher_starts_ranks_on_all_of_them() -> None:
         ("--hostfile twice", "twice: names a twice"),
         ("--hostfile huge", "huge: a has slots=99999999999"),
         ("--hostfile odd", "odd: a has slots=²"),
-        ("--num_nodes 2", "--num_nodes 2: trials run on this machine only.*--hostfile FILE"),
     ],
 )
 def test_what_cannot_be_chosen(options: str, told: str) -> None:
     with pytest.raises(UserInputError, match=told):
         hosts_of(options)
+
+
+def test_nodes_without_names_are_counted() -> None:
+    """A job of a scheduler has them."""
+    found = entrypoint.parse("deepspeed --num_nodes 2 --num_gpus 4 train.py", Path.cwd())
+    assert (found.slots, found.launch.nodes, found.launch.takes_all) == (8, 2, False)
+    found = entrypoint.parse("torchrun --nnodes=2:2 --nproc_per_node=auto train.py", Path.cwd())
+    assert (found.slots, found.launch.nodes, found.launch.takes_all) == (None, 2, True)
+    with pytest.raises(UserInputError, match=r"--nnodes 1:4: .*Give one number"):
+        entrypoint.parse("torchrun --nnodes 1:4 train.py", Path.cwd())
+
+
+def test_ranks_of_a_hostfile_have_the_variables_that_deepspeed_gives_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(Path.cwd() / "home"))
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    Path("home").mkdir()
+    Path("home/.deepspeed_env").write_text("NCCL_IB_HCA=mlx5\nNCCL_DEBUG=INFO\n")
+    Path(".deepspeed_env").write_text("NCCL_DEBUG=WARN\n\n")
+    words = "COLOUR=red deepspeed --hostfile equal --master_addr 10.0.0.7 train.py"
+    found = entrypoint.parse(words, Path.cwd())
+    assert found.launch.master_address == "10.0.0.7"
+    assert found.env == {
+        "COLOUR": "red",
+        "PYTHONPATH": f"{Path.cwd()}:/mine",
+        "NCCL_IB_HCA": "mlx5",
+        "NCCL_DEBUG": "WARN",
+    }
+    assert entrypoint.parse("deepspeed --num_gpus 1 train.py", Path.cwd()).env == {}

@@ -85,6 +85,8 @@ def test_it_is_read_again_and_kept(
         ({"version": 99}, "has version 99 of the format"),
         ({"best": 10**6}, "best is no position in trials"),
         ({"metric": 3}, "metric must be a text"),
+        ({"metric": "goodput"}, "metric is unknown"),
+        ({"device": "\x1b]0;x\x07H100"}, "a name holds what is no name"),
     ],
 )
 def test_other_files_are_refused(
@@ -105,6 +107,7 @@ def test_what_others_found_for_the_same_model_is_tried_first(
     assert shared_runs.suggestions("", "NVIDIA H100", slots) == ()
     share.write(SharedRun.of(RunView.of(run)), tmp_path / "run.json")
     shared_runs.take_in([tmp_path / "run.json"])
+    (tmp_path / "cache" / "dsat" / "shared" / "newer.json").write_text('{"version": 9}')
     assert shared_runs.suggestions("", "NVIDIA A100", slots) == ()
     [found] = shared_runs.suggestions("", "NVIDIA H100", slots)
     for model, same in ((found, True), (replace(found, num_params=1), False)):

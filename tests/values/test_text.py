@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
 from dsat.values.text import (
     is_secret,
     printable,
+    shell_line,
     values_without_secrets,
     without_secrets,
     words_without_secrets,
@@ -75,6 +77,19 @@ def test_commands_and_values() -> None:
     assert "abc" not in shown and '"lr": 1' in shown and '"token": null' in shown
 
 
+def test_a_shell_asks_for_the_secrets_of_a_command() -> None:
+    words = ["train.py", "--hub_token", "abc", "--wandb.api-key=x y", "--name", "a b", "it's"]
+    line = shell_line(words)
+    assert without_secrets(line) == line
+    given = {"HUB_TOKEN": "p q", "WANDB_API_KEY": "r"}
+    asked = subprocess.run(["bash", "-c", f"printf '%s\\n' {line}"], capture_output=True, env={})
+    assert b"HUB_TOKEN: as in your command" in asked.stderr
+    told = subprocess.check_output(["bash", "-c", f"printf '%s\\n' {line}"], env=given, text=True)
+    assert told.splitlines() == [
+        *("train.py", "--hub_token", "p q", "--wandb.api-key=r", "--name", "a b", "it's")
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -93,6 +108,15 @@ def test_commands_and_values() -> None:
         ("KAGGLE_KEY=q7t6rpvlfv4j521o92ue", "KAGGLE_KEY=***"),
         ("--text_key content --sort_key id", "--text_key content --sort_key id"),
         ("sk_live_wOP6AyhEqhaz7Kd2 npm_run", "*** npm_run"),
+        ("'--password=my pass phrase' --lr 1", "'--password=***' --lr 1"),
+        ("env 'MY_TOKEN=a b c' LOWER=x", "env 'MY_TOKEN=***' LOWER=x"),
+        ("--api_key 'it'\"'\"'s-a-secret-9' --lr 1", "--api_key '***' --lr 1"),
+        (
+            'A_TOKEN="${A_TOKEN:?as in your command}" x',
+            'A_TOKEN="${A_TOKEN:?as in your command}" x',
+        ),
+        ("--start_token <s> --use_auth_token True", "--start_token <s> --use_auth_token True"),
+        ("--early_stop_pat 3 --bos_token [CLS]", "--early_stop_pat 3 --bos_token [CLS]"),
     ],
 )
 def test_values_are_hidden_and_sentences_stay(text: str, shown: str) -> None:

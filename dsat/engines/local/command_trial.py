@@ -77,7 +77,7 @@ class CommandLaunch(Launch):
 
     def command_text(self, cwd: Path) -> str:
         """Return the command as a person can paste it into a shell, in the trial's environment."""
-        words = assignments(self._environment(), set(self.experiment.env))
+        words = assignments(self._environment())
         hook, packages = self._folder / "hook", self._folder / "packages"
         path = f'PYTHONPATH={shlex.quote(str(hook))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
         path += f":{shlex.quote(str(packages))}"

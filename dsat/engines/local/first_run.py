@@ -40,7 +40,6 @@ from dsat.values.text import words_without_secrets
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 _POLL_S = 0.1
-_BETWEEN_RANKS_S = 30.0
 _HERE = 0
 _OWN = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
 # The command starts before the devices are looked at, so that its own errors are shown at once.
@@ -121,27 +120,24 @@ class FirstRun:
             UserInputError: it is not one training on one machine, or none that can be tuned.
             ScriptFailed: it ended, or took too long, without a call of `deepspeed.initialize`.
         """
-        news_at, count = time.monotonic(), 0
-        while True:
+        began_s = time.monotonic()
+        while not self._recorded:
             self._receive(_POLL_S)
             self._check_nodes()
-            found, now = self._read(), time.monotonic()
+            is_over = self._has_ended or time.monotonic() - began_s > self._timeout_s
+            found = self._read()
             numbers = [rank.rank for rank in found]
             if len(set(numbers)) < len(numbers):
                 check_one_training(found)
-            if len(found) > count:
-                news_at, count = now, len(found)
-            is_complete = bool(found) and len(found) >= found[0].size
-            if self._has_ended or is_complete:
-                break
-            if now - news_at > (_BETWEEN_RANKS_S if found else self._timeout_s):
-                break
-        self._recorded = self._read()
-        if not self._recorded:
-            report = next(iter(trial_result.reported(self.folder, 0.0)), None)
-            if report is not None and report.kind is OutcomeKind.INVALID:
-                raise UserInputError(report.message, where="command")
-            raise self._failure(report)
+            if found and len(found) >= found[0].on_this_node:
+                self._recorded = found
+            elif is_over:
+                report = next(iter(trial_result.reported(self.folder, 0.0)), None)
+                if report is not None and report.kind is OutcomeKind.INVALID:
+                    raise UserInputError(report.message, where="command")
+                raise self._failure(report, found)
+        for path in self._record_files():  # they hold variables
+            path.unlink(missing_ok=True)
         return self._recorded
 
     def is_of(self, trial: Trial) -> bool:
@@ -170,7 +166,7 @@ class FirstRun:
 
     def move_to(self, folder: Path) -> None:
         """Give the files of a run that has ended to its trial, whose folder this is."""
-        for name in ("hook", "packages", "records"):  # records hold variables
+        for name in ("hook", "packages", RECORDS_FOLDER):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         words = shlex.join(words_without_secrets(self._command))
         text = f"cd {shlex.quote(str(self._cwd))}\n{words}\n"
@@ -243,22 +239,26 @@ class FirstRun:
     def _kill(self) -> None:
         self._supervisors.send(_HERE, {"op": "kill", "trial": _OWN.id, "grace_s": 0})
 
-    def _failure(self, report: Outcome | None) -> ScriptFailed:
+    def _failure(self, report: Outcome | None, ranks: Sequence[RankStart]) -> ScriptFailed:
         """Return the error of a command that did not reach its training.
 
         Args:
             report: of a rank that failed; the command may have written its log to a file.
+            ranks: those that reached it.
         """
         log = trial_result.log_tail(self.folder)
         if not self._has_ended:
             problem = (
                 f"did not call deepspeed.initialize within {self._timeout_s:g} s (--trial-timeout)"
             )
+            if ranks:
+                problem += f" in all of its ranks, but in {len(ranks)} of {ranks[0].size}"
         elif status := trial_result.status_of(self._running):
             said = next(filter(trial_result.is_error, reversed(log.splitlines())), "")
             if not said and report is not None:
                 said, log = report.message, report.detail
             problem = f"ended with exit status {status} before it called deepspeed.initialize"
+            problem += " in all of its ranks" if ranks else ""
             problem += f": {said.rstrip('.')}" if said else ""
         else:
             problem = (
@@ -286,8 +286,10 @@ class FirstRun:
             )
 
     def _read(self) -> list[RankStart]:
-        paths = sorted(self._records.glob(f"{start_record.RECORD_PREFIX}*.json"))
-        return [RankStart.from_json(json.loads(path.read_text())) for path in paths]
+        return [RankStart.from_json(json.loads(path.read_text())) for path in self._record_files()]
+
+    def _record_files(self) -> list[Path]:
+        return sorted(self._records.glob(f"{start_record.RECORD_PREFIX}*.json"))
 
 
 def _environment(folder: Path) -> dict[str, str]:

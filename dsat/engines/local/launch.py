@@ -21,7 +21,7 @@ from dsat.in_trial.rank_files import RankSpec
 from dsat.inputs import accelerate_env, ds_config, switches
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment, length_in_units, trial_hparams
-from dsat.values.text import words_without_secrets
+from dsat.values.text import assignment, words_without_secrets
 from dsat.values.trial import TrialOptions
 
 COMMAND_FILE = "cmd.txt"
@@ -170,16 +170,11 @@ class Launch:
         return found
 
     def command_text(self, cwd: Path) -> str:
-        """Return the program, and a command for each rank that a person can paste into a shell.
-
-        Variables of the user's experiment may be credentials: they are named, not written down.
-        """
+        """Return the program, and a command for each rank that a person can paste into a shell."""
         chosen = self.start.trial.script_args
-        users_own = {*self.experiment.env, *self.program.env} - switches.variables(chosen).keys()
-        users_own -= {*self._machine.visible_devices}  # of the trial's slots
         ranks = []
         for rank in range(self._ranks):
-            words = assignments(self.environment(rank), users_own)
+            words = assignments(self.environment(rank))
             line = " ".join(["env", *words, shlex.join(self._fresh_command)])
             host = self.shares[rank // self._ranks_per_host].host.name
             ranks.append(f"# on {host}\n{line}" if len(self.shares) > 1 else line)
@@ -270,12 +265,12 @@ def working_folder(experiment: Experiment, folder: Path) -> Path:
     return together
 
 
-def assignments(env: Mapping[str, str], users_own: set[str]) -> list[str]:
-    """Return shell words for variables that differ from this process's."""
+def assignments(env: Mapping[str, str]) -> list[str]:
+    """Return a shell's assignments of variables that differ from this process's."""
     return [
-        f'{key}="${key}"' if key in users_own else f"{key}={shlex.quote(value)}"
-        for key, value in sorted(env.items())
-        if os.environ.get(key) != value
+        assignment(name, value)
+        for name, value in sorted(env.items())
+        if os.environ.get(name) != value
     ]
 
 

@@ -65,7 +65,8 @@ def _processes_of(run: Path, host: int | None) -> set[int]:
             if process.pid in own or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             variables = process.environ()
-            is_below = variables.get(TRIAL_VARIABLE, "").startswith(f"{run}{os.sep}")
+            trial = variables.get(TRIAL_VARIABLE, "")  # the run itself, of a first run
+            is_below = trial == str(run) or trial.startswith(f"{run}{os.sep}")
             on_host = host is None or variables.get(HOST_VARIABLE) == str(host)
             if on_host and (is_below or variables.get(RUN_VARIABLE) == str(run)):
                 found.add(process.pid)

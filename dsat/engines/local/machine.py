@@ -85,6 +85,15 @@ class Machine:
             for variable in self.visible_devices
         }
 
+    def at(self, positions: Sequence[int]) -> Machine:
+        """Return the machine with the devices at some positions alone; all if there are none.
+
+        Raises:
+            UserInputError: there are fewer devices.
+        """
+        names = dict(enumerate(self.devices))
+        return self.only([names.get(n, str(n)) for n in positions], ())
+
     def only(self, wanted: Sequence[str], without: Sequence[str]) -> Machine:
         """Return the machine with some of its devices alone.
 

@@ -11,6 +11,7 @@ from dsat.errors import EngineError
 
 _ATTEMPTS = 200
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST, _LAST, _CHOSEN_FROM = 1024, 65535, 12_000
 
 
 def free_ports(count: int) -> list[int]:
@@ -18,13 +19,16 @@ def free_ports(count: int) -> list[int]:
 
     On other hosts something may: a trial that fails for that is started again with others.
 
-    They lie below the range from which the kernel takes the ports of outgoing connections: one of
-    those could be in use by the time that a cold rank, seconds later, begins to listen.
+    They lie below the range from which the kernel takes the ports of outgoing connections, if that
+    leaves many: one of those could be in use by the time that a cold rank, seconds later, begins to
+    listen.
     """
-    first = 1024
+    first = _FIRST
     with contextlib.suppress(OSError, ValueError):
         first = int(_EPHEMERAL.read_text().split()[0])
-    below = range(max(1024, first - 12_000), max(1025, first))
+    below = range(max(_FIRST, first - _CHOSEN_FROM), first)
+    if len(below) < _ATTEMPTS:  # administrators widen the kernel's range
+        below = range(_FIRST, _LAST + 1)
     ports: list[int] = []
     with contextlib.ExitStack() as stack:
         for _ in range(_ATTEMPTS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import sys
@@ -60,7 +61,7 @@ def become_rank(
         if rank["cores"]:
             os.sched_setaffinity(0, rank["cores"])
         if request["command"] is not None:
-            os.execve(request["command"][0], request["command"], rank["env"])  # noqa: S606
+            _execute(request["command"], rank["env"])
         for name in set(os.environ) - set(rank["env"]):
             del os.environ[name]
         os.environ.update(rank["env"])
@@ -74,3 +75,15 @@ def become_rank(
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def _execute(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    """Become a program, as if a shell had started it."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execve(command[0], list(command), env)  # noqa: S606
+    except OSError as error:
+        if error.errno != errno.ENOEXEC:
+            raise
+        os.execve("/bin/sh", ["sh", *command], env)  # noqa: S606  # a script that names no shell

@@ -21,11 +21,13 @@ class Environment:
         hostfile: machines that the command's launcher is given, with positions of their devices;
             no positions for all.
         ssh_port: of these machines, if the launcher is given one.
+        master_address: of the first of them, if the launcher is given one.
     """
 
     variables: Mapping[str, str]
     hostfile: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     ssh_port: int | None = None
+    master_address: str = ""
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,15 @@ class Hostfile(Provider):
                 hint="As in: -- deepspeed --hostfile hosts train.py ...",
             )
         _log.info("tuning on the machines of the hostfile, %s", ", ".join(positions))
+        hosts = hosts_on(reach(list(positions), environment.ssh_port))
+        meeting = {next(iter(positions)): environment.master_address}
         return [
-            replace(host, machine=host.machine.only([str(n) for n in positions[host.name]], ()))
-            for host in hosts_on(reach(list(positions), environment.ssh_port))
+            replace(
+                host,
+                machine=host.machine.at(positions[host.name]),
+                address=meeting.get(host.name) or host.address,
+            )
+            for host in hosts
         ]
 
 

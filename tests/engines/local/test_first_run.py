@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from dsat.engines.local import first_run
+from dsat.engines.local import ports
 from dsat.engines.local.first_run import FirstRun
 from dsat.errors import ScriptFailed, UserInputError
 from dsat.inputs import recorded_start
@@ -122,20 +124,56 @@ def test_the_cores_that_ranks_are_bound_to_are_seen(
     assert (program.launch.binds_cores, program.launch.core_list) == (True, (own[1], own[0]))
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("WORLD_SIZE=4 RANK=0 python3 train.py", "1 of its 4 ranks"),
-    ],
-)
-def test_what_is_not_one_training_on_one_machine_is_refused(
-    command: str, said: str, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_several_nodes_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named(place, {}, monkeypatch)
-    monkeypatch.setattr(first_run, "_BETWEEN_RANKS_S", 0.5)
-    with pytest.raises(UserInputError, match=said) as caught:
+    command = "LOCAL_WORLD_SIZE=1 WORLD_SIZE=4 RANK=0 python3 train.py"
+    with pytest.raises(UserInputError, match="1 of its 4 ranks") as caught:
         seen(place, "bash", "-c", command)
     assert "\n" not in str(caught.value) and "torchrun" in str(caught.value)
+
+
+def test_a_rank_that_never_begins_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named(place, {}, monkeypatch)
+    one = "WORLD_SIZE=2 RANK=0 LOCAL_WORLD_SIZE=2 python3 train.py"
+    there = "until ls $DSAT_TRIAL_DIR/records/rank-*.json; do sleep 0.1; done"
+    with pytest.raises(ScriptFailed, match=r"exit status 3 before .* in all of its ranks"):
+        seen(place, "bash", "-c", f"{one} & {there}; kill $!; exit 3")
+
+
+def test_what_a_daemon_started_for_a_command_ends_with_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `srun`'s and Docker's daemons start a task: it is no descendant of the command."""
+    named(place, {}, monkeypatch)
+    run = FirstRun(["bash", "-c", "sleep 100"], place, timeout_s=60)
+    daemon = subprocess.Popen(["sleep", "100"], env=run.env, start_new_session=True)
+    try:
+        run.close()
+        assert daemon.wait(10) == -signal.SIGKILL
+    finally:
+        daemon.kill()
+
+
+def test_ports_are_found_where_the_kernel_takes_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "range").write_text("1024\t65535\n")
+    monkeypatch.setattr(ports, "_EPHEMERAL", tmp_path / "range")
+    assert len(set(ports.free_ports(3))) == 3
+
+
+def test_a_script_that_names_no_shell_is_run_by_one(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named(place, {}, monkeypatch)
+    runnable(
+        place / "run.sh", "mkdir -p lib && export PYTHONPATH=lib:$PYTHONPATH && python3 train.py\n"
+    )
+    program = seen(place, str(place / "run.sh"))
+    assert program.script == "train.py"
+    assert program.env["PYTHONPATH"].split(os.pathsep)[0] == str(
+        place / "lib"
+    )  # whatever folder trials start in
 
 
 @pytest.mark.slow
