@@ -117,12 +117,9 @@ class Task:
 
     def ended(self) -> Outcome:
         """Return the outcome of a script that came to its own end."""
-        too_short = self.meter.watches
-        return self.measured() or Outcome(
-            OutcomeKind.INVALID,
-            message=self.meter.shortfall,
+        return self.measured() or replace(
+            failures.outcome(self.meter.shortfall),
             duration_s=self._duration_s(),
-            smaller_may_run=too_short,
             before_engine=not self.meter.initialized,
         )
 

@@ -70,12 +70,17 @@ _FROM_ELSEWHERE = ("cuda error", "hip error", "nccl", "gloo")
 # Where the message says it all, and a traceback would only lead into dsat.
 _SAY_ENOUGH = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 # What to do about errors of DeepSpeed, by a part of their messages.
+_SAME_FOLDER = "All trials run in the same folder: let the script accept what an earlier one made"
 _ADVICE = {
+    "exists and is not empty": _SAME_FOLDER,
+    "already exists": _SAME_FOLDER,
+    "File exists": _SAME_FOLDER,
     "Data inconsistency within the TP group": (
         "Give the ranks of a tensor-parallel group the same samples: DistributedSampler(..., "
         "num_replicas=engine.dp_world_size, rank=deepspeed.utils.groups.get_data_parallel_rank())"
     ),
 }
+unwritten: set[Path] = set()  # files that the script takes for written
 _DSAT = f"{Path(__file__).parents[1]}{os.sep}"
 # Functions that scripts call, and that refuse wrong arguments.
 _FOR_SCRIPTS = tuple(f"{_DSAT}in_trial/{name}.py" for name in ("script_api", "determined_shim"))
@@ -137,7 +142,10 @@ def message(error: BaseException) -> str:
             if size is not None:
                 return f"out of memory: tried to allocate {readable(int(size[1]))}"
     said = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
-    said += next((f" {advice}" for text, advice in _ADVICE.items() if text in lines[0]), "")
+    said += next((f". {advice}" for text, advice in _ADVICE.items() if text in lines[0]), "")
+    missing = error.filename if isinstance(error, FileNotFoundError) else None
+    if isinstance(missing, (str, bytes)) and Path(os.fsdecode(missing)).resolve() in unwritten:
+        said += ". dsat did not write it: models are not saved in trials"
     return f"{OF_DSAT}: {said}" if _is_of_dsat(error) else said
 
 

@@ -27,7 +27,8 @@ CHECK_SKIPPED_EVERY = 5  # skipped steps between two checks of the losses
 OWN_ACCUMULATION = (
     "each optimizer step of the script takes {k} times as many micro batches as "
     "gradient_accumulation_steps, so the global batch is {k} times train_batch_size. To have "
-    "accumulation tuned, call engine.step() after every micro batch"
+    "accumulation tuned, call engine.step() after every micro batch, unless these are parts of one "
+    "batch (real and generated samples, say)"
 )
 SHORT_BATCHES = (
     "optimizer steps with too few samples (at the end of an epoch, perhaps) were not measured. "
@@ -365,6 +366,7 @@ class Measurement:
             metrics=metrics,
             warnings=tuple(warnings),
             step_ms=tuple(round(step.ms[0], 4) for step in steps),
+            most_samples=loaders.samples_in_epoch(self._spec.micro_batch),
             **observed,
         )
 

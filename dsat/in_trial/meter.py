@@ -12,16 +12,17 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
-from dsat.in_trial import available_memory, config_injection, loaders, precision
+from dsat.errors import InvalidTrial
+from dsat.in_trial import available_memory, config_injection, failures, loaders, precision
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.clocks import ProcessMemory, wait_for_memory
 from dsat.in_trial.conformance import check_arguments, check_engine
 from dsat.in_trial.measurement import Measurement
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder, in_training
-from dsat.values.outcome import Outcome, ScriptSwitch
+from dsat.values.outcome import Outcome, OutcomeKind, ScriptSwitch
 
 SEVERAL_ENGINES = (
     "the script may train several engines: throughput and latency are those of the whole loop, "
@@ -30,7 +31,7 @@ SEVERAL_ENGINES = (
 
 
 class TrialComplete(SystemExit):
-    """Ends the training script once everything is measured, with exit status 0."""
+    """Ends the training script once everything is measured or has failed, with exit status 0."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(0)
@@ -106,6 +107,8 @@ class Meter:
         self._before = ProcessMemory.now()
         self._inside: set[str] = set()  # phases of the measured engine that are under way
         self._engine: Any = None  # that is measured
+        self._error: Exception | None = None  # which ends the trial, whatever the script does
+        self._is_ended = False
         self._ranks: Ranks
         self._recorder: StepRecorder
         self._measurement: Measurement | None = None
@@ -121,23 +124,31 @@ class Meter:
 
     @property
     def outcome(self) -> Outcome | None:
-        """The measurement so far."""
+        """The measurement so far, or what ended it."""
+        if self._error is not None:
+            return failures.outcome(self._error)
         return None if self._measurement is None else self._measurement.outcome
 
     @property
-    def shortfall(self) -> str:
+    def shortfall(self) -> InvalidTrial:
         """Reason why nothing was measured, if the script came to its own end."""
         if not self.watches:
-            return "the script ended without calling deepspeed.initialize with an optimizer"
-        return (
+            return InvalidTrial(
+                "the script ended without calling deepspeed.initialize with an optimizer"
+            )
+        spec = self.spec
+        given = loaders.samples_given(spec.micro_batch)
+        most = (given or 0) // max(1, spec.gas * spec.options.end_step)
+        return InvalidTrial(
             f"the script ended after {self.steps_seen} optimizer steps, but steps up to "
-            f"{self.spec.options.end_step} are measured: give it more data or lower "
-            "--end-profile-step"
+            f"{spec.options.end_step} are measured: give it more data or lower --end-profile-step",
+            smaller_may_run=True,
+            most_samples=most if 0 < most < spec.micro_batch else None,
         )
 
     def finish(self) -> None:
         """Take what can be measured of a script that came to its own end; see `Measurement`."""
-        if self._measurement is not None:
+        if self._measurement is not None and self._error is None:
             self._measurement.finish()
 
     def watch(self, engine: Any) -> None:
@@ -197,6 +208,20 @@ class Meter:
     ) -> Any:
         if name in self._inside:
             return original(*args, **kwargs)
+        if self._is_ended:
+            os._exit(0)  # the script has caught the SystemExit that was to end it
+        if self._error is not None:  # the script has caught it, and goes on
+            self._end(failures.outcome(self._error))
+        try:
+            return self._recorded(engine, name, original, args, kwargs)
+        except Exception as error:
+            if failures.classify(error) is not OutcomeKind.ERROR:
+                self._error = error
+            raise
+
+    def _recorded(
+        self, engine: Any, name: str, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         if self._engine is None and (name != "forward" or in_training(engine)):
             self._attach_in(engine, name)
         if self._engine is None:
@@ -204,8 +229,6 @@ class Meter:
         if self._engine is not engine:  # whose loss this is not
             with self._recorder.losses.ignored():
                 return original(*args, **kwargs)
-        if self._measurement is not None and self._measurement.is_complete:
-            os._exit(0)  # the script has caught the SystemExit that was to end it
         self._inside.add(name)
         try:
             return getattr(self._recorder, name)(original, args, kwargs)
@@ -228,5 +251,9 @@ class Meter:
         if self._on_step is not None:
             self._on_step(measurement.steps_seen)
         if measurement.is_complete and measurement.outcome is not None:
-            self._on_complete(measurement.outcome)
-            raise TrialComplete(measurement.outcome)
+            self._end(measurement.outcome)
+
+    def _end(self, outcome: Outcome) -> NoReturn:
+        self._is_ended = True
+        self._on_complete(outcome)
+        raise TrialComplete(outcome)

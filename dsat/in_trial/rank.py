@@ -148,8 +148,7 @@ def outcome_of_ended(meter: Meter) -> Outcome:
         return failures.outcome(error)
     except RuntimeError as error:  # the script has already ended its process group
         print(f"dsat: nothing more can be measured: {error}", file=sys.stderr)
-    too_short = InvalidTrial(meter.shortfall, smaller_may_run=meter.watches)
-    return meter.outcome or failures.outcome(too_short)
+    return meter.outcome or failures.outcome(meter.shortfall)
 
 
 def _run_program(program: Entrypoint) -> None:

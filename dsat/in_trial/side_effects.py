@@ -20,7 +20,7 @@ from typing import Any
 
 import wrapt
 
-from dsat.in_trial import config_injection
+from dsat.in_trial import config_injection, failures
 
 NOT_SAVED = "checkpoints are neither saved, loaded nor deleted in trials: {} did nothing"
 # Variables that turn trackers off. MLflow has none, so it writes into the trial's folder.
@@ -216,7 +216,6 @@ class _Files:
         with tempfile.TemporaryFile(dir=folder) as file:  # by the clock of its file system
             self._began_s = os.fstat(file.fileno()).st_ctime
         self._unlink = os.unlink
-        self._unwritten: set[Path] = set()
 
     def adapt_writer(
         self, trains: threading.Event, writer: tuple[str, int, str], module: Any
@@ -231,7 +230,7 @@ class _Files:
             target = Path(path).resolve()
             if self._is_scratch(target):
                 return original(*args, **kwargs)
-            self._unwritten.add(target)
+            failures.unwritten.add(target)
             self._skip(f"{module.__name__}.{name}")
             return None
 
@@ -282,7 +281,7 @@ class _Files:
         if self._is_scratch(target):
             return False
         if not os.path.lexists(target):
-            return target.resolve() in self._unwritten
+            return target.resolve() in failures.unwritten
         if self._is_older(target):
             return True
         inside = os.walk(target) if target.is_dir() and not target.is_symlink() else ()

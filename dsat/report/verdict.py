@@ -6,6 +6,7 @@ selection; where no finals ran, the verdict says so.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -101,6 +102,7 @@ def verdict(run: Run) -> Verdict:
             *step_parts.advice(run),
         ),
         (
+            *_of_failures(run),
             *_excluded(run),
             *_of_noise(run),
             *_of_samples(run, outcome),
@@ -200,12 +202,30 @@ def _why_keep(run: Run) -> str:
             return _NONE_CONFIRMED
         trial, found = run.trials[finals.pick.trial_id], gain(run)
     if trial is None or found is None:
-        searched = any(run.trials[i].kind is TrialKind.SEARCH for i in run.outcomes)
-        return "nothing faster was found" if searched else "nothing else was measured yet"
+        searched = _searched(run)
+        if not searched:
+            return "nothing else was measured yet"
+        some_ran = any(outcome.ok for outcome in searched)
+        return "nothing faster was found" if some_ran else "nothing else ran"
     if found.low <= 1:
         return f"{trial.name} is not significantly faster, {say_gain(found)}"
     own, its = run.plan.own_batch.train_batch_size, trial.batch.train_batch_size
     return f"{say_gain(found)} does not justify a global batch of {its} instead of {own}"
+
+
+def _searched(run: Run) -> list[Outcome]:
+    return [o for i, o in run.outcomes.items() if run.trials[i].kind is TrialKind.SEARCH]
+
+
+def _of_failures(run: Run) -> list[str]:
+    """Return what most trials of a search failed with, where none of it ran."""
+    assert run.plan is not None
+    searched = _searched(run)
+    if not searched or any(outcome.ok for outcome in searched):
+        return []
+    said = Counter(fmt.outcome(outcome, run.plan.metric) for outcome in searched)
+    [(most, count)] = said.most_common(1)
+    return [f"none of the {len(searched)} other configurations ran; {count} of them: {most}"]
 
 
 def _why_no_gain(run: Run) -> str:

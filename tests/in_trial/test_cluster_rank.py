@@ -55,7 +55,11 @@ class FakeMeter:
     spec = SPEC
     initialized = watches = False
     outcome: Outcome | None = None
-    shortfall = "the script ended after 2 optimizer steps"
+
+    @property
+    def shortfall(self) -> InvalidTrial:
+        problem = "the script ended after 2 optimizer steps"
+        return InvalidTrial(problem, smaller_may_run=self.watches)
 
 
 @pytest.fixture
@@ -136,7 +140,7 @@ def test_a_script_that_completes_the_operation_itself_reports_what_was_measured(
     assert [name for name, _ in context.calls] == ["progress", "completed"]
     outcome = reported(context)
     assert outcome.kind is OutcomeKind.INVALID and outcome.smaller_may_run
-    assert outcome.message == meter.shortfall
+    assert outcome.message == str(meter.shortfall)
 
 
 def test_the_same_with_enough_steps(meter: Any) -> None:

@@ -76,6 +76,18 @@ def test_kinds(error: BaseException, kind: str) -> None:
     assert failures.classify(error) is OutcomeKind(kind)
 
 
+def test_a_file_that_dsat_did_not_write_is_not_the_scripts_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "unwritten", {tmp_path / "best.pt"})
+    monkeypatch.chdir(tmp_path)
+    for name, is_named in (("best.pt", True), ("other.pt", False)):
+        with pytest.raises(FileNotFoundError) as caught:
+            Path(name).read_text()
+        assert ("dsat did not write it" in failures.message(caught.value)) is is_named
+    assert "same folder" in failures.message(FileExistsError(17, "File exists", "out"))
+
+
 def test_a_chain_of_errors_may_be_a_ring() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first

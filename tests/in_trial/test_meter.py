@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from dsat.in_trial.meter import (
     install,
 )
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
-from dsat.values.outcome import ModelProfile, Outcome
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.metered import (
     SPEC,
@@ -95,6 +96,41 @@ def test_a_backward_pass_without_the_engine_is_timed_by_what_surrounds_it(clock:
     metrics = metrics_of(complete.value.outcome)
     assert metrics.backward == pytest.approx(14)
     assert metrics.latency == pytest.approx(2 * (3 + 7) + 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), OutcomeKind.OOM),
+        (InvalidTrial("the script feeds 8 samples"), OutcomeKind.INVALID),
+    ],
+)
+def test_a_script_cannot_go_on_after_what_ends_the_trial(
+    clock: Clock, error: Exception, kind: OutcomeKind
+) -> None:
+    engine, forward = FakeEngine(clock), FakeEngine.forward
+    reported: list[Outcome] = []
+    meter = Meter(SPEC, on_complete=reported.append)
+
+    def fails(inputs: torch.Tensor) -> torch.Tensor:
+        if meter.steps_seen == 2:
+            raise error
+        return forward(engine, inputs)
+
+    engine.forward = fails  # type: ignore[method-assign]
+    meter.watch(engine)
+
+    def loop() -> None:
+        for _ in range(200):
+            with contextlib.suppress(Exception):  # skipping a bad batch
+                engine.backward(engine.forward(torch.zeros(4, 2)))
+                engine.step()
+
+    with pytest.raises(TrialComplete) as complete:
+        loop()
+    assert reported == [complete.value.outcome] == [meter.outcome]
+    assert (complete.value.outcome.kind, meter.steps_seen) == (kind, 2)
+    assert str(error)[:13].lower() in complete.value.outcome.message.lower()
 
 
 def test_evaluation_is_no_training_step(clock: Clock) -> None:

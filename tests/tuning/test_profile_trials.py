@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dsat.report.verdict import verdict
 from dsat.space.plan import Plan
 from dsat.tuning.run import HOPELESS_AFTER
 from dsat.values.outcome import Outcome
@@ -191,6 +192,17 @@ def test_one_trial_that_did_not_fail_so_is_hope(hope: Outcome) -> None:
         tuner.record(trials[0].id, failed("ERROR"))
     assert len(tuner.run.trials) > 1 + HOPELESS_AFTER
     assert tuner.stop_reason == "every configuration was tried"
+
+
+def test_a_search_in_which_nothing_ran_found_nothing_out() -> None:
+    tuner, _ = begun(plan_of(max_trials=12))
+    tuner.record(tuner.next_trials(1)[0].id, ran(1.0))
+    assert "nothing else was measured yet" in verdict(tuner.run).headline
+    while trials := tuner.next_trials(1):
+        tuner.record(trials[0].id, failed("ERROR", "the output folder exists"))
+    shown = verdict(tuner.run)
+    assert "nothing else ran" in shown.headline
+    assert any("the output folder exists" in text for text in shown.warnings)
 
 
 def test_too_large_a_micro_batch_for_the_data_shrinks() -> None:

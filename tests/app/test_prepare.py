@@ -1,0 +1,57 @@
+"""Preparation of a run: machines, and what is refused before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.app import prepare
+from dsat.engines.local.hosts import Host
+from dsat.engines.places import PROVIDERS, Environment
+from dsat.engines.places.local import ThisMachine
+from dsat.errors import UserInputError
+from dsat.inputs.settings import Settings
+from testing.local import cpu_machine
+
+SCRIPT = ("train.py", "--deepspeed_config", "ds_config.json")
+
+
+class TwoNodes(ThisMachine):
+    """A job of two nodes with two slots each."""
+
+    def acquire(self, environment: Environment, given: Mapping[str, Any]) -> list[Host]:
+        return [Host(cpu_machine(2), name, address=name) for name in ("n1", "n2")]
+
+
+def plan_of(command: str, engine: str) -> tuple[int, int]:
+    """Return the slots of a trial, and those of each host."""
+    words = (*command.split(), *SCRIPT)
+    wanted = Settings(method="random", command=words, engine=engine, dry_run=True)
+    with prepare.prepared(wanted) as ready:
+        return ready.plan.slots_per_trial, ready.machine.num_slots
+
+
+@pytest.mark.parametrize(
+    ("command", "slots"),
+    [
+        ("torchrun --nnodes 2 --nproc-per-node 2", 4),
+        ("torchrun --nnodes=2 --nproc_per_node=auto", 4),
+        ("torchrun --nproc_per_node cpu", 2),
+        ("deepspeed --num_nodes 2 --num_gpus 2", 4),
+        ("deepspeed", 2),
+    ],
+)
+def test_a_launcher_is_told_of_the_machines_that_a_job_has(
+    command: str, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    Path("ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    monkeypatch.setitem(PROVIDERS, "slurm", TwoNodes)
+    assert plan_of(command, "slurm") == (slots, 2)
+    if slots > 2:
+        with pytest.raises(UserInputError, match="2 machines, and trials run on this one"):
+            plan_of(command, "local")
