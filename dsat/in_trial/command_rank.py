@@ -10,6 +10,7 @@ therefore never goes on behind its training.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import json
@@ -174,7 +175,8 @@ class CommandRank:
         if rank == 0 or not outcome.ok:
             (self._folder / DONE_FILE).touch()
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with contextlib.suppress(OSError, ValueError):  # the script may have closed it
+                stream.flush()
         time.sleep(_IS_ENDED_WITHIN_S)  # the engine ends the command
         os._exit(0)
 
