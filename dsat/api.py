@@ -23,7 +23,7 @@ from dsat.app.project import project as _project
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.engines.places import ENGINE_NAMES
-from dsat.errors import DsatError, SearchFailed
+from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
@@ -152,12 +152,13 @@ def tune(
     settings = keywords.search_settings(
         target, model_dir, method, search_options, options, engines=local.ENGINES
     )
+    calls = _checked(callbacks)
     try:
         choice = submit.where(settings) if settings.engine not in local.ENGINES else None
         if choice is not None and choice.master is not None:
             return _tune_on_cluster(settings, choice)
         with prepared(settings) as ready:
-            return _tune_here(ready, list(callbacks))
+            return _tune_here(ready, calls)
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         raise DsatError(f"{name}{error.strerror or error}") from error
@@ -252,6 +253,16 @@ def project(
         DsatError: the script cannot be simulated.
     """
     return _project(keywords.model_settings(ProjectSettings, target, model_dir, options))
+
+
+def _checked(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Return callbacks as a list; raise UserInputError if they are none."""
+    calls = list(callbacks) if isinstance(callbacks, Iterable) else [None]
+    if not all(map(callable, calls)):
+        raise UserInputError(
+            "is no list of functions", where="callbacks", hint="As callbacks=[function]."
+        )
+    return calls
 
 
 def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:

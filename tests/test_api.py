@@ -20,7 +20,7 @@ from dsat import api
 from dsat.app import local
 from dsat.app.prepare import Prepared
 from dsat.engines.places import local as this_machine
-from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
+from dsat.errors import JournalMismatch, SearchFailed, UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import options_of
 from dsat.inputs.settings import Settings
@@ -228,8 +228,11 @@ def test_errors_are_those_of_dsat(pretend: list[Prepared], tmp_path: Path) -> No
     with pytest.raises(UserInputError, match="is no run"):
         dsat.load_run(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DsatError, match="Not a directory"):
+    with pytest.raises(UserInputError, match="file: is not a folder"):
         dsat.tune(TINY, run_dir=tmp_path / "file" / "run", **SMALL)
+    for wrong in (print, [print, None]):
+        with pytest.raises(UserInputError, match="callbacks: is no list of functions"):
+            dsat.tune("no_such_script.py", callbacks=wrong)
     with pytest.raises(UserInputError, match="method: invalid choice: 'guess'"):
         dsat.tune(TINY, method="guess", **SMALL)
     with pytest.raises(UserInputError, match="engine: invalid choice: 'nowhere'"):

@@ -94,7 +94,7 @@ class LocalSearch:
     @property
     def trials(self) -> Path:
         """Folder of the trials' folders."""
-        return run_folders.of_trials(self.ready, self.folder)
+        return run_folders.of_trials(self.ready.native, self.folder)
 
     @property
     def num_slots(self) -> int:
@@ -236,7 +236,7 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
             cold=settings.cold,
             seed=settings.seed,
         ),
-        trials=run_folders.of_trials(ready, folder),
+        trials=run_folders.of_trials(ready.native, folder),
         slots_per_trial=ready.plan.slots_per_trial,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from dsat.inputs.option import ANY, OWN
 from dsat.inputs.settings import DEFAULT_STAGES, Settings
 from dsat.inputs.switches import BIND_CORES, CHECKPOINTING, SWITCHES, VARIABLE
 from dsat.search import SEARCHES
+from dsat.space.batch_rule import BatchRule
 from dsat.space.knobs import KNOB_NAMES, KNOBS, PARALLELISM
 from dsat.space.overrides import GAS
 from dsat.space.plan import LONGEST_S, Plan, values_of
@@ -46,6 +48,7 @@ def plan_of(
     Raises:
         UserInputError: nothing is left to tune, or DeepSpeed lacks the setting.
     """
+    _check_metric(settings)
     base = experiment.base_config
     sizes = script_args.batch_from_args(base, args, experiment.arg_mappings)
     own_batch = ds_config.resolve_batch(sizes, slots, where=experiment.ds_config_name)
@@ -82,6 +85,17 @@ def plan_of(
     )
     check_micro_batches(plan)
     return plan
+
+
+def check(settings: Settings) -> None:
+    """Raise UserInputError for settings that are wrong for any script on any number of slots."""
+    _knobs_of(settings, {})
+    _check_metric(settings)
+    given = settings.train_batch_size
+    limits = [field.name for field in dataclasses.fields(BatchRule)]
+    values = {name: value for name, value in values_of(settings).items() if name in limits}
+    values["train_batch_size"] = given if isinstance(given, int) else None
+    check_micro_batches(BatchRule(**values, slots_per_trial=1, own_batch=BatchTriple(1, 1, 1)))
 
 
 def _global_batch(
@@ -137,12 +151,8 @@ def _measured(settings: Settings, experiment: Experiment) -> dict[str, Any]:
     return {"program": ds_config.fingerprint(program), "steps": steps}
 
 
-def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Return the switches that the user lists, a flag's own value first.
-
-    Raises:
-        UserInputError: trials with a switch would not compare under the metric.
-    """
+def _check_metric(settings: Settings) -> None:
+    """Raise UserInputError if trials with a switch would not compare under the metric."""
     for name in (*settings.listed_switches, *settings.tune):
         metric = SWITCHES[name].metric if name in SWITCHES else ""
         if metric not in ("", settings.metric):
@@ -151,6 +161,10 @@ def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple
                 where="--metric",
                 hint=f"Use --metric {metric}.",
             )
+
+
+def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Return the switches that the user lists, a flag's own value first."""
     found = {n: (None, *SWITCHES[n].values) for n in settings.tune if n.startswith(VARIABLE)}
     for name, values in settings.listed_switches.items():
         own: Any = None
@@ -208,28 +222,28 @@ def _other_hparams(experiment: Experiment) -> dict[str, Any]:
     return {name: value for name, value in experiment.hparams.items() if name not in left_out}
 
 
-def check_micro_batches(plan: Plan) -> None:
+def check_micro_batches(rule: BatchRule) -> None:
     """Raise UserInputError if no micro batch is left to try."""
-    if plan.allowed_micro_batches:
+    if rule.allowed_micro_batches:
         return
-    if plan.train_batch_size is not None and not plan.micro_batches:
+    if rule.train_batch_size is not None and not rule.micro_batches:
         raise UserInputError(
-            f"{plan.train_batch_size} cannot be reached with {_groups(plan)} and "
-            f"micro batches that are multiples of {plan.divisible_by}",
+            f"{rule.train_batch_size} cannot be reached with {_groups(rule)} and "
+            f"micro batches that are multiples of {rule.divisible_by}",
             where="--train-batch-size",
-            hint=f"Choose a multiple of {plan.most_groups * plan.divisible_by}.",
+            hint=f"Choose a multiple of {rule.most_groups * rule.divisible_by}.",
         )
     raise UserInputError(
         "no micro batch is left to try: what you listed, --divisible-by, the smallest and largest "
-        f"micro batch and the global batch exclude each other on {_groups(plan)}",
+        f"micro batch and the global batch exclude each other on {_groups(rule)}",
         where=_MICRO_BATCH,
     )
 
 
-def _groups(plan: Plan) -> str:
-    if not plan.data_parallel:
-        return f"{plan.slots_per_trial} slots"
-    return f"a data-parallel size of {plan.data_parallel}"
+def _groups(rule: BatchRule) -> str:
+    if rule.data_parallel:
+        return f"a data-parallel size of {rule.data_parallel}"
+    return "any number of slots" if rule.slots_per_trial == 1 else f"{rule.slots_per_trial} slots"
 
 
 def switches_of(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat import __version__
-from dsat.app import autotuning, installed_deepspeed, packages, plans, shared_runs
+from dsat.app import autotuning, installed_deepspeed, packages, plans, run_folders, shared_runs
 from dsat.app import hosts as hosts_of
 from dsat.app import source as sources
 from dsat.app.hosts import all_slots, check_slots, describe
@@ -166,6 +166,8 @@ def _check_before_running(settings: Settings, source: Source, engine: str) -> No
             where="entrypoint",
             hint="On several machines: deepspeed --hostfile FILE, or a job of Slurm's.",
         )
+    if settings.method not in (TUNE, RUN):
+        _check_settings(settings, source)
     if source.unknown == sources.PROGRAM:
         return
     if settings.method in (TUNE, RUN):
@@ -175,6 +177,17 @@ def _check_before_running(settings: Settings, source: Source, engine: str) -> No
     if settings.slots is not None:
         sources.check_ranks(source.program, settings.slots)
     script_args.checked(settings.arg_mappings, source.program.args, where="--arg-mapping")
+
+
+def _check_settings(settings: Settings, source: Source) -> None:
+    """Raise UserInputError for settings of a search that are wrong whatever its script does."""
+    plans.check(settings)
+    slots = settings.slots or source.program.slots
+    if slots is not None:
+        check_max_slots(settings, slots)
+    is_named = settings.run_dir is not None or source.unknown != sources.PROGRAM
+    if is_named and not settings.dry_run:
+        run_folders.check(settings, source.experiment.name)
 
 
 def _check_packages(settings: Settings, source: Source) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import glob
 import logging
+import os
 import re
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
 from dsat.app.folder_lock import FolderLock
-from dsat.app.prepare import Prepared
 from dsat.errors import JournalError, UserInputError
 from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.settings import Settings
@@ -49,7 +49,7 @@ def of_run(settings: Settings, name: str, locks: ExitStack) -> Path:
         UserInputError: the folder holds another run, or none to resume.
         JournalLocked: another process works there.
     """
-    folder = _folder_of_run(settings, name)
+    folder = check(settings, name) or _new_folder(_stem(name))
     locks.callback(FolderLock(folder).close)
     if settings.run_dir is not None and not settings.resume:
         _check_holds_no_run(folder)  # another process may have made one since
@@ -65,27 +65,56 @@ def _check_holds_no_run(folder: Path) -> None:
         )
 
 
-def _folder_of_run(settings: Settings, name: str) -> Path:
-    if settings.run_dir is not None:
-        if not settings.resume:
-            _check_holds_no_run(settings.run_dir)
-        elif not (settings.run_dir / FILE_NAME).exists():
-            raise UserInputError("holds no run to resume", where=str(settings.run_dir))
-        return settings.run_dir
-    stem = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:80]
-    numbers = [
+def check(settings: Settings, name: str) -> Path | None:
+    """Return the folder that the settings name; None for a new one. Change nothing.
+
+    Args:
+        settings: say which.
+        name: of the experiment.
+
+    Raises:
+        UserInputError: the folder holds another run, or none to resume, or cannot be made.
+    """
+    folder = settings.run_dir
+    if folder is None and settings.resume:
+        stem = _stem(name)
+        numbers = _numbers(stem)
+        if not numbers:
+            raise UserInputError(
+                f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume"
+            )
+        folder = RUNS_FOLDER / f"{stem}-{max(numbers)}"
+    elif folder is not None and not settings.resume:
+        _check_holds_no_run(folder)
+    elif folder is not None and not (folder / FILE_NAME).exists():
+        raise UserInputError("holds no run to resume", where=str(folder))
+    _check_can_be_made(RUNS_FOLDER if folder is None else folder)
+    return folder
+
+
+def _check_can_be_made(folder: Path) -> None:
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+        problem = "may not be written to" if os.path.isdir(there) else "is not a folder"
+        raise UserInputError(problem, where=str(there), hint="Name another folder by --run-dir.")
+
+
+def _stem(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:80]
+
+
+def _numbers(stem: str) -> list[int]:
+    """Return the numbers of the runs of a name."""
+    return [
         int(suffix)
         for path in RUNS_FOLDER.glob(f"{glob.escape(stem)}-*")
         # Not every digit is a decimal one (²), and no number of ours has so many.
         if re.fullmatch("[0-9]{1,9}", suffix := path.name[len(stem) + 1 :])
     ]
-    if settings.resume:
-        if not numbers:
-            raise UserInputError(
-                f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume"
-            )
-        return RUNS_FOLDER / f"{stem}-{max(numbers)}"
-    number = max(numbers, default=0) + 1
+
+
+def _new_folder(stem: str) -> Path:
+    number = max(_numbers(stem), default=0) + 1
     while True:
         folder = RUNS_FOLDER / f"{stem}-{number}"
         try:
@@ -97,9 +126,9 @@ def _folder_of_run(settings: Settings, name: str) -> Path:
             return folder
 
 
-def of_trials(ready: Prepared, folder: Path) -> Path:
-    """Return the folder of a run's trials."""
-    return folder if ready.native is not None else folder / "trials"
+def of_trials(section: Autotuning | None, folder: Path) -> Path:
+    """Return the folder of a run's trials; `dsat tune` and `dsat run` have a section."""
+    return folder if section is not None else folder / "trials"
 
 
 def of_results(section: Autotuning, locks: ExitStack) -> Path:

@@ -228,6 +228,31 @@ def test_a_folder_that_holds_a_run(folder: Folder, capsys: pytest.CaptureFixture
     check_one_line(capsys.readouterr(), ["run", "already holds a run", "--resume"])
 
 
+BEFORE_THE_COMMAND: dict[str, list[str]] = {
+    "--tune overlap": ["--tune", "no knob 'overlap'"],
+    "--tune packing": ["--metric", "tokens_per_second"],
+    "--run-dir with_a_run": ["with_a_run", "already holds a run"],
+    "--run-dir train.py/run": ["train.py", "is not a folder"],
+    "--resume": ["--resume", "no run dsat_runs/train-*"],
+    "--resume --run-dir empty": ["empty", "holds no run"],
+    "--max-slots 1 --slots 2": ["--max-slots", "2 slots of one trial"],
+    "--train-batch-size 7 --divisible-by 2": ["--train-batch-size", "any number of slots"],
+    "--max-train-batch-size 3 --min-micro-batch 4": ["exclude each other"],
+}
+
+
+@pytest.mark.parametrize("options", BEFORE_THE_COMMAND)
+def test_wrong_options_are_told_before_the_command_runs(
+    folder: Folder, options: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "with_a_run").mkdir()
+    (folder / "with_a_run" / "journal.jsonl").touch()
+    before = sorted(folder.rglob("*"))
+    assert main.main(["model", *options.split(), "--", "python", "train.py"]) == 2
+    check_one_line(capsys.readouterr(), BEFORE_THE_COMMAND[options])
+    assert sorted(folder.rglob("*")) == before
+
+
 def check_one_line(captured: Any, expected: list[str]) -> None:
     lines = captured.err.splitlines()
     assert len(lines) == 1, captured.err
