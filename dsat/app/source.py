@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 # What only a run of the command shows: which program its ranks run, with its configuration; or the
 # configuration alone, where the script makes it.
 PROGRAM, CONFIG = "program", "configuration"
+_SUFFIXES = (".json", ".hjson")  # of a configuration's file
 _HIDE_THE_HOOK = frozenset(("-I", "-E", "-S"))
 
 
@@ -178,6 +179,7 @@ def read(target: Target) -> Source:
         return _unknown(target)
     if entrypoints.starts_its_ranks(target.command, folder):
         return _unknown(target)
+    program = _with_word(program, folder)
     config = _config_of_command(target.ds_config, program, folder)
     experiment = experiments.of_command(target.command, _name(program), folder, config or {})
     unknown = CONFIG if config is None and not program.trial_class else ""
@@ -218,6 +220,15 @@ def check_config_path(experiment: Experiment, program: Entrypoint) -> None:
             where=f"{experiment.path}: entrypoint",
             hint="Make both the same.",
         )
+
+
+def _with_word(program: Entrypoint, folder: Path) -> Entrypoint:
+    """Return a program that tells whether its configuration's argument is a word, and no path."""
+    named = program.config_path
+    if named is None or os.path.isfile(folder / named):
+        return program
+    is_word = not named.endswith(_SUFFIXES) and named[0] != "/"
+    return replace(program, launch=replace(program.launch, config_is_word=is_word))
 
 
 def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) -> Path | None:
@@ -283,8 +294,9 @@ def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -
         words = list(source.experiment.entrypoint)
     if not folder.is_dir():  # the command has removed it at its end
         folder = Path(program.started_in)
+    program = _with_word(program, folder)
     named = program.config_path
-    is_gone = named is not None and not os.path.isfile(folder / named)  # or is itself the content
+    is_gone = named is not None and not os.path.isfile(folder / named)
     path = _config_of_command(source.ds_config, Entrypoint() if is_gone else program, folder)
     config = path or first.config
     if config is None:

@@ -102,8 +102,8 @@ class Entrypoint(Recorded):
 
     @property
     def config_path(self) -> str | None:
-        """The DeepSpeed configuration that the arguments name, if any."""
-        flag = script_args.config_flag(self.args)
+        """The file of the DeepSpeed configuration that the arguments name, if any."""
+        flag = None if self.launch.config_is_word else script_args.config_flag(self.args)
         return None if flag is None else script_args.value_of(self.args, flag)
 
     def for_config(
@@ -122,7 +122,7 @@ class Entrypoint(Recorded):
             arg_mappings: the script's flags that repeat settings.
         """
         args = script_args.for_trial(
-            script_args.with_config(self.args, path),
+            self.args if self.launch.config_is_word else script_args.with_config(self.args, path),
             config,
             switches,
             arg_mappings,

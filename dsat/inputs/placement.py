@@ -40,6 +40,8 @@ class Launch:
         core_list: the cores that are shared out; all of the machine's if empty.
         passes_local_rank: `--local_rank=N` is added to the arguments.
         batch_in_file: a file that the command names holds the batch sizes; the answer is a copy.
+        config_is_word: the argument of the DeepSpeed configuration names no file: the script looks
+            it up, or DeepSpeed decodes it.
     """
 
     hosts: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -53,6 +55,7 @@ class Launch:
     core_list: tuple[int, ...] = ()
     passes_local_rank: bool = False
     batch_in_file: bool = False
+    config_is_word: bool = False
 
 
 def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from dsat.app import source as sources
+from dsat.errors import UserInputError
 from dsat.inputs.target import Target
 from testing.helpers import starts_of
 
@@ -47,3 +49,22 @@ def test_devices_are_chosen_once(
     )
     assert found.program.launch.devices == positions
     assert found.program.env == variables
+
+
+def test_a_configuration_that_the_script_looks_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its argument is a word, which trials keep; only a run shows the configuration."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    command = ("train.py", "--deepspeed_config", "zero1")
+    found = sources.read(Target(command=command))
+    assert found.unknown == sources.CONFIG
+    [start] = starts_of(tmp_path, [{}], CONFIG)
+    start = replace(start, command=(*start.command, *command[1:]))
+    found = found.as_recorded(cast(Any, SimpleNamespace(ranks=lambda: [start], env={})))
+    assert found.experiment.base_config.items() >= CONFIG.items()
+    assert found.program.for_config("/trial/ds.json", CONFIG, {}, {}).args == command[1:]
+    for name in ("zero1.json", "/gone/zero1"):
+        with pytest.raises(UserInputError, match=f"{name}, in the script's arguments: there is no"):
+            sources.read(Target(command=(*command[:2], name)))
