@@ -81,8 +81,9 @@ def _settings(values: dict[str, Any], command: list[str]) -> AnySettings:
     values["command"] = tuple(command)
     predicts = _PREDICTS.get(method)
     for own in options_of(predicts or Settings):
-        if own.many and (values.get(own.name) is not None or own.default == ()):
-            values[own.name] = own.collect(values.get(own.name) or ())
+        given = values.get(own.name)
+        if own.many:
+            values[own.name] = own.initial if given is None else own.collect(given)
     if predicts is not None:
         del values["method"]
         return predicts(**values)

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs.option import CARDS, LORA, MEMORY_SIZE, SWITCH, WORD, at_least, option
+from dsat.inputs.option import (
+    CARDS,
+    LORA,
+    MEMORY_SIZE,
+    SWITCH,
+    WORD,
+    at_least,
+    check_together,
+    option,
+)
 from dsat.inputs.switches import MODEL_SWITCHES
 from dsat.inputs.target import Target
 
@@ -28,12 +37,14 @@ class ModelSettings(Target):
     )
     seq_length: int | None = option(
         "--seq-length",
+        goes_with="--hf-config",
         kind=at_least(1),
         metavar="N",
         help="with --hf-config: tokens of a sample (default: 2048, or what the model has at most)",
     )
     lora: Mapping[str, str] | None = option(
         "--lora",
+        goes_with="--hf-config",
         kind=LORA,
         metavar="r=N,target=NAME+NAME",
         help="with --hf-config: train low-rank adapters of these layers alone "
@@ -41,6 +52,7 @@ class ModelSettings(Target):
     )
     dtype: str = option(
         "--dtype",
+        goes_with="--hf-config",
         kind=WORD,
         default="bf16",
         choices=("bf16", "fp16", "fp32"),
@@ -59,6 +71,7 @@ class ModelSettings(Target):
             raise UserInputError(
                 "is for a model without a script, and there is a script", where="--hf-config"
             )
+        check_together(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +117,7 @@ class EstimateSettings(ModelSettings):
     )
     switches: Mapping[str, tuple[Any, ...]] = option(
         "--switch",
+        goes_with="--longest-sequence",
         kind=SWITCH,
         many=True,
         default=(),
@@ -112,6 +126,8 @@ class EstimateSettings(ModelSettings):
     )
     card: str | None = option(
         "--card",
+        goes_with="--longest-sequence",
+        excludes=("--slot-memory",),
         kind=WORD,
         metavar="NAME",
         help="with --longest-sequence: the memory of this card, such as H100 or A100-40GB, in "
@@ -119,6 +135,7 @@ class EstimateSettings(ModelSettings):
     )
     fits: tuple[int, int] | None = option(
         "--fits",
+        excludes=("--slots", "--slot-memory", "--longest-sequence"),
         kind=CARDS,
         shell_only=True,
         help="in place of the tables: does your own configuration fit these cards, such as "
@@ -128,9 +145,6 @@ class EstimateSettings(ModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for value, name in ((self.switches, "--switch"), (self.card, "--card")):
-            if value and not self.longest_sequence:
-                raise UserInputError("goes with --longest-sequence", where=name)
         for name in self.switches:
             if name not in MODEL_SWITCHES:
                 raise UserInputError(

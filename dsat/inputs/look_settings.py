@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
-from dsat.inputs.option import PATH, WORD, at_least, option
+from dsat.inputs.option import PATH, WORD, at_least, check_together, option
 
 SHOW, COMPARE, RUNS, EXPORT, IMPORT, WATCH, DOCTOR = LOOKS = (
     "show",
@@ -37,6 +37,7 @@ class ShowSettings:
     trials: bool = option("--trials", help="the table of all trials")
     trial: str | None = option(
         "--trial",
+        excludes=("--trials",),
         kind=WORD,
         metavar="NAME",
         help="everything of one trial: its configuration against yours, its memory by phase, the "
@@ -45,8 +46,7 @@ class ShowSettings:
     json: bool = option("--json", shell_only=True, help="print it as JSON")
 
     def __post_init__(self) -> None:
-        if self.trials and self.trial is not None:
-            raise UserInputError("--trials and --trial exclude each other")
+        check_together(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,7 @@ class ExportSettings:
     to: str | None = option("--to", kind=WORD, choices=EXPORT_TO, help="for which tool")
     output: Path | None = option(
         "--output",
+        goes_with="--to",
         kind=PATH,
         metavar="PATH",
         help="file or folder to make (default: named after the run, here)",
@@ -101,8 +102,7 @@ class ExportSettings:
     def __post_init__(self) -> None:
         if (self.to is None) == (self.share is None):
             raise UserInputError(f"give --to ({', '.join(EXPORT_TO)}) or --share FILE")
-        if self.share is not None and self.output is not None:
-            raise UserInputError("--output goes with --to: --share names its own file")
+        check_together(self)
 
 
 @dataclass(frozen=True, kw_only=True)

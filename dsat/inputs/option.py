@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsat.errors import UserInputError
 from dsat.inputs import switches
 from dsat.inputs.document import LARGEST_INTEGER
 
 _MEMORY_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MEMORY_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_LEAST_MEMORY = 2**20
 _TIME_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _AMOUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _LARGEST_AMOUNT = 1e18
@@ -70,6 +72,8 @@ class Option:
         metavar: the placeholder of a value in `--help`; by default the kind's.
         choices: all values that are allowed, if they are few.
         many: takes one value or more.
+        goes_with: flag of the option without which it says nothing.
+        excludes: flags of options that say nothing beside it.
         any_command: `dsat tune` and `dsat run` have it too, besides the searches' own names.
         group: its heading in `--help`.
         shell_only: it is an option of the command line only, not of the Python API.
@@ -83,6 +87,8 @@ class Option:
     metavar: str | None = None
     choices: tuple[Any, ...] | None = None
     many: bool = False
+    goes_with: str = ""
+    excludes: tuple[str, ...] = ()
     any_command: bool = False
     group: Group = Group.RUNNING
     shell_only: bool = False
@@ -109,7 +115,14 @@ class Option:
 
     def collect(self, values: Sequence[Any]) -> Any:
         """Return the setting's value, made of values that `kind` has read one by one."""
-        return dict(values) if self.kind in (ARG_MAPPING, SWITCH) else tuple(dict.fromkeys(values))
+        if self.kind is ARG_MAPPING:
+            return dict(values)
+        if self.kind is not SWITCH:
+            return tuple(dict.fromkeys(values))
+        found: dict[str, tuple[Any, ...]] = {}
+        for name, listed in values:
+            found[name] = tuple(dict.fromkeys((*found.get(name, ()), *listed)))
+        return found
 
     def from_python(self, value: Any) -> Any:
         """Return the setting's value for a keyword argument: text, or a value.
@@ -171,6 +184,18 @@ def options_of(settings: Any) -> Iterator[Option]:
             yield dataclasses.replace(field.metadata["option"], name=field.name)
 
 
+def check_together(settings: Any) -> None:
+    """Raise UserInputError for an option that says nothing beside the others."""
+    options = options_of(settings)
+    given = {o.flags[-1]: o for o in options if getattr(settings, o.name) != o.initial}
+    for flag, own in given.items():
+        if own.goes_with and own.goes_with not in given:
+            raise UserInputError(f"goes with {own.goes_with}", where=flag)
+        for other in own.excludes:
+            if other in given:
+                raise UserInputError(f"excludes {other}: leave one of them out", where=flag)
+
+
 # -- kinds of values
 
 
@@ -181,6 +206,8 @@ def memory_size(value: str | int) -> int:
     size = float(match[1]) * unit if match and unit else 0.0
     if not 1 <= size <= LARGEST_INTEGER:
         raise ValueError(f"invalid memory size {value!r} (for example 24GiB)")
+    if size < _LEAST_MEMORY:
+        raise ValueError(f"{value!r} is {int(size)} bytes only (for example 24GiB)")
     return int(size)
 
 

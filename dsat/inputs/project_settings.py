@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import ModelSettings
 from dsat.inputs.option import AMOUNT, CARDS_OF_KIND, PATH, POSITIVE_NUMBER, option
 
@@ -42,6 +41,7 @@ class ProjectSettings(ModelSettings):
     )
     price: float | None = option(
         "--price",
+        goes_with="--tokens",
         kind=POSITIVE_NUMBER,
         metavar="X",
         help="price of a card for an hour: with --tokens, tells what the training costs",
@@ -63,8 +63,3 @@ class ProjectSettings(ModelSettings):
         "--page", kind=PATH, shell_only=True, metavar="FILE", help="write a page with plots, too"
     )
     json: bool = option("--json", shell_only=True, help="print the answer as JSON")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.price is not None and self.tokens is None:
-            raise UserInputError("goes with --tokens", where="--price")

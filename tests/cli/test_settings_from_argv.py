@@ -125,6 +125,20 @@ def test_help_tells_every_option_and_its_default(
     assert "%%" not in said
 
 
+def test_an_option_that_is_given_twice_has_all_its_values() -> None:
+    chosen = parse(
+        *"model --arg-mapping a=--x --arg-mapping b=--y -z 1 -z 2 --tune x --tune y z".split(),
+        *"--switch optim=a,b --switch optim=c --switch --n=1 --switch --fast -- train.py".split(),
+    )
+    assert chosen.arg_mappings == {"a": "--x", "b": "--y"}
+    assert (chosen.zero_stages, chosen.tune) == ((1, 2), ("x", "y", "z"))
+    assert chosen.listed_switches == {
+        "optim": ("a", "b", "c"),
+        "--n": ("1",),
+        "--fast": (False, True),
+    }
+
+
 # -- a command in place of an experiment configuration, and the commands of DeepSpeed's autotuner
 
 
@@ -171,6 +185,16 @@ def test_the_commands_of_deepspeeds_autotuner(name: str, words: str, command: st
         ("asha --min-micro-batch 4 --max-micro-batch 3 -- t.py", "--max-micro-batch 3 is less"),
         ("asha --train-batch-size 4 --max-train-batch-size 4 -- t.py", "exclude each other"),
         ("tune", "the following arguments are required: SCRIPT"),
+        ("estimate --seq-length 9 -- t.py", "--seq-length: goes with --hf-config"),
+        ("estimate --lora r=8 -- t.py", "--lora: goes with --hf-config"),
+        ("project --dtype fp16 -- t.py", "--dtype: goes with --hf-config"),
+        ("project --price 2 -- t.py", "--price: goes with --tokens"),
+        ("estimate --card H100 -- t.py", "--card: goes with --longest-sequence"),
+        ("estimate --fits 8x80GiB --slots 8 -- t.py", "--fits: excludes --slots"),
+        ("estimate --fits 80GiB --longest-sequence -- t.py", "--fits: excludes --longest"),
+        ("estimate --fits 8x80 -- t.py", "'80' is 80 bytes only"),
+        ("show --trials --trial x", "--trial: excludes --trials"),
+        ("export --share f --output o", "--output: goes with --to"),
     ],
 )
 def test_contradictions(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

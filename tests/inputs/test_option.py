@@ -24,12 +24,12 @@ OPTIONS = {own.name: own for own in options_of(Settings)}
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("1024", 1024),
+        ("1048576", 2**20),
         ("24GiB", 24 * 2**30),
         ("24 gib", 24 * 2**30),
         ("1.5MiB", 3 * 2**19),
         ("16GB", 16 * 10**9),
-        ("80KiB", 80 * 2**10),
+        ("2000KiB", 2000 * 2**10),
     ],
 )
 def test_memory_sizes(text: str, size: int) -> None:
@@ -44,13 +44,13 @@ def test_durations(text: str, seconds: float) -> None:
     assert duration_s(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "1PiBs", "nan"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "1PiBs", "nan", "80", 24, "1023KiB"])
 def test_no_memory_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="for example 24GiB"):
         memory_size(text)
 
 
-@pytest.mark.parametrize("size", [1, 1023, 2**10, 3 * 2**19, 24 * 2**30, 10**9, 2**41])
+@pytest.mark.parametrize("size", [2**20 + 1, 1025 * 2**10, 3 * 2**19, 24 * 2**30, 10**9, 2**41])
 def test_a_memory_size_reads_as_it_is_written(size: int) -> None:
     assert memory_size(write_memory_size(size)) == size
 
