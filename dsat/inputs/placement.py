@@ -6,6 +6,7 @@ The rules are those of deepspeed/launcher/runner.py (0.19.8, `parse_resource_fil
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -14,8 +15,10 @@ from pathlib import Path
 
 from dsat.errors import UserInputError
 
+_log = logging.getLogger(__name__)
 # Variables that choose devices, of NVIDIA's and AMD's.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_HOSTFILE = "/job/hostfile"  # that DeepSpeed takes by default
 _WHERE = "entrypoint"
 _COUNT = re.compile("[0-9]{1,5}")
 _EXCLUDE = ("--exclude", "-e")
@@ -69,7 +72,10 @@ def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
         core_list=cores(options.get("--bind_core_list", "")),
         passes_local_rank="--no_local_rank" not in options,
     )
-    hostfile = Path(options.get("--hostfile") or options.get("-H") or "")
+    named = options.get("--hostfile") or options.get("-H")
+    hostfile = Path(named or _HOSTFILE)
+    if named and not hostfile.is_file():
+        _log.warning("there is no hostfile %s: as with DeepSpeed, ranks run on this machine", named)
     hosts = read(hostfile)
     if len(hosts) > 1:
         return None, replace(
@@ -101,9 +107,10 @@ def read_torchrun_options(options: Mapping[str, str]) -> tuple[int | None, Launc
             where=_WHERE,
             hint="Give one number.",
         )
-    nodes, slots = int(least), count(options, *_PROCESSES)
-    words = any(options.get(name) for name in _PROCESSES) and slots is None  # auto, gpu, cpu
-    return slots and nodes * slots, Launch(nodes=nodes, takes_all=words)
+    processes = {name: value for name in _PROCESSES if (value := options.get(name))}
+    is_word = not all(map(_COUNT.fullmatch, processes.values()))  # auto, gpu, cpu
+    nodes, slots = int(least), None if is_word else count(processes, *_PROCESSES)
+    return slots and nodes * slots, Launch(nodes=nodes, takes_all=is_word)
 
 
 def exported(folder: Path) -> dict[str, str]:
@@ -239,9 +246,16 @@ def cores(given: str) -> tuple[int, ...]:
 
 
 def count(options: Mapping[str, str], *names: str) -> int | None:
-    """Return the first of these options that is a positive number; None if none is."""
-    given = [options[name] for name in names if _COUNT.fullmatch(options.get(name, ""))]
-    return next((int(number) for number in given if int(number) > 0), None)
+    """Return the first of these options that is a positive number; None if none is.
+
+    Raises:
+        UserInputError: one is no number.
+    """
+    given = [(name, options[name]) for name in names if name in options]
+    for name, text in given:
+        if not _COUNT.fullmatch(text.removeprefix("-")):
+            raise UserInputError(f"{name} {text}: expected a whole number", where=_WHERE)
+    return next((int(text) for _, text in given if int(text) > 0), None)
 
 
 def _positions(option: str, given: str) -> tuple[str, tuple[int, ...]]:

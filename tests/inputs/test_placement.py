@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dsat.errors import UserInputError
-from dsat.inputs import entrypoint
+from dsat.inputs import entrypoint, placement
 
 HOSTS = """
 # two nodes
@@ -57,6 +57,17 @@ def test_machines_and_devices(options: str, found: dict[str, tuple[int, ...]]) -
     assert hosts_of(options) == found
 
 
+def test_a_hostfile_that_is_named_and_missing_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "_HOSTFILE", "equal")
+    assert hosts_of("") == hosts_of("--hostfile equal")
+    monkeypatch.setattr(placement, "_HOSTFILE", "missing")
+    assert hosts_of("--num_gpus 1") == {} and not caplog.messages
+    hosts_of("-H missing")
+    assert ["there is no hostfile missing" in message for message in caplog.messages] == [True]
+
+
 def test_the_launcher_starts_ranks_on_all_of_them() -> None:
     words = ["deepspeed", "--hostfile", "equal", "--ssh_port", "2222", "train.py", "--x"]
     found = entrypoint.parse(words, Path.cwd())
@@ -73,6 +84,8 @@ def test_the_launcher_starts_ranks_on_all_of_them() -> None:
     [
         ("--hostfile hosts", "hosts gives 4 slots of a and 2 slots of c: .*--num_gpus"),
         ("--hostfile equal --num_nodes 3", "--num_nodes 3: equal has 2 machines for it"),
+        ("--num_gpus two", "--num_gpus two: expected a whole number"),
+        ("--hostfile equal --num_nodes 2.5", "--num_nodes 2.5: expected a whole number"),
         ("--hostfile equal --include d", "--include d: equal has no d"),
         ("--hostfile equal --include a:5@b:0", "--include a:5: equal gives no slot 5 of a"),
         ("--hostfile unsaid --exclude a:0@b:0", "--exclude a:0: unsaid gives no slot 0 of a"),
