@@ -74,7 +74,9 @@ def load(path: Path | None = None) -> PastRun:
     run = Run(read_events(journal))
     if run.plan is None:
         raise UserInputError("has not begun yet", where=str(folder))
-    return PastRun(folder, run, is_locked(folder), journal.stat().st_mtime)
+    goes_on = is_locked(folder)
+    run.paused = not goes_on  # also if it was killed
+    return PastRun(folder, run, goes_on, journal.stat().st_mtime)
 
 
 def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:

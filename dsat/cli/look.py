@@ -68,9 +68,12 @@ def _show(settings: ShowSettings) -> None:
 
 
 def _compare(settings: CompareSettings) -> None:
-    loaded = {str(path): past_runs.load(path) for path in settings.runs}
-    if len(loaded) < len(settings.runs):
-        raise UserInputError("is named twice", where=str(settings.runs[-1]))
+    loaded: dict[str, past_runs.PastRun] = {}
+    for path in settings.runs:
+        past = past_runs.load(path)
+        if any(past.folder.samefile(other.folder) for other in loaded.values()):
+            raise UserInputError("is named twice", where=str(path))
+        loaded[str(path)] = past
     views = {name: RunView.of(past.run) for name, past in loaded.items()}
     folders = {name: past.folder for name, past in loaded.items()}
     told = terminal.comparison_to_json(views, folders) if settings.json else None

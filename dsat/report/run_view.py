@@ -26,7 +26,7 @@ class TrialView:
     """A trial with its outcome.
 
     Attributes:
-        result: one line on how it ended, or `running`.
+        result: one line on how it ended, or `running`, or `interrupted` with the run.
         value: the objective's; None unless it was measured, and of the profile trial.
         used_bytes: peak of a slot, comparable with the prediction.
         settings: its own settings by dotted path, batch sizes included, without secrets.
@@ -47,10 +47,11 @@ class TrialView:
         """Return the view of one trial of a run; `is_best` spares the question to the run."""
         assert run.plan is not None
         outcome = run.outcomes.get(trial.id)
+        unfinished = "interrupted" if run.paused else "running"
         return cls(
             trial=trial,
             outcome=outcome,
-            result="running" if outcome is None else fmt.outcome(outcome, run.plan.metric),
+            result=fmt.outcome(outcome, run.plan.metric) if outcome is not None else unfinished,
             value=None if trial.kind is TrialKind.PROFILE else run.value(trial),
             used_bytes=None if outcome is None else run.used_bytes(outcome),
             settings=flat(values_without_secrets({**trial.overrides, **trial.script_args})),

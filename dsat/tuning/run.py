@@ -66,7 +66,7 @@ class Run:
         most_samples: the largest micro batch that there are data for, once that is known.
         stop_asked: somebody wants no further trials.
         stop_reason: None while the run goes on or after it was interrupted.
-        paused: it was interrupted by a person, and did not go on since.
+        paused: it was interrupted, and did not go on since.
         running_s: wall time between the first and the last event, pauses left out.
         ended_s: that time when a trial ended, by trial id.
     """

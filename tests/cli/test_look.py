@@ -57,6 +57,18 @@ def test_every_trial_has_a_line(run: Run, capsys: pytest.CaptureFixture[str]) ->
     assert [row["name"] for row in rows] == [trial.name for trial in run.trials.values()]
 
 
+def test_a_trial_of_a_killed_run_does_not_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("dsat_runs/model-2")
+    lines = (folder / "journal.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["event"] in ("start", "proposed")][:2]
+    (folder / "journal.jsonl").write_text("".join(kept))
+    lock = FolderLock(folder)
+    assert "running" in said(capsys, "show", "model-2", "--trials")
+    lock.close()
+    text = said(capsys, "show", "model-2", "--trials")
+    assert "interrupted" in text and "running" not in text
+
+
 def test_one_trial_is_told_in_full(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     best = run.best
     assert best is not None
@@ -105,7 +117,7 @@ def test_two_runs_side_by_side(run: Run, capsys: pytest.CaptureFixture[str]) -> 
         (("show", "model-9"), "model-9: is no run. `dsat runs` lists those that there are."),
         (("show", "--trial", "z9"), "--trial z9: is no trial of this run. `dsat show --trials`"),
         (("runs", "nowhere"), "nowhere: is not a folder"),
-        (("compare", "model-1", "model-1"), "model-1: is named twice"),
+        (("compare", "model-1", "dsat_runs/model-1"), "dsat_runs/model-1: is named twice"),
     ],
 )
 def test_mistakes(
