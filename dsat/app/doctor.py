@@ -9,10 +9,12 @@ import platform
 import re
 import runpy
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from dsat.app import packages
 from dsat.engines import places
@@ -24,7 +26,7 @@ OK, WARNING, FAILS = "ok", "warning", "fails"
 # Beside those that dsat itself requires.
 _FRAMEWORKS = ("transformers", "accelerate", "trl", "peft", "lightning", "determined")
 _SHARED, _SHARED_BYTES = "/dev/shm", 2**30  # noqa: S108  (Docker gives 64 MiB)
-_NVCC_LIMIT_S = 20.0
+_NVCC_LIMIT_S, _MASTER_LIMIT_S = 20.0, 3.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def _slots(machine: Machine) -> Finding:
 
 
 def _compiler() -> Finding:
-    compiler = os.environ.get("CXX") or "g++"
+    compiler, *_ = os.environ.get("CXX", "").split() or ["g++"]
     path = shutil.which(compiler)
     if path is None:
         return Finding(
@@ -189,7 +191,23 @@ def _shared_memory() -> Finding:
 def _place(cluster: str | None) -> Finding:
     place = places.detect(places.Environment(os.environ))
     here = "this machine" if place == "local" else f"--engine {place}"
-    return Finding("trials run on", here if cluster is None else f"the cluster at {cluster}")
+    if cluster is None:
+        return Finding("trials run on", here)
+    found = f"{here} for a command after --; the cluster at {cluster} for an experiment file"
+    try:
+        _connect(cluster)
+    except (OSError, ValueError) as error:  # ValueError: no address
+        problem = f"the cluster cannot be reached: {error}"
+        remedy = "correct DET_MASTER or `det user login`, or add --engine local"
+        return Finding("trials run on", found, WARNING, problem, remedy)
+    return Finding("trials run on", found)
+
+
+def _connect(master: str) -> None:
+    """Connect to a Determined master, with determined's default ports (common/api/_util.py)."""
+    parts = urlsplit(master if "://" in master else f"http://{master}")
+    port = parts.port or (443 if parts.scheme == "https" else 8080)
+    socket.create_connection((parts.hostname or master, port), _MASTER_LIMIT_S).close()
 
 
 def worst(findings: list[Finding]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from importlib.metadata import version
@@ -34,8 +35,8 @@ def told(**variables: str) -> tuple[int, str, dict[str, dict[str, str]]]:
     return done.returncode, answer["state"], {each["part"]: each for each in answer["findings"]}
 
 
-def found(part: str) -> Finding:
-    [finding] = [each for each in doctor.examine(None) if each.part == part]
+def found(part: str, cluster: str | None = None) -> Finding:
+    [finding] = [each for each in doctor.examine(cluster) if each.part == part]
     return finding
 
 
@@ -103,7 +104,18 @@ def test_small_shared_memory_is_dockers(monkeypatch: pytest.MonkeyPatch) -> None
     assert "--shm-size" in found("/dev/shm").remedy
 
 
-def test_a_configured_cluster_takes_the_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configured_cluster_takes_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
-    [place] = [each for each in doctor.examine("https://det:8080") if each.part == "trials run on"]
-    assert place.found == "the cluster at https://det:8080"
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+        place = found("trials run on", address)
+    assert place.state == OK and place.found.startswith("this machine for a command after --")
+    assert place.found.endswith(f"the cluster at {address} for an experiment file")
+    for nowhere in (address, f"https://{address}", "http://", "localhost:x"):
+        assert "cannot be reached" in found("trials run on", nowhere).problem
+
+
+def test_a_compiler_of_two_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
+    monkeypatch.setenv("CXX", f"{sys.executable} g++")
+    assert found("C++ compiler").found == sys.executable
