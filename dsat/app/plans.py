@@ -198,7 +198,8 @@ def _knobs_of(
                 raise UserInputError(
                     f"there is no knob {name!r}",
                     where=flag,
-                    hint=ds_config.did_you_mean(name, KNOB_NAMES) + "docs/settings.md lists them.",
+                    hint=ds_config.did_you_mean(name, KNOB_NAMES)
+                    + "`dsat model --help` lists them.",
                 )
     absent = sorted(missing & set(settings.tune))
     if absent and set(settings.tune) != set(KNOB_NAMES):

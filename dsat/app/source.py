@@ -278,6 +278,8 @@ def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
         problem, hint = "there is no such command", "Give it as you type it in a shell."
         if os.path.isfile(given):
             problem, hint = "is not executable", f"Run chmod +x {shlex.quote(given)}."
+        elif len(given.split()) > 1:
+            hint = "Leave out the quotes around the whole command."
         raise UserInputError(problem, where=given, hint=hint)
     if env:  # as a shell has them
         command = ["env", *(f"{name}={value}" for name, value in env.items()), *command]

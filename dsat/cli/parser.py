@@ -104,27 +104,34 @@ def build_parser() -> argparse.ArgumentParser:
     for name, search in SEARCHES.items():
         command = _command(commands, name, search.summary)
         _add_target(command, name)
-        _add_grouped(command, [*places.complete(options_of(Settings)), *search.options.values()])
+        _add_grouped(command, options_of_command(name))
     for name, what in ((TUNE, "tunes"), (RUN, "tunes, then trains with the best configuration")):
         description = (
             f"in place of `deepspeed --autotuning {name} SCRIPT ARGS`: {what}, as the autotuning "
             "section of the script's DeepSpeed configuration says"
         )
-        _add_native(_command(commands, name, description))
-    for name, description, settings in (
-        (ESTIMATE, _ESTIMATE, EstimateSettings),
-        (PROJECT, _PROJECT, ProjectSettings),
-    ):
+        _add_native(_command(commands, name, description), name)
+    for name, description in ((ESTIMATE, _ESTIMATE), (PROJECT, _PROJECT)):
         command = _command(commands, name, description)
         _add_target(command, name)
-        _add(command, options_of(settings))
+        _add(command, options_of_command(name))
     for name, description in _LOOKS.items():
         command = _command(commands, name, description)
         if name in _RUNS:
             argument, attributes = _RUNS[name]
             command.add_argument(argument, type=Path, **attributes)
-        _add(command, options_of(LOOK_SETTINGS[name]))
+        _add(command, options_of_command(name))
     return parser
+
+
+def options_of_command(name: str) -> list[Option]:
+    """Return the declared options of one of `METHODS`."""
+    if name in SEARCHES:
+        return [*places.complete(options_of(Settings)), *SEARCHES[name].options.values()]
+    if name in (TUNE, RUN):
+        return [own for own in options_of(Settings) if own.any_command]
+    kinds = {ESTIMATE: EstimateSettings, PROJECT: ProjectSettings, **LOOK_SETTINGS}
+    return list(options_of(kinds[name]))
 
 
 def _command(commands: Any, name: str, description: str) -> argparse.ArgumentParser:
@@ -137,7 +144,7 @@ def _command(commands: Any, name: str, description: str) -> argparse.ArgumentPar
 def _add_target(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the arguments of a command that takes an experiment, or a command after `--`."""
     parser.usage = (
-        f"dsat {name} [OPTIONS] CONFIG MODEL_DIR\n"
+        f"dsat {name} CONFIG MODEL_DIR [OPTIONS]\n"
         f"       dsat {name} [OPTIONS] [--ds-config FILE] -- COMMAND"
     )
     said = {"config": "experiment configuration", "model_dir": "folder with the training script"}
@@ -145,7 +152,7 @@ def _add_target(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument(dest, type=Path, nargs="?", metavar=dest.upper(), help=text)
 
 
-def _add_native(parser: argparse.ArgumentParser) -> None:
+def _add_native(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the arguments of `deepspeed --autotuning tune|run`."""
     for flag in LAUNCHER_SWITCHES:
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
@@ -155,7 +162,7 @@ def _add_native(parser: argparse.ArgumentParser) -> None:
             help_text = "slots of each trial (default: all of this machine)"
         short = [_LAUNCHER_SHORT[flag]] if flag in _LAUNCHER_SHORT else []
         parser.add_argument(*short, flag, metavar="N", help=help_text)
-    _add(parser, (own for own in options_of(Settings) if own.any_command))
+    _add(parser, options_of_command(name))
     parser.add_argument("script", metavar="SCRIPT", help="the training script")
     parser.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments"

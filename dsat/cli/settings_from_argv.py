@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dsat.app import keywords
-from dsat.cli.parser import LAUNCHER_OPTIONS, LAUNCHER_SWITCHES, METHODS, build_parser
+from dsat.cli.parser import (
+    LAUNCHER_OPTIONS,
+    LAUNCHER_SWITCHES,
+    METHODS,
+    build_parser,
+    options_of_command,
+)
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS, LookSettings
@@ -40,6 +46,8 @@ def parse(argv: Sequence[str]) -> AnySettings:
         argcomplete.autocomplete(parser)
     if own_argv and own_argv[0] not in METHODS and _is_program(own_argv[0]):
         parser.error(f"to tune a command, write it behind --: dsat model -- {own_argv[0]} ...")
+    if command and not own_argv:
+        parser.error(f"what to do with it is missing: dsat model -- {command[0]} ...")
     namespace, unknown = parser.parse_known_args(own_argv)
     values = vars(namespace)
     if unknown:  # the options of a command, perhaps
@@ -54,10 +62,16 @@ def parse(argv: Sequence[str]) -> AnySettings:
 
 
 def _with_joined_switches(words: Sequence[str]) -> list[str]:
-    """Join `--switch --flag=...` to one word: argparse would take the flag for an option."""
+    """Join `--switch --flag=...` to one word: argparse would take the flag for an option.
+
+    An option of the command itself stays one.
+    """
+    options = options_of_command(words[0]) if words and words[0] in METHODS else []
+    flags = {"-h", "--help"}.union(*(own.flags for own in options))
     found: list[str] = []
     for word in words:
-        if found and found[-1] == "--switch":
+        is_switch = word.startswith("-") and word.partition("=")[0] not in flags
+        if is_switch and "--switch" in flags and found and found[-1] == "--switch":
             found[-1] = f"--switch={word}"
         else:
             found.append(word)

@@ -41,6 +41,8 @@ def check(data: Any, at: str = "") -> None:
     """
     if isinstance(data, Mapping):
         for key, value in data.items():
+            if isinstance(key, (Mapping, list, tuple)):
+                raise ValueError(f"holds a key that is no single value at {at.lstrip('.')}: {key}")
             check(key, at)
             check(value, f"{at}.{key}")
     elif isinstance(data, (list, tuple)):

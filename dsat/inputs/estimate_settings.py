@@ -11,6 +11,7 @@ from dsat.inputs.option import (
     CARDS,
     LORA,
     MEMORY_SIZE,
+    NUMBER_OF_CARDS,
     SWITCH,
     WORD,
     at_least,
@@ -99,7 +100,7 @@ class EstimateSettings(ModelSettings):
     )
     slot_counts: tuple[int, ...] = option(
         "--slots",
-        kind=at_least(1),
+        kind=NUMBER_OF_CARDS,
         many=True,
         default=(1, 8, 64, 512),
         metavar="N",

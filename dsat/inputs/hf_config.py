@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def find(given: str) -> Path:
     Raises:
         UserInputError: there is none, or it is no configuration of a model.
     """
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))  # which leaves an unknown ~user as it is
     if path.is_dir():
         path = path / CONFIG_FILE
     if not path.is_file():

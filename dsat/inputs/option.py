@@ -222,7 +222,7 @@ def write_memory_size(size_bytes: int) -> str:
 def _cards(value: str) -> tuple[int, int]:
     """Return the number and the bytes of `8x80GiB`; of one card without a number."""
     number, times, size = _text(value).rpartition("x")
-    return at_least(1).read(number) if times else 1, memory_size(size)
+    return NUMBER_OF_CARDS.read(number) if times else 1, memory_size(size)
 
 
 def _cards_of_kind(value: str) -> tuple[int, str]:
@@ -230,7 +230,7 @@ def _cards_of_kind(value: str) -> tuple[int, str]:
     number, times, name = _text(value).partition("x")
     if not times or not name.strip():
         raise ValueError(f"invalid cards {value!r} (for example 64xH100)")
-    return at_least(1).read(number.strip()), name.strip()
+    return NUMBER_OF_CARDS.read(number.strip()), name.strip()
 
 
 def amount(value: str | float) -> float:
@@ -254,8 +254,8 @@ def duration_s(value: str | float) -> float:
     return duration
 
 
-def at_least(least: int) -> Kind:
-    """Return the kind of whole numbers from `least` on."""
+def at_least(least: int, most: int = LARGEST_INTEGER) -> Kind:
+    """Return the kind of whole numbers from `least` to `most`."""
 
     def read(value: str | int) -> int:
         try:
@@ -264,7 +264,7 @@ def at_least(least: int) -> Kind:
             raise ValueError(f"{value!r} is not a whole number") from None
         if number < least:
             raise ValueError(f"{number} is less than {least}")
-        if number > LARGEST_INTEGER:
+        if number > most:
             raise ValueError(f"{number} is too large")
         return number
 
@@ -345,6 +345,7 @@ CARDS_OF_KIND = Kind(_cards_of_kind, lambda found: f"{found[0]}x{found[1]}", "Nx
 AMOUNT = Kind(amount, lambda number: f"{number:.12g}", "N")
 DURATION = Kind(duration_s, lambda seconds: f"{seconds:.12g}s", "TIME")
 WHOLE_NUMBER = at_least(0)
+NUMBER_OF_CARDS = at_least(1, 2**20)
 GLOBAL_BATCH = Kind(_global_batch, metavar="N|own|any")
 POSITIVE_NUMBER = Kind(_positive_number, metavar="X")
 FRACTION = Kind(_fraction, metavar="PART")

@@ -89,6 +89,10 @@ BAD_FILES: dict[str, tuple[Change, list[str]]] = {
         with_text("deepspeed.yaml", "name: x\nentrypoint: [a\n"),
         ["deepspeed.yaml", "not valid YAML", "line 3"],
     ),
+    "a key that is a list": (
+        with_text("deepspeed.yaml", "? [a, b]\n: c\n"),
+        ["deepspeed.yaml", "a key that is no single value"],
+    ),
     "json is nested": (with_text("ds_config.json", '{"a":' * 20_000), ["nested too deeply"]),
     "the entrypoint chooses devices": (
         with_yaml(entrypoint="deepspeed --include localhost:999 train.py"),
@@ -190,6 +194,18 @@ BAD_COMMANDS: dict[str, tuple[list[str], list[str]]] = {
         ["no.json", "no such file"],
     ),
     "a script that is not there": (["asha", "--", "no.py"], ["no.py"]),
+    "a command in quotes": (
+        ["asha", "--", "deepspeed train.py --x"],
+        ["no such command", "Leave out the quotes"],
+    ),
+    "more slots than a number": (
+        ["tune", "--num_gpus", "two", *SCRIPT],
+        ["--num_gpus two", "whole number"],
+    ),
+    "the home of nobody": (
+        ["estimate", "--hf-config", "~nosuchuser/x"],
+        ["--hf-config ~nosuchuser/x", "no such file"],
+    ),
     "two configurations that disagree": (
         ["asha", "--ds-config", "other.json", "--", *SCRIPT],
         ["--ds-config other.json", "ds_config.json", "Make both the same"],
@@ -229,7 +245,7 @@ def test_a_folder_that_holds_a_run(folder: Folder, capsys: pytest.CaptureFixture
 
 
 BEFORE_THE_COMMAND: dict[str, list[str]] = {
-    "--tune overlap": ["--tune", "no knob 'overlap'"],
+    "--tune overlap": ["--tune", "no knob 'overlap'", "`dsat model --help` lists them"],
     "--tune packing": ["--metric", "tokens_per_second"],
     "--run-dir with_a_run": ["with_a_run", "already holds a run"],
     "--run-dir train.py/run": ["train.py", "is not a folder"],

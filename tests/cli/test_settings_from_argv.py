@@ -116,6 +116,7 @@ def test_help_tells_every_option_and_its_default(
         parse(method, "--help")
     assert stop.value.code == 0
     said = " ".join(capsys.readouterr().out.split())
+    assert f"dsat {method} CONFIG MODEL_DIR [OPTIONS]" in said  # -z would take them after it
     options = [*options_of(Settings), *SEARCHES[method].options.values()]
     for flag in [flag for own in options for flag in own.flags]:
         assert flag in said
@@ -155,6 +156,8 @@ def test_a_command_after_two_dashes() -> None:
         ("run", "--num_gpus 2 train.py -z 3", "deepspeed --num_gpus 2 train.py -z 3"),
         ("tune", "--num_gpus=2 train.py --x", "deepspeed --num_gpus 2 train.py --x"),
         ("tune", "--module a.b --json --cold", "deepspeed --module a.b --json --cold"),
+        ("tune", "train.py --switch foo", "deepspeed train.py --switch foo"),
+        ("tune", "train.py --switch --foo", "deepspeed train.py --switch --foo"),
         ("tune", "-i localhost:0 --json train.py", "deepspeed --include localhost:0 train.py"),
     ],
 )
@@ -185,6 +188,10 @@ def test_the_commands_of_deepspeeds_autotuner(name: str, words: str, command: st
         ("asha --min-micro-batch 4 --max-micro-batch 3 -- t.py", "--max-micro-batch 3 is less"),
         ("asha --train-batch-size 4 --max-train-batch-size 4 -- t.py", "exclude each other"),
         ("tune", "the following arguments are required: SCRIPT"),
+        ("model --switch --dry-run -- t.py", "--switch: expected at least one argument"),
+        ("-- t.py", "what to do with it is missing: dsat model -- t.py"),
+        ("project --to 9999999999xH100 -- t.py", "9999999999 is too large"),
+        ("estimate --slots 9999999999 -- t.py", "9999999999 is too large"),
         ("estimate --seq-length 9 -- t.py", "--seq-length: goes with --hf-config"),
         ("estimate --lora r=8 -- t.py", "--lora: goes with --hf-config"),
         ("project --dtype fp16 -- t.py", "--dtype: goes with --hf-config"),
