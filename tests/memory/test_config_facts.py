@@ -62,7 +62,7 @@ def test_a_model_of_the_hubs_cache_has_its_own_name(
 
 
 def test_adapters_are_all_that_is_trained() -> None:
-    facts = Formula(LLAMA, EstimateSettings(lora=LORA), "config.json").facts({})
+    facts = Formula(LLAMA, EstimateSettings(hf_config="x", lora=LORA), "config.json").facts({})
     of_a_layer = 16 * (1024 + 1024) + 16 * (1024 + 256)
     assert facts.trainable_params == 4 * of_a_layer
     assert facts.num_params == Decoder.of(LLAMA, "").params + 4 * of_a_layer
