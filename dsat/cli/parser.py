@@ -22,7 +22,7 @@ from dsat.inputs.look_settings import (
     SHOW,
     WATCH,
 )
-from dsat.inputs.option import Group, Option, options_of
+from dsat.inputs.option import SWITCH, Group, Option, options_of
 from dsat.inputs.project_settings import PROJECT, ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.search import SEARCHES
@@ -188,7 +188,7 @@ def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
             *own.flags,
             dest=dest,
             type=_argparse_type(own.kind.read),
-            nargs="+" if own.many else None,
+            nargs=None if not own.many else 1 if own.kind is SWITCH else "+",
             action="extend" if own.many else "store",
             choices=own.choices,
             default=None if own.many else own.default,

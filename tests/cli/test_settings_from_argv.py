@@ -138,6 +138,8 @@ def test_an_option_that_is_given_twice_has_all_its_values() -> None:
         "--n": ("1",),
         "--fast": (False, True),
     }
+    files = parse("model", "--switch", "optim=a", "exp.yaml", ".")
+    assert (files.listed_switches, files.config) == ({"optim": ("a",)}, Path("exp.yaml"))
 
 
 # -- a command in place of an experiment configuration, and the commands of DeepSpeed's autotuner
@@ -188,7 +190,7 @@ def test_the_commands_of_deepspeeds_autotuner(name: str, words: str, command: st
         ("asha --min-micro-batch 4 --max-micro-batch 3 -- t.py", "--max-micro-batch 3 is less"),
         ("asha --train-batch-size 4 --max-train-batch-size 4 -- t.py", "exclude each other"),
         ("tune", "the following arguments are required: SCRIPT"),
-        ("model --switch --dry-run -- t.py", "--switch: expected at least one argument"),
+        ("model --switch --dry-run -- t.py", "--switch: expected 1 argument"),
         ("-- t.py", "what to do with it is missing: dsat model -- t.py"),
         ("project --to 9999999999xH100 -- t.py", "9999999999 is too large"),
         ("estimate --slots 9999999999 -- t.py", "9999999999 is too large"),
