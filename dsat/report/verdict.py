@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsat.in_trial import batches
-from dsat.inputs import switches
+from dsat.report import advice, step_parts
 from dsat.report import format as fmt
-from dsat.report import step_parts
 from dsat.report.differences import TRAIN_BATCH, differences
 from dsat.report.longest_sequence import memory_warning
 from dsat.tuning.comparison import Gain
@@ -97,8 +96,9 @@ def verdict(run: Run) -> Verdict:
         " ".join(_confidence(run, best)),
         (
             *_batch_advice(run, best),
-            *learning_rate_advice(run),
-            *_script_advice(run, best),
+            *advice.of_learning_rate(run),
+            *advice.of_script(run, best),
+            *advice.of_saving(run, best),
             *step_parts.advice(run),
         ),
         (
@@ -147,25 +147,6 @@ def _finals_json(run: Run) -> dict[str, Any] | None:
         "noise": finals.comparison.noise,
         "gain_at_own_global_batch": None if same is None else asdict(same),
     }
-
-
-def _script_advice(run: Run, best: Trial) -> list[str]:
-    """Return how to set the switches of the script that the best needs."""
-    own, found = own_switches(run), {} if run.profile is None else run.profile.switches
-    in_arguments = any(switch.in_arguments for switch in found.values())
-    how = [
-        switches.instruction(
-            name, value, in_arguments=in_arguments and not switches.is_of_code(name, found)
-        )
-        for name, value in best.script_args.items()
-        if own.get(name) != value
-    ]
-    said = (
-        [f"Script: the best needs {'; '.join(how)}. The training command sets it."] if how else []
-    )
-    if (best.overrides.get("compile") or {}).get("deepcompile") is True:
-        said.append("Script: DeepCompile needs engine.compile() after deepspeed.initialize.")
-    return said
 
 
 def _without_best(run: Run) -> Verdict:
@@ -331,31 +312,6 @@ def _at_own_batch(run: Run, best: Trial) -> str:
     value = min(measured, key=run.plan.objective.loss)
     ratio = run.plan.objective.gain(value, own_value)
     return f"{measured[value].name} gains {ratio:.2f}x, unconfirmed"
-
-
-def learning_rate_advice(run: Run) -> list[str]:
-    """Advise on the learning rate if the best global batch size differs from the user's.
-
-    Square-root scaling for adaptive optimizers (Malladi et al., arXiv:2205.10287), linear scaling
-    for SGD (Goyal et al., arXiv:1706.02677).
-    """
-    assert run.plan is not None
-    if run.best is None:
-        return []
-    old, new = run.plan.own_batch.train_batch_size, run.best.batch.train_batch_size
-    if old == new:
-        return []
-    optimizer = run.plan.base_config.get("optimizer") or {}
-    ratio = new / old
-    root, linear = f"sqrt({new}/{old}) = {ratio**0.5:.3g}", f"{new}/{old} = {ratio:.3g}"
-    kind = str(optimizer.get("type", "")).lower()
-    if "sgd" in kind:
-        advice = linear
-    elif kind:
-        advice = root
-    else:
-        advice = f"{root} with an Adam-like optimizer, by {linear} with SGD"
-    return [f"Learning rate: multiply it by {advice}, because the global batch changes."]
 
 
 def _excluded(run: Run) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dsat.inputs.ds_config import AUTO
 from dsat.inputs.switches import is_switch
 from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple
@@ -12,6 +13,7 @@ from dsat.values.zero_strategy import NONE, NVME, Strategy, of_config
 
 GAS = "gradient_accumulation_steps"
 SEQUENTIAL = "stage3_allgather_sequential"
+GATHER = "stage3_gather_16bit_weights_on_model_save"
 # Settings of a proposal that are no keys of `zero_optimization`.
 TOP_LEVEL = ("zero_force_ds_cpu_optimizer", SEQUENCE_SIZE)
 # Sections beside `zero_optimization` that settings of a proposal lead into.
@@ -68,6 +70,8 @@ def strategy_settings(
     given = zero.get("offload_optimizer")
     if strategy.stage != 3 and isinstance(given, Mapping) and given.get("ratio", 1.0) != 1.0:
         settings["offload_optimizer.ratio"] = 1.0  # DeepSpeed asserts it
+    if strategy.stage == 3 != of_config(config).stage and zero.get(GATHER, AUTO) == AUTO:
+        settings[GATHER] = True  # read at saving alone, where a script expects whole weights
     if strategy.offload_optimizer != NONE and not config.get("optimizer"):
         # Without it DeepSpeed refuses to offload an optimizer that the script made.
         settings["zero_force_ds_cpu_optimizer"] = False

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from dsat.in_trial.batches import OF_ITS_OWN, UNCOUNTED, UNSEEN
+from dsat.report import advice
 from dsat.report.longest_sequence import memory_warning
 from dsat.report.run_view import RunView, best_config
-from dsat.report.verdict import gain, learning_rate_advice, say_gain, verdict
+from dsat.report.verdict import gain, say_gain, verdict
 from dsat.tuning.comparison import Gain
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
@@ -119,22 +120,31 @@ def test_nothing_ran() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "advice"),
+    ("optimizer", "factor"),
     [
         ({"type": "AdamW"}, "multiply it by sqrt(32/8) = 2, because"),
         ({"type": "SGD"}, "multiply it by 32/8 = 4, because"),
         (None, "sqrt(32/8) = 2 with an Adam-like optimizer, by 32/8 = 4 with SGD, because"),
     ],
 )
-def test_learning_rate_advice(optimizer: dict[str, str] | None, advice: str) -> None:
+def test_learning_rate_advice(optimizer: dict[str, str] | None, factor: str) -> None:
     base = {"optimizer": optimizer} if optimizer else {}
-    said = learning_rate_advice(run_of((1, 16, ran(150)), base=base))
+    said = advice.of_learning_rate(run_of((1, 16, ran(150)), base=base))
     assert len(said) == 1
-    assert advice in said[0]
+    assert factor in said[0]
 
 
 def test_no_learning_rate_advice_for_the_same_batch() -> None:
-    assert learning_rate_advice(run_of((1, 4, ran(150)))) == []
+    assert advice.of_learning_rate(run_of((1, 4, ran(150)))) == []
+
+
+@pytest.mark.parametrize(("own", "best", "is_said"), [(0, 3, True), (3, 3, False), (0, 2, False)])
+def test_a_script_that_first_trains_in_stage_3_must_save_otherwise(
+    own: int, best: int, is_said: bool
+) -> None:
+    base = {"zero_optimization": {"stage": own}}
+    said = verdict(run_of((best, 4, ran(150)), baseline=ran(100), base=base)).advice
+    assert any(line.startswith("Saving: in stage 3 state_dict()") for line in said) is is_said
 
 
 # -- after finals

@@ -8,7 +8,7 @@ import pytest
 from dsat.inputs import ds_config
 from dsat.space.batch_rule import BatchRule
 from dsat.space.knobs import KNOBS, PARALLELISM, SECTIONS, Situation, defaults
-from dsat.space.overrides import overrides_for, script_args_for, strategy_settings
+from dsat.space.overrides import GATHER, overrides_for, script_args_for, strategy_settings
 from dsat.space.space import Freedom, Space
 from dsat.values.outcome import ScriptSwitch
 from dsat.values.parallelism import SEQUENCE_SIZE, TENSOR_SIZE, Parallelism
@@ -104,8 +104,8 @@ FETCHING = {
         (1, 2, {*OF_SEVERAL, "allgather_bucket_size"}),
         (2, 1, ALWAYS),
         (2, 2, {*OF_SEVERAL, "allgather_bucket_size"}),
-        (3, 1, {*ALWAYS, "sub_group_size"}),
-        (3, 8, {*OF_SEVERAL, *FETCHING, "sub_group_size"}),
+        (3, 1, {*ALWAYS, "sub_group_size", GATHER}),
+        (3, 8, {*OF_SEVERAL, *FETCHING, "sub_group_size", GATHER}),
     ],
 )
 def test_knobs_of_a_stage(stage: int, slots: int, knobs: set[str]) -> None:
@@ -457,7 +457,16 @@ def test_bounds_and_lists_of_micro_batches(bounds: dict[str, Any], expected: lis
                 "offload_optimizer.nvme_path": "/nvme",
                 "offload_param.device": "nvme",
                 "offload_param.nvme_path": "/nvme",
+                GATHER: True,
             },
+        ),
+        ({"stage": 2, GATHER: "auto"}, Strategy(3), {GATHER: True}),
+        ({"stage": 2, GATHER: False}, Strategy(3), {}),
+        ({"stage": 3}, Strategy(3), {}),
+        (
+            {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            Strategy(3),
+            {"offload_optimizer.device": "none"},
         ),
         ({"offload_optimizer": {"device": "cpu"}}, Strategy(2, CPU), {}),
         (

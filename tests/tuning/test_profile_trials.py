@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dsat.report.verdict import verdict
+from dsat.space.overrides import GATHER
 from dsat.space.plan import Plan
 from dsat.tuning.run import HOPELESS_AFTER
 from dsat.values.outcome import Outcome
@@ -70,7 +71,8 @@ def test_a_model_that_does_not_fit_climbs_the_ladder() -> None:
     assert [trial.batch.micro_batch for trial in [*profiles, last]] == [1, 1, 1, 4]
     buckets = {"reduce_bucket_size": 10**6}
     offload = {"offload_optimizer": {"device": "cpu"}}
-    assert last.overrides["zero_optimization"] == {"stage": 3, **offload, **buckets}
+    zero = {"stage": 3, GATHER: True, **offload, **buckets}
+    assert last.overrides["zero_optimization"] == zero
     tuner.record(last.id, profiled(weightless(15)))
     drive(tuner, World(), slots=2)
     kinds = [trial.kind for trial in tuner.run.trials.values()]
