@@ -211,9 +211,14 @@ def trains(arguments: Mapping[str, Any], passed: Passed) -> bool:
     """
     if _names_what_to_train(arguments):
         return True
+    return "optimizer" in passed.content and not accelerate_makes_engines()
+
+
+def accelerate_makes_engines() -> bool:
+    """Return whether the script uses accelerate with DeepSpeed, as the Trainer does."""
     state: Any = sys.modules.get("accelerate.state")
     shared = {} if state is None else state.AcceleratorState._shared_state
-    return "optimizer" in passed.content and not shared.get("deepspeed_plugins")
+    return bool(shared.get("deepspeed_plugins"))
 
 
 def _names_what_to_train(arguments: Mapping[str, Any]) -> bool:

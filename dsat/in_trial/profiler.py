@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from dsat.in_trial import config_injection
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values import host_memory
 from dsat.values.outcome import ModelProfile, ScriptSwitch
@@ -90,6 +91,7 @@ class ModelProfiler:
             device_name=_device_name(accelerator),
             parallelism=self._parallelism,
             attention_heads=attention_heads(self._engine.module),
+            host_optimizer=_has_host_optimizer(getattr(self._engine, "basic_optimizer", None)),
         )
 
     def _whole_size(self, parameter: Any) -> int:
@@ -138,6 +140,18 @@ def attention_heads(module: Any) -> int | None:
         config = config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     return heads if isinstance(heads, int) else None
+
+
+def _has_host_optimizer(optimizer: Any) -> bool:
+    """Tell whether accelerate has an equivalent of an optimizer for the host.
+
+    `map_pytorch_optim_to_deepspeed` (accelerate 1.15) replaces all others by Adam.
+    """
+    import torch
+
+    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+    has_one = type(optimizer) in kinds or type(optimizer).__name__.startswith("DeepSpeedCPU")
+    return has_one and config_injection.accelerate_makes_engines()
 
 
 def _host_memory(accelerator: Any) -> int:

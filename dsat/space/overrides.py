@@ -13,9 +13,10 @@ from dsat.values.zero_strategy import NONE, NVME, Strategy, of_config
 
 GAS = "gradient_accumulation_steps"
 SEQUENTIAL = "stage3_allgather_sequential"
+FORCE = "zero_force_ds_cpu_optimizer"
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 # Settings of a proposal that are no keys of `zero_optimization`.
-TOP_LEVEL = ("zero_force_ds_cpu_optimizer", SEQUENCE_SIZE)
+TOP_LEVEL = (FORCE, SEQUENCE_SIZE)
 # Sections beside `zero_optimization` that settings of a proposal lead into.
 TOP_SECTIONS = ("activation_checkpointing", "bf16", "compile", "tensor_parallel")
 
@@ -49,11 +50,21 @@ def script_args_for(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def strategy_settings(
-    strategy: Strategy, config: Mapping[str, Any], nvme_path: str | None = None
+    strategy: Strategy,
+    config: Mapping[str, Any],
+    nvme_path: str | None = None,
+    *,
+    host_optimizer: bool = False,
 ) -> dict[str, Any]:
     """Return the flat settings that turn the user's configuration into one of a strategy.
 
     Offloading that the user configured is switched off where a stage has none.
+
+    Args:
+        strategy: of the trial.
+        config: the user's own.
+        nvme_path: where offloading to NVMe may write.
+        host_optimizer: see `ModelProfile`.
     """
     zero = config.get("zero_optimization") or {}
     own = of_config(config, 3)
@@ -72,7 +83,7 @@ def strategy_settings(
         settings["offload_optimizer.ratio"] = 1.0  # DeepSpeed asserts it
     if strategy.stage == 3 != of_config(config).stage and zero.get(GATHER, AUTO) == AUTO:
         settings[GATHER] = True  # read at saving alone, where a script expects whole weights
-    if strategy.offload_optimizer != NONE and not config.get("optimizer"):
-        # Without it DeepSpeed refuses to offload an optimizer that the script made.
-        settings["zero_force_ds_cpu_optimizer"] = False
+    is_scripts_own = not (host_optimizer or config.get("optimizer"))
+    if strategy.offload_optimizer != NONE and is_scripts_own and FORCE not in config:
+        settings[FORCE] = False  # without it DeepSpeed refuses an optimizer that the script made
     return settings

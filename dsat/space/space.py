@@ -150,6 +150,7 @@ class Space:
         heads: of the model's attention; 0 if they are not known.
         roomy_bucket: elements that a bucket may have without crowding a slot; the first settings
             of a branch have no larger one, whatever DeepSpeed's default.
+        host_optimizer: see `ModelProfile`.
     """
 
     strategies: Sequence[Strategy]
@@ -163,6 +164,7 @@ class Space:
     heads: int = 0
     roomy_bucket: int | None = None
     found_switches: Mapping[str, ScriptSwitch] = field(default_factory=dict)
+    host_optimizer: bool = False
 
     @functools.cached_property
     def levers(self) -> dict[str, tuple[Any, ...]]:
@@ -256,7 +258,10 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
     for switch, own in freedom.switches.items():
         if _is_free(switch, freedom) and switch not in space.levers:
             knobs.append((switch, (own, not own)))
-    return Branch(strategy, strategy_settings(strategy, config, freedom.nvme_path), tuple(knobs))
+    base = strategy_settings(
+        strategy, config, freedom.nvme_path, host_optimizer=space.host_optimizer
+    )
+    return Branch(strategy, base, tuple(knobs))
 
 
 def _is_lever(name: str, values: Sequence[Any], freedom: Freedom) -> bool:

@@ -173,6 +173,8 @@ class ModelProfile(Recorded):
         switches: of the script, by name.
         parallelism: with which it was measured.
         attention_heads: None if the model's configuration does not say.
+        host_optimizer: accelerate, which makes the engine, puts DeepSpeed's own equivalent in the
+            place of the script's optimizer where that is offloaded.
     """
 
     num_params: int
@@ -189,6 +191,7 @@ class ModelProfile(Recorded):
     largest_activation_bytes_per_sample: int = 0
     parallelism: Parallelism = DATA_ONLY
     attention_heads: int | None = None
+    host_optimizer: bool = False
 
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +170,21 @@ class TestCounts:
         plain = profile_of(Perceptron(), inputs_need_grad=True).activation_bytes_per_sample
         kept = profile_of(Perceptron(False), inputs_need_grad=True).activation_bytes_per_sample
         assert kept <= plain - 4 * HIDDEN
+
+    @pytest.mark.parametrize(
+        ("optimizer", "accelerated", "has_one"),
+        [("AdamW", True, True), ("SGD", True, False), ("AdamW", False, False)],
+    )
+    def test_only_accelerate_replaces_an_offloaded_optimizer_and_rightly_not_each(
+        self, optimizer: str, accelerated: bool, has_one: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plugins = {"deepspeed_plugins": {"default": "a plugin"}} if accelerated else {}
+        state = SimpleNamespace(AcceleratorState=SimpleNamespace(_shared_state=plugins))
+        monkeypatch.setitem(sys.modules, "accelerate.state", state)
+        model = Perceptron()
+        own = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
+        monkeypatch.setattr(RealEngine, "basic_optimizer", own, raising=False)
+        assert profile_of(model).host_optimizer is has_one
 
     def test_parameters(self) -> None:
         profile = profile_of(Perceptron())

@@ -10,8 +10,10 @@ import pytest
 
 from dsat.report.verdict import verdict
 from dsat.space.overrides import GATHER
+from dsat.space.overrides import FORCE, GATHER, overrides_for
 from dsat.space.plan import Plan
 from dsat.tuning.run import HOPELESS_AFTER
+from dsat.tuning.strategies import make_space
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, TrialKind
 from testing.helpers import (
@@ -110,6 +112,22 @@ def test_a_scripts_own_optimizer_may_be_offloaded() -> None:
     (trial,) = tuner.next_trials(2)
     assert trial.overrides["zero_force_ds_cpu_optimizer"] is False
     assert trial.overrides["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("own", "replaced", "expected"),
+    [({}, False, False), ({}, True, None), ({FORCE: True}, False, None)],
+)
+def test_accelerate_and_the_user_decide_on_an_offloaded_optimizer(
+    own: dict[str, bool], replaced: bool, expected: bool | None
+) -> None:
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    base = {"zero_optimization": {"stage": 2, **offload}, **own}
+    plan = plan_of(base_config=base, zero_stages=(1, 2))
+    space = make_space(plan, replace(weightless(15), host_optimizer=replaced))
+    for branch in space.branches:
+        settings = branch.settings(0)
+        assert overrides_for(settings, space.batch(4, settings)).get(FORCE) is expected
 
 
 def test_switches_of_the_script_are_part_of_a_trial() -> None:

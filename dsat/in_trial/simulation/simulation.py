@@ -257,6 +257,8 @@ class Simulation(_FakeDevice):
             **copy.deepcopy(dict(candidate.config)),
             **batch.config(),
             "steps_per_print": 10**9,
+            # The optimizer is still the script's own; accelerate may replace it in a trial.
+            "zero_force_ds_cpu_optimizer": False,
         }
 
     def become(self, engine: Any) -> None:
