@@ -23,6 +23,10 @@ from dsat.inputs import ds_config
 
 _BY_ARGUMENT = ("config", "config_params")
 _BY_ATTRIBUTE = ("deepscale_config", "deepspeed_config")
+ZERO_INIT = (
+    "the script opens deepspeed.zero.Init in every stage, and trials below stage 3 switch it off: "
+    "training fails there unless the script passes enabled=(stage == 3) to it"
+)
 _Handlers = list[tuple[Callable[[dict[str, Any]], None], Callable[[Any], None]]]
 
 
@@ -105,11 +109,16 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
     on_initialize(inject)
 
 
-def keep_models_whole(config: Mapping[str, Any]) -> None:
+def keep_models_whole(config: Mapping[str, Any], warn: Callable[[str], None]) -> None:
     """Make `zero.Init` partition no model, if a trial's configuration has a lower stage than 3.
 
     Scripts make their model under it for their own stage 3. Lower stages cannot train such a model,
-    and an engine of stage 3 partitions a whole one itself.
+    and an engine of stage 3 partitions a whole one itself. Libraries open it by the stage of their
+    configuration (`from_pretrained`), so that they train as trials do.
+
+    Args:
+        config: of the trial.
+        warn: takes a message for the user if the script's own code opens it.
     """
     if (config.get("zero_optimization") or {}).get("stage", 0) >= 3:
         return
@@ -122,6 +131,9 @@ def keep_models_whole(config: Mapping[str, Any]) -> None:
     def init(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind_partial(*args, **kwargs)
         if bound.arguments.get("module") is None:
+            is_library = "site-packages" in sys._getframe(1).f_code.co_filename
+            if bound.arguments.get("enabled", True) and not is_library:
+                warn(ZERO_INIT)
             bound.arguments["enabled"] = False
         original(*bound.args, **bound.kwargs)
 

@@ -73,7 +73,7 @@ def prepare(
         config = json.loads(path.read_text())
         config_injection.install(config, spec.trial["overrides"], path)
         if spec.simulation_socket is None:  # one script is simulated in all stages
-            config_injection.keep_models_whole(config)
+            config_injection.keep_models_whole(config, warn)
     on_cpu = not spec.task["devices"]
     compiling = spec.trial["overrides"].get("compile") or {}
     switches = ScriptSwitches(

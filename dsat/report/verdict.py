@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsat.in_trial import batches
+from dsat.in_trial.config_injection import ZERO_INIT
 from dsat.report import advice, step_parts
 from dsat.report import format as fmt
 from dsat.report.differences import TRAIN_BATCH, differences
@@ -106,6 +107,7 @@ def verdict(run: Run) -> Verdict:
             *_excluded(run),
             *_of_noise(run),
             *_of_samples(run, outcome),
+            *([f"{ZERO_INIT}."] if ZERO_INIT in outcome.warnings else []),
             *memory_warning(run),
         ),
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dsat.in_trial.batches import OF_ITS_OWN, UNCOUNTED, UNSEEN
+from dsat.in_trial.config_injection import ZERO_INIT
 from dsat.report import advice
 from dsat.report.longest_sequence import memory_warning
 from dsat.report.run_view import RunView, best_config
@@ -145,6 +146,12 @@ def test_a_script_that_first_trains_in_stage_3_must_save_otherwise(
     base = {"zero_optimization": {"stage": own}}
     said = verdict(run_of((best, 4, ran(150)), baseline=ran(100), base=base)).advice
     assert any(line.startswith("Saving: in stage 3 state_dict()") for line in said) is is_said
+
+
+def test_what_a_script_must_change_for_its_best_is_warned_of() -> None:
+    partitioned = replace(ran(150), warnings=(ZERO_INIT,))
+    assert verdict(run_of((2, 4, partitioned), baseline=ran(100))).warnings == (f"{ZERO_INIT}.",)
+    assert verdict(run_of((3, 4, ran(150)), (2, 4, partitioned), baseline=ran(9))).warnings == ()
 
 
 # -- after finals
