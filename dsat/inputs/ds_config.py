@@ -30,13 +30,13 @@ AUTO = "auto"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a DeepSpeed configuration from a file of any name.
+    """Read a DeepSpeed configuration from a file of any name, `in_current_terms`.
 
     Raises:
         UserInputError: it cannot be read, does not parse (with the line), or holds something else.
     """
     try:
-        return parse(document.read_text(path))
+        return in_current_terms(parse(document.read_text(path)))
     except ValueError as error:
         raise UserInputError(str(error), where=str(path)) from None
 
@@ -82,6 +82,38 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = ", ".join(key for key, count in counts.items() if count > 1)
         raise ValueError(f"gives a key more than once, which DeepSpeed refuses: {twice}")
     return found
+
+
+# By other names of settings of `zero_optimization`, deprecated ones too, what DeepSpeed reads them
+# as (runtime/zero/config.py, 0.19.8). It refuses both side by side.
+_SHORT_NAMES = """
+    allgather_sequential gather_16bit_weights_on_model_save max_live_parameters max_reuse_distance
+    model_persistence_threshold module_granularity_threshold param_persistence_threshold
+    prefetch_bucket_size use_all_reduce_for_fetch_params
+""".split()
+_CURRENT_NAMES = {
+    **{name: f"stage3_{name}" for name in _SHORT_NAMES},
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+}
+
+
+def in_current_terms(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with one name for each setting of ZeRO, and no deprecated one."""
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, Mapping):
+        return dict(config)
+    found = {}
+    for key, value in zero.items():
+        name = _CURRENT_NAMES.get(key, key)
+        if name in zero:  # also an other name beside it, which DeepSpeed refuses
+            found[key] = value
+        elif not key.startswith("cpu_offload"):
+            found[name] = value
+        elif value:
+            found[name] = {"device": "cpu"}
+    return {**config, "zero_optimization": found}
 
 
 # Sections that dsat reads.
@@ -156,14 +188,6 @@ def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
         else:
             found[above + key] = value
     return found
-
-
-def same_setting(one: str, other: str) -> bool:
-    """Compare two keys of `zero_optimization`.
-
-    Some are known with and without `stage3_` (the aliases of DeepSpeedZeroConfig).
-    """
-    return one.removeprefix("stage3_") == other.removeprefix("stage3_")
 
 
 def at(config: Mapping[str, Any], path: str) -> Any:

@@ -149,12 +149,14 @@ def of_command(
     Raises:
         UserInputError: the configuration cannot be read or contradicts itself.
     """
-    path, content = (config, ds_config.read(config)) if isinstance(config, Path) else (None, config)
-    where = config_name if path is None else str(path)
+    if isinstance(config, Path):
+        path, where, content = config, str(config), ds_config.read(config)
+    else:
+        path, where, content = folder, config_name, ds_config.in_current_terms(config)
     ds, listed = value_lists.split(content, where=where)
     ds_config.check_sections(ds, where=where)
     return Experiment(
-        path=path or folder,
+        path=path,
         name=name,
         config={"name": name, "entrypoint": list(command)},
         model_dir=folder,
@@ -246,7 +248,13 @@ def _hyperparameters(data: Mapping[str, Any], where: str) -> dict[str, Any]:
             hint=f"Add it with the path of your DeepSpeed configuration: {CONFIG_KEY}: "
             "ds_config.json",
         )
-    return {str(key): _constant(value, f"{where}.{key}") for key, value in hparams.items()}
+    found = {str(key): _constant(value, f"{where}.{key}") for key, value in hparams.items()}
+    inline = {key: found.get(key) for key in (CONFIG_KEY, OVERWRITE_KEY)}
+    return found | {
+        key: ds_config.in_current_terms(value)
+        for key, value in inline.items()
+        if isinstance(value, Mapping)
+    }
 
 
 def _constant(value: Any, where: str) -> Any:

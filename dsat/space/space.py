@@ -326,10 +326,7 @@ def _is_searched(knob: Knob, situation: Situation, freedom: Freedom) -> bool:
 def _is_free(key: str, freedom: Freedom) -> bool:
     if key in freedom.choices or key in freedom.tune:
         return True
-    section = key.partition(".")[0]
-    return not any(
-        ds_config.same_setting(fixed, name) for fixed in freedom.fixed for name in (key, section)
-    )
+    return not {key, key.partition(".")[0]} & set(freedom.fixed)
 
 
 def _makes_cpu_adam(config: Mapping[str, Any]) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dsat.inputs import ds_config
 from dsat.inputs.switches import SWITCHES
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
@@ -164,7 +163,7 @@ def _may_use(plan: Plan, strategy: Strategy) -> bool:
             continue
         if wanted == NVME and plan.nvme_path is None:
             return False
-        if any(ds_config.same_setting(section, key) for key in plan.fixed):
+        if section in plan.fixed:
             return False
         if not plan.offload_helps and not _asked_for(plan, section):
             return False

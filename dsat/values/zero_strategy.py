@@ -59,21 +59,18 @@ def plain(*stages: int) -> tuple[Strategy, ...]:
 def of_config(config: Mapping[str, Any], stage: int | None = None) -> Strategy:
     """The strategy of a DeepSpeed configuration, or what it becomes in another stage.
 
-    Offloading that a stage does not have is left out. The deprecated `cpu_offload` and
-    `cpu_offload_param` count too (deepspeed/runtime/zero/config.py, 0.19.8).
+    Offloading that a stage does not have is left out.
     """
     zero = config.get("zero_optimization") or {}
     if stage is None:
         stage = int(zero.get("stage", 0))
     return Strategy(
         stage,
-        _device(zero, "offload_optimizer", "cpu_offload") if stage >= 1 else NONE,
-        _device(zero, "offload_param", "cpu_offload_param") if stage == 3 else NONE,
+        _device(zero, "offload_optimizer") if stage >= 1 else NONE,
+        _device(zero, "offload_param") if stage == 3 else NONE,
     )
 
 
-def _device(zero: Mapping[str, Any], section: str, deprecated: str) -> str:
+def _device(zero: Mapping[str, Any], section: str) -> str:
     given = zero.get(section)
-    if isinstance(given, Mapping):
-        return str(given.get("device") or NONE)
-    return CPU if zero.get(deprecated) is True else NONE
+    return str(given.get("device") or NONE) if isinstance(given, Mapping) else NONE

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from dsat.inputs.ds_config import (
     BATCH_KEYS,
     fingerprint,
     for_use,
+    in_current_terms,
     merge,
     parse,
+    read,
     resolve_batch,
 )
 from dsat.values.parallelism import DATA_ONLY, Parallelism
@@ -50,6 +53,47 @@ def test_a_configuration_is_read_as_deepspeed_reads_it(text: str) -> None:
             parse(text)
     else:
         assert parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "current"),
+    [
+        ({"cpu_offload": True}, {"offload_optimizer": {"device": "cpu"}}),
+        ({"cpu_offload": False, "cpu_offload_param": True}, {"offload_param": {"device": "cpu"}}),
+        ({"prefetch_bucket_size": 7}, {"stage3_prefetch_bucket_size": 7}),
+        (
+            {"stage3_gather_fp16_weights_on_model_save": True, "sub_group_size": 5},
+            {"stage3_gather_16bit_weights_on_model_save": True, "sub_group_size": 5},
+        ),
+    ],
+)
+def test_other_names_become_those_that_a_search_sets(
+    own: dict[str, Any], current: dict[str, Any], tmp_path: Path
+) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, **own}}))
+    found = read(path)["zero_optimization"]
+    assert found == {"stage": 3, **current}
+    one, other = DeepSpeedZeroConfig(**found), DeepSpeedZeroConfig(stage=3, **own)
+    for name in DeepSpeedZeroConfig.model_fields.keys() - own.keys():
+        assert getattr(one, name) == getattr(other, name), name
+
+
+def test_every_other_name_is_known() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    aliases = {name: field.alias for name, field in fields.items() if field.alias}
+    assert in_current_terms({"zero_optimization": dict.fromkeys(aliases, 1)}) == {
+        "zero_optimization": dict.fromkeys(aliases.values(), 1)
+    }
+
+
+def test_two_names_of_a_setting_are_left_to_deepspeed_to_refuse() -> None:
+    both = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}
+    assert in_current_terms(both) == both
 
 
 def test_merge_lays_one_over_the_other() -> None:

@@ -95,6 +95,17 @@ def test_the_configuration_may_be_inline() -> None:
     assert user.ds_config_name == "exp.yaml: hyperparameters.deepspeed_config"
 
 
+def test_deprecated_settings_are_read_as_what_replaces_them() -> None:
+    """Wherever a configuration is: a search could set nothing beside a deprecated setting."""
+    deprecated = {**DS, "zero_optimization": {"stage": 2, "cpu_offload": True}}
+    current = {**DS, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    inline = {"deepspeed_config": deprecated, "overwrite_deepspeed_args": deprecated}
+    user = read(hyperparameters=inline)
+    assert user.ds_config == user.overrides == user.hparams["deepspeed_config"] == current
+    passed = experiment.of_command(["train.py"], "train", Path(), deprecated)
+    assert passed.ds_config == passed.hparams["deepspeed_config"] == current
+
+
 def test_the_experiment_may_be_json() -> None:
     Path("exp.json").write_text(json.dumps(DATA))
     user = experiment.read(Path("exp.json"), Path("model"))

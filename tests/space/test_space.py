@@ -400,11 +400,6 @@ def test_a_section_that_is_fixed_fixes_what_is_in_it() -> None:
     assert "offload_optimizer.ratio" in freed
 
 
-def test_an_alias_is_the_same_setting() -> None:
-    for key in ("max_live_parameters", "stage3_max_live_parameters"):
-        assert "stage3_max_live_parameters" not in _knobs(Strategy(3), fix=(key,))
-
-
 def test_gradient_accumulation_may_be_listed() -> None:
     space = Space(
         strategies=plain(0),

@@ -30,7 +30,6 @@ def offloading(slots: int = 1, zero: dict[str, Any] | None = None, **changes: An
         (None, Strategy(0), "z0"),
         ({"stage": 2}, Strategy(2), "z2"),
         ({"stage": 2, "offload_optimizer": ON_CPU}, Strategy(2, CPU), "z2_offload"),
-        ({"stage": 1, "cpu_offload": True}, Strategy(1, CPU), "z1_offload"),
         (
             {"stage": 3, "offload_optimizer": ON_CPU, "offload_param": ON_CPU},
             Strategy(3, CPU, CPU),

@@ -247,18 +247,13 @@ class Simulation(_FakeDevice):
 
     def _config(self) -> dict[str, Any]:
         candidate = self._candidate
-        batch = BatchTriple.on(
-            candidate.slots,
-            candidate.parallelism,
-            micro_batch=candidate.micro_batch,
-            gas=candidate.gas,
-        )
+        shared, micro_batch = candidate.parallelism, candidate.micro_batch
+        batch = BatchTriple.on(candidate.slots, shared, micro_batch=micro_batch, gas=candidate.gas)
         return {
             **copy.deepcopy(dict(candidate.config)),
             **batch.config(),
             "steps_per_print": 10**9,
-            # The optimizer is still the script's own; accelerate may replace it in a trial.
-            "zero_force_ds_cpu_optimizer": False,
+            "zero_force_ds_cpu_optimizer": False,  # accelerate has not yet replaced the script's
         }
 
     def become(self, engine: Any) -> None:
