@@ -245,8 +245,9 @@ KNOBS = (
         "offload_optimizer.ratio",
         (1.0, 0.75, 0.5),
         (3,),
-        "the rest of the optimizer's step is made on the accelerator",
+        "the rest of the optimizer's step is made on the accelerator, at the first learning rate",
         when=lambda s: s.steps_on_host,
+        **_ON_REQUEST,  # zero/stage3.py:317, 0.19.8: the scheduler does not know that optimizer
     ),
     Knob(
         "offload_param.pin_memory",

@@ -219,11 +219,15 @@ def test_gradients_are_copied_in_turn_only_to_a_host_and_by_several(stage: int, 
 def test_only_deepspeeds_own_adam_is_offloaded_in_part(
     optimizer: dict[str, Any] | None, found: bool
 ) -> None:
-    config = {} if optimizer is None else {"optimizer": optimizer}
-    knobs = _knobs(Strategy(3, CPU), config=config)
-    assert ("offload_optimizer.ratio" in knobs) is found
-    assert "offload_optimizer.ratio" not in _knobs(Strategy(2, CPU), config=config)
-    assert "offload_optimizer.ratio" not in _knobs(Strategy(3, NVME), config=config)
+    ratio = "offload_optimizer.ratio"
+    asked: dict[str, Any] = {
+        "config": {} if optimizer is None else {"optimizer": optimizer},
+        "tune": (ratio,),
+    }
+    assert (ratio in _knobs(Strategy(3, CPU), **asked)) is found
+    assert ratio not in _knobs(Strategy(2, CPU), **asked)
+    assert ratio not in _knobs(Strategy(3, NVME), **asked)
+    assert ratio not in _knobs(Strategy(3, CPU), config=asked["config"])
 
 
 def test_a_freed_setting_begins_with_the_users_own_value() -> None:
