@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsat.inputs import switches
+from dsat.inputs import ds_config, switches
 from dsat.space.overrides import GATHER
 from dsat.tuning.run import Run, own_switches
 from dsat.values.trial import Trial
@@ -31,7 +31,26 @@ def of_learning_rate(run: Run) -> list[str]:
         factor = root
     else:
         factor = f"{root} with an Adam-like optimizer, by {linear} with SGD"
-    return [f"Learning rate: multiply it by {factor}, because the global batch changes."]
+    said = f"Learning rate: multiply it by {factor}, because the global batch changes."
+    return [said, *_of_schedule(run, ratio)]
+
+
+def _of_schedule(run: Run, ratio: float) -> list[str]:
+    """Return lengths of the configuration's scheduler in steps for as many samples as before."""
+    assert run.plan is not None
+    parameters = ds_config.at(run.plan.base_config, "scheduler.params") or {}
+    lengths = {
+        key: value
+        for key, value in parameters.items()
+        if key.endswith(("_num_steps", "_step_size")) and type(value) is int and value > 0
+    }
+    if not lengths:
+        return []
+    scaled = [f"{key} {n} -> {max(1, round(n / ratio))}" for key, n in lengths.items()]
+    said = f"Schedule: for as many samples as before, set {', '.join(scaled)}."
+    if "total_num_steps" in lengths:  # HfTrainerDeepSpeedConfig.trainer_config_finalize
+        said += " A Trainer with a number of epochs refuses any other total_num_steps at its start."
+    return [said]
 
 
 def of_script(run: Run, best: Trial) -> list[str]:

@@ -135,6 +135,13 @@ def test_learning_rate_advice(optimizer: dict[str, str] | None, factor: str) -> 
     assert factor in said[0]
 
 
+def test_a_schedule_in_steps_is_scaled_with_the_batch() -> None:
+    lengths = {"warmup_num_steps": 1, "total_num_steps": 5001, "cycle_first_step_size": "auto"}
+    base = {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 4, **lengths}}}
+    _, said = advice.of_learning_rate(run_of((1, 16, ran(150)), base=base))
+    assert "set warmup_num_steps 1 -> 1, total_num_steps 5001 -> 1250. A Trainer" in said
+
+
 def test_no_learning_rate_advice_for_the_same_batch() -> None:
     assert advice.of_learning_rate(run_of((1, 4, ran(150)))) == []
 
