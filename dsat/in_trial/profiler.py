@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any
 from dsat.in_trial import config_injection
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values import host_memory
-from dsat.values.outcome import ModelProfile, ScriptSwitch
+from dsat.values.outcome import ModelProfile, OwnOptimizer, ScriptSwitch
 
 if TYPE_CHECKING:
     import torch
+
+
+# Optimizers that compute each element by itself: those that ZeRO knows (runtime/zero/utils.py,
+# 0.19.8; its own Muon keeps shapes), and others. Adafactor, LAMB or a script's own Muon do not.
+_BY_ELEMENT = """
+    ASGD Adadelta Adagrad Adam AdamW Adamax DeepSpeedCPUAdagrad DeepSpeedCPUAdam DeepSpeedCPULion
+    FusedAdam FusedLion Lion MuonWithAuxAdam NAdam RAdam RMSprop Rprop SGD ZenFlowCPUAdam
+""".split()
 
 
 class ModelProfiler:
@@ -91,7 +99,7 @@ class ModelProfiler:
             device_name=_device_name(accelerator),
             parallelism=self._parallelism,
             attention_heads=attention_heads(self._engine.module),
-            host_optimizer=_has_host_optimizer(getattr(self._engine, "basic_optimizer", None)),
+            optimizer=_own_optimizer(getattr(self._engine, "basic_optimizer", None)),
         )
 
     def _whole_size(self, parameter: Any) -> int:
@@ -142,16 +150,24 @@ def attention_heads(module: Any) -> int | None:
     return heads if isinstance(heads, int) else None
 
 
-def _has_host_optimizer(optimizer: Any) -> bool:
-    """Tell whether accelerate has an equivalent of an optimizer for the host.
+def _own_optimizer(optimizer: Any) -> OwnOptimizer:
+    """Describe an optimizer that DeepSpeed wraps.
 
-    `map_pytorch_optim_to_deepspeed` (accelerate 1.15) replaces all others by Adam.
+    For the host accelerate (1.15: `map_pytorch_optim_to_deepspeed`) has equivalents of a few, and
+    takes Adam for all others.
     """
     import torch
 
-    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-    has_one = type(optimizer) in kinds or type(optimizer).__name__.startswith("DeepSpeedCPU")
-    return has_one and config_injection.accelerate_makes_engines()
+    if optimizer is None:
+        return OwnOptimizer()
+    kind = type(optimizer).__name__
+    torchs = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+    has_equivalent = type(optimizer) in torchs or kind.startswith("DeepSpeedCPU")
+    return OwnOptimizer(
+        kind,
+        by_element=kind in _BY_ELEMENT,
+        moves_to_host=has_equivalent and config_injection.accelerate_makes_engines(),
+    )
 
 
 def _host_memory(accelerator: Any) -> int:

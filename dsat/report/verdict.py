@@ -23,6 +23,7 @@ from dsat.tuning.run import Run, own_switches, typical_outcome
 from dsat.tuning.same_training import Agreement
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
+from dsat.values.zero_strategy import of_config
 
 _MOST_CHANGES = 5
 _NONE_CONFIRMED = "none of the leading configurations was confirmed on a re-run"
@@ -107,6 +108,7 @@ def verdict(run: Run) -> Verdict:
             *_excluded(run),
             *_of_noise(run),
             *_of_samples(run, outcome),
+            *_of_optimizer(run, best),
             *([f"{ZERO_INIT}."] if ZERO_INIT in outcome.warnings else []),
             *memory_warning(run),
         ),
@@ -331,6 +333,19 @@ def _of_noise(run: Run) -> Iterator[str]:
             f"measurements are uncertain by ±{fmt.percent(noise)}, so smaller gains go unseen. End "
             "other programs on the machine, or measure longer (--max-profile-steps)."
         )
+
+
+def _of_optimizer(run: Run, best: Trial) -> Iterator[str]:
+    """Yield a warning if the optimizer may compute something else than in the user's own stage."""
+    assert run.plan is not None
+    own = of_config(run.plan.base_config).stage
+    if run.profile is None or run.profile.optimizer.by_element or bool(own) == bool(best.stage):
+        return
+    yield (
+        f"{run.profile.optimizer.kind} may depend on the shapes of parameters, which stages 1 to 3 "
+        "flatten and stage 0 keeps, so losses may differ from yours. Compare them over a longer "
+        f"training, or search with --zero-stages {'1 2 3' if own else '0'}."
+    )
 
 
 def _of_samples(run: Run, best: Outcome) -> Iterator[str]:

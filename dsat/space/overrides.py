@@ -54,7 +54,7 @@ def strategy_settings(
     config: Mapping[str, Any],
     nvme_path: str | None = None,
     *,
-    host_optimizer: bool = False,
+    moves_to_host: bool = False,
 ) -> dict[str, Any]:
     """Return the flat settings that turn the user's configuration into one of a strategy.
 
@@ -64,7 +64,7 @@ def strategy_settings(
         strategy: of the trial.
         config: the user's own.
         nvme_path: where offloading to NVMe may write.
-        host_optimizer: see `ModelProfile`.
+        moves_to_host: of the optimizer; see `OwnOptimizer`.
     """
     zero = config.get("zero_optimization") or {}
     own = of_config(config, 3)
@@ -83,7 +83,7 @@ def strategy_settings(
         settings["offload_optimizer.ratio"] = 1.0  # DeepSpeed asserts it
     if strategy.stage == 3 != of_config(config).stage and zero.get(GATHER, AUTO) == AUTO:
         settings[GATHER] = True  # read at saving alone, where a script expects whole weights
-    is_scripts_own = not (host_optimizer or config.get("optimizer"))
+    is_scripts_own = not (moves_to_host or config.get("optimizer"))
     if strategy.offload_optimizer != NONE and is_scripts_own and FORCE not in config:
         settings[FORCE] = False  # without it DeepSpeed refuses an optimizer that the script made
     return settings

@@ -150,7 +150,7 @@ class Space:
         heads: of the model's attention; 0 if they are not known.
         roomy_bucket: elements that a bucket may have without crowding a slot; the first settings
             of a branch have no larger one, whatever DeepSpeed's default.
-        host_optimizer: see `ModelProfile`.
+        moves_to_host: of the optimizer; see `OwnOptimizer`.
     """
 
     strategies: Sequence[Strategy]
@@ -164,7 +164,7 @@ class Space:
     heads: int = 0
     roomy_bucket: int | None = None
     found_switches: Mapping[str, ScriptSwitch] = field(default_factory=dict)
-    host_optimizer: bool = False
+    moves_to_host: bool = False
 
     @functools.cached_property
     def levers(self) -> dict[str, tuple[Any, ...]]:
@@ -258,9 +258,7 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
     for switch, own in freedom.switches.items():
         if _is_free(switch, freedom) and switch not in space.levers:
             knobs.append((switch, (own, not own)))
-    base = strategy_settings(
-        strategy, config, freedom.nvme_path, host_optimizer=space.host_optimizer
-    )
+    base = strategy_settings(strategy, config, freedom.nvme_path, moves_to_host=space.moves_to_host)
     return Branch(strategy, base, tuple(knobs))
 
 

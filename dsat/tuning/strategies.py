@@ -133,7 +133,7 @@ def make_space(
         num_params=None if profile is None else profile.num_params,
         heads=0 if profile is None else profile.attention_heads or 0,
         roomy_bucket=None if profile is None else _roomy_bucket(profile),
-        host_optimizer=profile is not None and profile.host_optimizer,
+        moves_to_host=profile is not None and profile.optimizer.moves_to_host,
         found_switches={} if profile is None else _comparable(plan, profile),
     )
 

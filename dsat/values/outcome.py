@@ -152,6 +152,23 @@ class ScriptSwitch:
 
 
 @dataclass(frozen=True)
+class OwnOptimizer:
+    """An optimizer of a script.
+
+    Attributes:
+        kind: name of its class; empty if it is not known.
+        by_element: it is known to compute each element by itself, whatever a parameter's shape,
+            which stage 0 keeps and ZeRO flattens.
+        moves_to_host: accelerate, which makes the engine, replaces it by DeepSpeed's equivalent for
+            the host where it is offloaded.
+    """
+
+    kind: str = ""
+    by_element: bool = True
+    moves_to_host: bool = False
+
+
+@dataclass(frozen=True)
 class ModelProfile(Recorded):
     """Facts about the model and its slots, from the first trial.
 
@@ -173,8 +190,7 @@ class ModelProfile(Recorded):
         switches: of the script, by name.
         parallelism: with which it was measured.
         attention_heads: None if the model's configuration does not say.
-        host_optimizer: accelerate, which makes the engine, puts DeepSpeed's own equivalent in the
-            place of the script's optimizer where that is offloaded.
+        optimizer: the one that the engine got.
     """
 
     num_params: int
@@ -191,7 +207,7 @@ class ModelProfile(Recorded):
     largest_activation_bytes_per_sample: int = 0
     parallelism: Parallelism = DATA_ONLY
     attention_heads: int | None = None
-    host_optimizer: bool = False
+    optimizer: OwnOptimizer = OwnOptimizer()
 
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first

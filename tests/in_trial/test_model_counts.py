@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dsat.in_trial.meter import Meter, TrialComplete
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.values.outcome import ModelProfile
+from dsat.values.outcome import ModelProfile, OwnOptimizer
 from dsat.values.trial import TrialOptions
 from testing.metered import (
     attach,
@@ -184,7 +184,16 @@ class TestCounts:
         model = Perceptron()
         own = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
         monkeypatch.setattr(RealEngine, "basic_optimizer", own, raising=False)
-        assert profile_of(model).host_optimizer is has_one
+        assert profile_of(model).optimizer.moves_to_host is has_one
+
+    @pytest.mark.parametrize(("optimizer", "by_element"), [("SGD", True), ("Adafactor", False)])
+    def test_optimizers_that_may_depend_on_shapes(
+        self, optimizer: str, by_element: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = Perceptron()
+        own = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
+        monkeypatch.setattr(RealEngine, "basic_optimizer", own, raising=False)
+        assert profile_of(model).optimizer == OwnOptimizer(optimizer, by_element)
 
     def test_parameters(self) -> None:
         profile = profile_of(Perceptron())

@@ -17,7 +17,7 @@ from dsat.tuning.comparison import Gain
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
-from dsat.values.outcome import MemoryUse, Outcome, SequenceLengths
+from dsat.values.outcome import MemoryUse, Outcome, OwnOptimizer, SequenceLengths
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import FakeClock, World, drive, failed, plan_of, profiled, ran, weightless
 from tests.report.test_summary import run_of
@@ -159,6 +159,18 @@ def test_what_a_script_must_change_for_its_best_is_warned_of() -> None:
     partitioned = replace(ran(150), warnings=(ZERO_INIT,))
     assert verdict(run_of((2, 4, partitioned), baseline=ran(100))).warnings == (f"{ZERO_INIT}.",)
     assert verdict(run_of((3, 4, ran(150)), (2, 4, partitioned), baseline=ran(9))).warnings == ()
+
+
+@pytest.mark.parametrize(("own", "best", "is_said"), [(0, 2, True), (1, 0, True), (1, 3, False)])
+def test_an_optimizer_of_shapes_is_not_the_same_on_both_sides_of_stage_0(
+    own: int, best: int, is_said: bool
+) -> None:
+    base = {"zero_optimization": {"stage": own}}
+    profile = profiled(
+        replace(World.profile, optimizer=OwnOptimizer("Adafactor", by_element=False))
+    )
+    run = run_of((best, 4, ran(150)), baseline=ran(100), base=base, profile=profile)
+    assert any(text.startswith("Adafactor may") for text in verdict(run).warnings) is is_said
 
 
 # -- after finals

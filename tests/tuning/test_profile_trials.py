@@ -14,7 +14,7 @@ from dsat.space.overrides import FORCE, GATHER, overrides_for
 from dsat.space.plan import Plan
 from dsat.tuning.run import HOPELESS_AFTER
 from dsat.tuning.strategies import make_space
-from dsat.values.outcome import Outcome
+from dsat.values.outcome import Outcome, OwnOptimizer
 from dsat.values.trial import BatchTriple, TrialKind
 from testing.helpers import (
     Event,
@@ -124,7 +124,9 @@ def test_accelerate_and_the_user_decide_on_an_offloaded_optimizer(
     offload = {"offload_optimizer": {"device": "cpu"}}
     base = {"zero_optimization": {"stage": 2, **offload}, **own}
     plan = plan_of(base_config=base, zero_stages=(1, 2))
-    space = make_space(plan, replace(weightless(15), host_optimizer=replaced))
+    space = make_space(
+        plan, replace(weightless(15), optimizer=OwnOptimizer(moves_to_host=replaced))
+    )
     for branch in space.branches:
         settings = branch.settings(0)
         assert overrides_for(settings, space.batch(4, settings)).get(FORCE) is expected
