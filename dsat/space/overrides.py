@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsat.inputs.ds_config import AUTO
 from dsat.inputs.switches import is_switch
 from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple
@@ -81,8 +80,10 @@ def strategy_settings(
     given = zero.get("offload_optimizer")
     if strategy.stage != 3 and isinstance(given, Mapping) and given.get("ratio", 1.0) != 1.0:
         settings["offload_optimizer.ratio"] = 1.0  # DeepSpeed asserts it
-    if strategy.stage == 3 != of_config(config).stage and zero.get(GATHER, AUTO) == AUTO:
-        settings[GATHER] = True  # read at saving alone, where a script expects whole weights
+    if strategy.stage == 3 != of_config(config).stage and zero.get(GATHER) is not True:
+        # Read at saving alone, where the script expects whole weights. In another stage a false
+        # says nothing: accelerate writes it.
+        settings[GATHER] = True
     is_scripts_own = not (moves_to_host or config.get("optimizer"))
     if strategy.offload_optimizer != NONE and is_scripts_own and FORCE not in config:
         settings[FORCE] = False  # without it DeepSpeed refuses an optimizer that the script made

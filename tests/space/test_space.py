@@ -460,8 +460,9 @@ def test_bounds_and_lists_of_micro_batches(bounds: dict[str, Any], expected: lis
             },
         ),
         ({"stage": 2, GATHER: "auto"}, Strategy(3), {GATHER: True}),
-        ({"stage": 2, GATHER: False}, Strategy(3), {}),
-        ({"stage": 3}, Strategy(3), {}),
+        ({"stage": 2, GATHER: False}, Strategy(3), {GATHER: True}),
+        ({"stage": 2, GATHER: True}, Strategy(3), {}),
+        ({"stage": 3, GATHER: False}, Strategy(3), {}),
         (
             {"stage": 3, "offload_optimizer": {"device": "cpu"}},
             Strategy(3),
