@@ -131,7 +131,7 @@ def keep_models_whole(config: Mapping[str, Any], warn: Callable[[str], None]) ->
     def init(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind_partial(*args, **kwargs)
         if bound.arguments.get("module") is None:
-            is_library = "site-packages" in sys._getframe(1).f_code.co_filename
+            is_library = f"-packages{os.sep}" in sys._getframe(1).f_code.co_filename
             if bound.arguments.get("enabled", True) and not is_library:
                 warn(ZERO_INIT)
             bound.arguments["enabled"] = False

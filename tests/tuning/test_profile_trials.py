@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dsat.report.verdict import verdict
-from dsat.space.overrides import GATHER
 from dsat.space.overrides import FORCE, GATHER, overrides_for
 from dsat.space.plan import Plan
 from dsat.tuning.run import HOPELESS_AFTER
