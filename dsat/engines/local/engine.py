@@ -215,8 +215,9 @@ class LocalEngine:
 
     def close(self) -> None:
         if not self._closed:
-            self._running.clear()
             self._supervisors.close()  # a Ctrl-C meanwhile leaves this to be done again
+            self._locks.remove(own=bool(self._running) and len(self._hosts) == 1)
+            self._running.clear()
             self._closed = True
 
     def import_modules_of(self, folder: Path) -> None:

@@ -21,6 +21,7 @@ from dsat.engines.local.accelerators import has_nvml
 from dsat.engines.local.command_trial import with_hook
 from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.launch import COMMAND_FILE, log_files
+from dsat.engines.local.leftovers import CompilerLocks
 from dsat.engines.local.machine import Machine, machine_of_cores
 from dsat.engines.local.ports import free_ports
 from dsat.engines.local.rank_settings import ALLOCATOR_SETTINGS, allocator_is_set
@@ -78,6 +79,7 @@ class FirstRun:
         self._recorded: list[RankStart] = []
         self._records = self.folder / RECORDS_FOLDER
         self._records.mkdir()
+        self._closed = False
         self.env = _environment(self.folder)
         slots: tuple[str, ...] = ()
         if options is not None and machine.has_no_accelerator():
@@ -86,6 +88,8 @@ class FirstRun:
         if options is not None:
             self._write_spec(options, ranks or 0)
         hooked = self._hooked_env()
+        self._locks = CompilerLocks(self.env)
+        self._locks.remove()
         shares = (Share(_HERE, _NOT_LOOKED_AT, ()),)
         self._running = Running(Start(_OWN, self.folder, None), shares, Way.COMMAND)
         self._supervisors = Supervisors([_NOT_LOOKED_AT], self.folder, env={})
@@ -177,7 +181,10 @@ class FirstRun:
 
     def close(self, *, keep_files: bool = False) -> None:
         """End all processes, and remove the folder."""
+        failed = not self._has_ended or trial_result.status_of(self._running) != 0
         self._supervisors.close()
+        self._locks.remove(own=failed and not self._closed)
+        self._closed = True
         if not keep_files:
             shutil.rmtree(self.folder, ignore_errors=True)
 

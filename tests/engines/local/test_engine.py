@@ -248,6 +248,18 @@ def test_a_hang_is_a_timeout(tight: Bench, monkeypatch: pytest.MonkeyPatch) -> N
     assert_nothing_is_left(tight)
 
 
+def test_a_compilers_lock_of_an_interrupted_trial_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "operators"))
+    lock = tmp_path / "operators" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    with bench_of("behaviours", tmp_path, imported=True) as bench:
+        bench.engine.launch(bench.trial("hangs"))
+        lock.touch()
+    assert not lock.exists()
+
+
 def test_time_in_which_dsat_is_stopped_is_not_the_trials(tight: Bench) -> None:
     trial = tight.trial(zero=SMALL_BUCKETS)
     tight.engine.launch(trial)

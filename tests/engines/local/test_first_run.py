@@ -20,7 +20,7 @@ from dsat.inputs import recorded_start
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.values.trial import TrialOptions
 from testing.helpers import starts_of
-from testing.local import PROGRAMS, processes_of
+from testing.local import PROGRAMS, processes_of, wait_until
 
 BIN = Path(sys.executable).parent
 
@@ -152,6 +152,24 @@ def test_what_a_daemon_started_for_a_command_ends_with_it(
         assert daemon.wait(10) == -signal.SIGKILL
     finally:
         daemon.kill()
+
+
+def test_a_compilers_lock_neither_stops_the_command_nor_outlives_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was killed while it compiled leaves torch's lock, which others wait for."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(place))
+    stale, own = place / "earlier" / "lock", place / "own" / "lock"
+    for lock in (stale, own):
+        lock.parent.mkdir()
+    stale.touch()
+    waits = 'while [ -e "$0" ]; do sleep 0.1; done; touch "$1"; sleep 100'
+    run = FirstRun(["bash", "-c", waits, str(stale), str(own)], place, timeout_s=60)
+    try:
+        wait_until(own.exists, "the command's own lock", 20)
+    finally:
+        run.close()
+    assert not own.exists()
 
 
 def test_ports_are_found_where_the_kernel_takes_any(
