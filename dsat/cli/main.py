@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from types import FrameType
 
 from dsat.cli import settings_from_argv, streams
 from dsat.cli.exit_status import EXIT_INTERRUPTED
+
+# Signals that a terminal or a service manager sends together are one interruption.
+_TOGETHER_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,9 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = settings_from_argv.parse(given)
         from dsat.cli import commands  # most of dsat, which `--help` does not need
 
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        interruption = _Interruption()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, _interrupt)
+                signal.signal(number, interruption)
         return commands.run(settings, given)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -31,5 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return output.report(error)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+class _Interruption:
+    """Handler of signals: raises KeyboardInterrupt, but not again for those that come with one."""
+
+    def __init__(self) -> None:
+        self._last_s = -math.inf
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_s > _TOGETHER_S:
+            self._last_s = now_s
+            raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Nobody who closes a stream, or stops reading it, ends a run."""
+"""Nobody who closes a stream, or stops reading it, ends a run; signals end it cleanly."""
 
 from __future__ import annotations
 
@@ -55,3 +55,29 @@ def test_a_bug_is_called_a_bug() -> None:
     assert "this is a bug in dsat 0." in ended.stderr.splitlines()[-1]
     assert "Traceback" in ended.stderr and "in fails" in ended.stderr
     assert "hunter2" not in ended.stderr
+
+
+def test_signals_that_come_together_are_one_interruption() -> None:
+    """As of a terminal that closes (HUP twice) or a service manager (TERM and HUP)."""
+    program = """
+import contextlib, os, queue, subprocess, time
+from dsat.cli import commands, main
+
+def wait_and_end_cleanly(*given):
+    kill = f"sleep 0.1; kill -{pair[0]} {os.getpid()}; kill -{pair[1]} {os.getpid()}"
+    with subprocess.Popen(["bash", "-c", kill]):
+        try:
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    queue.Queue().get(timeout=0.5)
+        except KeyboardInterrupt:
+            time.sleep(0.1)
+            print("clean", flush=True)
+            raise
+
+commands.run = wait_and_end_cleanly
+for pair in 3 * [("HUP", "HUP"), ("TERM", "HUP"), ("INT", "TERM")]:
+    print(main.main(["asha", "a.yaml", "."]))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.stdout.split() == 9 * ["clean", "130"], ended.stderr[-2000:]
