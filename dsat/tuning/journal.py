@@ -6,10 +6,11 @@ program loses nothing. A line that was torn by a kill is cut off when the journa
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,33 @@ class Journal:
         sync_folder(path.parent)
 
     def append(self, event: Mapping[str, Any]) -> None:
-        """Write one event and wait until it is on disk."""
+        """Write one event and wait until it is on disk.
+
+        Raises:
+            OSError: it cannot be written; the error names the file.
+        """
         line = json.dumps(event, separators=(",", ":"), allow_nan=False)
-        self._file.write(line.encode() + b"\n")
-        self._sync()
+        with self._named_in_errors():
+            self._file.write(line.encode() + b"\n")
+            self._sync()
 
     def close(self) -> None:
-        self._file.close()
+        with self._named_in_errors():
+            self._file.close()
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _named_in_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
 
     def _sync(self) -> None:
         self._file.flush()

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
 import re
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -145,6 +147,20 @@ def test_an_event_is_on_the_disk_when_append_returns(
         assert synced == [b'{"n":1}\n']
         journal.append({"n": 2})
         assert synced[1:] == [b'{"n":1}\n{"n":2}\n']
+
+
+def test_a_full_disk_is_named_by_its_file(path: Path) -> None:
+    """Here a limit on the size of files; what could not be written is tried again at the end."""
+    soft, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal = Journal(path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, most))
+    try:
+        for use in (functools.partial(journal.append, {"n": 1}), journal.close):
+            with pytest.raises(OSError, match="too large") as found:
+                use()
+            assert found.value.filename == str(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, most))
 
 
 def test_the_cut_and_the_name_of_the_file_are_on_the_disk_when_it_is_open(
