@@ -216,7 +216,8 @@ def _of_failures(run: Run) -> list[str]:
 def _why_no_gain(run: Run) -> str:
     """Say why there is no ratio to the user's own configuration."""
     own, first = run.baseline, next(iter(run.trials.values()))
-    if own in (None, first) and run.outcomes[first.id].kind.is_out_of_memory:
+    ended = run.outcomes.get(first.id)
+    if own in (None, first) and ended is not None and ended.kind.is_out_of_memory:
         size = first.batch.micro_batch
         return f"your configuration runs out of memory (stage {first.stage}, micro batch {size})"
     if own is None or own.id not in run.outcomes:

@@ -112,7 +112,10 @@ def test_the_users_own_may_not_run_or_not_be_measured() -> None:
     failing = verdict(run_of((1, 8, ran(50)), baseline=failed("ERROR", "no")))
     assert failing.headline.endswith(": your configuration did not run (ERROR: no).")
     assert failing.headline.startswith("Use t2 (50 samples/s): ")
-    assert "was not measured" in verdict(run_of((1, 8, ran(50)))).headline
+    unmeasured = run_of((1, 8, ran(50)))
+    assert "was not measured" in verdict(unmeasured).headline
+    del unmeasured.outcomes[0]
+    assert "was not measured" in verdict(unmeasured).headline, "the first trial has not ended"
 
 
 def test_nothing_ran() -> None:
