@@ -30,8 +30,6 @@ _LABELS = {
 _OPTIONS = {own.name: own for own in options_of(Settings)}
 LONGEST_S = 60.0  # what `Plan.longest_s` usually is
 _ABSENT = "not given"
-# Fields that the first runs did not record; see `dsat.tuning.replay.as_begun`.
-_ASKED_SINCE = ("defaults", "slots_per_host")
 _MAY_DIFFER = ("max_trials", "finals", "indifference")
 
 
@@ -95,8 +93,6 @@ class Plan(Recorded, BatchRule, Freedom):
         mine, theirs = self.to_json(), earlier.to_json()
         for name, value in mine.items():
             if name in _MAY_DIFFER or value == theirs[name]:
-                continue
-            if name in _ASKED_SINCE and not theirs[name]:
                 continue
             own = _OPTIONS.get(name)
             if own is not None:

@@ -112,9 +112,7 @@ class TrialFactory:
         Args:
             num_params: of the model, if buckets that it cannot fill are alike.
         """
-        base, config = self._plan.base_config, self._plan.config(overrides)
-        if "autotuning" in base:  # the names of earlier runs were made with it
-            config["autotuning"] = base["autotuning"]
+        config = self._plan.config(overrides)
         shared = parallelism.of_config(config)
         for key, size in (("tensor_parallel", shared.tensor), (SEQUENCE_SIZE, shared.sequence)):
             if size == 1:

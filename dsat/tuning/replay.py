@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from dsat.errors import JournalMismatch
-from dsat.inputs.switches import BIND_CORES, SWITCHES
-from dsat.space.overrides import SEQUENTIAL
 from dsat.space.plan import Plan
 from dsat.space.space import Suggestion
 from dsat.tuning.decisions import Decisions
@@ -50,37 +48,19 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
 
 
 def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
-    """Return a plan with the space and the suggestions of the run that it continues.
+    """Return a plan with the suggestions and the knobs of the run that it continues.
 
-    A run has the knobs of its recorded defaults; the first ones recorded none, and have no knobs
-    that came later.
+    A run has the knobs of its recorded defaults.
     """
     first = events[0] if events else {}
     earlier = first.get("plan")
     if first.get("event") != EVENT_START or not isinstance(earlier, Mapping):
         return plan
-    plan = replace(
-        plan,
-        own_first=bool(earlier.get("own_first")),
-        suggested=tuple(map(Suggestion.from_json, earlier.get("suggested", ()))),
-    )
-    if "listed_switches" not in earlier:
-        plan = _without_later_names(plan, earlier)
-    defaults = earlier.get("defaults")
-    if not isinstance(defaults, Mapping) or not defaults:
-        return replace(plan, defaults={}, slots_per_host=0)
-    today = plan.defaults
-    return replace(plan, defaults={path: today.get(path, own) for path, own in defaults.items()})
-
-
-def _without_later_names(plan: Plan, earlier: Mapping[str, Any]) -> Plan:
-    """Return a plan without the switches and knobs that came after the plan of an earlier run."""
-    later = {BIND_CORES, SEQUENTIAL, *SWITCHES}
+    today, defaults = plan.defaults, earlier.get("defaults", {})
     return replace(
         plan,
-        listed_switches={n: v for n, v in plan.listed_switches.items() if n != BIND_CORES},
-        tune=tuple(n for n in plan.tune if n not in later or n in earlier.get("tune", ())),
-        fix=tuple(n for n in plan.fix if n not in later or n in earlier.get("fix", ())),
+        suggested=tuple(map(Suggestion.from_json, earlier.get("suggested", ()))),
+        defaults={path: today.get(path, own) for path, own in defaults.items()},
     )
 
 

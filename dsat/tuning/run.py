@@ -197,8 +197,6 @@ class Run:
         self.search_ended = event["reason"]
         self.repeated.clear()
         self.disqualified = {}
-        if len(event["leaders"]) > 1:
-            return  # an earlier version, which compared leaders with each other first
         self.finals = Finals(
             self.contestant(self.baseline),
             [

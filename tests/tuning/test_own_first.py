@@ -88,10 +88,3 @@ def test_a_run_is_resumed_from_every_event() -> None:
     events = events_of(plan, World(), slots=1)
     for cut in range(1, len(events)):
         tuner_of(plan, events[:cut])
-
-
-def test_an_earlier_run_keeps_its_order() -> None:
-    events = events_of(plan_of(), World(), slots=1)
-    del events[0]["plan"]["own_first"]
-    tuner, _ = tuner_of(plan_of(own_first=True), events)
-    assert kinds(tuner.run)[:2] == [TrialKind.PROFILE, TrialKind.BASELINE]
