@@ -31,7 +31,7 @@ from dsat.tuning.journal import SCHEMA_VERSION
 from dsat.tuning.replay import as_begun, replay
 from dsat.tuning.run import Run
 from dsat.values.codec import encode
-from dsat.values.outcome import Outcome
+from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
 
 
@@ -58,6 +58,7 @@ class Tuner:
 
     Raises:
         JournalMismatch: the events were decided by another program, plan or seed.
+        DecisionMismatch: the plan is the same, and another trial is decided.
     """
 
     def __init__(
@@ -91,6 +92,10 @@ class Tuner:
             self.plan = replace(plan, max_trials=self.run.plan.max_trials)
         if self.run.stop_asked:  # of the earlier tuner
             self._append({"event": EVENT_STOP_ASKED, "asked": False})
+        asked = [e["trial_id"] for e in events or [] if e["event"] == EVENT_CANCEL_ASKED]
+        for trial in self.run.running:
+            if trial.id in asked:  # and the earlier tuner ended before the trial did
+                self.record(trial.id, Outcome(OutcomeKind.CANCELED, message="canceled"))
 
     @property
     def run(self) -> Run:

@@ -91,6 +91,20 @@ def test_a_canceled_trial_is_journaled_as_such_and_the_search_goes_on() -> None:
     assert again.finished and again.run.outcomes.keys() == run.outcomes.keys()
 
 
+def test_a_canceled_trial_that_had_not_ended_is_not_run_again() -> None:
+    """dsat was killed between the request and the outcome."""
+    journal = MemoryJournal()
+    tuner = tuner_of(journal)
+    [own] = tuner.next_trials(1)
+    tuner.record(own.id, WORLD.outcome(own))
+    hangs, other = tuner.next_trials(2)
+    tuner.ask_cancel(hangs.id)
+    for _ in range(2):
+        resumed = tuner_of(journal)
+        assert resumed.run.outcomes[hangs.id].kind is OutcomeKind.CANCELED
+        assert resumed.run.running == [other]
+
+
 @pytest.mark.parametrize("trial_id", [None, 0, 99])
 def test_nothing_is_canceled_that_does_not_run(trial_id: int | None) -> None:
     journal = MemoryJournal()
