@@ -20,15 +20,23 @@ from dsat import api
 from dsat.app import local
 from dsat.app.prepare import Prepared
 from dsat.engines.places import local as this_machine
-from dsat.errors import JournalMismatch, SearchFailed, UserInputError
+from dsat.errors import (
+    DecisionMismatch,
+    DsatError,
+    JournalMismatch,
+    SearchFailed,
+    UserInputError,
+)
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import options_of
 from dsat.inputs.settings import Settings
 from dsat.search import SEARCHES, RandomSearch
+from dsat.tuning.journal import FILE_NAME
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
 from testing.helpers import World
 from testing.local import PROGRAMS, cpu_machine
+from testing.made_up_runs import Lawful
 from testing.simulated import SimulatedEngine
 
 
@@ -184,6 +192,85 @@ def test_ctrl_c_returns_the_best_so_far_and_the_run_can_go_on(pretend: list[Prep
     whole = dsat.tune(TINY, run_dir=part.run_dir, resume=True, **whole_length)
     assert not whole.interrupted and len(whole.trials) == 6
     assert whole.trials[:3] == part.trials
+
+
+def decide_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on another kind of CPU, whose last digits lead to another proposal."""
+    here = RandomSearch.__init__
+
+    def elsewhere(self: RandomSearch, *args: Any, seed: int, **options: Any) -> None:
+        here(self, *args, seed=seed + 1, **options)
+
+    monkeypatch.setattr(RandomSearch, "__init__", elsewhere)
+
+
+@pytest.fixture
+def launched(pretend: list[Prepared], monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
+    """Trials that the engine has run, on a machine where none fails but for want of memory."""
+    trials: list[Trial] = []
+
+    def outcome(self: World, trial: Trial) -> Outcome:
+        trials.append(trial)
+        found = Lawful().outcome(trial)
+        return replace(found, profile=World.profile) if trial.profiles and found.ok else found
+
+    monkeypatch.setattr(World, "outcome", outcome)
+    return trials
+
+
+def test_a_run_that_is_decided_otherwise_here_begins_again_with_what_was_measured(
+    launched: list[Trial], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="dsat")
+    options = {**SMALL, "method": "random", "max_trials": 12, "finals": 0}
+
+    def press(row: api.Row) -> None:
+        if len(launched) == 6:
+            raise KeyboardInterrupt
+
+    part = dsat.tune(TINY, callbacks=[press], **options)
+    with (part.run_dir / FILE_NAME).open("a") as journal:  # as on the page of `dsat watch`
+        journal.write('{"event":"budget","max_trials":14,"asked":true}\n')
+    decide_otherwise(monkeypatch)
+    whole = dsat.tune(TINY, run_dir=part.run_dir, resume=True, **options)
+    assert len(whole.trials) == 14 > len(launched) - len(part.trials)
+    configs = [json.dumps(trial.overrides, sort_keys=True) for trial in launched]
+    assert len(set(configs)) == len(configs), "nothing that was measured ran again"
+    assert caplog.text.count("the search begins again and reuses what was measured") == 1
+    assert len(dsat.load_run(part.run_dir).trials) == 14
+    assert (part.run_dir / "journal-1.jsonl").is_file()
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_finished_run_and_that_of_another_version_stay_as_they_are(
+    is_finished: bool, launched: list[Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**SMALL, "method": "random"}
+    result = dsat.tune(TINY, **options)
+    path = result.run_dir / FILE_NAME
+    if not is_finished:
+        first, *others, _ = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([first.replace(dsat.__version__, "0.0.9"), *others]))
+    before = path.read_bytes()
+    decide_otherwise(monkeypatch)
+    with pytest.raises(DecisionMismatch, match=r"Cannot resume: trial \d was .* is decided here"):
+        dsat.tune(TINY, run_dir=result.run_dir, resume=True, **options)
+    assert path.read_bytes() == before
+    assert [*result.run_dir.glob("journal*")] == [path]
+
+
+def test_a_script_that_was_changed_is_warned_of_when_its_run_goes_on(
+    pretend: list[Prepared], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="dsat")
+    shutil.copytree(PROGRAMS / "tiny", tmp_path / "tiny")
+    target = tmp_path / "tiny" / TINY.name
+    run_dir = dsat.tune(target, **SMALL).run_dir
+    for change, warnings in (("", 0), ("\n# repaired", 1)):
+        with (tmp_path / "tiny" / "train.py").open("a") as script:
+            script.write(change)
+        dsat.tune(target, run_dir=run_dir, resume=True, **SMALL)
+        assert caplog.text.count("train.py has changed since the run began") == warnings
 
 
 def test_what_a_callback_raises_is_raised(pretend: list[Prepared]) -> None:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dsat.app import mailbox, run_folders, train_command
 from dsat.app.hosts import describe
 from dsat.app.observers import Everyone, FileKeeper, Logger, write_files
-from dsat.app.prepare import Prepared
+from dsat.app.prepare import SCRIPT_DIGEST, Prepared
 from dsat.engines import Engine, cached
 from dsat.engines.local import leftovers
 from dsat.engines.local.adopting_engine import AdoptingEngine
 from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.running import FULL_RUN_ID
-from dsat.errors import DsatError, SearchFailed, UserInputError
+from dsat.errors import DecisionMismatch, DsatError, SearchFailed, UserInputError
 from dsat.in_trial.failures import OF_DSAT
 from dsat.memory import anchors
 from dsat.memory.predictor import Basis
@@ -60,23 +61,29 @@ class LocalSearch:
 
     def __init__(self, ready: Prepared) -> None:
         self.interrupted = False
-        self._known: dict[str, Outcome] = {}
         self._engine: Engine | None = None
         with contextlib.ExitStack() as opened:
             if ready.native is not None:
                 self.folder = run_folders.of_results(ready.native, opened)
             else:
                 self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
+            earlier: list[Run] = []
             if ready.native is not None or ready.settings.resume:
                 earlier = run_folders.earlier_runs(
                     self.folder, ready.plan, takes_over=ready.native is not None
                 )
-                self._known = history.known_outcomes(earlier, ready.plan)
             ended = leftovers.end_processes(self.folder)
             if ended:
                 _log.info("ended %d processes that a run here had left behind", len(ended))
-            journal = opened.enter_context(Journal(self.folder / FILE_NAME))
-            self._tuner = Tuner(ready.plan, journal, info=ready.info, events=journal.events)
+            try:
+                self._tuner = _tuner(ready, self.folder, opened)
+            except DecisionMismatch as mismatch:
+                version = ready.info["dsat"]
+                earlier.append(run_folders.begin_anew(self.folder, version, mismatch))
+                self._tuner = _tuner(ready, self.folder, opened)
+            if not self._tuner.run.trials:
+                self._tuner.raise_budget(history.asked_trials(earlier, ready.plan))
+            self._known = history.known_outcomes(earlier, ready.plan)
             self._opened = opened.pop_all()
         self.run = self._tuner.run
         self.ready = train_command.as_shown(ready, self.run)
@@ -115,7 +122,7 @@ class LocalSearch:
 
         Messages are logged.
         """
-        for message in _messages(self.ready, self.folder):
+        for message in _messages(self.ready, self.folder, self.run.info):
             _log.info("%s", message)
         mailbox.take(self.folder)  # requests to an earlier process
         if self._has_work():
@@ -197,8 +204,18 @@ class LocalSearch:
         return _train(engine, best)
 
 
-def _messages(ready: Prepared, folder: Path) -> Iterator[str]:
-    """Yield messages to show before the run begins."""
+def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner:
+    """Return the tuner of a run, whose journal is closed with the others."""
+    journal = opened.enter_context(Journal(folder / FILE_NAME))
+    return Tuner(ready.plan, journal, info=ready.info, events=journal.events)
+
+
+def _messages(ready: Prepared, folder: Path, info: Mapping[str, Any]) -> Iterator[str]:
+    """Yield messages to show before the run begins.
+
+    Args:
+        info: recorded when the run was begun.
+    """
     yield f"{describe(ready.hosts)}; run folder {folder}"
     for host in ready.hosts:
         for warning in host.machine.warnings:
@@ -214,6 +231,12 @@ def _messages(ready: Prepared, folder: Path) -> Iterator[str]:
         yield (
             f"note: your configuration gives train_batch_size {plan.train_batch_size}, which the "
             "search keeps; --train-batch-size any tries others"
+        )
+    digest = ready.info[SCRIPT_DIGEST]
+    if info.get(SCRIPT_DIGEST, digest) != digest:
+        yield (
+            f"warning: {ready.program.script} has changed since the run began: if its speed or "
+            "memory changed, start a new run, because earlier measurements count as well"
         )
     if ready.native is not None:
         yield from (f"note: {note}" for note in ready.native.notes)

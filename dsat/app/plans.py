@@ -33,6 +33,7 @@ def plan_of(
     slots: int,
     *,
     args: Sequence[str],
+    device: str = "",
     **known: Any,
 ) -> Plan:
     """Make the plan of a search.
@@ -42,8 +43,9 @@ def plan_of(
         experiment: the target.
         slots: of a trial.
         args: of the script, which may hold batch sizes.
+        device: of a slot; empty if it is not known.
         known: fields of `Plan` that hosts, script and DeepSpeed decide: `switches`,
-            `listed_switches`, `offload_helps`, `slots_per_host` and `defaults`.
+            `listed_switches`, `offload_helps`, `slots_per_host`, `defaults` and `suggested`.
 
     Raises:
         UserInputError: nothing is left to tune, or DeepSpeed lacks the setting.
@@ -80,7 +82,7 @@ def plan_of(
         search_options=settings.search_options,
         micro_batches=micro_batches,
         choices=listed,
-        measured=_measured(settings, experiment),
+        measured=_measured(settings, experiment, device),
         **known,
     )
     check_micro_batches(plan)
@@ -139,7 +141,7 @@ def _data_parallel(
     return largest if largest < slots else 0
 
 
-def _measured(settings: Settings, experiment: Experiment) -> dict[str, Any]:
+def _measured(settings: Settings, experiment: Experiment, device: str) -> dict[str, Any]:
     """Return what is run and how it is measured, which a resumed run must share."""
     program = {
         "entrypoint": experiment.entrypoint,
@@ -148,7 +150,8 @@ def _measured(settings: Settings, experiment: Experiment) -> dict[str, Any]:
     }
     steps = [settings.start_profile_step, settings.end_profile_step, settings.max_profile_steps]
     # A digest, because an entrypoint or a hyperparameter may be a credential.
-    return {"program": ds_config.fingerprint(program), "steps": steps}
+    known = {"device": device} if device else {}
+    return {"program": ds_config.fingerprint(program), "steps": steps, **known}
 
 
 def _check_metric(settings: Settings) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dsat import __version__
@@ -34,6 +36,7 @@ from dsat.values.text import words_without_secrets
 
 _log = logging.getLogger(__name__)
 _LONGEST_SHOWN = 200
+SCRIPT_DIGEST = "script_digest"  # in `Prepared.info`
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,13 @@ class Prepared:
             "software": ", ".join(self.machine.software),
             "config": str(self.experiment.path),
             "model_dir": str(self.experiment.model_dir),
+            SCRIPT_DIGEST: _digest(self.experiment.model_dir / self.program.script),
         }
+
+
+def _digest(script: Path) -> str:
+    """Return a digest of a script; empty if there is no file."""
+    return hashlib.sha256(script.read_bytes()).hexdigest()[:16] if script.is_file() else ""
 
 
 @contextlib.contextmanager
@@ -147,15 +156,23 @@ def _prepare(
         args=program.args,
         switches=plans.switches_of(program, experiment.arg_mappings),
         listed_switches=plans.of_launcher(program),
-        offload_helps=not machine.is_cpu,
-        slots_per_host=machine.num_slots if slots > machine.num_slots else 0,
         defaults=defaults,
-        suggested=shared_runs.suggestions(machine.accelerator, machine.device_name, slots),
+        device=machine.device_name if settings.engine in ENGINE_NAMES else "",
+        **_of_machine(machine, slots),
     )
     if section is not None:
         plan = autotuning.without_found_switches(plan)
         plan = autotuning.with_smallest_batch(plan, section.min_train_batch_size)
     return Prepared(argv, settings, experiment, program, hosts, plan, section, first)
+
+
+def _of_machine(machine: Machine, slots: int) -> dict[str, Any]:
+    """Return the fields of a plan that the machine decides."""
+    return {
+        "offload_helps": not machine.is_cpu,
+        "slots_per_host": machine.num_slots if slots > machine.num_slots else 0,
+        "suggested": shared_runs.suggestions(machine.accelerator, machine.device_name, slots),
+    }
 
 
 def _check_before_running(settings: Settings, source: Source, engine: str) -> None:

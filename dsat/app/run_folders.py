@@ -12,14 +12,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dsat.app.folder_lock import FolderLock
-from dsat.errors import JournalError, UserInputError
+from dsat.errors import DecisionMismatch, JournalError, UserInputError
 from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.settings import Settings
 from dsat.report import autotuner_files, page, progress, summary
 from dsat.space.plan import Plan
 from dsat.tuning.journal import FILE_NAME, read_events
+from dsat.tuning.replay import as_begun
 from dsat.tuning.run import Run
-from dsat.values.files import PRIVATE_FOLDER
+from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import OutcomeKind
 
 _log = logging.getLogger(__name__)
@@ -162,16 +163,50 @@ def earlier_runs(folder: Path, plan: Plan, *, takes_over: bool) -> list[Run]:
     """
     journal = folder / FILE_NAME
     if journal.exists():
-        run = Run(read_events(journal))
-        other = run.plan is not None and plan.difference(run.plan) is not None
+        events = read_events(journal)
+        run = Run(events)
+        begun = as_begun(plan, events)
+        other = run.plan is not None and begun.difference(run.plan) is not None
         if takes_over if other else _has_errors_to_retry(run):
-            number = 1
-            while (aside := folder / f"{journal.stem}-{number}.jsonl").exists():
-                number += 1
-            journal.rename(aside)
+            _set_aside(journal)
             if not other:
                 _log.info("trials that failed are run again")
-    return [Run(read_events(path)) for path in sorted(folder.glob(f"{journal.stem}-*.jsonl"))]
+    return [Run(read_events(path)) for path in _set_aside_in(folder)]
+
+
+def begin_anew(folder: Path, dsat: str, mismatch: DecisionMismatch) -> Run:
+    """Set aside the journal of a run whose search decides otherwise here; return the earlier run.
+
+    Searches calculate with floats, whose last digits differ between kinds of processors.
+
+    Args:
+        folder: of the run.
+        dsat: this version.
+        mismatch: what differs.
+
+    Raises:
+        DecisionMismatch: another version began the run, or it is finished: what it found stays.
+    """
+    run = Run(read_events(folder / FILE_NAME))
+    finished = run.stop_reason is not None and not run.stop_asked
+    if finished or run.info.get("dsat") != dsat:
+        raise mismatch
+    _set_aside(folder / FILE_NAME)
+    _log.info("%s: the search begins again and reuses what was measured", mismatch.difference)
+    return run
+
+
+def _set_aside(journal: Path) -> None:
+    """Copy a journal and empty it: there is one to resume whenever this process is killed."""
+    number = 1
+    while (aside := journal.with_name(f"{journal.stem}-{number}.jsonl")).exists():
+        number += 1
+    write_atomically(aside, journal.read_text(encoding="utf-8"))
+    write_atomically(journal, "")
+
+
+def _set_aside_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{Path(FILE_NAME).stem}-*.jsonl"))
 
 
 def _has_errors_to_retry(run: Run) -> bool:
@@ -188,7 +223,7 @@ def _has_errors_to_retry(run: Run) -> bool:
 
 def _delete_results(results: Path, experiments: Path) -> None:
     """Delete the results, and the trials that the journals name; all else stays."""
-    journals = [results / FILE_NAME, *results.glob(f"{Path(FILE_NAME).stem}-*.jsonl")]
+    journals = [results / FILE_NAME, *_set_aside_in(results)]
     journals = [path for path in journals if path.is_file()]
     for name in {name for path in journals for name in _trial_names(path)}:
         if not (results / name).is_symlink():

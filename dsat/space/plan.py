@@ -26,6 +26,7 @@ _LABELS = {
     "offload_helps": "slots with memory of their own",
     "measured.program": "program (a digest of entrypoint, hyperparameters and argument mappings)",
     "measured.steps": "profile steps (start, end, most)",
+    "measured.device": "device",
 }
 _OPTIONS = {own.name: own for own in options_of(Settings)}
 LONGEST_S = 60.0  # what `Plan.longest_s` usually is
@@ -53,8 +54,8 @@ class Plan(Recorded, BatchRule, Freedom):
             optimizer steps take; None for as long as it takes.
         own_first: the first trial is the user's own configuration, and profiles the model; runs of
             earlier versions profiled it in a trial of its own.
-        measured: what is run and how it is measured (entrypoint, hyperparameters, steps): results
-            are comparable only while it stays the same.
+        measured: what is run and how it is measured (entrypoint, hyperparameters, steps, and the
+            device if it is known): results are comparable only while it stays the same.
     """
 
     method: str
@@ -85,12 +86,18 @@ class Plan(Recorded, BatchRule, Freedom):
         """
         return ds_config.for_use(self.base_config, overrides)
 
+    def measured_beside(self, other: Plan) -> dict[str, Any]:
+        """Return what is measured, without the device if one of two plans does not name it."""
+        both = "device" in self.measured and "device" in other.measured
+        return {key: its for key, its in self.measured.items() if both or key != "device"}
+
     def difference(self, earlier: Plan) -> str | None:
         """Return the first difference to an earlier plan, `FIELD was X, now Y`, or None.
 
         Fields that only end a run may differ: the number of trials, and the finals.
         """
-        mine, theirs = self.to_json(), earlier.to_json()
+        mine = {**self.to_json(), "measured": self.measured_beside(earlier)}
+        theirs = {**earlier.to_json(), "measured": earlier.measured_beside(self)}
         for name, value in mine.items():
             if name in _MAY_DIFFER or value == theirs[name]:
                 continue

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dsat.errors import JournalMismatch
+from dsat.errors import DecisionMismatch, JournalMismatch
 from dsat.space.plan import Plan
 from dsat.space.space import Suggestion
 from dsat.tuning.decisions import Decisions
@@ -31,6 +31,7 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
 
     Raises:
         JournalMismatch: the events were decided by another program, plan or seed.
+        DecisionMismatch: the plan is the same, and another trial is decided.
         JournalError: they do not fit together.
     """
     number = 0
@@ -84,7 +85,4 @@ def _check_decision(decisions: Decisions, event: Mapping[str, Any]) -> None:
         began = f"the run waited before trial {decided.id}"
     else:
         began = f"trial {earlier.id} was {earlier.name}"
-    raise JournalMismatch(
-        f"{began}, but this dsat decides {said}. The run was made by another version: start a new "
-        "one."
-    )
+    raise DecisionMismatch(f"{began}, but {said} is decided here")

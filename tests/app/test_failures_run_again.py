@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from dsat.app import run_folders
+from dsat.errors import UserInputError
+from dsat.inputs.settings import Settings
+from dsat.space.space import Suggestion
 from dsat.tuning import history
 from dsat.tuning.journal import FILE_NAME, Journal
 from dsat.tuning.run import Run
@@ -33,15 +39,47 @@ def a_run(folder: Path, *, profile: Outcome | None = None) -> Run:
 
 def begins_anew(folder: Path) -> bool:
     run_folders.earlier_runs(folder, PLAN, takes_over=False)
-    return not (folder / FILE_NAME).exists()
+    return is_empty(folder)
+
+
+def is_empty(folder: Path) -> bool:
+    return (folder / FILE_NAME).read_bytes() == b""
 
 
 def test_a_profile_that_failed_is_run_again(tmp_path: Path) -> None:
     early = replace(failed("ERROR", "No module named 'nonsense'"), before_engine=True)
     a_run(tmp_path / "run", profile=early)
     [earlier] = run_folders.earlier_runs(tmp_path / "run", PLAN, takes_over=False)
-    assert not (tmp_path / "run" / FILE_NAME).exists()
+    assert is_empty(tmp_path / "run")
     assert history.known_outcomes([earlier], PLAN) == {}
+
+
+def test_what_another_device_measured_is_not_reused(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    a100, h100 = (replace(PLAN, measured={"device": device}) for device in ("A100", "H100"))
+    for plan, today, is_known in ((PLAN, h100, True), (a100, a100, True), (a100, h100, False)):
+        run.plan = plan
+        assert bool(history.known_outcomes([run], today)) is is_known
+
+
+def test_suggestions_that_came_since_are_none_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    a_run(tmp_path / "run")
+    today = replace(PLAN, suggested=(Suggestion(1, 1, "z1", {}, {}),))
+    assert run_folders.earlier_runs(tmp_path / "run", today, takes_over=True) == []
+    assert not is_empty(tmp_path / "run")
+
+
+def test_a_run_goes_on_whose_journal_was_set_aside_by_a_process_that_was_killed(
+    tmp_path: Path,
+) -> None:
+    settings = Settings(method="asha", run_dir=tmp_path / "run", resume=True)
+    early = replace(failed("ERROR", "No module named 'nonsense'"), before_engine=True)
+    a_run(tmp_path / "run", profile=early)
+    assert begins_anew(tmp_path / "run")
+    with contextlib.ExitStack() as locks:
+        assert run_folders.of_run(settings, "name", locks) == tmp_path / "run"
+    with contextlib.ExitStack() as locks, pytest.raises(UserInputError, match="already holds a"):
+        run_folders.of_run(replace(settings, resume=False), "name", locks)
 
 
 def test_memory_that_ran_out_is_believed(tmp_path: Path) -> None:

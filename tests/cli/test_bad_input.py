@@ -351,6 +351,7 @@ def test_dry_run_as_json(folder: Folder, capsys: pytest.CaptureFixture[str]) -> 
     told = json.loads(capsys.readouterr().out)
     assert told["plan"]["train_batch_size"] == 8
     assert told["plan"]["own_batch"] == _batch(8, 4, 1)
+    assert told["plan"]["measured"]["device"] == "test"
     assert told["first_trial"]["kind"] == "baseline"
     assert told["command"][-1] == "train.py"
 

@@ -120,6 +120,15 @@ def test_another_plan_cannot_continue_a_run(field: str, value: Any, said: str) -
     assert said in str(found.value)
 
 
+def test_another_device_cannot_continue_a_run() -> None:
+    events = events_of(plan_of(max_trials=3, measured={"device": "A100"}), World(), slots=1)
+    with pytest.raises(JournalMismatch, match="device was A100, now H100"):
+        tuner_of(plan_of(max_trials=3, measured={"device": "H100"}), events)
+    tuner_of(plan_of(max_trials=3), events)
+    unknown = events_of(plan_of(max_trials=3), World(), slots=1)
+    tuner_of(plan_of(max_trials=3, measured={"device": "H100"}), unknown)
+
+
 def test_another_deepspeed_cannot_continue_a_run() -> None:
     path = "zero_optimization.offload_optimizer.pin_memory"
     events = events_of(plan_of(max_trials=3, defaults={path: False}), World(), slots=1)
@@ -166,7 +175,7 @@ def test_a_proposal_that_would_not_be_made_today_is_a_mismatch() -> None:
 def test_a_proposal_where_there_is_nothing_to_try_is_a_mismatch() -> None:
     events = events_of(plan_of(max_trials=6), World(), slots=1)
     premature = [event for event in events if event["event"] != "finished"]
-    with pytest.raises(JournalMismatch, match="decides nothing"):
+    with pytest.raises(JournalMismatch, match="nothing is decided here"):
         tuner_of(plan_of(max_trials=6), premature)
 
 
