@@ -22,7 +22,6 @@ from dsat.app.prepare import Prepared
 from dsat.engines.places import local as this_machine
 from dsat.errors import (
     DecisionMismatch,
-    DsatError,
     JournalMismatch,
     SearchFailed,
     UserInputError,
