@@ -1,6 +1,11 @@
 """`python3 -m dsat`."""
 
+import os
 import sys
+
+# `-m` puts the working folder first, where a script may have the name of a library of ours.
+if os.getcwd() == sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+    del sys.path[0]
 
 from dsat.cli.main import main
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,18 +46,21 @@ def printed_line(
     folder: Path,
     *,
     found: Mapping[str, ScriptSwitch] | None = None,
+    warnings: Sequence[str] = (),
     **switches: Any,
 ) -> str:
     """Return the command printed by a run of one trial, the own configuration; write its files.
 
     Args:
         found: switches that the script turned out to have.
+        warnings: of the trial.
         switches: of the script, in the trial.
     """
     best, run = replace(own_configuration(ready), script_args=switches), Run()
     run.apply({"event": "start", "plan": ready.plan, "info": ready.info})
     run.apply({"event": "proposed", "trial": best})
-    run.apply({"event": "finished", "trial_id": best.id, "outcome": ran(1.0, ready.plan.metric)})
+    outcome = replace(ran(1.0, ready.plan.metric), warnings=tuple(warnings))
+    run.apply({"event": "finished", "trial_id": best.id, "outcome": outcome})
     run.profiled = Outcome(OutcomeKind.OK, profile=replace(weightless(1), switches=found or {}))
     line = train_command.line(ready, run, folder)
     summary.write_files(run, folder, line)

@@ -26,6 +26,10 @@ OTHER_BATCH = (
     "best_ds_config.json, set per_device_train_batch_size to its train_micro_batch_size_per_gpu, "
     "and gradient_accumulation_steps as there"
 )
+OTHER_CONFIG = (
+    "the script's own code gives the DeepSpeed configuration (to TrainingArguments or "
+    "DeepSpeedPlugin), which trials replace. To train with best_ds_config.json, give that there"
+)
 OTHER_PARALLELISM = (
     "the script's own ParallelismConfig has another sp_size than the trial, so dsat replaced it: "
     "to train with best_ds_config.json, set it to the sequence_parallel_size there"
@@ -71,7 +75,7 @@ def install(settings: TrainerSettings, warn: Callable[[str], None], *, on_cpu: b
     hook = wrapt.register_post_import_hook
     hook(functools.partial(_adapt_arguments, settings, warn), "transformers.training_args")
     if settings.config_path is not None:
-        plugin = functools.partial(_adapt_plugin, settings.config_path, settings.gas)
+        plugin = functools.partial(_adapt_plugin, settings.config_path, settings.gas, warn)
         hook(plugin, "accelerate.utils.dataclasses")
     if settings.max_steps is not None:
         hook(_never_resume, "transformers.trainer")
@@ -97,11 +101,14 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
         args.max_steps = _scheduled_steps(_read_config(own_config)) or args.max_steps
         return []
     config = json.loads(settings.config_path.read_text(encoding="utf-8"))
+    is_of_code = bool(args.deepspeed) and _read_config(args.deepspeed) != config
     if args.deepspeed:
         args.deepspeed = config if isinstance(args.deepspeed, dict) else str(settings.config_path)
     own = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
     agrees = settings.batch_in_file or own == (settings.micro_batch, settings.gas)
     warnings = [] if agrees else [OTHER_BATCH]
+    if is_of_code and not settings.batch_in_file:
+        warnings.append(OTHER_CONFIG)
     args.per_device_train_batch_size = settings.micro_batch
     args.gradient_accumulation_steps = settings.gas
     if settings.max_steps is not None:
@@ -159,13 +166,15 @@ def _adapt_arguments(settings: TrainerSettings, warn: Callable[[str], None], mod
     wrapt.wrap_function_wrapper(module, "TrainingArguments.__post_init__", post_init)
 
 
-def _adapt_plugin(config_path: Path, gas: int, module: Any) -> None:
+def _adapt_plugin(config_path: Path, gas: int, warn: Callable[[str], None], module: Any) -> None:
     """Give accelerate's DeepSpeed plugin the trial's configuration."""
 
     def post_init(original: Callable[..., Any], plugin: Any, positional: Any, keywords: Any) -> Any:
         given = plugin.hf_ds_config
         if given is None or isinstance(given, (str, dict)):  # else the Trainer's own, prepared
             config = json.loads(config_path.read_text(encoding="utf-8"))
+            if given is not None and _read_config(given) != config:
+                warn(OTHER_CONFIG)
             zero = config.setdefault("zero_optimization", {"stage": 0})
             plugin.hf_ds_config = config
             plugin.zero_stage = stage = zero.get("stage", 0)

@@ -132,8 +132,6 @@ class Measurement:
             self._take_skipped()
             return
         spec, applied = self._spec, self.steps_seen - self._skipped
-        if marks.micro_steps > spec.gas:
-            self._warn(OWN_ACCUMULATION.format(k=f"{marks.micro_steps / spec.gas:g}"))
         start = spec.options.start_step
         # Only a step that was made tells how many the warm-up needs.
         if applied == max(start - 1, 1) and spec.measures:
@@ -244,6 +242,10 @@ class Measurement:
     def _check(self, *, is_last: bool = False) -> None:
         """Agree with the other ranks on the measured steps, and decide whether they are enough."""
         agreed = self._agree()
+        # A Trainer whose data have no length makes some steps of more, behind the end of an epoch.
+        fewest = min(marks.micro_steps for marks in self._steps) / self._spec.gas
+        if fewest > 1:
+            self._warn(OWN_ACCUMULATION.format(k=f"{fewest:g}"))
         self._recorder.losses.read(self._ranks.mean)
         usable = self._usable(agreed, is_last=is_last)
         next_check: int | None = 2 * len(agreed)

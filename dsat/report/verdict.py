@@ -175,13 +175,16 @@ def _headline(run: Run, best: Trial, outcome: Outcome) -> str:
     change = fmt.change(run.plan.metric, own.value(objective), outcome.value(objective))
     its, yours = best.batch.train_batch_size, run.plan.own_batch.train_batch_size
     batch = "" if its == yours else f" with a global batch of {its} instead of {yours}"
+    if gained.ratio < 1:
+        least = "the best within the batch sizes that you asked for"
+        return f"Slower than yours, {gained.text}: {change}{batch}. {best.name} is {least}."
     return f"Gain {gained.text}: {change}{batch}. Use {best.name}."
 
 
 def _why_keep(run: Run) -> str:
     """Say why the user's own configuration is the best."""
     assert run.plan is not None
-    finals, trial, found = run.finals, run.leader, run.leaders_gain
+    finals, trial, found = run.finals, run.leader, run.gain_of(run.leader)
     if finals is not None and finals.over:
         if finals.pick is None:
             return _NONE_CONFIRMED

@@ -14,20 +14,8 @@ from typing import Any
 from dsat.inputs import ds_config
 from dsat.memory.predictor import Basis
 from dsat.space.plan import Plan
+from dsat.tuning import events
 from dsat.tuning.comparison import Gain
-from dsat.tuning.events import (
-    EVENT_BUDGET,
-    EVENT_FINALS,
-    EVENT_FINISHED,
-    EVENT_MEMORY_BASIS,
-    EVENT_PAUSED,
-    EVENT_PROPOSED,
-    EVENT_START,
-    EVENT_STOP_ASKED,
-    EVENT_STOPPED,
-    event_of,
-    raise_as_corrupt_journal,
-)
 from dsat.tuning.finals import Contestant, Finals, Role
 from dsat.tuning.training_check import TrainingCheck
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
@@ -103,10 +91,10 @@ class Run:
         self.running_s = 0.0
         self.ended_s: dict[int, float] = {}
         for number, line in enumerate(lines, start=1):
-            with raise_as_corrupt_journal(number):
-                event = event_of(line)
+            with events.raise_as_corrupt_journal(number):
+                event = events.event_of(line)
                 self.apply(event)
-                if event["event"] == EVENT_PROPOSED:
+                if event["event"] == events.EVENT_PROPOSED:
                     assert self.plan is not None
                     config = self.plan.config(event["trial"].overrides)
                     ds_config.check_sections(config, where=event["trial"].name)
@@ -114,15 +102,15 @@ class Run:
     def apply(self, event: Mapping[str, Any]) -> None:
         """Folds one event in, its values as they are; a kind that is not known is skipped."""
         kind = event["event"]
-        self.paused = kind == EVENT_PAUSED
+        self.paused = kind == events.EVENT_PAUSED
         self.running_s += event.get("elapsed_s", 0.0)
         self.skipped += event.get("skipped", [])
-        if kind == EVENT_START:
+        if kind == events.EVENT_START:
             self.plan = event["plan"]
             self.planned_trials = event["plan"].max_trials
             self._objective = event["plan"].objective
             self.info = event["info"]
-        elif kind == EVENT_PROPOSED:
+        elif kind == events.EVENT_PROPOSED:
             trial: Trial = event["trial"]
             self.trials[trial.id] = self._running[trial.id] = trial
             if trial.kind is TrialKind.BASELINE:
@@ -130,13 +118,13 @@ class Run:
             elif trial.kind is TrialKind.FINAL:
                 self._enter_final(trial)
             self.stop_reason = None
-        elif kind == EVENT_FINISHED:
+        elif kind == events.EVENT_FINISHED:
             self._finish(event["trial_id"], event["outcome"])
-        elif kind == EVENT_MEMORY_BASIS:
+        elif kind == events.EVENT_MEMORY_BASIS:
             self.memory_basis = event["basis"]
-        elif kind == EVENT_FINALS:
+        elif kind == events.EVENT_FINALS:
             self._begin_finals(event)
-        elif kind == EVENT_BUDGET:
+        elif kind == events.EVENT_BUDGET:
             assert self.plan is not None
             goes_on = event["max_trials"] > self.plan.max_trials and not event.get("converged")
             if goes_on:
@@ -146,9 +134,9 @@ class Run:
             if not event.get("asked"):
                 self.planned_trials = event["max_trials"]
             self.stop_reason = None
-        elif kind == EVENT_STOPPED:
+        elif kind == events.EVENT_STOPPED:
             self.stop_reason = event["reason"]
-        elif kind == EVENT_STOP_ASKED:
+        elif kind == events.EVENT_STOP_ASKED:
             self.stop_asked = event["asked"]
             self.stop_reason = None
 
@@ -281,14 +269,15 @@ class Run:
     def best(self) -> Trial | None:
         """Trial of the recommended configuration.
 
-        The finals' winner. Before their end the leader, if it is surely better than the user's own
-        and the pairs so far do not say otherwise.
+        The finals' winner. Before their end the best of what is surely better than the user's own,
+        if the pairs so far do not say otherwise.
         """
         finals, own = self.finals, self.baseline
         if finals is None or not finals.over:
             pairs = None if finals is None else finals.comparison
-            is_slower = pairs is not None and pairs.mean <= 0
-            return self.leader if self._leads_surely() and not is_slower else own
+            if self.leader is None:
+                return None
+            return own if pairs is not None and pairs.mean <= 0 else self._surely_best or own
         assert self.plan is not None and own is not None
         if finals.pick is not None and (
             finals.comparison is None or finals.is_worth_it or not self.plan.admits(own.batch)
@@ -296,20 +285,25 @@ class Run:
             return self.trials[finals.pick.trial_id]
         return own if self.plan.admits(own.batch) else self.leader
 
-    def _leads_surely(self) -> bool:
-        """Return whether the leader is better than the user's own, by enough for its batch."""
-        found, own, leader = self.leaders_gain, self.baseline, self.leader
-        if leader is not None and leader.id in self.disqualified:
-            return False
-        if found is None:
-            return True
-        assert self.plan is not None and own is not None and leader is not None
-        larger = leader.batch.train_batch_size > own.batch.train_batch_size
-        return found.low > 1 and (not larger or found.ratio > 1 + self.plan.indifference)
-
     @property
-    def leaders_gain(self) -> Gain | None:
-        """Gain of the leader over the user's own configuration, both measured once.
+    def _surely_best(self) -> Trial | None:
+        """The best of the search that beats the user's own surely, by enough for its batch."""
+        assert self.plan is not None
+        searched = [trial for trial in self.trials.values() if trial.kind is TrialKind.SEARCH]
+        values = [(self.value(trial), trial) for trial in searched if self.plan.admits(trial.batch)]
+        gains = [(self._objective.log_value(v), trial) for v, trial in values if v is not None]
+        for _, trial in sorted(gains, key=lambda pair: pair[0], reverse=True):
+            found, own = self.gain_of(trial), self.plan.own_batch
+            is_larger = trial.batch.train_batch_size > own.train_batch_size
+            least = 1 + self.plan.indifference if is_larger else 1.0
+            if trial.id in self.disqualified:
+                continue
+            if found is None or (found.low > 1 and found.ratio > least):
+                return trial
+        return None
+
+    def gain_of(self, trial: Trial | None) -> Gain | None:
+        """Return the gain of a trial over the user's own configuration, both measured once.
 
         Its interval is as wide as the best of so many trials needs (Bonferroni).
 
@@ -317,12 +311,12 @@ class Run:
             None if either is missing, if they are the same, or if the user's own is not within the
             batch sizes of the plan.
         """
-        own, leader, plan = self.baseline, self.leader, self.plan
-        if own is None or leader is None or plan is None or leader is own:
+        own, plan = self.baseline, self.plan
+        if own is None or trial is None or plan is None or trial is own:
             return None
         if self.value(own) is None or not plan.admits(own.batch):
             return None
-        first, then = self.contestant(own), self.contestant(leader)
+        first, then = self.contestant(own), self.contestant(trial)
         tried = sum(outcome.ok for outcome in self.outcomes.values())
         margin = NormalDist().inv_cdf(1 - 0.025 / tried)
         margin *= math.hypot(first.standard_error, then.standard_error)

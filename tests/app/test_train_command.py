@@ -14,6 +14,7 @@ import pytest
 
 from dsat.app.train_command import conditions
 from dsat.engines.local.machine import Machine
+from dsat.in_trial.hf_trainer import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
 from dsat.inputs.placement import Launch
 from dsat.values.outcome import ScriptSwitch
 from dsat.values.text import without_secrets
@@ -185,6 +186,20 @@ def test_what_the_scripts_code_switches_on_is_switched_off_by_dsat(
     found["gradient_checkpointing"] = ScriptSwitch((True, False), in_arguments=True)
     line = printed_line(ready, tmp_path, found=found, gradient_checkpointing=False)
     assert "run_full_experiment" not in line
+
+
+def test_what_the_scripts_code_decides_is_decided_by_dsat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate's file has the configuration, but TrainingArguments in code the batch sizes."""
+    command = f"accelerate launch --config_file acc.yaml {SCRIPT}"
+    ready = prepared(f"deepspeed --num_gpus 1 {SCRIPT}", FOLDER, monkeypatch)
+    started = replace(ready.program, started_by=tuple(command.split()), slots=1)
+    ready = replace(ready, program=started)
+    for warning in ("something else", OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM):
+        line = printed_line(ready, tmp_path, warnings=(warning,))
+        assert ("accelerate launch" in line) is (warning == "something else"), line
+        assert ("run_full_experiment" in line) is (warning != "something else")
 
 
 def test_files_that_were_included_are_beside_the_script(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -426,3 +427,20 @@ def test_a_trial_class_cannot_be_trained_to_no_end(
     assert main.main(["asha", "deepspeed.yaml", ".", "--run-full-experiment"]) == 2
     check_one_line(capsys.readouterr(), [f"deepspeed.yaml: searcher.{key}", "full-length run"])
     assert main.main(["asha", "deepspeed.yaml", ".", "--dry-run"]) == 0
+
+
+def test_a_script_may_have_the_name_of_a_library(tmp_path: Path) -> None:
+    for name in ("rich.py", "wrapt.py"):
+        (tmp_path / name).write_text("raise SystemExit('the script was run')\n")
+    (tmp_path / "deepspeed.yaml").write_text("a: [")
+    command = [sys.executable, "-m", "dsat", "asha", "deepspeed.yaml", "."]
+    root = str(Path(__file__).parents[2])
+    process = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 2 and "the script was run" not in process.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from dsat.in_trial import hf_trainer
-from dsat.in_trial.hf_trainer import OTHER_BATCH, TrainerSettings
+from dsat.in_trial.hf_trainer import OTHER_BATCH, OTHER_CONFIG, TrainerSettings
 from dsat.in_trial.script_switches import ScriptSwitches
 
 
@@ -56,7 +57,7 @@ def settings(path: Path, **changes: Any) -> TrainerSettings:
 
 def test_a_full_length_run_gets_the_configuration_and_nothing_else(config_path: Path) -> None:
     args = script_args()
-    assert hf_trainer.prepare(args, settings(config_path)) == [OTHER_BATCH]
+    assert hf_trainer.prepare(args, settings(config_path)) == [OTHER_BATCH, OTHER_CONFIG]
     assert args == script_args(
         deepspeed=str(config_path), per_device_train_batch_size=16, gradient_accumulation_steps=2
     )
@@ -138,13 +139,17 @@ def test_only_a_real_disagreement_is_told(
     config_path: Path, micro_batch: int, gas: int, expected: list[str]
 ) -> None:
     trial = settings(config_path, micro_batch=micro_batch, gas=gas)
-    assert hf_trainer.prepare(script_args(), trial) == expected
-    assert hf_trainer.prepare(script_args(), replace(trial, batch_in_file=True)) == []
+    named = script_args(deepspeed=str(config_path))
+    assert hf_trainer.prepare(copy.copy(named), trial) == expected
+    assert hf_trainer.prepare(copy.copy(named), replace(trial, batch_in_file=True)) == []
+    other = copy.copy(named)
+    other.deepspeed = {"zero_optimization": {"stage": 1}}
+    assert hf_trainer.prepare(other, trial) == [*expected, OTHER_CONFIG]
 
 
 @pytest.mark.parametrize("old", [False, True])
 def test_gradient_checkpointing_under_both_its_names(config_path: Path, old: bool) -> None:
-    args = script_args(gradient_checkpointing=True)
+    args = script_args(gradient_checkpointing=True, deepspeed=str(config_path))
     if old:
         del args.activation_checkpointing
     field = "gradient_checkpointing" if old else "activation_checkpointing"

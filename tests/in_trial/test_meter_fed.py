@@ -92,6 +92,23 @@ def test_accumulation_of_the_scripts_own_is_measured_by_real_steps(clock: Clock,
     assert any(f"{k} times as many micro batches" in text for text in measured.warnings)
 
 
+def test_one_step_of_more_micro_batches_is_no_habit(clock: Clock) -> None:
+    """A Trainer carries over what is left of an epoch whose length it does not know."""
+    engine = FakeEngine(clock, gas=2)
+    attach(engine, replace(SPEC, gas=2))
+
+    def loop() -> None:
+        for step in range(100):
+            for _ in range(3 if step == 4 else 2):
+                engine.backward(engine.forward(torch.zeros(4, 3)))
+            engine.micro_steps += 1
+            engine.step()
+
+    with pytest.raises(TrialComplete) as complete:
+        loop()
+    assert not any("times as many" in text for text in complete.value.outcome.warnings)
+
+
 def test_a_pair_of_calls_for_one_loss_is_one_micro_step(clock: Clock) -> None:
     """Chosen and rejected answers, say."""
     engine = FakeEngine(clock)

@@ -9,6 +9,7 @@ import pytest
 
 from dsat.in_trial.batches import OF_ITS_OWN, UNCOUNTED, UNSEEN
 from dsat.in_trial.config_injection import ZERO_INIT
+from dsat.in_trial.hf_trainer import OTHER_BATCH, OTHER_CONFIG
 from dsat.report import advice
 from dsat.report.longest_sequence import memory_warning
 from dsat.report.run_view import RunView, best_config
@@ -48,6 +49,24 @@ def test_measurements_that_say_little_are_warned_of() -> None:
     noisy = replace(ran(150), metrics=replace(measured, ci95=0.8))
     [said] = verdict(run_of((1, 4, noisy), baseline=ran(100))).warnings
     assert said.startswith("measurements are uncertain by ±80.0 %, so smaller gains go unseen. End")
+
+
+def test_a_noisy_measurement_does_not_hide_a_sure_gain() -> None:
+    noisy = ran(200).metrics
+    assert noisy is not None
+    unsure = replace(ran(200), metrics=replace(noisy, ci95=1.5))
+    run = run_of((1, 4, ran(150)), (2, 4, unsure), baseline=ran(100))
+    assert run.best is not None and run.leader is not None
+    assert (run.leader.stage, run.best.stage) == (2, 1)
+    assert verdict(run).headline.startswith("Gain 1.50x, unconfirmed: 100 -> 150")
+    assert run_of((2, 4, unsure), baseline=ran(100)).best.stage == 0  # type: ignore[union-attr]
+
+
+def test_what_the_scripts_code_has_to_say_is_written_down() -> None:
+    said = replace(ran(150), warnings=(OTHER_BATCH, OTHER_CONFIG))
+    [script] = [t for t in verdict(run_of((1, 4, said), baseline=ran(100))).advice if "Script" in t]
+    assert "per_device_train_batch_size=4, gradient_accumulation_steps=1)" in script
+    assert "best_ds_config.json in place of" in script
 
 
 def test_at_most_five_changes_are_named() -> None:
