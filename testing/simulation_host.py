@@ -42,6 +42,7 @@ class FakeSimulationHost:
         fails: instead, every request fails so, those for activations among them.
         fails_early: the script itself fails so, before it can be asked.
         sequence_length: tokens of a sample, of which the facts are those of `UNIT_TOKENS`.
+        optimizer: the section that stands for the optimizer that the script passes.
 
     Attributes:
         asked: every request that came.
@@ -55,11 +56,13 @@ class FakeSimulationHost:
         fails: str = "",
         fails_early: str = "",
         sequence_length: int | None = None,
+        optimizer: Mapping[str, Any] | None = None,
     ) -> None:
         self._hello: dict[str, Any] = {
             "sizes": {name: getattr(facts, name) for name in SIZES},
             "sequence_length": sequence_length,
             "attention_heads": 12,
+            "optimizer": dict(optimizer or {}),
         }
         self._facts, self._answer = facts, answer
         self._fails, self._fails_early = fails, fails_early

@@ -75,13 +75,15 @@ def simulated(
 ) -> Iterator[tuple[str, dict[str, Any], Simulator | Formula]]:
     """Give the name of a script, its DeepSpeed configuration, and what answers for it.
 
-    A simulation does, or a formula where packages for that are missing; see `simulator_of`.
+    A simulation does, or a formula where packages for that are missing; see `simulator_of`. An
+    optimizer that the script passes to DeepSpeed takes the place of the configuration's.
     """
     if settings.hf_config is not None and hf_config.missing_packages():
         yield _by_formula(settings, hf_config.find(settings.hf_config))
         return
-    with simulator_of(settings) as found:
-        yield found
+    with simulator_of(settings) as (name, base, simulator):
+        own = {"optimizer": simulator.optimizer} if simulator.optimizer else {}
+        yield name, {**base, **own}, simulator
 
 
 @contextlib.contextmanager
@@ -250,7 +252,7 @@ def _model_of_configuration(settings: ModelSettings, path: Path) -> Source:
 def needs_simulation(config: Mapping[str, Any]) -> bool:
     """Tell optimizers that the closed form, which is Adam's, does not cover."""
     kind = str((config.get("optimizer") or {}).get("type", "Adam"))
-    return not kind.lower().endswith(("adam", "adamw"))
+    return kind.lower() not in ("adam", "adamw")
 
 
 def ladder(base: Mapping[str, Any]) -> list[Strategy]:

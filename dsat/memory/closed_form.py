@@ -385,7 +385,7 @@ def _stage_3(s: _Setup) -> _Parts:
     if s.accumulation_bytes > size:  # gradients are cast as they are reduced, not in the step
         reduced, step = reduced + s.accumulation_bytes * reduced // size, 4 * group
     if s.torch_adam:
-        step += 8 * group
+        step = max(step, 8 * group)
     return _Parts(init, resident, live, 0, reduced, step, gather)
 
 

@@ -126,12 +126,9 @@ _HOST = "host"
 
 
 def _corrections(variant: Variant, slots: int) -> _Corrections:
-    """Bytes by which simulations are above the closed form, by group and phase (or `_HOST`).
-
-    Where a group was simulated at several numbers of slots, the nearest one counts.
-    """
-    found: dict[str, dict[str, float]] = {}
-    for anchor in sorted(variant.anchors, key=lambda a: abs(math.log((a.slots or slots) / slots))):
+    """Bytes by which simulations are above the closed form, by group and phase (or `_HOST`)."""
+    found: dict[str, dict[float, Mapping[str, float]]] = {}
+    for anchor in variant.anchors:
         simulated = anchor.slots or slots
         formula = closed_form.lines(variant.facts, anchor.config, slots=simulated)
         more = {
@@ -141,8 +138,25 @@ def _corrections(variant: Variant, slots: int) -> _Corrections:
         }
         by_formula = sum(closed_form.host(variant.facts, anchor.config, slots=simulated))
         more[_HOST] = anchor.estimate.host - by_formula if by_formula else 0.0
-        found.setdefault(_group(anchor.config), more)
-    return found
+        found.setdefault(_group(anchor.config), {}).setdefault(simulated, more)
+    return {group: _between(known, slots) for group, known in found.items()}
+
+
+def _between(known: Mapping[float, Mapping[str, float]], slots: int) -> Mapping[str, float]:
+    """Interpolate corrections at numbers of slots, as of what the slots divide among themselves.
+
+    Among ever more slots nothing is left of what simulations save (an optimizer with less state).
+    """
+    most = {name: max(0.0, more) for name, more in known[max(known)].items()}
+    known = {**known, math.inf: most}
+    fewer = max((n for n in known if n <= slots), default=min(known))
+    more = min(n for n in known if n >= slots)
+    if fewer >= more:
+        return known[more]
+    part = (1 / fewer - 1 / slots) / (1 / fewer - 1 / more)
+    return {
+        name: bytes_ + part * (known[more][name] - bytes_) for name, bytes_ in known[fewer].items()
+    }
 
 
 def _group(config: Mapping[str, Any]) -> str:

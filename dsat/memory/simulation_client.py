@@ -84,10 +84,13 @@ class Simulator:
         sequence_length: tokens of a sample of the script's first batch, if samples are sequences
             of tokens.
         attention_heads: of its model; 0 if they are not known.
+        optimizer: the `optimizer` section that stands for what the script passes to
+            `deepspeed.initialize`; empty if it passes none.
     """
 
     sequence_length: int | None
     attention_heads: int
+    optimizer: dict[str, Any]
     _socket: socket.socket
 
     def __init__(
@@ -119,6 +122,7 @@ class Simulator:
             raise
         self._sizes, self.sequence_length = script["sizes"], script["sequence_length"]
         self.attention_heads = script.get("attention_heads") or 0
+        self.optimizer = script["optimizer"]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -99,6 +100,21 @@ def test_a_rung_that_cannot_be_simulated_has_the_formulas_answer() -> None:
     assert not found.is_complete
     [why] = [line for line in str(found).splitlines() if line.startswith("By formula, since")]
     assert "stage 3 on 1, stage 3, optimizer on cpu on 1" in why and "slots: " in why
+
+
+def test_an_optimizer_of_the_script_takes_the_place_of_the_configurations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = FakeSimulationHost(FACTS, by_formula(FACTS), optimizer={"type": "torch.optim.sgd.SGD"})
+
+    @contextlib.contextmanager
+    def simulator_of(_: EstimateSettings) -> Iterator[tuple[str, Mapping[str, Any], Simulator]]:
+        with Simulator(host, as_cpu=False) as simulator:
+            yield "train.py", {**BF16, "optimizer": {"type": "AdamW"}}, simulator
+
+    monkeypatch.setattr(estimate, "simulator_of", simulator_of)
+    settings = EstimateSettings(slot_counts=(1,), slot_memories=(8 * GIB,))
+    assert {line.estimate.source for line in estimate.estimate(settings).lines} == {SIMULATED}
 
 
 @pytest.mark.parametrize(("recompute", "factor"), [(False, 1), (True, 0.25)])

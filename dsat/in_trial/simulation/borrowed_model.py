@@ -126,6 +126,22 @@ class BorrowedModel:
         size = max((p.element_size() for p in parameters), default=4)
         return {**self._snapshot.sizes(), "param_bytes": size}
 
+    def optimizer(self) -> dict[str, Any]:
+        """Return the `optimizer` section that stands for the optimizer that the script passes.
+
+        Its type is Adam for DeepSpeed's own and for torch's in its usual implementation, otherwise
+        the full name of its class. The section is empty if the script passes none.
+        """
+        passed = self._arguments.get("optimizer")
+        if passed is None:
+            return {}
+        kind, defaults = type(passed), getattr(passed, "defaults", {})
+        usual = tuple(map(defaults.get, ("amsgrad", "foreach", "fused"))) == (False, None, None)
+        of_torch = usual and kind in (torch.optim.Adam, torch.optim.AdamW)
+        if of_torch or kind.__module__.startswith("deepspeed.ops.adam."):
+            return {"type": "Adam", "params": {"torch_adam": of_torch}}
+        return {"type": f"{kind.__module__}.{kind.__qualname__}"}
+
     def attention_heads(self) -> int | None:
         """Attention heads of the model, if its configuration says."""
         return attention_heads(self._arguments["model"])

@@ -139,6 +139,7 @@ class SimulationServer:
                 "sizes": model.sizes(),
                 "sequence_length": model.sequence_length(args, kwargs),
                 "attention_heads": model.attention_heads(),
+                "optimizer": model.optimizer(),
             }
         )
         running: dict[int, Mapping[str, Any]] = {}
