@@ -62,6 +62,7 @@ class FakeSimulationHost:
             "sizes": {name: getattr(facts, name) for name in SIZES},
             "sequence_length": sequence_length,
             "attention_heads": 12,
+            "hidden_size": None,
             "optimizer": dict(optimizer or {}),
         }
         self._facts, self._answer = facts, answer

@@ -118,7 +118,7 @@ def simulator_of(
                 engine, as_cpu=as_cpu, timeout_s=survey.TIMEOUT_S, model_switches=switches
             ) as simulator,
         ):
-            yield experiment.name, base, simulator
+            yield experiment.name, hf_config.with_buckets(base, simulator.hidden_size), simulator
     except SimulationUnavailable as error:
         keep_log = True
         raise DsatError(
@@ -201,7 +201,8 @@ def _by_formula(
     if settings.exact or needs_simulation(base):
         check_packages("--exact" if settings.exact else "optimizer.type")
     settings = replace(settings, dtype=hf_config.dtype_of(base))
-    return name, base, Formula(read_mapping(path), settings, str(path))
+    formula = Formula(read_mapping(path), settings, str(path))
+    return name, hf_config.with_buckets(base, formula.hidden_size), formula
 
 
 def check_packages(where: str) -> None:

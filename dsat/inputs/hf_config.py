@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,13 @@ from dsat.inputs.experiment import read_mapping
 
 CONFIG_FILE = "config.json"
 _PRECISIONS = ("bf16", "fp16")
+# "auto" settings of `zero_optimization` that the Trainer computes from the hidden size, and how
+# (integrations/deepspeed.py of transformers 5.23).
+_BY_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
 
 
 def find(given: str) -> Path:
@@ -50,7 +57,8 @@ def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         dtype: of the parameters (bf16, fp16 or fp32), unless the user's configuration enables one.
-        given: the user's; its "auto" values become the usual ones, as a Trainer fills them in.
+        given: the user's; its "auto" values become the usual ones, as a Trainer fills them in,
+            but those of `with_buckets`.
     """
     enabled = [name for name in _PRECISIONS if (given.get(name) or {}).get("enabled") is True]
     usual: dict[str, Any] = {
@@ -70,8 +78,18 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
-        if value != configs.AUTO
+        if value != configs.AUTO or key in _BY_HIDDEN_SIZE
     }
+
+
+def with_buckets(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
+    """Return a configuration whose "auto" sizes are those that a Trainer computes for a model.
+
+    Args:
+        hidden_size: of the model; None leaves them to DeepSpeed's defaults.
+    """
+    sizes = {} if hidden_size is None else {k: f(hidden_size) for k, f in _BY_HIDDEN_SIZE.items()}
+    return configs.completed(config, {"zero_optimization": sizes})
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:

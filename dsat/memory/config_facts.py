@@ -149,6 +149,7 @@ class Formula:
     Attributes:
         sequence_length: tokens of a sample.
         attention_heads: of the model; 0 if its configuration does not say.
+        hidden_size: of the model.
     """
 
     def __init__(self, config: Mapping[str, Any], settings: EstimateSettings, where: str) -> None:
@@ -156,6 +157,7 @@ class Formula:
         longest = config.get("max_position_embeddings") or _USUAL_SEQUENCE
         self.sequence_length: int | None = settings.seq_length or min(_USUAL_SEQUENCE, longest)
         self.attention_heads = int(config.get("num_attention_heads") or 0)
+        self.hidden_size = self._model.hidden
         self._adapters = _adapters(self._model, settings.lora, where)
 
     def facts(self, config: Mapping[str, Any], *, unit_tokens: int | None = None) -> ModelFacts:

@@ -84,12 +84,14 @@ class Simulator:
         sequence_length: tokens of a sample of the script's first batch, if samples are sequences
             of tokens.
         attention_heads: of its model; 0 if they are not known.
+        hidden_size: of its model, by which a Trainer fills in "auto"; None if it is not known.
         optimizer: the `optimizer` section that stands for what the script passes to
             `deepspeed.initialize`; empty if it passes none.
     """
 
     sequence_length: int | None
     attention_heads: int
+    hidden_size: int | None
     optimizer: dict[str, Any]
     _socket: socket.socket
 
@@ -122,7 +124,7 @@ class Simulator:
             raise
         self._sizes, self.sequence_length = script["sizes"], script["sequence_length"]
         self.attention_heads = script.get("attention_heads") or 0
-        self.optimizer = script["optimizer"]
+        self.hidden_size, self.optimizer = script["hidden_size"], script["optimizer"]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsat.app import estimate
 from dsat.app.memory_tables import Line
+from dsat.inputs import hf_config
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
@@ -22,6 +25,13 @@ from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_o
 
 GIB = 2**30
 FACTS = facts_of(100 * MIB)
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "intermediate_size": 2048,
+    "vocab_size": 1000,
+}
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -115,6 +125,22 @@ def test_an_optimizer_of_the_script_takes_the_place_of_the_configurations(
     monkeypatch.setattr(estimate, "simulator_of", simulator_of)
     settings = EstimateSettings(slot_counts=(1,), slot_memories=(8 * GIB,))
     assert {line.estimate.source for line in estimate.estimate(settings).lines} == {SIMULATED}
+
+
+def test_auto_is_what_a_trainer_computes_for_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_config, "missing_packages", lambda: ["torch"])
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps({**LLAMA, "hidden_size": 1024}))
+
+    def lines(size: Any) -> Any:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": size}}))
+        settings = EstimateSettings(hf_config=str(model), ds_config=path, slot_counts=(8,))
+        return estimate.estimate(settings).lines
+
+    assert lines("auto") == lines(2**20) != lines(5 * 10**8)
 
 
 @pytest.mark.parametrize(("recompute", "factor"), [(False, 1), (True, 0.25)])

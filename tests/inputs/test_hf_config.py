@@ -65,13 +65,29 @@ def test_what_a_trainer_would_fill_in_is_left_to_deepspeed() -> None:
         **dict.fromkeys((*BATCH_KEYS, "gradient_clipping"), "auto"),
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+        "zero_optimization": {"stage": 3, "stage3_max_live_parameters": "auto"},
     }
     config = hf_config.ds_config("bf16", given)
     assert "auto" not in json.dumps(config)
     assert config["optimizer"] == {"type": "AdamW", "params": {"lr": 1e-4}}
     assert config["zero_optimization"] == {"stage": 3}
     assert [config.get(key) for key in BATCH_KEYS] == [None, 1, 1]
+
+
+def test_what_a_trainer_computes_from_the_hidden_size_is_computed() -> None:
+    """Sizes by `HfTrainerDeepSpeedConfig.trainer_config_finalize`."""
+    computed = {
+        "reduce_bucket_size": 10**6,
+        "stage3_prefetch_bucket_size": 900_000,
+        "stage3_param_persistence_threshold": 10_000,
+    }
+    given = {"zero_optimization": {"stage": 3, **dict.fromkeys(computed, "auto")}}
+    config = hf_config.ds_config("bf16", given)
+    found = hf_config.with_buckets(config, 1000)
+    assert found == {**config, "zero_optimization": {"stage": 3, **computed}}
+    own = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5}}
+    assert hf_config.with_buckets(own, 1000) == own
+    assert hf_config.with_buckets(given, None) == given
 
 
 def test_a_global_batch_of_the_users_decides_the_other_sizes() -> None:

@@ -146,6 +146,18 @@ class BorrowedModel:
         """Attention heads of the model, if its configuration says."""
         return attention_heads(self._arguments["model"])
 
+    def hidden_size(self) -> int | None:
+        """Hidden size of the model as transformers' Trainer looks for it; the largest of several.
+
+        As `trainer_config_finalize` of its integrations/deepspeed.py.
+        """
+        own: Any = getattr(self._arguments["model"], "config", None)
+        for config in (own, getattr(own, "text_config", None)):
+            size = getattr(config, "hidden_size", None) or getattr(config, "hidden_sizes", None)
+            if size:
+                return size if isinstance(size, int) else max(size)
+        return None
+
     def sequence_length(self, args: Any, kwargs: Mapping[str, Any]) -> int | None:
         """The second size of the batch's first matrix of integers: tokens of a sample."""
         for tensor in tensors_in([args, dict(kwargs)]):

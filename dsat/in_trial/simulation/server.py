@@ -139,6 +139,7 @@ class SimulationServer:
                 "sizes": model.sizes(),
                 "sequence_length": model.sequence_length(args, kwargs),
                 "attention_heads": model.attention_heads(),
+                "hidden_size": model.hidden_size(),
                 "optimizer": model.optimizer(),
             }
         )

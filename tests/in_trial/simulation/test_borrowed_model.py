@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,3 +38,22 @@ def test_the_scripts_own_optimizer_decides_whether_the_formula_does(
     section = BorrowedModel(lambda **_: None, arguments, {}).optimizer()
     assert estimate.needs_simulation({"optimizer": section}) is simulated
     assert bool(section.get("params", {}).get("torch_adam")) is of_torch
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (SimpleNamespace(hidden_size=64), 64),
+        (SimpleNamespace(hidden_sizes=[32, 128]), 128),
+        (SimpleNamespace(text_config=SimpleNamespace(hidden_size=48)), 48),
+        (SimpleNamespace(), None),
+        (None, None),
+    ],
+)
+def test_the_hidden_size_is_found_where_a_trainer_looks_for_it(
+    config: Any, size: int | None
+) -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    if config is not None:
+        model.config = config
+    assert BorrowedModel(lambda **_: None, {"model": model}, {}).hidden_size() == size
