@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils import weak
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, script_switches
 from dsat.in_trial.profiler import attention_heads
+from dsat.in_trial.simulation.captured import Candidate, Captured
 from dsat.in_trial.simulation.known_values import ValuesMode
 from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleSnapshot
 from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
-from dsat.in_trial.simulation.simulation import (
-    ActivationPass,
-    Candidate,
-    Captured,
-    Simulation,
-)
+from dsat.in_trial.simulation.simulation import ActivationPass, Simulation
 from dsat.in_trial.simulation.storage_tracker import StorageTracker, tensors_in
 from dsat.inputs import ds_config
 from dsat.inputs.ds_config import BATCH_KEYS
@@ -44,6 +42,7 @@ class BorrowedModel:
     """Arguments that a script passes to `deepspeed.initialize`, kept for simulations.
 
     Attributes:
+        earlier: all tensors of the process when the script called `deepspeed.initialize`.
         uses_zero_init: stage 3 partitions parameters while the script makes them.
 
     Raises:
@@ -66,6 +65,10 @@ class BorrowedModel:
         self._snapshot = ModuleSnapshot(model)
         self._after_forward: dict[str, Callable[..., Any]] = {}
         self._on_host: dict[int, torch.Tensor] = {}
+        # By type: an instance check asks lazily loaded objects for their attributes.
+        self.earlier = weak.WeakTensorKeyDictionary(
+            dict.fromkeys(t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
+        )
 
     def engine_for_the_script(self) -> Any:
         """Call `deepspeed.initialize` for stage 0 with a simple optimizer, on fake parameters.
@@ -188,6 +191,7 @@ class BorrowedModel:
             on_host=self._on_host,
             uses_zero_init=self.uses_zero_init,
             dtype=next(self._arguments["model"].parameters()).dtype,
+            earlier=self.earlier,
         )
         config = as_simulated(ds_config.completed(request["config"], self._config))
         of_candidate = (

@@ -16,7 +16,7 @@ the script's classes, and a loss computed outside the model can be half of the a
 costs milliseconds and keeps DeepSpeed's globals of one candidate away from the next.
 
 The first dimension of a batch identifies it, so the script runs with a micro batch that is an
-unlikely size of anything else (`CAPTURED_MICRO_BATCH`).
+unlikely size of anything else (`CAPTURED_MICRO_BATCH`). What it had before its engine is no batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from dsat.values import host_memory
 from dsat.values.memory_size import readable
 from dsat.values.outcome import OutcomeKind
 
-CAPTURED_MICRO_BATCH = 7
+CAPTURED_MICRO_BATCH = 13
 AS_IF_CUDA = "DSAT_AS_IF_CUDA"  # variable: CUDA is said to be available where there is none
 LARGEST_MESSAGE_BYTES = 2**20
 # Limits of a simulation: part of the memory available at its start, and bytes.
