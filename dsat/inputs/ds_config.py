@@ -282,8 +282,32 @@ def did_you_mean(word: object, known: Iterable[str], likeness: float = 0.6) -> s
     return f"Did you mean {near[0]!r}? " if near else ""
 
 
+# Names of types (`DtypeEnum` of runtime/config.py, without "torch."), by their short ones.
+_TYPES = {"float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
+
+
+def data_types(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the types of the model and of its accumulated gradients (`fp16`, `bf16`, `fp32`).
+
+    As `get_data_types` in runtime/engine.py. None where the script decides, or nothing is said.
+    """
+    said = {name: at(config, f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16")}
+    model = next((name for name, enabled in said.items() if enabled is True), None)
+    if model is None and AUTO not in said.values():
+        model = "fp32"
+    kept = str(at(config, "data_types.grad_accum_dtype")).removeprefix("torch.")
+    kept = _TYPES.get(kept, kept)
+    return _TYPES.get(str(model), model), kept if kept in _TYPES.values() else None
+
+
 def least_stage(config: Mapping[str, Any]) -> int:
-    """Return the lowest ZeRO stage that `DeepSpeedConfig._do_error_check` accepts."""
+    """Return the lowest ZeRO stage that DeepSpeed accepts.
+
+    By `DeepSpeedConfig._do_error_check` and `DeepSpeedEngine._do_optimizer_sanity_check` (0.19.8).
+    """
+    model, accumulated = data_types(config)
+    if None not in (model, accumulated) and model != accumulated:
+        return 1
     sections = [config.get(name) or {} for name in ("bf16", "bfloat16", "fp16")]
     low = any(
         value is True and key.endswith(("_master_weights_and_grads", "_optimizer_states"))

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from dsat.inputs import ds_config
 from dsat.memory.estimate import CLOSED_FORM, PHASES, MemoryEstimate
 from dsat.values import parallelism
 from dsat.values.outcome import ModelProfile
@@ -152,6 +153,7 @@ class _Setup:
     slots: int
     model_bytes: int
     accumulation_bytes: int
+    fp16: bool
     master_bytes: int
     moment_bytes: int
     gas: int
@@ -263,7 +265,7 @@ def host(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> tuple[f
 def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
     zero = config.get("zero_optimization") or {}
     size = model_bytes(config, facts.param_bytes)
-    wanted = (config.get("data_types") or {}).get("grad_accum_dtype")
+    model_type, accumulated = ds_config.data_types(config)
     optimizer = (config.get("optimizer") or {}).get("params") or {}
     overlap = zero.get("overlap_comm")
     low_master, low_moments = _low_precision_state(config)
@@ -272,7 +274,8 @@ def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
         facts=facts.divided(shared),
         slots=max(1, slots // shared.tensor),  # ZeRO divides among those of other layers' parts
         model_bytes=size,
-        accumulation_bytes=_BYTES.get(str(wanted), size),
+        accumulation_bytes=_BYTES.get(str(accumulated), size),
+        fp16=model_type == "fp16",
         master_bytes=2 if low_master else 4,
         moment_bytes=2 if low_moments else 4,
         gas=_size(config, "gradient_accumulation_steps", 1),
@@ -329,10 +332,12 @@ def _stage_1_or_2(s: _Setup) -> _Parts:
     total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
     bucket, largest = s.buckets * s.bucket * size, s.facts.largest_param
     stage = s.strategy.stage
-    if stage == 1 and s.accumulation_bytes > size:
+    if stage == 1 and s.accumulation_bytes > size and not (s.fp16 or s.offload_optimizer):
+        # BF16_Optimizer; gradients of a micro step stay where they are until the next one's.
         resident = size * total + 4 * trained + 12 * s.shard
         init = max(size * (total + trained), resident - 8 * s.shard)
-        return _Parts(init, resident, 0, 0, 2 * size * trained, size * trained)
+        held = size * trained if s.gas > 1 else 0
+        return _Parts(init, resident, held, 0, 2 * size * trained - held, size * trained)
     # Gradients of parameters that touch the rank's own partition, whole; tied ones are there twice,
     # and one that no bucket holds is reduced by itself.
     own = min(trained, max(s.shard, largest) + 3 * largest if s.slots > 1 else trained)
@@ -346,10 +351,11 @@ def _stage_1_or_2(s: _Setup) -> _Parts:
         return _Parts(init, resident, 0, bucket, gradients, 0, flat=flat)
     resident = size * total + s.state_bytes * s.shard
     if s.accumulation_bytes > size:
-        held = 4 * s.shard if s.gas > 1 else 0
+        whole = 4.0 * trained if stage == 1 else 0.0
+        held = (whole or 4 * s.shard) if s.gas > 1 else 0.0
         cast = size * (min(trained, s.bucket) + 2 * largest)
-        step = 4 * s.shard + 8 * min(largest, s.shard)
-        gradients = bucket + 4 * s.shard + cast - held
+        step = max(4 * s.shard + 8 * min(largest, s.shard), held)
+        gradients = bucket + 4 * s.shard + whole + cast - held
         return _Parts(init, resident, held, bucket, gradients, step, flat=flat)
     step = (2 * size + s.cast_bytes) * s.shard if size == 2 else 8 * s.shard
     if s.shard < 2 * largest and s.slots > 1:

@@ -75,15 +75,47 @@ def test_slots_share_samples_as_the_users_do_where_they_can() -> None:
     assert gas == [8, 4]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "accumulate", "held_bytes"),
+    [
+        ("bf16", "bf16", 2),
+        ("bf16", "float32", 2),
+        ("fp16", "fp16", 2),
+        ("fp16", "torch.float32", 4),
+    ],
+)
 @pytest.mark.parametrize("exact", [False, True])
-def test_stage_1_holds_whole_gradients_while_it_accumulates(exact: bool) -> None:
+def test_stage_1_holds_whole_gradients_while_it_accumulates(
+    dtype: str, accumulate: str, held_bytes: int, exact: bool
+) -> None:
     held = {}
     for gas in (1, 2):
         host = FakeSimulationHost(FACTS, by_formula(FACTS))
-        base = {**BF16, "gradient_accumulation_steps": gas}
+        base = {
+            dtype: {"enabled": True},
+            "data_types": {"grad_accum_dtype": accumulate},
+            "zero_optimization": {"reduce_bucket_size": 1000},
+            "gradient_accumulation_steps": gas,
+        }
         [line] = [x for x in lines_of(host, base, exact=exact) if x.strategy == Strategy(1)]
         held[gas] = line.estimate.forward
-    assert held[2] >= held[1] + 2 * FACTS.trainable_params
+    per_parameter = (held[2] - held[1]) / FACTS.trainable_params
+    assert per_parameter == pytest.approx(held_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "stage"),
+    [
+        ({}, 0),
+        ({**BF16, "data_types": {"grad_accum_dtype": None}}, 0),
+        ({**BF16, "data_types": {"grad_accum_dtype": "bfloat16"}}, 0),
+        ({**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, 1),
+        ({"bf16": {"enabled": "auto"}, "data_types": {"grad_accum_dtype": "fp32"}}, 0),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, 1),
+    ],
+)
+def test_stages_that_deepspeed_refuses_are_not_shown(config: Mapping[str, Any], stage: int) -> None:
+    assert estimate.ladder(config)[0] == Strategy(stage)
 
 
 def test_what_is_left_to_the_script_has_the_scripts_type() -> None:

@@ -104,6 +104,13 @@ newest = needs("deepspeed", "0.19.8", "allocates otherwise than the closed form 
         {"stage": 3, "slots": 4, "micro_batch": 1},
         pytest.param({"stage": 0, "dtype": "fp32"}, marks=pytest.mark.nightly),
         pytest.param({"stage": 1, "accumulate": "fp32"}, marks=[newest, pytest.mark.nightly]),
+        pytest.param(
+            {"stage": 1, "accumulate": "fp32", "gas": 2}, marks=[newest, pytest.mark.nightly]
+        ),
+        pytest.param(
+            {"stage": 1, "dtype": "fp16", "accumulate": "fp32", "slots": 4},
+            marks=[newest, pytest.mark.nightly],
+        ),
         pytest.param({"stage": 1, "dtype": "fp32", "slots": 4}, marks=pytest.mark.nightly),
         pytest.param({"stage": 2}, marks=pytest.mark.nightly),
         pytest.param({"stage": 2, "accumulate": "fp32"}, marks=pytest.mark.nightly),
