@@ -31,7 +31,7 @@ def find(given: str) -> Path:
             the Hugging Face hub.
 
     Raises:
-        UserInputError: there is none, or it is no configuration of a model.
+        UserInputError: there is none, or it is no configuration of a model that can be predicted.
     """
     path = Path(os.path.expanduser(given))  # which leaves an unknown ~user as it is
     if path.is_dir():
@@ -45,9 +45,16 @@ def find(given: str) -> Path:
             where=f"--hf-config {given}",
             hint="Nothing is downloaded here: give the path of the model's config.json.",
         )
-    if "model_type" not in read_mapping(path):
+    config = read_mapping(path)
+    if "model_type" not in config:
         raise UserInputError(
             'is no configuration of a transformers model: "model_type" is missing', where=str(path)
+        )
+    if config.get("quantization_config"):
+        raise UserInputError(
+            "is of a quantized model, whose memory cannot be predicted",
+            where=f"{path}: quantization_config",
+            hint="Take the section out for the memory of the same model without quantization.",
         )
     return path.absolute()  # a file of the cache is a link to one without a name
 

@@ -29,7 +29,15 @@ def test_nothing_is_downloaded(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert "Nothing is downloaded" in str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"hidden_size": 8}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"hidden_size": 8}',
+        '{"model_type": "llama", "quantization_config": {"load_in_4bit": true}}',
+    ],
+)
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserInputError, match=r"config\.json"):
