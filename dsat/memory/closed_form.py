@@ -336,7 +336,7 @@ def _stage_1_or_2(s: _Setup) -> _Parts:
         # BF16_Optimizer; gradients of a micro step stay where they are until the next one's.
         resident = size * total + 4 * trained + 12 * s.shard
         init = max(size * (total + trained), resident - 8 * s.shard)
-        held = size * trained if s.gas > 1 else 0
+        held = size * trained if s.gas > 1 else 0.0
         return _Parts(init, resident, held, 0, 2 * size * trained - held, size * trained)
     # Gradients of parameters that touch the rank's own partition, whole; tied ones are there twice,
     # and one that no bucket holds is reduced by itself.
