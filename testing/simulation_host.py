@@ -63,6 +63,7 @@ class FakeSimulationHost:
             "sequence_length": sequence_length,
             "attention_heads": 12,
             "hidden_size": None,
+            "model_takes": 0,
             "optimizer": dict(optimizer or {}),
         }
         self._facts, self._answer = facts, answer

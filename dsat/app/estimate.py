@@ -172,8 +172,7 @@ def tables(
     found, basis = lines(
         base, facts, simulator, settings.slot_counts, settings.slot_memories, exact=exact
     )
-    length = simulator.sequence_length
-    choices = fewest_cards.fewest(basis, partial(configuration, base), ladder(base), length)
+    choices = fewest_cards.fewest(basis, partial(configuration, base), ladder(base))
     return Estimate(name, facts, found, choices, missing)
 
 

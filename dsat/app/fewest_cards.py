@@ -28,8 +28,6 @@ class Choice:
         strategy: the first of the ladder that fits, which is the fastest of them as a rule.
         micro_batch: the largest.
         host_bytes: of the host's memory, for each card.
-        sequence_length: the longest sequence of which one sample fits, if activations grow in
-            proportion to it; None if the samples are no sequences.
     """
 
     memory_bytes: int
@@ -37,7 +35,6 @@ class Choice:
     strategy: Strategy
     micro_batch: int
     host_bytes: int
-    sequence_length: int | None
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "strategy": self.strategy.name}
@@ -47,7 +44,6 @@ def fewest(
     basis: Basis,
     configuration: Callable[[Strategy, int], Mapping[str, Any]],
     strategies: Sequence[Strategy],
-    sequence_length: int | None,
 ) -> list[Choice]:
     """Return the fewest cards of each size: without offloading, and with it if fewer.
 
@@ -55,7 +51,6 @@ def fewest(
         basis: what memory is predicted from.
         configuration: the DeepSpeed configuration of a strategy on so many cards.
         strategies: the ladder.
-        sequence_length: of the samples.
     """
     offloading = [s for s in strategies if not NONE == s.offload_optimizer == s.offload_param]
     without = [s for s in strategies if s not in offloading]
@@ -66,9 +61,7 @@ def fewest(
             shape = model.shape(configuration(strategy, cards), {})
             most = min(model.largest(shape), float(LARGEST_MICRO_BATCH))
             if most >= 1:
-                longest = None if sequence_length is None else int(sequence_length * most)
-                host = round(shape.host_bytes)
-                return Choice(size, cards, strategy, int(most), host, longest)
+                return Choice(size, cards, strategy, int(most), round(shape.host_bytes))
         return None
 
     choices = []
@@ -81,21 +74,13 @@ def fewest(
 
 def table(choices: Sequence[Choice]) -> list[str]:
     """Lay out a table for people."""
-    heads = [
-        "card",
-        "cards",
-        "strategy",
-        "largest micro batch",
-        "longest sequence",
-        "host per card",
-    ]
+    heads = ["card", "cards", "strategy", "largest micro batch", "host per card"]
     rows = [
         [
             fmt.memory(choice.memory_bytes),
             str(choice.cards),
             choice.strategy.label,
             str(choice.micro_batch),
-            "-" if choice.sequence_length is None else f"{choice.sequence_length:,}",
             fmt.memory(choice.host_bytes) if choice.host_bytes else "-",
         ]
         for choice in choices

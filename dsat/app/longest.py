@@ -79,7 +79,8 @@ def longest(settings: EstimateSettings) -> LongestSequences:
         if card is not None:
             assert isinstance(simulator, Simulator)
             found = [_timed(row, grid, simulator, card) for row in found]
-    return LongestSequences(name, found, "" if card is None else card.name)
+        takes = simulator.model_takes
+    return LongestSequences(name, found, "" if card is None else card.name, takes)
 
 
 def rows(simulator: Simulator | Formula, grid: Grid, *, exact: bool) -> list[Longest]:

@@ -136,7 +136,7 @@ class BatchCounter:
         """
         own = [-math.inf, 0.0, 0.0]
         if self._lengths:
-            own = [-min(self._lengths), max(self._lengths), float(_longest_of(module))]
+            own = [-min(self._lengths), max(self._lengths), float(longest_of(module))]
         shortest, longest, most = maximum(own)
         if not longest:
             return None
@@ -309,7 +309,7 @@ def _is_of_ids(tensor: torch.Tensor) -> bool:
     return is_integer and not tensor.is_nested and tensor.dim() == 2 and max(tensor.shape) > 1
 
 
-def _longest_of(model: Any) -> int:
+def longest_of(model: Any) -> int:
     """Return `max_position_embeddings` of a transformers model, wrapped or not; 0 of any other."""
     for module in model.modules():
         most = getattr(getattr(module, "config", None), "max_position_embeddings", None)

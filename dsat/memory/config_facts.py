@@ -150,12 +150,14 @@ class Formula:
         sequence_length: tokens of a sample.
         attention_heads: of the model; 0 if its configuration does not say.
         hidden_size: of the model.
+        model_takes: its `max_position_embeddings`; 0 if its configuration does not say.
     """
 
     def __init__(self, config: Mapping[str, Any], settings: EstimateSettings, where: str) -> None:
         self._model, self._settings = Decoder.of(config, where), settings
-        longest = config.get("max_position_embeddings") or _USUAL_SEQUENCE
-        self.sequence_length: int | None = settings.seq_length or min(_USUAL_SEQUENCE, longest)
+        self.model_takes = int(config.get("max_position_embeddings") or 0)
+        usual = min(_USUAL_SEQUENCE, self.model_takes or _USUAL_SEQUENCE)
+        self.sequence_length: int | None = settings.seq_length or usual
         self.attention_heads = int(config.get("num_attention_heads") or 0)
         self.hidden_size = self._model.hidden
         self._adapters = _adapters(self._model, settings.lora, where)

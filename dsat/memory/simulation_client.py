@@ -85,6 +85,7 @@ class Simulator:
             of tokens.
         attention_heads: of its model; 0 if they are not known.
         hidden_size: of its model, by which a Trainer fills in "auto"; None if it is not known.
+        model_takes: the model's `max_position_embeddings`; 0 if it has none.
         optimizer: the `optimizer` section that stands for what the script passes to
             `deepspeed.initialize`; empty if it passes none.
     """
@@ -92,6 +93,7 @@ class Simulator:
     sequence_length: int | None
     attention_heads: int
     hidden_size: int | None
+    model_takes: int
     optimizer: dict[str, Any]
     _socket: socket.socket
 
@@ -124,7 +126,8 @@ class Simulator:
             raise
         self._sizes, self.sequence_length = script["sizes"], script["sequence_length"]
         self.attention_heads = script.get("attention_heads") or 0
-        self.hidden_size, self.optimizer = script["hidden_size"], script["optimizer"]
+        self.hidden_size, self.model_takes = script["hidden_size"], script["model_takes"]
+        self.optimizer = script["optimizer"]
         return self
 
     def __exit__(self, *_: object) -> None:

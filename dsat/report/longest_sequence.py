@@ -72,11 +72,13 @@ class LongestSequences:
     Attributes:
         name: of the experiment, or of the command's script.
         card: whose memory and speed it is; empty without one.
+        model_takes: the model's `max_position_embeddings`; 0 if it has none.
     """
 
     name: str
     longest: Sequence[Longest]
     card: str = ""
+    model_takes: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -85,7 +87,7 @@ class LongestSequences:
 
     def to_json(self) -> dict[str, Any]:
         rows = [row.to_json() for row in self.longest]
-        return {"name": self.name, "card": self.card, "longest": rows}
+        return {**vars(self), "longest": rows}
 
     def __str__(self) -> str:
         found = self.longest
@@ -102,6 +104,11 @@ class LongestSequences:
             f"Source: {sources}. 5 % are left free; the device's context and the communication "
             "library come on top.",
         ]
+        if 0 < self.model_takes < max(row.tokens for row in found):
+            lines.append(
+                f"The model itself takes {self.model_takes:,} tokens (max_position_embeddings): "
+                "longer ones fit in memory, and need a model with more positions."
+            )
         if self.card:
             lines.append(f"Not modelled in the speed: {projection.NOT_MODELLED}.")
         return "\n".join(lines)

@@ -28,7 +28,7 @@ SEVEN_BILLION = ModelFacts(
 def chosen(facts: ModelFacts) -> list[fewest_cards.Choice]:
     configuration = partial(estimate.configuration, BF16)
     basis = Basis((Variant({}, facts),))
-    return fewest_cards.fewest(basis, configuration, estimate.LADDER, 1000)
+    return fewest_cards.fewest(basis, configuration, estimate.LADDER)
 
 
 def peak(choice: fewest_cards.Choice, **changes: Any) -> int:
@@ -51,8 +51,6 @@ def test_one_card_less_is_not_enough() -> None:
             for stage in range(4):
                 fewer = {"cards": choice.cards // 2, "strategy": Strategy(stage), "micro_batch": 1}
                 assert peak(choice, **fewer) > limit
-        assert choice.sequence_length is not None
-        assert 0 <= choice.sequence_length - 1000 * choice.micro_batch < 1000
 
 
 def test_offloading_is_shown_where_it_saves_cards() -> None:

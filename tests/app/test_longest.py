@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from dsat.app import longest
 from dsat.app.estimate import configuration, ladder
 from dsat.app.longest import UNIT_TOKENS, Grid
 from dsat.errors import UserInputError
+from dsat.inputs import hf_config
+from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import CLOSED_FORM, SIMULATED
 from dsat.memory.simulation_client import Simulator
 from dsat.report.longest_sequence import Longest, LongestSequences
@@ -22,6 +26,15 @@ from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_o
 
 GIB = 2**30
 FACTS = facts_of(100 * MIB)  # 30 MiB for each 1,024 tokens
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 1024,
+    "vocab_size": 1000,
+}
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -87,3 +100,18 @@ def test_what_cannot_be_simulated_is_named() -> None:
 def test_samples_must_be_sequences() -> None:
     with pytest.raises(UserInputError, match="no integers"):
         rows(FakeSimulationHost(FACTS, by_formula(FACTS)), slots=1)
+
+
+@pytest.mark.parametrize(("size", "exceeds"), [(GIB, False), (80 * GIB, True)])
+def test_what_the_model_takes_is_said_where_memory_has_room_for_more(
+    size: int, exceeds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_config, "missing_packages", lambda: ["torch"])
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps({**LLAMA, "max_position_embeddings": 40960}))
+    settings = EstimateSettings(
+        hf_config=str(model), longest_sequence=True, slot_counts=(1,), slot_memories=(size,)
+    )
+    found = longest.longest(settings)
+    assert (max(row.tokens for row in found.longest) > 40960) is exceeds
+    assert ("The model itself takes 40,960 tokens" in str(found)) is exceeds

@@ -13,6 +13,7 @@ from torch.utils import weak
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, script_switches
+from dsat.in_trial.batches import longest_of
 from dsat.in_trial.profiler import attention_heads
 from dsat.in_trial.simulation.captured import Candidate, Captured
 from dsat.in_trial.simulation.known_values import ValuesMode
@@ -160,6 +161,10 @@ class BorrowedModel:
             if size:
                 return size if isinstance(size, int) else max(size)
         return None
+
+    def model_takes(self) -> int:
+        """Return the model's `max_position_embeddings`; 0 if it has none."""
+        return longest_of(self._arguments["model"])
 
     def sequence_length(self, args: Any, kwargs: Mapping[str, Any]) -> int | None:
         """The second size of the batch's first matrix of integers: tokens of a sample."""

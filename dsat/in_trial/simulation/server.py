@@ -140,6 +140,7 @@ class SimulationServer:
                 "sequence_length": model.sequence_length(args, kwargs),
                 "attention_heads": model.attention_heads(),
                 "hidden_size": model.hidden_size(),
+                "model_takes": model.model_takes(),
                 "optimizer": model.optimizer(),
             }
         )
