@@ -199,6 +199,8 @@ def _by_formula(
     name, base = _name_of(path), _config_of(settings, path)
     if settings.exact or needs_simulation(base):
         check_packages("--exact" if settings.exact else "optimizer.type")
+    if float((settings.lora or {}).get("dropout", 0)):
+        check_packages("--lora dropout")
     settings = replace(settings, dtype=hf_config.dtype_of(base))
     formula = Formula(read_mapping(path), settings, str(path))
     return name, hf_config.with_buckets(base, formula.hidden_size), formula

@@ -49,7 +49,7 @@ class ModelSettings(Target):
         kind=LORA,
         metavar="r=N,target=NAME+NAME",
         help="with --hf-config: train low-rank adapters of these layers alone "
-        "(for example r=16,target=q_proj+v_proj)",
+        "(for example r=16,target=q_proj+v_proj, or target=all-linear)",
     )
     dtype: str = option(
         "--dtype",

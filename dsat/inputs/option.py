@@ -327,6 +327,9 @@ def _arg_mapping(text: Any) -> tuple[str, str]:
     return key, flag if flag.startswith("-") else f"--{flag}"
 
 
+ALL_LINEAR = "all-linear"  # PEFT's word: all linear layers but the output embedding
+
+
 def _lora(value: Any) -> dict[str, str]:
     """Return the parts of `r=16,target=q_proj+v_proj,dropout=0.05`."""
     if not isinstance(value, Mapping):

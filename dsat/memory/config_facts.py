@@ -13,6 +13,7 @@ from typing import Any
 
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.inputs.option import ALL_LINEAR
 from dsat.memory import closed_form
 from dsat.memory.closed_form import MATMUL_WORKSPACE_BYTES, ModelFacts
 from dsat.memory.estimate import MemoryEstimate
@@ -28,6 +29,15 @@ _FAMILIES: Mapping[str, tuple[str, ...]] = {
     "qwen2": (_BIAS,),  # of queries, keys and values, whatever the configuration says
     "qwen3": (_NORMALISED,),  # queries and keys
     "qwen3_moe": (_NORMALISED,),
+}
+# Settings beside the sizes that must be there, because their defaults are a family's own.
+_HEADS, _CHOSEN = "num_key_value_heads", "num_experts_per_tok"
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "mistral": (_HEADS,),
+    "mixtral": (_HEADS, "num_local_experts", _CHOSEN),
+    "qwen2": (_HEADS,),
+    "qwen3": (_HEADS, "head_dim"),
+    "qwen3_moe": (_HEADS, "num_experts", _CHOSEN, "moe_intermediate_size"),
 }
 _READ_ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj"}
 _READ_INNER = {"gate_proj", "up_proj", "gate_up_proj"}
@@ -75,16 +85,8 @@ class Decoder:
         Raises:
             UserInputError: it is of another kind of model, or lacks a size.
         """
-        family = _FAMILIES.get(str(config.get("model_type")))
-        if family is None or config.get("mlp_only_layers"):
-            raise UserInputError(
-                f"no formula knows the model type {config.get('model_type')!r}",
-                where=where,
-                hint=HOW_TO_SIMULATE,
-            )
-        missing = [name for name in _SIZES if not isinstance(config.get(name), int)]
-        if missing:
-            raise UserInputError(f"{missing[0]} is missing, or no whole number", where=where)
+        _check(config, where)
+        family = _FAMILIES[config["model_type"]]
         heads = config["num_attention_heads"]
         head = config.get("head_dim") or config["hidden_size"] // heads
         bias = bool(config.get("attention_bias"))
@@ -133,6 +135,25 @@ _SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     "vocab_size",
 )
+
+
+def _check(config: Mapping[str, Any], where: str) -> None:
+    """Raise UserInputError for what no formula knows, or a size that is missing."""
+    kind = str(config.get("model_type"))
+    heads = [n for n in config.get("architectures") or () if not str(n).endswith("ForCausalLM")]
+    problem = ""
+    if kind not in _FAMILIES:
+        problem = f"no formula knows the model type {kind!r}"
+    elif heads:
+        problem = f"no formula knows {heads[0]}, only language models (...ForCausalLM)"
+    elif config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        problem = "no formula knows a model in which only some layers have experts"
+    missing = [name for name in _SIZES if not isinstance(config.get(name), int)]
+    missing += [name for name in _NEEDED.get(kind, ()) if name not in config]
+    if not problem and missing:
+        problem = f"{missing[0]} is missing, or no whole number"
+    if problem:
+        raise UserInputError(problem, where=where, hint=HOW_TO_SIMULATE)
 
 
 class Formula:
@@ -253,10 +274,35 @@ def _kept(model: Decoder, size: int, lora: Mapping[str, str] | None) -> int:
     if lora is None:
         return kept
     # Frozen layers keep no inputs, but those that adapters read.
-    targets = set(lora.get("target", "q_proj+v_proj").split("+"))
+    targets = set(_targets(model, lora))
     frozen = 2 * h + h * (not targets & _READ_ATTENTION) + h * (not targets & _READ_INNER)
     frozen += model.inner * model.chosen * ("down_proj" not in targets)
     return kept - size * frozen + size * int(lora.get("r", 8)) * len(targets)
+
+
+def _linear(model: Decoder) -> dict[str, tuple[int, int]]:
+    """Return inputs and outputs of the linear layers in each layer of a model, by name."""
+    shapes = {
+        "q_proj": (model.hidden, model.queries),
+        "k_proj": (model.hidden, model.keys),
+        "v_proj": (model.hidden, model.keys),
+    }
+    inner = {
+        "gate_proj": (model.hidden, model.inner),
+        "up_proj": (model.hidden, model.inner),
+    }
+    if model.fused:
+        shapes = {"qkv_proj": (model.hidden, model.queries + 2 * model.keys)}
+        inner = {"gate_up_proj": (model.hidden, 2 * model.inner)}
+    shapes["o_proj"] = (model.queries, model.hidden)
+    if model.experts == 1:
+        shapes |= {**inner, "down_proj": (model.inner, model.hidden)}
+    return shapes
+
+
+def _targets(model: Decoder, lora: Mapping[str, str]) -> list[str]:
+    targets = lora.get("target", "q_proj+v_proj")
+    return list(_linear(model)) if targets == ALL_LINEAR else targets.split("+")
 
 
 def _adapters(model: Decoder, lora: Mapping[str, str] | None, where: str) -> list[int]:
@@ -267,21 +313,8 @@ def _adapters(model: Decoder, lora: Mapping[str, str] | None, where: str) -> lis
     """
     if lora is None:
         return []
-    shapes = {
-        "q_proj": (model.hidden, model.queries),
-        "k_proj": (model.hidden, model.keys),
-        "v_proj": (model.hidden, model.keys),
-        "qkv_proj": (model.hidden, model.queries + 2 * model.keys),
-        "o_proj": (model.queries, model.hidden),
-    }
-    if model.experts == 1:
-        shapes |= {
-            "gate_proj": (model.hidden, model.inner),
-            "up_proj": (model.hidden, model.inner),
-            "gate_up_proj": (model.hidden, 2 * model.inner),
-            "down_proj": (model.inner, model.hidden),
-        }
-    targets, rank = lora.get("target", "q_proj+v_proj").split("+"), int(lora.get("r", 8))
+    shapes = _linear(model)
+    targets, rank = _targets(model, lora), int(lora.get("r", 8))
     unknown = [target for target in targets if target not in shapes]
     if unknown:
         raise UserInputError(

@@ -13,6 +13,7 @@ import pytest
 
 from dsat.app import estimate
 from dsat.app.memory_tables import Line
+from dsat.errors import UserInputError
 from dsat.inputs import hf_config
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.switches import CHECKPOINTING
@@ -173,6 +174,19 @@ def test_auto_is_what_a_trainer_computes_for_the_model(
         return estimate.estimate(settings).lines
 
     assert lines("auto") == lines(2**20) != lines(5 * 10**8)
+
+
+def test_what_the_formula_does_not_count_needs_a_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_config, "missing_packages", lambda: ["torch"])
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps({**LLAMA, "hidden_size": 1024}))
+    for lora in ({"dropout": "0"}, {"dropout": "0.1"}):
+        settings = EstimateSettings(hf_config=str(model), lora=lora, slot_counts=(1,))
+        refused = pytest.raises(UserInputError, match="dropout: needs a simulation")
+        with refused if lora["dropout"] != "0" else contextlib.nullcontext():
+            estimate.estimate(settings)
 
 
 @pytest.mark.parametrize(("recompute", "factor"), [(False, 1), (True, 0.25)])

@@ -68,12 +68,39 @@ def test_adapters_are_all_that_is_trained() -> None:
     assert facts.num_params == Decoder.of(LLAMA, "").params + 4 * of_a_layer
 
 
+def test_a_size_whose_default_is_the_familys_must_be_given() -> None:
+    without = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
+    assert Decoder.of(without, "").keys == Decoder.of(without, "").queries
+    with pytest.raises(UserInputError, match="num_key_value_heads is missing"):
+        Decoder.of({**without, "model_type": "mistral"}, "")
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        (LLAMA, 2 * 2048 + 2 * (1024 + 256) + 3 * (1024 + 2816)),
+        ({**LLAMA, "model_type": "phi3"}, 1024 + 1536 + 2048 + 1024 + 5632 + 2816 + 1024),
+        (EXPERTS, 2 * 2048 + 2 * (1024 + 256)),
+    ],
+)
+def test_adapters_of_all_linear_layers(config: Mapping[str, Any], layers: int) -> None:
+    """But the output embedding, and the experts, which are no linear layers."""
+    settings = EstimateSettings(lora={"r": "8", "target": "all-linear"})
+    facts = Formula(config, settings, "config.json").facts({})
+    assert facts.trainable_params == 4 * 8 * layers
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"model_type": "mamba"}, "no formula knows the model type 'mamba'"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"hidden_size": "1024"}, "hidden_size is missing, or no whole number"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "knows LlamaForSequenceClass"),
+        ({"model_type": "qwen3"}, "head_dim is missing"),
+        ({"model_type": "mixtral"}, "num_local_experts is missing"),
+        ({**EXPERTS, "decoder_sparse_step": 2}, "only some layers have experts"),
+        ({**EXPERTS, "mlp_only_layers": [0]}, "only some layers have experts"),
     ],
 )
 def test_other_models_are_refused(change: dict[str, Any], said: str) -> None:
@@ -93,6 +120,12 @@ def test_other_models_are_refused(change: dict[str, Any], said: str) -> None:
             marks=needs("transformers", "5", "experts' shapes depend on data"),
         ),
         pytest.param(LLAMA, {"lora": LORA}, id="LoRA", marks=pytest.mark.nightly),
+        pytest.param(
+            LLAMA,
+            {"lora": {**LORA, "target": "all-linear"}},
+            id="LoRA of all layers",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(LLAMA, {"dtype": "fp32"}, id="fp32", marks=pytest.mark.nightly),
     ],
 )

@@ -16,6 +16,7 @@ import torch
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial.versions.transformers_types import type_argument
+from dsat.inputs.option import ALL_LINEAR
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _USUAL_SEQUENCE = 2048
@@ -46,9 +47,12 @@ def add_lora(model: torch.nn.Module, settings: Mapping[str, str]) -> None:
 
     Args:
         model: is changed.
-        settings: `r`, `target` (last parts of layers' names, with + between) and `dropout`.
+        settings: `r`, `target` (last parts of layers' names, with + between, or `all-linear`) and
+            `dropout`.
     """
     targets = settings.get("target", "q_proj+v_proj").split("+")
+    if targets == [ALL_LINEAR]:
+        targets = _linear_layers(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     found = 0
@@ -64,12 +68,23 @@ def add_lora(model: torch.nn.Module, settings: Mapping[str, str]) -> None:
             setattr(parent, name, LowRank(layer, rank, inputs, outputs, dropout))
             found += 1
     if not found:
-        linear = (torch.nn.Linear,)
-        names = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, linear)}
         raise InvalidTrial(
             f"--lora: no layer is called {' or '.join(targets)}; there are "
-            f"{', '.join(sorted(names))}"
+            f"{', '.join(_linear_layers(model))}"
         )
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """Return the last parts of the names of all linear layers but the output embedding."""
+    output = model.get_output_embeddings()
+    return sorted(
+        {
+            name.split(".")[-1]
+            for name, layer in model.named_modules()
+            if layer is not output
+            and (isinstance(layer, torch.nn.Linear) or type(layer).__name__ == "Conv1D")
+        }
+    )
 
 
 def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
