@@ -84,8 +84,12 @@ unwritten: set[Path] = set()  # files that the script takes for written
 _DSAT = f"{Path(__file__).parents[1]}{os.sep}"
 # Functions that scripts call, and that refuse wrong arguments.
 _FOR_SCRIPTS = tuple(f"{_DSAT}in_trial/{name}.py" for name in ("script_api", "determined_shim"))
-# Where dsat passes on what is not its own: wrappers name it `original`, a rank runs the script.
-_HANDS_ON = re.compile(r"\boriginal\(|\brunpy\.run_|\bharness\.main\(")
+# Where dsat passes on what is not its own: wrappers name it `original`, torch's modes `func`; the
+# simulation calls DeepSpeed's `initialize`, a rank runs the script.
+_HANDS_ON = re.compile(
+    r"\boriginal\(|\bfunc\)?\(|\bsuper\(\)\.__torch_dispatch__\(|\b_initialize\("
+    r"|\brunpy\.run_|\bharness\.main\("
+)
 _LIBRARIES = ("<", f"{Path(os.__file__).parent}{os.sep}")
 
 

@@ -23,6 +23,7 @@ from dsat.errors import InvalidTrial
 from dsat.in_trial import agreement, failures, loaders
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.rank_files import RankSpec
+from dsat.in_trial.simulation.borrowed_model import BorrowedModel
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.local import cpu_machine
@@ -302,6 +303,14 @@ def batches(collate: Callable[[Any], Any]) -> None:
     list(DataLoader([1, 2], collate_fn=collate))  # type: ignore[arg-type]
 
 
+def in_a_simulation(_: object) -> None:
+    def initialize(**_: object) -> None:
+        torch.tensor(1.0, dtype=torch.bfloat16).view(torch.uint8)
+
+    model = BorrowedModel(initialize, {"model": torch.nn.Linear(2, 2)}, {})
+    model.engine_for_the_script()
+
+
 @pytest.mark.parametrize(
     ("fail", "is_of_dsat"),
     [
@@ -310,6 +319,7 @@ def batches(collate: Callable[[Any], Any]) -> None:
         pytest.param(lambda _: watched(Engine()).forward(), False, id="an argument is missing"),
         pytest.param(lambda _: watched(Engine()).forward(1), False, id="below a wrapper"),
         pytest.param(lambda _: batches(int), False, id="in C, below a loader that is timed"),
+        pytest.param(in_a_simulation, False, id="torch below the simulation's modes"),
         pytest.param(lambda _: json.loads("{"), False, id="a library that the script calls"),
     ],
 )
