@@ -174,7 +174,7 @@ class World:
     profile = ModelProfile(
         num_params=2 * 10**8,
         trainable_params=2 * 10**8,
-        param_bytes=2,
+        param_bytes=4,
         activation_bytes_per_sample=10**9,
         flops_per_sample=1e12,
         slot_memory_bytes=44 * 10**9,

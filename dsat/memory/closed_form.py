@@ -49,8 +49,7 @@ class ModelFacts:
             and what the script keeps of the outputs.
         matmul_bytes: beside them, the first gradients and what the device's library takes.
         workspace_bytes: what that takes, whatever is multiplied.
-        param_bytes: of a parameter in the forward pass, where a configuration leaves that to the
-            script ("auto").
+        param_bytes: of a parameter in the forward pass, where a configuration enables no type.
     """
 
     num_params: int
@@ -153,7 +152,7 @@ class _Setup:
     slots: int
     model_bytes: int
     accumulation_bytes: int
-    fp16: bool
+    model_type: str
     master_bytes: int
     moment_bytes: int
     gas: int
@@ -266,21 +265,21 @@ def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
     zero = config.get("zero_optimization") or {}
     size = model_bytes(config, facts.param_bytes)
     model_type, accumulated = ds_config.data_types(config)
+    model_type = model_type or ("bf16" if size == 2 else "fp32")
     optimizer = (config.get("optimizer") or {}).get("params") or {}
-    overlap = zero.get("overlap_comm")
     low_master, low_moments = _low_precision_state(config)
     shared = parallelism.of_config(config)
     return _Setup(
         facts=facts.divided(shared),
         slots=max(1, slots // shared.tensor),  # ZeRO divides among those of other layers' parts
         model_bytes=size,
-        accumulation_bytes=_BYTES.get(str(accumulated), size),
-        fp16=model_type == "fp16",
+        accumulation_bytes=_BYTES[accumulated or model_type],
+        model_type=model_type,
         master_bytes=2 if low_master else 4,
         moment_bytes=2 if low_moments else 4,
         gas=_size(config, "gradient_accumulation_steps", 1),
         bucket=_size(zero, "reduce_bucket_size", _DEFAULT_BUCKET),
-        buckets=2 if overlap is True else 1,
+        buckets=2 if zero.get("overlap_comm") is True else 1,
         sub_group=_size(zero, "sub_group_size", _DEFAULT_SUB_GROUP),
         live=_size(zero, "stage3_max_live_parameters", _DEFAULT_LIVE),
         prefetch=_size(zero, "stage3_prefetch_bucket_size", _DEFAULT_PREFETCH),
@@ -308,31 +307,31 @@ def _low_precision_state(config: Mapping[str, Any]) -> tuple[bool, bool]:
     return low_master or fp16.get("fp16_master_weights_and_grads") is True, low_moments
 
 
-def model_bytes(config: Mapping[str, Any], param_bytes: int = 2) -> int:
-    """Bytes of a parameter in the forward pass; `param_bytes` if it is the script's ("auto")."""
-    said = [(config.get(name) or {}).get("enabled") for name in ("bf16", "bfloat16", "fp16")]
-    if True in said:
-        return 2
-    return param_bytes if "auto" in said else 4
+def model_bytes(config: Mapping[str, Any], param_bytes: int) -> int:
+    """Bytes of a parameter in the forward pass; `param_bytes`, the script's, if none is enabled."""
+    return 2 if ds_config.data_types(config)[0] in ("bf16", "fp16") else param_bytes
 
 
 def _stage_0(s: _Setup) -> _Parts:
-    total, trained = s.facts.num_params, s.facts.trainable_params
+    total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
     flat = min(trained, _ALL_REDUCE_BUCKET)
-    if s.model_bytes == 4:
-        resident = 4 * total + 8 * trained
-        temporary = 8 if s.torch_adam else 4
-        return _Parts(4 * total, resident, 0, 0, 4 * trained + 4 * flat, temporary * trained)
+    held = size * trained if s.gas > 1 else 0
+    gradients = size * (trained + flat) - held
+    if s.model_type == "fp32":  # trained as it is, and reduced in fp32, if it has another type
+        resident, cast = size * (total + 2 * trained), 4 * flat if size < 4 else 0
+        temporary = (2 if s.torch_adam else 1) * size * trained
+        return _Parts(size * total, resident, held, 0, gradients + cast, temporary)
     resident = 2 * total + 12 * trained
     init = 2 * total + (24 - 2 if s.torch_adam else 16) * trained
-    return _Parts(init, resident, 0, 0, 2 * trained + 2 * flat, 10 * trained)
+    return _Parts(init, resident, held, 0, gradients, 10 * trained)
 
 
 def _stage_1_or_2(s: _Setup) -> _Parts:
     total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
     bucket, largest = s.buckets * s.bucket * size, s.facts.largest_param
     stage = s.strategy.stage
-    if stage == 1 and s.accumulation_bytes > size and not (s.fp16 or s.offload_optimizer):
+    in_fp32 = s.accumulation_bytes > size
+    if stage == 1 and in_fp32 and s.model_type == "bf16" and not s.offload_optimizer:
         # BF16_Optimizer; gradients of a micro step stay where they are until the next one's.
         resident = size * total + 4 * trained + 12 * s.shard
         init = max(size * (total + trained), resident - 8 * s.shard)
@@ -347,10 +346,11 @@ def _stage_1_or_2(s: _Setup) -> _Parts:
     init = size * total + 2 * s.master_bytes * s.shard
     if s.offload_optimizer:
         resident, init = size * (total + largest), size * (total + s.shard)
-        gradients = bucket + size * own
-        return _Parts(init, resident, 0, bucket, gradients, 0, flat=flat)
-    resident = size * total + s.state_bytes * s.shard
-    if s.accumulation_bytes > size:
+        if not in_fp32:
+            return _Parts(init, resident, 0, bucket, bucket + size * own, 0, flat=flat)
+    else:
+        resident = size * total + s.state_bytes * s.shard
+    if in_fp32:
         whole = 4.0 * trained if stage == 1 else 0.0
         held = (whole or 4 * s.shard) if s.gas > 1 else 0.0
         cast = size * (min(trained, s.bucket) + 2 * largest)

@@ -8,6 +8,7 @@ the same, the lower stage moves less.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from dsat.inputs.switches import SWITCHES
@@ -185,5 +186,7 @@ def _only_what_is_asked(plan: Plan, strategy: Strategy) -> bool:
 def _needed_bytes(plan: Plan, strategy: Strategy) -> tuple[int, int]:
     """Return the predicted peak, and the peak of training without initialization."""
     config = plan.config(profile_overrides(plan, strategy, micro_batch=1))
-    needed = closed_form.estimate(_SOME_MODEL, config, slots=plan.slots_per_trial, micro_batch=1)
+    is_auto = ds_config.data_types(config)[0] is None
+    facts = replace(_SOME_MODEL, param_bytes=2 if is_auto else 4)
+    needed = closed_form.estimate(facts, config, slots=plan.slots_per_trial, micro_batch=1)
     return needed.peak, max(needed.forward, needed.backward, needed.step)

@@ -132,6 +132,34 @@ def test_what_is_left_to_the_script_has_the_scripts_type() -> None:
             assert line.estimate.peak == plain.peak
 
 
+def test_a_model_in_bf16_is_trained_as_it_is_if_no_type_is_enabled() -> None:
+    """Its states have its type in stage 0, and gradients are accumulated in fp32 elsewhere."""
+    facts = replace(FACTS, param_bytes=2)
+    in_fp32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+    plain, other = (
+        lines_of(FakeSimulationHost(facts, by_formula(facts)), base, exact=False)
+        for base in ({}, in_fp32)
+    )
+    first, *rest = plain
+    assert first.strategy == Strategy(0)
+    assert first.estimate.forward == pytest.approx(6 * FACTS.num_params, abs=40 * MIB)
+    sharded = [line for line in rest if line.strategy.stage > 1]
+    expected = [line.estimate for line in other if line.strategy.stage > 1]
+    assert [line.estimate for line in sharded] == expected
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_stage_0_holds_gradients_while_it_accumulates(dtype: str) -> None:
+    base = {"bf16": {"enabled": dtype == "bf16"}}
+    held = [
+        closed_form.estimate(
+            FACTS, {**base, "gradient_accumulation_steps": gas}, slots=8, micro_batch=1
+        ).forward
+        for gas in (1, 2)
+    ]
+    assert held[1] - held[0] == (2 if dtype == "bf16" else 4) * FACTS.num_params
+
+
 def test_a_rung_that_cannot_be_simulated_has_the_formulas_answer() -> None:
     host = FakeSimulationHost(FACTS, failing_in({3}, by_formula(FACTS)))
     for line in lines_of(host, BF16, exact=True):
