@@ -89,7 +89,9 @@ ACCELERATE = Form(
     ),
 )
 AXOLOTL = Form(
-    ("base_model micro_batch_size", "base_model datasets"),
+    tuple(
+        f"base_model {key}" for key in ("micro_batch_size", _GAS, "datasets", "pretraining_dataset")
+    ),
     "deepspeed",
     {_MICRO_BATCH: "micro_batch_size", _GAS: _GAS},
     # Those that core/builders/base.py of axolotl reads (July 2026).

@@ -231,11 +231,12 @@ def check_micro_batches(rule: BatchRule) -> None:
     if rule.allowed_micro_batches:
         return
     if rule.train_batch_size is not None and not rule.micro_batches:
+        of_slots = " times the slots" if rule.slots_per_trial == 1 else ""
         raise UserInputError(
-            f"{rule.train_batch_size} cannot be reached with {_groups(rule)} and "
-            f"micro batches that are multiples of {rule.divisible_by}",
+            f"{rule.train_batch_size} cannot be reached with {_groups(rule)} and the micro batches "
+            "that --divisible-by, --min-micro-batch and --max-micro-batch allow",
             where="--train-batch-size",
-            hint=f"Choose a multiple of {rule.most_groups * rule.divisible_by}.",
+            hint=f"Choose a multiple of {rule.most_groups * rule.divisible_by}{of_slots}.",
         )
     raise UserInputError(
         "no micro batch is left to try: what you listed, --divisible-by, the smallest and largest "

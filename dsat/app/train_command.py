@@ -23,7 +23,6 @@ from dsat.engines.local.rank_settings import (
     settings_of_ranks,
 )
 from dsat.engines.local.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
-from dsat.in_trial.hf_trainer import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.inputs import accelerate_env, switches
 from dsat.inputs import entrypoint as entrypoints
@@ -35,8 +34,6 @@ from dsat.tuning.run import Run, own_switches
 from dsat.values.files import write_atomically
 from dsat.values.text import assignment, shell_line
 from dsat.values.trial import Trial
-
-_OF_CODE = frozenset((OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM))
 
 
 def as_shown(ready: Prepared, run: Run) -> Prepared:
@@ -160,7 +157,7 @@ def _base_words(ready: Prepared, run: Run, config: Path) -> list[str] | None:
 def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
     """Return whether no flag, file, variable or launcher sets what the best changes."""
     own, program = own_switches(run), ready.program
-    if _OF_CODE.intersection(run.outcomes[best.id].warnings):
+    if switches.OF_CODE.keys() & set(run.outcomes[best.id].warnings):
         return True
     found = {} if run.profile is None else run.profile.switches
     file = own_files.form_of_training(own_command(program), _started_in(program))

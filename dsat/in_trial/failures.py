@@ -73,8 +73,6 @@ _SAY_ENOUGH = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 _SAME_FOLDER = "All trials run in the same folder: let the script accept what an earlier one made"
 _ADVICE = {
     "exists and is not empty": _SAME_FOLDER,
-    "already exists": _SAME_FOLDER,
-    "File exists": _SAME_FOLDER,
     "Data inconsistency within the TP group": (
         "Give the ranks of a tensor-parallel group the same samples: DistributedSampler(..., "
         "num_replicas=engine.dp_world_size, rank=deepspeed.utils.groups.get_data_parallel_rank())"
@@ -146,7 +144,10 @@ def message(error: BaseException) -> str:
             if size is not None:
                 return f"out of memory: tried to allocate {readable(int(size[1]))}"
     said = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
-    said += next((f". {advice}" for text, advice in _ADVICE.items() if text in lines[0]), "")
+    advice = [advice for text, advice in _ADVICE.items() if text in lines[0]]
+    if isinstance(error, FileExistsError):
+        advice.append(_SAME_FOLDER)
+    said = ". ".join([said.rstrip("."), *advice]) if advice else said
     missing = error.filename if isinstance(error, FileNotFoundError) else None
     if isinstance(missing, (str, bytes)) and Path(os.fsdecode(missing)).resolve() in unwritten:
         said += ". dsat did not write it: models are not saved in trials"

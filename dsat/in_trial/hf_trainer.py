@@ -20,20 +20,8 @@ import wrapt
 
 from dsat.in_trial.script_switches import ScriptSwitches
 from dsat.inputs import accelerate_env
+from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
 
-OTHER_BATCH = (
-    "the script's TrainingArguments set other batch sizes, which trials replace. To train with "
-    "best_ds_config.json, set per_device_train_batch_size to its train_micro_batch_size_per_gpu, "
-    "and gradient_accumulation_steps as there"
-)
-OTHER_CONFIG = (
-    "the script's own code gives the DeepSpeed configuration (to TrainingArguments or "
-    "DeepSpeedPlugin), which trials replace. To train with best_ds_config.json, give that there"
-)
-OTHER_PARALLELISM = (
-    "the script's own ParallelismConfig has another sp_size than the trial, so dsat replaced it: "
-    "to train with best_ds_config.json, set it to the sequence_parallel_size there"
-)
 NO_CPU_RANKS = (
     "accelerate does not use DeepSpeed on several CPU ranks by itself; dsat makes it do so in its "
     "own runs only"

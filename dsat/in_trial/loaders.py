@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+# What is known of a loader: the batch size, and the most samples of an epoch on this rank.
+Kind = tuple[int, int]
 _in_store = 0
 _waited_s = 0.0
-# The most samples that each loader which was begun has on this rank, by its batch size; None if one
-# of them does not tell.
-_samples: dict[int, list[int]] | None = {}
+_begun: Counter[Kind] = Counter()  # epochs
+_read: Counter[Kind] = Counter()  # batches
 
 
 def watch() -> None:
@@ -38,21 +40,34 @@ def waited_s() -> float:
     return _waited_s
 
 
-def samples_in_epoch(batch_size: int) -> int | None:
-    """Return how many samples an epoch of the data has on this rank at most.
+def batches_read() -> Counter[Kind]:
+    """Return how many batches this process has read of each kind of loader."""
+    return _read.copy()
+
+
+def samples(
+    batch_size: int, micro_steps: int, before: Counter[Kind] | None = None
+) -> tuple[int, int] | None:
+    """Return the samples that the training's loader has on this rank, at most.
 
     Args:
-        batch_size: of the loader that the training reads.
+        batch_size: of the training.
+        micro_steps: that it made; one batch may have been read before the first.
+        before: `batches_read` at the first.
 
     Returns:
-        None if it is not known: some data have no length.
+        Those of an epoch, and of all epochs that were begun. None if no loader of known length has
+        fed so many steps.
     """
-    return max(_samples[batch_size]) if _samples and batch_size in _samples else None
-
-
-def samples_given(batch_size: int) -> int | None:
-    """Return how many samples the epochs that were begun have on this rank at most."""
-    return sum(_samples[batch_size]) if _samples and batch_size in _samples else None
+    before = before or Counter()
+    kinds = [
+        kind
+        for kind, count in (_read | _begun).items()
+        if kind[0] == batch_size and _read[kind] - before[kind] >= micro_steps - 1
+    ]
+    if not kinds:
+        return None
+    return max(most for _, most in kinds), sum(_begun[kind] * kind[1] for kind in kinds)
 
 
 def _noting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -60,23 +75,30 @@ def _noting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def iterate(self: Any) -> Any:
         global _in_store
         _in_store = max(_in_store, self.num_workers * (self.prefetch_factor or 0))
-        _note_samples(self)
-        return original(self)
+        iterator = original(self)
+        if "dsat_kind" not in self.__dict__:  # to ask a script's own sampler may cost much
+            self.dsat_kind = _kind_of(self.batch_sampler)
+        if self.dsat_kind is not None:
+            _begun[self.dsat_kind] += 1
+            iterator.dsat_kind = self.dsat_kind
+        return iterator
 
     iterate.dsat_watches = True  # type: ignore[attr-defined]
     return iterate
 
 
-def _note_samples(loader: Any) -> None:
-    global _samples
-    size: Any = getattr(loader.batch_sampler, "batch_size", None)
-    try:  # accelerate shares the batches of a sampler out; torch's has the samples of this rank
-        most = min((len(loader.batch_sampler) + 1) * size, len(loader.sampler))
-    except TypeError:
-        _samples = None
-    else:
-        if _samples is not None:
-            _samples.setdefault(size, []).append(most)
+def _kind_of(batch_sampler: Any) -> Kind | None:
+    """Return what is known of a loader's batches; None of data without a length."""
+    from torch.utils.data import BatchSampler
+
+    size: Any = getattr(batch_sampler, "batch_size", None)
+    try:
+        most = (len(batch_sampler) + 1) * size
+        if type(batch_sampler) is BatchSampler:  # others share out or repeat their samples
+            most = min(most, len(batch_sampler.sampler))  # type: ignore[arg-type]
+    except Exception:  # of any kind: torch does not ask for it
+        return None
+    return size, most
 
 
 def _timed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -85,8 +107,11 @@ def _timed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         global _waited_s
         begin = time.perf_counter()
         try:
-            return original(self)
+            batch = original(self)
         finally:
             _waited_s += time.perf_counter() - begin
+        if (kind := getattr(self, "dsat_kind", None)) is not None:
+            _read[kind] += 1
+        return batch
 
     return get_batch

@@ -111,6 +111,7 @@ class Measurement:
         self._ranks = ranks
         self._warnings = warnings
         self._skipped = 0
+        self._read_before = loaders.batches_read()
         self._began = recorder.marks.begin
         self._first_measured = spec.options.start_step
         self._next_check = spec.options.end_step - spec.options.start_step + 1
@@ -260,6 +261,15 @@ class Measurement:
             self._next_check = next_check
             self._recorder.restart()  # the time of the check belongs to no step
 
+    def samples(self) -> tuple[int, int] | None:
+        """Samples of the loader that feeds the training; see `loaders.samples`."""
+        steps = self.steps_seen * self._spec.gas
+        return loaders.samples(self._spec.micro_batch, steps, self._read_before)
+
+    def _samples_in_epoch(self) -> int | None:
+        found = self.samples()
+        return None if found is None else found[0]
+
     def _agree(self) -> list[AgreedStep]:
         spec, clock, count = self._spec, self._recorder.clock, len(self._steps)
         rows = self._ranks.slowest(
@@ -368,7 +378,7 @@ class Measurement:
             metrics=metrics,
             warnings=tuple(warnings),
             step_ms=tuple(round(step.ms[0], 4) for step in steps),
-            most_samples=loaders.samples_in_epoch(self._spec.micro_batch),
+            most_samples=self._samples_in_epoch(),
             **observed,
         )
 

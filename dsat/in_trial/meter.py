@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from dsat.errors import InvalidTrial
+from dsat.errors import DsatError, InvalidTrial
 from dsat.in_trial import available_memory, config_injection, failures, loaders, precision
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.clocks import ProcessMemory, wait_for_memory
@@ -107,7 +107,7 @@ class Meter:
         self._before = ProcessMemory.now()
         self._inside: set[str] = set()  # phases of the measured engine that are under way
         self._engine: Any = None  # that is measured
-        self._error: Exception | None = None  # which ends the trial, whatever the script does
+        self._failed: Outcome | None = None  # which ends the trial, whatever the script does
         self._is_ended = False
         self._ranks: Ranks
         self._recorder: StepRecorder
@@ -125,9 +125,8 @@ class Meter:
     @property
     def outcome(self) -> Outcome | None:
         """The measurement so far, or what ended it."""
-        if self._error is not None:
-            return failures.outcome(self._error)
-        return None if self._measurement is None else self._measurement.outcome
+        measured = None if self._measurement is None else self._measurement.outcome
+        return measured if self._failed is None else self._failed
 
     @property
     def shortfall(self) -> InvalidTrial:
@@ -137,8 +136,9 @@ class Meter:
                 "the script ended without calling deepspeed.initialize with an optimizer"
             )
         spec = self.spec
-        given = loaders.samples_given(spec.micro_batch)
-        most = (given or 0) // max(1, spec.gas * spec.options.end_step)
+        measured = self._measurement
+        found = loaders.samples(spec.micro_batch, 0) if measured is None else measured.samples()
+        most = 0 if found is None else found[1] // max(1, spec.gas * spec.options.end_step)
         return InvalidTrial(
             f"the script ended after {self.steps_seen} optimizer steps, but steps up to "
             f"{spec.options.end_step} are measured: give it more data or lower --end-profile-step",
@@ -148,7 +148,7 @@ class Meter:
 
     def finish(self) -> None:
         """Take what can be measured of a script that came to its own end; see `Measurement`."""
-        if self._measurement is not None and self._error is None:
+        if self._measurement is not None and self._failed is None:
             self._measurement.finish()
 
     def watch(self, engine: Any) -> None:
@@ -210,13 +210,16 @@ class Meter:
             return original(*args, **kwargs)
         if self._is_ended:
             os._exit(0)  # the script has caught the SystemExit that was to end it
-        if self._error is not None:  # the script has caught it, and goes on
-            self._end(failures.outcome(self._error))
+        if self._failed is not None:  # the script has caught it, and goes on
+            self._end(self._failed)
         try:
             return self._recorded(engine, name, original, args, kwargs)
         except Exception as error:
-            if failures.classify(error) is not OutcomeKind.ERROR:
-                self._error = error
+            trains = self._engine is engine and (name != "forward" or in_training(engine))
+            found = failures.outcome(error)
+            # Out of memory elsewhere (an evaluation, another engine) is the script's own affair.
+            if isinstance(error, DsatError) or (trains and found.kind is not OutcomeKind.ERROR):
+                self._failed = found
             raise
 
     def _recorded(

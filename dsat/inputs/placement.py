@@ -123,10 +123,10 @@ def exported(folder: Path) -> dict[str, str]:
     found = {"PYTHONPATH": os.pathsep.join(path)}
     for above in (Path.home(), folder):
         file = above / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        text = file.read_text("utf-8", "surrogateescape") if file.is_file() else ""
         found |= {
             name.strip(): value.strip()
-            for name, equals, value in (line.partition("=") for line in lines)
+            for name, equals, value in (line.partition("=") for line in text.splitlines())
             if equals
         }
     return found

@@ -196,7 +196,7 @@ def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, s
         name: value
         for name, value in has.items()
         if given.get(name) != value
-        and (name, value) != _THREADS
+        and ((name, value) != _THREADS or name in given)
         and name not in (*_OF_A_START, *VISIBLE)
         and not name.startswith(_PREFIXES_OF_A_START)
     }

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from dsat.in_trial.hf_trainer import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
 from dsat.inputs import ds_config, switches
 from dsat.space.overrides import GATHER
 from dsat.tuning.run import Run, own_switches
 from dsat.values.trial import Trial
 from dsat.values.zero_strategy import of_config
-
-# What to write where trials replaced what the script's code says, for a batch.
-_OF_CODE = {
-    OTHER_BATCH: "TrainingArguments(per_device_train_batch_size={0.micro_batch}, "
-    "gradient_accumulation_steps={0.gas})",
-    OTHER_CONFIG: "best_ds_config.json in place of the configuration in its code",
-    OTHER_PARALLELISM: "ParallelismConfig(sp_size={0.parallelism.sequence})",
-}
 
 
 def of_learning_rate(run: Run) -> list[str]:
@@ -73,7 +64,7 @@ def of_script(run: Run, best: Trial) -> list[str]:
         )
         for name, value in best.script_args.items()
         if own.get(name) != value
-    ] + [_OF_CODE[text].format(best.batch) for text in warnings if text in _OF_CODE]
+    ] + [switches.OF_CODE[text].format(best.batch) for text in warnings if text in switches.OF_CODE]
     said = (
         [f"Script: the best needs {'; '.join(how)}. The training command sets it."] if how else []
     )

@@ -85,6 +85,7 @@ def strategy_settings(
         # says nothing: accelerate writes it.
         settings[GATHER] = True
     is_scripts_own = not (moves_to_host or config.get("optimizer"))
-    if strategy.offload_optimizer != NONE and is_scripts_own and FORCE not in config:
+    own_offloads = of_config(config).offload_optimizer != NONE and FORCE in config
+    if strategy.offload_optimizer != NONE and is_scripts_own and not own_offloads:
         settings[FORCE] = False  # without it DeepSpeed refuses an optimizer that the script made
     return settings

@@ -72,6 +72,7 @@ _QUOTED = """"[^"]*"|'[^']*'"""
 _VALUE = re.compile(rf"""(?:{_QUOTED}|-?[^\s,;&)}}\]"'$-])(?:{_QUOTED}|[^\s,;&)}}\]"'])*""")
 # Switches, small numbers and marks of a text are no secrets, whatever they are called.
 _NO_SECRET = re.compile(r"(?i)true|false|none|null|-?[0-9.]{1,3}|<[^<>]*>|\[[A-Z]+\]")
+_SOME_KEY = "a1" * 10
 _LOOKS_LIKE_A_KEY = re.compile(r"(?=[^0-9]*[0-9])(?=[^a-zA-Z]*[a-zA-Z])_?[a-zA-Z0-9+/=-]{12,}$")
 
 
@@ -118,12 +119,15 @@ def without_secrets(text: str) -> str:
         text = pattern.sub(instead, text)
     parts, position = [], 0
     for named in _NAMED.finditer(text):
+        name = named[1] or named[2]
+        if named.start() < position or not is_secret(name, _SOME_KEY):
+            continue
         value = _VALUE.match(text, named.end())
-        if named.start() < position or value is None or value[0][1:2] == "$":
+        if value is None or value[0][1:2] == "$":
             continue
-        if not is_secret(named[1] or named[2], value[0].strip("\"'")):
+        if not is_secret(name, value[0].strip("\"'")):
             continue
-        if _SENTENCE.match(text, named.start() + len(named[1] or named[2])):
+        if _SENTENCE.match(text, named.start() + len(name)):
             continue
         quote, end = value[0][0] if value[0][0] in "\"'" else "", value.end()
         around = text[named.start() - 1 : named.start()]
@@ -157,7 +161,7 @@ def assignment(name: str, value: str, origin: str = "your command") -> str:
         origin: of the value, for people.
     """
     shown = f"{name}={value}"
-    is_open = without_secrets(shown) == shown
+    is_open = without_secrets(shown) == shown and not (value and is_secret(name, value))
     return f"{name}={shlex.quote(value) if is_open else _asked_for(name, origin)}"
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from dsat.app.train_command import conditions
 from dsat.engines.local.machine import Machine
-from dsat.in_trial.hf_trainer import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
 from dsat.inputs.placement import Launch
+from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
 from dsat.values.outcome import ScriptSwitch
 from dsat.values.text import without_secrets
 from testing.local import PROGRAMS, cpu_machine

@@ -17,7 +17,8 @@ import yaml
 from packaging.version import Version
 
 from dsat.engines.local.running import FULL_RUN_ID
-from dsat.in_trial.hf_trainer import NO_CPU_RANKS, OTHER_BATCH
+from dsat.in_trial.hf_trainer import NO_CPU_RANKS
+from dsat.inputs.switches import OTHER_BATCH
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 from testing.command import FAST, Told, dsat, experiment_of, run_of, searched

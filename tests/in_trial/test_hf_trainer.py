@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from dsat.in_trial import hf_trainer
-from dsat.in_trial.hf_trainer import OTHER_BATCH, OTHER_CONFIG, TrainerSettings
+from dsat.in_trial.hf_trainer import TrainerSettings
 from dsat.in_trial.script_switches import ScriptSwitches
+from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG
 
 
 @pytest.fixture

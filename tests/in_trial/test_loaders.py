@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
+    SequentialSampler,
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -20,6 +25,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DataLoader, "__iter__", DataLoader.__iter__)
     monkeypatch.setattr(_BaseDataLoaderIter, "__next__", _BaseDataLoaderIter.__next__)
     monkeypatch.setattr(loaders, "_in_store", 0)
+    for name in ("_begun", "_read"):
+        monkeypatch.setattr(loaders, name, Counter())
     loaders.watch()
 
 
@@ -37,24 +44,47 @@ def test_waiting_is_counted(workers: int) -> None:
     assert loaders.waited_s() - before >= 0.06
 
 
-def test_the_samples_of_an_epoch_are_known_where_all_data_have_a_length(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(loaders, "_samples", {})
-    for data, size in ((range(30), 4), (range(10), 4), (range(99), 5)):
-        iter(DataLoader(data, size, drop_last=size == 4))  # type: ignore[arg-type]
-    assert [loaders.samples_in_epoch(size) for size in (4, 5, 6)] == [30, 99, None]
-    assert [loaders.samples_given(size) for size in (4, 5, 6)] == [40, 99, None]
-    iter(DataLoader(Slow(), None))
-    assert loaders.samples_in_epoch(4) is None
+def read(loader: DataLoader[int], batches: int) -> None:
+    for _ in range(batches):
+        list(itertools.islice(loader, 1))
 
 
-def test_accelerate_shares_an_epoch_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def loader_of(samples: int, size: int, **options: Any) -> DataLoader[int]:
+    return DataLoader(range(samples), size, **options)  # type: ignore[arg-type]
+
+
+def test_the_samples_are_those_of_the_loader_that_feeds_the_steps() -> None:
+    read(loader_of(9, 4), 1)  # an evaluation
+    training = loader_of(30, 4, drop_last=True)
+    before = loaders.batches_read()
+    read(training, 5)
+    assert loaders.samples(4, 6, before) == (30, 5 * 30)
+    assert loaders.samples(4, 7, before) is None, "some of the batches are made by hand"
+    assert loaders.samples(5, 0) is None
+    assert loaders.samples(4, 0) == (30, 9 + 5 * 30)
+
+
+def test_data_without_a_length_bound_nothing() -> None:
+    """A sampler may answer with any error: torch does not ask it."""
+
+    class Endless(BatchSampler):
+        def __len__(self) -> int:
+            raise ValueError("an infinite sampler has no length")
+
+    sampler = Endless(SequentialSampler(range(30)), 4, drop_last=False)
+    read(DataLoader(range(30), batch_sampler=sampler), 5)  # type: ignore[arg-type]
+    list(DataLoader(Slow(), None))
+    assert loaders.samples(4, 0) is None
+    list(DataLoader(range(3), 4))  # type: ignore[arg-type]  # fed before them
+    assert loaders.samples(4, 6) is None
+
+
+def test_accelerate_shares_an_epoch_out() -> None:
     from accelerate.data_loader import prepare_data_loader
 
-    monkeypatch.setattr(loaders, "_samples", {})
-    loader: DataLoader[int] = DataLoader(range(30), 4)  # type: ignore[arg-type]
-    shard = prepare_data_loader(loader, num_processes=2, process_index=0, put_on_device=False)
-    iter(shard.base_dataloader if hasattr(shard, "base_dataloader") else shard).__next__()
-    found = loaders.samples_in_epoch(4)
-    assert found is not None and 15 <= found <= 20
+    shard = prepare_data_loader(
+        loader_of(30, 4), num_processes=2, process_index=0, put_on_device=False
+    )
+    batches = sum(1 for _ in shard)
+    found = loaders.samples(4, batches)
+    assert found is not None and 15 <= found[0] <= 20

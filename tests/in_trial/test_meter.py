@@ -133,6 +133,27 @@ def test_a_script_cannot_go_on_after_what_ends_the_trial(
     assert str(error)[:13].lower() in complete.value.outcome.message.lower()
 
 
+def test_an_evaluation_that_runs_out_of_memory_is_the_scripts_own_affair(clock: Clock) -> None:
+    engine, forward = FakeEngine(clock), FakeEngine.forward
+
+    def fails(inputs: torch.Tensor) -> torch.Tensor:
+        if not engine.training:
+            raise MemoryError
+        return forward(engine, inputs)
+
+    engine.forward = fails  # type: ignore[method-assign]
+    meter = attach(engine)
+
+    def evaluate(step: int) -> None:
+        engine.training = False
+        with contextlib.suppress(MemoryError):
+            engine.forward(torch.zeros(4, 2))
+        engine.training = True
+
+    measured = train(engine, before=evaluate)
+    assert measured is not None and measured.ok and measured is meter.outcome
+
+
 def test_evaluation_is_no_training_step(clock: Clock) -> None:
     engine = FakeEngine(clock)
     attach(engine)

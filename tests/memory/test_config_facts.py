@@ -85,7 +85,7 @@ def test_a_size_whose_default_is_the_familys_must_be_given() -> None:
 )
 def test_adapters_of_all_linear_layers(config: Mapping[str, Any], layers: int) -> None:
     """But the output embedding, and the experts, which are no linear layers."""
-    settings = EstimateSettings(lora={"r": "8", "target": "all-linear"})
+    settings = EstimateSettings(hf_config="x", lora={"r": "8", "target": "all-linear"})
     facts = Formula(config, settings, "config.json").facts({})
     assert facts.trainable_params == 4 * 8 * layers
 

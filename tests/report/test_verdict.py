@@ -9,7 +9,7 @@ import pytest
 
 from dsat.in_trial.batches import OF_ITS_OWN, UNCOUNTED, UNSEEN
 from dsat.in_trial.config_injection import ZERO_INIT
-from dsat.in_trial.hf_trainer import OTHER_BATCH, OTHER_CONFIG
+from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG
 from dsat.report import advice
 from dsat.report.longest_sequence import memory_warning
 from dsat.report.run_view import RunView, best_config

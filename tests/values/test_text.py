@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 
 import pytest
 
 from dsat.values.text import (
+    assignment,
     is_secret,
     printable,
     shell_line,
@@ -88,6 +90,12 @@ def test_a_shell_asks_for_the_secrets_of_a_command() -> None:
     assert told.splitlines() == [
         *("train.py", "--hub_token", "p q", "--wandb.api-key=r", "--name", "a b", "it's")
     ]
+
+
+@pytest.mark.parametrize("value", ["p$ssw0rd123", "$ecretPass1", ")hunter2", "&abc1", "a b"])
+def test_no_secret_is_assigned_whatever_it_begins_with(value: str) -> None:
+    assert value not in assignment("DB_PASSWORD", value)
+    assert assignment("COLOUR", value) == f"COLOUR={shlex.quote(value)}"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import shlex
 import shutil
@@ -40,7 +42,8 @@ from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.text import words_without_secrets
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
-_POLL_S = 0.1
+_log = logging.getLogger(__name__)
+_POLL_S, _TELL_AFTER_S = 0.1, 30.0
 _HERE = 0
 _OWN = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
 # The command starts before the devices are looked at, so that its own errors are shown at once.
@@ -124,7 +127,7 @@ class FirstRun:
             UserInputError: it is not one training on one machine, or none that can be tuned.
             ScriptFailed: it ended, or took too long, without a call of `deepspeed.initialize`.
         """
-        began_s = time.monotonic()
+        began_s, tell_at_s = time.monotonic(), _TELL_AFTER_S
         while not self._recorded:
             self._receive(_POLL_S)
             self._check_nodes()
@@ -135,6 +138,9 @@ class FirstRun:
                 check_one_training(found)
             if found and len(found) >= found[0].on_this_node:
                 self._recorded = found
+            elif found and time.monotonic() - began_s > tell_at_s:
+                tell_at_s = math.inf
+                _log.info("waiting for ranks: %d of %d so far", len(found), found[0].size)
             elif is_over:
                 report = next(iter(trial_result.reported(self.folder, 0.0)), None)
                 if report is not None and report.kind is OutcomeKind.INVALID:
@@ -260,6 +266,7 @@ class FirstRun:
             )
             if ranks:
                 problem += f" in all of its ranks, but in {len(ranks)} of {ranks[0].size}"
+                problem += f". Are the others on another node? {ONE_NODE.rstrip('.')}"
         elif status := trial_result.status_of(self._running):
             said = next(filter(trial_result.is_error, reversed(log.splitlines())), "")
             if not said and report is not None:

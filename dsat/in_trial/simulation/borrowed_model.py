@@ -133,17 +133,18 @@ class BorrowedModel:
     def optimizer(self) -> dict[str, Any]:
         """Return the `optimizer` section that stands for the optimizer that the script passes.
 
-        Its type is Adam for DeepSpeed's own and for torch's in its usual implementation, otherwise
-        the full name of its class. The section is empty if the script passes none.
+        Its type is Adam for DeepSpeed's own and for torch's, which is like DeepSpeed's if it is
+        fused; otherwise the full name of its class. The section is empty if the script passes none.
         """
         passed = self._arguments.get("optimizer")
         if passed is None:
             return {}
         kind, defaults = type(passed), getattr(passed, "defaults", {})
-        usual = tuple(map(defaults.get, ("amsgrad", "foreach", "fused"))) == (False, None, None)
+        usual = not defaults.get("amsgrad") and defaults.get("foreach") is not False
         of_torch = usual and kind in (torch.optim.Adam, torch.optim.AdamW)
         if of_torch or kind.__module__.startswith("deepspeed.ops.adam."):
-            return {"type": "Adam", "params": {"torch_adam": of_torch}}
+            several = of_torch and not defaults.get("fused")  # with temporary copies of all
+            return {"type": "Adam", "params": {"torch_adam": several}}
         return {"type": f"{kind.__module__}.{kind.__qualname__}"}
 
     def attention_heads(self) -> int | None:
