@@ -60,8 +60,11 @@ def test_a_bug_is_called_a_bug() -> None:
 def test_signals_that_come_together_are_one_interruption() -> None:
     """As of a terminal that closes (HUP twice) or a service manager (TERM and HUP)."""
     program = """
-import contextlib, os, queue, subprocess, time
+import contextlib, os, queue, signal, subprocess, time
 from dsat.cli import commands, main
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has them ignored, and so has a job of a script
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def wait_and_end_cleanly(*given):
     kill = f"sleep 0.1; kill -{pair[0]} {os.getpid()}; kill -{pair[1]} {os.getpid()}"
@@ -79,5 +82,7 @@ commands.run = wait_and_end_cleanly
 for pair in 3 * [("HUP", "HUP"), ("TERM", "HUP"), ("INT", "TERM")]:
     print(main.main(["asha", "a.yaml", "."]))
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.stdout.split() == 9 * ["clean", "130"], ended.stderr[-2000:]
