@@ -4,7 +4,9 @@ import os
 import sys
 
 # `-m` puts the working folder first, where a script may have the name of a library of ours.
-if os.getcwd() == sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+if os.path.isdir(".") and os.getcwd() == sys.path[0] != os.path.dirname(
+    os.path.dirname(os.path.abspath(__file__))
+):
     del sys.path[0]
 
 from dsat.cli.main import main

@@ -89,9 +89,7 @@ ACCELERATE = Form(
     ),
 )
 AXOLOTL = Form(
-    tuple(
-        f"base_model {key}" for key in ("micro_batch_size", _GAS, "datasets", "pretraining_dataset")
-    ),
+    tuple(f"base_model {key}" for key in ("micro_batch_size", "datasets", "pretraining_dataset")),
     "deepspeed",
     {_MICRO_BATCH: "micro_batch_size", _GAS: _GAS},
     # Those that core/builders/base.py of axolotl reads (July 2026).

@@ -165,14 +165,18 @@ def replace(
         arguments[passed.name] = wanted
 
 
-def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
-    """Return whether a configuration has every setting of `overrides`, section by section."""
+def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any], *, but_for: Any = None) -> bool:
+    """Return whether a configuration has every setting of `overrides`, section by section.
+
+    Args:
+        but_for: a value that agrees with any, such as "auto".
+    """
     for key, wanted in overrides.items():
         value = config.get(key)
         if isinstance(wanted, Mapping) and isinstance(value, Mapping):
-            if not agrees(value, wanted):
+            if not agrees(value, wanted, but_for=but_for):
                 return False
-        elif wanted not in (None, value):
+        elif wanted not in (None, value) and (value is None or value != but_for):
             return False
     return True
 

@@ -145,7 +145,7 @@ def message(error: BaseException) -> str:
                 return f"out of memory: tried to allocate {readable(int(size[1]))}"
     said = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
     advice = [advice for text, advice in _ADVICE.items() if text in lines[0]]
-    if isinstance(error, FileExistsError):
+    if isinstance(error, FileExistsError) and _SAME_FOLDER not in advice:
         advice.append(_SAME_FOLDER)
     said = ". ".join([said.rstrip("."), *advice]) if advice else said
     missing = error.filename if isinstance(error, FileNotFoundError) else None

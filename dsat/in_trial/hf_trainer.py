@@ -12,14 +12,15 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import wrapt
 
+from dsat.in_trial import config_injection
 from dsat.in_trial.script_switches import ScriptSwitches
-from dsat.inputs import accelerate_env
+from dsat.inputs import accelerate_env, ds_config
 from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
 
 NO_CPU_RANKS = (
@@ -41,6 +42,7 @@ class TrainerSettings:
             full-length run.
         sequence_parallel: slots that share each sequence.
         batch_in_file: the script has its batch sizes from a file, of which the user gets a copy.
+        overrides: what the trial sets in its configuration.
     """
 
     config_path: Path | None
@@ -50,6 +52,15 @@ class TrainerSettings:
     max_steps: int | None = None
     sequence_parallel: int = 1
     batch_in_file: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def differs_from(self, given: Any) -> bool:
+        """Return whether a configuration that the script gives lacks a setting of the trial's.
+
+        Batch sizes follow from TrainingArguments, or from the plugin.
+        """
+        its = {k: v for k, v in self.overrides.items() if k not in ds_config.BATCH_KEYS}
+        return not config_injection.agrees(_read_config(given), its, but_for=ds_config.AUTO)
 
 
 def install(settings: TrainerSettings, warn: Callable[[str], None], *, on_cpu: bool) -> None:
@@ -63,7 +74,7 @@ def install(settings: TrainerSettings, warn: Callable[[str], None], *, on_cpu: b
     hook = wrapt.register_post_import_hook
     hook(functools.partial(_adapt_arguments, settings, warn), "transformers.training_args")
     if settings.config_path is not None:
-        plugin = functools.partial(_adapt_plugin, settings.config_path, settings.gas, warn)
+        plugin = functools.partial(_adapt_plugin, settings, settings.config_path, warn)
         hook(plugin, "accelerate.utils.dataclasses")
     if settings.max_steps is not None:
         hook(_never_resume, "transformers.trainer")
@@ -89,7 +100,7 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
         args.max_steps = _scheduled_steps(_read_config(own_config)) or args.max_steps
         return []
     config = json.loads(settings.config_path.read_text(encoding="utf-8"))
-    is_of_code = bool(args.deepspeed) and _read_config(args.deepspeed) != config
+    is_of_code = bool(args.deepspeed) and settings.differs_from(args.deepspeed)
     if args.deepspeed:
         args.deepspeed = config if isinstance(args.deepspeed, dict) else str(settings.config_path)
     own = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
@@ -154,19 +165,21 @@ def _adapt_arguments(settings: TrainerSettings, warn: Callable[[str], None], mod
     wrapt.wrap_function_wrapper(module, "TrainingArguments.__post_init__", post_init)
 
 
-def _adapt_plugin(config_path: Path, gas: int, warn: Callable[[str], None], module: Any) -> None:
+def _adapt_plugin(
+    settings: TrainerSettings, config_path: Path, warn: Callable[[str], None], module: Any
+) -> None:
     """Give accelerate's DeepSpeed plugin the trial's configuration."""
 
     def post_init(original: Callable[..., Any], plugin: Any, positional: Any, keywords: Any) -> Any:
         given = plugin.hf_ds_config
         if given is None or isinstance(given, (str, dict)):  # else the Trainer's own, prepared
             config = json.loads(config_path.read_text(encoding="utf-8"))
-            if given is not None and _read_config(given) != config:
+            if given is not None and settings.differs_from(given):
                 warn(OTHER_CONFIG)
             zero = config.setdefault("zero_optimization", {"stage": 0})
             plugin.hf_ds_config = config
             plugin.zero_stage = stage = zero.get("stage", 0)
-            plugin.gradient_accumulation_steps = gas
+            plugin.gradient_accumulation_steps = settings.gas
             plugin.zero3_init_flag = stage == 3
             for part in ("optimizer", "param"):
                 device = (zero.get(f"offload_{part}") or {}).get("device", "none")

@@ -52,18 +52,18 @@ def samples(
 
     Args:
         batch_size: of the training.
-        micro_steps: that it made; one batch may have been read before the first.
-        before: `batches_read` at the first.
+        micro_steps: that it made; fewer where steps at the end of an epoch were short.
+        before: `batches_read` when its engine was made.
 
     Returns:
         Those of an epoch, and of all epochs that were begun. None if no loader of known length has
-        fed so many steps.
+        fed most of the steps.
     """
     before = before or Counter()
     kinds = [
         kind
         for kind, count in (_read | _begun).items()
-        if kind[0] == batch_size and _read[kind] - before[kind] >= micro_steps - 1
+        if kind[0] == batch_size and 2 * (_read[kind] - before[kind]) >= micro_steps
     ]
     if not kinds:
         return None
@@ -71,6 +71,8 @@ def samples(
 
 
 def _noting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
         global _in_store
@@ -80,7 +82,8 @@ def _noting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             self.dsat_kind = _kind_of(self.batch_sampler)
         if self.dsat_kind is not None:
             _begun[self.dsat_kind] += 1
-            iterator.dsat_kind = self.dsat_kind
+        if isinstance(iterator, _BaseDataLoaderIter):
+            iterator.dsat_kind = self.dsat_kind  # type: ignore[attr-defined]
         return iterator
 
     iterate.dsat_watches = True  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dsat.errors import Diverged, InvalidTrial
@@ -93,6 +93,7 @@ class Measurement:
         recorder: of the engine.
         ranks: its reductions.
         warnings: messages for the user; more may come.
+        samples: those of an epoch, and of all that were begun, on this rank.
 
     Attributes:
         outcome: the measurement so far; equal on every rank but for warnings and profile.
@@ -101,7 +102,12 @@ class Measurement:
     """
 
     def __init__(
-        self, spec: MeterSpec, recorder: StepRecorder, ranks: Ranks, warnings: dict[str, None]
+        self,
+        spec: MeterSpec,
+        recorder: StepRecorder,
+        ranks: Ranks,
+        warnings: dict[str, None],
+        samples: Callable[[], tuple[int | None, int]],
     ) -> None:
         self.outcome: Outcome | None = None
         self.is_complete = False
@@ -110,8 +116,8 @@ class Measurement:
         self._recorder = recorder
         self._ranks = ranks
         self._warnings = warnings
+        self._samples = samples
         self._skipped = 0
-        self._read_before = loaders.batches_read()
         self._began = recorder.marks.begin
         self._first_measured = spec.options.start_step
         self._next_check = spec.options.end_step - spec.options.start_step + 1
@@ -261,15 +267,6 @@ class Measurement:
             self._next_check = next_check
             self._recorder.restart()  # the time of the check belongs to no step
 
-    def samples(self) -> tuple[int, int] | None:
-        """Samples of the loader that feeds the training; see `loaders.samples`."""
-        steps = self.steps_seen * self._spec.gas
-        return loaders.samples(self._spec.micro_batch, steps, self._read_before)
-
-    def _samples_in_epoch(self) -> int | None:
-        found = self.samples()
-        return None if found is None else found[0]
-
     def _agree(self) -> list[AgreedStep]:
         spec, clock, count = self._spec, self._recorder.clock, len(self._steps)
         rows = self._ranks.slowest(
@@ -378,7 +375,7 @@ class Measurement:
             metrics=metrics,
             warnings=tuple(warnings),
             step_ms=tuple(round(step.ms[0], 4) for step in steps),
-            most_samples=self._samples_in_epoch(),
+            most_samples=self._samples()[0],
             **observed,
         )
 

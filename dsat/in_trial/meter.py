@@ -107,6 +107,7 @@ class Meter:
         self._before = ProcessMemory.now()
         self._inside: set[str] = set()  # phases of the measured engine that are under way
         self._engine: Any = None  # that is measured
+        self._read_before = loaders.batches_read()
         self._failed: Outcome | None = None  # which ends the trial, whatever the script does
         self._is_ended = False
         self._ranks: Ranks
@@ -136,9 +137,7 @@ class Meter:
                 "the script ended without calling deepspeed.initialize with an optimizer"
             )
         spec = self.spec
-        measured = self._measurement
-        found = loaders.samples(spec.micro_batch, 0) if measured is None else measured.samples()
-        most = 0 if found is None else found[1] // max(1, spec.gas * spec.options.end_step)
+        most = self._samples()[1] // max(1, spec.gas * spec.options.end_step)
         return InvalidTrial(
             f"the script ended after {self.steps_seen} optimizer steps, but steps up to "
             f"{spec.options.end_step} are measured: give it more data or lower --end-profile-step",
@@ -160,6 +159,8 @@ class Meter:
             return
         if self.watches and self.spec.profile:
             self.warn(SEVERAL_ENGINES)
+        if not self.watches:
+            self._read_before = loaders.batches_read()
         self.watches = True
         for name in PHASES:
             setattr(engine, name, self._wrapped(engine, name))
@@ -192,7 +193,14 @@ class Meter:
             self._recorder.profiler.switches = self.switches
         self._ranks = Ranks(engine)
         self._ranks.maximum([0.0])  # makes the communicator while there is memory for it
-        self._measurement = Measurement(self.spec, self._recorder, self._ranks, self.warnings)
+        self._measurement = Measurement(
+            self.spec, self._recorder, self._ranks, self.warnings, self._samples
+        )
+
+    def _samples(self) -> tuple[int | None, int]:
+        steps = self.steps_seen * self.spec.gas
+        found = loaders.samples(self.spec.micro_batch, steps, self._read_before)
+        return (None, 0) if found is None else found
 
     def _wrapped(self, engine: Any, name: str) -> Callable[..., Any]:
         original = getattr(engine, name)

@@ -150,6 +150,7 @@ def _trainer_settings(
         switches=switches,
         max_steps=None if meter is None else meter.spec.longest,
         sequence_parallel=trial.batch.parallelism.sequence,
+        overrides=trial.overrides,
     )
 
 

@@ -38,7 +38,8 @@ _PREFIXES_OF_A_START = tuple(
 )
 
 _THREADS = ("OMP_NUM_THREADS", "1")  # of launchers, where the user gives no other number
-# Variables in which launchers give the number of ranks on a node.
+# Variables in which launchers give the number of ranks, in all and on a node.
+_IN_ALL = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _ON_THIS_NODE = tuple(
     "LOCAL_WORLD_SIZE LOCAL_SIZE OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS".split()
 )
@@ -82,7 +83,8 @@ class RankStart(Recorded):
     @property
     def on_this_node(self) -> int:
         """Number of the training's ranks on this machine; all of them if no launcher tells."""
-        if _why_made(self):
+        is_told = str(self.size) in map(self.env.get, _IN_ALL)  # and not by the script itself
+        if _why_made(self) or not is_told:
             return self.size
         told = [self.env[name] for name in _ON_THIS_NODE if self.env.get(name, "").isdigit()]
         return min(self.size, int(told[0])) if told else self.size

@@ -128,6 +128,7 @@ _HOST = "host"
 def _corrections(variant: Variant, slots: int) -> _Corrections:
     """Bytes by which simulations are above the closed form, by group and phase (or `_HOST`)."""
     found: dict[str, dict[float, Mapping[str, float]]] = {}
+    divided = {_group(a.config): of_config(a.config).stage > 0 for a in variant.anchors}
     for anchor in variant.anchors:
         simulated = anchor.slots or slots
         formula = closed_form.lines(variant.facts, anchor.config, slots=simulated)
@@ -139,15 +140,18 @@ def _corrections(variant: Variant, slots: int) -> _Corrections:
         by_formula = sum(closed_form.host(variant.facts, anchor.config, slots=simulated))
         more[_HOST] = anchor.estimate.host - by_formula if by_formula else 0.0
         found.setdefault(_group(anchor.config), {}).setdefault(simulated, more)
-    return {group: _between(known, slots) for group, known in found.items()}
+    return {group: _between(known, slots, divided[group]) for group, known in found.items()}
 
 
-def _between(known: Mapping[float, Mapping[str, float]], slots: int) -> Mapping[str, float]:
+def _between(
+    known: Mapping[float, Mapping[str, float]], slots: int, divided: bool
+) -> Mapping[str, float]:
     """Interpolate corrections at numbers of slots, as of what the slots divide among themselves.
 
-    Among ever more slots nothing is left of what simulations save (an optimizer with less state).
+    Among ever more slots nothing is left of what simulations save (an optimizer with less state),
+    if they divide it.
     """
-    most = {name: max(0.0, more) for name, more in known[max(known)].items()}
+    most = {n: max(0.0, more) if divided else more for n, more in known[max(known)].items()}
     known = {**known, math.inf: most}
     fewer = max((n for n in known if n <= slots), default=min(known))
     more = min(n for n in known if n >= slots)

@@ -130,8 +130,10 @@ class TrialFactory:
         return ds_config.fingerprint({"config": config, "script_args": dict(script_args)})
 
     def _to_beat(self) -> dict[str, float]:
-        best, metric = self._run.best_value, self._plan.metric
-        return {} if best is None or metric not in KNOWN_TO_CI95 else {metric: best}
+        run, metric = self._run, self._plan.metric
+        best = run.leader if run.best is run.leader else run.baseline
+        value = None if best is None else run.value(best)
+        return {} if value is None or metric not in KNOWN_TO_CI95 else {metric: value}
 
     def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
         """`z1_gas1_tmbspg3`, as DeepSpeed's autotuner has it; a digest tells namesakes apart."""

@@ -233,6 +233,14 @@ def test_trls_file_names_accelerates_file(tmp_path: Path) -> None:
     assert "deepspeed" not in data and data["per_device_train_batch_size"] == 8
 
 
+def test_a_file_of_the_trainer_may_name_a_base_model(tmp_path: Path) -> None:
+    text = "base_model: gpt2\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 2\n"
+    (tmp_path / "own.yaml").write_text(text + "deepspeed: ds.json\n")
+    found = rewritten("python train.py own.yaml".split(), tmp_path, answer(tmp_path))
+    assert found is not None
+    assert yaml.safe_load(found.copies["own.yaml"])["per_device_train_batch_size"] == 8
+
+
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     (tmp_path / "data.yaml").write_text("names: [a, b]\n")

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from dsat.engines.local.running import FULL_RUN_ID
 from dsat.in_trial.hf_trainer import NO_CPU_RANKS
-from dsat.inputs.switches import OTHER_BATCH
+from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 from testing.command import FAST, Told, dsat, experiment_of, run_of, searched
@@ -181,7 +181,7 @@ def test_arguments_in_code_follow_the_trial(
     monkeypatch.setenv("OUTPUT_DIR", str(output))
     (output / "checkpoint-3").mkdir(parents=True)  # of an earlier training
     with bench_of("hf_trainer", tmp_path, entry="python3 in_code.py", imported=True) as bench:
-        own = bench.trial(micro_batch=4, kind=TrialKind.PROFILE)  # warms up for the others
+        own = bench.trial(micro_batch=4, stage=2, kind=TrialKind.PROFILE)  # warms up for others
         outcome = bench.run(own)
         assert outcome.ok, bench.log(own)
         assert warnings_of(outcome) == ()
@@ -195,7 +195,7 @@ def test_arguments_in_code_follow_the_trial(
         )
         outcome = bench.run(other)
         assert outcome.ok, bench.log(other)
-        assert warnings_of(outcome) == (OTHER_BATCH,)
+        assert warnings_of(outcome) == (OTHER_BATCH, OTHER_CONFIG)
         seen = {"shapes": [[3, 16], [3, 16]], "checkpointing": True}
         assert read_json(bench.path(other) / "seen.json") == seen
         assert [path.name for path in output.iterdir()] == ["checkpoint-3"]

@@ -58,7 +58,8 @@ def settings(path: Path, **changes: Any) -> TrainerSettings:
 
 def test_a_full_length_run_gets_the_configuration_and_nothing_else(config_path: Path) -> None:
     args = script_args()
-    assert hf_trainer.prepare(args, settings(config_path)) == [OTHER_BATCH, OTHER_CONFIG]
+    trial = settings(config_path, overrides={"zero_optimization": {"stage": 2}})
+    assert hf_trainer.prepare(args, trial) == [OTHER_BATCH, OTHER_CONFIG]
     assert args == script_args(
         deepspeed=str(config_path), per_device_train_batch_size=16, gradient_accumulation_steps=2
     )
@@ -139,11 +140,15 @@ def test_the_configurations_own_length_of_training_is_kept(config_path: Path) ->
 def test_only_a_real_disagreement_is_told(
     config_path: Path, micro_batch: int, gas: int, expected: list[str]
 ) -> None:
-    trial = settings(config_path, micro_batch=micro_batch, gas=gas)
+    its = {"zero_optimization": {"stage": 2}}
+    trial = settings(config_path, micro_batch=micro_batch, gas=gas, overrides=its)
+    config_path.write_text(json.dumps(its))
     named = script_args(deepspeed=str(config_path))
     assert hf_trainer.prepare(copy.copy(named), trial) == expected
     assert hf_trainer.prepare(copy.copy(named), replace(trial, batch_in_file=True)) == []
     other = copy.copy(named)
+    other.deepspeed = {"zero_optimization": {"stage": "auto"}, "steps_per_print": 9}
+    assert hf_trainer.prepare(copy.copy(other), trial) == expected
     other.deepspeed = {"zero_optimization": {"stage": 1}}
     assert hf_trainer.prepare(other, trial) == [*expected, OTHER_CONFIG]
 

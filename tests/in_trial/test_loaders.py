@@ -59,7 +59,7 @@ def test_the_samples_are_those_of_the_loader_that_feeds_the_steps() -> None:
     before = loaders.batches_read()
     read(training, 5)
     assert loaders.samples(4, 6, before) == (30, 5 * 30)
-    assert loaders.samples(4, 7, before) is None, "some of the batches are made by hand"
+    assert loaders.samples(4, 11, before) is None, "most of the batches are made by hand"
     assert loaders.samples(5, 0) is None
     assert loaders.samples(4, 0) == (30, 9 + 5 * 30)
 
@@ -77,6 +77,14 @@ def test_data_without_a_length_bound_nothing() -> None:
     assert loaders.samples(4, 0) is None
     list(DataLoader(range(3), 4))  # type: ignore[arg-type]  # fed before them
     assert loaders.samples(4, 6) is None
+
+
+def test_a_loader_may_be_iterated_in_a_way_of_its_own() -> None:
+    class Own(DataLoader[int]):
+        def _get_iterator(self) -> Any:
+            return iter([1, 2])
+
+    assert list(Own(range(30), 4)) == [1, 2]  # type: ignore[arg-type]
 
 
 def test_accelerate_shares_an_epoch_out() -> None:

@@ -66,10 +66,11 @@ class BorrowedModel:
         self._snapshot = ModuleSnapshot(model)
         self._after_forward: dict[str, Callable[..., Any]] = {}
         self._on_host: dict[int, torch.Tensor] = {}
-        # By type: an instance check asks lazily loaded objects for their attributes.
-        self.earlier = weak.WeakTensorKeyDictionary(
-            dict.fromkeys(t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
-        )
+        self.earlier = weak.WeakTensorKeyDictionary()
+        for each in gc.get_objects():
+            # By type: an instance check asks lazily loaded objects for their attributes.
+            if issubclass(type(each), torch.Tensor):
+                self.earlier[each] = None
 
     def engine_for_the_script(self) -> Any:
         """Call `deepspeed.initialize` for stage 0 with a simple optimizer, on fake parameters.
@@ -197,7 +198,8 @@ class BorrowedModel:
             on_host=self._on_host,
             uses_zero_init=self.uses_zero_init,
             dtype=next(self._arguments["model"].parameters()).dtype,
-            earlier=self.earlier,
+            # Of a batch that is made once, the script's other tensors are as old as it is.
+            earlier=() if any(t in self.earlier for t in tensors_in(args)) else self.earlier,
         )
         config = as_simulated(ds_config.completed(request["config"], self._config))
         of_candidate = (
