@@ -16,7 +16,7 @@ Kind = tuple[int, int]
 _in_store = 0
 _waited_s = 0.0
 _begun: Counter[Kind] = Counter()  # epochs
-_read: Counter[Kind] = Counter()  # batches
+_read: Counter[Kind] = Counter()  # batches, since the training's engine was made
 
 
 def watch() -> None:
@@ -40,30 +40,26 @@ def waited_s() -> float:
     return _waited_s
 
 
-def batches_read() -> Counter[Kind]:
-    """Return how many batches this process has read of each kind of loader."""
-    return _read.copy()
+def begin_training() -> None:
+    """Count batches for the training from here on: its engine is made."""
+    _read.clear()
 
 
-def samples(
-    batch_size: int, micro_steps: int, before: Counter[Kind] | None = None
-) -> tuple[int, int] | None:
+def samples(batch_size: int, micro_steps: int) -> tuple[int, int] | None:
     """Return the samples that the training's loader has on this rank, at most.
 
     Args:
         batch_size: of the training.
         micro_steps: that it made; fewer where steps at the end of an epoch were short.
-        before: `batches_read` when its engine was made.
 
     Returns:
         Those of an epoch, and of all epochs that were begun. None if no loader of known length has
         fed most of the steps.
     """
-    before = before or Counter()
     kinds = [
         kind
         for kind, count in (_read | _begun).items()
-        if kind[0] == batch_size and 2 * (_read[kind] - before[kind]) >= micro_steps
+        if kind[0] == batch_size and 2 * _read[kind] >= micro_steps
     ]
     if not kinds:
         return None

@@ -107,7 +107,6 @@ class Meter:
         self._before = ProcessMemory.now()
         self._inside: set[str] = set()  # phases of the measured engine that are under way
         self._engine: Any = None  # that is measured
-        self._read_before = loaders.batches_read()
         self._failed: Outcome | None = None  # which ends the trial, whatever the script does
         self._is_ended = False
         self._ranks: Ranks
@@ -160,7 +159,7 @@ class Meter:
         if self.watches and self.spec.profile:
             self.warn(SEVERAL_ENGINES)
         if not self.watches:
-            self._read_before = loaders.batches_read()
+            loaders.begin_training()
         self.watches = True
         for name in PHASES:
             setattr(engine, name, self._wrapped(engine, name))
@@ -199,7 +198,7 @@ class Meter:
 
     def _samples(self) -> tuple[int | None, int]:
         steps = self.steps_seen * self.spec.gas
-        found = loaders.samples(self.spec.micro_batch, steps, self._read_before)
+        found = loaders.samples(self.spec.micro_batch, steps)
         return (None, 0) if found is None else found
 
     def _wrapped(self, engine: Any, name: str) -> Callable[..., Any]:
