@@ -33,20 +33,13 @@ VARIABLE, ARGUMENT = "ENV:", "TrainingArguments."  # begin names of switches
 _TOKENS = "tokens_per_second"
 
 # Warnings of trials that replaced what the script's code gives to the Trainer or to accelerate.
-OTHER_BATCH = (
-    "the script's TrainingArguments set other batch sizes, which trials replace. To train with "
-    "best_ds_config.json, set per_device_train_batch_size to its train_micro_batch_size_per_gpu, "
-    "and gradient_accumulation_steps as there"
-)
+OTHER_BATCH = "the script's TrainingArguments set other batch sizes, which trials replace"
 OTHER_CONFIG = (
     "the script's own code gives the DeepSpeed configuration (to TrainingArguments or "
-    "DeepSpeedPlugin), which trials replace. To train with best_ds_config.json, give that there"
+    "DeepSpeedPlugin), which trials replace"
 )
-OTHER_PARALLELISM = (
-    "the script's own ParallelismConfig has another sp_size than the trial, so dsat replaced it: "
-    "to train with best_ds_config.json, set it to the sequence_parallel_size there"
-)
-# By these: what to write in the script, for a batch.
+OTHER_PARALLELISM = "the script's own ParallelismConfig has another sp_size, which trials replace"
+# By these: what the verdict tells to write in the script, for a batch.
 OF_CODE = {
     OTHER_BATCH: "TrainingArguments(per_device_train_batch_size={0.micro_batch}, "
     "gradient_accumulation_steps={0.gas})",

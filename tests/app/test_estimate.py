@@ -188,13 +188,16 @@ def test_an_optimizer_of_the_script_takes_the_place_of_the_configurations(
     assert {line.estimate.source for line in estimate.estimate(settings).lines} == {SIMULATED}
 
 
-def test_auto_is_what_a_trainer_computes_for_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model's configuration, where nothing but the formula can answer."""
     monkeypatch.setattr(hf_config, "missing_packages", lambda: ["torch"])
-    model = tmp_path / "config.json"
-    model.write_text(json.dumps({**LLAMA, "hidden_size": 1024}))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "hidden_size": 1024}))
+    return path
 
+
+def test_auto_is_what_a_trainer_computes_for_the_model(model: Path, tmp_path: Path) -> None:
     def lines(size: Any) -> Any:
         path = tmp_path / "ds.json"
         path.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": size}}))
@@ -204,12 +207,7 @@ def test_auto_is_what_a_trainer_computes_for_the_model(
     assert lines("auto") == lines(2**20) != lines(5 * 10**8)
 
 
-def test_what_the_formula_does_not_count_needs_a_simulation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hf_config, "missing_packages", lambda: ["torch"])
-    model = tmp_path / "config.json"
-    model.write_text(json.dumps({**LLAMA, "hidden_size": 1024}))
+def test_what_the_formula_does_not_count_needs_a_simulation(model: Path) -> None:
     for lora in ({"dropout": "0"}, {"dropout": "0.1"}):
         settings = EstimateSettings(hf_config=str(model), lora=lora, slot_counts=(1,))
         refused = pytest.raises(UserInputError, match="dropout: needs a simulation")

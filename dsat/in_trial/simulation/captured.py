@@ -1,4 +1,4 @@
-"""What the script gave to DeepSpeed, and a configuration to simulate it with."""
+"""Model and batch of the script, and a configuration to simulate them with."""
 
 from __future__ import annotations
 
