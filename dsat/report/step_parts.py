@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator, Sequence
+from statistics import NormalDist
 from typing import Any
 
 from dsat.inputs.switches import BIND_CORES
 from dsat.report import format as fmt
+from dsat.tuning.comparison import Gain
+from dsat.tuning.finals import Contestant
 from dsat.tuning.run import Run, own_switches
 from dsat.values.outcome import Metrics
 from dsat.values.trial import Trial
@@ -41,7 +45,7 @@ def _of_data(run: Run, own: Metrics, best: Metrics) -> Iterator[str]:
     ]
     gain, setting = max(gains, default=(0.0, ""))
     share, its = own.data / own.latency, best.data / best.latency
-    if share >= _DATA and gain > 1:
+    if share >= _DATA and setting:
         yield f"Time: {fmt.percent(share)} of your step waits for data: {setting} gave {gain:.2f}x."
     elif share >= _DATA > its:
         both = f"{fmt.percent(share)} of your step waits for data, {fmt.percent(its)} of the best"
@@ -75,30 +79,32 @@ def _of_optimizer(run: Run, best: Metrics) -> Iterator[str]:
 
 
 def gains_of_switch(run: Run, name: str) -> dict[Any, float]:
-    """Return the gain of each value of a script's switch over the user's own.
+    """Return the gain of each value of a script's switch over the user's own, if it is sure.
 
     Of trials that differ in nothing else; the geometric mean where there are several pairs.
     """
     assert run.plan is not None
     own_value = own_switches(run).get(name)
-    without: dict[str, float] = {}
-    for trial, value in _measured(run):
+    ran = [trial for trial in run.trials.values() if run.value(trial)]
+    without: dict[str, Contestant] = {}
+    for trial in ran:
         if trial.script_args.get(name, own_value) == own_value:
-            without.setdefault(_rest(run, trial, name), value)
-    gains: dict[Any, list[float]] = {}
-    for trial, value in _measured(run):
+            without.setdefault(_rest(run, trial, name), run.contestant(trial))
+    pairs: dict[Any, list[tuple[Contestant, Contestant]]] = {}
+    for trial in ran:
         chosen = trial.script_args.get(name)
         own = without.get(_rest(run, trial, name))
         if chosen not in (None, own_value) and own is not None:
-            gains.setdefault(chosen, []).append(run.plan.objective.gain(value, own))
-    return {value: statistics.geometric_mean(found) for value, found in gains.items()}
+            pairs.setdefault(chosen, []).append((own, run.contestant(trial)))
+    gains = {value: _gain(found) for value, found in pairs.items()}
+    return {value: gain.ratio for value, gain in gains.items() if gain.low > 1}
 
 
-def _measured(run: Run) -> Iterator[tuple[Trial, float]]:
-    for trial in run.trials.values():
-        value = run.value(trial)
-        if value:
-            yield trial, value
+def _gain(pairs: Sequence[tuple[Contestant, Contestant]]) -> Gain:
+    """Return the mean gain of pairs, each measured once, and its 95 % interval."""
+    mean = statistics.fmean(then.log_value - own.log_value for own, then in pairs)
+    errors = math.hypot(*(each.standard_error for pair in pairs for each in pair))
+    return Gain.of_log(mean, NormalDist().inv_cdf(0.975) * errors / len(pairs))
 
 
 def _rest(run: Run, trial: Trial, name: str) -> str:

@@ -71,13 +71,16 @@ def test_a_loader_that_stays_slow_is_named_with_a_remedy() -> None:
     assert "--switch --num_workers=0,4,8" in said
 
 
-def test_a_large_optimizer_step_on_the_host_is_named() -> None:
-    slower = ({"bind_cores_to_rank": True}, _measured(99.9, step=37.962))
+@pytest.mark.parametrize(
+    ("latency", "gained"), [(80.0, "bind_cores_to_rank gave 1.25x; "), (99.9, "")]
+)
+def test_a_large_optimizer_step_on_the_host_is_named(latency: float, gained: str) -> None:
+    """A gain is named if it exceeds the noise of both trials."""
+    bound = ({"bind_cores_to_rank": True}, _measured(latency, step=0.38 * latency))
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    [said] = advice(_run(_measured(100.0, step=38.0), slower, config={"zero_optimization": zero}))
-    assert said.startswith(
-        "Time: 38.0 % of the best step is the optimizer step on the host: bind_cores_to_rank gave"
-    )
+    [said] = advice(_run(_measured(100.0, step=38.0), bound, config={"zero_optimization": zero}))
+    large = "Time: 38.0 % of the best step is the optimizer step on the host: "
+    assert said.startswith(f"{large}{gained}more slots")
 
 
 def test_a_step_without_a_large_part_needs_no_advice() -> None:
