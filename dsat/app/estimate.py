@@ -59,12 +59,7 @@ LADDER = [s for s in strategies.LADDER if NVME not in (s.offload_optimizer, s.of
 
 
 def estimate(settings: EstimateSettings) -> Estimate:
-    """Simulate the script's model and return the memory that it needs.
-
-    Raises:
-        UserInputError: something of the settings or the files is wrong.
-        DsatError: the script cannot be simulated.
-    """
+    """Simulate the script's model and return the memory that it needs."""
     with simulated(settings) as (name, base, simulator):
         return tables(name, base, simulator, settings)
 
@@ -161,9 +156,6 @@ def tables(
         base: the user's DeepSpeed configuration.
         simulator: of the script.
         settings: the user's.
-
-    Raises:
-        SimulationUnavailable: the script cannot be simulated.
     """
     facts = simulator.facts(base)
     is_formula = isinstance(simulator, Formula)

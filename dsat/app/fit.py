@@ -69,12 +69,7 @@ class Fit:
 
 
 def fit(settings: EstimateSettings) -> Fit:
-    """Simulate a user's own configuration, and hold it against the cards of `settings.fits`.
-
-    Raises:
-        UserInputError: something of the settings or the files is wrong.
-        DsatError: the script, or its configuration, cannot be simulated.
-    """
+    """Simulate a user's own configuration, and hold it against the cards of `settings.fits`."""
     assert settings.fits is not None
     slots, card_bytes = settings.fits
     with simulated(settings) as (name, base, simulator):

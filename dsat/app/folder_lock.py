@@ -23,9 +23,6 @@ class FolderLock:
     The lock is the kernel's, on a file that stays in the folder: it ends with the process that
     holds it, however that ends.
 
-    Args:
-        folder: to lock.
-
     Raises:
         JournalLocked: another process works there; the message says which.
         JournalError: the file system has no locks.

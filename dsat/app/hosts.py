@@ -37,10 +37,6 @@ def acquired(
         program: the command that is tuned, which may name devices.
         given: options of the place, by keyword.
         in_use: variables of `dsat.engines.local.device_use`, if the command runs already.
-
-    Raises:
-        UserInputError: dsat is not in the place, or hosts are not equal, or cannot be reached.
-        EngineError: the accelerators of a host cannot be found, or the place gives no hosts.
     """
     program = program or Entrypoint()
     launch = program.launch

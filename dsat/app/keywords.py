@@ -120,9 +120,6 @@ def settings_of(values: Mapping[str, Any], search_options: Mapping[str, Any] = {
     Args:
         values: those that are missing have their defaults.
         search_options: further ones, of a search that has no declared options.
-
-    Raises:
-        UserInputError: values contradict each other.
     """
     left = dict(values)
     own_options = options_of_search(left["method"])

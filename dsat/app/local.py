@@ -191,9 +191,6 @@ class LocalSearch:
 
         Returns:
             The folder with checkpoints and reports.
-
-        Raises:
-            DsatError: the training failed.
         """
         best = self.run.best
         if not self.ready.settings.run_full_experiment or best is None or self.interrupted:
@@ -211,11 +208,7 @@ def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner
 
 
 def _messages(ready: Prepared, folder: Path, info: Mapping[str, Any]) -> Iterator[str]:
-    """Yield messages to show before the run begins.
-
-    Args:
-        info: recorded when the run was begun.
-    """
+    """Yield messages to show before the run begins."""
     yield f"{describe(ready.hosts)}; run folder {folder}"
     for host in ready.hosts:
         for warning in host.machine.warnings:
@@ -243,11 +236,7 @@ def _messages(ready: Prepared, folder: Path, info: Mapping[str, Any]) -> Iterato
 
 
 def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
-    """Make the engine of dsat's own places.
-
-    Args:
-        folder: of the run.
-    """
+    """Make the engine of dsat's own places."""
     settings = ready.settings
     return LocalEngine(
         ready.experiment,

@@ -51,13 +51,7 @@ class Grid:
 
 
 def longest(settings: EstimateSettings) -> LongestSequences:
-    """Answer `dsat estimate --longest-sequence`.
-
-    Raises:
-        UserInputError: something of the settings or the files is wrong, or the samples are no
-            sequences of tokens.
-        DsatError: the script cannot be simulated.
-    """
+    """Answer `dsat estimate --longest-sequence`."""
     card = None if settings.card is None else cards.find(settings.card)
     names = list(settings.switches)
     with estimates.simulated(settings) as (name, base, simulator):

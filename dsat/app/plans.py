@@ -46,9 +46,6 @@ def plan_of(
         device: of a slot; empty if it is not known.
         known: fields of `Plan` that hosts, script and DeepSpeed decide: `switches`,
             `listed_switches`, `offload_helps`, `slots_per_host`, `defaults` and `suggested`.
-
-    Raises:
-        UserInputError: nothing is left to tune, or DeepSpeed lacks the setting.
     """
     _check_metric(settings)
     base = experiment.base_config

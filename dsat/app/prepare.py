@@ -95,11 +95,6 @@ def prepared(settings: Settings, argv: Sequence[str] | None = None) -> Iterator[
 
     Args:
         argv: the command line, if there was one.
-
-    Raises:
-        UserInputError: something of it is wrong.
-        ScriptFailed: the command does not come to its training.
-        EngineError: the machine's accelerators cannot be found.
     """
     with contextlib.ExitStack() as acquired:
         yield _prepare(settings, argv, acquired)

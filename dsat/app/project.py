@@ -121,12 +121,7 @@ class Traced:
 
 
 def project(settings: ProjectSettings) -> Projection:
-    """Project a script's or a configuration's training to other cards.
-
-    Raises:
-        UserInputError: something of the settings or the files is wrong.
-        DsatError: the script cannot be simulated.
-    """
+    """Project a script's or a configuration's training to other cards."""
     if settings.hf_config is not None:
         estimates.check_packages("--hf-config")
     past = None if settings.from_run is None else past_runs.load(settings.from_run)
@@ -282,10 +277,6 @@ class Projector:
 
     def calibrate(self, past: PastRun, own_cards: Path | None = None) -> None:
         """Correct all predictions by the trials of a run of the same script.
-
-        Args:
-            past: the run.
-            own_cards: the user's file of cards.
 
         Raises:
             UserInputError: none of its trials is of use here.

@@ -39,17 +39,7 @@ _RESULT_FILES = (
 
 
 def of_run(settings: Settings, name: str, locks: ExitStack) -> Path:
-    """Return the folder of the run: a new one, or the one to continue.
-
-    Args:
-        settings: say which.
-        name: of the experiment.
-        locks: gets the folder's lock.
-
-    Raises:
-        UserInputError: the folder holds another run, or none to resume.
-        JournalLocked: another process works there.
-    """
+    """Return the folder of the run: a new one, or the one to continue."""
     folder = check(settings, name) or _new_folder(_stem(name))
     locks.callback(FolderLock(folder).close)
     if settings.run_dir is not None and not settings.resume:
@@ -68,10 +58,6 @@ def _check_holds_no_run(folder: Path) -> None:
 
 def check(settings: Settings, name: str) -> Path | None:
     """Return the folder that the settings name; None for a new one. Change nothing.
-
-    Args:
-        settings: say which.
-        name: of the experiment.
 
     Raises:
         UserInputError: the folder holds another run, or none to resume, or cannot be made.
@@ -136,13 +122,6 @@ def of_results(section: Autotuning, locks: ExitStack) -> Path:
     """Return the folder of a run of `dsat tune` and `dsat run`, as the `autotuning` section says.
 
     Earlier results are deleted if the section says so: what dsat itself wrote, and nothing else.
-
-    Args:
-        section: names the folders.
-        locks: gets the locks of both folders.
-
-    Raises:
-        JournalLocked: another process works there.
     """
     for folder in dict.fromkeys(p.resolve() for p in (section.results_dir, section.exps_dir)):
         locks.callback(FolderLock(folder).close)
@@ -178,14 +157,6 @@ def begin_anew(folder: Path, dsat: str, mismatch: DecisionMismatch) -> Run:
     """Set aside the journal of a run whose search decides otherwise here; return the earlier run.
 
     Searches calculate with floats, whose last digits differ between kinds of processors.
-
-    Args:
-        folder: of the run.
-        dsat: this version.
-        mismatch: what differs.
-
-    Raises:
-        DecisionMismatch: another version began the run, or it is finished: what it found stays.
     """
     run = Run(read_events(folder / FILE_NAME))
     finished = run.stop_reason is not None and not run.stop_asked

@@ -21,9 +21,6 @@ def take_in(paths: Sequence[Path]) -> list[SharedRun]:
     """Keep runs that others have shared, so that searches on the same devices begin with them.
 
     A file that was taken in before changes nothing.
-
-    Raises:
-        UserInputError: one of the files is no shared run; nothing is kept.
     """
     found = [share.read(path) for path in paths]
     folder = cache_folder(_SHARED)

@@ -88,16 +88,7 @@ class Source:
         return (slots or 1) if is_plain else None
 
     def with_known_start(self, timeout_s: float, slots: int | None = None) -> Source:
-        """Return this with its program and configuration, from a run of the command.
-
-        Args:
-            timeout_s: until its training begins.
-            slots: that the user gave.
-
-        Raises:
-            UserInputError: the command is not one training on one machine.
-            ScriptFailed: it does not come to its training.
-        """
+        """Return this with its program and configuration, from a run of the command."""
         _log.info("running `%s` up to its training", shlex.join(self.command))
         # On several hosts the script alone shows its configuration.
         launch = self.program.launch
@@ -116,12 +107,7 @@ class Source:
             run.close()
 
     def as_recorded(self, run: FirstRun) -> Source:
-        """Return this with the program and the configuration that a run of the command shows.
-
-        Raises:
-            UserInputError: the command is not one training on one machine.
-            ScriptFailed: it does not come to its training.
-        """
+        """Return this with the program and the configuration that a run of the command shows."""
         ranks, cores = run.ranks(), os.sched_getaffinity(0)
         program, own = recorded_start.program_of(ranks, self.command, run.env, cores), self.program
         by_launcher = own.launch.devices or own.launch.not_devices  # which sets the variable itself
@@ -142,14 +128,7 @@ class Source:
         return _of_start(self, ranks, program)
 
     def slots_per_trial(self, given: int | None, available: int) -> int:
-        """Return the slots of a trial: as many as are given, or as the user's files say.
-
-        Args:
-            available: to a launcher that takes all.
-
-        Raises:
-            UserInputError: the entrypoint starts another number of ranks.
-        """
+        """Return the slots of a trial: as many as are given, or as the user's files say."""
         program = self.program
         if not self.command:
             slots = given or self.experiment.slots_per_trial
@@ -189,11 +168,7 @@ def read(target: Target) -> Source:
 
 
 def read_experiment(target: Target) -> Experiment:
-    """Read an experiment's configuration, whatever its entrypoint is.
-
-    Raises:
-        UserInputError: something of it is wrong.
-    """
+    """Read an experiment's configuration, whatever its entrypoint is."""
     assert target.config is not None and target.model_dir is not None
     return experiments.read(target.config, target.model_dir, target.include)
 

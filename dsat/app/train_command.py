@@ -78,9 +78,6 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
 def text(ready: Prepared, run: Run, config: Path) -> str | None:
     """Return the command that trains with the best configuration in the model's folder.
 
-    Args:
-        config: the file that holds the best configuration.
-
     Returns:
         None if the script cannot be given the file or a switch, or runs as a Determined task or on
         several hosts only.

@@ -27,12 +27,7 @@ _CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
 
 
 def run(settings: AnySettings, argv: list[str]) -> int:
-    """Run one command and return the exit status.
-
-    Args:
-        settings: of the command.
-        argv: the words of the command line.
-    """
+    """Run one command and return the exit status."""
     view = LiveView(sys.stderr if settings.json else sys.stdout)
     with output.messages_to(view):
         if isinstance(settings, EstimateSettings):

@@ -33,11 +33,7 @@ from dsat.values.trial import Trial
 
 
 def look(settings: LookSettings) -> int:
-    """Run a command that only looks, and return the exit status.
-
-    Raises:
-        DsatError: there is no such run or trial, or a journal is damaged.
-    """
+    """Run a command that only looks, and return the exit status."""
     commands: dict[type, Callable[[Any], int | None]] = {
         ShowSettings: _show,
         CompareSettings: _compare,

@@ -30,11 +30,7 @@ def make_safe() -> None:
 
 
 class _Safe:
-    """A text stream without a reader: once writing fails, text is discarded.
-
-    Args:
-        stream: where it goes until then.
-    """
+    """A text stream without a reader: once writing fails, text is discarded."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

@@ -34,12 +34,7 @@ T = TypeVar("T")
 
 
 class Master:
-    """Session with a master; requests wait while the master is unreachable.
-
-    Args:
-        determined: determined's client, logged in.
-        say: prints a line.
-    """
+    """Session with a master; requests wait while the master is unreachable."""
 
     def __init__(self, determined: Any, say: Callable[[str], None]) -> None:
         self._determined = determined

@@ -26,11 +26,7 @@ _LONGEST_DESCRIPTION = 250
 
 
 def of_run(view: RunView, *, over: bool) -> dict[str, Any]:
-    """Return the result as `--json` prints it, without secrets.
-
-    Args:
-        over: the search came to its own end.
-    """
+    """Return the result as `--json` prints it, without secrets."""
     found = view.to_json(Path())
     del found["run_dir"]  # it ends with the container
     found.update(over=over, best_value=view.best_value)

@@ -89,9 +89,6 @@ class Runner:
 
         Args:
             checkpoint: the latest checkpoint of an earlier process, to continue from.
-
-        Raises:
-            Preempted: the runner is to leave.
         """
         if checkpoint is not None:
             self._load(checkpoint)

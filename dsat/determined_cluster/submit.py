@@ -128,11 +128,7 @@ def where(settings: Settings) -> Choice:
 
 
 def submit(ready: Submission, *, detach: bool) -> Submitted:
-    """Submit the search, and follow it to its end unless `detach`.
-
-    Raises:
-        DsatError: the master cannot be reached, or refuses it.
-    """
+    """Submit the search, and follow it to its end unless `detach`."""
     master = clients.connect(ready.master, _log.info)
     _log.info(ready.where)
     with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
@@ -148,11 +144,7 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
 
 
 def follow(experiment_id: int) -> Submitted:
-    """Follow a search that was submitted before to its end.
-
-    Raises:
-        DsatError: the master cannot be reached, or has no such experiment.
-    """
+    """Follow a search that was submitted before to its end."""
     choice = choose("determined", fits=True)
     assert choice.master is not None
     clients.check_installed(choice.master)
@@ -199,11 +191,7 @@ def _write_files(files: Mapping[str, str], name: str) -> Path:
 
 
 def prepare(settings: Settings, choice: Choice) -> Submission:
-    """Read and check all that you gave.
-
-    Raises:
-        UserInputError: something of it is wrong.
-    """
+    """Read and check all that you gave."""
     assert choice.master is not None
     clients.check_installed(choice.master)
     experiment = source.read_experiment(settings)

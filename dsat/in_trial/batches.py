@@ -106,10 +106,6 @@ class BatchCounter:
 
         Args:
             leaves: the tensors among the arguments of the forward pass, by their places.
-
-        Raises:
-            InvalidTrial: the script feeds its own micro batch instead of the trial's, or has fewer
-                samples than the micro batch.
         """
         shapes = {place: _shape(leaf) for place, leaf in leaves.items()}
         if self._carriers is None:

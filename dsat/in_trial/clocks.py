@@ -55,10 +55,6 @@ def wait_for_memory(accelerator: Any, index: int) -> None:
     """Wait while a device gets memory back from a process that has ended.
 
     Memory that does not come back within a few seconds is another program's.
-
-    Args:
-        accelerator: DeepSpeed's.
-        index: of the device.
     """
     if accelerator.device_name() != "cuda":
         return

@@ -43,11 +43,7 @@ _attached: Task | None = None
 
 
 def spec_for_hparams(meter: MeterSpec, trial_id: int, runner_id: int) -> dict[str, Any]:
-    """Return the value of a trial's hyperparameter `DSAT_TRIAL_KEY`.
-
-    Args:
-        runner_id: of the search runner's experiment.
-    """
+    """Return the value of a trial's hyperparameter `DSAT_TRIAL_KEY`."""
     # As text, because a master takes a null or a nested value for a hyperparameter of its own.
     spec = json.dumps(meter.to_json(), separators=(",", ":"))
     return {"id": trial_id, "spec": spec, "runner": runner_id}

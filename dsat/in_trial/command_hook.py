@@ -38,11 +38,7 @@ def _forget_rank(module: ModuleType) -> None:
 
 
 class _Process:
-    """This process, which may become a rank of the trial.
-
-    Args:
-        folder: of the trial.
-    """
+    """This process, which may become a rank of the trial."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

@@ -78,11 +78,7 @@ def ended() -> None:
 
 
 class CommandRank:
-    """A process that may be a rank.
-
-    Args:
-        folder: of the trial.
-    """
+    """A process that may be a rank."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

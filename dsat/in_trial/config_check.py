@@ -139,11 +139,7 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
 
 
 def default(path: str) -> Any:
-    """Return the default of a setting, None if JSON has no word for it.
-
-    Raises:
-        KeyError: this DeepSpeed has no such setting.
-    """
+    """Return the default of a setting, None if JSON has no word for it."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     top, _, rest = path.partition(".")

@@ -64,13 +64,7 @@ class TrainerSettings:
 
 
 def install(settings: TrainerSettings, warn: Callable[[str], None], *, on_cpu: bool) -> None:
-    """Adapt transformers and accelerate in this process, whether they are imported yet or not.
-
-    Args:
-        settings: of the trial.
-        warn: takes messages for the user.
-        on_cpu: the slots are processor cores.
-    """
+    """Adapt transformers and accelerate in this process, whether they are imported yet or not."""
     hook = wrapt.register_post_import_hook
     hook(functools.partial(_adapt_arguments, settings, warn), "transformers.training_args")
     if settings.config_path is not None:

@@ -105,9 +105,6 @@ class LossWatch:
 
         Args:
             mean_over_ranks: the elementwise mean over all ranks, the same on each.
-
-        Raises:
-            Diverged: the loss is not finite any more.
         """
         new = self._steps[self._num_read :]
         if not new:

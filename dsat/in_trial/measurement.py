@@ -129,10 +129,6 @@ class Measurement:
 
         Args:
             skipped: by fp16 because of an overflow, which makes it cheaper than a real one.
-
-        Raises:
-            Diverged: the loss is not finite any more.
-            InvalidTrial: no step was full.
         """
         self.steps_seen += 1
         if skipped:
@@ -157,9 +153,6 @@ class Measurement:
 
         Does nothing if something was measured, or if even the steps that are always wanted are
         missing. Called on all ranks, if on any; they then make the same steps.
-
-        Raises:
-            InvalidTrial: none of these steps was full.
         """
         if self.outcome is not None or not self._spec.measures:
             return

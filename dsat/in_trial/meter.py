@@ -169,9 +169,6 @@ class Meter:
 
         Args:
             first_step: the first optimizer step that may be measured.
-
-        Raises:
-            InvalidTrial: it does not use the trial's configuration.
         """
         spec = self.spec.of_engine(engine)
         check_engine(

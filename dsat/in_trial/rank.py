@@ -42,11 +42,7 @@ def run(folder: Path) -> NoReturn:
 
 
 class _Rank:
-    """One rank.
-
-    Args:
-        folder: of the trial.
-    """
+    """One rank."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -60,12 +60,7 @@ class ScriptSwitches:
     # -- the Trainer's arguments
 
     def set_arguments(self, args: Any, config: Mapping[str, Any]) -> None:
-        """Set fields of `TrainingArguments` before they are checked.
-
-        Args:
-            args: just made.
-            config: the DeepSpeed configuration that goes with them.
-        """
+        """Set fields of `TrainingArguments` before they are checked."""
         self._has_arguments = True
         self._is_on_by_arguments = bool(self._wanted.get(CHECKPOINTING, _checkpointing_of(args)))
         for name, values in _of_arguments(args, config).items():

@@ -45,11 +45,7 @@ class Throttling:
             self._seen |= reasons.value
 
     def warning(self, maximum: Callable[[list[float]], list[float]]) -> list[str]:
-        """Return a message for the user if a rank's device was slowed down; a collective call.
-
-        Args:
-            maximum: the elementwise maximum over ranks.
-        """
+        """Return a message for the user if a rank's device was slowed down; a collective call."""
         flags = maximum([float(bool(self._seen & bit)) for bit in REASONS])
         seen = [why for why, flag in zip(REASONS.values(), flags, strict=True) if flag]
         if not seen:

@@ -31,13 +31,7 @@ def uses_deepspeed(env: Mapping[str, str]) -> bool:
 
 
 def for_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """The variables with another configuration, if accelerate hands one to the script.
-
-    Args:
-        env: what is set for the script.
-        path: of the configuration.
-        config: what is in it.
-    """
+    """The variables with another configuration, if accelerate hands one to the script."""
     if not uses_deepspeed(env):
         return dict(env)
     kept = {
@@ -60,11 +54,6 @@ def for_parallelism(
     """Return variables by which accelerate 1.12 and newer share each sequence among slots.
 
     A Trainer whose arguments have a `parallelism_config` does not look at them.
-
-    Args:
-        env: what is set for the script.
-        config: the DeepSpeed configuration.
-        slots: of a trial.
     """
     shared = parallelism.of_config(config)
     if shared.sequence == 1:

@@ -323,10 +323,6 @@ def for_use(
     """Return a configuration for use: without sections of autotuners, and with a ZeRO section.
 
     DeepSpeed takes stage 0 if there is none; accelerate (1.15) insists on one.
-
-    Args:
-        config: the user's own.
-        overrides: what a trial lays over it.
     """
     found = merge(config, overrides or {})
     found.pop("autotuning", None)

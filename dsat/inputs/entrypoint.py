@@ -113,14 +113,7 @@ class Entrypoint(Recorded):
         switches: Mapping[str, Any],
         arg_mappings: Mapping[str, str],
     ) -> Entrypoint:
-        """Return this with arguments that name a configuration and agree with it.
-
-        Args:
-            path: of the configuration.
-            config: its content.
-            switches: values of the script's own switches.
-            arg_mappings: the script's flags that repeat settings.
-        """
+        """Return this with arguments that name a configuration and agree with it."""
         args = script_args.for_trial(
             self.args if self.launch.config_is_word else script_args.with_config(self.args, path),
             config,

@@ -145,9 +145,6 @@ def of_command(
         folder: the current folder of the command.
         config: the DeepSpeed configuration: a file, or its content, which may be the script's.
         config_name: how errors call a content.
-
-    Raises:
-        UserInputError: the configuration cannot be read or contradicts itself.
     """
     if isinstance(config, Path):
         path, where, content = config, str(config), ds_config.read(config)

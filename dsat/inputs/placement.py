@@ -62,11 +62,7 @@ class Launch:
 
 
 def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
-    """Return the slots that DeepSpeed's launcher is given, if any, and its other options.
-
-    Raises:
-        UserInputError: an option is wrong.
-    """
+    """Return the slots that DeepSpeed's launcher is given, if any, and its other options."""
     launch = Launch(
         binds_cores="--bind_cores_to_rank" in options,
         core_list=cores(options.get("--bind_core_list", "")),
@@ -161,11 +157,6 @@ def chosen(
     path: Path, machines: Mapping[str, int | None], options: Mapping[str, str]
 ) -> dict[str, tuple[int, ...]]:
     """Return the chosen machines, each with the positions of its devices; none for all.
-
-    Args:
-        path: of the hostfile.
-        machines: its contents.
-        options: of the launcher.
 
     Raises:
         UserInputError: an option names a missing machine or device, or the numbers of devices

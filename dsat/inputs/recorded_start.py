@@ -115,17 +115,7 @@ def program_of(
     env: Mapping[str, str],
     cores: Collection[int],
 ) -> Entrypoint:
-    """Return the program that the ranks of a command run.
-
-    Args:
-        ranks: all of the training.
-        command: the user's own, of any kind.
-        env: the environment of the command itself.
-        cores: that it could use.
-
-    Raises:
-        UserInputError: it is not one training on this machine.
-    """
+    """Return the program that the ranks of a command run."""
     check_one_training(ranks)
     first = min(ranks, key=lambda rank: rank.rank)
     needs_command = _why_not_by_themselves(first)

@@ -187,11 +187,6 @@ def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str
 def checked(mappings: Mapping[str, str], args: Sequence[str], *, where: str) -> dict[str, str]:
     """Return the user's mappings, each flag spelled as in the arguments (dashes or underscores).
 
-    Args:
-        mappings: setting -> flag.
-        args: of the script.
-        where: what to name in errors.
-
     Raises:
         UserInputError: a flag is not among the arguments, and no Trainer knows it.
     """
@@ -269,9 +264,6 @@ def batch_from_args(
         config: the user's DeepSpeed configuration.
         args: of their script.
         given: their `arg_mappings`.
-
-    Raises:
-        UserInputError: a flag's value is no positive integer.
     """
     mappings, found = mappings_for(args, given), dict(config)
     is_given = isinstance(config.get(BATCH_KEYS[0]), int)  # from which the others follow

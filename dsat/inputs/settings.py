@@ -197,11 +197,7 @@ class MeasuringSettings:
         object.__setattr__(self, "end_profile_step", end)
 
     def trial_options(self, own_micro_batch: int) -> TrialOptions:
-        """Return how trials are measured.
-
-        Args:
-            own_micro_batch: of the user's own configuration.
-        """
+        """Return how trials are measured."""
         return TrialOptions(
             timeout_s=self.trial_timeout_s,
             start_step=self.start_profile_step,
@@ -377,9 +373,6 @@ class Settings(
         method: a name of `dsat.search.SEARCHES`, `TUNE` or `RUN`.
         search_options: the method's own options, by the parameters of the search.
         place_options: given options of the place where hosts come from, by keyword.
-
-    Raises:
-        UserInputError: settings contradict each other.
     """
 
     method: str

@@ -217,13 +217,7 @@ def variables(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def instruction(name: str, value: Any, *, in_arguments: bool) -> str:
-    """Return what to write into a script, or where, for a switch to have a value.
-
-    Args:
-        name: of the switch.
-        value: that it should have.
-        in_arguments: the script trains with a Trainer.
-    """
+    """Return what to write into a script, or where, for a switch to have a value."""
     if name.startswith(("--", VARIABLE)):
         return f"{name.removeprefix(VARIABLE)}={value}"
     if name == BIND_CORES:

@@ -27,10 +27,6 @@ def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dic
     become the sections that they multiply to: `{"device": "cpu", "pin_memory": [true, false]}` is a
     list of two.
 
-    Args:
-        config: a DeepSpeed configuration; is not changed.
-        where: the file to name in errors.
-
     Returns:
         The configuration with the first value in place of each list, and the lists by the names of
         their settings, each value once and in the order given.

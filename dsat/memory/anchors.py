@@ -91,9 +91,6 @@ def variant_of(
     """Simulate each configuration at about the largest micro batch that fits.
 
     The closed form answers for one that cannot be simulated.
-
-    Raises:
-        SimulationUnavailable: not even the facts of the model can be simulated.
     """
     facts = simulator.facts(configs[0])
     plain = Variant(dict(script_args), facts)

@@ -80,11 +80,7 @@ class Decoder:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> Decoder:
-        """Read a transformers configuration.
-
-        Raises:
-            UserInputError: it is of another kind of model, or lacks a size.
-        """
+        """Read a transformers configuration."""
         _check(config, where)
         family = _FAMILIES[config["model_type"]]
         heads = config["num_attention_heads"]
@@ -158,14 +154,6 @@ def _check(config: Mapping[str, Any], where: str) -> None:
 
 class Formula:
     """Answers of the closed form, in the place of a simulation's (`Simulator`).
-
-    Args:
-        config: of the model.
-        settings: how it is trained.
-        where: the configuration's file, for errors.
-
-    Raises:
-        UserInputError: no formula knows the model.
 
     Attributes:
         sequence_length: tokens of a sample.

@@ -146,9 +146,6 @@ class Simulator:
         Returns:
             The simulation's answer or, once the facts are known, the closed form's with a note
             that gives the reason.
-
-        Raises:
-            SimulationUnavailable: there is no simulation, and no facts for the closed form.
         """
         try:
             answers = self._ask([self._request(question) for question in questions])
@@ -182,9 +179,6 @@ class Simulator:
 
         Returns:
             For each one both, or the reason why it cannot be simulated.
-
-        Raises:
-            SimulationUnavailable: the script cannot be asked.
         """
         answers = self._ask([self._request(question, traced=True) for question in questions])
         return [
@@ -213,9 +207,6 @@ class Simulator:
             switches: of the model, beside the simulator's own.
             unit_tokens: if given, one sample grows in place of the micro batch, and a "sample" of
                 the facts is so many of its tokens.
-
-        Raises:
-            SimulationUnavailable: there is no simulation.
         """
         question = Question(config, 1, 1, switches=switches or {})
         found = self._facts_of(self._passes(question, unit_tokens=unit_tokens))

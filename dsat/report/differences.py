@@ -56,11 +56,6 @@ def differences(plan: Plan, trial: Trial, switches: Mapping[str, Any]) -> list[D
     """Return the differences, stage and batch sizes first, without secrets.
 
     A setting that is not set and one that has DeepSpeed's default are the same.
-
-    Args:
-        plan: what is tuned.
-        trial: of it.
-        switches: the script's own values of its switches.
     """
     own = _settings({**plan.config(plan.own_batch.config()), **switches})
     its = _settings({**plan.config(trial.overrides), **switches, **trial.script_args})

@@ -36,12 +36,7 @@ class LiveView:
         self._trials, self._folder = Path(), Path()
 
     def follow(self, folder: Path, trials: Path) -> None:
-        """Show a run that begins.
-
-        Args:
-            folder: of the run.
-            trials: where its trials have their folders.
-        """
+        """Show a run that begins."""
         self._folder, self._trials = folder, trials
 
     @property

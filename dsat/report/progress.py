@@ -49,11 +49,7 @@ class Status(Recorded):
 
 
 def lines(run: Run, status: Status | None, trials: Path) -> list[str]:
-    """Return the state of a run that goes on: trials, slots, expectation, time left.
-
-    Args:
-        trials: where its trials have their folders.
-    """
+    """Return the state of a run that goes on: trials, slots, expectation, time left."""
     assert run.plan is not None
     found = [f"{len(run.outcomes)} of at most {run.plan.max_trials} trials"]
     if status is not None:

@@ -219,11 +219,7 @@ class RunView:
         return Table((*headings, "took"), rows)
 
     def to_json(self, folder: Path) -> dict[str, Any]:
-        """Return the result for programs.
-
-        Args:
-            folder: of the run.
-        """
+        """Return the result for programs."""
         return {
             "run_dir": str(folder),
             "metric": self.plan.metric,

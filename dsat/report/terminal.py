@@ -75,13 +75,7 @@ def of_trials(run: Run) -> list[RenderableType]:
 
 
 def of_trial(run: Run, trial: Trial, folder: Path) -> list[RenderableType]:
-    """Return everything about one trial.
-
-    Args:
-        run: that it belongs to.
-        trial: which one.
-        folder: the trial's.
-    """
+    """Return everything about one trial."""
     assert run.plan is not None
     view, batch, slots = TrialView.of(run, trial), trial.batch, run.plan.slots_per_trial
     groups = batch.parallelism.groups(slots)

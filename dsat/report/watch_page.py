@@ -47,12 +47,7 @@ def shell(watched: Watched) -> str:
 
 
 def state(watched: Watched, query: str) -> dict[str, Any]:
-    """Return the parts of the page: `html`, and `specs` of the plots in it.
-
-    Args:
-        watched: what to show.
-        query: ends the addresses of files.
-    """
+    """Return the parts of the page: `html`, and `specs` of the plots in it."""
     if not watched.run.trials:
         return {"html": "<p>No trial has begun.</p>", "specs": []}
     parts = page.parts(watched.run, "trials", "", query=query)
@@ -83,14 +78,7 @@ def now(watched: Watched, version: int) -> dict[str, Any]:
 
 
 def runs(found: Sequence[Watched], unread: Sequence[str], folder: Path, query: str) -> str:
-    """Return the page that compares runs.
-
-    Args:
-        found: the runs.
-        unread: why others cannot be read.
-        folder: whose runs they are.
-        query: ends addresses.
-    """
+    """Return the page that compares runs."""
     rows, by_metric = [], dict[str, dict[str, RunView]]()
     for watched in found:
         name, view = watched.folder.name, RunView.of(watched.run)

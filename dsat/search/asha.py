@@ -124,11 +124,7 @@ class ASHASearch(Search):
 
 
 class Rung:
-    """The lineages that completed a rung, and the next one to promote.
-
-    Args:
-        divisor: one of so many lineages is promoted.
-    """
+    """The lineages that completed a rung, and the next one to promote."""
 
     def __init__(self, divisor: int) -> None:
         self._divisor = divisor

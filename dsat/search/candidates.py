@@ -28,11 +28,7 @@ _ANY_OTHER = ""  # value of a switch
 
 
 class MicroBatches:
-    """The micro batches that are compared, out of those that are allowed.
-
-    Args:
-        micro_batches: the allowed ones, ascending.
-    """
+    """The micro batches that are compared, out of those that are allowed."""
 
     def __init__(self, micro_batches: Sequence[int]) -> None:
         self._all = micro_batches
@@ -90,10 +86,6 @@ class _Knob:
 
 class Settings:
     """Settings of all branches by their numbers, and those among them that are compared.
-
-    Args:
-        space: what may be tried.
-        job: what is trained.
 
     Attributes:
         num_values: number of values of knobs that have an effect of their own.

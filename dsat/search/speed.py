@@ -123,12 +123,7 @@ class Layout:
 
 
 class Design:
-    """Configurations as the parameters act on them.
-
-    Args:
-        layout: the meaning of the parameters.
-        points: n configurations.
-    """
+    """Configurations as the parameters act on them."""
 
     def __init__(self, layout: Layout, points: Points) -> None:
         self._layout, self._points = layout, points
@@ -334,9 +329,6 @@ def _scale(theta: Array, covariance: Array, among: Array, sd: float, scale: floa
 
 class SpeedModel:
     """Seconds of configurations that are made known one by one, and predictions of others.
-
-    Args:
-        layout: the meaning of the parameters.
 
     Attributes:
         fit: to what was measured, as of late.

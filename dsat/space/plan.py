@@ -79,11 +79,7 @@ class Plan(Recorded, BatchRule, Freedom):
         return Objective(self.metric)
 
     def config(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole DeepSpeed configuration of a trial.
-
-        Args:
-            overrides: of the trial, over the user's configuration.
-        """
+        """Return the whole DeepSpeed configuration of a trial."""
         return ds_config.for_use(self.base_config, overrides)
 
     def measured_beside(self, other: Plan) -> dict[str, Any]:

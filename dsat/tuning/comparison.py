@@ -56,10 +56,6 @@ class Comparison:
         runs and that of the search, and for a single pair that of the search's choice as well. But
         the first trial of a run may be far off all others: beside three pairs it counts unless it
         differs significantly (Bancroft, Annals of Mathematical Statistics 15 (1944)).
-
-        Args:
-            pairs: one at least.
-            before: what both had reached in the search.
         """
         count = len(pairs)
         differences = [second - first for first, second in pairs]

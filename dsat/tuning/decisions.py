@@ -27,9 +27,6 @@ from dsat.values.trial import Trial
 class Decisions:
     """Decides the trials of a run phase by phase: the model profile, the search, the finals.
 
-    Args:
-        plan: what to tune.
-
     Attributes:
         run: the fold of all events applied so far.
         converged: the finals began although there might have been more trials.

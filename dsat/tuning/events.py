@@ -58,11 +58,7 @@ VALUES_OF_ALL: Mapping[str, Any] = {
 
 
 def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode the values of a journal's event; the inverse is `encode`.
-
-    Raises:
-        DecodeError: a value has another type.
-    """
+    """Decode the values of a journal's event; the inverse is `encode`."""
     kinds = VALUES_OF.get(line["event"], {})
     return {
         key: decode(kinds[key], data, key) if key in kinds else data for key, data in line.items()

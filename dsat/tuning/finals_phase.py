@@ -19,13 +19,7 @@ _RESERVES = 3  # for a pick that fails or trains differently
 
 
 class FinalsPhase(Phase):
-    """One trial at a time, alone on the machine, as `Run.finals` decides.
-
-    Args:
-        plan: what is tuned.
-        run: the run so far.
-        trials: makes its trials.
-    """
+    """One trial at a time, alone on the machine, as `Run.finals` decides."""
 
     def __init__(self, plan: Plan, run: Run, trials: TrialFactory) -> None:
         self._plan = plan

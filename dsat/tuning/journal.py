@@ -60,11 +60,7 @@ class Journal:
         sync_folder(path.parent)
 
     def append(self, event: Mapping[str, Any]) -> None:
-        """Write one event and wait until it is on disk.
-
-        Raises:
-            OSError: it cannot be written; the error names the file.
-        """
+        """Write one event and wait until it is on disk."""
         line = json.dumps(event, separators=(",", ":"), allow_nan=False)
         with self._named_in_errors():
             self._file.write(line.encode() + b"\n")
@@ -94,21 +90,13 @@ class Journal:
 
 
 class MemoryJournal:
-    """A journal without a file, for what others make durable; it too keeps what JSON keeps.
-
-    Args:
-        events: to begin with.
-    """
+    """A journal without a file, for what others make durable; it too keeps what JSON keeps."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
         self.events: list[dict[str, Any]] = [dict(event) for event in events]
 
     def append(self, event: Mapping[str, Any]) -> None:
-        """Append one event.
-
-        Raises:
-            ValueError: it has a number that JSON has not.
-        """
+        """Append one event."""
         self.events.append(json.loads(json.dumps(event, allow_nan=False)))
 
 

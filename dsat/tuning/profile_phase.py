@@ -16,10 +16,6 @@ from dsat.values.zero_strategy import Strategy, of_config
 class ProfilePhase(Phase):
     """The user's own configuration; if it fails, the smallest micro batch until a trial ran.
 
-    Args:
-        plan: what is tuned.
-        trials: makes its trials.
-
     Attributes:
         profile: of the model, once it is known.
         failure: why it cannot be profiled, once that is known.

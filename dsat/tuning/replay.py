@@ -28,11 +28,6 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
         decisions: of a plan, nothing applied to them.
         events: of the earlier run, as its journal holds them. It may have had more trials than are
             planned now, or fewer.
-
-    Raises:
-        JournalMismatch: the events were decided by another program, plan or seed.
-        DecisionMismatch: the plan is the same, and another trial is decided.
-        JournalError: they do not fit together.
     """
     number = 0
     for number, line in enumerate(events, start=1):

@@ -28,12 +28,6 @@ TIMES_THE_OWN = 20.0  # steps of the user's own configuration: a trial may measu
 class Run:
     """A pure function of the events applied so far.
 
-    Args:
-        lines: events as a journal holds them.
-
-    Raises:
-        JournalError: they do not fit together.
-
     Attributes:
         plan: None until the first event.
         planned_trials: the most trials by the options that the run was last started with.

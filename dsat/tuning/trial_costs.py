@@ -25,10 +25,6 @@ class TrialCosts:
 
     A trial takes the steps before those that are measured, these, and some time besides (the start
     of the script, making the engine).
-
-    Args:
-        plan: what is tuned.
-        run: the run so far, its model profiled.
     """
 
     def __init__(self, plan: Plan, run: Run) -> None:

@@ -55,10 +55,6 @@ class Tuner:
         clock: seconds, monotonic; only to tell people how long things took.
         last_event_s: when the last of `events` was, by this clock, if the run went on since; by
             default it rested.
-
-    Raises:
-        JournalMismatch: the events were decided by another program, plan or seed.
-        DecisionMismatch: the plan is the same, and another trial is decided.
     """
 
     def __init__(

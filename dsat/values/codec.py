@@ -42,11 +42,7 @@ class Recorded:
 
     @classmethod
     def from_json(cls: type[T], data: Mapping[str, Any]) -> T:
-        """Return the value again.
-
-        Raises:
-            DecodeError: it is none.
-        """
+        """Return the value again."""
         value: T = decode(cls, data)
         return value
 

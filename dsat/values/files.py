@@ -29,11 +29,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with all that is in it, or a link to one alone; nothing if it is not there.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove a folder with all that is in it, or a link alone; nothing if it is not there."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -44,9 +40,6 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a file by new text, readable by its owner alone.
 
     A reader sees the old text or the new one, never a part. On failure the old file stays.
-
-    Raises:
-        OSError: it cannot be written; the error names the file itself.
     """
     temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:

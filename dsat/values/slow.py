@@ -12,12 +12,7 @@ LONG_S = 5.0
 
 @contextlib.contextmanager
 def logged(log: logging.Logger, operation: str) -> Iterator[None]:
-    """Log an operation while it runs, if it takes longer than `LONG_S`.
-
-    Args:
-        log: the logger.
-        operation: its name for people.
-    """
+    """Log an operation while it runs, if it takes longer than `LONG_S`."""
     timer = threading.Timer(LONG_S, log.info, ("%s", operation))
     timer.daemon = True
     timer.start()

@@ -155,11 +155,7 @@ def shell_line(words: Iterable[str]) -> str:
 
 
 def assignment(name: str, value: str, origin: str = "your command") -> str:
-    """A shell's assignment of a variable, which the shell is asked for if it is a secret.
-
-    Args:
-        origin: of the value, for people.
-    """
+    """A shell's assignment of a variable, which the shell is asked for if it is a secret."""
     shown = f"{name}={value}"
     is_open = without_secrets(shown) == shown and not (value and is_secret(name, value))
     return f"{name}={shlex.quote(value) if is_open else _asked_for(name, origin)}"

@@ -62,9 +62,6 @@ class LocalEngine:
         folder: of the run.
         trials: where trials get their folders; by default `folder / "trials"`.
         options: how trials are run and measured.
-
-    Raises:
-        EngineError: the processes that start trials cannot be started, or hosts lack a folder.
     """
 
     def __init__(
@@ -260,11 +257,7 @@ class LocalEngine:
                 self._supervisors.send(host, request)
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait until a trial has ended or for so long; what has ended is kept for `poll`.
-
-        Raises:
-            EngineError: too few slots are left; not before `poll` has returned what has ended.
-        """
+        """Wait until a trial has ended or for so long; what has ended is kept for `poll`."""
         deadline, before = time.monotonic() + timeout_s, len(self._ended)
         while len(self._ended) == before:
             if not (self._running or self._waiting):

@@ -35,11 +35,7 @@ class ListeningClock:
 
 
 class Heartbeats:
-    """Times of the hosts' last signs of life, and of the next request for one.
-
-    Args:
-        hosts: their numbers.
-    """
+    """Times of the hosts' last signs of life, and of the next request for one."""
 
     def __init__(self, hosts: Iterable[int]) -> None:
         self._clock = ListeningClock(PING_EVERY_S)

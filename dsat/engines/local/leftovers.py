@@ -141,9 +141,6 @@ class CompilerLocks:
     torch's lock is a file that exists or not (torch/utils/file_baton.py): all later processes wait
     for ever for one that was killed while it compiled. A lock that a living process of this host
     has open stays, and so does a young one in a folder that other hosts may share.
-
-    Args:
-        env: of the processes that compile.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:

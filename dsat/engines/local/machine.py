@@ -86,11 +86,7 @@ class Machine:
         }
 
     def at(self, positions: Sequence[int]) -> Machine:
-        """Return the machine with the devices at some positions alone; all if there are none.
-
-        Raises:
-            UserInputError: there are fewer devices.
-        """
+        """Return the machine with the devices at some positions alone; all if there are none."""
         names = dict(enumerate(self.devices))
         return self.only([names.get(n, str(n)) for n in positions], ())
 
@@ -137,20 +133,13 @@ def find_machine(variables: Mapping[str, str] | None = None) -> Machine:
 
     Args:
         variables: of the process that looks; by default this one's.
-
-    Raises:
-        EngineError: torch or deepspeed cannot be imported, or the accelerator does not answer.
     """
     [machine] = find_machines({"this machine": ()}, variables)
     return machine
 
 
 def find_machine_for_simulations() -> Machine:
-    """Look at this machine; without torch and DeepSpeed, which take seconds, if it has no devices.
-
-    Raises:
-        EngineError: as of `find_machine`.
-    """
+    """Look at this machine; without devices, without torch and DeepSpeed, which take seconds."""
     return machine_of_cores() if has_no_accelerator() else find_machine()
 
 
@@ -188,10 +177,6 @@ def find_machines(
     Args:
         prefixes: words before a command that run it on a machine, by the machine's name.
         variables: of the commands; by default this process's.
-
-    Raises:
-        EngineError: torch or deepspeed cannot be imported on one, or its accelerator does not
-            answer.
     """
     asked = [_ask([], prefix, variables) for prefix in prefixes.values()]
     deadline = time.monotonic() + _FIND_LIMIT_S

@@ -72,14 +72,7 @@ def binding_options(
 def cores_of(
     share: Share, local_rank: int, program: Entrypoint, config: Mapping[str, Any]
 ) -> list[int]:
-    """Return the cores that a rank is bound to; none if it may use all.
-
-    Args:
-        share: its trial's slots of its host.
-        local_rank: number of the rank there.
-        program: what it runs, with its launcher's habits.
-        config: its DeepSpeed configuration.
-    """
+    """Return the cores that a rank is bound to; none if it may use all."""
     machine, ranks = share.host.machine, share.ranks
     if machine.is_cpu:
         # As taskset gives them to a command that is run by hand: to its ranks together.

@@ -84,13 +84,7 @@ class Retries:
         self.way = self._known_way = Way.FRESH if cannot_fork else Way.FORKED
 
     def decide(self, running: Running, outcome: Outcome, *, broken: bool) -> Again | None:
-        """Return how an ended trial is run again; None if its outcome is final.
-
-        Args:
-            running: the trial.
-            outcome: of it.
-            broken: one of its devices no longer works.
-        """
+        """Return how an ended trial is run again; None if its outcome is final."""
         trial_id = running.trial.id
         if outcome.ok or running.canceled or trial_id == FULL_RUN_ID:
             return None  # a second full-length run would delete the checkpoints of the first

@@ -38,10 +38,6 @@ class Slots:
     """Slots of hosts that have equally many.
 
     A trial has slots of one host, or, if it needs more than a host has, whole hosts.
-
-    Args:
-        hosts: of the run.
-        needed: slots of a trial.
     """
 
     def __init__(self, hosts: Sequence[Host], needed: int) -> None:
@@ -66,9 +62,6 @@ class Slots:
         """Raise EngineError if there is no room for one more trial.
 
         After a device or a host has failed, trials that were on their way may wait.
-
-        Args:
-            waiting: trials that get slots first.
         """
         free = self._room([len(slots) for slots in self._free])
         any_broken = self._lost or any(self._broken)
@@ -94,11 +87,7 @@ class Slots:
         return self.take(without=taken)
 
     def take(self, *, without: Collection[int] = ()) -> tuple[Share, ...] | None:
-        """Take free slots for a trial, on the hosts with the fewest to spare; None without room.
-
-        Args:
-            without: hosts that other trials have for themselves.
-        """
+        """Take free slots for a trial, on the hosts with the fewest to spare; None without room."""
         count = min(self._needed, self._per_host)
         fitting = [
             host

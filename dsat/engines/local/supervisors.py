@@ -143,9 +143,6 @@ class Supervisors:
         Returns:
             Why no ranks can be forked even with only torch and DeepSpeed imported; empty if they
             can be.
-
-        Raises:
-            EngineError: the imports take too long.
         """
         reason = ""
         for names in (modules, WARM_MODULES) if modules else (WARM_MODULES,):

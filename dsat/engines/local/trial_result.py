@@ -35,10 +35,6 @@ def of(running: Running, *, timeout_s: float) -> Outcome:
     """Return the outcome of a run whose ranks have all ended.
 
     The ranks' reports count, not how the processes ended: one may still fail at its exit.
-
-    Args:
-        running: the run.
-        timeout_s: its time limit.
     """
     folder = running.folder
     duration_s = round(time.monotonic() - running.began_s, 3)

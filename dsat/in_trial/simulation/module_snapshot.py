@@ -67,10 +67,6 @@ class ModuleSnapshot:
     ) -> dict[int, torch.Tensor]:
         """Make the module, as it was, one of fake tensors.
 
-        Args:
-            device: of the fake tensors.
-            floating: another type for those of floating point.
-
         Returns:
             The fakes by the `id` of the tensor that each replaces.
         """

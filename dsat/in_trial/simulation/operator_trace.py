@@ -58,9 +58,6 @@ _Group = tuple[str, bool, str, int, int, bool]
 class OperatorTrace:
     """Counts of operators and collectives, by phase.
 
-    Args:
-        device_type: of the slot.
-
     Attributes:
         is_last: the last micro step of an optimizer step has begun.
         overlaps: the current stream is not the default one.

@@ -68,11 +68,7 @@ class FunctionRules(TorchFunctionMode):
 
 
 class _NoOperator:
-    """A compiled operator that allocates nothing and returns nothing, as Adam's does.
-
-    Args:
-        tracker: is told of each call.
-    """
+    """A compiled operator that allocates nothing and returns nothing, as Adam's does."""
 
     def __init__(self, tracker: StorageTracker | None = None) -> None:
         self._tracker = tracker

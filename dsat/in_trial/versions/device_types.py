@@ -31,9 +31,6 @@ def register(name: str, module: Any) -> None:
     Args:
         name: of the device type.
         module: its functions, as torch expects them of a backend.
-
-    Raises:
-        RuntimeError: this torch needs a C++ compiler for it, and there is none that works.
     """
     setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
     if setup is not None:
