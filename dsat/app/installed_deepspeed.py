@@ -23,7 +23,7 @@ from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import OVERRIDES, Experiment
 from dsat.space.knobs import KNOBS
 from dsat.values import slow
-from dsat.values.files import PRIVATE_FOLDER, cache_folder
+from dsat.values.files import cache_folder, write_cache
 
 _log = logging.getLogger(__name__)
 
@@ -114,8 +114,9 @@ def _answer(questions: Sequence[_Question]) -> dict[str, Any] | None:
     found = _read(path)
     if found is None:
         with slow.logged(_log, "checking the configuration with DeepSpeed"):
-            _ask(text, path)
-        found = _read(path)
+            found = _ask(text)
+        if found is not None:
+            write_cache(path, json.dumps(found))
     return found
 
 
@@ -134,12 +135,11 @@ def _stamp() -> str | None:
         return None
 
 
-def _ask(questions: str, answer: Path) -> None:
-    """Have DeepSpeed answer questions in a file, which is missing if it cannot."""
+def _ask(questions: str) -> dict[str, Any] | None:
+    """Return DeepSpeed's answer to questions; None if it gives none."""
     try:
-        answer.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
-            asked = Path(folder) / "questions.json"
+            asked, answer = (Path(folder) / name for name in ("questions.json", "answer.json"))
             asked.write_text(questions, encoding="utf-8")
             done = subprocess.run(  # noqa: S603
                 [sys.executable, "-m", _PROGRAM, str(asked), str(answer)],
@@ -150,13 +150,14 @@ def _ask(questions: str, answer: Path) -> None:
                 timeout=_TIMEOUT_S,
                 check=False,
             )
-        if done.returncode == 0:
-            return
+            if done.returncode == 0:
+                return _read(answer)
         text = done.stderr.decode(errors="replace").strip()
         why = (text.splitlines() or [f"exit status {done.returncode}"])[-1]
     except (OSError, subprocess.TimeoutExpired) as error:
         why = str(error)
     _log.info("DeepSpeed cannot check the configuration: %s", why)
+    return None
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -19,9 +19,9 @@ PROGRAM = Entrypoint(script="train.py")
 OTHER = replace(PROGRAM, interpreter="/another/python3")
 # A stand-in: refuses `wrong` in a section, ignores other keys than `zero_optimization`.
 STAND_IN = """
-    import json, sys
+    import json, os, sys
     asked = json.load(open(sys.argv[1]))
-    with open(sys.argv[2] + ".count", "a") as file:
+    with open(os.environ["STAND_IN_COUNT"], "a") as file:
         file.write("x")
     verdicts = []
     for question in asked["configs"]:
@@ -41,6 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "stand_in.py").write_text(textwrap.dedent(STAND_IN))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("STAND_IN_COUNT", str(tmp_path / "count"))
     monkeypatch.setattr(installed_deepspeed, "_PROGRAM", "stand_in")
     monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: "0.99")
     return tmp_path / "dsat" / "deepspeed"
@@ -58,11 +59,11 @@ def check(own: Experiment, program: Entrypoint = PROGRAM) -> dict[str, Any]:
 def test_each_configuration_is_asked_about_once(cache: Path) -> None:
     for size in (1, 1, 2):
         assert check(experiment(zero_optimization={"sub_group_size": size})) == {"a.b": 7}
-    assert [path.read_text() for path in cache.glob("*.count")] == ["x", "x"]
+    assert (cache.parents[1] / "count").read_text() == "xx"
     for path in cache.glob("*.json"):
         path.write_text("{")
     check(experiment(zero_optimization={"sub_group_size": 1}))
-    assert sorted(path.read_text() for path in cache.glob("*.count")) == ["x", "xx"]
+    assert (cache.parents[1] / "count").read_text() == "xxx"
 
 
 def test_a_refusal_names_the_file_and_the_key(cache: Path) -> None:
@@ -82,6 +83,14 @@ def test_a_refusal_names_the_file_and_the_key(cache: Path) -> None:
     check(experiment(None, **own))
     check(experiment(own, **own))
     assert refused(experiment(own)).startswith(f"{place}.my_script: DeepSpeed 0.99 reads no")
+
+
+def test_a_cache_that_cannot_be_written_hides_no_answer(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    with pytest.raises(UserInputError, match="wrong: is wrong"):
+        check(experiment(zero_optimization={"wrong": 1}))
 
 
 def test_nothing_is_refused_where_deepspeed_does_not_answer(
