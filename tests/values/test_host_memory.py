@@ -38,6 +38,15 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
     assert host_memory.available_bytes(**there) == 212 * MIB
 
 
+@pytest.mark.parametrize("high", [300 * MIB, 600 * MIB, "max"])
+def test_the_lower_of_both_limits_counts(tmp_path: Path, high: object) -> None:
+    files = {"memory.max": 512 * MIB, "memory.high": high, "memory.current": 100 * MIB}
+    limit = min(512 * MIB, high) if isinstance(high, int) else 512 * MIB
+    there = machine(tmp_path, "0::/\n", files)
+    assert host_memory.total_bytes(**there) == limit
+    assert host_memory.available_bytes(**there) == limit - 100 * MIB
+
+
 def test_the_tightest_of_the_groups_above_counts(tmp_path: Path) -> None:
     """Slurm limits the job, and the task is in a group of its own below."""
     job = "system.slice/slurmstepd.scope/job_7"

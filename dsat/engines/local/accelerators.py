@@ -18,6 +18,7 @@ from typing import Any
 
 from dsat.engines.local import device_use
 from dsat.engines.local.machine import MARK, Machine, has_library, machine_of_cores, physical_cores
+from dsat.values import host_cores
 from dsat.values.memory_size import readable
 
 NAMED = "DSAT_NAMED_DEVICES"  # variable: devices that the user's command names
@@ -56,7 +57,7 @@ def _inspect() -> Machine:
     idle = [each for each in found if not each.is_busy or each.device in named] or found
     used = {device.device: device.describe_use(name) for device in found if device.is_busy}
     kept = [device.device for device in idle]
-    threads = len(os.sched_getaffinity(0))
+    threads = len(host_cores.usable())
     few = f"{len(kept)} devices share {threads} hardware threads, which trials will wait for"
     return Machine(
         accelerator=name,

@@ -37,6 +37,7 @@ from dsat.in_trial.rank_files import DONE_FILE, PORTS_FILE, RECORDS_FOLDER, SPEC
 from dsat.inputs.ds_config import DSAT_MODE_KEY
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.recorded_start import ONE_NODE, RankStart, check_one_training
+from dsat.values import host_cores
 from dsat.values.files import remove_folder, write_atomically
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.text import words_without_secrets
@@ -204,7 +205,7 @@ class FirstRun:
             gas=0,
             stage=0,
             slots=0,
-            host_slots=len(os.sched_getaffinity(0)),
+            host_slots=len(host_cores.usable()),
             profile=True,
         )
         spec = RankSpec(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import EngineError, UserInputError
-from dsat.values import host_memory
+from dsat.values import host_cores, host_memory
 from dsat.values.memory_size import readable
 
 MARK = "dsat-slots "
@@ -54,7 +54,7 @@ class Machine:
         warnings: further messages on the slots, for people.
         software: versions that must be the same on all hosts of a run.
         cores: processor cores that its processes may use, the first hardware thread of each.
-        threads: hardware threads that they may use.
+        threads: hardware threads that they may use at once.
     """
 
     accelerator: str
@@ -262,7 +262,7 @@ def _give_up(process: subprocess.Popen[str]) -> None:
 
 def machine_of_cores() -> Machine:
     """Return this machine with its processor cores as slots."""
-    cores = sorted(os.sched_getaffinity(0))
+    cores = host_cores.usable()
     return Machine(
         accelerator="cpu",
         device_name=_processor_name(),

@@ -40,7 +40,7 @@ from typing import Any, NoReturn
 
 from dsat.in_trial import config_injection, failures
 from dsat.in_trial.clocks import ProcessMemory
-from dsat.values import host_memory
+from dsat.values import host_cores, host_memory
 from dsat.values.memory_size import readable
 from dsat.values.outcome import OutcomeKind
 
@@ -145,7 +145,7 @@ class SimulationServer:
             }
         )
         running: dict[int, Mapping[str, Any]] = {}
-        capacity = len(os.sched_getaffinity(0))
+        capacity = len(host_cores.usable())
         while True:
             self._report_deaths(running)
             sources = [self._connection] if len(running) < capacity else []
