@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsat.values.files import home
+
 _MASTER_VARIABLES = ("DET_MASTER", "DET_MASTER_ADDR")
 _DEFAULT_HOSTS = ("localhost:8080", "127.0.0.1:8080")
 
@@ -77,4 +79,4 @@ def auth_file(env: Mapping[str, str]) -> Path:
     if env.get("DET_DEBUG_CONFIG_PATH"):
         return Path(env["DET_DEBUG_CONFIG_PATH"]) / "auth.json"
     config = env.get("XDG_CONFIG_HOME")
-    return (Path(config) if config else Path.home() / ".config") / "determined" / "auth.json"
+    return (Path(config) if config else home() / ".config") / "determined" / "auth.json"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsat.errors import UserInputError
+from dsat.values.files import home
 
 _log = logging.getLogger(__name__)
 # Variables that choose devices, of NVIDIA's and AMD's.
@@ -117,7 +118,7 @@ def exported(folder: Path) -> dict[str, str]:
     """
     path = [str(folder.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = {"PYTHONPATH": os.pathsep.join(path)}
-    for above in (Path.home(), folder):
+    for above in (home(), folder):
         file = above / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
         text = file.read_text("utf-8", "surrogateescape") if file.is_file() else ""
         found |= {

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MemoryEstimate, as_simulated
+from dsat.values.files import folder_for_sockets
 from dsat.values.step_trace import ModelTrace, StepTrace
 
 # Large enough for activations, and not gradients, to decide the peak of the backward pass.
@@ -329,11 +330,13 @@ def _connect(
     engine: SimulationHost, script_args: Mapping[str, Any], timeout_s: float
 ) -> socket.socket:
     with contextlib.ExitStack() as stack:
-        # Paths of sockets have some hundred characters at most.
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dsat-"))
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        address = Path(folder) / "s"
-        listener.bind(str(address))
+        try:
+            temporary = tempfile.TemporaryDirectory(prefix="dsat-", dir=folder_for_sockets())
+            address = Path(stack.enter_context(temporary)) / "s"
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.bind(str(address))
+        except OSError as error:
+            raise SimulationUnavailable(f"there is no socket for its answers: {error}") from error
         listener.listen(1)
         failure = engine.start_simulation_server(address, script_args)
         deadline = time.monotonic() + timeout_s

@@ -5,18 +5,33 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 import threading
 from pathlib import Path
 from typing import TextIO
 
 # What a run writes may hold what its scripts are given, passwords among them.
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+# A socket's path has 107 bytes at most (unix(7)), and its folder and its own name are among them.
+_LONGEST_FOR_SOCKETS = 107 - len("/dsat-12345678/s")
 
 
 def cache_folder(name: str) -> Path:
     """Return the cache folder for answers of one kind; it may not exist yet."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME") or home() / ".cache"
     return Path(base) / "dsat" / name
+
+
+def home() -> Path:
+    """Return the user's home folder; the root, as in containers, for a user without one."""
+    found = os.path.expanduser("~")
+    return Path(found if os.path.isabs(found) else "/")
+
+
+def folder_for_sockets() -> str:
+    """Return the temporary folder, or another if its path is too long for those of sockets."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) <= _LONGEST_FOR_SOCKETS else "/tmp"  # noqa: S108
 
 
 def sync_folder(folder: Path) -> None:

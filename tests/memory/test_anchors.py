@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +81,22 @@ def test_the_closed_form_answers_with_the_facts_that_were_simulated() -> None:
     assert replace(found, note="") == closed_form.estimate(
         facts, CONFIGS[3], slots=1, micro_batch=2
     )
+
+
+def test_a_simulation_fits_below_any_temporary_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def formulas() -> list[str]:
+        with Simulator(FakeSimulationHost(FACTS, by_formula(FACTS)), as_cpu=False) as simulator:
+            return [simulator.estimate(CONFIGS[1], micro_batch=2, slots=1).source]
+
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert formulas() == [SIMULATED]
+    monkeypatch.setattr("dsat.memory.simulation_client.folder_for_sockets", lambda: str(folder))
+    with pytest.raises(SimulationUnavailable, match="no socket for its answers: AF_UNIX path too"):
+        formulas()
 
 
 def test_a_late_answer_is_not_taken_for_that_to_the_next_question(

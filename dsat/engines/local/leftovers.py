@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from dsat.values.files import home
+
 # In the environment of supervisors, and so of all that they fork.
 RUN_VARIABLE = "DSAT_RUN_DIR"
 # The number of its host, if a run has several; also in the environment of ranks.
@@ -193,5 +195,5 @@ def _may_be_shared(folder: Path) -> bool:
 def _extensions_folder(env: Mapping[str, str]) -> Path:
     """Folder of compiled operators (torch/utils/cpp_extension.py, torch/_appdirs.py)."""
     given = env.get("TORCH_EXTENSIONS_DIR")
-    cache = env.get("XDG_CACHE_HOME", str(Path(env.get("HOME") or Path.home()) / ".cache"))
+    cache = env.get("XDG_CACHE_HOME", str(Path(env.get("HOME") or home()) / ".cache"))
     return Path(given) if given else Path(cache) / "torch_extensions"

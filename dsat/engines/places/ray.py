@@ -23,6 +23,7 @@ from dsat.engines.places.base import Environment, Node, Provider, hosts_on, plac
 from dsat.engines.ray.choice import ResourceRequest
 from dsat.errors import EngineError, UserInputError
 from dsat.inputs.option import WORD, at_least
+from dsat.values.files import folder_for_sockets
 
 _log = logging.getLogger(__name__)
 # The driver of a job that was submitted has it (ray 2.60, `JobSupervisor`).
@@ -104,7 +105,7 @@ class Reservation:
                 where="--engine ray",
                 hint="Run pip install 'ray>=2.40'.",
             )
-        self._folder = Path(tempfile.mkdtemp(prefix="dsat-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="dsat-", dir=folder_for_sockets()))
         socket = str(self._folder / "s")
         with tempfile.TemporaryFile() as errors:
             self._driver = subprocess.Popen(
