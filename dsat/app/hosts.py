@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from dsat.engines import places
 from dsat.engines.local.accelerators import NAMED, ids_chosen
 from dsat.engines.local.hosts import Host
+from dsat.engines.local.machine import are_close
 from dsat.engines.places import PROVIDERS, Environment
 from dsat.errors import UserInputError
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.placement import VISIBLE
 
 _log = logging.getLogger(__name__)
-# Two devices of one kind differ in memory by the part that their firmware keeps.
-_EQUAL_WITHIN = 0.02
 
 
 @contextlib.contextmanager
@@ -76,10 +75,11 @@ def check_equal(hosts: Sequence[Host]) -> None:
     first = hosts[0]
     for other in hosts[1:]:
         one, two = first.machine, other.machine
-        sizes = sorted((one.memory_bytes, two.memory_bytes))
         slots = [(each.accelerator, each.num_slots, each.device_name) for each in (one, two)]
-        if slots[0] != slots[1] or sizes[0] < (1 - _EQUAL_WITHIN) * sizes[1]:
+        if slots[0] != slots[1] or not are_close(one.memory_bytes, two.memory_bytes):
             has, differs = one.describe(), two.describe()
+        elif one.device_names != two.device_names:
+            has, differs = (", ".join(each.device_names) for each in (one, two))
         elif one.software != two.software:
             has, differs = ", ".join(one.software), ", ".join(two.software)
         elif len(one.cores) != len(two.cores):
@@ -91,6 +91,11 @@ def check_equal(hosts: Sequence[Host]) -> None:
             where="hosts",
             hint="Trials on unequal hosts cannot be compared: take equal ones, or --engine local.",
         )
+
+
+def comparable(hosts: Iterable[Host], slots: int) -> tuple[Host, ...]:
+    """Return hosts with devices on which any trials of so many slots can be compared."""
+    return tuple(replace(host, machine=host.machine.comparable(slots)) for host in hosts)
 
 
 def describe(hosts: Sequence[Host]) -> str:

@@ -142,7 +142,7 @@ def _prepare(
     if settings.method in (TUNE, RUN):
         section = autotuning.read(source, settings.method)
         settings = autotuning.settings_of(settings, section, source.experiment)
-    source, slots = _with_slots(settings, source, section, hosts)
+    source, hosts, slots = _with_slots(settings, source, section, hosts)
     program, experiment, machine = source.program, source.experiment, hosts[0].machine
     plan = plans.plan_of(
         settings,
@@ -227,8 +227,8 @@ def _is_recorded(settings: Settings, source: Source, engine: str) -> bool:
 
 def _with_slots(
     settings: Settings, source: Source, section: Autotuning | None, hosts: Sequence[Host]
-) -> tuple[Source, int]:
-    """Return the source with its checked argument mappings, and the slots of a trial."""
+) -> tuple[Source, tuple[Host, ...], int]:
+    """Return the source with checked argument mappings, hosts for trials, and a trial's slots."""
     program, available = source.program, all_slots(hosts, source.program)
     if section is None:
         if settings.run_full_experiment and program.trial_class and not source.command:
@@ -240,10 +240,11 @@ def _with_slots(
         slots = section.slots_of(program.slots or available, where=str(program.config_path))
         program = replace(program, slots=slots)
         given, where = section.arg_mappings, f"{program.config_path}: autotuning.arg_mappings"
-    _check_slots(settings, hosts, slots)
+    chosen = hosts_of.comparable(hosts, slots)
+    _check_slots(settings, chosen, slots)
     mappings = script_args.checked(given, program.args, where=where)
     experiment = replace(source.experiment, arg_mappings=mappings)
-    return replace(source, experiment=experiment, program=program), slots
+    return replace(source, experiment=experiment, program=program), chosen, slots
 
 
 def _check_full_length(experiment: Experiment) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from dsat.app import prepare
 from dsat.engines.local.hosts import Host
+from dsat.engines.local.machine import Machine
 from dsat.engines.places import PROVIDERS, Environment
 from dsat.engines.places.local import ThisMachine
 from dsat.errors import UserInputError
@@ -17,6 +19,17 @@ from dsat.inputs.settings import Settings
 from testing.local import cpu_machine
 
 SCRIPT = ("train.py", "--deepspeed_config", "ds_config.json")
+
+
+class UnequalDevices(ThisMachine):
+    """A machine with two devices of different kinds."""
+
+    def acquire(self, environment: Environment, given: Mapping[str, Any]) -> list[Host]:
+        devices, sizes = ("0", "1"), (80 * 2**30, 15 * 2**30)
+        names = ("A100", "T4")
+        variables = ("CUDA_VISIBLE_DEVICES",)
+        machine = Machine("cuda", "A100, T4", devices, variables, 15 * 2**30, sizes)
+        return [Host(replace(machine, device_names=names))]
 
 
 class TwoNodes(ThisMachine):
@@ -55,3 +68,25 @@ def test_a_launcher_is_told_of_the_machines_that_a_job_has(
     if slots > 2:
         with pytest.raises(UserInputError, match="2 machines, and trials run on this one"):
             plan_of(command, "local")
+
+
+def test_a_trial_on_some_devices_has_those_of_one_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    Path("ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    monkeypatch.setitem(PROVIDERS, "local", UnequalDevices)
+    for slots, memory_bytes in ((1, 40 * 2**30), (2, 2**30)):
+        wanted = Settings(
+            method="random",
+            command=SCRIPT,
+            engine="local",
+            dry_run=True,
+            slots=slots,
+            slot_memory_bytes=memory_bytes,
+        )
+        with prepare.prepared(wanted) as ready:
+            assert ready.machine.num_slots == slots
+            told = "cuda 1 (T4, 15 GiB) is left out: trials on unequal devices"
+            assert (told in ready.info["machine"]) is (slots == 1)

@@ -83,12 +83,18 @@ def test_an_allocation_of_one_node_is_this_machine(monkeypatch: pytest.MonkeyPat
 
 
 def test_hosts_must_be_equal() -> None:
-    machine = replace(cpu_machine(2), software=("torch 2.9", "deepspeed 0.19"))
+    machine = replace(
+        cpu_machine(2), software=("torch 2.9", "deepspeed 0.19"), device_names=("A100", "A100")
+    )
     a = Host(machine, "a")
     check_equal([a, Host(replace(machine, memory_bytes=machine.memory_bytes + 1), "b")])
     for other, told in (
         (replace(machine, devices=("0",)), "host a has 2 cpu slots .* host b has 1 cpu slot"),
         (replace(machine, memory_bytes=2**30), "host b has 2 cpu slots .*1 GiB"),
+        (
+            replace(machine, device_names=("A100", "T4")),
+            "host a has A100, A100, and host b has A100, T4",
+        ),
         (replace(machine, software=("torch 2.8",)), "host a has torch 2.9.* b has torch 2.8"),
         (replace(machine, cores=(0, 1)), "host a has 0 processor cores.* b has 2 processor cores"),
     ):

@@ -297,12 +297,14 @@ def test_devices_are_chosen_as_the_user_chose_them(
         [machine] = find_machines({"here": imported})
         return machine
 
-    devices = [Device(8 * _GIB), Device(8 * _GIB, busy_bytes=6 * _GIB), Device(4 * _GIB)]
+    small = Device(4 * _GIB, name="Null T4")
+    devices = [Device(8 * _GIB), Device(8 * _GIB, busy_bytes=6 * _GIB), small]
     machine = null_cuda(*devices)
     found = find_machine()
     assert found.devices == ("0", "2")
     assert found.device_memory_bytes == (8 * _GIB, 4 * _GIB)
     assert found.memory_bytes == 4 * _GIB
+    assert found.device_names == ("Null H100", "Null T4")
     in_use = r"cuda 1 is in use by other programs \(6\.\d+ GiB of 8 GiB\), and is left out"
     assert re.search(in_use, found.describe())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{machine.uuid(2)},{machine.uuid(1)}")

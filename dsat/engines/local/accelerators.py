@@ -66,6 +66,7 @@ def _inspect() -> Machine:
         visible_devices=tuple(variables),
         memory_bytes=min(device.total_bytes for device in idle),
         device_memory_bytes=tuple(device.total_bytes for device in idle),
+        device_names=tuple(device.name for device in idle),
         expandable_segments=name == "cuda" and has_nvml(),
         left_out=(
             *broken,

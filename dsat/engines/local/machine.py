@@ -34,6 +34,7 @@ _PACKAGES = (
     *("torch_sdaa", "torch_supa", "torch_xmlir"),
 )
 _FIND_LIMIT_S = 180.0
+_EQUAL_WITHIN = 0.02
 _READ_LIMIT_S = 1.0  # of an answer that was given in time
 
 
@@ -49,6 +50,7 @@ class Machine:
         visible_devices: environment variables that choose devices; none on a CPU.
         memory_bytes: of the smallest device; on a CPU of the whole host, or its processes' share.
         device_memory_bytes: of each device, where there are any.
+        device_names: of each device, where there are any.
         expandable_segments: whether torch's allocator can use them.
         left_out: why other devices are no slots, for people.
         warnings: further messages on the slots, for people.
@@ -69,6 +71,7 @@ class Machine:
     software: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
     threads: int = 0
+    device_names: tuple[str, ...] = ()
 
     @property
     def is_cpu(self) -> bool:
@@ -107,14 +110,35 @@ class Machine:
             raise UserInputError(problem, where="entrypoint")
         if not kept:
             raise UserInputError("leaves no device", where="entrypoint")
-        known = dict(zip(self.devices, self.device_memory_bytes, strict=False))
-        sizes = tuple(known[device] for device in kept if known)
+        at = [self.devices.index(device) for device in kept]
+        sizes = tuple(self.device_memory_bytes[n] for n in at if self.device_memory_bytes)
+        names = tuple(self.device_names[n] for n in at if self.device_names)
         return replace(
             self,
+            device_name=", ".join(dict.fromkeys(names)) or self.device_name,
             devices=tuple(kept),
             memory_bytes=min(sizes, default=self.memory_bytes),
             device_memory_bytes=sizes,
+            device_names=names,
         )
+
+    def comparable(self, slots: int) -> Machine:
+        """Return the machine with devices on which any trials of so many slots can be compared.
+
+        They are like the first ones, which the user's command takes by itself, or these alone if
+        they differ among themselves.
+        """
+        kinds = list(zip(self.device_names, self.device_memory_bytes, strict=True))
+        first = kinds[:slots]
+        kept = [n for n, kind in enumerate(kinds) if all(_are_alike(kind, one) for one in first)]
+        kept = kept or list(range(len(first)))
+        reasons = tuple(
+            f"{self.accelerator} {self.devices[n]} ({name}, {readable(size, whole=True)}) is left "
+            "out: trials on unequal devices cannot be compared"
+            for n, (name, size) in enumerate(kinds)
+            if n not in kept
+        )
+        return replace(self.at(kept), left_out=(*self.left_out, *reasons))
 
     def describe(self) -> str:
         """Describe the slots for people."""
@@ -126,6 +150,19 @@ class Machine:
             f"{self.num_slots} {self.accelerator} slot{plural} "
             f"({self.device_name}, {memory}){left_out}"
         )
+
+
+def are_close(*sizes: int) -> bool:
+    """Return whether memories may be of devices of one kind.
+
+    They differ by the part that firmware keeps.
+    """
+    return min(sizes) >= (1 - _EQUAL_WITHIN) * max(sizes)
+
+
+def _are_alike(one: tuple[str, int], other: tuple[str, int]) -> bool:
+    """Return whether devices, of a name and a memory, are of one kind."""
+    return one[0] == other[0] and are_close(one[1], other[1])
 
 
 def find_machine(variables: Mapping[str, str] | None = None) -> Machine:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from testing.helpers import ran
 from testing.local import PROGRAMS
 
 GPUS = Machine("cuda", "test", ("0", "1", "2", "3"), ("CUDA_VISIBLE_DEVICES",), 8 * 2**30)
+A100, T4 = ("A100", 80 * 2**30), ("T4", 15 * 2**30)
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 
 
@@ -107,6 +109,41 @@ def trial(number: int, **zero: Any) -> Trial:
     batch = BatchTriple(1, 1, 1)
     overrides = {**batch.config(), "zero_optimization": {"stage": 1, **zero}}
     return Trial(number, TrialKind.SEARCH, f"t{number}", 1, batch, overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "slots", "kept"),
+    [
+        ([A100, T4, A100], 1, "02"),
+        ([T4, A100, A100], 1, "0"),
+        ([A100, A100, T4, T4], 2, "01"),
+        ([A100, T4, T4], 2, "01"),  # as the command has them
+        ([A100, T4, T4], 3, "012"),
+        ([A100, T4], 16, "01"),
+        ([A100, ("A100", 79 * 2**30), ("A100", 40 * 2**30)], 1, "01"),
+    ],
+)
+def test_trials_run_on_devices_like_those_of_the_command(
+    kinds: list[tuple[str, int]], slots: int, kept: str
+) -> None:
+    names, sizes = zip(*kinds, strict=True)
+    found = replace(
+        GPUS,
+        devices=tuple(map(str, range(len(kinds)))),
+        device_names=names,
+        device_memory_bytes=sizes,
+    ).comparable(slots)
+    assert found.devices == tuple(kept)
+    own = [kinds[int(device)] for device in kept]
+    assert found.device_name == ", ".join(dict.fromkeys(name for name, _ in own))
+    assert found.memory_bytes == min(size for _, size in own)
+    left = [text.split(" is left out: ")[0] for text in found.left_out]
+    assert left == [
+        f"cuda {n} ({name}, {size >> 30} GiB)"
+        for n, (name, size) in enumerate(kinds)
+        if str(n) not in kept
+    ]
+    assert GPUS.comparable(1) == GPUS  # as processor cores, which have no names
 
 
 def test_a_device_whose_driver_is_stuck_is_left_and_its_trial_runs_elsewhere(
