@@ -29,14 +29,6 @@ def _imported(imported: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Non
     warm_command.use(imported, monkeypatch.setattr)
 
 
-def _devices(count: int, *, busy: int | None = None) -> list[Device]:
-    """Devices that are called by their numbers; one may be in use by another program."""
-    return [
-        Device(busy_bytes=5 * _GIB if number == busy else 0, name=f"GPU {number}")
-        for number in range(count)
-    ]
-
-
 def _tune(run_dir: Path, slots: int, callback: Callable[[Any], None], **options: Any) -> Any:
     return dsat.tune(
         _PROGRAM / "deepspeed.yaml",
@@ -65,7 +57,7 @@ def _check_that_no_device_is_shared(used: dict[str, list[dict[str, Any]]]) -> in
     beside = 0
     for one, other in itertools.combinations(used.values(), 2):
         if one[0]["began_s"] < other[0]["ended_s"] and other[0]["began_s"] < one[0]["ended_s"]:
-            assert not {rank["name"] for rank in one} & {rank["name"] for rank in other}
+            assert not {rank["device"] for rank in one} & {rank["device"] for rank in other}
             beside += 1
     return beside
 
@@ -77,7 +69,7 @@ def _check_that_no_device_is_shared(used: dict[str, list[dict[str, Any]]]) -> in
 def test_a_search_goes_on_without_what_is_in_use_and_what_fails(
     null_cuda: MachineOf, tmp_path: Path, slots: int, devices: int, trials: int
 ) -> None:
-    machine = null_cuda(*_devices(devices, busy=2))
+    machine = null_cuda(*(Device(busy_bytes=5 * _GIB * (number == 2)) for number in range(devices)))
     seen: list[Any] = []
 
     def fail(row: Any) -> None:
@@ -93,11 +85,11 @@ def test_a_search_goes_on_without_what_is_in_use_and_what_fails(
     assert "uncorrectable ECC" in warning
     used = _used(tmp_path / "run")
     for trial, ranks in used.items():
-        names = {rank["name"] for rank in ranks}
-        assert len(names) == slots, (trial, names)
-        assert "GPU 2" not in names
+        own = {rank["device"] for rank in ranks}
+        assert len(own) == slots, (trial, own)
+        assert "2" not in own
     last = max(used.values(), key=lambda ranks: ranks[0]["began_s"])
-    assert "GPU 1" not in {rank["name"] for rank in last}
+    assert "1" not in {rank["device"] for rank in last}
     beside = _check_that_no_device_is_shared(used)
     assert beside > 0 or slots == 8
     assert result.best is not None
@@ -108,7 +100,8 @@ def test_a_search_goes_on_without_what_is_in_use_and_what_fails(
 def test_a_search_ends_with_a_message_when_too_few_devices_are_left(
     null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = null_cuda(Device(4 * _GIB, name="GPU 0"), *_devices(3)[1:])
+    first = Device(4 * _GIB, name="GPU 0")
+    machine = null_cuda(first, Device(name="GPU 1"), Device(name="GPU 2"))
     # By UUID, and in another order.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{machine.uuid(2)},{machine.uuid(0)}")
 

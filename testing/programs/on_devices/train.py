@@ -47,7 +47,8 @@ def main() -> None:
         loss.item()
         time.sleep(config.get("pause_s", 0))
     peaks["step"] = torch.cuda.max_memory_allocated()
-    seen = {"name": device.name, "began_s": began_s, "ended_s": time.time()}
+    visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")[rank]
+    seen = {"device": visible, "name": device.name, "began_s": began_s, "ended_s": time.time()}
     (folder / f"device{rank}.json").write_text(json.dumps(seen))
     if rank == 0:
         spec = json.loads((folder / "trial.json").read_text())
