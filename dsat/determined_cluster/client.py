@@ -73,10 +73,11 @@ def follow(master: Master, experiment_id: int, say: Callable[[str], None]) -> En
     """Print the search runner's lines until its end."""
     shown, state, late = 0, "", 0
     while True:
-        before, state = state, master.state(experiment_id)
+        with explained(master.address):
+            before, state = state, master.state(experiment_id)
+            lines = master.ask(lambda: _runner_lines(master, experiment_id))
         if state != before and state not in ("ACTIVE", *OVER):
             say(f"experiment {experiment_id} is {state_in_words(state)}")
-        lines = master.ask(lambda: _runner_lines(master, experiment_id))
         for line in lines[shown:]:
             # This process says so itself when the master is unreachable.
             if not line.startswith((RESULT_MARK, UNREACHABLE)):

@@ -28,7 +28,7 @@ _LATE_LOGS_S = (0.5, 1.0, 2.0)  # the last lines may come after the end of the t
 UNREACHABLE = "the master does not answer"
 LIMIT_S = 1800.0
 _LONGEST_PAUSE_S = 30.0
-_AWAY = (502, 503, 504)
+_GATEWAY = (502, 503, 504)  # whose answers are pages of a proxy
 _OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:?\s*")
 T = TypeVar("T")
 
@@ -208,7 +208,7 @@ def is_away(error: BaseException) -> bool:
     from determined.common.api import errors
 
     if isinstance(error, errors.APIException):
-        return error.status_code in _AWAY
+        return int(error.status_code) >= 500  # 500 is of a moment, too: a database that restarts
     refused = (errors.ForbiddenException, errors.UnauthenticatedException)
     if isinstance(error, errors.BadRequestException):
         return not isinstance(error, refused)
@@ -231,7 +231,7 @@ def in_words(error: BaseException) -> str:
     if isinstance(link, TimeoutError) or "imeout" in type(link).__name__:
         return "no answer in time"
     status = getattr(error, "status_code", None)
-    if status in _AWAY:
+    if status in _GATEWAY:
         return f"status {status}"
     said = str(link).strip().splitlines()
     return _OBJECT.sub("", said[0]).strip() if said else type(link).__name__

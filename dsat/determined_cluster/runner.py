@@ -30,7 +30,7 @@ from dsat.determined_cluster import job as jobs
 from dsat.determined_cluster import result
 from dsat.determined_cluster.engine import CLOSE, ClusterEngine, Operation
 from dsat.determined_cluster.job import SAID, Job
-from dsat.determined_cluster.master import Master, RemoteCluster, in_words
+from dsat.determined_cluster.master import Master, RemoteCluster, in_words, is_away
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.determined_cluster.waiting import IDLE_STATES, StateWatch, in_background
 from dsat.report import summary
@@ -252,6 +252,14 @@ class Runner:
         value = run.best_value
         self._operation.report_completed(value if value is not None else 0.0)
 
+    def give_up(self, error: errors.APIException) -> None:
+        """End because the master refuses a request; the trials end, too."""
+        say(f"the master refuses: {in_words(error)}")
+        if self._cluster.experiment_id is not None:
+            self._print_result()
+            self._master.kill(self.experiment_id)
+        self._operation.report_completed(0.0)
+
     def _print_result(self, *, canceled: bool = False) -> None:
         """Print the result, or the best so far, and put it into the description."""
         view, over = RunView.of(self._run), self._search.over
@@ -303,9 +311,11 @@ def run_job(job: Job, folder: Path) -> None:
             except Preempted:
                 runner.leave()
                 return
-            except errors.BadRequestException as error:  # another start would change nothing
-                say(f"the master refuses: {in_words(error)}")
-                operation.report_completed(0.0)
+            except errors.BadRequestException as error:
+                if is_away(error) or not isinstance(error, errors.APIException):
+                    say(f"the search runner fails, and may be restarted: {in_words(error)}")
+                    raise  # another start may reach the master, and has another token
+                runner.give_up(error)
                 return
             runner.conclude()
 

@@ -164,6 +164,10 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
     number = submitted.experiment_id
     try:
         ended = clients.follow(master, number, _log.info)
+    except UserInputError:
+        _log.info("no longer followed: the search continues")
+        _log_how_to_follow(master, number)
+        raise
     except KeyboardInterrupt:
         _log.info("detached: the search continues")
         _log_how_to_follow(master, number)
@@ -171,6 +175,7 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
     if ended.state != "COMPLETED":
         said = job.state_in_words(ended.state)
         _log.info("experiment %d ended: %s; see %s", number, said, submitted.url)
+    if not ended.result.get("over"):
         left_over = clients.end_search_of(master, number)
         if left_over is not None:
             _log.info("ended the trials of the search, experiment %d, too", left_over)

@@ -18,7 +18,7 @@ from typing import Any
 _EVERY_S = 10.0
 _LONGEST_STAY_S = 300.0
 _STAY_LOOKS_EVERY_S = 0.5
-_GONE = ("CANCELED", "ERROR", "DELETED")
+_GONE = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 _RESTS = ("PAUSED", *_GONE)  # a runner that will not close a trial soon
 _OPEN = ("ACTIVE", "QUEUED", "PULLING", "STARTING", "RUNNING")
 

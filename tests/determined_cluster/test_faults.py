@@ -91,6 +91,26 @@ def test_a_master_that_is_away_for_a_while(tmp_path: Path) -> None:
             assert noise not in said
 
 
+def test_answers_that_a_search_outlives_and_a_refusal_that_ends_it(tmp_path: Path) -> None:
+    with cluster(tmp_path) as there:
+        process = there.begin_search("pretend", *OPTIONS, "--max-trials", 60)
+        there.until_reported(1)
+        there.master.fault(r"GET .*/searcher_events", status=500)
+        there.until_said("the master does not answer (")
+        there.master.fault(r"GET .*/searcher_events", status=401)
+        there.until_said("fails, and may be restarted: Unauthenticated")
+        there.until_said("continuing with experiment 2")
+        there.until_said("; best ")
+        there.master.fault(r"GET .*/searcher_events", status=400, times=None)
+        told = ended(process)
+        assert told.status == 1, told
+        run = there.run()
+        verdict = RunView.of(run).verdict.headline
+        assert run.best is not None and verdict in told.out, "the best so far is told"
+        assert there.master.trials(RUNNER)[0].restarts == 1
+        assert there.master.wait_ended(SEARCH) == "STATE_CANCELED"
+
+
 @pytest.mark.nightly
 def test_what_users_do_in_the_web_ui(tmp_path: Path) -> None:
     """A trial is killed; the search, then its runner, are paused and go on, at once although the

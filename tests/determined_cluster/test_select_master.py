@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.determined_cluster.master import retry_while_unreachable
+from dsat.determined_cluster.master import is_away, retry_while_unreachable
 from dsat.determined_cluster.select_master import auth_file, choose, logins_of
 
 FAR = "http://gpus.example.com:8080"
@@ -95,11 +95,17 @@ def test_a_master_that_is_away_is_waited_for() -> None:
     assert len(said) == 1 and "refused" in said[0]
 
 
-def test_a_refusal_is_no_absence() -> None:
+@pytest.mark.parametrize(
+    ("status", "away"), [(400, False), (404, False), (500, True), (502, True), (599, True)]
+)
+def test_an_error_of_the_master_is_an_absence_and_a_refusal_is_none(
+    status: int, away: bool
+) -> None:
+    import requests
     from determined.common.api import errors
 
-    def refused() -> None:
-        raise errors.ForbiddenException("no")
-
-    with pytest.raises(errors.ForbiddenException):
-        retry_while_unreachable(refused, lambda line: None, sleep=lambda pause_s: None)
+    answer = requests.Response()
+    answer.status_code = status
+    assert is_away(errors.APIException(answer)) is away
+    assert not is_away(errors.ForbiddenException("no"))
+    assert not is_away(errors.UnauthenticatedException())

@@ -12,6 +12,7 @@ import yaml
 from dsat import api as dsat_api
 from dsat.cli import main
 from dsat.determined_cluster import client, result
+from dsat.determined_cluster.master import retry_while_unreachable
 from dsat.errors import UserInputError
 from testing.local import PROGRAMS
 from testing.master import StandIn
@@ -116,6 +117,27 @@ def test_a_search_is_followed_again(
     assert Path(found["run_dir"]).name.startswith("pretend")
     assert main.main(["watch", "2"]) == 2
     assert master.url in refused(capsys)
+
+
+@pytest.mark.parametrize(
+    ("status", "problem"),
+    [(401, "does not accept your credentials"), (502, "no Determined master answers there")],
+)
+def test_a_master_that_no_longer_lets_follow(
+    status: int,
+    problem: str,
+    master: StandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The search goes on; the user learns how to follow it again."""
+    limits = retry_while_unreachable.__kwdefaults__
+    monkeypatch.setitem(limits, "limit_s", 0.0)
+    master.fault(r"GET .*/experiments/1$", status=status, times=None, after=1)
+    assert dsat() == 2
+    told = capsys.readouterr()
+    assert problem in told.err and "Traceback" not in told.err
+    assert "no longer followed" in told.out and "dsat watch 1" in told.out
 
 
 @pytest.mark.usefixtures("master")

@@ -53,14 +53,14 @@ def _next(answers: list[str | None]) -> str:
     return answer
 
 
-@pytest.mark.parametrize("state", ["RUNNING", "QUEUED", "PAUSED", "STOPPING_CANCELED", "COMPLETED"])
-def test_a_runner_that_lives_pauses_or_has_ended_its_search_is_not_gone(state: str) -> None:
+@pytest.mark.parametrize("state", ["RUNNING", "QUEUED", "PAUSED", "STOPPING_CANCELED"])
+def test_a_runner_that_lives_or_pauses_is_not_gone(state: str) -> None:
     script = Script(runner=[state])
     assert script.watch().look() == state
     assert script.killed == []
 
 
-@pytest.mark.parametrize("state", ["CANCELED", "ERROR", "DELETED"])
+@pytest.mark.parametrize("state", ["COMPLETED", "CANCELED", "ERROR", "DELETED"])
 def test_without_a_runner_the_experiment_is_ended(
     state: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
