@@ -2,13 +2,15 @@
 
 The job is a file of the context, readable by all who see the experiment. Possible secrets of your
 configuration (environment variables, credentials of the registry and the storage) are not in it:
-they stay in the configuration of the experiment itself.
+they stay in the configuration of the runner's experiment itself, below `data` if changes for the
+runner alone replace them.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +33,18 @@ RUNNER_LENGTH = 100  # its progress is in percent
 
 _ENVIRONMENT_SECRETS = ("environment_variables", "registry_auth")
 _STORAGE = "checkpoint_storage"
-_SECRETS = (_STORAGE, "data", "integrations")
+_DATA = "data"
+_SECRETS = (_STORAGE, _DATA, "integrations")
+_TRIALS_SECRETS = (
+    "dsat_trials"  # of the runner's `data`: secrets of the trials that differ from its own
+)
 # Keys of a training experiment, without a meaning for the search runner.
 _OF_TRAINING = (
     "checkpoint_policy min_checkpoint_period min_validation_period optimizations "
-    "perform_initial_validation pbs profiling records_per_epoch scheduling_unit slurm"
+    "perform_initial_validation profiling records_per_epoch scheduling_unit"
 ).split()
+_BATCH_SYSTEMS = ("pbs", "slurm")
+_OF_GPUS = re.compile(r"(gpu_type|slots_per_node)$|--[a-z-]*(gpu|gres)|-G")  # keys and options
 
 _STATES = {
     "DELETED": "deleted",
@@ -104,15 +112,19 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's configuration, completed from that of the runner's own experiment."""
-    found = {key: value for key, value in config.items() if key != _STORAGE}
-    found.update({key: runner[key] for key in _SECRETS if key in runner})
-    if isinstance(found.get(_STORAGE), Mapping):  # of which the runner saves more
-        found[_STORAGE] = {**found[_STORAGE], **config.get(_STORAGE, {})}
-    environment = runner.get("environment")
+    data = runner.get(_DATA)
+    kept = data.get(_TRIALS_SECRETS) if isinstance(data, Mapping) else None
+    # The user's own wins: of the storage the runner saves more.
+    return ds_config.merge(_secrets_of(runner) if kept is None else kept, config)
+
+
+def _secrets_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `without_secrets` leaves out."""
+    found = {key: config[key] for key in _SECRETS if key in config}
+    environment = config.get("environment")
     if isinstance(environment, Mapping):
         secrets = {key: environment[key] for key in _ENVIRONMENT_SECRETS if key in environment}
-        if secrets:
-            found["environment"] = {**(found.get("environment") or {}), **secrets}
+        found.update({"environment": secrets} if secrets else {})
     return found
 
 
@@ -124,6 +136,7 @@ def runner_config(
     storage = config.get(_STORAGE)
     if isinstance(storage, Mapping) and storage.get("save_trial_latest") == 0:
         config[_STORAGE] = {**storage, "save_trial_latest": 1}  # it is the result
+    config.update({key: _on_no_slot(config[key]) for key in _BATCH_SYSTEMS if config.get(key)})
     resources = dict(config.get("resources") or {})
     for key in ("max_slots", "shm_size"):
         resources.pop(key, None)
@@ -147,7 +160,22 @@ def runner_config(
         },
         max_restarts=max_restarts,
     )
-    return ds_config.merge(config, changes)
+    changed = ds_config.merge(config, changes)
+    if _secrets_of(changed) != _secrets_of(config):
+        secrets = {_TRIALS_SECRETS: _secrets_of(user.config)}
+        changed[_DATA] = {**(changed.get(_DATA) or {}), **secrets}
+    return changed
+
+
+def _on_no_slot(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a batch system without those about GPUs."""
+    return {
+        key: [each for each in value if not _OF_GPUS.match(str(each))]
+        if isinstance(value, list)
+        else value
+        for key, value in section.items()
+        if not _OF_GPUS.match(key)
+    }
 
 
 def state_in_words(state: str) -> str:

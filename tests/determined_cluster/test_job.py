@@ -116,6 +116,42 @@ def test_an_image_of_the_runner_is_not_that_of_the_trials(tmp_path: Path) -> Non
     assert jobs.custom_config(job(tmp_path), 1, runner)["environment"] == USER["environment"]
 
 
+def test_changes_for_the_runner_alone_do_not_reach_its_trials(tmp_path: Path) -> None:
+    changes = {
+        "environment": {"environment_variables": ["A=1"]},
+        "checkpoint_storage": {"type": "shared_fs", "host_path": "/scratch"},
+        "data": {"url": "x"},
+    }
+    found = job(tmp_path)
+    for mine in (changes, {}):
+        runner = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=5, changes=mine)
+        for config in (
+            jobs.custom_config(found, 17, runner),
+            jobs.full_run_config(found, 17, runner, {}),
+        ):
+            for key in ("environment", "checkpoint_storage", "data"):
+                assert config.get(key) == USER.get(key)
+    bare = {key: value for key, value in USER.items() if key not in changes}
+    (tmp_path / "bare.yaml").write_text(yaml.safe_dump(bare))
+    plain = experiment.read(tmp_path / "bare.yaml", tmp_path)
+    runner = jobs.runner_config(plain, plan_of(), max_restarts=5, changes=changes)
+    assert runner["environment"] == changes["environment"]
+    told = job(tmp_path, config=jobs.without_secrets(plain.config))
+    assert not jobs.custom_config(told, 17, runner).keys() & changes.keys()
+
+
+def test_the_runner_keeps_what_the_batch_system_needs_but_for_gpus(tmp_path: Path) -> None:
+    args = ["--account=abc", "--partition=gpu", "--mem-per-gpu=1g", "--gres=gpu:4", "-G4"]
+    slurm = {"slots_per_node": 4, "gpu_type": "tesla", "sbatch_args": args}
+    pbs = {"slots_per_node": 4, "pbsbatch_args": ["-A abc"]}
+    found = user(tmp_path, slurm=slurm, pbs=pbs)
+    config = jobs.runner_config(found, plan_of(), max_restarts=5, changes={})
+    assert config["slurm"] == {"sbatch_args": args[:2]}
+    assert config["pbs"] == {"pbsbatch_args": ["-A abc"]}
+    told = job(tmp_path, config=jobs.without_secrets(found.config))
+    assert jobs.custom_config(told, 17, config)["slurm"] == slurm
+
+
 def test_restarts_of_trials_are_the_users_choice(tmp_path: Path) -> None:
     found = user(tmp_path, max_restarts=2)
     told = job(tmp_path, config=jobs.without_secrets(found.config))
