@@ -259,11 +259,11 @@ def _check_full_length(experiment: Experiment) -> None:
             )
 
 
-def check_max_slots(settings: Settings, slots: int) -> None:
+def check_max_slots(settings: Settings, slots: int, *, where: str = "--max-slots") -> None:
     """Raise UserInputError if a trial needs more slots than may be used at once."""
     if settings.max_slots is not None and settings.max_slots < slots:
         raise UserInputError(
-            f"{settings.max_slots} is less than the {slots} slots of one trial", where="--max-slots"
+            f"{settings.max_slots} is less than the {slots} slots of one trial", where=where
         )
 
 

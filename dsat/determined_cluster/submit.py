@@ -21,15 +21,16 @@ from dsat.determined_cluster.master import Master
 from dsat.determined_cluster.select_master import Choice, choose
 from dsat.engines.places import AUTO
 from dsat.errors import UserInputError
+from dsat.inputs import ds_config, script_args
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs import experiment as experiments
-from dsat.inputs import script_args
 from dsat.inputs.option import options_of
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION, Settings
 from dsat.values.files import write_atomically
 
 _log = logging.getLogger(__name__)
 
+_MAX_SLOTS = "resources.max_slots"
 # These have a meaning on this machine only.
 _LOCAL_ONLY = ("cold", "resume", "run_dir", "arg_mappings", "command")
 
@@ -213,7 +214,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     experiment = replace(
         experiment, arg_mappings=script_args.checked({}, args, where="--arg-mapping")
     )
-    check_max_slots(settings, slots)
+    settings = _with_max_slots(settings, experiment, slots)
     if settings.run_full_experiment:
         _check_full_run(experiment)
     _check_switches(settings)
@@ -247,6 +248,21 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     )
     named = (choice.master, choice.reason, experiment.name)
     return Submission(*named, submitted, config, files, size, script)
+
+
+def _with_max_slots(settings: Settings, experiment: experiments.Experiment, slots: int) -> Settings:
+    """Return the settings with the slots that trials may use at once, if they are limited.
+
+    Raises:
+        UserInputError: they are fewer than a trial needs.
+    """
+    where, limit = "--max-slots", settings.max_slots
+    if limit is None and (given := ds_config.at(experiment.config, _MAX_SLOTS)) is not None:
+        where = f"{experiment.path}: {_MAX_SLOTS}"
+        limit = ds_config.whole_number(given, where)
+    settings = replace(settings, max_slots=limit)
+    check_max_slots(settings, slots, where=where)
+    return settings
 
 
 def _check_switches(settings: Settings) -> None:

@@ -11,12 +11,15 @@ import yaml
 
 from dsat import api as dsat_api
 from dsat.cli import main
-from dsat.determined_cluster import client, result
+from dsat.cli.settings_from_argv import parse
+from dsat.determined_cluster import client, result, submit
 from dsat.determined_cluster.master import retry_while_unreachable
 from dsat.errors import UserInputError
+from dsat.inputs.settings import Settings
 from testing.local import PROGRAMS
 from testing.master import StandIn
 from testing.master.states import State
+from testing.on_cluster import changed
 
 PRETEND = PROGRAMS / "pretend"
 
@@ -182,6 +185,25 @@ def test_a_determined_without_custom_searches(
     monkeypatch.setattr(client, "_has_searcher", lambda: False)
     assert dsat() == 2
     assert "the installed determined has no custom searchers" in refused(capsys)
+
+
+def test_a_limit_of_slots_in_the_experiment_is_the_searchs_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DET_MASTER", "http://127.0.0.1:9")
+    model = changed("pretend", tmp_path, resources={"slots_per_trial": 2, "max_slots": 4})
+    words = ["random", model / "deepspeed.yaml", model, "--metric", "throughput"]
+
+    def limit(*options: str) -> tuple[int | None, int]:
+        settings = parse([*map(str, words), *options])
+        assert isinstance(settings, Settings)
+        job = submit.prepare(settings, submit.where(settings)).job
+        return job.max_slots, job.num_slots
+
+    assert limit() == (4, 4)
+    assert limit("--max-slots", "2") == (2, 2)
+    assert dsat("--slots", 5, model=model) == 2
+    assert "resources.max_slots: 4 is less than the 5 slots" in refused(capsys)
 
 
 def test_a_context_over_the_limit(
