@@ -32,7 +32,7 @@ def choose(engine: str, *, fits: bool, env: Mapping[str, str] = os.environ) -> C
 
     Args:
         engine: `auto`, `local`, `slurm`, `ray` or `determined`.
-        fits: the command can be one for a cluster.
+        fits: a cluster can run it.
         env: environment variables.
     """
     if engine in ("local", "slurm", "ray"):
@@ -41,8 +41,10 @@ def choose(engine: str, *, fits: bool, env: Mapping[str, str] = os.environ) -> C
     if engine == "determined":
         master = configured.master if configured is not None else _DEFAULT_HOSTS[0]
         return Choice(master, "--engine determined")
-    if configured is None or not fits:
+    if configured is None:
         return Choice(None, "no Determined master is configured")
+    if not fits:
+        return Choice(None, f"a cluster takes CONFIG MODEL_DIR only, though {configured.reason}")
     return configured
 
 

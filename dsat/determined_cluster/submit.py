@@ -112,9 +112,15 @@ def configured_master() -> str | None:
 
 
 def where(settings: Settings) -> Choice:
-    """Choose between a cluster and this machine."""
+    """Choose between a cluster and this machine.
+
+    Raises:
+        UserInputError: something is for this machine only.
+    """
     local_only = [name for name in _LOCAL_ONLY if getattr(settings, name)]
-    found = choose(settings.engine, fits=not local_only)
+    found = choose(settings.engine, fits=not settings.command)
+    if found.master is None and choose(settings.engine, fits=True).master is not None:
+        _log.info("tuning on this machine (%s)", found.reason)
     if found.master is not None and local_only:
         [name, *_] = local_only
         raise UserInputError(
@@ -123,7 +129,7 @@ def where(settings: Settings) -> Choice:
                 (own.flags[-1] for own in options_of(Settings) if own.name == name),
                 "a command instead of CONFIG MODEL_DIR",
             ),
-            hint="Use --engine local.",
+            hint=f"Use --engine local; else trials run on {found.master} ({found.reason}).",
         )
     return found
 

@@ -45,7 +45,8 @@ def test_where_trials_run(
 
 
 def test_a_command_for_this_machine_stays_here() -> None:
-    assert choose("auto", fits=False, env={"DET_MASTER": FAR}).master is None
+    choice = choose("auto", fits=False, env={"DET_MASTER": FAR})
+    assert choice.master is None and "though DET_MASTER is set" in choice.reason
 
 
 def test_logins_are_determineds_own(tmp_path: Path) -> None:

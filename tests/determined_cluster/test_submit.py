@@ -242,8 +242,17 @@ def test_a_project_that_does_not_exist(
 def test_what_is_for_this_machine_only(
     options: list[str], flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert dsat("--engine", "determined", *options) == 2
-    assert f"{flag}: is for trials on this machine" in refused(capsys)
+    for engine in ("determined", "auto"):
+        assert dsat("--engine", engine, *options) == 2
+        assert f"{flag}: is for trials on this machine" in refused(capsys)
+
+
+@pytest.mark.usefixtures("master")
+def test_a_command_stays_on_this_machine_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    settings = Settings(method="random", command=("python3", "train.py"))
+    with caplog.at_level("INFO"):
+        assert submit.where(settings).master is None
+    assert "tuning on this machine" in caplog.text and "though DET_MASTER is set" in caplog.text
 
 
 def test_the_plan_is_shown_without_asking_anybody(
