@@ -24,6 +24,7 @@ from dsat.errors import UserInputError
 from dsat.inputs import ds_config, script_args
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs import experiment as experiments
+from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.option import options_of
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION, Settings
 from dsat.values.files import write_atomically
@@ -211,12 +212,11 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     try:
         program = entrypoints.parse(experiment.entrypoint, experiment.model_dir)
     except UserInputError:  # a cluster runs more than this machine could
-        args: tuple[str, ...] = ()
-        script = Path()
+        program = Entrypoint()
     else:
         source.check_config_path(experiment, program)
         source.check_ranks(program, slots)
-        args, script = program.args, Path(program.script)
+    args = program.args
     experiment = replace(
         experiment, arg_mappings=script_args.checked({}, args, where="--arg-mapping")
     )
@@ -233,7 +233,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         else experiments.read_mapping(settings.search_runner_config)
     )
     files = upload.files(experiment.model_dir, experiment.includes)
-    upload.check_script(files, experiment.model_dir)
+    upload.check_script(files, experiment.model_dir, program)
     size = upload.check_size(files)
     submitted = Job(
         plan=plan,
@@ -253,7 +253,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         experiment, plan, max_restarts=settings.max_search_runner_restarts, changes=changes
     )
     named = (choice.master, choice.reason, experiment.name)
-    return Submission(*named, submitted, config, files, size, script)
+    return Submission(*named, submitted, config, files, size, Path(program.script))
 
 
 def _with_max_slots(settings: Settings, experiment: experiments.Experiment, slots: int) -> Settings:

@@ -6,23 +6,25 @@ folder is honoured, links to folders are not followed, and the size is limited.
 
 from __future__ import annotations
 
+import ast
+import logging
 import os
-import re
 import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from dsat.app.run_folders import RUNS_FOLDER
 from dsat.determined_cluster.job import JOB_FILE, MODEL_FOLDER, PACKAGE_FOLDER
 from dsat.errors import UserInputError
+from dsat.inputs.entrypoint import Entrypoint
 from dsat.values.memory_size import readable
 
 LIMIT_BYTES = 95 * 2**20  # determined.common.constants.MAX_CONTEXT_SIZE
 _SHOWN = 5
 _OURS = Path(__file__).resolve().parents[1]  # this package
-_HELPERS = re.compile(r"^\s*(?:import|from)\s+dsat\b", re.MULTILINE)
-_ANCESTOR = re.compile(r"determined\.pytorch\.dsat|from determined\.pytorch import .*\bdsat\b")
+_log = logging.getLogger(__name__)
 
 Files = Mapping[Path, Path]  # sources by their relative path in the context
 Ignore = Callable[[str, list[str]], "set[str]"]
@@ -35,7 +37,7 @@ def files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]:
         UserInputError: two of them would have the same name.
     """
     root = model_dir.resolve()  # as the ignore rule's folder, too
-    found = dict(_walk(root, Path(), detignore(root)))
+    found = dict(_walk(root, Path(), _ignored(root)))
     for include in includes:
         source = include.resolve()
         if source.name in {target.parts[0] for target in found}:
@@ -45,7 +47,7 @@ def files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]:
                 hint="Rename one of them.",
             )
         if source.is_dir():
-            found.update(_walk(source, Path(source.name), detignore(source)))
+            found.update(_walk(source, Path(source.name), _ignored(source)))
         else:
             found[Path(source.name)] = source
     for target, source in found.items():
@@ -77,28 +79,59 @@ def check_size(found: Files, limit_bytes: int = LIMIT_BYTES) -> int:
     return total
 
 
-def check_script(found: Files, where: Path) -> None:
-    """Check that the user's code uses dsat.
+def check_script(found: Files, where: Path, program: Entrypoint) -> None:
+    """Check that the user's code uses dsat; warn if part of the code cannot be read here.
+
+    Args:
+        found: of `files`.
+        where: the model folder.
+        program: that the entrypoint starts; its code may be in the image.
 
     Raises:
         UserInputError: it does not: on a cluster its trials could not be measured.
     """
-    ancestor = False
-    for source in found.values():
-        if source.suffix != ".py":
-            continue
-        text = source.read_text(encoding="utf-8", errors="replace")
-        if _HELPERS.search(text):
-            return
-        ancestor = ancestor or _ANCESTOR.search(text) is not None
-    raise UserInputError(
-        "the code uses determined.pytorch.dsat" if ancestor else "nothing in the code uses dsat",
-        where=str(where),
-        hint="On a cluster the script must `import dsat`"
+    imported = [_imports(source) for source in found.values() if source.suffix == ".py"]
+    names = {name for each in imported for name in each or ()}
+    if any(name.split(".")[0] == "dsat" for name in names):
+        return
+    ancestor = "determined.pytorch.dsat" in names
+    problem = (
+        "the code uses determined.pytorch.dsat" if ancestor else "nothing in the code uses dsat"
+    )
+    hint = (
+        "On a cluster the script must `import dsat`"
         + (" in its place" if ancestor else "")
         + " and pass dsat.get_ds_config_from_hparams(hparams) to deepspeed.initialize, or use "
-        "dsat.get_hf_args_with_overwrites. With --engine local it need not.",
+        "dsat.get_hf_args_with_overwrites. With --engine local it need not."
     )
+    if ancestor or (_sources(program) & found.keys() and None not in imported):
+        raise UserInputError(problem, where=str(where), hint=hint)
+    _log.warning("%s: %s, as far as it can be read here. %s", where, problem, hint)
+
+
+def _sources(program: Entrypoint) -> set[Path]:
+    """Return the files of which one is the program's."""
+    module = (program.module or program.trial_class.partition(":")[0]).replace(".", "/")
+    return {Path(program.script), Path(f"{module}.py"), Path(module, "__main__.py")}
+
+
+def _imports(source: Path) -> set[str] | None:
+    """Return the modules that a source imports, and what it imports from them.
+
+    Returns:
+        None if it does not parse: it may be of another version of Python.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the user's code
+            nodes = list(ast.walk(ast.parse(source.read_bytes())))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
 
 
 def stage(found: Files, job: str, folder: Path, script: Path = Path()) -> None:
@@ -123,14 +156,14 @@ def stage(found: Files, job: str, folder: Path, script: Path = Path()) -> None:
     (folder / JOB_FILE).write_text(job, encoding="utf-8")
 
 
-def detignore(root: Path) -> Ignore:
-    """Return the rule by which determined itself leaves names out of a folder."""
+def _ignored(root: Path) -> Ignore:
+    """Return the rule by which names are left out: determined's own, and earlier runs."""
     from determined.common import detignore as determined_ignore
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of pathspec about determined
-        found: Ignore = determined_ignore.make_shutil_ignore(root)
-    return found
+        ignore: Ignore = determined_ignore.make_shutil_ignore(root)
+    return lambda parent, names: {*ignore(parent, names), RUNS_FOLDER.name}
 
 
 def _package() -> dict[Path, Path]:

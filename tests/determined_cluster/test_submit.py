@@ -134,7 +134,7 @@ def test_a_master_that_no_longer_lets_follow(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The search goes on; the user learns how to follow it again."""
-    limits = retry_while_unreachable.__kwdefaults__
+    limits: dict[str, object] = retry_while_unreachable.__kwdefaults__ or {}
     monkeypatch.setitem(limits, "limit_s", 0.0)
     master.fault(r"GET .*/experiments/1$", status=status, times=None, after=1)
     assert dsat() == 2

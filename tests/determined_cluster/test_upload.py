@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 from dsat.determined_cluster import upload
 from dsat.determined_cluster.upload import Files, check_script, check_size, stage
 from dsat.errors import UserInputError
+from dsat.inputs.entrypoint import Entrypoint
+
+SCRIPT = Entrypoint(script="./train.py")
 
 
 def entries(model_dir: Path, *includes: Path) -> Files:
@@ -44,6 +48,14 @@ def test_the_folder_may_be_named_in_any_way(
     whole = upload.files(model.resolve(), [])
     for named in (Path(), tmp_path / "link", Path("..") / model.name):
         assert upload.files(named, []) == whole
+
+
+def test_earlier_runs_stay_here(model: Path) -> None:
+    whole = entries(model)
+    run = model / "dsat_runs" / "model-1"
+    run.mkdir(parents=True)
+    (run / "journal.jsonl").write_text("")
+    assert entries(model) == whole
 
 
 def test_a_detignore_is_honoured(model: Path) -> None:
@@ -118,7 +130,10 @@ def test_the_staged_folder_holds_all_that_the_runner_needs(model: Path, tmp_path
     [
         ("import dsat\n", None),
         ("from dsat import get_ds_config_from_hparams\n", None),
-        ("    import dsat.errors\n", None),
+        ("if True:\n    import dsat.errors\n", None),
+        ("import torch, dsat\n", None),
+        ("import torch; import dsat\n", None),
+        ("'''\nimport dsat\n'''\n", "nothing in the code uses dsat"),
         ("import torch\n", "nothing in the code uses dsat"),
         ("import dsatellite\n", "nothing in the code uses dsat"),
         ("from determined.pytorch import dsat\n", r"the code uses determined\.pytorch\.dsat"),
@@ -128,10 +143,31 @@ def test_the_staged_folder_holds_all_that_the_runner_needs(model: Path, tmp_path
 def test_the_code_must_know_of_dsat(model: Path, text: str, problem: str | None) -> None:
     (model / "train.py").write_text(text)
     if problem is None:
-        check_script(entries(model), model)
+        check_script(entries(model), model, SCRIPT)
         return
     with pytest.raises(UserInputError, match=problem):
-        check_script(entries(model), model)
+        check_script(entries(model), model, SCRIPT)
+
+
+@pytest.mark.parametrize(
+    ("program", "text", "refused"),
+    [
+        (Entrypoint(module="mypkg.train"), "import torch\n", False),
+        (Entrypoint(), "import torch\n", False),
+        (SCRIPT, "print 'of another Python'\n", False),
+        (Entrypoint(module="train"), "import torch\n", True),
+        (Entrypoint(module="lib.net"), "import torch\n", True),
+        (Entrypoint(trial_class="train:Trial"), "import torch\n", True),
+        (Entrypoint(module="mypkg.train"), "from determined.pytorch import dsat\n", True),
+    ],
+)
+def test_code_that_cannot_be_read_here_is_warned_of(
+    model: Path, program: Entrypoint, text: str, refused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    (model / "train.py").write_text(text)
+    with pytest.raises(UserInputError) if refused else contextlib.nullcontext():
+        check_script(entries(model), model, program)
+    assert ("nothing in the code uses dsat" in caplog.text) is not refused
 
 
 def test_a_script_in_a_folder_below_finds_the_package_beside_it(
