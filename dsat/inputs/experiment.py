@@ -67,6 +67,7 @@ _TRUTHS = {
     for word in words.split()
     for said in (word, word.capitalize(), word.upper())
 }
+_DEVICES = ("cpu", "gpu", "cuda", "rocm")  # gpu is an older name of cuda
 # Where in an experiment's configuration the user's own overrides are.
 OVERRIDES = f"hyperparameters.{OVERWRITE_KEY}"
 
@@ -318,7 +319,13 @@ def _environment(data: Mapping[str, Any], where: str) -> dict[str, str]:
     where = f"{where}: environment.environment_variables"
     parts = [given]
     if isinstance(given, Mapping):  # by device, of which a machine has one
-        parts = [given.get(device) or [] for device in ("cpu", "cuda", "rocm")]
+        if unknown := given.keys() - set(_DEVICES):
+            raise UserInputError(
+                f"has {', '.join(map(repr, sorted(unknown)))}, which is no kind of device",
+                where=where,
+                hint=f"The kinds are {', '.join(_DEVICES)}.",
+            )
+        parts = [given.get(device) or [] for device in _DEVICES]
     env = {}
     for part in parts:
         if not isinstance(part, list):

@@ -85,8 +85,8 @@ def test_all_of_it() -> None:
 
 
 def test_environment_variables_by_device() -> None:
-    given = {"cpu": ["A=1"], "cuda": ["B=2"], "rocm": None}
-    assert read(environment={"environment_variables": given}).env == {"A": "1", "B": "2"}
+    given = {"cpu": ["A=1"], "cuda": ["B=2"], "gpu": ["C=3"], "rocm": None}
+    assert read(environment={"environment_variables": given}).env == {"A": "1", "B": "2", "C": "3"}
 
 
 def test_the_configuration_may_be_inline() -> None:
@@ -197,6 +197,7 @@ WRONG: list[tuple[str, Any, str, str]] = [
         for bad in ("ten", 1.5, {}, {"batches": "x"}, {"batches": 1, "epochs": 2})
     ),
     *((VARIABLES, bad, VARIABLES, "must be a list") for bad in ("A=1", {"cuda": "A=1"})),
+    (VARIABLES, {"tpu": ["A=1"]}, VARIABLES, "has 'tpu', which is no kind of device"),
     *((VARIABLES, ["B=1", bad], VARIABLES, "not of the form NAME=VALUE") for bad in ("A", "=1")),
 ]
 
