@@ -139,7 +139,7 @@ _CONFIG_DEFAULTS: dict[str, Any] = {
     "profiling": {"enabled": False},
     "records_per_epoch": 0,
     "scheduling_unit": 100,
-    "searcher": {"smaller_is_better": True},
+    "searcher": {"metric": "throughput", "smaller_is_better": True},
 }
 
 

@@ -88,6 +88,7 @@ class Launch:
         if meter is not None:
             hparams[ds_config.DSAT_MODE_KEY] = True
             length = length_in_units(meter.longest, config, trial.batch)
+        if meter is not None or socket is not None:  # no training in full length
             config["searcher"] = {**dict(config.get("searcher") or {}), "name": "custom"}
         is_cpu, memory_bytes = self._machine.is_cpu, self.options.trial.slot_memory_bytes
         devices = [self._machine.devices[slot] for slot in self.shares[0].slots or (0,)]

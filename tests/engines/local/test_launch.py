@@ -7,14 +7,20 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from dsat.engines.local import leftovers, machine
+from dsat.engines.local import launch, leftovers, machine
+from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.leftovers import CompilerLocks
 from dsat.engines.local.rank_settings import binding_options, offloads, settings_of_ranks, share_of
+from dsat.engines.local.running import Start
+from dsat.in_trial.meter_spec import MeterSpec
+from dsat.inputs import experiment
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.placement import Launch
+from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 from testing.local import cpu_machine
 
 # Eight cores of two hardware threads each: 0 and 8, 1 and 9, ...
@@ -108,6 +114,33 @@ def test_trials_that_swap_to_nvme_have_folders_of_their_own(tmp_path: Path) -> N
     leftovers.remove(folders)
     assert list(tmp_path.iterdir()) == []
     assert not offloads({"zero_optimization": {"offload_param": {"device": "none"}}})
+
+
+def test_only_a_training_in_full_length_sees_the_users_own_searcher(tmp_path: Path) -> None:
+    """Determined's callback compares its length with the arguments, which need not agree."""
+    config = {"searcher": {"name": "single", "metric": "loss", "max_length": 20}}
+    user = experiment.of_command(["train.py"], "x", tmp_path, {"train_micro_batch_size_per_gpu": 1})
+    trial = Trial(0, TrialKind.SEARCH, "z0", 0, BatchTriple(1, 1, 1), {})
+    options = TrialOptions(timeout_s=1.0)
+
+    def shown(meter: MeterSpec | None, socket: Path | None) -> Any:
+        spec = launch.Launch(
+            experiment=replace(user, config=config),
+            program=PROGRAM,
+            start=Start(trial, tmp_path, meter, socket),
+            shares=(Share(0, Host(cpu_machine(1)), (0,)),),
+            config={},
+            ports=(1, 2, 3),
+            options=launch.LocalOptions(options),
+            is_forked=True,
+        ).spec()
+        return spec.task["experiment_config"]["searcher"], spec.task["length"]
+
+    in_trials = {**config["searcher"], "name": "custom"}
+    meter = MeterSpec.of_trial(trial, options, slots=1)
+    assert shown(None, None) == (config["searcher"], 20)
+    assert shown(meter, None) == (in_trials, meter.longest)
+    assert shown(None, tmp_path) == (in_trials, 20)
 
 
 def test_a_lock_is_removed_only_if_nobody_holds_it(tmp_path: Path) -> None:
