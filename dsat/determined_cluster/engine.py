@@ -20,7 +20,7 @@ from dsat.in_trial import cluster_rank
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.inputs import ds_config
 from dsat.inputs.experiment import length_in_units, trial_hparams
-from dsat.values.outcome import Outcome
+from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
 
 # An instruction to the master, as its JSON: one of these keys, and its arguments.
@@ -65,6 +65,7 @@ class ClusterEngine:
         self._ended: list[tuple[int, Outcome]] = []
         self._operations: list[tuple[int | None, Operation]] = []  # with the trial's id
         self._closed = False
+        self._device_name = ""  # of the first trial that told it
 
     # -- the interface of every engine
 
@@ -133,12 +134,14 @@ class ClusterEngine:
 
     # -- events
 
-    def adopt(self, trial: Trial, *, ended: bool = False) -> None:
-        """Register a trial as launched, perhaps by an earlier process."""
+    def adopt(self, trial: Trial, outcome: Outcome | None = None) -> None:
+        """Register a trial as launched, perhaps by an earlier process that knew its outcome."""
         self._known.add(trial.id)
         self._trial_by_request[self.request_id(trial.id)] = trial.id
-        if not ended:
+        if outcome is None:
             self._running[trial.id] = self._clock()
+        else:
+            self._comparable(outcome)
 
     def validated(self, request_id: str, metric: Any) -> None:
         """Close a trial that completed its operation; it would go on otherwise."""
@@ -171,4 +174,17 @@ class ClusterEngine:
         since_s = max(self._clock() - self._running.pop(trial_id), 0.001)
         if not outcome.duration_s:  # else the trial measured it
             outcome = replace(outcome, duration_s=round(since_s, 3))
-        self._ended.append((trial_id, outcome))
+        self._ended.append((trial_id, self._comparable(outcome)))
+
+    def _comparable(self, outcome: Outcome) -> Outcome:
+        """Return an outcome, INVALID if it is from another kind of device than the first."""
+        device, first = outcome.device_name, self._device_name or outcome.device_name
+        self._device_name = first
+        if device in ("", first):
+            return outcome
+        return Outcome(
+            OutcomeKind.INVALID,
+            message=f"it ran on {device}, earlier trials on {first}, and these cannot be compared. "
+            "Name a pool of one kind of device in resources.resource_pool",
+            duration_s=outcome.duration_s,
+        )

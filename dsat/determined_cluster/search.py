@@ -76,7 +76,7 @@ class ClusterSearch:
             event["id"]: event["operations"] for event in events if event["event"] == EVENT_ANSWERED
         }
         for trial in self.run.trials.values():
-            engine.adopt(trial, ended=trial.id in self.run.outcomes)
+            engine.adopt(trial, self.run.outcomes.get(trial.id))
 
     @property
     def run(self) -> Run:

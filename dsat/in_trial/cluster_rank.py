@@ -99,24 +99,24 @@ class Task:
     def measured(self) -> Outcome | None:
         """Return the outcome, if anything was measured."""
         found = self.meter.outcome
-        return None if found is None else replace(found, duration_s=self._duration_s())
+        return None if found is None else self._of_here(found)
 
     def failed(self, error: BaseException) -> Outcome:
         """Return the outcome of a rank that ends with an exception."""
-        found = failures.outcome(error)
-        return replace(
-            found,
-            message=f"rank {_rank()}: {found.message}",
-            duration_s=self._duration_s(),
-            before_engine=not self.meter.initialized,
-        )
+        found = self._of_here(failures.outcome(error))
+        return replace(found, message=f"rank {_rank()}: {found.message}")
 
     def ended(self) -> Outcome:
         """Return the outcome of a script that came to its own end."""
-        return self.measured() or replace(
-            failures.outcome(self.meter.shortfall),
+        return self.measured() or self._of_here(failures.outcome(self.meter.shortfall))
+
+    def _of_here(self, outcome: Outcome) -> Outcome:
+        device = self.meter.device_name
+        return replace(
+            outcome,
             duration_s=self._duration_s(),
-            before_engine=not self.meter.initialized,
+            before_engine=device is None,
+            device_name=device or "",
         )
 
     def _duration_s(self) -> float:

@@ -21,6 +21,7 @@ from dsat.in_trial.clocks import ProcessMemory, wait_for_memory
 from dsat.in_trial.conformance import check_arguments, check_engine
 from dsat.in_trial.measurement import Measurement
 from dsat.in_trial.meter_spec import MeterSpec
+from dsat.in_trial.profiler import device_name
 from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder, in_training
 from dsat.values.outcome import Outcome, OutcomeKind, ScriptSwitch
 
@@ -61,10 +62,11 @@ def install(
     available_memory.adapt(spec.options.slot_memory_bytes, meter.warn)
 
     def begin(arguments: dict[str, Any]) -> None:
-        meter.initialized = True
+        meter.device_name = ""
         check_arguments(arguments, spec.slots)
         device = int(os.environ.get("LOCAL_RANK", "0"))  # that DeepSpeed is going to use
         wait_for_memory(get_accelerator(), device)
+        meter.device_name = device_name(get_accelerator(), device)
         available_memory.limit_allocator(spec.options.slot_memory_bytes, device)
 
     config_injection.on_initialize(begin, meter.watch)
@@ -86,7 +88,7 @@ class Meter:
         on_step: called after each optimizer step with how many there were.
 
     Attributes:
-        initialized: the script has called `deepspeed.initialize`.
+        device_name: as in `ModelProfile`; None before the script calls `deepspeed.initialize`.
         watches: there is an engine that may train.
         warnings: messages for the user, as keys.
         switches: of the script, which are part of its profile.
@@ -99,7 +101,8 @@ class Meter:
         on_step: Callable[[int], None] | None = None,
     ) -> None:
         self.spec = spec
-        self.initialized = self.watches = False
+        self.device_name: str | None = None
+        self.watches = False
         self.warnings: dict[str, None] = {}
         self.switches: Mapping[str, ScriptSwitch] = {}
         self._on_complete = on_complete

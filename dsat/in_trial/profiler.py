@@ -96,7 +96,7 @@ class ModelProfiler:
             switches=dict(self.switches),
             slot_memory_bytes=self._slot_memory(accelerator),
             host_memory_bytes=_host_memory(accelerator),
-            device_name=_device_name(accelerator),
+            device_name=device_name(accelerator),
             parallelism=self._parallelism,
             attention_heads=attention_heads(self._engine.module),
             optimizer=_own_optimizer(getattr(self._engine, "basic_optimizer", None)),
@@ -132,13 +132,13 @@ def _storages_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
         yield storage.data_ptr(), storage.nbytes()
 
 
-def _device_name(accelerator: Any) -> str:
-    """Return the driver's name of the slot; empty for a CPU."""
+def device_name(accelerator: Any, index: int | None = None) -> str:
+    """Return the driver's name of the slot, by default the present one; empty for a CPU."""
     import torch
 
     module = getattr(torch, accelerator.device_name(), None)
     name = getattr(module, "get_device_name", None)
-    return str(name()) if callable(name) else ""
+    return str(name(index)) if callable(name) else ""
 
 
 def attention_heads(module: Any) -> int | None:

@@ -261,6 +261,7 @@ class Outcome(Recorded):
         sequences: None if the script's inputs have no sequences of tokens.
         before_engine: it failed before its script called `deepspeed.initialize`, whatever the
             configuration.
+        device_name: as in `ModelProfile`, of a trial on a cluster, whose slots may differ.
     """
 
     kind: OutcomeKind
@@ -277,6 +278,7 @@ class Outcome(Recorded):
     training: TrainingCurve | None = None
     sequences: SequenceLengths | None = None
     before_engine: bool = False
+    device_name: str = ""
 
     def __post_init__(self) -> None:
         # What scripts and exceptions say goes no further as it is.

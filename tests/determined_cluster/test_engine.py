@@ -107,6 +107,27 @@ def test_a_trial_that_reports_is_closed_and_its_end_is_no_news() -> None:
     assert engine.poll(0) == [] and engine.take_operations() == []
 
 
+def test_trials_on_another_kind_of_device_are_not_compared() -> None:
+    """Whichever process of the runner took the first one's outcome, and however the other ended."""
+    a100, v100 = (replace(ran(5.0), device_name=name, duration_s=1.0) for name in ("A100", "V100"))
+    first, second = trial(0), trial(1)
+    engine = engine_of(FakeMaster())
+    engine.adopt(trial(9), replace(a100, kind=OutcomeKind.INVALID, device_name=""))
+    for same in (first, second):
+        engine.launch(same)
+        engine.validated(engine.request_id(same.id), metric_of(a100))
+    assert engine.poll(0) == [(0, a100), (1, a100)]
+    later = engine_of(FakeMaster())
+    later.adopt(first, a100)
+    for number, outcome in enumerate((v100, replace(v100, kind=OutcomeKind.OOM)), start=1):
+        later.launch(trial(number))
+        later.validated(later.request_id(number), metric_of(outcome))
+        [(_, found)] = later.poll(0)
+        assert found.kind is OutcomeKind.INVALID and found.metrics is None
+        assert "V100" in found.message and "A100" in found.message
+        assert "resources.resource_pool" in found.message
+
+
 @pytest.mark.parametrize("metric", [0.0, 1.5, "NaN", {"loss": 2.0}, [], {}])
 def test_a_metric_of_the_scripts_own_is_no_measurement(metric: Any) -> None:
     engine = engine_of(FakeMaster())

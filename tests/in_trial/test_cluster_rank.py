@@ -53,7 +53,8 @@ class FakeMeter:
     """As much of a meter as a task asks."""
 
     spec = SPEC
-    initialized = watches = False
+    device_name: str | None = None
+    watches = False
     outcome: Outcome | None = None
 
     @property
@@ -69,7 +70,8 @@ def meter() -> Any:
 
 def measured(meter: Any) -> Outcome:
     """The outcome of a meter that has measured something."""
-    meter.outcome = replace(ran(5.0), memory=MemoryUse(), warnings=("slow",))
+    meter.device_name = "A100"
+    meter.outcome = replace(ran(5.0), memory=MemoryUse(), warnings=("slow",), device_name="A100")
     found: Outcome = meter.outcome
     return found
 
@@ -125,7 +127,8 @@ def test_a_failure_that_would_only_repeat_itself_is_reported(
 def test_a_failure_is_the_scripts_own_until_it_asks_for_an_engine(meter: Any) -> None:
     rank = Task(meter, 60.0)
     assert rank.failed(KeyError("x")).before_engine and rank.ended().before_engine
-    meter.initialized = True
+    meter.device_name = "A100"
+    assert rank.failed(KeyError("x")).device_name == rank.ended().device_name == "A100"
     assert not rank.failed(KeyError("x")).before_engine and not rank.ended().before_engine
 
 
