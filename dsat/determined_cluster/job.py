@@ -35,9 +35,7 @@ _ENVIRONMENT_SECRETS = ("environment_variables", "registry_auth")
 _STORAGE = "checkpoint_storage"
 _DATA = "data"
 _SECRETS = (_STORAGE, _DATA, "integrations")
-_TRIALS_SECRETS = (
-    "dsat_trials"  # of the runner's `data`: secrets of the trials that differ from its own
-)
+_TRIALS_SECRETS = "dsat_trials"  # key of the runner's `data`: those that it does not have itself
 # Keys of a training experiment, without a meaning for the search runner.
 _OF_TRAINING = (
     "checkpoint_policy min_checkpoint_period min_validation_period optimizations "
