@@ -48,15 +48,11 @@ def acquired(
         name = places.detect(environment)
         if name != "local":
             _log.info("--engine %s was detected (--engine local takes this machine alone)", name)
-    provider = PROVIDERS[name]()
-    try:
-        hosts = provider.acquire(environment, given or {})
+    with PROVIDERS[name].acquire(environment, given or {}) as hosts:
         check_equal(hosts)
         if any(named):
             hosts = [replace(host, machine=host.machine.only(*named)) for host in hosts]
         yield tuple(hosts)
-    finally:
-        provider.release()
 
 
 def _chosen(program: Entrypoint) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from dsat.app import prepare
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import Machine
 from dsat.engines.places import PROVIDERS, Environment
-from dsat.engines.places.local import ThisMachine
 from dsat.errors import UserInputError
 from dsat.inputs.settings import Settings
 from testing.local import cpu_machine
@@ -21,22 +21,19 @@ from testing.local import cpu_machine
 SCRIPT = ("train.py", "--deepspeed_config", "ds_config.json")
 
 
-class UnequalDevices(ThisMachine):
-    """A machine with two devices of different kinds."""
-
-    def acquire(self, environment: Environment, given: Mapping[str, Any]) -> list[Host]:
-        devices, sizes = ("0", "1"), (80 * 2**30, 15 * 2**30)
-        names = ("A100", "T4")
-        variables = ("CUDA_VISIBLE_DEVICES",)
-        machine = Machine("cuda", "A100, T4", devices, variables, 15 * 2**30, sizes)
-        return [Host(replace(machine, device_names=names))]
-
-
-class TwoNodes(ThisMachine):
+@contextlib.contextmanager
+def two_nodes(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
     """A job of two nodes with two slots each."""
+    yield [Host(cpu_machine(2), name, address=name) for name in ("n1", "n2")]
 
-    def acquire(self, environment: Environment, given: Mapping[str, Any]) -> list[Host]:
-        return [Host(cpu_machine(2), name, address=name) for name in ("n1", "n2")]
+
+@contextlib.contextmanager
+def unequal_devices(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
+    """A machine with two devices of different kinds."""
+    sizes = (80 * 2**30, 15 * 2**30)
+    variables = ("CUDA_VISIBLE_DEVICES",)
+    machine = Machine("cuda", "A100, T4", ("0", "1"), variables, 15 * 2**30, sizes)
+    yield [Host(replace(machine, device_names=("A100", "T4")))]
 
 
 def plan_of(command: str, engine: str) -> tuple[int, int]:
@@ -63,7 +60,7 @@ def test_a_launcher_is_told_of_the_machines_that_a_job_has(
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     Path("ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
-    monkeypatch.setitem(PROVIDERS, "slurm", TwoNodes)
+    monkeypatch.setitem(PROVIDERS, "slurm", PROVIDERS["slurm"]._replace(acquire=two_nodes))
     assert plan_of(command, "slurm") == (slots, 2)
     if slots > 2:
         with pytest.raises(UserInputError, match="2 machines, and trials run on this one"):
@@ -76,7 +73,7 @@ def test_a_trial_on_some_devices_has_those_of_one_kind(
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     Path("ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
-    monkeypatch.setitem(PROVIDERS, "local", UnequalDevices)
+    monkeypatch.setitem(PROVIDERS, "local", PROVIDERS["local"]._replace(acquire=unequal_devices))
     for slots, memory_bytes in ((1, 40 * 2**30), (2, 2**30)):
         wanted = Settings(
             method="random",

@@ -18,8 +18,8 @@ from dsat.app.hosts import acquired
 from dsat.engines.local import heartbeats
 from dsat.engines.local.hosts import Host
 from dsat.engines.places import detect, given_options
-from dsat.engines.places.base import Environment
-from dsat.engines.places.ray import Reservation
+from dsat.engines.places.base import Environment, Node
+from dsat.engines.places.ray import reserved as reserved_nodes
 from dsat.engines.ray.choice import NodeResources, Parts, ResourceRequest, choose
 from dsat.engines.ray.node_actor import NodeActor
 from dsat.errors import UserInputError
@@ -225,13 +225,10 @@ def three() -> Iterator[RayCluster]:
 
 
 @contextlib.contextmanager
-def kept(cluster: RayCluster, nodes: int) -> Iterator[Reservation]:
+def kept(cluster: RayCluster, nodes: int) -> Iterator[list[Node]]:
     """So many of its nodes, whatever they are for."""
-    reservation = Reservation(cluster.address, ResourceRequest(nodes), say=print)
-    try:
-        yield reservation
-    finally:
-        reservation.end()
+    with reserved_nodes(cluster.address, ResourceRequest(nodes), say=print) as (found, _):
+        yield found
 
 
 @contextlib.contextmanager
@@ -365,8 +362,8 @@ def test_nothing_is_left_when_rays_driver_or_dsat_is_killed(
     assert_nothing_is_left(run_dir)
     kinds = {outcome.kind for outcome in run_of(run_dir).outcomes.values()}
     assert kinds <= {OutcomeKind.OK, OutcomeKind.OOM}, events_of(run_dir)
-    with kept(three, 2) as reservation:
-        assert len(reservation.nodes) == 2, "what was reserved is free again"
+    with kept(three, 2) as nodes:
+        assert len(nodes) == 2, "what was reserved is free again"
 
 
 @pytest.mark.slow
@@ -402,14 +399,11 @@ def test_nodes_that_are_asked_for_are_waited_for_and_tell_their_devices(three: R
         for _ in range(2):
             three.add(core, gpus=2)
 
-    reservation = Reservation(three.address, ResourceRequest.of(2, "1"), say=say)
-    try:
+    with reserved_nodes(three.address, ResourceRequest.of(2, "1"), say=say) as (nodes, text):
         assert said == ["waiting for Ray to give 2 nodes with 1 GPU each that nobody else uses"]
-        assert reservation.text == "2 nodes with 1 GPU each"
+        assert text == "2 nodes with 1 GPU each"
         show = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
-        for node in reservation.nodes:
+        for each in nodes:
             env = {**os.environ, "CUDA_VISIBLE_DEVICES": "mine"}
-            told = subprocess.run([*node.prefix, *show], env=env, capture_output=True, text=True)
+            told = subprocess.run([*each.prefix, *show], env=env, capture_output=True, text=True)
             assert told.stdout in ("0\n", "1\n")
-    finally:
-        reservation.end()

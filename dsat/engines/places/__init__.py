@@ -1,6 +1,6 @@
 """Places where hosts come from, by the names that `--engine` gives them.
 
-A new place is a module with a `Provider` and a line in `PROVIDERS`.
+A new place is a module with the functions of a `Provider`, and a line in `PROVIDERS`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dsat.engines.places import local, ray, slurm, ssh
 from dsat.engines.places.base import Environment, Provider
-from dsat.engines.places.local import ThisMachine
-from dsat.engines.places.ray import RayCluster
-from dsat.engines.places.slurm import SlurmAllocation
-from dsat.engines.places.ssh import Hostfile
 from dsat.errors import UserInputError
 from dsat.inputs.option import Option
 
 # In the order in which `--engine auto` asks them.
-PROVIDERS: dict[str, type[Provider]] = {
-    "ssh": Hostfile,
-    "ray": RayCluster,
-    "slurm": SlurmAllocation,
-    "local": ThisMachine,
+PROVIDERS = {
+    "ssh": Provider(ssh.detect, ssh.acquire),
+    "ray": Provider(ray.detect, ray.acquire, ray.OPTIONS),
+    "slurm": Provider(slurm.detect, slurm.acquire),
+    "local": Provider(local.detect, local.acquire),
 }
 AUTO = "auto"
 ENGINE_NAMES = (AUTO, *PROVIDERS, "determined")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import find_machines
@@ -47,35 +47,21 @@ class Node:
     is_here: bool
 
 
-class Provider(abc.ABC):
+class Provider(NamedTuple):
     """A place where hosts come from.
 
     Attributes:
-        options: of its own; `acquire` gets their values by keyword.
+        detect: whether `--engine auto` takes this place.
+        acquire: reserves hosts for the time of a context; the one that this process runs on comes
+            first. Called with the values of the options that the user gave, by keyword. Raises
+            UserInputError if dsat cannot be used there like this, EngineError if the place gives
+            no hosts.
+        options: of its own.
     """
 
-    options: ClassVar[Sequence[Option]] = ()
-
-    @classmethod
-    @abc.abstractmethod
-    def detect(cls, environment: Environment) -> bool:
-        """Return whether `--engine auto` takes this place."""
-
-    @abc.abstractmethod
-    def acquire(self, environment: Environment, given: Mapping[str, Any]) -> list[Host]:
-        """Reserve and return hosts; the one that this process runs on comes first.
-
-        Args:
-            environment: of this process.
-            given: values of the options that the user gave.
-
-        Raises:
-            UserInputError: dsat cannot be used there like this.
-            EngineError: the place gives no hosts.
-        """
-
-    def release(self) -> None:  # noqa: B027
-        """Give back everything that `acquire` reserved; does nothing twice."""
+    detect: Callable[[Environment], bool]
+    acquire: Callable[[Environment, Mapping[str, Any]], AbstractContextManager[list[Host]]]
+    options: Sequence[Option] = ()
 
 
 def place_option(flag: str, help: str, **attributes: Any) -> Option:

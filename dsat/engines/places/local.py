@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import find_machine
-from dsat.engines.places.base import Environment, Provider
+from dsat.engines.places.base import Environment
 
 
-class ThisMachine(Provider):
-    """The machine that dsat runs on, always there."""
+def detect(environment: Environment) -> bool:
+    """Return True: it is the last that is asked."""
+    return True
 
-    @classmethod
-    def detect(cls, environment: Environment) -> bool:
-        return True
 
-    def acquire(self, environment: Environment, given: Mapping[str, Any]) -> list[Host]:
-        return [Host(find_machine(environment.variables))]
+@contextlib.contextmanager
+def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
+    """Return the machine that dsat runs on."""
+    yield [Host(find_machine(environment.variables))]

@@ -5,17 +5,18 @@ One long step on each node holds that node's supervisor: trials start warm, and 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dsat.engines.local.hosts import Host
-from dsat.engines.places.base import Environment, Node, Provider, hosts_on
-from dsat.engines.places.local import ThisMachine
+from dsat.engines.places import local
+from dsat.engines.places.base import Environment, Node, hosts_on
 from dsat.errors import EngineError, UserInputError
 
 _log = logging.getLogger(__name__)
@@ -32,32 +33,34 @@ _OPTIONS_OF_SRUN = """
 """.split()
 
 
-class SlurmAllocation(Provider):
-    """All nodes of the allocation around dsat."""
+def detect(environment: Environment) -> bool:
+    """Return whether dsat is in an allocation that is more than this machine."""
+    allocation = Allocation.of(environment.variables)
+    return allocation is not None and not allocation.is_this_machine
 
-    @classmethod
-    def detect(cls, environment: Environment) -> bool:
-        allocation = Allocation.of(environment.variables)
-        return allocation is not None and not allocation.is_this_machine
 
-    def acquire(self, environment: Environment, given: Mapping[str, Any]) -> list[Host]:
-        allocation = Allocation.of(environment.variables)
-        if allocation is None:
-            raise UserInputError(
-                "is for the inside of a Slurm allocation, and SLURM_JOB_ID and "
-                "SLURM_JOB_NODELIST are not set",
-                where="--engine slurm",
-                hint="Start dsat in a job script (sbatch), or after salloc.",
-            )
-        if allocation.is_this_machine:
-            return ThisMachine().acquire(environment, given)
-        _log.info(
-            "tuning on the %d nodes of Slurm job %s, %s",
-            allocation.count,
-            allocation.job,
-            allocation.nodes,
+@contextlib.contextmanager
+def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
+    """Return all nodes of the allocation around dsat."""
+    allocation = Allocation.of(environment.variables)
+    if allocation is None:
+        raise UserInputError(
+            "is for the inside of a Slurm allocation, and SLURM_JOB_ID and "
+            "SLURM_JOB_NODELIST are not set",
+            where="--engine slurm",
+            hint="Start dsat in a job script (sbatch), or after salloc.",
         )
-        return hosts_on(allocation.find_nodes())
+    if allocation.is_this_machine:
+        with local.acquire(environment, given) as hosts:
+            yield hosts
+        return
+    _log.info(
+        "tuning on the %d nodes of Slurm job %s, %s",
+        allocation.count,
+        allocation.job,
+        allocation.nodes,
+    )
+    yield hosts_on(allocation.find_nodes())
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import psutil
 
 from dsat.engines.local.hosts import Host
-from dsat.engines.places.base import Environment, Node, Provider, hosts_on
+from dsat.engines.places.base import Environment, Node, hosts_on
 from dsat.engines.ssh_run import ssh_to
 from dsat.errors import EngineError, UserInputError
 
@@ -25,32 +25,32 @@ _REACH_LIMIT_S = 60.0
 _ANY_PORT = 9
 
 
-class Hostfile(Provider):
-    """Machines of the hostfile that the command's launcher is given."""
+def detect(environment: Environment) -> bool:
+    """Return whether the command's launcher is given a hostfile."""
+    return bool(environment.hostfile)
 
-    @classmethod
-    def detect(cls, environment: Environment) -> bool:
-        return bool(environment.hostfile)
 
-    def acquire(self, environment: Environment, given: Mapping[str, Any]) -> list[Host]:
-        positions = environment.hostfile
-        if not positions:
-            raise UserInputError(
-                "is for a command with a hostfile",
-                where="--engine ssh",
-                hint="As in: -- deepspeed --hostfile hosts train.py ...",
-            )
-        _log.info("tuning on the machines of the hostfile, %s", ", ".join(positions))
-        hosts = hosts_on(reach(list(positions), environment.ssh_port))
-        meeting = {next(iter(positions)): environment.master_address}
-        return [
-            replace(
-                host,
-                machine=host.machine.at(positions[host.name]),
-                address=meeting.get(host.name) or host.address,
-            )
-            for host in hosts
-        ]
+@contextlib.contextmanager
+def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
+    """Return the machines of that hostfile."""
+    positions = environment.hostfile
+    if not positions:
+        raise UserInputError(
+            "is for a command with a hostfile",
+            where="--engine ssh",
+            hint="As in: -- deepspeed --hostfile hosts train.py ...",
+        )
+    _log.info("tuning on the machines of the hostfile, %s", ", ".join(positions))
+    hosts = hosts_on(reach(list(positions), environment.ssh_port))
+    meeting = {next(iter(positions)): environment.master_address}
+    yield [
+        replace(
+            host,
+            machine=host.machine.at(positions[host.name]),
+            address=meeting.get(host.name) or host.address,
+        )
+        for host in hosts
+    ]
 
 
 def reach(names: Sequence[str], port: int | None) -> list[Node]:
