@@ -77,7 +77,7 @@ def simulated(
         yield _by_formula(settings, hf_config.find(settings.hf_config))
         return
     with simulator_of(settings) as (name, base, simulator):
-        own = {"optimizer": simulator.optimizer} if simulator.optimizer else {}
+        own = {"optimizer": simulator.script.optimizer} if simulator.script.optimizer else {}
         yield name, {**base, **own}, simulator
 
 
@@ -113,7 +113,11 @@ def simulator_of(
                 engine, as_cpu=as_cpu, timeout_s=survey.TIMEOUT_S, model_switches=switches
             ) as simulator,
         ):
-            yield experiment.name, hf_config.with_buckets(base, simulator.hidden_size), simulator
+            yield (
+                experiment.name,
+                hf_config.with_buckets(base, simulator.script.hidden_size),
+                simulator,
+            )
     except SimulationUnavailable as error:
         keep_log = True
         raise DsatError(
@@ -195,7 +199,7 @@ def _by_formula(
         check_packages("--lora dropout")
     settings = replace(settings, dtype=hf_config.dtype_of(base))
     formula = Formula(read_mapping(path), settings, str(path))
-    return name, hf_config.with_buckets(base, formula.hidden_size), formula
+    return name, hf_config.with_buckets(base, formula.script.hidden_size), formula
 
 
 def check_packages(where: str) -> None:

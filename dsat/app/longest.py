@@ -73,7 +73,7 @@ def longest(settings: EstimateSettings) -> LongestSequences:
         if card is not None:
             assert isinstance(simulator, Simulator)
             found = [_timed(row, grid, simulator, card) for row in found]
-        takes = simulator.model_takes
+        takes = simulator.script.model_takes
     return LongestSequences(name, found, "" if card is None else card.name, takes)
 
 
@@ -89,7 +89,7 @@ def rows(simulator: Simulator | Formula, grid: Grid, *, exact: bool) -> list[Lon
         UserInputError: they are none.
         SimulationUnavailable: the script cannot be simulated.
     """
-    if simulator.sequence_length is None:
+    if simulator.script.sequence_length is None:
         raise UserInputError(
             "is for samples that are sequences of tokens, and the script's batch has no integers "
             "of two dimensions",
@@ -101,7 +101,7 @@ def rows(simulator: Simulator | Formula, grid: Grid, *, exact: bool) -> list[Lon
     for slots, strategy in itertools.product(grid.slot_counts, grid.strategies):
         configs = {
             shared: grid.configuration(strategy, slots, shared)
-            for shared in _divisions(slots, simulator.attention_heads)
+            for shared in _divisions(slots, simulator.script.attention_heads or 0)
         }
         for (of_model, switches), size in itertools.product(
             zip(facts, grid.switches, strict=True), grid.slot_memories

@@ -223,7 +223,7 @@ def trace(
         DsatError: no strategy can be.
     """
     facts, model = simulator.traced_facts(base)
-    found = Traced(base, facts, model, {}, {}, simulator.sequence_length)
+    found = Traced(base, facts, model, {}, {}, simulator.script.sequence_length)
     # More than those of any group, whose collectives are then told from those of all ranks.
     shared, group = found.parallelism.shared, int(ds_config.at(base, _HPZ) or 1)
     slots = shared * math.ceil(max(slots, _LEAST_TRACED, 2 * shared, 2 * group) / shared)

@@ -17,7 +17,7 @@ from dsat.inputs.option import ALL_LINEAR
 from dsat.memory import closed_form
 from dsat.memory.closed_form import MATMUL_WORKSPACE_BYTES, ModelFacts
 from dsat.memory.estimate import MemoryEstimate
-from dsat.memory.simulation_client import Question
+from dsat.memory.simulation_client import Question, ScriptFacts
 
 # model_type: words on what is particular about it. All have gated layers and RMSNorm.
 _BIAS, _NORMALISED, _FUSED = "bias", "normalised", "fused"
@@ -156,26 +156,25 @@ class Formula:
     """Answers of the closed form, in the place of a simulation's (`Simulator`).
 
     Attributes:
-        sequence_length: tokens of a sample.
-        attention_heads: of the model; 0 if its configuration does not say.
-        hidden_size: of the model.
-        model_takes: its `max_position_embeddings`; 0 if its configuration does not say.
+        script: what a script with the model would say.
     """
 
     def __init__(self, config: Mapping[str, Any], settings: EstimateSettings, where: str) -> None:
         self._model, self._settings = Decoder.of(config, where), settings
-        self.model_takes = int(config.get("max_position_embeddings") or 0)
-        usual = min(_USUAL_SEQUENCE, self.model_takes or _USUAL_SEQUENCE)
-        self.sequence_length: int | None = settings.seq_length or usual
-        self.attention_heads = int(config.get("num_attention_heads") or 0)
-        self.hidden_size = self._model.hidden
+        takes = int(config.get("max_position_embeddings") or 0)
+        self.script = ScriptFacts(
+            settings.seq_length or min(_USUAL_SEQUENCE, takes or _USUAL_SEQUENCE),
+            int(config.get("num_attention_heads") or 0),
+            self._model.hidden,
+            takes,
+        )
         self._adapters = _adapters(self._model, settings.lora, where)
 
     def facts(self, config: Mapping[str, Any], *, unit_tokens: int | None = None) -> ModelFacts:
         """Return the facts of the model; see `Simulator.facts`."""
         model, lora = self._model, self._settings.lora
         size = _BYTES[self._settings.dtype]
-        tokens = unit_tokens or self.sequence_length or 0
+        tokens = unit_tokens or self.script.sequence_length or 0
         adapters = model.layers * sum(self._adapters)
         recompute = self._settings.activation_checkpointing == "on"
         passes = _Passes(model, size, lora, recompute=recompute)

@@ -48,6 +48,27 @@ class Question(NamedTuple):
     switches: Mapping[str, Any] = {}
 
 
+class ScriptFacts(NamedTuple):
+    """Facts of a script at its first training step.
+
+    Attributes:
+        sequence_length: tokens of a sample of its first batch, if samples are sequences of tokens.
+        attention_heads: of its model; None if they are not known.
+        hidden_size: of its model, by which a Trainer fills in "auto"; None if it is not known.
+        model_takes: the model's `max_position_embeddings`; 0 if it has none.
+        sizes: of its model for `ModelFacts`, with the type in which DeepSpeed trains it.
+        optimizer: the `optimizer` section that stands for what it passes to
+            `deepspeed.initialize`; empty if it passes none.
+    """
+
+    sequence_length: int | None
+    attention_heads: int | None
+    hidden_size: int | None
+    model_takes: int
+    sizes: Mapping[str, int] = {}
+    optimizer: Mapping[str, Any] = {}
+
+
 class SimulationHost(Protocol):
     """An engine that can run the user's script for simulations."""
 
@@ -82,20 +103,10 @@ class Simulator:
         SimulationUnavailable: the script does not reach its first step.
 
     Attributes:
-        sequence_length: tokens of a sample of the script's first batch, if samples are sequences
-            of tokens.
-        attention_heads: of its model; 0 if they are not known.
-        hidden_size: of its model, by which a Trainer fills in "auto"; None if it is not known.
-        model_takes: the model's `max_position_embeddings`; 0 if it has none.
-        optimizer: the `optimizer` section that stands for what the script passes to
-            `deepspeed.initialize`; empty if it passes none.
+        script: what is known of it.
     """
 
-    sequence_length: int | None
-    attention_heads: int
-    hidden_size: int | None
-    model_takes: int
-    optimizer: dict[str, Any]
+    script: ScriptFacts
     _socket: socket.socket
 
     def __init__(
@@ -121,14 +132,10 @@ class Simulator:
     def __enter__(self) -> Simulator:
         try:
             self._socket = _connect(self._engine, self._script_args, self._timeout_s)
-            script = self._receive()
+            self.script = ScriptFacts(**self._receive())
         except BaseException:
             self._engine.stop_simulation_server()
             raise
-        self._sizes, self.sequence_length = script["sizes"], script["sequence_length"]
-        self.attention_heads = script.get("attention_heads") or 0
-        self.hidden_size, self.model_takes = script["hidden_size"], script["model_takes"]
-        self.optimizer = script["optimizer"]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -256,7 +263,7 @@ class Simulator:
         slopes = {name: (large[name] - small[name]) / (sizes[1] - sizes[0]) for name in small}
         fixed = {name: small[name] - sizes[0] * slopes[name] for name in ("matmul", "before")}
         return ModelFacts(
-            **self._sizes,
+            **self.script.sizes,
             forward_bytes_per_sample=slopes["forward"],
             backward_bytes_per_sample=slopes["backward"],
             first_gradient_bytes_per_sample=slopes["first_gradient"],

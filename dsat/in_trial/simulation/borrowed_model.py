@@ -24,6 +24,7 @@ from dsat.in_trial.simulation.storage_tracker import StorageTracker, tensors_in
 from dsat.inputs import ds_config
 from dsat.inputs.ds_config import BATCH_KEYS
 from dsat.memory.estimate import as_simulated
+from dsat.memory.simulation_client import ScriptFacts
 
 _TOKENS_DIM = 2  # samples and tokens
 _PRECISIONS = ("bf16", "bfloat16", "fp16")
@@ -125,11 +126,18 @@ class BorrowedModel:
             if tensor.device.type != "cpu" and not tensor.dtype.is_floating_point:
                 self._on_host[id(tensor)] = tensor.cpu()
 
-    def sizes(self) -> dict[str, int]:
-        """Sizes of the model for `ModelFacts`, with the type in which DeepSpeed trains it."""
-        parameters = self._arguments["model"].parameters()
-        size = max((p.element_size() for p in parameters), default=4)
-        return {**self._snapshot.sizes(), "param_bytes": size}
+    def facts(self, args: Any, kwargs: Mapping[str, Any]) -> ScriptFacts:
+        """Return what the client is told of the script, of which this is a batch."""
+        model = self._arguments["model"]
+        size = max((p.element_size() for p in model.parameters()), default=4)
+        return ScriptFacts(
+            sequence_length=self.sequence_length(args, kwargs),
+            attention_heads=attention_heads(model),
+            hidden_size=self.hidden_size(),
+            model_takes=longest_of(model),
+            sizes={**self._snapshot.sizes(), "param_bytes": size},
+            optimizer=self.optimizer(),
+        )
 
     def optimizer(self) -> dict[str, Any]:
         """Return the `optimizer` section that stands for the optimizer that the script passes.
@@ -148,10 +156,6 @@ class BorrowedModel:
             return {"type": "Adam", "params": {"torch_adam": several}}
         return {"type": f"{kind.__module__}.{kind.__qualname__}"}
 
-    def attention_heads(self) -> int | None:
-        """Attention heads of the model, if its configuration says."""
-        return attention_heads(self._arguments["model"])
-
     def hidden_size(self) -> int | None:
         """Hidden size of the model as transformers' Trainer looks for it; the largest of several.
 
@@ -163,10 +167,6 @@ class BorrowedModel:
             if size:
                 return size if isinstance(size, int) else max(size)
         return None
-
-    def model_takes(self) -> int:
-        """Return the model's `max_position_embeddings`; 0 if it has none."""
-        return longest_of(self._arguments["model"])
 
     def sequence_length(self, args: Any, kwargs: Mapping[str, Any]) -> int | None:
         """The second size of the batch's first matrix of integers: tokens of a sample."""

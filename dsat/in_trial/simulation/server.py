@@ -134,16 +134,7 @@ class SimulationServer:
         self._fakes = None
         self._connection.connect(str(self._address))
         model.keep_integers(args, kwargs)
-        self._send(
-            {
-                "sizes": model.sizes(),
-                "sequence_length": model.sequence_length(args, kwargs),
-                "attention_heads": model.attention_heads(),
-                "hidden_size": model.hidden_size(),
-                "model_takes": model.model_takes(),
-                "optimizer": model.optimizer(),
-            }
-        )
+        self._send(model.facts(args, kwargs)._asdict())
         running: dict[int, Mapping[str, Any]] = {}
         capacity = len(host_cores.usable())
         while True:
