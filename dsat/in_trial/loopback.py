@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import ipaddress
 import os
@@ -54,15 +55,21 @@ def interface_to(address: str) -> str:
     """Return the name of the interface by which this host reaches an address; empty if unknown."""
     import psutil
 
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, _ANY_PORT))  # sends nothing
-            own = probe.getsockname()[0]
-    except OSError:
-        return ""
+    own = own_address(address)
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.family == socket.AF_INET and each.address == own for each in addresses):
             return name
+    return ""
+
+
+def own_address(other: str) -> str:
+    """Return this host's address by which another one reaches it; empty if unknown."""
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
+        probe.connect((other, _ANY_PORT))  # sends nothing
+        return str(probe.getsockname()[0])
     return ""
 
 

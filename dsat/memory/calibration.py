@@ -10,10 +10,10 @@ per sample). So
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dsat.memory.estimate import PHASES, MemoryEstimate
+from dsat.memory.estimate import PHASES
 from dsat.values.outcome import MemoryUse
 
 _NOISE = 0.01  # of measured bytes from trial to trial
@@ -37,19 +37,21 @@ class Observation:
     is_exact: bool = True
 
 
-def observe(estimate: MemoryEstimate, micro_batch: int, memory: MemoryUse) -> Observation | None:
-    """Compare a trial's own record with its prediction; None if there is no record."""
+def observe(
+    predicted: Mapping[str, int], micro_batch: int, memory: MemoryUse
+) -> Observation | None:
+    """Compare a trial's own record with the bytes predicted by phase; None without a record."""
     used = {phase: memory.by_phase[phase] for phase in PHASES if phase in memory.by_phase}
     if memory.data_bytes:
         # Taken for the phase that was predicted to need most, since no phase is recorded.
-        used = {max(PHASES, key=lambda phase: getattr(estimate, phase)): memory.data_bytes}
+        used = {max(PHASES, key=lambda phase: predicted[phase]): memory.data_bytes}
     elif not memory.is_exact:
         # A resident set shows what the script did before, reading its data for example.
         used.pop("init", None)
     if not used:
         return None
     phase = max(used, key=lambda phase: used[phase])
-    excess = used[phase] - int(getattr(estimate, phase))
+    excess = used[phase] - predicted[phase]
     if not memory.is_exact:
         excess = max(0, excess)
     return Observation(micro_batch, used[phase], excess, memory.context_bytes, memory.is_exact)

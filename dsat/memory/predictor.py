@@ -263,9 +263,8 @@ class MemoryModel:
             return
         if outcome.ok and outcome.memory is not None:
             self._learn_fragmentation(outcome.memory)
-            init, forward, backward, step = (round(shape.peak(p, micro_batch)) for p in PHASES)
-            estimate = MemoryEstimate(init, forward, backward, step)
-            observation = observe(estimate, micro_batch, outcome.memory)
+            peaks = {phase: round(shape.peak(phase, micro_batch)) for phase in PHASES}
+            observation = observe(peaks, micro_batch, outcome.memory)
             if observation is not None:
                 self._observations.append(observation)
                 usual = self._usual_slope

@@ -5,28 +5,27 @@ from __future__ import annotations
 import pytest
 
 from dsat.memory.calibration import Observation, calibrate, observe
-from dsat.memory.estimate import MemoryEstimate
 from dsat.values.outcome import MemoryUse
 
 MIB = 2**20
 USUAL = 5 * MIB
 
 
-def simulated(micro_batch: int) -> MemoryEstimate:
+def simulated(micro_batch: int) -> dict[str, int]:
     """A model of 100 MiB with 10 MiB of activations a sample; its step needs 150 MiB."""
-    return MemoryEstimate(
-        init=90 * MIB,
-        forward=(100 + 9 * micro_batch) * MIB,
-        backward=(100 + 10 * micro_batch) * MIB,
-        step=150 * MIB,
-    )
+    return {
+        "init": 90 * MIB,
+        "forward": (100 + 9 * micro_batch) * MIB,
+        "backward": (100 + 10 * micro_batch) * MIB,
+        "step": 150 * MIB,
+    }
 
 
 def observed(micro_batch: int, excess: float, context: float = 0) -> Observation:
-    estimate = simulated(micro_batch)
-    used = {p: getattr(estimate, p) + round(excess * MIB) for p in ("forward", "backward", "step")}
+    peaks = simulated(micro_batch)
+    used = {p: peaks[p] + round(excess * MIB) for p in ("forward", "backward", "step")}
     memory = MemoryUse(used, context_bytes=round(context * MIB))
-    observation = observe(estimate, micro_batch, memory)
+    observation = observe(peaks, micro_batch, memory)
     assert observation is not None
     return observation
 
@@ -75,10 +74,10 @@ def test_a_cpu_shows_what_came_on_top_of_the_imports() -> None:
 
 
 def test_a_cpu_with_a_limit_shows_what_counted_against_it() -> None:
-    estimate = simulated(1)
+    peaks = simulated(1)
     for more in (-7, 7):
-        use = MemoryUse(host_rss_bytes={"init": 900}, data_bytes=estimate.peak + more)
-        assert observe(estimate, 1, use) == Observation(1, estimate.peak + more, more)
+        use = MemoryUse(host_rss_bytes={"init": 900}, data_bytes=peaks["step"] + more)
+        assert observe(peaks, 1, use) == Observation(1, peaks["step"] + more, more)
 
 
 def test_a_resident_set_never_lowers_a_prediction() -> None:

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,10 @@ from dsat.engines.local.hosts import Host
 from dsat.engines.places.base import Environment, Node, hosts_on
 from dsat.engines.ssh_run import ssh_to
 from dsat.errors import EngineError, UserInputError
+from dsat.in_trial import loopback
 
 _log = logging.getLogger(__name__)
 _REACH_LIMIT_S = 60.0
-_ANY_PORT = 9
 
 
 def detect(environment: Environment) -> bool:
@@ -72,7 +72,8 @@ def reach(names: Sequence[str], port: int | None) -> list[Node]:
         raise UserInputError(f"names this machine twice: {', '.join(here)}", where="--hostfile")
     others = [name for name in names if name not in here]
     _check_reached(others, port)
-    own_address = _own_address(addresses[other] for other in others)
+    found = (loopback.own_address(addresses[other]) for other in others)
+    own_address = next(filter(None, found), socket.gethostname())
     options = [] if port is None else ["--port", str(port)]
     run = (sys.executable, "-m", "dsat.engines.ssh_run", *options)
     return [
@@ -144,15 +145,3 @@ def _is_here(name: str, address: str) -> bool:
         return True
     interfaces = psutil.net_if_addrs().values()
     return any(each.address == address for interface in interfaces for each in interface)
-
-
-def _own_address(others: Iterable[str]) -> str:
-    """Return the address of this machine by which another host reaches it."""
-    for address in others:
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-        ):
-            probe.connect((address, _ANY_PORT))  # sends nothing
-            return str(probe.getsockname()[0])
-    return socket.gethostname()
