@@ -1,11 +1,8 @@
 """A trial on a Determined cluster, from inside the user's processes.
 
-There the user's own entrypoint runs: nothing of dsat is in a process before the script calls one of
-the helpers of `dsat`. The first call attaches to the trial that the hyperparameters name: it
-installs the meter, a limit on the time, and a hook that reports why the script failed. The outcome
-goes to the master in `dsat_reporting_context`. Outcomes that it cannot report (a rank that is not
-the chief ran out of memory, the script failed outside of it) go to the trial's log, on a line that
-the search runner finds there.
+The script's first call of a helper of `dsat` attaches to the trial that its hyperparameters name.
+The outcome goes to the master in `dsat_reporting_context`, or to a line in the trial's log where it
+cannot: a rank that is not the chief ran out of memory, or the script failed outside of it.
 """
 
 from __future__ import annotations

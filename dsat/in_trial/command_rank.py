@@ -1,10 +1,8 @@
 """A rank of a trial that runs the user's whole command again, from inside of the user's processes.
 
 `dsat.in_trial.command_hook` begins it in each process that imports DeepSpeed; which of them is a
-rank is not known before one calls `deepspeed.initialize`. The script has no frame of dsat's around
-it here, and its process was started by the user's own: when a rank has measured everything, or has
-failed, it reports that in the trial's folder and waits until the engine ends the command, which
-therefore never goes on behind its training.
+rank is not known before one calls `deepspeed.initialize`. After its report a rank waits until the
+engine ends the command, which therefore never goes on behind its training.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """An unmodified Determined script without a master.
 
-determined itself is not imported here, and need not be there: it is adapted as soon as the script
-imports it. From then on `det.get_cluster_info()`
-answers with the trial's hyperparameters, and `det.core.init()` gives a context whose metrics,
-checkpoints and searcher operations stay in the trial's folder. Works with determined 0.28 to 0.37,
-whose parts it builds on (`determined._info`, `determined.core._context._dummy_init`, the Dummy
-contexts).
+determined is adapted as soon as the script imports it: `det.get_cluster_info()` answers with the
+trial's hyperparameters, and `det.core.init()` gives a context whose metrics, checkpoints and
+searcher operations stay in the trial's folder. Builds on parts of determined 0.28 to 0.37.
 """
 
 from __future__ import annotations

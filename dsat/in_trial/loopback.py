@@ -22,11 +22,9 @@ _ANY_PORT = 9
 def install() -> None:
     """Make rank 0's store listen on loopback where the others look for it, and nowhere else.
 
-    Between hosts, gloo is given the interface that leads to rank 0: by itself it takes the one that
-    the host's own name resolves to, which is loopback with some /etc/hosts.
-
     torch's own listens on all interfaces (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp),
-    but takes a socket that listens already.
+    but takes a socket that listens already. Between hosts, gloo is given the interface that leads
+    to rank 0: by itself it takes that of the host's own name, in some /etc/hosts loopback.
     """
     master = os.environ.get("MASTER_ADDR", ADDRESS)
     if not is_loopback(master) and (name := interface_to(master)):

@@ -26,11 +26,9 @@ MALLOC_VARIABLES = {
 def limit_memory(budget_bytes: int) -> None:
     """Let this process allocate only so much more than it has now.
 
-    The limit is on the data segment (Linux: private writable mappings), which makes torch's CPU
-    allocator fail as a device's would. What was imported before does not count. The C library is
-    made to return tensors to the system at once: otherwise it is the holes in its heap that exhaust
-    the limit, and not tensors. It has one heap, since each further one reserves 128 MiB for a
-    moment, which would hide the peak.
+    The limit is on the data segment (private writable mappings), which makes torch's CPU allocator
+    fail as a device's would. The C library is made to return tensors to the system at once, so that
+    no holes in its heap count, and to have one heap: a further one reserves 128 MiB for a moment.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,9 +1,8 @@
 """Meter of the optimizer steps of a live DeepSpeed engine, inside the training process.
 
-The engine comes from `deepspeed.initialize`'s public result; DeepSpeed's own autotuning mode is not
-used, because it scores a single step. Times are taken at the ends of optimizer steps, so whatever
-the training loop does between two steps (loading data, say) counts, as it does for the user. On an
-asynchronous device the marks are events on its stream: nothing is synchronised inside a step.
+DeepSpeed's own autotuning mode is not used, because it scores a single step. Times are taken at the
+ends of optimizer steps, so whatever the training loop does between two (loading data, say) counts.
+On an asynchronous device the marks are events on its stream: nothing is synchronised inside a step.
 """
 
 from __future__ import annotations

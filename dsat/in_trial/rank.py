@@ -1,8 +1,7 @@
 """One rank of a trial: prepares the process, runs the user's program, reports the outcome.
 
-Runs in a process forked from the warm supervisor, or as `python3 -m dsat.in_trial.rank DIR`.
-Everything it needs is in the folder's `trial.json` and in the environment. It leaves by `os._exit`,
-because an orderly end of the interpreter costs a second that nobody needs.
+Runs in a process forked from the warm supervisor, or as `python3 -m dsat.in_trial.rank DIR`. It
+leaves by `os._exit`, because an orderly end of the interpreter costs a second.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Keep a trial from changing anything outside its own folder: checkpoints, trackers, outputs.
 
-A search starts the user's script many times. None of these runs may overwrite a checkpoint, move
-`latest`, resume from another trial's checkpoint, or add a run to a tracker's history. The
-full-length run (`--run-full-experiment`) does all of it.
+No trial may overwrite a checkpoint, move `latest`, resume from another trial's checkpoint, or add a
+run to a tracker's history. The full-length run (`--run-full-experiment`) does all of it.
 """
 
 from __future__ import annotations

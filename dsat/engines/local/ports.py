@@ -17,11 +17,8 @@ _FIRST, _LAST, _CHOSEN_FROM = 1024, 65535, 12_000
 def free_ports(count: int) -> list[int]:
     """Return ports of this machine's loopback that nothing listens on now.
 
-    On other hosts something may: a trial that fails for that is started again with others.
-
-    They lie below the range from which the kernel takes the ports of outgoing connections, if that
-    leaves many: one of those could be in use by the time that a cold rank, seconds later, begins to
-    listen.
+    If possible they lie below the range from which the kernel takes ports of outgoing connections:
+    one of those could be in use by the time that a cold rank, seconds later, begins to listen.
     """
     first = _FIRST
     with contextlib.suppress(OSError, ValueError):

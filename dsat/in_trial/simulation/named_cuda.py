@@ -1,8 +1,7 @@
 """Scripts that name CUDA instead of asking for the accelerator.
 
-In a simulation `device="cuda"` becomes the simulation's device. Where there is no CUDA, it becomes
-the CPU until then, so that such a script is simulated on any machine. `torch.cuda`'s functions do
-nothing.
+`device="cuda"` becomes the CPU where there is no CUDA, and the simulation's device in a simulation.
+`torch.cuda`'s functions do nothing.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
 """Simulation server: answers candidates with the model, the batch and the loss of a script.
 
-It runs in a rank process of its own. The script builds its model, calls `deepspeed.initialize` and
-loads a batch as usual. Its large parameters are fake and take no memory (`fake_parameters`). Where
-a script cannot work with them, the closed form answers.
-
-At the script's first training step the process waits for candidates on a socket. It forks a child
-for each, as many at once as there are processors. The child undoes what the engine did to the
-model, builds DeepSpeed's engine for the candidate on fake tensors, runs an optimizer step, and
-lets the script go on: the last forward pass is the script's call, so the loss is the script's own.
-The child answers and ends when the script calls `engine.backward`, or `engine.step` after
-`loss.backward()`.
-
-Reasons: a model, a batch and a loss function cannot be sent to another process without pickling
-the script's classes, and a loss computed outside the model can be half of the activations. Forking
-costs milliseconds and keeps DeepSpeed's globals of one candidate away from the next.
+The script runs as usual, with large parameters that take no memory (`fake_parameters`), until its
+first training step. There the process waits for candidates on a socket, and forks a child for each,
+as many at once as there are processors. The child undoes what the engine did to the model, builds
+DeepSpeed's engine for the candidate on fake tensors, runs an optimizer step, and lets the script go
+on: the last forward pass is the script's call, so the loss is the script's own, which can be half
+of the activations. The child answers and ends when the script calls `engine.backward`, or
+`engine.step` after `loss.backward()`.
 
 The first dimension of a batch identifies it, so the script runs with a micro batch that is an
 unlikely size of anything else (`CAPTURED_MICRO_BATCH`). What it had before its engine is no batch.
