@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dsat.memory import PHASES, SIMULATED
-from dsat.memory.simulation_client import Simulator
+from dsat.memory.simulation_client import Question, Simulator
 from testing.allocator import configuration, counting_library, real_peaks
 from testing.local import engine_of
 
@@ -76,7 +76,7 @@ def _compare(simulator: Simulator, library: Path, model: str, case: dict[str, An
         return
     began = time.monotonic()
     micro_batch = int(config["train_micro_batch_size_per_gpu"])
-    simulated = simulator.estimate(config, micro_batch=micro_batch, slots=slots)
+    simulated = simulator.estimates([Question(config, micro_batch, slots)])[0]
     seconds = time.monotonic() - began
     assert simulated.source == SIMULATED
     errors = {phase: getattr(simulated, phase) / real[phase] - 1 for phase in PHASES}

@@ -24,7 +24,7 @@ from dsat.inputs import ds_config, entrypoint, experiment
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import SIMULATED, MemoryEstimate
-from dsat.memory.simulation_client import SimulationUnavailable, Simulator
+from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
 
 FOLDER = Path(__file__).parent / "programs" / "published"
 _MODELS = Path(__file__).parent / "models"
@@ -80,7 +80,7 @@ def _simulated(
         contextlib.closing(simulation_engine(source, Path(folder), _TIMEOUT_S)) as engine,
         Simulator(engine, as_cpu=False, timeout_s=_TIMEOUT_S) as simulator,
     ):
-        found = simulator.estimate(whole, micro_batch=micro_batch, slots=slots)
+        found = simulator.estimates([Question(whole, micro_batch, slots)])[0]
     assert found.source == SIMULATED
     return found
 

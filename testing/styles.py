@@ -17,7 +17,7 @@ from dsat.engines.local.launch import LocalOptions
 from dsat.in_trial.simulation.server import AS_IF_CUDA
 from dsat.inputs import ds_config, entrypoint, experiment
 from dsat.memory import MemoryEstimate
-from dsat.memory.simulation_client import Simulator
+from dsat.memory.simulation_client import Question, Simulator
 from dsat.values.trial import TrialOptions
 from testing import warm_host
 from testing.allocator import counting_library, measured
@@ -170,7 +170,7 @@ def simulated(
         with Simulator(
             engine, as_cpu=as_cpu, timeout_s=SLOW_MACHINE_S, model_switches=switches
         ) as simulator:
-            return simulator.estimate(config, micro_batch=micro_batch, slots=1)
+            return simulator.estimates([Question(config, micro_batch, 1)])[0]
     finally:
         engine.close()
 

@@ -142,12 +142,6 @@ class Simulator:
         self._socket.close()
         self._engine.stop_simulation_server()
 
-    def estimate(
-        self, config: Mapping[str, Any], *, micro_batch: int, slots: int
-    ) -> MemoryEstimate:
-        """Memory of one configuration; see `estimates`."""
-        return self.estimates([Question(config, micro_batch, slots)])[0]
-
     def estimates(self, questions: Sequence[Question]) -> list[MemoryEstimate]:
         """Memory of configurations, simulated side by side.
 
@@ -217,10 +211,7 @@ class Simulator:
                 the facts is so many of its tokens.
         """
         question = Question(config, 1, 1, switches=switches or {})
-        found = self._facts_of(self._passes(question, unit_tokens=unit_tokens))
-        if not switches and unit_tokens is None:
-            self._facts = found
-        return found
+        return self._passes(question, unit_tokens=unit_tokens)[0]
 
     def traced_facts(
         self,
@@ -231,17 +222,14 @@ class Simulator:
     ) -> tuple[ModelFacts, ModelTrace]:
         """Return the facts of the model, and the trace of the same passes; see `facts`."""
         question = Question(config, 1, 1, sequence_length, switches or {})
-        answers = self._passes(question, traced=True)
+        facts, answers = self._passes(question, traced=True)
         small, large = (StepTrace.from_json(answer["trace"]) for answer in answers)
-        found = self._facts_of(answers)
-        if sequence_length is None and not switches:
-            self._facts = found
-        return found, ModelTrace(small, large)
+        return facts, ModelTrace(small, large)
 
     def _passes(
         self, question: Question, *, traced: bool = False, unit_tokens: int | None = None
-    ) -> list[dict[str, Any]]:
-        """Return what the model's own passes need, at two micro batches."""
+    ) -> tuple[ModelFacts, list[dict[str, Any]]]:
+        """Return the facts by the model's own passes at two micro batches, and their answers."""
         kept = {key: value for key, value in question.config.items() if key in _OF_ACTIVATIONS}
         sizes = _MICRO_BATCHES_FOR_SLOPES
         questions = [question._replace(config=kept, micro_batch=size) for size in sizes]
@@ -255,14 +243,10 @@ class Simulator:
         for answer in answers:
             if "failed" in answer:
                 raise SimulationUnavailable(answer["failed"])
-        return answers
-
-    def _facts_of(self, answers: Sequence[Mapping[str, Any]]) -> ModelFacts:
-        sizes = _MICRO_BATCHES_FOR_SLOPES
         small, large = (answer["activations"] for answer in answers)
         slopes = {name: (large[name] - small[name]) / (sizes[1] - sizes[0]) for name in small}
         fixed = {name: small[name] - sizes[0] * slopes[name] for name in ("matmul", "before")}
-        return ModelFacts(
+        facts = ModelFacts(
             **self.script.sizes,
             forward_bytes_per_sample=slopes["forward"],
             backward_bytes_per_sample=slopes["backward"],
@@ -272,6 +256,9 @@ class Simulator:
             matmul_bytes=max(0.0, fixed["matmul"] - fixed["before"]) + self._workspace_bytes,
             workspace_bytes=self._workspace_bytes,
         )
+        if question.sequence_length is None and not question.switches and unit_tokens is None:
+            self._facts = facts
+        return facts, answers
 
     # -- the script
 

@@ -20,6 +20,7 @@ from dsat.memory import SIMULATED
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.predictor import Anchor
+from dsat.memory.simulation_client import Question
 from dsat.values.step_trace import (
     ALL_GATHER,
     BACKWARD,
@@ -95,7 +96,7 @@ def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
     settings = EstimateSettings(hf_config=str(config), ds_config=tmp_path / "ds.json")
     with estimate.simulator_of(settings, as_cpu=False) as (_, base, simulator):
         facts = simulator.facts(base)
-        found = simulator.estimate(dict(base), micro_batch=1, slots=64)
+        found = simulator.estimates([Question(dict(base), 1, 64)])[0]
     assert found.source == SIMULATED
     assert found.init < facts.num_params  # half of their bytes
 

@@ -14,7 +14,7 @@ import pytest
 
 from dsat.memory import CLOSED_FORM, SIMULATED, anchors, closed_form
 from dsat.memory.predictor import MemoryModel
-from dsat.memory.simulation_client import SimulationUnavailable, Simulator
+from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
 from dsat.values.outcome import ModelProfile, ScriptSwitch
 from dsat.values.zero_strategy import of_config
 from testing.helpers import plan_of
@@ -74,9 +74,9 @@ def test_the_closed_form_answers_with_the_facts_that_were_simulated() -> None:
     engine = FakeSimulationHost(FACTS, failing_in({3}, by_formula(FACTS)))
     with Simulator(engine, as_cpu=False) as simulator:
         with pytest.raises(SimulationUnavailable, match="no fake kernel"):
-            simulator.estimate(CONFIGS[3], micro_batch=2, slots=1)
+            simulator.estimates([Question(CONFIGS[3], 2, 1)])
         facts = simulator.facts(CONFIGS[0])
-        found = simulator.estimate(CONFIGS[3], micro_batch=2, slots=1)
+        found = simulator.estimates([Question(CONFIGS[3], 2, 1)])[0]
     assert (found.source, found.note) == (CLOSED_FORM, "NotImplementedError: no fake kernel")
     assert replace(found, note="") == closed_form.estimate(
         facts, CONFIGS[3], slots=1, micro_batch=2
@@ -115,7 +115,7 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
     ) as simulator:
         simulator.facts(CONFIGS[0])
         for config in (CONFIGS[3], CONFIGS[1]):
-            found = simulator.estimate(config, micro_batch=2, slots=1)
+            found = simulator.estimates([Question(config, 2, 1)])[0]
             assert found.source == CLOSED_FORM and "no answer from the script" in found.note
             time.sleep(0.4)
 

@@ -57,7 +57,7 @@ def gpt_on_a_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simula
 def simulated(simulator: Simulator, case: dict[str, Any]) -> Any:
     config, slots = configuration(**case), int(case.get("slots", 1))
     micro_batch = config["train_micro_batch_size_per_gpu"]
-    estimate = simulator.estimate(config, micro_batch=micro_batch, slots=slots)
+    estimate = simulator.estimates([Question(config, micro_batch, slots)])[0]
     assert (estimate.source, estimate.note) == (SIMULATED, "")
     return estimate
 
@@ -168,7 +168,7 @@ def test_the_closed_form_knows_what_a_knob_adds(
     facts = gpt_on_a_device.facts(config)
     simulated, by_formula = [], []
     for one in (config, other):
-        estimate = gpt_on_a_device.estimate(one, micro_batch=32, slots=4)
+        estimate = gpt_on_a_device.estimates([Question(one, 32, 4)])[0]
         assert (estimate.source, estimate.note) == (SIMULATED, "")
         simulated.append(estimate.peak)
         by_formula.append(closed_form.estimate(facts, one, slots=4, micro_batch=32).peak)
@@ -181,8 +181,8 @@ def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
     config, roomy = configuration(1), configuration(2, bucket=60_000_000)
     for simulator in simulator_of("lora", tmp_path, as_cpu=False, workspace_bytes=0):
         facts = simulator.facts(config)
-        estimate = simulator.estimate(config, micro_batch=1, slots=1)
-        filled = simulator.estimate(roomy, micro_batch=32, slots=1)
+        estimate = simulator.estimates([Question(config, 1, 1)])[0]
+        filled = simulator.estimates([Question(roomy, 32, 1)])[0]
     formula = closed_form.estimate(facts, roomy, slots=1, micro_batch=32)
     assert formula.peak == pytest.approx(filled.peak, rel=0.02)
     assert facts.trainable_params < facts.num_params / 4
@@ -197,7 +197,7 @@ def test_one_engine_simulates_again_and_again(tmp_path: Path) -> None:
     try:
         for _ in range(2):
             with Simulator(engine, as_cpu=True, timeout_s=SLOW_MACHINE_S) as simulator:
-                estimate = simulator.estimate(configuration(1), micro_batch=2, slots=1)
+                estimate = simulator.estimates([Question(configuration(1), 2, 1)])[0]
                 assert estimate.source == SIMULATED
                 pids = [
                     process.pid
