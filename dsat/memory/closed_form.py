@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dsat.inputs import ds_config
-from dsat.memory.estimate import CLOSED_FORM, PHASES, MemoryEstimate
+from dsat.memory.estimate import PHASES, MemoryEstimate
 from dsat.values import parallelism
 from dsat.values.outcome import ModelProfile
 from dsat.values.parallelism import Parallelism
@@ -202,16 +202,7 @@ def estimate(
     phases = lines(facts, config, slots=slots)
     init, forward, backward, step = (round(highest(phases[name], micro_batch)) for name in PHASES)
     pinned, pageable = host(facts, config, slots=slots)
-    return MemoryEstimate(
-        init=init,
-        forward=forward,
-        backward=backward,
-        step=step,
-        host_pinned=round(pinned),
-        host_pageable=round(pageable),
-        source=CLOSED_FORM,
-        note=note,
-    )
+    return MemoryEstimate(init, forward, backward, step, round(pinned), round(pageable), note=note)
 
 
 def lines(

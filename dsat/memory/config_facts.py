@@ -212,12 +212,7 @@ class _Passes:
     """
 
     def __init__(
-        self,
-        model: Decoder,
-        size: int,
-        lora: Mapping[str, str] | None,
-        *,
-        recompute: bool,
+        self, model: Decoder, size: int, lora: Mapping[str, str] | None, *, recompute: bool
     ) -> None:
         h, inner = model.hidden, model.chosen * model.inner
         layer = _kept(model, size, lora)

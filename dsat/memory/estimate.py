@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from dsat.inputs.ds_config import BATCH_KEYS
+from dsat.values.codec import Recorded
 
 PHASES = ("init", "forward", "backward", "step")
 SIMULATED, CLOSED_FORM = "simulated", "closed form"
@@ -34,7 +35,7 @@ def as_simulated(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
+class MemoryEstimate(Recorded):
     """Peaks of one rank in bytes, without what the device's libraries take for themselves.
 
     Attributes:
@@ -63,10 +64,3 @@ class MemoryEstimate:
     def host(self) -> int:
         """Host memory, of both kinds."""
         return self.host_pinned + self.host_pageable
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> MemoryEstimate:
-        return cls(**{f.name: data[f.name] for f in fields(cls)})
