@@ -12,7 +12,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from dsat.in_trial import config_injection
 from dsat.in_trial.script_switches import ScriptSwitches
 from dsat.inputs import accelerate_env, ds_config
 from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
+from dsat.values.trial import Trial
 
 NO_CPU_RANKS = (
     "accelerate does not use DeepSpeed on several CPU ranks by itself; dsat makes it do so in its "
@@ -36,30 +37,24 @@ class TrainerSettings:
     Attributes:
         config_path: of the trial's DeepSpeed configuration; None leaves the script's own, with its
             batch sizes.
-        micro_batch, gas: its batch sizes.
         switches: sets the trial's switches of the script; None leaves them to it.
         max_steps: optimizer steps that a measured trial must be ready to make; None in a
             full-length run.
-        sequence_parallel: slots that share each sequence.
         batch_in_file: the script has its batch sizes from a file, of which the user gets a copy.
-        overrides: what the trial sets in its configuration.
     """
 
+    trial: Trial
     config_path: Path | None
-    micro_batch: int
-    gas: int
     switches: ScriptSwitches | None = None
     max_steps: int | None = None
-    sequence_parallel: int = 1
     batch_in_file: bool = False
-    overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def differs_from(self, given: Any) -> bool:
         """Return whether a configuration that the script gives lacks a setting of the trial's.
 
         Batch sizes follow from TrainingArguments, or from the plugin.
         """
-        its = {k: v for k, v in self.overrides.items() if k not in ds_config.BATCH_KEYS}
+        its = {k: v for k, v in self.trial.overrides.items() if k not in ds_config.BATCH_KEYS}
         return not config_injection.agrees(_read_config(given), its, but_for=ds_config.AUTO)
 
 
@@ -97,16 +92,17 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
     is_of_code = bool(args.deepspeed) and settings.differs_from(args.deepspeed)
     if args.deepspeed:
         args.deepspeed = config if isinstance(args.deepspeed, dict) else str(settings.config_path)
+    batch = settings.trial.batch
     own = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
-    agrees = settings.batch_in_file or own == (settings.micro_batch, settings.gas)
+    agrees = settings.batch_in_file or own == (batch.micro_batch, batch.gas)
     warnings = [] if agrees else [OTHER_BATCH]
     if is_of_code and not settings.batch_in_file:
         warnings.append(OTHER_CONFIG)
-    args.per_device_train_batch_size = settings.micro_batch
-    args.gradient_accumulation_steps = settings.gas
+    args.per_device_train_batch_size = batch.micro_batch
+    args.gradient_accumulation_steps = batch.gas
     if settings.max_steps is not None:
         args.max_steps = _scheduled_steps(config) or settings.max_steps
-    return warnings + _share_sequences(args, settings.sequence_parallel)
+    return warnings + _share_sequences(args, batch.parallelism.sequence)
 
 
 def _read_config(given: Any) -> Mapping[str, Any]:
@@ -173,7 +169,7 @@ def _adapt_plugin(
             zero = config.setdefault("zero_optimization", {"stage": 0})
             plugin.hf_ds_config = config
             plugin.zero_stage = stage = zero.get("stage", 0)
-            plugin.gradient_accumulation_steps = settings.gas
+            plugin.gradient_accumulation_steps = settings.trial.batch.gas
             plugin.zero3_init_flag = stage == 3
             for part in ("optimizer", "param"):
                 device = (zero.get(f"offload_{part}") or {}).get("device", "none")

@@ -55,13 +55,14 @@ def prepare(
     """
     import torch
 
+    trial, on_cpu = Trial.from_json(spec.trial), not spec.task["devices"]
     _show_compilations(progress)
     if spec.threads:
         torch.set_num_threads(spec.threads)
     loopback.install()
     determined_shim.install(determined_shim.LocalTask(**{**spec.task, "folder": folder}))
     if spec.program["trial_class"]:
-        determined_shim.adapt_trial_classes(on_cpu=not spec.task["devices"])
+        determined_shim.adapt_trial_classes(on_cpu=on_cpu)
     found = None
     if spec.meter is not None:
         found = meter.install(MeterSpec.from_json(spec.meter), on_complete, on_step)
@@ -71,21 +72,23 @@ def prepare(
     if not spec.own:
         path = folder / CONFIG_FILE
         config = json.loads(path.read_text())
-        config_injection.install(config, spec.trial["overrides"], path)
+        config_injection.install(config, trial.overrides, path)
         if spec.simulation_socket is None:  # one script is simulated in all stages
             config_injection.keep_models_whole(config, warn)
-    on_cpu = not spec.task["devices"]
-    compiling = spec.trial["overrides"].get("compile") or {}
-    switches = ScriptSwitches(
-        spec.trial.get("script_args", {}),
-        on_cpu=on_cpu,
-        deep_compiles=compiling.get("deepcompile") is True,
-    )
+    compiles_deep = (trial.overrides.get("compile") or {}).get("deepcompile") is True
+    switches = ScriptSwitches(trial.script_args, on_cpu=on_cpu, deep_compiles=compiles_deep)
     if spec.simulation_socket is None:
         config_injection.on_initialize(switches.before_engine, switches.after_engine)
     if found is not None:
         found.switches = switches.found
-    hf_trainer.install(_trainer_settings(spec, folder, found, switches), warn, on_cpu=on_cpu)
+    settings = hf_trainer.TrainerSettings(
+        trial,
+        None if spec.own else folder / CONFIG_FILE,
+        switches,
+        max_steps=None if found is None else found.spec.longest,
+        batch_in_file=bool(spec.program["launch"].get("batch_in_file")),
+    )
+    hf_trainer.install(settings, warn, on_cpu=on_cpu)
     return found
 
 
@@ -136,22 +139,6 @@ def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
         if "site-packages" in str(getattr(module, "__file__", "") or ""):
             found.append(name)
     return found
-
-
-def _trainer_settings(
-    spec: RankSpec, folder: Path, meter: Meter | None, switches: ScriptSwitches
-) -> hf_trainer.TrainerSettings:
-    trial = Trial.from_json(spec.trial)
-    return hf_trainer.TrainerSettings(
-        config_path=None if spec.own else folder / CONFIG_FILE,
-        micro_batch=trial.batch.micro_batch,
-        gas=trial.batch.gas,
-        batch_in_file=bool(spec.program["launch"].get("batch_in_file")),
-        switches=switches,
-        max_steps=None if meter is None else meter.spec.longest,
-        sequence_parallel=trial.batch.parallelism.sequence,
-        overrides=trial.overrides,
-    )
 
 
 def _show_compilations(progress: Progress) -> None:

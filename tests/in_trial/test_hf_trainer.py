@@ -15,6 +15,7 @@ from dsat.in_trial import hf_trainer
 from dsat.in_trial.hf_trainer import TrainerSettings
 from dsat.in_trial.script_switches import ScriptSwitches
 from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 
 @pytest.fixture
@@ -52,8 +53,12 @@ def script_args(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**values, **changes})
 
 
-def settings(path: Path, **changes: Any) -> TrainerSettings:
-    return TrainerSettings(**{"config_path": path, "micro_batch": 16, "gas": 2, **changes})
+def settings(
+    path: Path | None, micro_batch: int = 16, gas: int = 2, overrides: Any = None, **changes: Any
+) -> TrainerSettings:
+    batch = BatchTriple(micro_batch * gas, micro_batch, gas)
+    trial = Trial(1, TrialKind.SEARCH, "trial", 0, batch, overrides or {})
+    return TrainerSettings(trial, path, **changes)
 
 
 def test_a_full_length_run_gets_the_configuration_and_nothing_else(config_path: Path) -> None:
@@ -108,8 +113,7 @@ def test_the_first_trial_reads_the_file_that_accelerate_names(
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(config_path))
     switches = ScriptSwitches({}, on_cpu=True)
     args = script_args(deepspeed=None)
-    own = TrainerSettings(None, 1, 1, max_steps=20, switches=switches)
-    hf_trainer.prepare(args, own)
+    hf_trainer.prepare(args, settings(None, 1, 1, max_steps=20, switches=switches))
     assert args.max_steps == 500 and "optim" not in switches.found
 
 

@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -202,11 +203,8 @@ class BorrowedModel:
             earlier=() if any(t in self.earlier for t in tensors_in(args)) else self.earlier,
         )
         config = as_simulated(ds_config.completed(request["config"], self._config))
-        of_candidate = (
-            *("micro_batch", "slots", "as_cpu", "workspace_bytes", "traced"),
-            "sequence_length",
-        )
-        candidate = Candidate(config, **{name: request[name] for name in of_candidate})
+        asked = {each.name: request[each.name] for each in fields(Candidate)}
+        candidate = Candidate(**{**asked, "config": config})
         run = (ActivationPass if request["activations_only"] else Simulation)(captured, candidate)
         outputs = run.forward(args, kwargs)
 
