@@ -39,7 +39,8 @@ def acquired(
     """
     program = program or Entrypoint()
     launch = program.launch
-    variables = {**os.environ, **_chosen(program), **(in_use or {})}
+    chosen = {name: value for name, value in program.env.items() if name in VISIBLE}
+    variables = {**os.environ, **chosen, **(in_use or {})}
     named = [_names(positions, variables) for positions in (launch.devices, launch.not_devices)]
     variables[NAMED] = ",".join(named[0])
     environment = Environment(variables, dict(launch.hosts), launch.ssh_port, launch.master_address)
@@ -53,11 +54,6 @@ def acquired(
         if any(named):
             hosts = [replace(host, machine=host.machine.only(*named)) for host in hosts]
         yield tuple(hosts)
-
-
-def _chosen(program: Entrypoint) -> dict[str, str]:
-    """Return the variables by which a command chooses devices."""
-    return {name: value for name, value in program.env.items() if name in VISIBLE}
 
 
 def _names(positions: Sequence[int], variables: Mapping[str, str]) -> list[str]:

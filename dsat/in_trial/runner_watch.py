@@ -1,8 +1,7 @@
 """End of a cluster's search whose runner is gone, from inside one of its trials.
 
-Only the search runner closes trials and shuts their experiment down. When it is killed, or fails
-more often than it may be restarted, nobody does, and the master waits for ever. So the chief of
-each trial looks at the runner's state, and after its own report stays until it is closed.
+Only the search runner closes trials and shuts their experiment down. Without it the master waits
+for ever, so the chief of each trial looks at its state, and stays after its report until closed.
 """
 
 from __future__ import annotations

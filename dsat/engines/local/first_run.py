@@ -269,7 +269,7 @@ class FirstRun:
                 problem += f" in all of its ranks, but in {len(ranks)} of {ranks[0].size}"
                 problem += f". Are the others on another node? {ONE_NODE.rstrip('.')}"
         elif status := trial_result.status_of(self._running):
-            said = next(filter(trial_result.is_error, reversed(log.splitlines())), "")
+            said = next(filter(trial_result.ERROR.match, reversed(log.splitlines())), "")
             if not said and report is not None:
                 said, log = report.message, report.detail
             problem = f"ended with exit status {status} before it called deepspeed.initialize"

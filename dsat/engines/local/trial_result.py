@@ -20,8 +20,8 @@ from dsat.values.memory_size import readable
 from dsat.values.outcome import Outcome, OutcomeKind
 
 _LOG_TAIL_LINES = 20
-# As Python prints errors, with the prefixes of torch and torchrun.
-_ERROR = re.compile(r"(\[\w+\]:\s?)*[A-Za-z_][\w.]*(Error|Exception|Exit): ")
+# The last line of a traceback as Python prints it, with the prefixes of torch and torchrun.
+ERROR = re.compile(r"(\[\w+\]:\s?)*[A-Za-z_][\w.]*(Error|Exception|Exit): ")
 _TRACEBACK = "Traceback (most recent call last):"
 # What torchrun and accelerate add when a rank has failed.
 _OF_LAUNCHERS = ("torch.distributed.elastic.", "subprocess.CalledProcessError: ")
@@ -177,8 +177,3 @@ def log_tail(folder: Path, cross_rank: int = 0) -> str:
         while lines and _LOGGED_BY_LAUNCHER.search(lines[-1]):
             lines.pop()
     return "\n".join(lines[-_LOG_TAIL_LINES:])
-
-
-def is_error(line: str) -> bool:
-    """Return whether a line of a log is the last one of a traceback."""
-    return _ERROR.match(line) is not None

@@ -62,7 +62,6 @@ __all__ = [
     "ENGINE_NAMES",
     "PROVIDERS",
     "Environment",
-    "Provider",
     "complete",
     "detect",
     "given_options",

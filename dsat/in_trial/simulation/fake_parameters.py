@@ -1,12 +1,10 @@
 """Building of the script's model without the memory of its parameters.
 
-From here on until `uninstall` every large parameter and buffer of a module is a fake tensor, which
-knows its shape and type and has no values. What is computed from fake tensors is fake too; all else
-that the script does is real: its data, its small parameters, its random numbers. Initialisers and
-`load_state_dict` do nothing to a fake tensor, and files of weights are not read.
-
-Where a script needs a value of a fake tensor, `item()` gives one of the right type; what cannot
-work at all (`numpy()`, say) raises, and the closed form answers in place of a simulation.
+Until `uninstall` every large parameter and buffer of a module is a fake tensor, without values.
+What is computed from these is fake too; the script's data, small parameters and random numbers are
+real. Initialisers and `load_state_dict` do nothing to a fake tensor, and files of weights are not
+read. `item()` gives a value of the right type; what cannot work at all (`numpy()`, say) raises, and
+the closed form answers in place of a simulation.
 """
 
 from __future__ import annotations
