@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsat.engines.places import PROVIDERS
 from dsat.values.files import home
 
 _MASTER_VARIABLES = ("DET_MASTER", "DET_MASTER_ADDR")
@@ -31,11 +32,11 @@ def choose(engine: str, *, fits: bool, env: Mapping[str, str] = os.environ) -> C
     """Decide by the option, then by the configuration of determined.
 
     Args:
-        engine: `auto`, `local`, `slurm`, `ray` or `determined`.
+        engine: `auto`, `determined` or one of dsat's own places.
         fits: a cluster can run it.
         env: environment variables.
     """
-    if engine in ("local", "slurm", "ray"):
+    if engine in PROVIDERS:
         return Choice(None, f"--engine {engine}")
     configured = _configured(env, logins_of(auth_file(env)))
     if engine == "determined":

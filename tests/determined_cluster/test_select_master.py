@@ -10,6 +10,7 @@ import pytest
 
 from dsat.determined_cluster.master import is_away, retry_while_unreachable
 from dsat.determined_cluster.select_master import auth_file, choose, logins_of
+from dsat.engines.places import PROVIDERS
 
 FAR = "http://gpus.example.com:8080"
 NEAR = "http://localhost:8080"
@@ -27,7 +28,7 @@ NEAR = "http://localhost:8080"
         ("auto", {}, {NEAR: "eve", FAR: "eve"}, FAR),
         ("auto", {}, {FAR: "eve", "http://other:8080": "eve"}, None),
         ("auto", {"DET_MASTER": NEAR}, {FAR: "eve"}, NEAR),
-        ("local", {"DET_MASTER": FAR}, {FAR: "eve"}, None),
+        *((place, {"DET_MASTER": FAR}, {FAR: "eve"}, None) for place in PROVIDERS),
         ("determined", {"DET_MASTER": FAR}, {}, FAR),
         ("determined", {}, {FAR: "eve"}, FAR),
         ("determined", {}, {}, "localhost:8080"),
