@@ -243,7 +243,7 @@ def predict(spec: Spec, machine: Machine, path: Path) -> None:
                 engine,
                 tuner.plan,
                 table.header.profile,
-                tuner.reference_configs(),
+                tuner.decisions.reference_configs(),
                 as_cpu=machine.is_cpu,
                 say=print,
             )

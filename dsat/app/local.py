@@ -165,7 +165,7 @@ class LocalSearch:
 
     def status(self) -> Status:
         """Return what the journal does not hold of a run that goes on."""
-        return Status(self.num_slots, self.at_once, self._tuner.outlook)
+        return Status(self.num_slots, self.at_once, self._tuner.decisions.outlook)
 
     def _has_work(self) -> bool:
         """Return whether anything is to be run; if not, known results are shown again."""
@@ -177,7 +177,7 @@ class LocalSearch:
     @property
     def profiled(self) -> bool:
         """Return whether the search could begin."""
-        return not self._tuner.failed
+        return self._tuner.decisions.failure is None
 
     @property
     def failure(self) -> DsatError | None:
@@ -275,7 +275,7 @@ def _survey(ready: Prepared, engine: Engine | None, tuner: Tuner) -> Basis:
             engine,
             ready.plan,
             profile,
-            tuner.reference_configs(),
+            tuner.decisions.reference_configs(),
             as_cpu=ready.machine.is_cpu,
             say=_log.info,
         )

@@ -128,17 +128,17 @@ class ClusterSearch:
     def _decide(self) -> None:
         tuner, run = self.tuner, self.run
         for trial_id, outcome in self.engine.poll(0):
-            searched = tuner.search_began
+            searched = tuner.decisions.search_began
             tuner.record(trial_id, outcome)
             self._tell(self._narrator.ended(run, run.trials[trial_id], outcome))
-            if tuner.search_began and not searched:
-                self._tell(self._narrator.search_began(run, tuner.forecast))
+            if tuner.decisions.search_began and not searched:
+                self._tell(self._narrator.search_began(run, tuner.decisions.forecast))
         for trial in tuner.next_trials(self.engine.free_slots):
             self.engine.launch(trial)
             self._tell(self._narrator.started(trial))
         if tuner.finished:
             tuner.stop()
-            self.engine.close(failure=tuner.failed)
+            self.engine.close(failure=tuner.decisions.failure is not None)
 
     def _tell(self, lines: Iterable[str]) -> None:
         for line in lines:

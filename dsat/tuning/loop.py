@@ -67,11 +67,11 @@ def drive(
             _obey(tuner, engine, launched, request)
         if tuner.finished:
             break
-        if tuner.needs_memory_basis:
+        if tuner.decisions.needs_memory_basis:
             assert survey is not None
             tuner.set_memory_basis(survey(tuner))
-        if tuner.search_began and not said:
-            observer.began(run, tuner.forecast)
+        if tuner.decisions.search_began and not said:
+            observer.began(run, tuner.decisions.forecast)
             said = True
         # There are fewer slots once a device has failed.
         free = min(engine.num_slots, most) - len(launched) * per_trial

@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
-from dsat.search.base import Outlook
 from dsat.space.plan import Plan
 from dsat.tuning.decisions import Decisions
 from dsat.tuning.events import (
@@ -55,6 +53,9 @@ class Tuner:
         clock: seconds, monotonic; only to tell people how long things took.
         last_event_s: when the last of `events` was, by this clock, if the run went on since; by
             default it rested.
+
+    Attributes:
+        decisions: those that follow from the events so far.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class Tuner:
         last_event_s: float | None = None,
     ) -> None:
         self.plan = plan = as_begun(plan, events or [])
-        self._decisions = Decisions(plan)
+        self.decisions = Decisions(plan)
         self._journal = journal
         self._clock = clock
         self._last_event_s = clock() if last_event_s is None else last_event_s
-        replay(self._decisions, events or [])
+        replay(self.decisions, events or [])
         if self.run.plan is None:
             self._append(
                 {
@@ -96,13 +97,13 @@ class Tuner:
     @property
     def run(self) -> Run:
         """The run so far."""
-        return self._decisions.run
+        return self.decisions.run
 
     def next_trials(self, free_slots: int) -> list[Trial]:
         """Trials to start now, as many as there is room and something to try for."""
         trials: list[Trial] = []
         while free_slots >= self.plan.slots_per_trial:
-            event = self._decisions.next_event()
+            event = self.decisions.next_event()
             if event is None:
                 break
             self._append(event)
@@ -135,57 +136,24 @@ class Tuner:
 
     def _budget(self, max_trials: int) -> dict[str, Any]:
         event = {"event": EVENT_BUDGET, "max_trials": max_trials}
-        return {**event, "converged": True} if self._decisions.converged else event
-
-    @property
-    def needs_memory_basis(self) -> bool:
-        """True while the run waits for `set_memory_basis`."""
-        return self._decisions.needs_memory_basis
+        return {**event, "converged": True} if self.decisions.converged else event
 
     def set_memory_basis(self, basis: Basis) -> None:
         """Enters what memory is predicted from, and begins the search."""
-        assert self.needs_memory_basis
+        assert self.decisions.needs_memory_basis
         self._append({"event": EVENT_MEMORY_BASIS, "basis": basis})
-
-    def reference_configs(self) -> list[dict[str, Any]]:
-        """Return the first configuration of each searched strategy."""
-        return self._decisions.reference_configs()
-
-    @property
-    def forecast(self) -> Forecast | None:
-        """Predicted memory, if it is predicted, from when the search begins."""
-        return self._decisions.forecast
-
-    @property
-    def outlook(self) -> Outlook | None:
-        """Prediction for the next proposal; None if the search makes none."""
-        return self._decisions.outlook
-
-    @property
-    def search_began(self) -> bool:
-        """Return whether the search has begun."""
-        return self._decisions.search_began
-
-    @property
-    def stop_reason(self) -> str | None:
-        """The reason that no further trial starts, or None."""
-        return self._decisions.stop_reason
 
     @property
     def finished(self) -> bool:
         """Return whether the run is over and nothing runs."""
-        return self.stop_reason is not None and not self.run.running
-
-    @property
-    def failed(self) -> bool:
-        """True if the profile trial ended the run."""
-        return self._decisions.failure is not None
+        return self.decisions.stop_reason is not None and not self.run.running
 
     def stop(self) -> None:
         """Records why the run is over."""
         assert self.finished
-        if self.run.stop_reason != self.stop_reason:
-            self._append({"event": EVENT_STOPPED, "reason": self.stop_reason})
+        reason = self.decisions.stop_reason
+        if self.run.stop_reason != reason:
+            self._append({"event": EVENT_STOPPED, "reason": reason})
 
     def pause(self) -> None:
         """Records that the run was interrupted, and so the time since the last event."""
@@ -196,4 +164,4 @@ class Tuner:
         event = {**event, "elapsed_s": round(max(0.0, now - self._last_event_s), 3)}
         self._last_event_s = now
         self._journal.append(encode(event))
-        self._decisions.apply(event)
+        self.decisions.apply(event)

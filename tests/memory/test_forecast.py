@@ -58,7 +58,7 @@ class Machine:
 def basis(tuner: Tuner) -> Basis:
     """What simulations would find: the truth but for the workspaces."""
     anchors = []
-    for config in tuner.reference_configs():
+    for config in tuner.decisions.reference_configs():
         plain = closed_form.estimate(FACTS, config, slots=1, micro_batch=20)
         anchors.append(Anchor(config, 20, replace(plain, source=SIMULATED)))
     return Basis((Variant({}, FACTS, tuple(anchors)),))
@@ -71,7 +71,7 @@ def begun(plan: Plan, events: list[Event] | None = None) -> tuple[Tuner, MemoryJ
 
 def drive(tuner: Tuner) -> None:
     while not tuner.finished:
-        if tuner.needs_memory_basis:
+        if tuner.decisions.needs_memory_basis:
             assert tuner.next_trials(4) == []
             tuner.set_memory_basis(basis(tuner))
         tuner.next_trials(1 - len(tuner.run.running))
@@ -125,7 +125,7 @@ def test_a_run_on_many_slots_continues_on_one(method: str) -> None:
     wanted = plan(method, BY_SIMULATION, max_trials=14)
     tuner, journal = begun(wanted)
     while not tuner.finished and len(tuner.run.trials) < 8:
-        if tuner.needs_memory_basis:
+        if tuner.decisions.needs_memory_basis:
             tuner.set_memory_basis(basis(tuner))
         tuner.next_trials(4 - len(tuner.run.running))
         trial = tuner.run.running[0]
@@ -144,7 +144,8 @@ def test_the_largest_may_accumulate_nothing_where_smaller_ones_must() -> None:
     tuner, _ = begun(plan("model", BY_FORMULA, zero_stages=(1,), train_batch_size=128))
     tuner.next_trials(1)
     tuner.record(0, Machine().outcome(tuner.run.trials[0]))
-    forecast, model = tuner.forecast, tuner.forecast.model if tuner.forecast else None
+    forecast = tuner.decisions.forecast
+    model = forecast.model if forecast else None
     assert forecast is not None and model is not None
     found = {}
     for gas in (1, 2):
@@ -157,8 +158,8 @@ def test_the_largest_may_accumulate_nothing_where_smaller_ones_must() -> None:
         tuner, _ = begun(limited)
         tuner.next_trials(1)
         tuner.record(0, Machine().outcome(tuner.run.trials[0]))
-        assert tuner.forecast is not None
-        assert tuner.forecast.largest({"stage": 1, **BUCKET}) == pytest.approx(expected)
+        assert tuner.decisions.forecast is not None
+        assert tuner.decisions.forecast.largest({"stage": 1, **BUCKET}) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -188,7 +189,7 @@ def test_the_formula_needs_no_simulation_and_learns_what_the_profile_does_not_sh
     tuner, _ = begun(plan("binary", BY_FORMULA))
     tuner.next_trials(1)
     tuner.record(0, Machine().outcome(tuner.run.trials[0]))
-    assert not tuner.needs_memory_basis and tuner.forecast is not None
+    assert not tuner.decisions.needs_memory_basis and tuner.decisions.forecast is not None
     drive(tuner)
     last = list(tuner.run.trials.values())[-1]
     assert last.predicted_bytes == pytest.approx(max(Machine().used(last).values()), rel=0.1)
@@ -201,7 +202,7 @@ def test_a_prediction_that_nothing_fits_is_not_believed() -> None:
     tuner.record(0, replace(Machine().outcome(tuner.run.trials[0]), memory=None))
     huge = replace(FACTS, backward_bytes_per_sample=9.0 * GIB)
     tuner.set_memory_basis(Basis((Variant({}, huge),)))
-    assert tuner.forecast is None
+    assert tuner.decisions.forecast is None
     assert tuner.next_trials(1) != []
 
 

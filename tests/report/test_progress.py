@@ -85,7 +85,7 @@ def test_what_the_model_search_thinks_comes_true() -> None:
         if not trials:
             break
         [trial] = trials
-        outlook, outcome = tuner.outlook, world.outcome(trial)
+        outlook, outcome = tuner.decisions.outlook, world.outcome(trial)
         if outlook is not None and trial.kind.value == "search" and outcome.ok:
             assert outlook.micro_batch == trial.batch.micro_batch
             assert outlook.strategy == trial.strategy and 0 <= outlook.chance <= 1

@@ -41,13 +41,13 @@ def test_an_equal_proposal_waits_for_the_trial_that_runs(
 ) -> None:
     tuner, _ = begun(plan_of(**ONE_LINEAGE, own_batch=BatchTriple(8, 8, 1)))
     (baseline,) = tuner.next_trials(3)
-    assert tuner.stop_reason is None
+    assert tuner.decisions.stop_reason is None
     tuner.record(baseline.id, ran() if outcome == "OK" else failed(outcome))
     (following,) = tuner.next_trials(3)
     assert following.batch.micro_batch == next_micro_batch
     tuner.record(following.id, failed("ERROR"))
     assert tuner.next_trials(3) == []
-    assert tuner.stop_reason == "every configuration was tried"
+    assert tuner.decisions.stop_reason == "every configuration was tried"
 
 
 def test_other_lineages_go_on_while_an_equal_proposal_waits() -> None:

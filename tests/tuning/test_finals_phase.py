@@ -187,7 +187,7 @@ def test_noise_that_finals_have_shown_is_known_to_the_search_that_goes_on() -> N
     resumed, _ = tuner_of(replace(plan, max_trials=24), journal.events)
     assert resumed.run.finals is None and resumed.run.noise == noise
     told: list[float] = []
-    search = resumed._decisions._search
+    search = resumed.decisions._search
     assert search is not None
     tell = search._search.tell
 
@@ -212,7 +212,7 @@ def test_a_run_whose_budget_was_raised_during_its_finals_is_resumed() -> None:
     while not tuner.finished:
         if len(finals_of(tuner.run)) == 2 and not tuner.run.running:
             tuner.raise_budget(24)
-        assert tuner.search_began or not tuner.run.outcomes  # as the loop asks each time
+        assert tuner.decisions.search_began or not tuner.run.outcomes  # as the loop asks each time
         for trial in tuner.next_trials(1):
             tuner.record(trial.id, world.outcome(trial))
     resumed, _ = tuner_of(plan, journal.events)

@@ -46,7 +46,7 @@ def test_the_model_is_profiled_at_the_smallest_micro_batch_if_it_fails(kind: str
     tuner.record(1, replace(ran(), profile=weightless(15)))
     searched = next_trial(tuner)
     assert searched is not None and searched.kind is TrialKind.SEARCH
-    assert not tuner.failed
+    assert not tuner.decisions.failure
 
 
 def test_the_ladder_is_climbed_if_it_is_the_smallest_already() -> None:
@@ -69,8 +69,8 @@ def test_a_failure_of_any_configuration_ends_the_run(outcome: Outcome) -> None:
     tuner, _ = tuner_of(plan_of(own_first=True))
     next_trial(tuner)
     tuner.record(0, outcome)
-    assert next_trial(tuner) is None and tuner.failed
-    assert "your own configuration" in str(tuner.stop_reason)
+    assert next_trial(tuner) is None and tuner.decisions.failure
+    assert "your own configuration" in str(tuner.decisions.stop_reason)
 
 
 def test_errors_that_differ_with_the_micro_batch_end_the_run_in_the_end() -> None:
@@ -80,7 +80,7 @@ def test_errors_that_differ_with_the_micro_batch_end_the_run_in_the_end() -> Non
         if trial is None:
             break
         tuner.record(trial.id, failed("ERROR", f"error {number}"))
-    assert tuner.failed and len(tuner.run.trials) == 2
+    assert tuner.decisions.failure and len(tuner.run.trials) == 2
 
 
 def test_a_run_is_resumed_from_every_event() -> None:

@@ -46,7 +46,7 @@ def test_a_failed_profile_ends_the_run(kind: str, said: str) -> None:
     tuner, journal = tuner_of(plan_of(own_batch=BatchTriple(1, 1, 1), zero_stages=(0,)))
     tuner.next_trials(1)
     tuner.record(0, replace(failed(kind, "it broke"), profile=weightless(15)))
-    assert tuner.failed and tuner.finished
+    assert tuner.decisions.failure and tuner.finished
     assert tuner.next_trials(1) == []
     tuner.stop()
     assert journal.events[-1]["reason"] == f"the profile trial {said}: it broke"
@@ -92,15 +92,15 @@ def test_the_top_of_the_ladder_ends_the_run() -> None:
     assert [trial.strategy for trial in tuner.run.trials.values()] == [
         *("z1", "z2_offload", "z3_offload", "z3_offload_param")
     ]
-    assert tuner.failed
-    assert tuner.stop_reason == "the profile trial ran out of memory: too large"
+    assert tuner.decisions.failure
+    assert tuner.decisions.stop_reason == "the profile trial ran out of memory: too large"
 
 
 def test_a_timeout_is_no_reason_to_climb() -> None:
     tuner, _ = tuner_of(_climbing())
     tuner.next_trials(2)
     tuner.record(0, failed("TIMEOUT"))
-    assert tuner.failed
+    assert tuner.decisions.failure
 
 
 def test_a_scripts_own_optimizer_may_be_offloaded() -> None:
@@ -148,7 +148,7 @@ def test_a_profile_that_reported_nothing_ends_the_run() -> None:
     tuner, _ = tuner_of(plan_of())
     tuner.next_trials(1)
     tuner.record(0, ran())
-    assert tuner.failed
+    assert tuner.decisions.failure
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_a_model_whose_flops_were_not_counted(metric: str, flops: float, fails: 
     tuner.next_trials(1)
     profile = replace(weightless(15), flops_per_sample=flops)
     tuner.record(0, profiled(profile))
-    assert tuner.failed == fails
-    assert ("--metric throughput" in (tuner.stop_reason or "")) == fails
+    assert bool(tuner.decisions.failure) == fails
+    assert ("--metric throughput" in (tuner.decisions.stop_reason or "")) == fails
 
 
 @pytest.mark.parametrize("tokens", [None, 1e5])
@@ -172,8 +172,8 @@ def test_a_script_whose_tokens_were_not_counted(tokens: float | None) -> None:
     assert measured is not None
     measured = replace(measured, tokens_per_second=tokens)
     tuner.record(0, replace(profiled(weightless(15)), metrics=measured))
-    assert tuner.failed == (tokens is None)
-    assert ("no tokens could be counted" in (tuner.stop_reason or "")) == (tokens is None)
+    assert bool(tuner.decisions.failure) == (tokens is None)
+    assert ("no tokens could be counted" in (tuner.decisions.stop_reason or "")) == (tokens is None)
 
 
 def test_a_profile_that_crashes_is_tried_again_with_the_users_own_micro_batch() -> None:
@@ -187,12 +187,12 @@ def test_a_profile_that_crashes_is_tried_again_with_the_users_own_micro_batch() 
         assert (again.id, again.kind, again.batch.micro_batch) == (1, TrialKind.PROFILE, 4)
         assert tuner.next_trials(3) == []
         tuner.record(1, outcome)
-        assert tuner.failed is not outcome.ok
+        assert (tuner.decisions.failure is None) is outcome.ok
         assert [t.kind for t in tuner.next_trials(1)] == [TrialKind.BASELINE] * outcome.ok
         events = journal.events
         resumed, _ = tuner_of(plan_of(own_batch=BatchTriple(4, 4, 1)), events)
         assert resumed.run.trials == tuner.run.trials
-        assert resumed.stop_reason == tuner.stop_reason
+        assert resumed.decisions.stop_reason == tuner.decisions.stop_reason
 
 
 @pytest.mark.parametrize("kind", ["ERROR", "INVALID"])
@@ -201,7 +201,7 @@ def test_a_run_in_which_everything_fails_ends_early(kind: str) -> None:
     while trials := tuner.next_trials(1):
         tuner.record(trials[0].id, failed(kind, "a bug in the fourth step"))
     assert len(tuner.run.trials) == 1 + HOPELESS_AFTER
-    assert tuner.stop_reason == "every trial failed, and none ran out of memory"
+    assert tuner.decisions.stop_reason == "every trial failed, and none ran out of memory"
 
 
 @pytest.mark.parametrize("hope", [ran(1.0), failed("OOM"), failed("TIMEOUT")])
@@ -212,7 +212,7 @@ def test_one_trial_that_did_not_fail_so_is_hope(hope: Outcome) -> None:
     while trials := tuner.next_trials(1):
         tuner.record(trials[0].id, failed("ERROR"))
     assert len(tuner.run.trials) > 1 + HOPELESS_AFTER
-    assert tuner.stop_reason == "every configuration was tried"
+    assert tuner.decisions.stop_reason == "every configuration was tried"
 
 
 def test_a_search_in_which_nothing_ran_found_nothing_out() -> None:
@@ -241,8 +241,8 @@ def test_an_error_before_the_engine_is_not_tried_with_another_batch() -> None:
     tuner.next_trials(1)
     early = replace(failed("ERROR", "No module named 'nonsense'"), before_engine=True)
     tuner.record(0, early)
-    assert tuner.next_trials(1) == [] and tuner.failed
-    assert "nonsense" in (tuner.stop_reason or "")
+    assert tuner.next_trials(1) == [] and tuner.decisions.failure
+    assert "nonsense" in (tuner.decisions.stop_reason or "")
 
 
 @pytest.mark.parametrize(
@@ -264,5 +264,5 @@ def test_what_deepspeed_refuses_at_stage_0_is_tried_with_the_other_stages(
     assert (trial.kind, trial.stage) == (TrialKind.PROFILE, 1)
     tuner.record(1, profiled(weightless(15)) if second is None else replace(refused))
     stages = {trial.stage for trial in tuner.next_trials(3)}
-    assert tuner.failed is not profiled_after
+    assert (tuner.decisions.failure is None) is profiled_after
     assert bool(stages) is profiled_after and 0 not in stages

@@ -111,7 +111,7 @@ def test_journal_holds_a_decision_before_it_is_returned_and_an_outcome_before_it
                 assert event["trial"]["id"] not in tuner.run.trials
             if event["event"] == "finished":
                 assert event["trial_id"] not in tuner.run.outcomes
-                assert not tuner.search_began, "the outcome builds the search"
+                assert not tuner.decisions.search_began, "the outcome builds the search"
             super().append(event)
 
     journal = Spy([])
@@ -128,16 +128,16 @@ def test_the_budget_counts_every_trial(max_trials: int) -> None:
     tuner, journal = tuner_of(plan_of(max_trials=max_trials))
     drive(tuner, World(), slots=4)
     assert len(tuner.run.trials) == max_trials
-    assert tuner.stop_reason == f"the budget of {max_trials} trials is used"
-    assert tuner.finished and not tuner.failed
+    assert tuner.decisions.stop_reason == f"the budget of {max_trials} trials is used"
+    assert tuner.finished and not tuner.decisions.failure
     assert journal.events[-1]["event"] == "stopped"
-    assert journal.events[-1]["reason"] == tuner.stop_reason
+    assert journal.events[-1]["reason"] == tuner.decisions.stop_reason
 
 
 def test_the_run_goes_on_while_the_last_trials_run() -> None:
     tuner, _ = begun(plan_of(max_trials=3))
     assert [trial.id for trial in tuner.next_trials(5)] == [1, 2]
-    assert tuner.stop_reason is not None and not tuner.finished
+    assert tuner.decisions.stop_reason is not None and not tuner.finished
     tuner.record(2, ran())
     assert not tuner.finished
     tuner.record(1, ran())
@@ -158,14 +158,14 @@ def test_trials_fill_the_free_slots(slots_per_trial: int, free_slots: int, start
 def test_an_exhausted_search_ends_the_run_when_nothing_runs() -> None:
     tuner, journal = begun(plan_of(**ONE_LINEAGE, own_batch=BatchTriple(3, 3, 1)), ceiling=1)
     assert [trial.kind for trial in tuner.next_trials(3)] == [TrialKind.BASELINE, TrialKind.SEARCH]
-    assert tuner.stop_reason is None
+    assert tuner.decisions.stop_reason is None
     tuner.record(2, failed("OOM"))
     assert tuner.next_trials(3) == []
-    assert tuner.stop_reason is None, "the baseline may still change something"
+    assert tuner.decisions.stop_reason is None, "the baseline may still change something"
     tuner.record(1, ran())
-    assert tuner.stop_reason is None, "the search was not asked since"
+    assert tuner.decisions.stop_reason is None, "the search was not asked since"
     assert tuner.next_trials(3) == []
-    assert tuner.stop_reason == "every configuration was tried"
+    assert tuner.decisions.stop_reason == "every configuration was tried"
     assert [event["event"] for event in journal.events].count("waiting") == 3
 
 
@@ -184,7 +184,7 @@ def test_a_search_that_gives_up_ends_the_run() -> None:
     while (trials := tuner.next_trials(1)) and len(tuner.run.trials) < 50:
         tuner.record(trials[0].id, ran(value := value - 0.1))
     assert [trial.kind for trial in tuner.run.trials.values()].count(TrialKind.SEARCH) == 2
-    assert tuner.stop_reason == "no better configuration in the last 2 trials"
+    assert tuner.decisions.stop_reason == "no better configuration in the last 2 trials"
 
 
 def test_a_second_outcome_of_a_trial_is_ignored() -> None:
