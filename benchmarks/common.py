@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 from dsat.engines.local.engine import LocalEngine
-from dsat.memory.forecast import Forecast
-from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
-
-
-class Silent:
-    """An observer of `dsat.tuning.loop.drive` that says nothing."""
-
-    def started(self, run: Run, trial: Trial) -> None: ...
-
-    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None: ...
-
-    def began(self, run: Run, forecast: Forecast | None) -> None: ...
-
-    def waited(self, run: Run) -> None: ...
 
 
 def run_trial(engine: LocalEngine, trial: Trial) -> Outcome:

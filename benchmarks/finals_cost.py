@@ -16,7 +16,6 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks import tables
-from benchmarks.common import Silent
 from benchmarks.peers.ours import plan_of
 from benchmarks.tables import Table
 from dsat.memory.predictor import Basis
@@ -53,7 +52,7 @@ def finals_of(table: Table, method: str, seed: int) -> tuple[float, int]:
     engine = SimulatedEngine(outcome_of, num_slots=header.slots, slots_per_trial=header.slots)
     tuner = Tuner(plan, MemoryJournal())
     basis = Basis.from_json(header.memory or {})
-    drive(tuner, engine, Silent(), max_concurrent_trials=1, survey=lambda _: basis)
+    drive(tuner, engine, max_concurrent_trials=1, survey=lambda _: basis)
     run, took_s = tuner.run, {True: 0.0, False: 0.0}
     for trial in run.trials.values():
         took_s[trial.kind is TrialKind.FINAL] += run.outcomes[trial.id].duration_s

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.common import Silent
 from dsat.search import SEARCHES
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.plan import Plan
@@ -77,7 +76,7 @@ def whole_run(method: str, count: int) -> tuple[int, str | None]:
     )
     tuner = Tuner(plan, MemoryJournal())
     engine = SimulatedEngine(outcome_of, num_slots=CONCURRENT * SLOTS, slots_per_trial=SLOTS)
-    drive(tuner, engine, Silent(), max_concurrent_trials=CONCURRENT)
+    drive(tuner, engine, max_concurrent_trials=CONCURRENT)
     return len(tuner.run.outcomes), tuner.run.stop_reason
 
 

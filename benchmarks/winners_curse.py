@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import Silent
 from dsat.report.verdict import gain
 from dsat.space.plan import Plan
 from dsat.tuning.journal import MemoryJournal
@@ -203,7 +202,7 @@ def search(method: str, world: World, seed: int) -> Result:
     )
     tuner = Tuner(plan, MemoryJournal())
     engine = SimulatedEngine(machine.outcome, num_slots=1)
-    drive(tuner, engine, Silent(), max_concurrent_trials=1)
+    drive(tuner, engine, max_concurrent_trials=1)
     run = tuner.run
     assert run.best is not None and run.baseline is not None and run.leader is not None
     own, own_value, value = (

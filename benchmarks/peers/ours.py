@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.common import Silent
 from benchmarks.ledger import OBJECTIVE, STAGES, Ledger, Workload
 from dsat.inputs import ds_config
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION
@@ -75,7 +74,6 @@ def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:
     drive(
         tuner,
         engine,
-        Silent(),
         max_concurrent_trials=1,
         survey=lambda _: Basis.from_json(header.memory or {}),
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from dsat.app import mailbox, run_folders, train_command
 from dsat.app.hosts import describe
-from dsat.app.observers import Everyone, FileKeeper, Logger, write_files
+from dsat.app.observers import FileKeeper, Logger, write_files
 from dsat.app.prepare import SCRIPT_DIGEST, Prepared
 from dsat.engines import Engine, cached
 from dsat.engines.local import leftovers
@@ -143,7 +143,7 @@ class LocalSearch:
         drive(
             self._tuner,
             cached.CachedEngine(self._engine, self._known, ready.plan),
-            Everyone([FileKeeper(ready, self.folder, self.status), Logger(), *observers]),
+            [FileKeeper(ready, self.folder, self.status), Logger(), *observers],
             max_slots=ready.settings.max_slots,
             max_concurrent_trials=ready.settings.max_concurrent_trials,
             survey=functools.partial(_survey, ready, self._engine),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from dsat.app import run_folders, train_command
@@ -44,29 +44,6 @@ class Logger(Observer):
     def began(self, run: Run, forecast: Forecast | None) -> None:
         for line in self._narrator.search_began(run, forecast):
             _log.info(line)
-
-
-class Everyone:
-    """Observers as one."""
-
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = observers
-
-    def started(self, run: Run, trial: Trial) -> None:
-        for observer in self._observers:
-            observer.started(run, trial)
-
-    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        for observer in self._observers:
-            observer.ended(run, trial, outcome)
-
-    def began(self, run: Run, forecast: Forecast | None) -> None:
-        for observer in self._observers:
-            observer.began(run, forecast)
-
-    def waited(self, run: Run) -> None:
-        for observer in self._observers:
-            observer.waited(run)
 
 
 class FileKeeper(Observer):

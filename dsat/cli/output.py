@@ -24,6 +24,7 @@ from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.report import summary
 from dsat.report.live_view import LiveView
 from dsat.space.plan import Plan
+from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.strategies import make_space, rungs
 from dsat.tuning.tuner import Tuner
 from dsat.values import memory_size
@@ -66,7 +67,7 @@ def messages_to(view: LiveView) -> Iterator[None]:
 def print_plan(ready: Prepared) -> None:
     """Print the plan of a `--dry-run`."""
     plan, command = ready.plan, ready.program.command()
-    [first, *_] = Tuner(plan, _Nowhere(), info=ready.info).next_trials(ready.num_slots)
+    [first, *_] = Tuner(plan, MemoryJournal(), info=ready.info).next_trials(ready.num_slots)
     if ready.settings.json:
         space = make_space(plan).describe()
         shown = {**plan.to_json(), "machine": describe(ready.hosts), "space": space}
@@ -104,13 +105,6 @@ def _print_search(name: str, plan: Plan, where: str) -> None:
     print(f"at most {plan.max_trials} trials: the model profile, your own configuration, then:")
     for line in make_space(plan).describe():
         print(f"  {line}")
-
-
-class _Nowhere:
-    """A journal for decisions that are not acted on."""
-
-    def append(self, event: object) -> None:
-        pass
 
 
 def print_json(value: Any) -> None:

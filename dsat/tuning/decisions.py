@@ -17,10 +17,10 @@ from dsat.space.plan import Plan
 from dsat.tuning import finals
 from dsat.tuning.events import EVENT_FINALS, EVENT_FINISHED, EVENT_PROPOSED, EVENT_WAITING
 from dsat.tuning.finals_phase import FinalsPhase
-from dsat.tuning.phase import Phase, TrialFactory
 from dsat.tuning.profile_phase import ProfilePhase
 from dsat.tuning.run import Run
 from dsat.tuning.search_phase import SearchPhase
+from dsat.tuning.trial_factory import TrialFactory
 from dsat.values.trial import Trial
 
 
@@ -83,7 +83,7 @@ class Decisions:
         if event["event"] == EVENT_FINISHED:
             self._waiting = False
             trial = self.run.trials[event["trial_id"]]
-            phase: Phase | None = self._profiling if trial.profiles else self._searching
+            phase = self._profiling if trial.profiles else self._searching
             assert phase is not None
             phase.update(trial, self.run.outcomes[trial.id])
 

@@ -10,15 +10,14 @@ from dsat.space.plan import Plan
 from dsat.tuning import finals
 from dsat.tuning.events import EVENT_FINALS
 from dsat.tuning.finals import Role
-from dsat.tuning.phase import Phase, TrialFactory
 from dsat.tuning.run import Run
-from dsat.values.outcome import Outcome
+from dsat.tuning.trial_factory import TrialFactory
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 _RESERVES = 3  # for a pick that fails or trains differently
 
 
-class FinalsPhase(Phase):
+class FinalsPhase:
     """One trial at a time, alone on the machine, as `Run.finals` decides."""
 
     def __init__(self, plan: Plan, run: Run, trials: TrialFactory) -> None:
@@ -77,6 +76,7 @@ class FinalsPhase(Phase):
         return of_both_s / 2 / took_s if took_s else 1 / len(outcomes)
 
     def next_trial(self) -> Trial | None:
+        """Return the trial to start next, which counts as started; None to wait for an outcome."""
         run = self._run
         assert run.finals is not None and run.baseline is not None
         turn = run.finals.turn
@@ -96,9 +96,6 @@ class FinalsPhase(Phase):
             again.script_args,
             predicted_bytes=again.predicted_bytes,
         )
-
-    def update(self, trial: Trial, outcome: Outcome) -> None:
-        """The run has entered the outcome in its finals."""
 
     def _with_own_batch(
         self, pick: Trial

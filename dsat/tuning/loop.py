@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from dsat.engines import Engine
@@ -36,7 +36,7 @@ class Observer(Protocol):
 def drive(
     tuner: Tuner,
     engine: Engine,
-    observer: Observer,
+    observers: Sequence[Observer] = (),
     *,
     max_slots: int | None = None,
     max_concurrent_trials: int,
@@ -50,7 +50,7 @@ def drive(
     Args:
         tuner: decides.
         engine: runs the trials.
-        observer: shows the progress.
+        observers: follow the run.
         max_slots: use at most so many of the engine's slots at once.
         max_concurrent_trials: run at most so many trials at once.
         survey: finds what the tuner predicts memory from, if it waits for that.
@@ -71,23 +71,26 @@ def drive(
             assert survey is not None
             tuner.set_memory_basis(survey(tuner))
         if tuner.decisions.search_began and not said:
-            observer.began(run, tuner.decisions.forecast)
+            for observer in observers:
+                observer.began(run, tuner.decisions.forecast)
             said = True
         # There are fewer slots once a device has failed.
         free = min(engine.num_slots, most) - len(launched) * per_trial
         while left_over and free >= per_trial:
-            _launch(engine, observer, run, left_over.pop(0), launched)
+            _launch(engine, observers, run, left_over.pop(0), launched)
             free -= per_trial
         if not left_over:
             for trial in tuner.next_trials(free):
-                _launch(engine, observer, run, trial, launched)
+                _launch(engine, observers, run, trial, launched)
         if tuner.finished:
             break
         for trial_id, outcome in engine.poll(_POLL_S):
             launched.discard(trial_id)
             tuner.record(trial_id, outcome)
-            observer.ended(run, run.trials[trial_id], outcome)
-        observer.waited(run)
+            for observer in observers:
+                observer.ended(run, run.trials[trial_id], outcome)
+        for observer in observers:
+            observer.waited(run)
     tuner.stop()
 
 
@@ -101,7 +104,10 @@ def _obey(tuner: Tuner, engine: Engine, launched: set[int], request: Request) ->
         engine.cancel(request.trial_id)
 
 
-def _launch(engine: Engine, observer: Observer, run: Run, trial: Trial, launched: set[int]) -> None:
+def _launch(
+    engine: Engine, observers: Sequence[Observer], run: Run, trial: Trial, launched: set[int]
+) -> None:
     engine.launch(trial)
     launched.add(trial.id)
-    observer.started(run, trial)
+    for observer in observers:
+        observer.started(run, trial)

@@ -7,13 +7,13 @@ from typing import Any
 from dsat.space.plan import Plan
 from dsat.space.space import Space
 from dsat.tuning import strategies
-from dsat.tuning.phase import Phase, TrialFactory
+from dsat.tuning.trial_factory import TrialFactory
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
 
-class ProfilePhase(Phase):
+class ProfilePhase:
     """The user's own configuration; if it fails, the smallest micro batch until a trial ran.
 
     Attributes:
@@ -53,6 +53,7 @@ class ProfilePhase(Phase):
         return strategies.make_space(self._plan, self.profile, rung=self._rung, only=only)
 
     def next_trial(self) -> Trial | None:
+        """Return the trial to start next, which counts as started; None to wait for an outcome."""
         if self._own_is_next:
             self._own_is_next, own = False, self._plan.own_batch
             return self._trials.make(TrialKind.BASELINE, own.config(), own, self._plan.switches)
@@ -60,6 +61,7 @@ class ProfilePhase(Phase):
         return None if micro_batch is None else self._trial(micro_batch)
 
     def update(self, trial: Trial, outcome: Outcome) -> None:
+        """Process the outcome of a trial of this phase, which the run holds already."""
         profile = outcome.profile
         if not outcome.ok or profile is None:
             if trial.kind is TrialKind.BASELINE and self._may_fit_smaller(outcome):

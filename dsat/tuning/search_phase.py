@@ -15,10 +15,10 @@ from dsat.search.base import Outlook
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
-from dsat.tuning.phase import Phase, TrialFactory, name_of
 from dsat.tuning.ramp import Ramp, halfway
 from dsat.tuning.run import Run
 from dsat.tuning.trial_costs import TrialCosts
+from dsat.tuning.trial_factory import TrialFactory, name_of
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import of_config
@@ -27,7 +27,7 @@ from dsat.values.zero_strategy import of_config
 _TOO_LONG = Outcome(OutcomeKind.TIMEOUT, message="predicted to take long", smaller_may_run=True)
 
 
-class SearchPhase(Phase):
+class SearchPhase:
     """The user's own configuration if it may fit, then proposals of a search, none of them twice.
 
     A proposal that equals an earlier trial gets that one's outcome, at once or when it ends. One
@@ -108,6 +108,7 @@ class SearchPhase(Phase):
         return self._search.predicted(self._settings_of[trial.id], trial.batch.micro_batch)
 
     def next_trial(self) -> Trial | None:
+        """Return the trial to start next, which counts as started; None to wait for an outcome."""
         if self._baseline_due:
             self._baseline_due = False
             own = self._plan.own_batch
@@ -184,6 +185,7 @@ class SearchPhase(Phase):
         self._learn(own, self._run.outcomes[own.id])
 
     def update(self, trial: Trial, outcome: Outcome) -> None:
+        """Process the outcome of a trial of this phase, which the run holds already."""
         if self.forecast is not None:
             self.forecast.learn(trial.overrides, trial.script_args, outcome)
         self._learn(trial, outcome)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from dsat.memory.predictor import Basis
 from dsat.space.plan import Plan
@@ -25,18 +25,12 @@ from dsat.tuning.events import (
     EVENT_STOP_ASKED,
     EVENT_STOPPED,
 )
-from dsat.tuning.journal import SCHEMA_VERSION
+from dsat.tuning.journal import SCHEMA_VERSION, Journal, MemoryJournal
 from dsat.tuning.replay import as_begun, replay
 from dsat.tuning.run import Run
 from dsat.values.codec import encode
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
-
-
-class EventSink(Protocol):
-    """Sink that makes events durable, such as `Journal`."""
-
-    def append(self, event: Mapping[str, Any]) -> None: ...
 
 
 class Tuner:
@@ -61,7 +55,7 @@ class Tuner:
     def __init__(
         self,
         plan: Plan,
-        journal: EventSink,
+        journal: Journal | MemoryJournal,
         *,
         info: Mapping[str, Any] | None = None,
         events: list[dict[str, Any]] | None = None,

@@ -27,7 +27,6 @@ from testing.browser import barriers_of, chromium, errors_of, requests_of
 from testing.helpers import failed, plan_of
 from testing.made_up_runs import HOSTILE, Steady, write_run
 from testing.simulated import SimulatedEngine
-from tests.tuning.test_requests import Quiet
 
 pytestmark = pytest.mark.nightly
 
@@ -71,7 +70,6 @@ class Search:
             drive(
                 tuner,
                 Slow(Hostile().outcome, num_slots=1),
-                Quiet(),
                 max_concurrent_trials=1,
                 requests=lambda: mailbox.take(self.folder),
             )

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from dsat.memory.forecast import Forecast
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.loop import drive
 from dsat.tuning.requests import Request, RequestKind
@@ -21,20 +20,6 @@ from testing.simulated import SimulatedEngine
 
 STOP = Request(RequestKind.STOP)
 WORLD = Steady()
-
-
-class Quiet:
-    def started(self, run: Run, trial: Trial) -> None:
-        pass
-
-    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        pass
-
-    def began(self, run: Run, forecast: Forecast | None) -> None:
-        pass
-
-    def waited(self, run: Run) -> None:
-        pass
 
 
 def tuner_of(journal: MemoryJournal, trials: int = 20, finals: int | None = 0) -> Tuner:
@@ -54,7 +39,7 @@ def driven(tuner: Tuner, asked: dict[int, Request] | None = None, duration_s: fl
         return replace(WORLD.outcome(trial), duration_s=duration_s)
 
     engine = SimulatedEngine(outcome_of, num_slots=2)
-    drive(tuner, engine, Quiet(), max_concurrent_trials=2, requests=requests)
+    drive(tuner, engine, max_concurrent_trials=2, requests=requests)
     assert left == {}
     return tuner.run
 

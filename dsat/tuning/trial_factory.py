@@ -1,8 +1,7 @@
-"""Base of the phases of a run, and the factory of trials."""
+"""Factory of trials."""
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,6 @@ from dsat.space.plan import Plan
 from dsat.tuning.run import Run
 from dsat.values import parallelism
 from dsat.values.objective import KNOWN_TO_CI95
-from dsat.values.outcome import Outcome
 from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
@@ -21,25 +19,6 @@ _SEARCHED = (TrialKind.BASELINE, TrialKind.SEARCH)
 _OTHER = object()  # than any value
 _ELEMENTS = [knob.path.partition(".")[2] for knob in KNOBS if knob.elements]
 _LIMITED = (TrialKind.SEARCH, TrialKind.FINAL)
-
-
-class Phase(abc.ABC):
-    """A part of a run: the model profile, the search, the finals.
-
-    A phase knows no clock, no files and no global random numbers, so that the same order of calls
-    gives the same trials: a run is resumed by repeating that order.
-    """
-
-    @abc.abstractmethod
-    def next_trial(self) -> Trial | None:
-        """Return the next trial to start; None if there is none before another outcome.
-
-        It counts as started: each call changes the phase.
-        """
-
-    @abc.abstractmethod
-    def update(self, trial: Trial, outcome: Outcome) -> None:
-        """Process the outcome of a trial of this phase, which the run holds already."""
 
 
 class TrialFactory:
