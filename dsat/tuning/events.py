@@ -9,7 +9,7 @@ from typing import Any
 from dsat.errors import JournalError, UserInputError
 from dsat.memory.predictor import Basis
 from dsat.space.plan import Plan
-from dsat.values.codec import decode
+from dsat.values.codec import DecodeError, decode
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
@@ -25,7 +25,7 @@ EVENT_FINALS = "finals"
 EVENT_STOP_ASKED = "stop_asked"
 EVENT_CANCEL_ASKED = "cancel_asked"
 
-# Values that events must have; others are not checked.
+# Values that events must have.
 VALUES_OF: Mapping[str, Mapping[str, Any]] = {
     EVENT_START: {"plan": Plan, "info": Mapping[str, Any]},
     EVENT_PROPOSED: {"trial": Trial},
@@ -47,7 +47,7 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
 # Values that any event may have; `asked`: somebody raised the budget of a run that goes on;
 # `converged`: its search was over for another reason. Finals of earlier versions have neither
 # reserves nor a least gain.
-VALUES_OF_ALL: Mapping[str, Any] = {
+_VALUES_OF_ALL: Mapping[str, Any] = {
     "elapsed_s": float,
     "skipped": list[str],
     "asked": bool,
@@ -58,11 +58,19 @@ VALUES_OF_ALL: Mapping[str, Any] = {
 
 
 def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode the values of a journal's event; the inverse is `encode`."""
-    kinds = VALUES_OF.get(line["event"], {})
-    return {
-        key: decode(kinds[key], data, key) if key in kinds else data for key, data in line.items()
-    }
+    """Decode the values of a journal's event; the inverse is `encode`.
+
+    Raises:
+        DecodeError: a value is missing, or of another type.
+    """
+    kinds = VALUES_OF.get(decode(str, line["event"], "event"), {})
+    values = dict(line)
+    for key, kind in {**kinds, **_VALUES_OF_ALL}.items():
+        if key in line:
+            values[key] = decode(kind, line[key], key)
+        elif key in kinds:
+            raise DecodeError(key, "is missing")
+    return values
 
 
 @contextlib.contextmanager

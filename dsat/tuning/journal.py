@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import JournalError, JournalLocked
-from dsat.tuning.events import EVENT_FINISHED, EVENT_START, VALUES_OF, VALUES_OF_ALL
+from dsat.tuning.events import EVENT_FINISHED, EVENT_PROPOSED, EVENT_START, VALUES_OF, event_of
 from dsat.values.codec import DecodeError, decode
 from dsat.values.files import PRIVATE_FILE, sync_folder
-from dsat.values.trial import Trial
 
 SCHEMA_VERSION = 1
 FILE_NAME = "journal.jsonl"
@@ -156,18 +155,11 @@ def _check(event: Mapping[str, Any], proposed: set[int], *, is_first: bool) -> N
     """
     if "event" not in event:  # of another kind of journal
         return
-    kind = decode(str, event["event"], "event")
-    wanted = VALUES_OF.get(kind, {})
-    for key, value_kind in wanted.items():
-        if key not in event:
-            raise DecodeError(key, "is missing")
-        value = decode(value_kind, event[key], key)
-        if isinstance(value, Trial):
-            proposed.add(value.id)
-    for key, value_kind in VALUES_OF_ALL.items():
-        if key in event:
-            decode(value_kind, event[key], key)
-    if wanted and (kind == EVENT_START) != is_first:
+    event = event_of(event)
+    kind = event["event"]
+    if kind == EVENT_PROPOSED:
+        proposed.add(event["trial"].id)
+    if kind in VALUES_OF and (kind == EVENT_START) != is_first:
         raise DecodeError(
             "event", f"is {kind!r} where a run " + ("begins" if is_first else "goes on")
         )
