@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
+from dsat.cli.parser import PREDICTS
 from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.inputs.option import Group, Option, options_of
-from dsat.inputs.project_settings import PROJECT, ProjectSettings
 from dsat.inputs.settings import Settings
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES, KNOBS
@@ -29,8 +28,7 @@ def option_reference() -> str:
     parts.append("## One method\n")
     for method, search in SEARCHES.items():
         parts.append(f"### `{method}`\n\n{_table(search.options.values())}")
-    commands = {ESTIMATE: EstimateSettings, PROJECT: ProjectSettings, **LOOK_SETTINGS}
-    for name, settings in commands.items():
+    for name, settings in {**PREDICTS, **LOOK_SETTINGS}.items():
         parts.append(f"## `dsat {name}`\n\n{_table(options_of(settings))}")
     return "\n".join(parts)
 

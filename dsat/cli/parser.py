@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,7 @@ from dsat import __version__
 from dsat.app.keywords import help_of
 from dsat.engines import places
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
-from dsat.inputs.look_settings import (
-    COMPARE,
-    DOCTOR,
-    EXPORT,
-    IMPORT,
-    LOOK_SETTINGS,
-    LOOKS,
-    RUNS,
-    SHOW,
-    WATCH,
-)
+from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.inputs.option import SWITCH, Group, Option, options_of
 from dsat.inputs.project_settings import PROJECT, ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
@@ -39,42 +29,12 @@ LAUNCHER_OPTIONS = """
     --bind_core_list --enable_each_rank_log --ssh_port --venv_script --log_level
 """.split()
 _LAUNCHER_SHORT = {"--hostfile": "-H", "--include": "-i", "--exclude": "-e"}
-_ESTIMATE = (
-    "predicts without running a trial what memory each ZeRO stage and offloading needs, and the "
-    "largest micro batch on slots of several sizes"
-)
-
-_PROJECT = (
-    "predicts from one simulated step what training will do on so many cards of a named kind: "
-    "throughput, scaling, the best strategies, days and money, each with its interval"
-)
-
-_LOOKS = {
-    SHOW: "what a run found, or has found so far",
-    COMPARE: "two runs or more side by side: what they found, and what is different in it",
-    RUNS: "lists runs, the newest first",
-    WATCH: "a page on this machine to watch a run at, or to compare the runs in a folder",
-    EXPORT: "writes a run for other tools (Optuna, MLflow, TensorBoard, tables), or to give away",
-    IMPORT: "takes in runs that others have shared: a search for the same model on the same "
-    "devices tries what they found first",
-    DOCTOR: "looks at this environment: what will work here, what will not, and how to fix it; "
-    "exit status 1 if no trial can run",
+# Commands that predict, by name.
+PREDICTS: Mapping[str, type[EstimateSettings | ProjectSettings]] = {
+    ESTIMATE: EstimateSettings,
+    PROJECT: ProjectSettings,
 }
-_RUN = "folder of a run, or its name in dsat_runs"
-_NEWEST = {"nargs": "?", "metavar": "RUN", "help": f"{_RUN} (default: the newest)"}
-_FOLDER = {"nargs": "?", "metavar": "FOLDER", "help": "folder with runs (default: dsat_runs)"}
-# The argument of each command that looks at runs.
-_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    SHOW: ("run", _NEWEST),
-    COMPARE: ("runs", {"nargs": "+", "metavar": "RUN", "help": _RUN}),
-    RUNS: ("folder", _FOLDER),
-    WATCH: ("run", _NEWEST),
-    EXPORT: ("run", _NEWEST),
-    IMPORT: (
-        "files",
-        {"nargs": "+", "metavar": "FILE", "help": "file of `dsat export --share`"},
-    ),
-}
+METHODS = (*SEARCHES, TUNE, RUN, *PREDICTS, *LOOK_SETTINGS)
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -84,9 +44,6 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         if action.default in (None, False, (), argparse.SUPPRESS) or action.nargs == "+":
             return action.help
         return super()._get_help_string(action)
-
-
-METHODS = (*SEARCHES, TUNE, RUN, ESTIMATE, PROJECT, *LOOKS)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -111,14 +68,14 @@ def build_parser() -> argparse.ArgumentParser:
             "section of the script's DeepSpeed configuration says"
         )
         _add_native(_command(commands, name, description), name)
-    for name, description in ((ESTIMATE, _ESTIMATE), (PROJECT, _PROJECT)):
-        command = _command(commands, name, description)
+    for name, settings in PREDICTS.items():
+        command = _command(commands, name, settings.summary)
         _add_target(command, name)
         _add(command, options_of_command(name))
-    for name, description in _LOOKS.items():
-        command = _command(commands, name, description)
-        if name in _RUNS:
-            argument, attributes = _RUNS[name]
+    for name, look in LOOK_SETTINGS.items():
+        command = _command(commands, name, look.summary)
+        if look.argument is not None:
+            argument, attributes = look.argument
             command.add_argument(argument, type=Path, **attributes)
         _add(command, options_of_command(name))
     return parser
@@ -130,8 +87,7 @@ def options_of_command(name: str) -> list[Option]:
         return [*places.complete(options_of(Settings)), *SEARCHES[name].options.values()]
     if name in (TUNE, RUN):
         return [own for own in options_of(Settings) if own.any_command]
-    kinds = {ESTIMATE: EstimateSettings, PROJECT: ProjectSettings, **LOOK_SETTINGS}
-    return list(options_of(kinds[name]))
+    return list(options_of({**PREDICTS, **LOOK_SETTINGS}[name]))
 
 
 def _command(commands: Any, name: str, description: str) -> argparse.ArgumentParser:

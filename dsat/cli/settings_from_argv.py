@@ -13,21 +13,18 @@ from dsat.cli.parser import (
     LAUNCHER_OPTIONS,
     LAUNCHER_SWITCHES,
     METHODS,
+    PREDICTS,
     build_parser,
     options_of_command,
 )
 from dsat.errors import UserInputError
-from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
+from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS, LookSettings
 from dsat.inputs.option import options_of
-from dsat.inputs.project_settings import PROJECT, ProjectSettings
+from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
 
 AnySettings = Settings | EstimateSettings | ProjectSettings | LookSettings
-_PREDICTS: Mapping[str, type[EstimateSettings | ProjectSettings]] = {
-    ESTIMATE: EstimateSettings,
-    PROJECT: ProjectSettings,
-}
 
 _BEHIND = "a command comes after --: dsat {method} -- {command} ..."
 
@@ -85,15 +82,14 @@ def _settings(values: dict[str, Any], command: list[str]) -> AnySettings:
         values = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
         }
-        found: LookSettings = LOOK_SETTINGS[method](**values)
-        return found
+        return LOOK_SETTINGS[method](**values)
     if method in (TUNE, RUN):
         command = _launcher_command(values)
         values["run_full_experiment"] = method == RUN
     else:
         _check_target(values, command)
     values["command"] = tuple(command)
-    predicts = _PREDICTS.get(method)
+    predicts = PREDICTS.get(method)
     for own in options_of(predicts or Settings):
         given = values.get(own.name)
         if own.many:

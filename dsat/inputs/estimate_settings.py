@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dsat.errors import UserInputError
 from dsat.inputs.option import (
@@ -80,6 +80,7 @@ class EstimateSettings(ModelSettings):
     """Settings of `dsat estimate`.
 
     Attributes:
+        summary: one line for `--help`.
         slot_memories: memory of a slot, in bytes; one column of the table for each.
         slot_counts: numbers of data-parallel slots; a table for each.
         exact: simulate every line of the tables.
@@ -90,6 +91,10 @@ class EstimateSettings(ModelSettings):
             for tables of all strategies.
     """
 
+    summary: ClassVar[str] = (
+        "predicts without running a trial what memory each ZeRO stage and offloading needs, and "
+        "the largest micro batch on slots of several sizes"
+    )
     slot_memories: tuple[int, ...] = option(
         "--slot-memory",
         kind=MEMORY_SIZE,

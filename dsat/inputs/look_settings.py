@@ -8,31 +8,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dsat.errors import UserInputError
 from dsat.inputs.option import PATH, WORD, at_least, check_together, option
 
-SHOW, COMPARE, RUNS, EXPORT, IMPORT, WATCH, DOCTOR = LOOKS = (
-    "show",
-    "compare",
-    "runs",
-    "export",
-    "import",
-    "watch",
-    "doctor",
-)
 EXPORT_TO = ("optuna", "mlflow", "tensorboard", "csv", "parquet")
+_RUN = "folder of a run, or its name in dsat_runs"
+_NEWEST = {"nargs": "?", "metavar": "RUN", "help": f"{_RUN} (default: the newest)"}
+
+
+class LookSettings:
+    """Settings of a command that only looks.
+
+    Attributes:
+        summary: one line for `--help`.
+        argument: field of the command's argument, and how argparse declares it; None if it takes
+            none.
+    """
+
+    summary: ClassVar[str]
+    argument: ClassVar[tuple[str, Mapping[str, Any]] | None] = None
+    json: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowSettings:
+class ShowSettings(LookSettings):
     """Settings of `dsat show`.
 
     Attributes:
         run: None for the newest one.
     """
 
+    summary = "what a run found, or has found so far"
+    argument = ("run", _NEWEST)
     run: Path | None = None
     trials: bool = option("--trials", help="the table of all trials")
     trial: str | None = option(
@@ -50,9 +59,11 @@ class ShowSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareSettings:
+class CompareSettings(LookSettings):
     """Settings of `dsat compare`: at least two runs."""
 
+    summary = "two runs or more side by side: what they found, and what is different in it"
+    argument = ("runs", {"nargs": "+", "metavar": "RUN", "help": _RUN})
     runs: tuple[Path, ...]
     json: bool = option("--json", shell_only=True, help="print it as JSON")
 
@@ -62,25 +73,32 @@ class CompareSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunsSettings:
+class RunsSettings(LookSettings):
     """Settings of `dsat runs`.
 
     Attributes:
         folder: whose runs are listed; None for `dsat_runs`.
     """
 
+    summary = "lists runs, the newest first"
+    argument = (
+        "folder",
+        {"nargs": "?", "metavar": "FOLDER", "help": "folder with runs (default: dsat_runs)"},
+    )
     folder: Path | None = None
     json: bool = option("--json", shell_only=True, help="print them as JSON")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings:
+class ExportSettings(LookSettings):
     """Settings of `dsat export`.
 
     Attributes:
         run: None for the newest one.
     """
 
+    summary = "writes a run for other tools (Optuna, MLflow, TensorBoard, tables), or to give away"
+    argument = ("run", _NEWEST)
     run: Path | None = None
     to: str | None = option("--to", kind=WORD, choices=EXPORT_TO, help="for which tool")
     output: Path | None = option(
@@ -106,15 +124,23 @@ class ExportSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportSettings:
+class ImportSettings(LookSettings):
     """Settings of `dsat import`: files of `dsat export --share`."""
 
+    summary = (
+        "takes in runs that others have shared: a search for the same model on the same devices "
+        "tries what they found first"
+    )
+    argument = (
+        "files",
+        {"nargs": "+", "metavar": "FILE", "help": "file of `dsat export --share`"},
+    )
     files: tuple[Path, ...]
     json: bool = option("--json", shell_only=True, help="print what is in them as JSON")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchSettings:
+class WatchSettings(LookSettings):
     """Settings of `dsat watch`.
 
     Attributes:
@@ -122,6 +148,8 @@ class WatchSettings:
             searches on a Determined cluster.
     """
 
+    summary = "a page on this machine to watch a run at, or to compare the runs in a folder"
+    argument = ("run", _NEWEST)
     run: Path | None = None
     port: int | None = option(
         "--port", kind=at_least(1), metavar="N", help="of this machine (default: any free one)"
@@ -136,28 +164,22 @@ class WatchSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorSettings:
+class DoctorSettings(LookSettings):
     """Settings of `dsat doctor`."""
 
+    summary = (
+        "looks at this environment: what will work here, what will not, and how to fix it; exit "
+        "status 1 if no trial can run"
+    )
     json: bool = option("--json", shell_only=True, help="print it as JSON")
 
 
-LookSettings = (
-    ShowSettings
-    | CompareSettings
-    | RunsSettings
-    | ExportSettings
-    | ImportSettings
-    | WatchSettings
-    | DoctorSettings
-)
-
-LOOK_SETTINGS: Mapping[str, Any] = {
-    SHOW: ShowSettings,
-    COMPARE: CompareSettings,
-    RUNS: RunsSettings,
-    EXPORT: ExportSettings,
-    IMPORT: ImportSettings,
-    WATCH: WatchSettings,
-    DOCTOR: DoctorSettings,
+LOOK_SETTINGS: Mapping[str, type[LookSettings]] = {
+    "show": ShowSettings,
+    "compare": CompareSettings,
+    "runs": RunsSettings,
+    "export": ExportSettings,
+    "import": ImportSettings,
+    "watch": WatchSettings,
+    "doctor": DoctorSettings,
 }

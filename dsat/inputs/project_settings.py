@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from dsat.inputs.estimate_settings import ModelSettings
 from dsat.inputs.option import AMOUNT, CARDS_OF_KIND, PATH, POSITIVE_NUMBER, option
@@ -16,11 +17,16 @@ class ProjectSettings(ModelSettings):
     """Settings of `dsat project`.
 
     Attributes:
+        summary: one line for `--help`.
         to: number and name of the cards that are asked about.
         network: Gbit/s of each card to other hosts.
         price: of a card's hour.
     """
 
+    summary: ClassVar[str] = (
+        "predicts from one simulated step what training will do on so many cards of a named kind: "
+        "throughput, scaling, the best strategies, days and money, each with its interval"
+    )
     to: tuple[int, str] = option(
         "--to",
         kind=CARDS_OF_KIND,
