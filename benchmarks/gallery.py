@@ -29,7 +29,7 @@ from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import LORA
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.predictor import Basis, MemoryModel, Variant
+from dsat.memory.predictor import Basis, MemoryModel
 from dsat.report import share
 from dsat.report.table import Table
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
@@ -234,7 +234,7 @@ def _memory(
     facts: ModelFacts, base: Mapping[str, Any]
 ) -> Iterator[tuple[str, dict[Strategy, _Fit]]]:
     """Yield each machine with the memory of each strategy."""
-    basis = Basis((Variant({}, facts),))
+    basis = Basis.of_model(facts)
     for machine, (cards, gib, _) in MACHINES.items():
         fits = {}
         for strategy in estimate.ladder(base):

@@ -34,7 +34,7 @@ from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.config_facts import HOW_TO_SIMULATE, Formula
 from dsat.memory.estimate import SIMULATED
-from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
+from dsat.memory.predictor import Anchor, Basis, MemoryModel
 from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.overrides import overrides_for, strategy_settings
@@ -294,7 +294,7 @@ def lines(
         for asked, estimate in zip(questions, estimates, strict=True)
         if estimate.source == SIMULATED
     ]
-    basis = Basis((Variant({}, facts, tuple(anchors)),))
+    basis = Basis.of_model(facts, anchors)
     found = []
     for (slots, strategy), (config, *_), estimate in zip(pairs, questions, estimates, strict=True):
         least = MemoryModel(basis, slots=slots, limit_bytes=0, on_device=True)
@@ -322,7 +322,7 @@ def configuration(
         settings |= shared.settings
     gas = _gas(base, slots, shared)
     merged = ds_config.for_use(base, overrides_for(settings, BatchTriple(gas, 1, gas)))
-    return {key: value for key, value in merged.items() if "batch_size" not in key}
+    return ds_config.without_batch_sizes(merged)
 
 
 def _gas(base: Mapping[str, Any], slots: int, shared: Parallelism) -> int:

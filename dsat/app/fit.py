@@ -10,7 +10,7 @@ from dsat.inputs import ds_config
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory.config_facts import HOW_TO_SIMULATE
 from dsat.memory.estimate import SIMULATED
-from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
+from dsat.memory.predictor import Anchor, Basis, MemoryModel
 from dsat.memory.simulation_client import Question, SimulationUnavailable
 from dsat.report import format as fmt
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
@@ -76,13 +76,12 @@ def fit(settings: EstimateSettings) -> Fit:
         batch = ds_config.resolve_batch(base, slots, where="--fits")
         facts = simulator.facts(base)
         own = ds_config.for_use(base, {ds_config.BATCH_KEYS[2]: batch.gas})
-        own = {key: value for key, value in own.items() if "batch_size" not in key}
+        own = ds_config.without_batch_sizes(own)
         [estimate] = simulator.estimates([Question(own, batch.micro_batch, slots)])
         if estimate.note:
             raise SimulationUnavailable(estimate.note)
-    is_simulated = estimate.source == SIMULATED
-    anchors = (Anchor(own, batch.micro_batch, estimate),) if is_simulated else ()
-    basis = Basis((Variant({}, facts, anchors),))
+    anchor = Anchor(own, batch.micro_batch, estimate)
+    basis = Basis.of_model(facts, [anchor] if estimate.source == SIMULATED else [])
     model = MemoryModel(basis, slots=slots, limit_bytes=card_bytes, on_device=True)
     shape = model.shape(own, {})
     return Fit(

@@ -18,7 +18,7 @@ from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.config_facts import Formula
 from dsat.memory.estimate import SIMULATED
-from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
+from dsat.memory.predictor import Anchor, Basis, MemoryModel
 from dsat.memory.simulation_client import Question, Simulator
 from dsat.report.longest_sequence import Longest, LongestSequences
 from dsat.values.parallelism import Parallelism
@@ -136,7 +136,7 @@ def _by_formula(
     facts: ModelFacts, configs: Mapping[Parallelism, Mapping[str, Any]], row: Longest
 ) -> Longest:
     """Return the longest of all divisions."""
-    basis = Basis((Variant({}, facts),))
+    basis = Basis.of_model(facts)
     found = [_with(basis, config, replace(row, parallelism=p)) for p, config in configs.items()]
     return max(found, key=lambda each: each.tokens)
 
@@ -157,7 +157,7 @@ def _simulated(
         anchor = Anchor(config, length // UNIT_TOKENS, estimate)
         if before is not None:
             facts = _between(facts, before, anchor, row.slots)
-        found = _with(Basis((Variant({}, facts, (anchor,)),)), config, row)
+        found = _with(Basis.of_model(facts, [anchor]), config, row)
         if not found.tokens or abs(found.tokens - length) <= _SETTLED * length:
             break
         before = anchor

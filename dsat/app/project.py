@@ -22,7 +22,7 @@ from dsat.inputs import cards, ds_config
 from dsat.inputs.cards import Card
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
+from dsat.memory.predictor import Anchor, Basis, MemoryModel
 from dsat.memory.simulation_client import Question, Simulator
 from dsat.report.projection import Projection, Row
 from dsat.search.normal import Array
@@ -96,8 +96,7 @@ class Traced:
     def config(self, strategy: Strategy, slots: int) -> dict[str, Any]:
         """Return the configuration of a strategy, without batch sizes."""
         if strategy == self.own:
-            own = ds_config.for_use(self.base)
-            return {key: value for key, value in own.items() if "batch_size" not in key}
+            return ds_config.without_batch_sizes(ds_config.for_use(self.base))
         return estimates.configuration(self.base, strategy, slots)
 
     def work(self, strategy: Strategy, micro_batch: int, cluster: Cluster) -> Array:
@@ -112,9 +111,7 @@ class Traced:
     ) -> tuple[int, bool]:
         """Return the predicted peak of a card in bytes, and whether it fits with room to spare."""
         gas = {ds_config.BATCH_KEYS[2]: max(1, self.gas(slots, micro_batch))}
-        basis = Basis(
-            (Variant({}, self.facts, tuple(anchor for _, anchor in self.traces.values())),)
-        )
+        basis = Basis.of_model(self.facts, (anchor for _, anchor in self.traces.values()))
         model = MemoryModel(basis, slots=slots, limit_bytes=card.memory_bytes, on_device=True)
         shape = model.shape({**self.config(strategy, slots), **gas}, {})
         return model.predicted_bytes(shape, micro_batch), model.fits(shape, micro_batch)

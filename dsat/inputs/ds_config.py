@@ -332,6 +332,11 @@ def for_use(
     return found
 
 
+def without_batch_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without its batch sizes, which accumulation steps are none of."""
+    return {key: value for key, value in config.items() if "batch_size" not in key}
+
+
 def fingerprint(config: Mapping[str, Any]) -> str:
     """Return a hexadecimal digest that is equal for equal configurations."""
     text = json.dumps(config, sort_keys=True, separators=(",", ":"))

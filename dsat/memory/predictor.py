@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +83,11 @@ class Basis(Recorded):
     ) -> Basis:
         """Return the basis of a profile, without any simulation."""
         return cls((Variant(dict(script_args), ModelFacts.of_profile(profile)),), note)
+
+    @classmethod
+    def of_model(cls, facts: ModelFacts, anchors: Iterable[Anchor] = ()) -> Basis:
+        """Return the basis of a model with its own switches."""
+        return cls((Variant({}, facts, tuple(anchors)),))
 
     @property
     def simulated(self) -> bool:
