@@ -335,5 +335,5 @@ def _flat(row: Row) -> dict[str, Any]:
 
 
 keywords.document(tune, keywords.of_tune())
-keywords.document(estimate, keywords.of_estimate())
-keywords.document(project, keywords.of_project())
+keywords.document(estimate, keywords.of_model(EstimateSettings))
+keywords.document(project, keywords.of_model(ProjectSettings))

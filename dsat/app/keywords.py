@@ -35,14 +35,9 @@ def of_tune() -> dict[str, Option]:
     return found
 
 
-def of_estimate() -> dict[str, Option]:
-    """Return the keywords of `dsat.estimate`."""
-    return _declared(options_of(EstimateSettings))
-
-
-def of_project() -> dict[str, Option]:
-    """Return the keywords of `dsat.project`."""
-    return _declared(options_of(ProjectSettings))
+def of_model(kind: type[ModelSettings]) -> dict[str, Option]:
+    """Return the keywords of `dsat.estimate` or `dsat.project`."""
+    return _declared(options_of(kind))
 
 
 def model_settings(
@@ -64,7 +59,7 @@ def model_settings(
         TypeError: there is no such keyword, as for any function.
     """
     called = {EstimateSettings: "estimate()", ProjectSettings: "project()"}[kind]
-    values = _values(_declared(options_of(kind)), given, called)
+    values = _values(of_model(kind), given, called)
     if target is None and values.get("hf_config") is not None:
         return kind(**values)
     if target is None:
