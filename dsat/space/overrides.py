@@ -68,11 +68,8 @@ def strategy_settings(
     zero = config.get("zero_optimization") or {}
     own = of_config(config, 3)
     settings: dict[str, Any] = {}
-    for section, wanted, has in (
-        ("offload_optimizer", strategy.offload_optimizer, own.offload_optimizer),
-        ("offload_param", strategy.offload_param, own.offload_param),
-    ):
-        if wanted == has:
+    for section, wanted in strategy.offloading.items():
+        if wanted == own.offloading[section]:
             continue
         settings[f"{section}.device"] = wanted
         if wanted == NVME and nvme_path is not None:

@@ -54,7 +54,7 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
     when the model fits without it.
     """
     strategies = [of_config(plan.base_config, stage) for stage in plan.zero_stages]
-    if any(_asked_for(plan, section) for section in _SECTIONS):
+    if any(section in plan.tune for section in _SECTIONS):
         strategies += [s for s in LADDER if _may_use(plan, s) and _only_what_is_asked(plan, s)]
     return tuple(dict.fromkeys(strategies))
 
@@ -156,32 +156,24 @@ def _may_use(plan: Plan, strategy: Strategy) -> bool:
     if strategy.stage not in plan.zero_stages:
         return False
     own = of_config(plan.base_config, strategy.stage)
-    moves = (
-        ("offload_optimizer", strategy.offload_optimizer, own.offload_optimizer),
-        ("offload_param", strategy.offload_param, own.offload_param),
-    )
-    for section, wanted, has in moves:
-        if wanted == has:
+    for section, wanted in strategy.offloading.items():
+        if wanted == own.offloading[section]:
             continue
         if wanted == NVME and plan.nvme_path is None:
             return False
         if section in plan.fixed:
             return False
-        if not plan.offload_helps and not _asked_for(plan, section):
+        if not plan.offload_helps and section not in plan.tune:
             return False
     return True
 
 
-def _asked_for(plan: Plan, section: str) -> bool:
-    return section in plan.tune
-
-
 def _only_what_is_asked(plan: Plan, strategy: Strategy) -> bool:
     own = of_config(plan.base_config, strategy.stage)
-    return (
-        strategy.offload_optimizer in (NONE, own.offload_optimizer)
-        or _asked_for(plan, "offload_optimizer")
-    ) and (strategy.offload_param in (NONE, own.offload_param) or _asked_for(plan, "offload_param"))
+    return all(
+        wanted in (NONE, own.offloading[section]) or section in plan.tune
+        for section, wanted in strategy.offloading.items()
+    )
 
 
 def _needed_bytes(plan: Plan, strategy: Strategy) -> tuple[int, int]:

@@ -45,6 +45,11 @@ class Strategy:
         return ", ".join(parts)
 
     @property
+    def offloading(self) -> dict[str, str]:
+        """Where both are kept, by the sections of a configuration."""
+        return {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
+
+    @property
     def burden(self) -> int:
         """Number of ways in which it saves memory at the expense of traffic."""
         moved = (self.offload_optimizer != NONE) + (self.offload_param != NONE)
