@@ -104,8 +104,7 @@ class ProfilePhase:
         if failed and not self.climbed and self._is_refused(outcome):
             self._sharded = [s for s in strategies.searched(self._plan) if s.stage > 0]
             if self._sharded:
-                self._tried.clear()
-                self._next_micro_batch = smallest
+                self._begin_again()
                 return
         self._tried.add(trial.batch.micro_batch)
         # Some models cannot train on so few samples (batch normalisation, say).
@@ -115,15 +114,17 @@ class ProfilePhase:
         on_the_ladder = failed and self._rung >= 0 and not again
         if (outcome.kind.is_out_of_memory or on_the_ladder) and self._rung + 1 < len(self._ladder):
             self._rung += 1
-            self._tried.clear()
-            self._next_micro_batch = smallest
-            return
-        if outcome.kind.is_out_of_memory and len(self._divisions) > 1:
+            self._begin_again()
+        elif outcome.kind.is_out_of_memory and len(self._divisions) > 1:
             self._divisions.pop(0)
-            self._tried.clear()
-            self._next_micro_batch = smallest
-            return
-        self.failure = outcome.said_of(name_of_trial(trial))
+            self._begin_again()
+        else:
+            self.failure = outcome.said_of(name_of_trial(trial))
+
+    def _begin_again(self) -> None:
+        """Try the smallest micro batch first, in another way."""
+        self._tried.clear()
+        self._next_micro_batch = self._smallest_micro_batch
 
     def _is_refused(self, outcome: Outcome) -> bool:
         """Return whether DeepSpeed itself failed at stage 0.
