@@ -115,7 +115,6 @@ def write_run(folder: Path, world: World | None = None, **options: Any) -> Run:
         steps = "".join(f"step {number} of {trial.name}\n" for number in range(40))
         (below / "stdout.log").write_text(steps, encoding="utf-8")
         (below / "stderr.log").write_text("", encoding="utf-8")
-        assert run.plan is not None
         config = json.dumps(run.plan.config(trial.overrides), indent=2)
         (below / "ds_config.json").write_text(config, encoding="utf-8")
     return run

@@ -124,7 +124,7 @@ class Predicted:
 
 def of_run(run: Run) -> list[Predicted]:
     """The trials of a search that ran and of which something was predicted."""
-    assert run.plan is not None and run.memory_basis is not None and run.profile is not None
+    assert run.memory_basis is not None and run.profile is not None
     model = MemoryModel(
         run.memory_basis,
         slots=run.plan.slots_per_trial,

@@ -72,7 +72,7 @@ def load(path: Path | None = None) -> PastRun:
     folder = find(path)
     journal = folder / FILE_NAME
     run = Run(read_events(journal))
-    if run.plan is None:
+    if not run.has_begun:
         raise UserInputError("has not begun yet", where=str(folder))
     goes_on = is_locked(folder)
     run.paused = not goes_on  # also if it was killed

@@ -167,7 +167,6 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
         UserInputError: the run is of another model, or has no such trial.
     """
     run, where = past.run, str(past.folder)
-    assert run.plan is not None
     profile, facts, own_flops = run.profile, traced.facts, traced.model.model_flops_per_sample
     if profile is not None:
         kinds = {"num_params": "parameters", "trainable_params": "trained parameters"}
@@ -279,7 +278,6 @@ class Projector:
             UserInputError: none of its trials is of use here.
         """
         run, traced = past.run, self._traced
-        assert run.plan is not None
         slots, machine = run.plan.slots_per_trial, str(run.info.get("machine", ""))
         if "cpu slot" in machine:
             try:

@@ -145,7 +145,7 @@ def earlier_runs(folder: Path, plan: Plan, *, takes_over: bool) -> list[Run]:
         events = read_events(journal)
         run = Run(events)
         begun = as_begun(plan, events)
-        other = run.plan is not None and begun.difference(run.plan) is not None
+        other = run.has_begun and begun.difference(run.plan) is not None
         if takes_over if other else _has_errors_to_retry(run):
             _set_aside(journal)
             if not other:

@@ -200,7 +200,6 @@ class _Handler(BaseHTTPRequestHandler):
 def _leave(folder: Path, wanted: Request) -> tuple[int, str]:
     watched = _watched(folder, _version(folder))
     run = watched.run
-    assert run.plan is not None
     if not watched.goes_on:
         return 409, "Refused: this run is not active; continue it with --resume."
     message = "No further trial will be started."

@@ -213,7 +213,7 @@ class Runner:
         self._reported = ended
         progress = self._search.progress * jobs.RUNNER_LENGTH
         self._master.ask(lambda: self._operation.report_progress(progress))
-        if run.best_value is not None and run.plan is not None:
+        if run.best_value is not None:
             values = {f"best {run.plan.metric}": run.best_value}
             self._master.ask(
                 lambda: self._context.train.report_training_metrics(

@@ -15,7 +15,6 @@ def of_learning_rate(run: Run) -> list[str]:
     Square-root scaling for adaptive optimizers (Malladi et al., arXiv:2205.10287), linear scaling
     for SGD (Goyal et al., arXiv:1706.02677).
     """
-    assert run.plan is not None
     if run.best is None:
         return []
     old, new = run.plan.own_batch.train_batch_size, run.best.batch.train_batch_size
@@ -37,7 +36,6 @@ def of_learning_rate(run: Run) -> list[str]:
 
 def _of_schedule(run: Run, ratio: float) -> list[str]:
     """Return lengths of the configuration's scheduler in steps for as many samples as before."""
-    assert run.plan is not None
     parameters = ds_config.at(run.plan.base_config, "scheduler.params") or {}
     lengths = {
         key: value
@@ -75,7 +73,6 @@ def of_script(run: Run, best: Trial) -> list[str]:
 
 def of_saving(run: Run, best: Trial) -> list[str]:
     """Return how to save a model of stage 3, if the user's own stage is another."""
-    assert run.plan is not None
     if best.stage != 3 or of_config(run.plan.base_config).stage == 3:
         return []
     return [

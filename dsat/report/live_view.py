@@ -68,12 +68,12 @@ class LiveView:
         self.waited(run)
 
     def waited(self, run: Run) -> None:
-        if self._live is not None and run.plan is not None:
+        if self._live is not None and run.has_begun:
             self._live.update(self._view(run), refresh=True)
 
     def show_result(self, run: Run) -> None:
         """Print the verdict and the final table."""
-        if run.plan is not None and run.outcomes:
+        if run.outcomes:
             for each in terminal.result(RunView.of(run)):
                 self._console.print(each)
 

@@ -42,7 +42,6 @@ class Narrator:
 
     def search_began(self, run: Run, forecast: Forecast | None) -> list[str]:
         """Return the memory that each strategy needs."""
-        assert run.plan is not None
         if forecast is not None:
             return forecast.describe()
         if run.plan.memory_model == NO_MEMORY_MODEL:
@@ -61,7 +60,6 @@ def _of_profile(profile: ModelProfile) -> list[str]:
 
 
 def _of_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
-    assert run.plan is not None
     parts = [fmt.outcome(outcome, run.plan.metric)]
     if trial.predicted_bytes is not None:
         predicted, used = f"{fmt.memory(trial.predicted_bytes)} predicted", run.used_bytes(outcome)

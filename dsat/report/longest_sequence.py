@@ -146,7 +146,6 @@ def longest_sequence(run: Run) -> tuple[int, str] | None:
     It is `--max-seq-length`, else the model's maximum if the lengths of the trials' sequences
     varied, else the longest that was seen.
     """
-    assert run.plan is not None
     seen = [o.sequences for o in run.outcomes.values() if o.sequences is not None]
     if not seen:
         return None
@@ -165,7 +164,6 @@ def memory_warning(run: Run) -> list[str]:
     Activations grow in proportion to the length, as they do with the micro batch, whose bytes per
     sample the memory model knows. (Attention that keeps its scores needs more than that.)
     """
-    assert run.plan is not None
     best, outcome, profile = run.best, run.best_outcome, run.profile
     expected = longest_sequence(run)
     profiled = None if run.profiled is None else run.profiled.sequences

@@ -57,7 +57,7 @@ def of_best(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def _parts(run: Run, trial: Trial) -> dict[str, float]:
     """Bytes on one slot."""
-    assert run.plan is not None and run.profile is not None
+    assert run.profile is not None
     profile, tensor = run.profile, trial.batch.parallelism.tensor
     slots = run.plan.slots_per_trial  # AutoTP divides among its slots what ZeRO leaves whole
     config = run.plan.config(trial.overrides)

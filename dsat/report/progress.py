@@ -50,7 +50,6 @@ class Status(Recorded):
 
 def lines(run: Run, status: Status | None, trials: Path) -> list[str]:
     """Return the state of a run that goes on: trials, slots, expectation, time left."""
-    assert run.plan is not None
     found = [f"{len(run.outcomes)} of at most {run.plan.max_trials} trials"]
     if status is not None:
         begun = sum((trials / trial.name).exists() for trial in run.running)
@@ -80,7 +79,6 @@ def time_left(run: Run, at_once: int) -> str | None:
         run: that goes on.
         at_once: how many trials of the search run at a time; those of the finals run alone.
     """
-    assert run.plan is not None
     took = [
         outcome.duration_s
         for trial_id, outcome in run.outcomes.items()
@@ -101,7 +99,6 @@ def time_left(run: Run, at_once: int) -> str | None:
 
 
 def _outlook_line(run: Run, outlook: Outlook) -> str:
-    assert run.plan is not None
     value = fmt.metric(run.plan.metric, outlook.value)
     return (
         f"next: stage {fmt.strategy(outlook.strategy)} at micro batch {outlook.micro_batch}, "

@@ -45,7 +45,6 @@ class TrialView:
     @classmethod
     def of(cls, run: Run, trial: Trial, *, is_best: bool | None = None) -> TrialView:
         """Return the view of one trial of a run; `is_best` spares the question to the run."""
-        assert run.plan is not None
         outcome = run.outcomes.get(trial.id)
         unfinished = "interrupted" if run.paused else "running"
         return cls(
@@ -144,7 +143,6 @@ class RunView:
     @classmethod
     def of(cls, run: Run) -> RunView:
         """Return the view of a run as it is now."""
-        assert run.plan is not None
         best, own = run.best, run.baseline
         warnings = dict.fromkeys(w for o in run.outcomes.values() for w in o.warnings)
         trials = {
@@ -238,7 +236,7 @@ class RunView:
 
 def best_config(run: Run) -> dict[str, Any] | None:
     """Return the best configuration, as `deepspeed.initialize` takes it."""
-    if run.best is None or run.plan is None:
+    if run.best is None:
         return None
     return run.plan.config(run.best.overrides)
 
@@ -261,7 +259,6 @@ def _stages(plan: Plan, views: list[TrialView]) -> Iterator[StageView]:
 
 
 def _facts(run: Run) -> Iterator[str]:
-    assert run.plan is not None
     yield f"metric: {run.plan.metric}"
     if run.best is not None and run.best_outcome is not None:
         yield f"best: {run.best.name}, {_measured(run.best_outcome, run.plan.metric)}"

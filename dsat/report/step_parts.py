@@ -66,7 +66,7 @@ def _more_workers(tried: Sequence[str]) -> str:
 
 def _of_optimizer(run: Run, best: Metrics) -> Iterator[str]:
     """Name a large optimizer step on the host."""
-    assert run.plan is not None and run.best is not None
+    assert run.best is not None
     share, strategy = best.step / best.latency, of_config(run.plan.config(run.best.overrides))
     if share < _OPTIMIZER or strategy.offload_optimizer == NONE:
         return
@@ -83,7 +83,6 @@ def gains_of_switch(run: Run, name: str) -> dict[Any, float]:
 
     Of trials that differ in nothing else; the geometric mean where there are several pairs.
     """
-    assert run.plan is not None
     own_value = own_switches(run).get(name)
     ran = [trial for trial in run.trials.values() if run.value(trial)]
     without: dict[str, Contestant] = {}
@@ -109,7 +108,6 @@ def _gain(pairs: Sequence[tuple[Contestant, Contestant]]) -> Gain:
 
 def _rest(run: Run, trial: Trial, name: str) -> str:
     """Return the configuration of a trial and its switches but one, as text."""
-    assert run.plan is not None
     config = run.plan.config(trial.overrides)
     config["zero_optimization"] = {"stage": 0, **(config.get("zero_optimization") or {})}
     others = {k: v for k, v in trial.script_args.items() if k != name}

@@ -76,7 +76,6 @@ def of_trials(run: Run) -> list[RenderableType]:
 
 def of_trial(run: Run, trial: Trial, folder: Path) -> list[RenderableType]:
     """Return everything about one trial."""
-    assert run.plan is not None
     view, batch, slots = TrialView.of(run, trial), trial.batch, run.plan.slots_per_trial
     groups = batch.parallelism.groups(slots)
     stage = fmt.strategy(trial.strategy)
@@ -190,7 +189,6 @@ def _measured(metrics: Metrics) -> list[tuple[str, str]]:
 
 def _changes(run: Run, trial: Trial) -> list[tuple[str, str, str]]:
     """Return settings with the user's own value and the trial's, as text."""
-    assert run.plan is not None
     return [(each.key, *each.texts) for each in differences(run.plan, trial, own_switches(run))]
 
 

@@ -118,7 +118,7 @@ def verdict(run: Run) -> Verdict:
 def search_gain(run: Run) -> float | None:
     """Return the gain over the user's own, unconfirmed, as both were measured once."""
     own = None if run.baseline is None else run.value(run.baseline)
-    if run.plan is None or own is None or run.best_value is None:
+    if own is None or run.best_value is None:
         return None
     return run.plan.objective.gain(run.best_value, own)
 
@@ -154,7 +154,7 @@ def _finals_json(run: Run) -> dict[str, Any] | None:
 
 
 def _without_best(run: Run) -> Verdict:
-    if not run.outcomes or run.plan is None:
+    if not run.outcomes:
         return Verdict("No trial has ended.")
     first = next((i for i, outcome in run.outcomes.items() if not outcome.ok), None)
     if first is None:
@@ -164,7 +164,6 @@ def _without_best(run: Run) -> Verdict:
 
 
 def _headline(run: Run, best: Trial, outcome: Outcome) -> str:
-    assert run.plan is not None
     objective, gained = run.plan.objective, GainView.of(run)
     value = fmt.metric(run.plan.metric, outcome.value(objective), digits=3)
     if best is run.baseline:
@@ -183,7 +182,6 @@ def _headline(run: Run, best: Trial, outcome: Outcome) -> str:
 
 def _why_keep(run: Run) -> str:
     """Say why the user's own configuration is the best."""
-    assert run.plan is not None
     finals, trial, found = run.finals, run.leader, run.gain_of(run.leader)
     if finals is not None and finals.over:
         if finals.pick is None:
@@ -207,7 +205,6 @@ def _searched(run: Run) -> list[Outcome]:
 
 def _of_failures(run: Run) -> list[str]:
     """Return what most trials of a search failed with, where none of it ran."""
-    assert run.plan is not None
     searched = _searched(run)
     if not searched or any(outcome.ok for outcome in searched):
         return []
@@ -225,12 +222,10 @@ def _why_no_gain(run: Run) -> str:
         return f"your configuration runs out of memory (stage {first.stage}, micro batch {size})"
     if own is None or own.id not in run.outcomes:
         return "your configuration was not measured"
-    assert run.plan is not None
     return f"your configuration did not run ({fmt.outcome(run.outcomes[own.id], run.plan.metric)})"
 
 
 def _changed(run: Run, best: Trial) -> str:
-    assert run.plan is not None
     found = [
         each for each in differences(run.plan, best, own_switches(run)) if each.key != TRAIN_BATCH
     ]
@@ -261,7 +256,7 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
     yield f"95 % interval of {pairs} of runs in turns; run-to-run variation {noise}."
     if best is run.baseline:
         return
-    assert run.plan is not None and run.baseline is not None
+    assert run.baseline is not None
     if not finals.is_better:
         how = "faster" if finals.comparison.gain.high < 1 else "as fast"
         yield f"Yours is {how}, but outside the batch sizes that you asked for."
@@ -274,7 +269,6 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
 
 def _no_finals(run: Run) -> str:
     """Say why no finals confirm the search, and what to do."""
-    assert run.plan is not None
     if run.finals is not None:
         return "The finals are not over."
     if run.plan.finals == 0:
@@ -286,7 +280,6 @@ def _no_finals(run: Run) -> str:
 
 def _batch_advice(run: Run, best: Trial) -> list[str]:
     """Return the gain at the user's own global batch size, if the best has another."""
-    assert run.plan is not None
     own = run.plan.own_batch.train_batch_size
     if best.batch.train_batch_size == own or run.baseline is None:
         return []
@@ -295,7 +288,7 @@ def _batch_advice(run: Run, best: Trial) -> list[str]:
 
 
 def _at_own_batch(run: Run, best: Trial) -> str:
-    assert run.plan is not None and run.baseline is not None
+    assert run.baseline is not None
     finals = run.finals
     if finals is not None and finals.over:
         found, trial = finals.same_batch_gain, run.same_batch_final
@@ -341,7 +334,6 @@ def _of_noise(run: Run) -> Iterator[str]:
 
 def _of_optimizer(run: Run, best: Trial) -> Iterator[str]:
     """Yield a warning if the optimizer may compute something else than in the user's own stage."""
-    assert run.plan is not None
     own = of_config(run.plan.base_config).stage
     if run.profile is None or run.profile.optimizer.by_element or bool(own) == bool(best.stage):
         return

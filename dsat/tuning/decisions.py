@@ -166,7 +166,6 @@ class Decisions:
         """Return the reason that the search starts no more trials; None while it may."""
         if self.failure is not None:
             return self.failure
-        assert self.run.plan is not None  # which knows of a budget that was raised since
         most = self.run.plan.max_trials
         for_search = most - finals.reserved(most - self.run.num_finals, self.plan.finals)
         if not ignore_budget and len(self.run.trials) >= for_search:

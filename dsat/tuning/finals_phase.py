@@ -36,7 +36,6 @@ class FinalsPhase:
         """
         plan, run = self._plan, self._run
         searched = len(run.trials) - run.num_finals
-        assert run.plan is not None
         most = run.plan.max_trials - run.num_finals
         own = run.baseline
         if run.leader is None or own is None or run.leader is own or run.value(own) is None:

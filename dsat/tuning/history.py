@@ -17,7 +17,7 @@ def asked_trials(runs: Iterable[Run], plan: Plan) -> int:
     asked = (
         run.plan.max_trials
         for run in runs
-        if run.plan is not None
+        if run.has_begun
         and run.planned_trials == plan.max_trials
         and plan.difference(run.plan) is None
     )
@@ -31,8 +31,10 @@ def known_outcomes(runs: Iterable[Run], plan: Plan) -> dict[str, Outcome]:
     """
     known: dict[str, Outcome] = {}
     for run in runs:
+        if not run.has_begun:
+            continue
         earlier = run.plan
-        if earlier is None or earlier.measured_beside(plan) != plan.measured_beside(earlier):
+        if earlier.measured_beside(plan) != plan.measured_beside(earlier):
             continue
         names = ("slots_per_trial", "slot_memory_bytes")
         if any(getattr(earlier, name) != getattr(plan, name) for name in names):

@@ -85,7 +85,6 @@ class Ramp:
 
     def update(self, run: Run, micro_batch: int, outcome: Outcome) -> None:
         """Process the outcome of a micro batch of the ramp."""
-        assert run.plan is not None
         value = outcome.value(run.plan.objective)
         if value is None or outcome.metrics is None:
             self.over = True

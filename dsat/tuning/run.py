@@ -29,7 +29,8 @@ class Run:
     """A pure function of the events applied so far.
 
     Attributes:
-        plan: None until the first event.
+        has_begun: there was the first event.
+        plan: from the first event on.
         planned_trials: the most trials by the options that the run was last started with.
         info: what the journal's first line says for people (name, versions, machine).
         trials, outcomes: by trial id, in the order of the events.
@@ -54,7 +55,8 @@ class Run:
     """
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
-        self.plan: Plan | None = None
+        self.has_begun = False
+        self.plan: Plan
         self.planned_trials = 0
         self.info: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}
@@ -89,7 +91,6 @@ class Run:
                 event = events.event_of(line)
                 self.apply(event)
                 if event["event"] == events.EVENT_PROPOSED:
-                    assert self.plan is not None
                     config = self.plan.config(event["trial"].overrides)
                     ds_config.check_sections(config, where=event["trial"].name)
 
@@ -100,6 +101,7 @@ class Run:
         self.running_s += event.get("elapsed_s", 0.0)
         self.skipped += event.get("skipped", [])
         if kind == events.EVENT_START:
+            self.has_begun = True
             self.plan = event["plan"]
             self.planned_trials = event["plan"].max_trials
             self._objective = event["plan"].objective
@@ -119,7 +121,6 @@ class Run:
         elif kind == events.EVENT_FINALS:
             self._begin_finals(event)
         elif kind == events.EVENT_BUDGET:
-            assert self.plan is not None
             goes_on = event["max_trials"] > self.plan.max_trials and not event.get("converged")
             if goes_on:
                 self._earlier_noise = self.noise
@@ -135,7 +136,6 @@ class Run:
             self.stop_reason = None
 
     def _finish(self, trial_id: int, outcome: Outcome) -> None:
-        assert self.plan is not None
         self.outcomes[trial_id] = outcome
         self.ended_s[trial_id] = self.running_s
         trial = self.trials[trial_id]
@@ -208,7 +208,7 @@ class Run:
         """Disqualify a pick that trains differently from the user's own configuration."""
         if finals.pick is None:
             return
-        assert self.plan is not None and self.baseline is not None
+        assert self.baseline is not None
         pick = self.trials[finals.pick.trial_id]
         reason = self.training.disqualification(self.plan, self.baseline, pick, self.changes)
         if reason is not None:
@@ -217,7 +217,6 @@ class Run:
 
     def contestant(self, trial: Trial, predicted: float | None = None) -> Contestant:
         """Make a contestant of the finals from a trial that ran, and what a model predicts."""
-        assert self.plan is not None
         outcome, value = self.outcomes[trial.id], self.value(trial)
         assert value is not None and outcome.metrics is not None
         memory = outcome.memory
@@ -237,7 +236,6 @@ class Run:
 
         Where the limit is all that a slot has, the context and the libraries count as well.
         """
-        assert self.plan is not None
         memory = outcome.memory
         if memory is None or not memory.peak:
             return None
@@ -249,7 +247,6 @@ class Run:
         Returns:
             Both values by the setting's name: `zero_optimization.stage`; None where it is absent.
         """
-        assert self.plan is not None
         switches = own_switches(self)
         own = ds_config.flat({**self.plan.config({}), **switches})
         its = ds_config.flat({**self.plan.config(trial.overrides), **switches, **trial.script_args})
@@ -272,7 +269,7 @@ class Run:
             if self.leader is None:
                 return None
             return own if pairs is not None and pairs.mean <= 0 else self._surely_best or own
-        assert self.plan is not None and own is not None
+        assert own is not None
         if finals.pick is not None and (
             finals.comparison is None or finals.is_worth_it or not self.plan.admits(own.batch)
         ):
@@ -282,7 +279,6 @@ class Run:
     @property
     def _surely_best(self) -> Trial | None:
         """The best of the search that beats the user's own surely, by enough for its batch."""
-        assert self.plan is not None
         searched = [trial for trial in self.trials.values() if trial.kind is TrialKind.SEARCH]
         values = [(self.value(trial), trial) for trial in searched if self.plan.admits(trial.batch)]
         gains = [(self._objective.log_value(v), trial) for v, trial in values if v is not None]
@@ -306,7 +302,7 @@ class Run:
             batch sizes of the plan.
         """
         own, plan = self.baseline, self.plan
-        if own is None or trial is None or plan is None or trial is own:
+        if own is None or trial is None or trial is own:
             return None
         if self.value(own) is None or not plan.admits(own.batch):
             return None
@@ -335,7 +331,6 @@ class Run:
     @property
     def longest_s(self) -> float | None:
         """For how many seconds a trial may measure; None for as long as it takes."""
-        assert self.plan is not None
         longest_s = self.plan.longest_s
         return None if longest_s is None else max(longest_s, TIMES_THE_OWN * self._usual_step_s)
 
@@ -374,7 +369,6 @@ def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
 
 def own_switches(run: Run) -> dict[str, Any]:
     """Return the script's own values of its switches, as far as they are known."""
-    assert run.plan is not None
     found = {} if run.profile is None else run.profile.switches
     return {
         **{name: switch.values[0] for name, switch in found.items()},

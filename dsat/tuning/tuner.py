@@ -68,7 +68,7 @@ class Tuner:
         self._clock = clock
         self._last_event_s = clock() if last_event_s is None else last_event_s
         replay(self.decisions, events or [])
-        if self.run.plan is None:
+        if not self.run.has_begun:
             self._append(
                 {
                     "event": EVENT_START,

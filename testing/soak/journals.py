@@ -55,7 +55,7 @@ def _use(path: Path, method: str) -> tuple[str, str]:
 
 def _show(path: Path, method: str) -> None:
     run = Run(read_events(path))
-    if run.plan is not None:
+    if run.has_begun:
         summary.markdown(RunView.of(run), "train").encode("utf-8", "surrogateescape")
         json.dumps(RunView.of(run).to_json(path.parent), allow_nan=False)
         page.html(run, "trials", "train").encode("utf-8", "surrogateescape")

@@ -104,7 +104,7 @@ def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
 def test_only_runs_of_the_same_model_correct_a_projection() -> None:
     past = past_runs.load(Path(testing.__file__).parent / "recorded_run")
     profile, plan = past.run.profile, past.run.plan
-    assert profile is not None and plan is not None
+    assert profile is not None
 
     def traced(params: float = 1.0, flops: float = 1.0) -> project.Traced:
         facts = ModelFacts.of_profile(profile)
@@ -125,7 +125,7 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
     """Trials on two hosts with a slow network took as long as that network makes them take."""
     past = past_runs.load(Path(testing.__file__).parent / "recorded_run")
     run, network = past.run, 1e9
-    assert run.plan is not None and run.profile is not None
+    assert run.profile is not None
     run.plan = replace(
         run.plan,
         slots_per_trial=16,

@@ -90,7 +90,6 @@ def test_a_search_that_found_something_says_what() -> None:
 
 def test_what_varies_is_declared_and_each_trial_has_a_value_of_it() -> None:
     run = Theatre(plan_of("random", max_trials=12, slots_per_trial=2)).play().run
-    assert run.plan is not None
     declared = hyperparameters.declared(run.plan)
     assert declared["stage"]["vals"] == sorted(declared["stage"]["vals"])
     for trial in run.trials.values():

@@ -123,7 +123,7 @@ def test_a_command_with_its_configuration_in_its_arguments(plain: Path) -> None:
     script = ["train.py", "--deepspeed", "--deepspeed_config", "ds_config.json", *SMALL_MODEL]
     told = dsat(plain, "binary", *words, "--ds-config", "ds_config.json", "--", *script)
     run = assert_found(plain / "run", told)
-    assert run.plan is not None and run.plan.slots_per_trial == 2
+    assert run.plan.slots_per_trial == 2
     # The user's file is as it was, and the command that is printed trains with the best.
     assert read_json(plain / "ds_config.json") == read_json(
         ROOT / "examples" / "plain" / "ds_config.json"
@@ -170,7 +170,6 @@ def test_a_configuration_that_is_only_in_the_script(tmp_path: Path) -> None:
     options += ["--finals", 0]
     told = dsat(tmp_path, "random", *options, "--", "python3", "train.py")
     run = assert_found(tmp_path / "run", told)
-    assert run.plan is not None
     assert run.plan.base_config["gradient_clipping"] == 0.5
     assert run.plan.own_batch.micro_batch == 4
     best = read_json(tmp_path / "run" / "best_ds_config.json")
@@ -296,7 +295,6 @@ def test_the_autotuners_configuration_with_lists(plain: Path) -> None:
     words = ["tune", "--memory-model", "formula", "--num_gpus", 1, *script]
     told = dsat(plain, *words)
     run = assert_found(plain / "results", told)
-    assert run.plan is not None
     assert run.plan.metric == "FLOPS_per_gpu"
     assert run.plan.micro_batches == (2, 4)
     assert {trial.stage for trial in run.trials.values()} == {0, 1, 2, 3}

@@ -41,7 +41,7 @@ def at(events: list[dict[str, object]], outcomes: int) -> Run:
 def test_the_time_left_is_that_of_the_trials_that_are_left(events: list[dict[str, object]]) -> None:
     assert progress.time_left(at(events, 3), at_once=1) is None
     run = at(events, 14)
-    assert run.plan is not None and run.plan.max_trials == 40 and run.plan.finals is None
+    assert run.plan.max_trials == 40 and run.plan.finals is None
     took = iter(range(10, 100))  # the profile's 10 s do not count
     run.outcomes = {i: replace(o, duration_s=next(took)) for i, o in run.outcomes.items()}
     alone = progress.time_left(run, at_once=1)
@@ -64,7 +64,7 @@ def test_the_view_on_a_terminal(events: list[dict[str, object]], tmp_path: Path)
     with view:
         view.waited(run)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-    assert run.best is not None and run.plan is not None
+    assert run.best is not None
     assert "14 of at most 40 trials" in text and f"{len(run.running)} of 2 slots busy" in text
     assert f"Use {run.best.name}." in text and "x, unconfirmed: " in text
     assert "step 6" in text

@@ -42,7 +42,6 @@ class Talkative(Steady):
 def run() -> Run:
     run = run_of_world(Talkative(), method="random", finals=None, trials=30)
     run.info = INFO
-    assert run.plan is not None
     private: dict[str, Any] = {
         "wandb": {"enabled": True, "project": PRIVATE},
         "tensorboard": {"output_path": f"/home/{PRIVATE}"},
@@ -102,7 +101,7 @@ def test_what_others_found_for_the_same_model_is_tried_first(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert run.plan is not None and run.best is not None
+    assert run.best is not None
     slots = run.plan.slots_per_trial
     assert shared_runs.suggestions("", "NVIDIA H100", slots) == ()
     share.write(SharedRun.of(RunView.of(run)), tmp_path / "run.json")

@@ -291,7 +291,6 @@ def of_sequences(
 
 
 def with_option(run: Run, length: int) -> Run:
-    assert run.plan is not None
     run.plan = replace(run.plan, max_seq_length=length)
     return run
 

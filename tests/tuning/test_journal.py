@@ -274,7 +274,7 @@ def test_a_journal_without_fields_that_came_later_is_read() -> None:
     events = read_events(JOURNALS / "before_smaller_may_run.jsonl")
     assert "smaller_may_run" not in json.dumps(events)
     run = Run(events)
-    assert run.plan is not None and run.plan.max_trials == len(run.outcomes) == 12
+    assert run.plan.max_trials == len(run.outcomes) == 12
     assert run.stop_reason == "all 12 trials are done" and run.best is not None
     assert run.outcomes[run.best.id].smaller_may_run is False
     assert run.best.strategy == f"z{run.best.stage}"

@@ -83,9 +83,7 @@ def test_a_finished_run_continues_with_more_trials(method: str) -> None:
     assert Run(journal.events[: first_stop + 1]).stop_reason == "the budget of 8 trials is used"
     assert Run(journal.events[: first_stop + 2]).stop_reason is None
     assert Run(journal.events).stop_reason == "the budget of 15 trials is used"
-    plan = Run(journal.events).plan
-    assert plan is not None
-    assert plan.max_trials == 15
+    assert Run(journal.events).plan.max_trials == 15
 
 
 def test_a_run_continued_with_fewer_trials_than_it_had_is_over() -> None:
