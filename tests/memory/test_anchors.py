@@ -88,7 +88,7 @@ def test_a_simulation_fits_below_any_temporary_folder(
 ) -> None:
     def formulas() -> list[str]:
         with Simulator(FakeSimulationHost(FACTS, by_formula(FACTS)), as_cpu=False) as simulator:
-            return [simulator.estimate(CONFIGS[1], micro_batch=2, slots=1).source]
+            return [each.source for each in simulator.estimates([Question(CONFIGS[1], 2, 1)])]
 
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
