@@ -329,6 +329,18 @@ def test_errors_are_those_of_dsat(pretend: list[Prepared], tmp_path: Path) -> No
         dsat.tune(TINY, method="random", max_rungs=3, **SMALL)
 
 
+@pytest.mark.parametrize("call", ["tune", "estimate", "project"])
+def test_a_call_inside_a_trial_is_refused(
+    call: str, pretend: list[Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script that is tuned comes to the call: without end, were it answered."""
+    monkeypatch.setenv("DSAT_TRIAL_DIR", str(tmp_path))
+    options = SMALL if call == "tune" else {}
+    with pytest.raises(UserInputError, match=r"inside a trial.*if __name__"):
+        getattr(dsat, call)(TINY, **options)
+    assert not Path("dsat_runs").exists()
+
+
 def test_a_search_that_found_nothing_raises_the_scripts_own_error(
     pretend: list[Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 
 from dsat.app import own_files
 from dsat.engines.local.first_run import FirstRun
+from dsat.engines.local.leftovers import TRIAL_VARIABLE
 from dsat.errors import UserInputError
+from dsat.in_trial.script_api import hparams_of_this_task
 from dsat.inputs import ds_config, recorded_start
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs import experiment as experiments
@@ -142,8 +144,9 @@ def read(target: Target) -> Source:
     """Read the target; start nothing.
 
     Raises:
-        UserInputError: something of it is wrong.
+        UserInputError: something of it is wrong, or this is a trial.
     """
+    refuse_in_trial()
     if not target.command:
         experiment = read_experiment(target)
         program = entrypoints.parse(experiment.entrypoint, experiment.model_dir)
@@ -165,6 +168,18 @@ def read(target: Target) -> Source:
     program = replace(program, started_by=_command_of(target, is_known=True))
     given = None if program.config_path is not None else target.ds_config
     return Source(experiment, program, unknown, given)
+
+
+def refuse_in_trial() -> None:
+    """Raise UserInputError inside a trial, whose own trials would come here again without end."""
+    of_cluster = ds_config.DSAT_TRIAL_KEY in (hparams_of_this_task() or {})
+    if of_cluster or TRIAL_VARIABLE in os.environ:
+        raise UserInputError(
+            "is called inside a trial: the script that it tunes comes to this call",
+            where="dsat",
+            hint="Call it in a file of its own; if your training script imports that file, below "
+            '`if __name__ == "__main__":`.',
+        )
 
 
 def read_experiment(target: Target) -> Experiment:

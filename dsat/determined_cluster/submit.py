@@ -207,6 +207,9 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     """Read and check all that you gave."""
     assert choice.master is not None
     clients.check_installed(choice.master)
+    import determined  # noqa: F401  # it knows whether this is a trial
+
+    source.refuse_in_trial()
     experiment = source.read_experiment(settings)
     slots = settings.slots or experiment.slots_per_trial
     try:

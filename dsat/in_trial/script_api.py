@@ -124,7 +124,7 @@ def dsat_reporting_context(
     """
     from dsat.in_trial.meter import TrialComplete
 
-    task = _attach(_hparams_of_this_task())
+    task = _attach(hparams_of_this_task())
     steps = op.length if steps_completed is None else steps_completed
     if task is not None:
         task.follow(core_context, op, steps)
@@ -162,7 +162,8 @@ def _attach(hparams: Mapping[str, Any] | None) -> Task | None:
     return attached
 
 
-def _hparams_of_this_task() -> Mapping[str, Any] | None:
+def hparams_of_this_task() -> Mapping[str, Any] | None:
+    """Return the hyperparameters of Determined's trial that this is; None if it is none."""
     determined: Any = sys.modules.get("determined")
     info = None if determined is None else determined.get_cluster_info()
     if info is None or info.task_type != "TRIAL":

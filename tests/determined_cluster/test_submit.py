@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from dsat.determined_cluster import client, result, submit
 from dsat.determined_cluster.master import retry_while_unreachable
 from dsat.errors import UserInputError
 from dsat.inputs.settings import Settings
+from dsat.inputs.ds_config import DSAT_TRIAL_KEY
 from testing.local import PROGRAMS
 from testing.master import StandIn
 from testing.master.states import State
@@ -59,6 +61,17 @@ def test_a_search_is_submitted_from_python(
     assert capsys.readouterr() == ("", "")
     with pytest.raises(UserInputError, match="--cold: is for trials on this machine"):
         dsat_api.tune(config, engine="determined", cold=True)
+
+
+def test_a_trial_on_the_cluster_submits_nothing(
+    master: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = SimpleNamespace(hparams={DSAT_TRIAL_KEY: {}})
+    info = SimpleNamespace(task_type="TRIAL", trial=trial)
+    monkeypatch.setattr("determined.get_cluster_info", lambda: info)
+    with pytest.raises(UserInputError, match="inside a trial"):
+        dsat_api.tune(PRETEND / "deepspeed.yaml", metric="throughput", detach=True)
+    assert master.experiments == []
 
 
 def test_the_search_is_submitted_where_the_user_wants_it(
