@@ -39,11 +39,9 @@ class PastRun:
     @property
     def state(self) -> str:
         """`goes on`, `interrupted`, `over` or `failed`."""
-        if self.goes_on:
-            return "goes on"
-        if self.run.stop_reason is None:
-            return "interrupted"
-        return "over" if self.run.best is not None else "failed"
+        if self.run.stop_reason is not None:  # its process may still train in full length
+            return "over" if self.run.best is not None else "failed"
+        return "goes on" if self.goes_on else "interrupted"
 
 
 def folders(above: Path | None = None) -> list[Path]:

@@ -274,5 +274,6 @@ def serving(folder: Path) -> Iterator[str]:
             assert server.stdout is not None
             lines = [server.stdout.readline() for _ in range(3)]
             yield json.loads("".join(lines))["url"]
+            time.sleep(2 * _EVERY_S)  # open pages still learn that the run is over
         finally:
             server.terminate()

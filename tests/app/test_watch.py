@@ -18,7 +18,7 @@ import pytest
 from dsat.app import local, mailbox, watch
 from dsat.app.folder_lock import FolderLock
 from dsat.cli.main import main
-from dsat.tuning.requests import Request
+from dsat.tuning.requests import Request, RequestKind
 from dsat.tuning.run import Run
 from testing.made_up_runs import Steady, write_run
 from testing.simulated import SimulatedEngine
@@ -147,6 +147,17 @@ def test_what_may_be_asked(
     assert len(left) == (1 if status == 202 else 0)
     if left:
         assert left[0] == Request.from_json(asked)
+
+
+def test_a_run_that_is_over_takes_no_requests(tmp_path: Path) -> None:
+    """Its process may still live: it trains in full length, or writes the report."""
+    write_run(tmp_path, Steady(), trials=3)
+    lock = FolderLock(tmp_path)
+    try:
+        assert watch._leave(tmp_path, Request(RequestKind.STOP))[0] == 409
+        assert mailbox.take(tmp_path) == []
+    finally:
+        lock.close()
 
 
 def test_a_nested_request_is_refused(served: tuple[Path, str, str, Run]) -> None:

@@ -82,7 +82,11 @@ def test_one_trial_is_told_in_full(run: Run, capsys: pytest.CaptureFixture[str])
 
 
 def test_runs_are_listed_the_newest_first(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = FolderLock(Path("dsat_runs/model-1"))
+    journal = Path("dsat_runs/model-1/journal.jsonl")
+    *begun, stopped = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(begun))
+    os.utime(journal, (1e9, 1e9))
+    lock = FolderLock(journal.parent)
     try:
         rows = json.loads(said(capsys, "runs", "--json"))
         assert [Path(row["run_dir"]).name for row in rows] == ["model-2", "model-1"]
@@ -91,10 +95,13 @@ def test_runs_are_listed_the_newest_first(run: Run, capsys: pytest.CaptureFixtur
         Path("dsat_runs/model-1/.dsat").write_text('{"pid": 1, "host": "elsewhere"}')
         rows = json.loads(said(capsys, "runs", "--json"))
         assert [row["state"] for row in rows] == ["over", "goes on"]
+        # Its process may still train in full length.
+        journal.write_text("".join([*begun, stopped]))
+        os.utime(journal, (1e9, 1e9))
+        rows = json.loads(said(capsys, "runs", "--json"))
+        assert [row["state"] for row in rows] == ["over", "over"]
     finally:
         lock.close()
-    rows = json.loads(said(capsys, "runs", "--json"))
-    assert [row["state"] for row in rows] == ["over", "over"]
     Path("dsat_runs/torn-1").mkdir()
     Path("dsat_runs/torn-1/journal.jsonl").write_text("{}\nno\n")
     assert main(["runs"]) == 0
