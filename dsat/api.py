@@ -62,16 +62,17 @@ Callback = Callable[[Row], object]
 class Result:
     """The result of a search, or its state so far; `str` of it is the verdict.
 
-    A row is a trial as a plain mapping: `name`, `kind` ("profile", "baseline" or "search"),
-    `stage`, the batch sizes, `overrides` of the DeepSpeed configuration, `script_args`, `outcome`
-    ("OK", "OOM", ..; None while it runs), `message`, `predicted_bytes` and `used_bytes` of a slot's
-    memory, and `metrics`.
+    A row is a single trial as a plain mapping: `name`, `kind` ("profile", "baseline", "search" or
+    "final"), `stage`, the batch sizes, `overrides` of the DeepSpeed configuration, `script_args`,
+    `outcome` ("OK", "OOM", ..; None while it runs), `message`, `predicted_bytes` and `used_bytes`
+    of a slot's memory, and `metrics`. The verdict is by the finals, which run configurations again.
 
     Attributes:
         run_dir: the folder of the run; None if it is on a Determined cluster.
         metric: what was optimised.
-        best: the row of the best trial; None if there is none.
-        best_value: of the metric.
+        best: the row of the best trial, as the search measured it; None if there is none.
+        best_value: of the metric; the median of its runs in the finals, if there were any.
+        own_value: the same of the user's own configuration.
         best_config: the DeepSpeed configuration to train with.
         baseline: the row of the user's own configuration.
         gain: how many times as good the best is as the user's own configuration.
@@ -89,6 +90,7 @@ class Result:
     metric: str
     best: Row | None = None
     best_value: float | None = None
+    own_value: float | None = None
     best_config: dict[str, Any] | None = None
     baseline: Row | None = None
     gain: float | None = None
@@ -178,7 +180,7 @@ def load_run(path: PathLike) -> Result:
     if folder.name == FILE_NAME:
         folder = folder.parent
     past = past_runs.load(folder)
-    return _result(_told(past.run, past.folder), run_dir=past.folder)
+    return _result(RunView.of(past.run).to_json(past.folder), run_dir=past.folder)
 
 
 def register_search(name: str, search: type[Search]) -> None:
@@ -292,20 +294,16 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
         if search.run.best is not None:
             line = train_command.line(ready, search.run, search.folder)
         return _result(
-            _told(search.run, search.folder),
+            RunView.of(search.run).to_json(search.folder),
             run_dir=search.folder,
             train_command=line,
             interrupted=search.interrupted,
         )
 
 
-def _told(run: Run, folder: Path) -> dict[str, Any]:
-    return {**RunView.of(run).to_json(folder), "best_value": run.best_value}
-
-
 def _result(told: Mapping[str, Any], **known: Any) -> Result:
     """Return the result that a summary tells; it may have only a part of its fields."""
-    same = "metric best best_value baseline gain stop_reason wall_s".split()
+    same = "metric best best_value own_value baseline gain stop_reason wall_s".split()
     return Result(
         **{name: told[name] for name in same if name in told},
         best_config=told.get("best_ds_config"),

@@ -29,8 +29,7 @@ def of_run(view: RunView, *, over: bool) -> dict[str, Any]:
     """Return the result as `--json` prints it, without secrets."""
     found = view.to_json(Path())
     del found["run_dir"]  # it ends with the container
-    found.update(over=over, best_value=view.best_value)
-    shown: dict[str, Any] = values_without_secrets(found)
+    shown: dict[str, Any] = values_without_secrets({**found, "over": over})
     return shown
 
 

@@ -19,7 +19,7 @@ from dsat.report.differences import TRAIN_BATCH, differences
 from dsat.report.longest_sequence import memory_warning
 from dsat.tuning.comparison import Gain
 from dsat.tuning.finals import LEAST_RUN
-from dsat.tuning.run import Run, own_switches, typical_outcome
+from dsat.tuning.run import Run, own_switches
 from dsat.tuning.same_training import Agreement
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
@@ -168,10 +168,9 @@ def _headline(run: Run, best: Trial, outcome: Outcome) -> str:
     value = fmt.metric(run.plan.metric, outcome.value(objective), digits=3)
     if best is run.baseline:
         return f"Keep your configuration ({value}): {_why_keep(run)}."
-    own = None if run.baseline is None else typical_outcome(run, run.baseline)
-    if gained.ratio is None or own is None:
+    if gained.ratio is None or run.own_value is None:
         return f"Use {best.name} ({value}): {_why_no_gain(run)}."
-    change = fmt.change(run.plan.metric, own.value(objective), outcome.value(objective))
+    change = fmt.change(run.plan.metric, run.own_value, outcome.value(objective))
     its, yours = best.batch.train_batch_size, run.plan.own_batch.train_batch_size
     batch = "" if its == yours else f" with a global batch of {its} instead of {yours}"
     if gained.ratio < 1:

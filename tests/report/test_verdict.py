@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from dsat.in_trial.batches import OF_ITS_OWN, UNCOUNTED, UNSEEN
 from dsat.in_trial.config_injection import ZERO_INIT
 from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG
 from dsat.report import advice
+from dsat.report import format as fmt
 from dsat.report.longest_sequence import memory_warning
 from dsat.report.run_view import RunView, best_config
 from dsat.report.verdict import gain, say_gain, verdict
@@ -21,6 +23,7 @@ from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import MemoryUse, Outcome, OwnOptimizer, SequenceLengths
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import FakeClock, World, drive, failed, plan_of, profiled, ran, weightless
+from testing.made_up_runs import Steady, run_of_world
 from tests.report.test_summary import run_of
 from tests.tuning.test_finals_phase import (
     OWN_BUCKET,
@@ -41,6 +44,15 @@ def test_the_first_lines_are_the_gain_what_changed_and_how_sure_it_is() -> None:
         "confirm it (--finals).",
     )
     assert [line.partition(":")[0] for line in said[3:]] == ["Batch", "Learning rate"]
+
+
+def test_programs_get_the_values_of_the_verdict() -> None:
+    """The finals', where there were any: the rows are single trials, and tell another gain."""
+    run = run_of_world(Steady(), finals=None, trials=60)
+    told = RunView.of(run).to_json(Path())
+    change = fmt.change("throughput", told["own_value"], told["best_value"])
+    assert told["gain"] != 1 and change in verdict(run).headline
+    assert told["best_value"] != told["best"]["metrics"]["throughput"]
 
 
 def test_measurements_that_say_little_are_warned_of() -> None:
