@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 
 import dsat
 from dsat import api
-from dsat.app import local
+from dsat.app import local, past_runs
 from dsat.app.prepare import Prepared
 from dsat.engines.places import local as this_machine
 from dsat.errors import (
@@ -141,6 +143,7 @@ def test_a_search_from_python(
     caplog.set_level("INFO", logger="dsat")
     rows: list[api.Row] = []
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    began_s = time.time()
     result = dsat.tune(TINY, method="random", callbacks=[rows.append], **SMALL)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert capsys.readouterr() == ("", "")
@@ -159,6 +162,8 @@ def test_a_search_from_python(
     assert ready.settings.search_options == defaults
     assert result.train_command is not None
     assert replace(result, train_command=None) == dsat.load_run(result.run_dir)
+    os.utime(result.run_dir / FILE_NAME, (1e9, 1e9))  # as of a copy
+    assert past_runs.load(result.run_dir).changed_s >= round(began_s, 3)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,8 @@ class LocalSearch:
 def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner:
     """Return the tuner of a run, whose journal is closed with the others."""
     journal = opened.enter_context(Journal(folder / FILE_NAME))
-    return Tuner(ready.plan, journal, info=ready.info, events=journal.events)
+    events = journal.events
+    return Tuner(ready.plan, journal, info=ready.info, events=events, time_of_day=time.time)
 
 
 def _messages(ready: Prepared, folder: Path, info: Mapping[str, Any]) -> Iterator[str]:

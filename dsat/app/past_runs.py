@@ -74,7 +74,8 @@ def load(path: Path | None = None) -> PastRun:
         raise UserInputError("has not begun yet", where=str(folder))
     goes_on = is_locked(folder)
     run.paused = not goes_on  # also if it was killed
-    return PastRun(folder, run, goes_on, journal.stat().st_mtime)
+    changed_s = journal.stat().st_mtime if run.changed_s is None else run.changed_s
+    return PastRun(folder, run, goes_on, changed_s)
 
 
 def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
@@ -91,7 +92,7 @@ def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
             found.append(load(folder))
         except (JournalError, UserInputError, OSError) as error:
             unread.append(str(error))
-    return found, unread
+    return sorted(found, key=lambda past: past.changed_s, reverse=True), unread
 
 
 def find(path: Path | None) -> Path:

@@ -33,7 +33,8 @@ def rows(view: RunView) -> list[dict[str, Any]]:
         row = each.to_json()
         config, script = values_without_secrets([row.pop("overrides"), row.pop("script_args")])
         metrics = row.pop("metrics") or {}
-        row |= {"message": row["message"][:_MOST_TEXT], "took_s": each.took_s}
+        row |= {"is_best": each.is_best, "message": row["message"][:_MOST_TEXT]}
+        row["took_s"] = each.took_s
         row["ended_s"] = each.ended_s
         row |= {f"config.{key}": _plain(value) for key, value in flat(config).items()}
         row |= {f"script.{key}": _plain(value) for key, value in script.items()}
@@ -78,9 +79,9 @@ def to_optuna(view: RunView, output: Path, name: str, began_s: float) -> None:
         study_name=name,
         direction="minimize" if view.plan.objective.smaller_is_better else "maximize",
     )
-    study.set_user_attr("metric", view.plan.metric)
-    for key, value in view.info.items():
-        study.set_user_attr(str(key), str(value)[:_MOST_TEXT])
+    for key, value in {**_decision(view), **view.info}.items():
+        is_number = isinstance(value, float)
+        study.set_user_attr(str(key), value if is_number else str(value)[:_MOST_TEXT])
     states, distributions = optuna.trial.TrialState, _distributions(view)
     for each, outcome in _compared(view):
         params = _params(each)
@@ -91,14 +92,14 @@ def to_optuna(view: RunView, output: Path, name: str, began_s: float) -> None:
             distributions={key: distributions[key] for key in params},
             user_attrs={
                 "name": each.trial.name,
+                "is_best": each.is_best,
                 "kind": each.trial.kind.value,
                 "outcome": outcome.kind.value,
                 "message": outcome.message[:_MOST_TEXT],
                 **({} if outcome.metrics is None else outcome.metrics.to_json()),
             },
         )
-        ended_s = began_s + (each.ended_s or 0.0)
-        frozen.datetime_complete = datetime.datetime.fromtimestamp(ended_s)
+        frozen.datetime_complete = datetime.datetime.fromtimestamp(_ended_at_s(each, began_s))
         begin = datetime.timedelta(seconds=outcome.duration_s)
         frozen.datetime_start = frozen.datetime_complete - begin
         study.add_trial(frozen)
@@ -110,14 +111,20 @@ def to_mlflow(view: RunView, output: Path, name: str, began_s: float) -> None:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{output}")
-    experiment = client.create_experiment(name, artifact_location=output.parent.as_uri())
+    tags = {key: str(value)[:_MOST_TEXT] for key, value in _decision(view).items()}
+    place = output.parent.as_uri()
+    experiment = client.create_experiment(name, artifact_location=place, tags=tags)
     for each, outcome in _compared(view):
-        ended_ms = round(1000 * (began_s + (each.ended_s or 0.0)))
+        ended_ms = round(1000 * _ended_at_s(each, began_s))
         created = client.create_run(
             experiment,
             start_time=ended_ms - round(1000 * outcome.duration_s),
             run_name=each.trial.name,
-            tags={"kind": each.trial.kind.value, "outcome": outcome.kind.value},
+            tags={
+                "kind": each.trial.kind.value,
+                "outcome": outcome.kind.value,
+                "is_best": str(each.is_best),
+            },
         ).info.run_id
         metrics = {} if outcome.metrics is None else outcome.metrics.to_json()
         client.log_batch(
@@ -143,9 +150,9 @@ def to_tensorboard(view: RunView, output: Path, name: str, began_s: float) -> No
 
     output.mkdir()
     for each, outcome in _compared(view):
-        ended_s = began_s + (each.ended_s or 0.0)
+        ended_s = _ended_at_s(each, began_s)
         measured = {} if each.value is None else {view.plan.metric: each.value}
-        params = {**_params(each), "outcome": outcome.kind.value}
+        params = {**_params(each), "outcome": outcome.kind.value, "is_best": each.is_best}
         with SummaryWriter(str(output / each.trial.name)) as writer:
             writer.add_hparams(params, measured, run_name=".", global_step=0)
             for number, step_ms in enumerate(outcome.step_ms, start=1):
@@ -196,6 +203,25 @@ def _compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:
     for each in sorted(view.ended, key=lambda each: each.ended_s or 0.0):
         if each.trial.kind is not TrialKind.PROFILE and each.outcome is not None:
             yield each, each.outcome
+
+
+def _ended_at_s(each: TrialView, began_s: float) -> float:
+    """Return when a trial ended, in seconds since the epoch."""
+    if each.ended_at_s is not None:
+        return each.ended_at_s
+    return began_s + (each.ended_s or 0.0)  # a journal of an earlier version
+
+
+def _decision(view: RunView) -> dict[str, Any]:
+    """Return the verdict with its values, which are not those of single trials."""
+    found = {
+        "metric": view.plan.metric,
+        "verdict": "\n".join(view.verdict.lines),
+        "gain": view.gain.ratio,
+        "best_value": view.best_value,
+        "own_value": view.own_value,
+    }
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _params(each: TrialView) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class TrialView:
         used_bytes: peak of a slot, comparable with the prediction.
         settings: its own settings by dotted path, batch sizes included, without secrets.
         ended_s: time since the run's start.
+        ended_at_s: time since the epoch; None if the journal does not say.
     """
 
     trial: Trial
@@ -41,6 +42,7 @@ class TrialView:
     settings: Mapping[str, Any]
     is_best: bool
     ended_s: float | None
+    ended_at_s: float | None
 
     @classmethod
     def of(cls, run: Run, trial: Trial, *, is_best: bool | None = None) -> TrialView:
@@ -56,6 +58,7 @@ class TrialView:
             settings=flat(values_without_secrets({**trial.overrides, **trial.script_args})),
             is_best=trial is run.best if is_best is None else is_best,
             ended_s=run.ended_s.get(trial.id),
+            ended_at_s=run.ended_at_s.get(trial.id),
         )
 
     @property

@@ -44,11 +44,13 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
     EVENT_STOP_ASKED: {"asked": bool},
     EVENT_CANCEL_ASKED: {"trial_id": int},
 }
-# Values that any event may have; `asked`: somebody raised the budget of a run that goes on;
+# Values that any event may have; `time_s`: when, since the epoch, which earlier versions did not
+# say; `asked`: somebody raised the budget of a run that goes on;
 # `converged`: its search was over for another reason. Finals of earlier versions have neither
 # reserves nor a least gain.
 _VALUES_OF_ALL: Mapping[str, Any] = {
     "elapsed_s": float,
+    "time_s": float,
     "skipped": list[str],
     "asked": bool,
     "converged": bool,

@@ -52,6 +52,8 @@ class Run:
         paused: it was interrupted, and did not go on since.
         running_s: wall time between the first and the last event, pauses left out.
         ended_s: that time when a trial ended, by trial id.
+        changed_s, ended_at_s: seconds since the epoch at the last event, and when a trial ended;
+            None in journals of earlier versions.
     """
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -86,6 +88,8 @@ class Run:
         self.trials_since_best = 0
         self.running_s = 0.0
         self.ended_s: dict[int, float] = {}
+        self.ended_at_s: dict[int, float | None] = {}
+        self.changed_s: float | None = None
         for number, line in enumerate(lines, start=1):
             with events.raise_as_corrupt_journal(number):
                 event = events.event_of(line)
@@ -99,6 +103,7 @@ class Run:
         kind = event["event"]
         self.paused = kind == events.EVENT_PAUSED
         self.running_s += event.get("elapsed_s", 0.0)
+        self.changed_s = event.get("time_s")
         self.skipped += event.get("skipped", [])
         if kind == events.EVENT_START:
             self.has_begun = True
@@ -138,6 +143,7 @@ class Run:
     def _finish(self, trial_id: int, outcome: Outcome) -> None:
         self.outcomes[trial_id] = outcome
         self.ended_s[trial_id] = self.running_s
+        self.ended_at_s[trial_id] = self.changed_s
         trial = self.trials[trial_id]
         self._running.pop(trial_id, None)
         value = outcome.value(self._objective)

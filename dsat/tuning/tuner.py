@@ -45,6 +45,7 @@ class Tuner:
         info: for people, into the journal's first line.
         events: those of an earlier tuner, to continue from.
         clock: seconds, monotonic; only to tell people how long things took.
+        time_of_day: seconds since the epoch, for the dates of events; without it they have none.
         last_event_s: when the last of `events` was, by this clock, if the run went on since; by
             default it rested.
 
@@ -60,12 +61,14 @@ class Tuner:
         info: Mapping[str, Any] | None = None,
         events: list[dict[str, Any]] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        time_of_day: Callable[[], float] | None = None,
         last_event_s: float | None = None,
     ) -> None:
         self.plan = plan = as_begun(plan, events or [])
         self.decisions = Decisions(plan)
         self._journal = journal
         self._clock = clock
+        self._time_of_day = time_of_day
         self._last_event_s = clock() if last_event_s is None else last_event_s
         replay(self.decisions, events or [])
         if not self.run.has_begun:
@@ -156,6 +159,8 @@ class Tuner:
     def _append(self, event: dict[str, Any]) -> None:
         now = self._clock()
         event = {**event, "elapsed_s": round(max(0.0, now - self._last_event_s), 3)}
+        if self._time_of_day is not None:
+            event["time_s"] = round(self._time_of_day(), 3)
         self._last_event_s = now
         self._journal.append(encode(event))
         self.decisions.apply(event)

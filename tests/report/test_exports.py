@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from dsat.report import exports
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
-from testing.made_up_runs import Steady, run_of_world
+from testing.made_up_runs import Steady, events_of_world
 
 ENDED_AT_S = 1.8e9
 NASTY = '=HYPERLINK(1)\n"quoted", \U0001f600'
@@ -30,7 +31,10 @@ class Nasty(Steady):
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    return run_of_world(Nasty(), method="random", finals=None, trials=60)
+    events = events_of_world(Nasty(), method="random", finals=None, trials=60)
+    for number, event in enumerate(events):  # of a run that was paused for days
+        event["time_s"] = ENDED_AT_S + 1e5 * number
+    return Run(events)
 
 
 def exported(run: Run, to: str, folder: Path) -> Path:
@@ -53,6 +57,7 @@ def test_a_table_is_read_by_pandas(run: Run, tmp_path: Path, to: str) -> None:
     table = read(exported(run, to, tmp_path))
     assert list(table["name"]) == [trial.name for trial in run.trials.values()]
     assert run.best is not None
+    assert list(table["name"][table["is_best"]]) == [run.best.name]
     best = table[table["name"] == run.best.name].iloc[0]
     assert best["config.train_micro_batch_size_per_gpu"] == run.best.batch.micro_batch
     own = run.outcomes[run.best.id].metrics
@@ -87,8 +92,14 @@ def test_a_study_is_read_by_optuna(run: Run, tmp_path: Path) -> None:
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
         importances = optuna.importance.get_param_importances(study, evaluator=evaluator)
     assert importances["train_micro_batch_size_per_gpu"] > 0
-    ends = [trial.datetime_complete for trial in study.trials]
-    assert ends == sorted(end for end in ends if end is not None)
+    attrs = study.user_attrs
+    assert attrs["verdict"].startswith("Gain") and attrs["best_value"] == run.best_value
+    assert [name for name, trial in trials.items() if trial.user_attrs["is_best"]] == [
+        run.best.name if run.best else None
+    ]
+    assert {t.name: datetime.fromtimestamp(run.ended_at_s[t.id] or 0.0) for t in compared(run)} == {
+        name: trial.datetime_complete for name, trial in trials.items()
+    }
 
 
 @pytest.mark.slow
@@ -120,11 +131,13 @@ def test_runs_are_read_by_mlflow(run: Run, tmp_path: Path, monkeypatch: pytest.M
         experiment = client.get_experiment_by_name("model-1")
         assert experiment is not None
         found = {r.info.run_name: r for r in client.search_runs([experiment.experiment_id])}
+    assert experiment.tags["best_value"] == str(run.best_value)
     assert len(found) == len(compared(run))
     for trial in compared(run):
         ran = run.outcomes[trial.id].ok
         assert found[trial.name].info.status == ("FINISHED" if ran else "FAILED")
         assert found[trial.name].data.metrics.get("throughput") == run.value(trial)
+        assert found[trial.name].data.tags["is_best"] == str(trial is run.best)
         assert found[trial.name].data.params["strategy"] == trial.strategy
 
 
