@@ -67,8 +67,11 @@ def summary_text(view: RunView) -> str:
     profile trial does not count.
     """
     total = sum(stage.trials for stage in view.stages)
-    rows = [_row(stage.strategy, stage.trials, stage.best) for stage in view.stages]
-    rows.append(_row("global", total, view.best))
+    rows = [
+        _row(stage.strategy, stage.trials, stage.best, stage.best.value if stage.best else None)
+        for stage in view.stages
+    ]
+    rows.append(_row("global", total, view.best, view.best_value))
     duration = datetime.timedelta(seconds=view.running_s)
     cost = f"Tuning completed in {duration}. Total number of experiments: {total}."
     table = Table(_HEADINGS, rows, numbers=("num_experiments", "best_metric_val"))
@@ -85,7 +88,9 @@ def experiment(view: RunView, each: TrialView) -> dict[str, Any]:
     }
 
 
-def _row(space: str, trials: int, best: TrialView | None) -> tuple[str, ...]:
-    if best is None or best.value is None:
+def _row(
+    space: str, trials: int, best: TrialView | None, value: float | None
+) -> tuple[str, ...]:
+    if best is None or value is None:
         return space, str(trials), "-", "-"
-    return space, str(trials), f"{best.value:g}", best.trial.name
+    return space, str(trials), f"{value:g}", best.trial.name

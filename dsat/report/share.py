@@ -87,6 +87,8 @@ class SharedRun(Recorded):
         metric: that was optimised.
         trials: those that ended, the profile's left out.
         best: position of the recommended trial in `trials`; None if there is none.
+        best_value: of the metric; the median of its runs in the finals, if there were any. None in
+            files of earlier versions.
         slots, slots_per_host: of a trial, and of each host; 0 if all are on one.
         accelerator, device: DeepSpeed's name of the slots, and their product name.
         software: versions of Python, torch and DeepSpeed.
@@ -103,6 +105,7 @@ class SharedRun(Recorded):
     device: str = ""
     software: str = ""
     longest_sequence: int | None = None
+    best_value: float | None = None
     dsat: str = __version__
     schema: str = SCHEMA
     version: int = VERSION
@@ -146,6 +149,7 @@ class SharedRun(Recorded):
             told.get("device", ""),
             told.get("software", ""),
             longest_sequence=max(lengths, default=None),
+            best_value=view.best_value,
         )
 
 
@@ -176,15 +180,16 @@ def table(runs: Sequence[SharedRun]) -> Table:
         best = run.best_trial
         config = {} if best is None else best.config
         metrics = None if best is None else best.metrics
-        value = None if metrics is None else metrics.value(run.metric)
-        spread = "" if metrics is None else f" ±{fmt.percent(metrics.ci95)}"
+        value = run.best_value
+        if value is None and metrics is not None:
+            value = metrics.value(run.metric)
         rows.append(
             (
                 f"{run.slots} x {run.device or 'unknown device'}",
                 f"{run.model.num_params:,}",
                 str(config.get("zero_optimization.stage", "-")),
                 str(config.get(BATCH_KEYS[1], "-")),
-                f"{fmt.metric(run.metric, value)}{spread}",
+                fmt.metric(run.metric, value),
                 fmt.memory(None if best is None else best.used_bytes),
             )
         )

@@ -257,16 +257,22 @@ def _caveats(views: Views) -> list[str]:
 
 def _same_configurations(first: str, view: RunView, name: str, other: RunView) -> list[str]:
     """Compare the configurations that were measured in both of two runs."""
-    ours, theirs = (
-        {repr(sorted(_settings(each, t).items())): t.value for t in each.ranked if t.value}
-        for each in (view, other)
-    )
+    ours, theirs = _values(view), _values(other)
     same = ours.keys() & theirs.keys()
     if not same or view.plan.metric != other.plan.metric:
         return []
     ratios = [view.plan.objective.gain(theirs[key], ours[key]) for key in same]
     middle = math.exp(statistics.median(map(math.log, ratios)))
     return [
-        f"{len(same)} configurations were measured in {first} and in {name}; there they were "
+        f"{fmt.count(len(same), 'configuration')} measured in {first} and in {name}: in the latter "
         f"{middle:.3f} times as good (median, {min(ratios):.3f} to {max(ratios):.3f})."
     ]
+
+
+def _values(view: RunView) -> dict[str, float]:
+    """Return the median of each measured configuration, several of which ran again."""
+    found: dict[str, list[float]] = {}
+    for each in view.ranked:
+        if each.value:
+            found.setdefault(repr(sorted(_settings(view, each).items())), []).append(each.value)
+    return {key: statistics.median(values) for key, values in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -12,11 +13,13 @@ import pytest
 
 from dsat.app.folder_lock import FolderLock
 from dsat.cli.main import main
+from dsat.report import terminal
+from dsat.report.run_view import RunView
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
-from dsat.values.trial import Trial
-from testing.helpers import failed
-from testing.made_up_runs import HOSTILE, Measured, Steady, write_run
+from dsat.values.trial import Trial, TrialKind
+from testing.helpers import failed, ran
+from testing.made_up_runs import HOSTILE, Measured, Steady, run_of_world, write_run
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07"
 
@@ -114,8 +117,18 @@ def test_two_runs_side_by_side(run: Run, capsys: pytest.CaptureFixture[str]) -> 
     text = said(capsys, "compare", "model-1", "dsat_runs/model-2")
     assert run.best is not None and run.best.name in text
     # What the made-up machine makes of a configuration in a search depends on its name alone.
-    shared = next(line for line in text.splitlines() if "were measured in model-1 and in" in line)
+    shared = next(line for line in text.splitlines() if " measured in model-1 and in" in line)
     assert "1.000 times as good (median, " in shared and int(shared.split()[0]) > 10
+
+
+def test_runs_are_compared_by_the_median_of_what_ran_again() -> None:
+    run = run_of_world(Steady(), finals=None, trials=60)
+    other, steady = copy.deepcopy(run), RunView.of(run)
+    again = next(t for t in run.trials.values() if t.kind is TrialKind.FINAL)
+    other.outcomes[again.id] = ran(1.0)  # one accident
+    told = terminal.comparison_to_json({"a": steady, "b": RunView.of(other)}, dict.fromkeys("ab", Path()))
+    assert " measured in a and in b: in the latter 1.000 times" in told["caveats"][0]
+    assert float(told["caveats"][0].split("median, ")[1].split()[0]) > 0.9
 
 
 @pytest.mark.parametrize(

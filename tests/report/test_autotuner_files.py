@@ -15,6 +15,7 @@ from dsat.report.run_view import RunView
 from dsat.report.table import Table
 from dsat.tuning.run import Run
 from testing.helpers import failed, plan_of, ran
+from testing.made_up_runs import Steady, run_of_world
 from tests.report.test_summary import run_of
 
 COMMAND = "OMP_NUM_THREADS=1 deepspeed train.py --name 'my run' --deepspeed_config ds.json"
@@ -51,6 +52,13 @@ def test_the_summary_is_laid_out_as_natively() -> None:
         "\n"
         "Tuning completed in 0:01:20. Total number of experiments: 7.\n"
     )
+
+
+def test_the_best_of_all_is_as_the_finals_measured_it() -> None:
+    run = run_of_world(Steady(), finals=None, trials=60)
+    [row] = [s for s in autotuner_files.summary_text(RunView.of(run)).splitlines() if "global" in s]
+    assert run.best is not None and run.best_value != run.value(run.best)
+    assert f" {run.best_value:g} | {run.best.name}" in row
 
 
 def test_the_best_latency_is_the_smallest() -> None:

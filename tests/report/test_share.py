@@ -12,6 +12,7 @@ import pytest
 from dsat.app import shared_runs
 from dsat.errors import UserInputError
 from dsat.inputs.switches import ATTENTION
+from dsat.report import format as fmt
 from dsat.report import share
 from dsat.report.run_view import RunView
 from dsat.report.share import SharedRun
@@ -61,6 +62,9 @@ def test_it_holds_measurements_and_nothing_that_tells_whose_they_are(run: Run) -
     assert metrics is not None and best.metrics == metrics
     assert best.config["train_micro_batch_size_per_gpu"] == run.best.batch.micro_batch
     assert shared.device == "NVIDIA H100"
+    confirmed = fmt.metric("throughput", run.best_value)
+    assert [row[4] for row in share.table([shared]).rows] == [confirmed]
+    assert metrics.throughput != run.best_value
     assert {"OK", "OOM"} <= {trial.outcome.value for trial in shared.trials}
 
 
