@@ -88,9 +88,7 @@ def experiment(view: RunView, each: TrialView) -> dict[str, Any]:
     }
 
 
-def _row(
-    space: str, trials: int, best: TrialView | None, value: float | None
-) -> tuple[str, ...]:
+def _row(space: str, trials: int, best: TrialView | None, value: float | None) -> tuple[str, ...]:
     if best is None or value is None:
         return space, str(trials), "-", "-"
     return space, str(trials), f"{value:g}", best.trial.name

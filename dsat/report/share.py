@@ -225,12 +225,17 @@ def read(path: Path) -> SharedRun:
 
 
 def _without_names(profile: ModelProfile) -> ModelProfile:
-    """Return a profile without what the user has named: inputs, kernels of a hub."""
+    """Return a profile without what the user has named: inputs, kernels of a hub, an optimizer."""
     switches = {
         name: replace(switch, values=tuple(filter(_is_plain, switch.values)))
         for name, switch in profile.switches.items()
     }
-    return replace(profile, batch_dimensions={}, fed_instead={}, switches=switches)
+    optimizer = profile.optimizer
+    if not optimizer.by_element:  # others are all of torch or DeepSpeed
+        optimizer = replace(optimizer, kind="")
+    return replace(
+        profile, batch_dimensions={}, fed_instead={}, switches=switches, optimizer=optimizer
+    )
 
 
 def _is_plain(value: Any) -> bool:

@@ -126,7 +126,9 @@ def test_runs_are_compared_by_the_median_of_what_ran_again() -> None:
     other, steady = copy.deepcopy(run), RunView.of(run)
     again = next(t for t in run.trials.values() if t.kind is TrialKind.FINAL)
     other.outcomes[again.id] = ran(1.0)  # one accident
-    told = terminal.comparison_to_json({"a": steady, "b": RunView.of(other)}, dict.fromkeys("ab", Path()))
+    told = terminal.comparison_to_json(
+        {"a": steady, "b": RunView.of(other)}, dict.fromkeys("ab", Path())
+    )
     assert " measured in a and in b: in the latter 1.000 times" in told["caveats"][0]
     assert float(told["caveats"][0].split("median, ")[1].split()[0]) > 0.9
 

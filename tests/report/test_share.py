@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.replay import as_begun
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
-from dsat.values.outcome import Outcome, ScriptSwitch
+from dsat.values.outcome import Outcome, OwnOptimizer, ScriptSwitch
 from dsat.values.trial import Trial, TrialKind
 from testing.helpers import FakeClock, drive, plan_of
 from testing.made_up_runs import Steady, run_of_world
@@ -33,7 +34,8 @@ class Talkative(Steady):
     """Says private things wherever a script can."""
 
     kernels = ScriptSwitch(("sdpa", f"{PRIVATE}/kernel"))
-    profile = replace(Steady.profile, switches={ATTENTION: kernels})
+    optimizer = OwnOptimizer(PRIVATE, by_element=False)
+    profile = replace(Steady.profile, switches={ATTENTION: kernels}, optimizer=optimizer)
 
     def outcome(self, trial: Trial) -> Outcome:
         return replace(super().outcome(trial), message=PRIVATE, detail=PRIVATE, warnings=(PRIVATE,))
@@ -66,6 +68,20 @@ def test_it_holds_measurements_and_nothing_that_tells_whose_they_are(run: Run) -
     assert [row[4] for row in share.table([shared]).rows] == [confirmed]
     assert metrics.throughput != run.best_value
     assert {"OK", "OOM"} <= {trial.outcome.value for trial in shared.trials}
+
+
+def test_every_key_is_in_the_documentation(run: Run) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "sharing.md").read_text()
+
+    def keys(value: Any) -> Iterator[str]:
+        for key, below in value.items() if isinstance(value, dict) else ():
+            yield key
+            if key not in ("config", "switches"):  # by names of settings
+                yield from keys(below[0] if isinstance(below, list) else below)
+
+    data = SharedRun.of(RunView.of(run)).to_json()
+    measured = next(t for t in data["trials"] if t["metrics"])
+    assert [key for key in keys({**data, "trials": [measured]}) if f"`{key}`" not in text] == []
 
 
 def test_it_is_read_again_and_kept(
