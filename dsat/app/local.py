@@ -136,6 +136,7 @@ class LocalSearch:
                     self._engine.close()
                 self._tuner.pause()
         write_files(self.ready, self.run, self.folder)
+        self.status().write(self.folder)
 
     def _drive(self, observers: Sequence[Observer]) -> None:
         ready = self.ready
@@ -166,7 +167,9 @@ class LocalSearch:
 
     def status(self) -> Status:
         """Return what the journal does not hold of a run that goes on."""
-        return Status(self.num_slots, self.at_once, self._tuner.decisions.outlook)
+        found = self.run.best is not None
+        line = train_command.line(self.ready, self.run, self.folder) if found else ""
+        return Status(self.num_slots, self.at_once, self._tuner.decisions.outlook, line)
 
     def _has_work(self) -> bool:
         """Return whether anything is to be run; if not, known results are shown again."""

@@ -24,6 +24,7 @@ from dsat.app.folder_lock import is_locked
 from dsat.engines.local.rank_process import PR_SET_PDEATHSIG, prctl
 from dsat.errors import JournalError, UserInputError
 from dsat.report import watch_page
+from dsat.report.progress import STATUS_FILE
 from dsat.report.watch_page import Watched
 from dsat.tuning.journal import FILE_NAME
 from dsat.tuning.requests import Request, RequestKind
@@ -174,8 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
         while True:
             with contextlib.suppress(FileNotFoundError, JournalError):
                 version = _version(folder)
-                # What is over may look different from what goes on.
-                told = watch_page.now(_watched(folder, version), version[0] * 2 + version[2])
+                told = watch_page.now(_watched(folder, version), str(version))
                 self.wfile.write(f"data: {json.dumps(told)}\n\n".encode())
             time.sleep(_EVERY_S)
 
@@ -216,14 +216,16 @@ def _leave(folder: Path, wanted: Request) -> tuple[int, str]:
     return 202, message
 
 
-def _version(folder: Path) -> tuple[int, int, bool, bool]:
-    """Return what changes with a run: its journal's size and time, its state, its trials' place."""
-    found = (folder / FILE_NAME).stat()
-    return found.st_size, found.st_mtime_ns, is_locked(folder), (folder / "trials").is_dir()
+def _version(folder: Path) -> tuple[int, ...]:
+    """Return what changes with a run: its journal, its status, its state, its trials' place."""
+    found, status = (folder / FILE_NAME).stat(), folder / STATUS_FILE
+    written_ns = status.stat().st_mtime_ns if status.exists() else 0
+    place = (folder / "trials").is_dir()
+    return found.st_size, found.st_mtime_ns, written_ns, is_locked(folder), place
 
 
 @functools.lru_cache(maxsize=8)  # a journal is read again when it has grown
-def _watched(folder: Path, version: tuple[int, int, bool, bool]) -> Watched:
+def _watched(folder: Path, version: tuple[int, ...]) -> Watched:
     past = past_runs.load(folder)
     return Watched(past.folder, past.run, past.state, past.trials)
 

@@ -29,11 +29,13 @@ class Status(Recorded):
         num_slots: slots that trials may use at once.
         at_once: trials of the search that may run at a time.
         outlook: what the search expects of its next trial.
+        train_line: the command that trains with the best configuration; empty without one.
     """
 
     num_slots: int
     at_once: int
     outlook: Outlook | None = None
+    train_line: str = ""
 
     def write(self, folder: Path) -> None:
         """Write it into a run's folder."""

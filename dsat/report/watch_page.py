@@ -50,12 +50,14 @@ def state(watched: Watched, query: str) -> dict[str, Any]:
     """Return the parts of the page: `html`, and `specs` of the plots in it."""
     if not watched.run.trials:
         return {"html": "<p>No trial has begun.</p>", "specs": []}
-    parts = page.parts(watched.run, "trials", "", query=query)
+    status = progress.Status.of_run(watched.folder)
+    line = "" if status is None else status.train_line
+    parts = page.parts(watched.run, "trials", line, query=query)
     specs = [plot["spec"] for plot in parts["plots"]]
     return {"html": page.render("body.html", **parts), "specs": specs}
 
 
-def now(watched: Watched, version: int) -> dict[str, Any]:
+def now(watched: Watched, version: str) -> dict[str, Any]:
     """Return the status that is sent every second.
 
     Args:

@@ -18,6 +18,7 @@ import pytest
 from dsat.app import local, mailbox, watch
 from dsat.app.folder_lock import FolderLock
 from dsat.cli.main import main
+from dsat.report.progress import Status
 from dsat.tuning.requests import Request, RequestKind
 from dsat.tuning.run import Run
 from testing.made_up_runs import Steady, write_run
@@ -160,6 +161,15 @@ def test_a_run_that_is_over_takes_no_requests(tmp_path: Path) -> None:
         lock.close()
 
 
+def test_the_page_has_the_command_to_train_with(served: tuple[Path, str, str, Run]) -> None:
+    folder, base, token, run = served
+    before = watch._version(folder)
+    Status(num_slots=2, at_once=2, train_line="deepspeed train.py --best").write(folder)
+    assert watch._version(folder) != before, "an open page fetches it"
+    state = json.loads(answer(f"{base}state?token={token}")[1])
+    assert run.best is not None and "deepspeed train.py --best" in state["html"]
+
+
 def test_a_nested_request_is_refused(served: tuple[Path, str, str, Run]) -> None:
     _, base, token, _ = served
     body = b"[" * 4000
@@ -239,6 +249,9 @@ def test_a_search_is_served_while_it_runs(tmp_path: Path, monkeypatch: pytest.Mo
     [(html, status)] = seen
     assert "All trials" in html and status == 202
     told = out.getvalue()
+    [folder] = (tmp_path / "dsat_runs").iterdir()
+    status = Status.of_run(folder)
+    assert status is not None and status.train_line in told and "train.py" in status.train_line
     assert "ssh -L" in told and "stopped: it was asked to stop" in told
     events = (tmp_path / "dsat_runs").glob("*/journal.jsonl")
     kinds = [json.loads(line)["event"] for line in next(events).read_text().splitlines()]

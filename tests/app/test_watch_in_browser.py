@@ -162,7 +162,7 @@ def test_a_search_is_watched_and_directed(browser: Any, tmp_path: Path) -> None:
         assert not browser.find_element(By.ID, "controls").is_displayed()
 
         run = Run(search.events)
-        version = str((folder / FILE_NAME).stat().st_size * 2)
+        version = str(watch._version(folder))
         wait_for(lambda: browser.execute_script("return document.body.dataset.version") == version)
         drawn(browser)
         measured = [t for t in run.trials.values() if run.value(t) is not None]
