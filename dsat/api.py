@@ -72,7 +72,6 @@ class Result:
         metric: what was optimised.
         best: the row of the best trial, as the search measured it; None if there is none.
         best_value: of the metric; the median of its runs in the finals, if there were any.
-        own_value: the same of the user's own configuration.
         best_config: the DeepSpeed configuration to train with.
         baseline: the row of the user's own configuration.
         gain: how many times as good the best is as the user's own configuration.
@@ -90,7 +89,6 @@ class Result:
     metric: str
     best: Row | None = None
     best_value: float | None = None
-    own_value: float | None = None
     best_config: dict[str, Any] | None = None
     baseline: Row | None = None
     gain: float | None = None
@@ -129,8 +127,8 @@ def tune(
 ) -> Result:
     """Find the DeepSpeed configuration with which a training script runs fastest.
 
-    Blocks until the search is over; Ctrl-C (the main thread's) ends it with the best so far. Other
-    threads may call it too.
+    Blocks until the search is over; Ctrl-C (the main thread's) ends it with the best so far, and
+    before the search begins it raises KeyboardInterrupt. Other threads may call it too.
 
     Args:
         target: a script (`"train.py"`), a command (`["torchrun", "train.py", "--deepspeed_config",
@@ -303,7 +301,7 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
 
 def _result(told: Mapping[str, Any], **known: Any) -> Result:
     """Return the result that a summary tells; it may have only a part of its fields."""
-    same = "metric best best_value own_value baseline gain stop_reason wall_s".split()
+    same = "metric best best_value baseline gain stop_reason wall_s".split()
     return Result(
         **{name: told[name] for name in same if name in told},
         best_config=told.get("best_ds_config"),

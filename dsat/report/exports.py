@@ -219,7 +219,7 @@ def _decision(view: RunView) -> dict[str, Any]:
         "verdict": "\n".join(view.verdict.lines),
         "gain": view.gain.ratio,
         "best_value": view.best_value,
-        "own_value": view.own_value,
+        "own_value": view.gain.own_value,
     }
     return {key: value for key, value in found.items() if value is not None}
 

@@ -122,8 +122,7 @@ class RunView:
     Attributes:
         info: what the journal's first line says for people (name, versions, machine).
         own_switches: the script's own values of its switches.
-        best_value, own_value: of the objective, by the best and the user's own configuration; the
-            median of its runs in the finals, if there were any.
+        best_value: of the objective; the median of its runs in the finals, if there were any.
         facts: what was tuned and measured, where, for how long, and why the run stopped.
         warnings: of all trials, each once.
     """
@@ -137,7 +136,6 @@ class RunView:
     stages: tuple[StageView, ...]
     best: TrialView | None
     best_value: float | None
-    own_value: float | None
     best_config: dict[str, Any] | None
     baseline: TrialView | None
     gain: GainView
@@ -164,7 +162,6 @@ class RunView:
             stages=tuple(_stages(run.plan, list(trials.values()))),
             best=None if best is None else trials[best.id],
             best_value=run.best_value,
-            own_value=run.own_value,
             best_config=best_config(run),
             baseline=None if own is None else trials[own.id],
             gain=GainView.of(run),
@@ -231,7 +228,7 @@ class RunView:
             "wall_s": round(self.running_s, 3),
             "best": self.best and self.best.to_json(),
             "best_value": self.best_value,
-            "own_value": self.own_value,
+            "own_value": self.gain.own_value,
             "best_ds_config": self.best_config,
             "baseline": self.baseline and self.baseline.to_json(),
             "gain": self.gain.ratio,

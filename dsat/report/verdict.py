@@ -19,7 +19,7 @@ from dsat.report.differences import TRAIN_BATCH, differences
 from dsat.report.longest_sequence import memory_warning
 from dsat.tuning.comparison import Gain
 from dsat.tuning.finals import LEAST_RUN
-from dsat.tuning.run import Run, own_switches
+from dsat.tuning.run import Run, own_switches, typical_outcome
 from dsat.tuning.same_training import Agreement
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
@@ -38,22 +38,26 @@ class GainView:
         ratio: confirmed by the finals, or else as the search measured both once. None where one of
             them was not measured.
         text: the same with its interval, or with `unconfirmed`.
+        own_value: of the objective, by the user's own configuration; the median of its runs in the
+            finals, if there were any.
         finals: comparison of the finals for programs; None without one.
     """
 
     ratio: float | None
     text: str
+    own_value: float | None = None
     finals: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, run: Run) -> GainView:
         """Return the gain of a run as it is now."""
-        found, once, finals = gain(run), search_gain(run), _finals_json(run)
+        found, once, own = gain(run), search_gain(run), _own_value(run)
+        finals = _finals_json(run)
         if run.best is not None and run.best is run.baseline:
-            return cls(1.0, "1.00x, your own", finals)
+            return cls(1.0, "1.00x, your own", own, finals)
         if found is not None:
-            return cls(found.ratio, say_gain(found), finals)
-        return cls(once, "-" if once is None else f"{once:.2f}x, unconfirmed", finals)
+            return cls(found.ratio, say_gain(found), own, finals)
+        return cls(once, "-" if once is None else f"{once:.2f}x, unconfirmed", own, finals)
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,13 @@ def search_gain(run: Run) -> float | None:
     return run.plan.objective.gain(run.best_value, own)
 
 
+def _own_value(run: Run) -> float | None:
+    if run.plan is None or run.baseline is None:
+        return None
+    outcome = typical_outcome(run, run.baseline)
+    return None if outcome is None else outcome.value(run.plan.objective)
+
+
 def gain(run: Run) -> Gain | None:
     """Return the confirmed gain of the finals' pick over the user's own; None without finals."""
     if run.finals is None or not run.finals.over or run.finals.comparison is None:
@@ -168,9 +179,9 @@ def _headline(run: Run, best: Trial, outcome: Outcome) -> str:
     value = fmt.metric(run.plan.metric, outcome.value(objective), digits=3)
     if best is run.baseline:
         return f"Keep your configuration ({value}): {_why_keep(run)}."
-    if gained.ratio is None or run.own_value is None:
+    if gained.ratio is None or gained.own_value is None:
         return f"Use {best.name} ({value}): {_why_no_gain(run)}."
-    change = fmt.change(run.plan.metric, run.own_value, outcome.value(objective))
+    change = fmt.change(run.plan.metric, gained.own_value, outcome.value(objective))
     its, yours = best.batch.train_batch_size, run.plan.own_batch.train_batch_size
     batch = "" if its == yours else f" with a global batch of {its} instead of {yours}"
     if gained.ratio < 1:

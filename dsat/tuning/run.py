@@ -335,12 +335,6 @@ class Run:
         return None if outcome is None else outcome.value(self._objective)
 
     @property
-    def own_value(self) -> float | None:
-        """The same of the user's own configuration."""
-        outcome = None if self.baseline is None else typical_outcome(self, self.baseline)
-        return None if outcome is None else outcome.value(self._objective)
-
-    @property
     def longest_s(self) -> float | None:
         """For how many seconds a trial may measure; None for as long as it takes."""
         longest_s = self.plan.longest_s

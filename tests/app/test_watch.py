@@ -250,8 +250,8 @@ def test_a_search_is_served_while_it_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert "All trials" in html and status == 202
     told = out.getvalue()
     [folder] = (tmp_path / "dsat_runs").iterdir()
-    status = Status.of_run(folder)
-    assert status is not None and status.train_line in told and "train.py" in status.train_line
+    left = Status.of_run(folder)
+    assert left is not None and left.train_line in told and "train.py" in left.train_line
     assert "ssh -L" in told and "stopped: it was asked to stop" in told
     events = (tmp_path / "dsat_runs").glob("*/journal.jsonl")
     kinds = [json.loads(line)["event"] for line in next(events).read_text().splitlines()]
