@@ -16,8 +16,8 @@ from dsat.cli.settings_from_argv import parse
 from dsat.determined_cluster import client, result, submit
 from dsat.determined_cluster.master import retry_while_unreachable
 from dsat.errors import UserInputError
-from dsat.inputs.settings import Settings
 from dsat.inputs.ds_config import DSAT_TRIAL_KEY
+from dsat.inputs.settings import Settings
 from testing.local import PROGRAMS
 from testing.master import StandIn
 from testing.master.states import State
