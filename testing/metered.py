@@ -59,7 +59,7 @@ class FakeEngine:
     def __init__(self, clock: Clock, micro_batch: int = 4, gas: int = 1, stage: int = 1) -> None:
         self.clock = clock
         self.training = True
-        self.optimizer = object()
+        self.optimizer = self.basic_optimizer = object()
         self.module: Any = torch.nn.Linear(1, 1)
         self.global_steps = self.skipped_steps = self.micro_steps = 0
         self.device = torch.device("cpu")

@@ -73,9 +73,11 @@ def install(
 
 
 def has_optimizer(engine: Any) -> bool:
-    """Return whether an engine can train: at stage 3 a reference model has a dummy optimizer."""
-    optimizer = getattr(engine, "optimizer", None)
-    return optimizer is not None and type(optimizer).__name__ != "DeepSpeedZeRoOffload"
+    """Return whether an engine can train; a reference model's `optimizer` may be a dummy.
+
+    It is one at stage 3, and in bf16 at stage 0 (DeepSpeedEngine.__init__, since before 0.14).
+    """
+    return getattr(engine, "basic_optimizer", None) is not None
 
 
 class Meter:
