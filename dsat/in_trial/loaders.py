@@ -48,6 +48,9 @@ def begin_training() -> None:
 def samples(batch_size: int, micro_steps: int) -> tuple[int, int] | None:
     """Return the samples that the training's loader has on this rank, at most.
 
+    A loader may give each micro step a whole multiple of its samples: those of several steps, of
+    which the script takes a part (TRL's GRPO, `GRPOTrainer.get_train_dataloader`).
+
     Args:
         batch_size: of the training.
         micro_steps: that it made; fewer where steps at the end of an epoch were short.
@@ -59,11 +62,12 @@ def samples(batch_size: int, micro_steps: int) -> tuple[int, int] | None:
     kinds = [
         kind
         for kind, count in (_read | _begun).items()
-        if kind[0] == batch_size and 2 * _read[kind] >= micro_steps
+        if kind[0] % batch_size == 0 and 2 * _read[kind] >= micro_steps
     ]
     if not kinds:
         return None
-    return max(most for _, most in kinds), sum(_begun[kind] * kind[1] for kind in kinds)
+    parts = {(size, most): most * batch_size // size for size, most in kinds}
+    return max(parts.values()), sum(_begun[kind] * part for kind, part in parts.items())
 
 
 def _noting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

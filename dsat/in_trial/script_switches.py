@@ -124,7 +124,10 @@ def _of_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, 
     """Return the switches among the fields of `TrainingArguments`, their own values first."""
     own = _checkpointing_of(args)
     others: list[Any] = [not own]
-    if hasattr(args, known.NEWER_CHECKPOINTING):  # the Trainer then knows `every_n_layers`
+    # A Trainer that has the newer name knows `every_n_layers`. Those of TRL score and generate with
+    # recomputation off, and switch it on again without (trl/models/utils.py).
+    of_trl = any(each.__module__.startswith("trl.") for each in type(args).__mro__)
+    if hasattr(args, known.NEWER_CHECKPOINTING) and not of_trl:
         others.append(known.EVERY_SECOND)
     workers = int(args.dataloader_num_workers)
     values: dict[str, tuple[Any, ...]] = {

@@ -64,6 +64,14 @@ def test_the_samples_are_those_of_the_loader_that_feeds_the_steps() -> None:
     assert loaders.samples(4, 0) == (30, 9 + 5 * 30)
 
 
+def test_a_loader_may_give_each_step_the_samples_of_several() -> None:
+    """As TRL's GRPO has it generate for several micro steps at once."""
+    read(loader_of(60, 12), 5)
+    assert loaders.samples(4, 5) == (20, 5 * 20)
+    assert loaders.samples(5, 5) is None
+    assert loaders.samples(4, 11) is None
+
+
 def test_data_without_a_length_bound_nothing() -> None:
     """A sampler may answer with any error: torch does not ask it."""
 

@@ -46,6 +46,13 @@ def test_a_trainer_has_its_arguments() -> None:
     assert "dataloader_persistent_workers" not in of_trainer  # there are none
 
 
+def test_trl_recomputes_all_layers_or_none() -> None:
+    """Behind a generation it switches recomputation on again, as its arguments say, and fails."""
+    config = type("GRPOConfig", (SimpleNamespace,), {"__module__": "trl.trainer.grpo_config"})
+    own = type("OwnConfig", (config,), {})(**vars(arguments()))
+    assert found(own, CONFIG)["gradient_checkpointing"] == (False, True)
+
+
 def test_its_optimizer_is_one_of_them_if_it_makes_it() -> None:
     own = found(arguments(dataloader_num_workers=3), {})
     assert own["optim"] == ("adamw_torch_fused", "adamw_torch")
