@@ -17,6 +17,7 @@ from dsat.in_trial import (
     config_injection,
     determined_shim,
     hf_trainer,
+    lightning_trainer,
     loopback,
     meter,
     side_effects,
@@ -73,6 +74,7 @@ def prepare(
         path = folder / CONFIG_FILE
         config = json.loads(path.read_text())
         config_injection.install(config, trial.overrides, path)
+        lightning_trainer.install(trial.batch.gas, warn)
         if spec.simulation_socket is None:  # one script is simulated in all stages
             config_injection.keep_models_whole(config, warn)
     compiles_deep = (trial.overrides.get("compile") or {}).get("deepcompile") is True

@@ -32,18 +32,23 @@ MODEL_SWITCHES = (CHECKPOINTING, ATTENTION, LIGER, TILED_MLP)  # that a simulati
 VARIABLE, ARGUMENT = "ENV:", "TrainingArguments."  # begin names of switches
 _TOKENS = "tokens_per_second"
 
-# Warnings of trials that replaced what the script's code gives to the Trainer or to accelerate.
+# Warnings of trials that replaced what the script's code gives to a Trainer or to accelerate.
 OTHER_BATCH = "the script's TrainingArguments set other batch sizes, which trials replace"
 OTHER_CONFIG = (
     "the script's own code gives the DeepSpeed configuration (to TrainingArguments or "
     "DeepSpeedPlugin), which trials replace"
 )
 OTHER_PARALLELISM = "the script's own ParallelismConfig has another sp_size, which trials replace"
+OTHER_ACCUMULATION = (
+    "the script's Trainer of Lightning has another accumulate_grad_batches, which trials replace"
+)
 # By these: what the verdict tells to write in the script, for a batch.
 OF_CODE = {
     OTHER_BATCH: "TrainingArguments(per_device_train_batch_size={0.micro_batch}, "
     "gradient_accumulation_steps={0.gas})",
     OTHER_CONFIG: "best_ds_config.json in place of the configuration in its code",
+    OTHER_ACCUMULATION: "lightning.Trainer(accumulate_grad_batches={0.gas}), and best_ds_config.json "
+    "without gradient_accumulation_steps in DeepSpeedStrategy(config=...)",
     OTHER_PARALLELISM: "ParallelismConfig(sp_size={0.parallelism.sequence})",
 }
 

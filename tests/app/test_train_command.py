@@ -15,7 +15,7 @@ import pytest
 from dsat.app.train_command import conditions
 from dsat.engines.local.machine import Machine
 from dsat.inputs.placement import Launch
-from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
+from dsat.inputs.switches import OF_CODE
 from dsat.values.outcome import ScriptSwitch
 from dsat.values.text import without_secrets
 from testing.local import PROGRAMS, cpu_machine
@@ -196,7 +196,7 @@ def test_what_the_scripts_code_decides_is_decided_by_dsat(
     ready = prepared(f"deepspeed --num_gpus 1 {SCRIPT}", FOLDER, monkeypatch)
     started = replace(ready.program, started_by=tuple(command.split()), slots=1)
     ready = replace(ready, program=started)
-    for warning in ("something else", OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM):
+    for warning in ("something else", *OF_CODE):
         line = printed_line(ready, tmp_path, warnings=(warning,))
         assert ("accelerate launch" in line) is (warning == "something else"), line
         assert ("run_full_experiment" in line) is (warning != "something else")

@@ -10,7 +10,7 @@ import pytest
 
 from dsat.in_trial.batches import OF_ITS_OWN, UNCOUNTED, UNSEEN
 from dsat.in_trial.config_injection import ZERO_INIT
-from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG
+from dsat.inputs.switches import OTHER_ACCUMULATION, OTHER_BATCH, OTHER_CONFIG
 from dsat.report import advice
 from dsat.report import format as fmt
 from dsat.report.longest_sequence import memory_warning
@@ -75,10 +75,11 @@ def test_a_noisy_measurement_does_not_hide_a_sure_gain() -> None:
 
 
 def test_what_the_scripts_code_has_to_say_is_written_down() -> None:
-    said = replace(ran(150), warnings=(OTHER_BATCH, OTHER_CONFIG))
+    said = replace(ran(150), warnings=(OTHER_BATCH, OTHER_CONFIG, OTHER_ACCUMULATION))
     [script] = [t for t in verdict(run_of((1, 4, said), baseline=ran(100))).advice if "Script" in t]
     assert "per_device_train_batch_size=4, gradient_accumulation_steps=1)" in script
     assert "best_ds_config.json in place of" in script
+    assert "lightning.Trainer(accumulate_grad_batches=1)" in script
 
 
 def test_at_most_five_changes_are_named() -> None:
