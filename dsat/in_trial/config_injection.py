@@ -27,6 +27,11 @@ ZERO_INIT = (
     "the script opens deepspeed.zero.Init in every stage, and trials below stage 3 switch it off: "
     "training fails there unless the script passes enabled=(stage == 3) to it"
 )
+SEVERAL_ENGINES = (
+    "the script may train several engines: throughput and latency are those of the whole loop, "
+    "all other figures those of the engine that trains first. Another engine with a configuration "
+    "of its own keeps it, stage included, and takes over the batch sizes if its own are the same"
+)
 _Handlers = list[tuple[Callable[[dict[str, Any]], None], Callable[[Any], None]]]
 
 
@@ -87,7 +92,8 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
     """Make engines that train use a trial's configuration.
 
     A second engine whose configuration is not that of the first keeps its own: it is another
-    model's, and only one configuration is tuned.
+    model's, and only one configuration is tuned. If its batch sizes are those of the first it gets
+    the trial's, since both are fed the same micro batches.
 
     Args:
         config: the trial's whole configuration.
@@ -102,9 +108,13 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
             return
         if not first and _names_what_to_train(arguments):
             first.append(dict(passed.content))
-        if agrees(passed.content, overrides) or (first and passed.content != first[0]):
+        if agrees(passed.content, overrides):
             return
-        replace(arguments, passed, config, path)
+        if not first or passed.content == first[0]:
+            replace(arguments, passed, config, path)
+        elif passed.name in _BY_ARGUMENT and _batch(passed.content) == _batch(first[0]):
+            own = {k: v for k, v in passed.content.items() if k not in ds_config.BATCH_KEYS}
+            replace(arguments, passed, {**own, **_batch(config)}, path)
 
     on_initialize(inject)
 
@@ -235,6 +245,10 @@ def accelerate_makes_engines() -> bool:
     state: Any = sys.modules.get("accelerate.state")
     shared = {} if state is None else state.AcceleratorState._shared_state
     return bool(shared.get("deepspeed_plugins"))
+
+
+def _batch(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: config[key] for key in ds_config.BATCH_KEYS if key in config}
 
 
 def _names_what_to_train(arguments: Mapping[str, Any]) -> bool:

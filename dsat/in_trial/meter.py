@@ -24,11 +24,6 @@ from dsat.in_trial.profiler import device_name
 from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder, in_training
 from dsat.values.outcome import Outcome, OutcomeKind, ScriptSwitch
 
-SEVERAL_ENGINES = (
-    "the script may train several engines: throughput and latency are those of the whole loop, "
-    "all other figures those of the engine that trains first"
-)
-
 
 class TrialComplete(SystemExit):
     """Ends the training script once everything is measured or has failed, with exit status 0."""
@@ -161,7 +156,7 @@ class Meter:
         if not has_optimizer(engine):
             return
         if self.watches and self.spec.profile:
-            self.warn(SEVERAL_ENGINES)
+            self.warn(config_injection.SEVERAL_ENGINES)
         if not self.watches:
             loaders.begin_training()
         self.watches = True

@@ -47,8 +47,8 @@ OF_CODE = {
     OTHER_BATCH: "TrainingArguments(per_device_train_batch_size={0.micro_batch}, "
     "gradient_accumulation_steps={0.gas})",
     OTHER_CONFIG: "best_ds_config.json in place of the configuration in its code",
-    OTHER_ACCUMULATION: "lightning.Trainer(accumulate_grad_batches={0.gas}), and best_ds_config.json "
-    "without gradient_accumulation_steps in DeepSpeedStrategy(config=...)",
+    OTHER_ACCUMULATION: "lightning.Trainer(accumulate_grad_batches={0.gas}), with "
+    "best_ds_config.json but for its gradient_accumulation_steps in DeepSpeedStrategy(config=...)",
     OTHER_PARALLELISM: "ParallelismConfig(sp_size={0.parallelism.sequence})",
 }
 

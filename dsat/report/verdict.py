@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsat.in_trial import batches
-from dsat.in_trial.config_injection import ZERO_INIT
+from dsat.in_trial.config_injection import SEVERAL_ENGINES, ZERO_INIT
 from dsat.report import advice, step_parts
 from dsat.report import format as fmt
 from dsat.report.differences import TRAIN_BATCH, differences
@@ -113,6 +113,7 @@ def verdict(run: Run) -> Verdict:
             *_of_noise(run),
             *_of_samples(run, outcome),
             *_of_optimizer(run, best),
+            *([f"{SEVERAL_ENGINES}."] if _was_warned(run, SEVERAL_ENGINES) else []),
             *([f"{ZERO_INIT}."] if ZERO_INIT in outcome.warnings else []),
             *memory_warning(run),
         ),
@@ -323,6 +324,10 @@ def _at_own_batch(run: Run, best: Trial) -> str:
     value = min(measured, key=run.plan.objective.loss)
     ratio = run.plan.objective.gain(value, own_value)
     return f"{measured[value].name} gains {ratio:.2f}x, unconfirmed"
+
+
+def _was_warned(run: Run, text: str) -> bool:
+    return any(text in outcome.warnings for outcome in run.outcomes.values())
 
 
 def _excluded(run: Run) -> Iterator[str]:

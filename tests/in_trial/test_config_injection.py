@@ -173,10 +173,17 @@ def test_an_engine_that_does_not_train_is_left_alone(calls: Calls) -> None:
 
 
 def test_a_second_model_keeps_a_configuration_of_its_own(calls: Calls) -> None:
+    """With the trial's batch sizes, if it has those of the first: it is fed the same batches."""
     critic = {**OWN, "gradient_clipping": 5.0}
-    for config in (copy.deepcopy(OWN), copy.deepcopy(OWN), critic):
-        initialize(model="model", model_parameters=[1], config=config)
-    assert calls.configs == [CONFIG, CONFIG, {**OWN, "gradient_clipping": 5.0}]
+    other = {**critic, "train_micro_batch_size_per_gpu": 2}
+    for config in (OWN, OWN, critic, other):
+        initialize(model="model", model_parameters=[1], config=copy.deepcopy(config))
+    assert calls.configs == [
+        CONFIG,
+        CONFIG,
+        {**critic, "train_micro_batch_size_per_gpu": 4},
+        other,
+    ]
 
 
 def test_a_reference_model_before_it_does_not_keep_the_trained_one_from_it(calls: Calls) -> None:

@@ -12,9 +12,9 @@ import torch
 
 from dsat.errors import Diverged, InvalidTrial
 from dsat.in_trial.batches import UNSEEN
+from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.in_trial.measurement import STORE_NOT_USED_UP
 from dsat.in_trial.meter import (
-    SEVERAL_ENGINES,
     Meter,
     TrialComplete,
     install,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsat.in_trial.batches import OF_ITS_OWN, UNCOUNTED, UNSEEN
-from dsat.in_trial.config_injection import ZERO_INIT
+from dsat.in_trial.config_injection import SEVERAL_ENGINES, ZERO_INIT
 from dsat.inputs.switches import OTHER_ACCUMULATION, OTHER_BATCH, OTHER_CONFIG
 from dsat.report import advice
 from dsat.report import format as fmt
@@ -194,6 +194,12 @@ def test_what_a_script_must_change_for_its_best_is_warned_of() -> None:
     partitioned = replace(ran(150), warnings=(ZERO_INIT,))
     assert verdict(run_of((2, 4, partitioned), baseline=ran(100))).warnings == (f"{ZERO_INIT}.",)
     assert verdict(run_of((3, 4, ran(150)), (2, 4, partitioned), baseline=ran(9))).warnings == ()
+
+
+def test_several_engines_are_warned_of_whichever_is_the_best() -> None:
+    first = replace(ran(100), warnings=(SEVERAL_ENGINES,))
+    said = verdict(run_of((1, 4, ran(150)), baseline=first)).warnings
+    assert said == (f"{SEVERAL_ENGINES}.",)
 
 
 @pytest.mark.parametrize(("own", "best", "is_said"), [(0, 2, True), (1, 0, True), (1, 3, False)])
