@@ -369,6 +369,7 @@ class Measurement:
             warnings=tuple(warnings),
             step_ms=tuple(round(step.ms[0], 4) for step in steps),
             most_samples=self._samples()[0],
+            evaluated=sum(step.evaluated for step in steps) / len(steps),
             **observed,
         )
 

@@ -184,6 +184,7 @@ class Meter:
         self._recorder = StepRecorder(
             engine, self.spec, before=self._before, warn=self.warn, take=self._take
         )
+        self._recorder.follow_evaluations(lambda: "forward" in self._inside)
         if self._recorder.profiler is not None:
             self._recorder.profiler.switches = self.switches
         self._ranks = Ranks(engine)

@@ -187,6 +187,24 @@ class StepRecorder:
             self.profiler.enter_forward()  # of whatever the script calls until its next loss
         return result
 
+    def follow_evaluations(self, is_inside: Callable[[], bool]) -> None:
+        """Note calls of the model itself, outside of training, as for generation.
+
+        Args:
+            is_inside: whether the engine's own `forward` is calling the model.
+        """
+
+        def before(*_: Any) -> None:
+            if not (is_inside() or in_training(self._engine) or _in_backward()):
+                self.marks.evaluated = True
+
+        module = self._engine.module
+        for part in module.modules():  # PEFT's generates with a model inside it
+            generates = part is module or callable(getattr(type(part), "generate", None))
+            # A compiled one compiles its hooks too.
+            if generates and getattr(part, "_compiled_call_impl", None) is None:
+                part.register_forward_pre_hook(before)
+
     def follow_module(self, is_inside: Callable[[], bool]) -> None:
         """Record the calls of a script that calls the model itself, and never the engine.
 
@@ -195,12 +213,8 @@ class StepRecorder:
         """
 
         def before(_: Any, args: Any, kwargs: Any) -> None:
-            if is_inside() or _in_backward():
-                return
-            if in_training(self._engine):
+            if not is_inside() and in_training(self._engine) and not _in_backward():
                 self._begin_forward(args, kwargs)
-            else:
-                self.marks.evaluated = True
 
         self._engine.module.register_forward_pre_hook(before, with_kwargs=True)
         self._engine.module.register_forward_hook(lambda *_: self._end_forward())

@@ -13,6 +13,7 @@ from typing import Any
 
 from dsat.in_trial import batches
 from dsat.in_trial.config_injection import SEVERAL_ENGINES, ZERO_INIT
+from dsat.in_trial.steps import RAREST
 from dsat.report import advice, step_parts
 from dsat.report import format as fmt
 from dsat.report.differences import TRAIN_BATCH, differences
@@ -111,6 +112,7 @@ def verdict(run: Run) -> Verdict:
             *_of_failures(run),
             *_excluded(run),
             *_of_noise(run),
+            *_of_evaluations(run),
             *_of_samples(run, outcome),
             *_of_optimizer(run, best),
             *([f"{SEVERAL_ENGINES}."] if _was_warned(run, SEVERAL_ENGINES) else []),
@@ -344,6 +346,19 @@ def _of_noise(run: Run) -> Iterator[str]:
         yield (
             f"measurements are uncertain by ±{fmt.percent(noise)}, so smaller gains go unseen. End "
             "other programs on the machine, or measure longer (--max-profile-steps)."
+        )
+
+
+def _of_evaluations(run: Run) -> Iterator[str]:
+    """Yield a warning if more of one measurement than of the other is work beside the training."""
+    other = run.leader if run.best is run.baseline else run.best
+    own, its = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
+    if other and own and its and abs(own.evaluated - its.evaluated) * RAREST >= 1:
+        yield (
+            "the gain may not be comparable: the model ran outside of training too (generation, "
+            f"say) in {fmt.percent(own.evaluated)} of the measured steps of your configuration and "
+            f"in {fmt.percent(its.evaluated)} of those of {other.name}. Compare both in longer "
+            "runs (--end-profile-step)."
         )
 
 

@@ -262,6 +262,7 @@ class Outcome(Recorded):
         before_engine: it failed before its script called `deepspeed.initialize`, whatever the
             configuration.
         device_name: as in `ModelProfile`, of a trial on a cluster, whose slots may differ.
+        evaluated: share of the measured steps in which the model ran outside of training too.
     """
 
     kind: OutcomeKind
@@ -279,6 +280,7 @@ class Outcome(Recorded):
     sequences: SequenceLengths | None = None
     before_engine: bool = False
     device_name: str = ""
+    evaluated: float = 0.0
 
     def __post_init__(self) -> None:
         # What scripts and exceptions say goes no further as it is.

@@ -205,3 +205,28 @@ def test_an_evaluation_now_and_then_is_left_out(clock: Clock, every: int, mean_m
     assert measured is not None
     assert metrics_of(measured).latency == pytest.approx(mean_ms, rel=0.05)
     assert (EVALUATED in measured.warnings) == (every == 13)
+    assert measured.evaluated == pytest.approx(0 if every == 13 else 1 / 3)
+
+
+class Generating(torch.nn.Linear):
+    """A model of a library, which may be inside an adapter's."""
+
+    def generate(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = self(inputs)
+        return found
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_generation_that_leaves_the_engine_out_is_seen(clock: Clock, inside: bool) -> None:
+    engine, model = FakeEngine(clock), Generating(2, 2)
+    engine.module = torch.nn.Sequential(model) if inside else model
+    engine.forward = engine.module  # type: ignore[method-assign]
+    attach(engine)
+
+    def generates(step: int) -> None:
+        if step % 2:
+            model.generate(torch.zeros(4, 2))
+
+    measured = train(engine, before=generates)
+    assert measured is not None and measured.evaluated == pytest.approx(0.5, abs=0.2)

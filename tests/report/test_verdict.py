@@ -196,6 +196,14 @@ def test_what_a_script_must_change_for_its_best_is_warned_of() -> None:
     assert verdict(run_of((3, 4, ran(150)), (2, 4, partitioned), baseline=ran(9))).warnings == ()
 
 
+@pytest.mark.parametrize(("own", "best", "is_said"), [(0.25, 0.0, True), (1.0, 0.95, False)])
+def test_work_beside_the_training_must_be_alike(own: float, best: float, is_said: bool) -> None:
+    """Generations of GRPO come every so many micro steps, whatever the accumulation."""
+    first, other = replace(ran(100), evaluated=own), replace(ran(590), evaluated=best)
+    said = " ".join(verdict(run_of((1, 4, other), baseline=first)).warnings)
+    assert ("not be comparable" in said and "25.0 % of" in said and "0.0 % of" in said) is is_said
+
+
 def test_several_engines_are_warned_of_whichever_is_the_best() -> None:
     first = replace(ran(100), warnings=(SEVERAL_ENGINES,))
     said = verdict(run_of((1, 4, ran(150)), baseline=first)).warnings
