@@ -38,12 +38,19 @@ _ADVICE = (
     "take the batch size from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "
     "--arg-mapping train_micro_batch_size_per_gpu={flag}"
 )
+OWN_ACCUMULATION = (
+    "each optimizer step of the script takes {k} times as many micro batches as "
+    "gradient_accumulation_steps, so the global batch is {k} times train_batch_size. To have "
+    "accumulation tuned, call engine.step() after every micro batch, unless these are parts of one "
+    "batch (real and generated samples, say)"
+)
 _DEPTH = 4  # of containers that are searched for tensors
 
 
 def is_about(warning: str) -> bool:
     """Return whether a warning is about the samples that were fed."""
-    return warning in (UNCOUNTED, UNSEEN) or warning.startswith(OF_ITS_OWN.partition("{")[0])
+    filled_in = tuple(text.partition("{")[0] for text in (OF_ITS_OWN, OWN_ACCUMULATION))
+    return warning in (UNCOUNTED, UNSEEN) or warning.startswith(filled_in)
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dsat.errors import Diverged, InvalidTrial
 from dsat.in_trial import compiling, loaders
+from dsat.in_trial.agreed_steps import AgreedStep, agree, times_of, usual_micro_steps
 from dsat.in_trial.agreement import Ranks
-from dsat.in_trial.batches import UNSEEN
+from dsat.in_trial.batches import OWN_ACCUMULATION, UNSEEN
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
 from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder
-from dsat.in_trial.steps import CI_TARGET, RAREST, StepTimes, steps_wanted, summarize
+from dsat.in_trial.steps import CI_TARGET, RAREST, StepTimes, steps_wanted
 from dsat.inputs.switches import WORKERS
 from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
@@ -24,11 +24,11 @@ LONGEST_STORE_S = 60.0  # of warm-up, until the batches that data loaders have p
 _WAITS = 0.03  # of a step; where less is spent on waiting for data, workers can gain no more
 CHECK_SKIPPED_EVERY = 5  # skipped steps between two checks of the losses
 
-OWN_ACCUMULATION = (
-    "each optimizer step of the script takes {k} times as many micro batches as "
-    "gradient_accumulation_steps, so the global batch is {k} times train_batch_size. To have "
-    "accumulation tuned, call engine.step() after every micro batch, unless these are parts of one "
-    "batch (real and generated samples, say)"
+CONSTANT_ACCUMULATION = (
+    "each optimizer step takes {taken} micro batches, as with your own configuration, although "
+    "gradient_accumulation_steps is {gas} instead of {own}: accumulation is a constant of the "
+    "script. Take it from the configuration, or from an option of the script with --arg-mapping "
+    "gradient_accumulation_steps=--ITS-OPTION"
 )
 SHORT_BATCHES = (
     "optimizer steps with too few samples (at the end of an epoch, perhaps) were not measured. "
@@ -59,30 +59,6 @@ HOST_ACCIDENTS = (
     "a few steps were delayed by the host, not by the training, and the figures leave them out. "
     "For steadier figures, end other programs on the machine"
 )
-
-
-@dataclass(frozen=True)
-class AgreedStep:
-    """An optimizer step over all ranks.
-
-    Attributes:
-        ms: latency, then the phases; the slowest rank's.
-        data_ms: wait for data loaders, of the rank that waited longest.
-        elements: the most that a rank was fed.
-        is_short: a rank lacked samples.
-        compiled: torch compiled something on a rank.
-        evaluated: the model was called outside of training on a rank.
-        samples, tokens: the mean over the ranks; NaN if unknown.
-    """
-
-    ms: tuple[float, ...]
-    data_ms: float
-    elements: float
-    is_short: bool
-    compiled: bool
-    evaluated: bool
-    samples: float
-    tokens: float
 
 
 class Measurement:
@@ -241,16 +217,22 @@ class Measurement:
 
     def _check(self, *, is_last: bool = False) -> None:
         """Agree with the other ranks on the measured steps, and decide whether they are enough."""
-        agreed = self._agree()
+        spec, marks = self._spec, self._steps
+        agreed = agree(
+            marks, self._ranks, self._recorder.clock, gas=spec.gas, micro_batch=spec.micro_batch
+        )
+        if not all(each.calls for each in marks):
+            self._warn(UNSEEN)
+        self._check_accumulation(agreed)
         # A Trainer whose data have no length makes some steps of more, behind the end of an epoch.
-        fewest = min(marks.micro_steps for marks in self._steps) / self._spec.gas
+        fewest = min(each.micro_steps for each in marks) / spec.gas
         if fewest > 1:
             self._warn(OWN_ACCUMULATION.format(k=f"{fewest:g}"))
         self._recorder.losses.read(self._ranks.mean)
         usable = self._usable(agreed, is_last=is_last)
         next_check: int | None = 2 * len(agreed)
         if usable:
-            times = _times_of(usable)
+            times = times_of(usable)
             metrics = self._metrics(usable, times)
             self.outcome = self._outcome(metrics, usable, accidents=bool(times.accidents))
             measured_s = sum(step.ms[0] for step in usable) / 1e3
@@ -260,41 +242,12 @@ class Measurement:
             self._next_check = next_check
             self._recorder.restart()  # the time of the check belongs to no step
 
-    def _agree(self) -> list[AgreedStep]:
-        spec, clock, count = self._spec, self._recorder.clock, len(self._steps)
-        rows = self._ranks.slowest(
-            [
-                [
-                    *marks.milliseconds(clock),
-                    float(marks.elements),
-                    float(not marks.is_full(spec.gas, spec.micro_batch)),
-                    float(marks.compiled),
-                    float(marks.evaluated),
-                ]
-                for marks in self._steps
-            ]
-        )
-        fed = self._ranks.mean(
-            [marks.samples(spec.gas, spec.micro_batch) for marks in self._steps]
-            + [marks.tokens() for marks in self._steps]
-        )
-        if not all(marks.calls for marks in self._steps):
-            self._warn(UNSEEN)
-        return [
-            AgreedStep(
-                tuple(ms),
-                data_ms,
-                elements,
-                bool(short),
-                bool(compiled),
-                bool(evaluated),
-                samples,
-                tokens,
-            )
-            for (*ms, data_ms, elements, short, compiled, evaluated), samples, tokens in zip(
-                rows, fed[:count], fed[count:], strict=True
-            )
-        ]
+    def _check_accumulation(self, agreed: list[AgreedStep]) -> None:
+        """Raise `InvalidTrial` if steps take as many micro batches as the user's own, wrongly."""
+        gas, own = self._spec.gas, self._spec.own_accumulation
+        taken = usual_micro_steps(agreed)
+        if own and gas != own["gas"] and taken == own["micro_steps"]:
+            raise InvalidTrial(CONSTANT_ACCUMULATION.format(taken=taken, gas=gas, own=own["gas"]))
 
     def _usable(self, agreed: list[AgreedStep], *, is_last: bool) -> list[AgreedStep]:
         """Return the full steps in which nothing was compiled; none if more steps may have some."""
@@ -368,20 +321,8 @@ class Measurement:
             metrics=metrics,
             warnings=tuple(warnings),
             step_ms=tuple(round(step.ms[0], 4) for step in steps),
+            micro_steps=usual_micro_steps(steps),
             most_samples=self._samples()[0],
             evaluated=sum(step.evaluated for step in steps) / len(steps),
             **observed,
         )
-
-
-def _times_of(steps: Sequence[AgreedStep]) -> StepTimes:
-    """Return the step times.
-
-    A step may be an accident if it spent its time inside its phases with no more work than usual:
-    waiting for data is the script's own, and longer sequences are more work.
-    """
-    usual = statistics.median(step.elements for step in steps)
-    may_be_accident = [
-        sum(step.ms[1:]) > 0.5 * step.ms[0] and step.elements <= usual for step in steps
-    ]
-    return summarize([step.ms[0] for step in steps], may_be_accident)

@@ -28,7 +28,7 @@ class MeterSpec(Recorded):
         measures: the figures are for comparing; False where the profile alone is wanted.
         flops_per_sample: model FLOPs of a sample, from the profile trial.
         batch_dimensions, fed_instead: see `ModelProfile`.
-        to_beat, longest_s: see `Trial`.
+        to_beat, longest_s, own_accumulation: see `Trial`.
     """
 
     options: TrialOptions
@@ -45,6 +45,7 @@ class MeterSpec(Recorded):
     fed_instead: Mapping[str, int] = field(default_factory=dict)
     to_beat: Mapping[str, float] = field(default_factory=dict)
     longest_s: float | None = None
+    own_accumulation: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of_trial(
@@ -71,6 +72,7 @@ class MeterSpec(Recorded):
             fed_instead=trial.fed_instead,
             to_beat=trial.to_beat,
             longest_s=trial.longest_s,
+            own_accumulation=trial.own_accumulation,
         )
 
     def of_engine(self, engine: Any) -> MeterSpec:

@@ -257,6 +257,7 @@ class Outcome(Recorded):
         smaller_may_run: it ran out of data, of which a smaller micro batch needs less.
         most_samples: the largest micro batch that there are data for, if known.
         step_ms: latency of each measured step, in ms, of the slowest rank.
+        micro_steps: micro batches of an optimizer step, as they were seen; 0 if not known.
         training: None for a trial that measured nothing.
         sequences: None if the script's inputs have no sequences of tokens.
         before_engine: it failed before its script called `deepspeed.initialize`, whatever the
@@ -276,6 +277,7 @@ class Outcome(Recorded):
     smaller_may_run: bool = False
     most_samples: int | None = None
     step_ms: tuple[float, ...] = ()
+    micro_steps: int = 0
     training: TrainingCurve | None = None
     sequences: SequenceLengths | None = None
     before_engine: bool = False

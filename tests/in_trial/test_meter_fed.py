@@ -92,6 +92,39 @@ def test_accumulation_of_the_scripts_own_is_measured_by_real_steps(clock: Clock,
     assert any(f"{k} times as many micro batches" in text for text in measured.warnings)
 
 
+@pytest.mark.parametrize(
+    ("gas", "own_gas", "own", "is_refused"),
+    [
+        (1, 4, 4, True),
+        (8, 4, 4, True),
+        (4, 4, 4, False),
+        (1, 2, 8, False),  # always four times as many
+        (1, 1, 4, False),
+    ],
+)
+def test_accumulation_that_is_a_constant_of_the_script_is_refused(
+    clock: Clock, gas: int, own_gas: int, own: int, is_refused: bool
+) -> None:
+    engine = FakeEngine(clock, gas=gas)
+    seen = {"gas": own_gas, "micro_steps": own}
+    attach(engine, replace(SPEC, gas=gas, own_accumulation=seen))
+
+    def loop() -> None:
+        for batch in range(1000):
+            engine.backward(engine.forward(torch.zeros(4, 3)).sum())
+            if batch % 4 == 3:
+                engine.micro_steps = -1  # as set_gradient_accumulation_boundary has it
+                engine.step()
+
+    with pytest.raises((InvalidTrial, TrialComplete)) as ended:
+        loop()
+    if is_refused:
+        assert f"is {gas} instead of {own_gas}: accumulation is a constant" in str(ended.value)
+    else:
+        assert isinstance(ended.value, TrialComplete)
+        assert ended.value.outcome.micro_steps == 4
+
+
 def test_one_step_of_more_micro_batches_is_no_habit(clock: Clock) -> None:
     """A Trainer carries over what is left of an epoch whose length it does not know."""
     engine = FakeEngine(clock, gas=2)

@@ -143,12 +143,14 @@ def test_a_script_that_ends_early_leaves_what_was_measured(clock: Clock) -> None
 def test_the_slowest_rank_decides_in_each_step(clock: Clock) -> None:
     engine = FakeEngine(clock)
     meter = attach(engine, replace(SPEC, slots=2))
-    theirs = [[latency, 4.0, 1.0, 1.0, 2.0, 8.0, 0.0, 0.0, 0.0] for latency in (8.0, 12.0, 12.0)]
+    theirs = [
+        [latency, 4.0, 1.0, 1.0, 2.0, 8.0, 0.0, 0.0, 0.0, 1.0] for latency in (8.0, 12.0, 12.0)
+    ]
 
     def over_ranks(values: list[float]) -> list[float]:
-        if len(values) != 27:
+        if len(values) != 30:
             return values
-        rows = [values[i : i + 9] for i in range(0, 27, 9)]
+        rows = [values[i : i + 10] for i in range(0, 30, 10)]
         return [
             max(a, b)
             for mine, their in zip(rows, theirs, strict=True)

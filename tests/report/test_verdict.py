@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.in_trial.batches import OF_ITS_OWN, UNCOUNTED, UNSEEN
+from dsat.in_trial.batches import OF_ITS_OWN, OWN_ACCUMULATION, UNCOUNTED, UNSEEN
 from dsat.in_trial.config_injection import SEVERAL_ENGINES, ZERO_INIT
 from dsat.inputs.switches import OTHER_ACCUMULATION, OTHER_BATCH, OTHER_CONFIG
 from dsat.report import advice
@@ -372,13 +372,13 @@ def test_samples_that_cannot_be_counted_are_told_of_once() -> None:
     assert said.warnings == (f"{UNCOUNTED}.",)
     assert verdict(run_of((1, 8, ran(150)))).warnings == ()
     # What it is compared with counts as well.
-    own = replace(
-        ran(100), warnings=(UNSEEN, OF_ITS_OWN.format(rows=12, micro_batch=4, advice=""), "hot")
-    )
+    other = OF_ITS_OWN.format(rows=12, micro_batch=4, advice="")
+    own = replace(ran(100), warnings=(UNSEEN, other, "hot", OWN_ACCUMULATION.format(k=4)))
     said = verdict(run_of((1, 8, ran(150)), baseline=own))
     assert [line[:26] for line in said.warnings] == [
         "the samples that the scrip",
         "the script feeds 12 sample",
+        "each optimizer step of the",
     ]
 
 

@@ -29,9 +29,10 @@ def test_the_search_follows_at_once_and_knows_it() -> None:
     own = next_trial(tuner)
     assert own is not None and own.kind is TrialKind.BASELINE and own.profiles
     assert own.batch == plan_of().own_batch
-    tuner.record(0, OWN)
+    tuner.record(0, replace(OWN, micro_steps=3))
     searched = next_trial(tuner)
     assert searched is not None and searched.kind is TrialKind.SEARCH and not searched.profiles
+    assert searched.own_accumulation == {"gas": own.batch.gas, "micro_steps": 3}
     assert tuner.run.baseline is own and tuner.run.best is own and tuner.run.profile is not None
 
 

@@ -1,0 +1,101 @@
+"""The optimizer steps of a measurement as all ranks agree on them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsat.in_trial.agreement import Ranks
+from dsat.in_trial.clocks import Clock
+from dsat.in_trial.step_recorder import StepMarks
+from dsat.in_trial.steps import StepTimes, summarize
+
+
+@dataclass(frozen=True)
+class AgreedStep:
+    """An optimizer step over all ranks.
+
+    Attributes:
+        ms: latency, then the phases; the slowest rank's.
+        data_ms: wait for data loaders, of the rank that waited longest.
+        elements: the most that a rank was fed.
+        is_short: a rank lacked samples.
+        compiled: torch compiled something on a rank.
+        evaluated: the model was called outside of training on a rank.
+        micro_steps: the most of a rank; 0 if unknown.
+        samples, tokens: the mean over the ranks; NaN if unknown.
+    """
+
+    ms: tuple[float, ...]
+    data_ms: float
+    elements: float
+    is_short: bool
+    compiled: bool
+    evaluated: bool
+    micro_steps: int
+    samples: float
+    tokens: float
+
+
+def agree(
+    steps: Sequence[StepMarks], ranks: Ranks, clock: Clock, *, gas: int, micro_batch: int
+) -> list[AgreedStep]:
+    """Agree with the other ranks on steps that all of them made; a collective call."""
+    rows = ranks.slowest(
+        [
+            [
+                *marks.milliseconds(clock),
+                float(marks.elements),
+                float(not marks.is_full(gas, micro_batch)),
+                float(marks.compiled),
+                float(marks.evaluated),
+                float(marks.micro_steps),
+            ]
+            for marks in steps
+        ]
+    )
+    fed = ranks.mean(
+        [marks.samples(gas, micro_batch) for marks in steps] + [marks.tokens() for marks in steps]
+    )
+    return [
+        AgreedStep(
+            tuple(ms),
+            data_ms,
+            elements,
+            bool(short),
+            bool(compiled),
+            bool(evaluated),
+            int(micro_steps),
+            samples,
+            tokens,
+        )
+        for (
+            *ms,
+            data_ms,
+            elements,
+            short,
+            compiled,
+            evaluated,
+            micro_steps,
+        ), samples, tokens in zip(rows, fed[: len(steps)], fed[len(steps) :], strict=True)
+    ]
+
+
+def usual_micro_steps(steps: Sequence[AgreedStep]) -> int:
+    """Return how many micro batches most full steps took; 0 if that is not known."""
+    full = [step for step in steps if not step.is_short]
+    return statistics.mode(step.micro_steps for step in full or steps)
+
+
+def times_of(steps: Sequence[AgreedStep]) -> StepTimes:
+    """Return the step times.
+
+    A step may be an accident if it spent its time inside its phases with no more work than usual:
+    waiting for data is the script's own, and longer sequences are more work.
+    """
+    usual = statistics.median(step.elements for step in steps)
+    may_be_accident = [
+        sum(step.ms[1:]) > 0.5 * step.ms[0] and step.elements <= usual for step in steps
+    ]
+    return summarize([step.ms[0] for step in steps], may_be_accident)
