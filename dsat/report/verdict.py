@@ -20,6 +20,7 @@ from dsat.report.differences import TRAIN_BATCH, differences
 from dsat.report.longest_sequence import memory_warning
 from dsat.tuning.comparison import Gain
 from dsat.tuning.finals import LEAST_RUN
+from dsat.tuning.finals_phase import contenders
 from dsat.tuning.run import Run, own_switches, typical_outcome
 from dsat.tuning.same_training import Agreement
 from dsat.values.outcome import Outcome
@@ -195,7 +196,8 @@ def _headline(run: Run, best: Trial, outcome: Outcome) -> str:
 
 def _why_keep(run: Run) -> str:
     """Say why the user's own configuration is the best."""
-    finals, trial, found = run.finals, run.leader, run.gain_of(run.leader)
+    finals, trial = run.finals, _rival(run)
+    found = run.gain_of(trial)
     if finals is not None and finals.over:
         if finals.pick is None:
             return _NONE_CONFIRMED
@@ -206,10 +208,19 @@ def _why_keep(run: Run) -> str:
             return "nothing else was measured yet"
         some_ran = any(outcome.ok for outcome in searched)
         return "nothing faster was found" if some_ran else "nothing else ran"
+    if found.high < 1:
+        return f"nothing faster was found: {trial.name} is slower, {say_gain(found)}"
     if found.low <= 1:
         return f"{trial.name} is not significantly faster, {say_gain(found)}"
     own, its = run.plan.own_batch.train_batch_size, trial.batch.train_batch_size
     return f"{say_gain(found)} does not justify a global batch of {its} instead of {own}"
+
+
+def _rival(run: Run) -> Trial | None:
+    """Return the best of the search, unless the user's own is surely better."""
+    if run.leader is None or run.leader is not run.baseline:
+        return run.leader
+    return max(contenders(run), key=lambda trial: run.contestant(trial).log_value, default=None)
 
 
 def _searched(run: Run) -> list[Outcome]:
@@ -252,7 +263,7 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
     """Yield sentences on the evidence for the gain, or for keeping the user's own."""
     finals = run.finals
     if finals is None or not finals.over:
-        if run.leader is not run.baseline and search_gain(run) is not None:
+        if _rival(run) is not None and search_gain(run) is not None:
             yield "low, because each was measured once and the luckiest looks best."
             yield _no_finals(run)
         return

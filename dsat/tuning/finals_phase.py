@@ -38,18 +38,12 @@ class FinalsPhase:
         searched = len(run.trials) - run.num_finals
         most = run.plan.max_trials - run.num_finals
         own = run.baseline
-        if run.leader is None or own is None or run.leader is own or run.value(own) is None:
+        if run.leader is None or own is None or run.value(own) is None:
             return None
         count = finals.budget(most, searched, plan.finals, cost=self._cost(own, run.leader))
-        if not count:
+        tried = [run.contestant(trial, predicted(trial)) for trial in contenders(run)]
+        if not count or not tried:
             return None
-        tried = [
-            run.contestant(trial, predicted(trial))
-            for trial in run.trials.values()
-            if trial.kind is TrialKind.SEARCH
-            and run.value(trial) is not None
-            and plan.admits(trial.batch)
-        ]
         expected = finals.by_expectation(tried, indifference=plan.indifference)
         candidates = [contestant.trial_id for contestant in expected[: 1 + _RESERVES]]
         return {
@@ -134,3 +128,22 @@ class FinalsPhase:
             run.baseline.overrides, run.baseline.script_args
         )
         return None if same else (overrides, batch, script_args)
+
+
+def contenders(run: Run) -> list[Trial]:
+    """Return the trials of the search that finals may compare with the user's own configuration.
+
+    While that is the best, only those whose interval holds a gain that is worth something.
+    """
+    assert run.plan is not None
+    least = 1 + run.plan.indifference
+    tried = [
+        trial
+        for trial in run.trials.values()
+        if trial.kind is TrialKind.SEARCH
+        and run.value(trial) is not None
+        and run.plan.admits(trial.batch)
+    ]
+    if run.leader is not run.baseline:
+        return tried
+    return [trial for trial in tried if (gain := run.gain_of(trial)) and gain.high > least]

@@ -260,6 +260,33 @@ def test_there_is_nothing_to_decide_without_something_to_compare() -> None:
     assert tuner.run.best is not None
 
 
+@pytest.mark.parametrize(("ci95", "are_due"), [(0.01, False), (1.3, True)])
+def test_a_lucky_baseline_does_not_decide_by_a_noisy_measurement(
+    ci95: float, are_due: bool
+) -> None:
+    class Lucky(Buckets):
+        def outcome(self, trial: Trial) -> Outcome:
+            outcome = super().outcome(trial)
+            if trial.kind is not TrialKind.BASELINE or outcome.metrics is None:
+                return outcome
+            metrics = replace(outcome.metrics, ci95=ci95)
+            return replace(outcome, metrics=replace(metrics, throughput=2 * metrics.throughput))
+
+    for finals in (None, 0):
+        tuner, _ = tuner_of(finals_plan(finals=finals))
+        drive(tuner, Lucky({10: 1.5}))
+        run, said = tuner.run, verdict(tuner.run)
+        assert run.leader is run.baseline
+        assert bool(finals_of(run)) == (are_due and finals is None)
+        if finals_of(run):
+            assert said.headline.startswith("Gain 1.5")
+        elif are_due:
+            assert " is not significantly faster, 0.7" in said.headline
+            assert said.confidence.startswith("low, because each was measured once")
+        else:
+            assert said.headline.endswith(": nothing faster was found.")
+
+
 def test_a_winner_that_fails_when_run_again_has_not_won() -> None:
     class Fragile(Buckets):
         def outcome(self, trial: Trial) -> Outcome:
