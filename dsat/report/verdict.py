@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dsat.in_trial import batches
-from dsat.in_trial.config_injection import SEVERAL_ENGINES, ZERO_INIT
-from dsat.in_trial.steps import RAREST
-from dsat.report import advice, step_parts
+from dsat.in_trial.config_injection import ZERO_INIT
+from dsat.report import advice, caveats, step_parts
 from dsat.report import format as fmt
 from dsat.report.differences import TRAIN_BATCH, differences
 from dsat.report.longest_sequence import memory_warning
@@ -25,11 +23,9 @@ from dsat.tuning.run import Run, own_switches, typical_outcome
 from dsat.tuning.same_training import Agreement
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
-from dsat.values.zero_strategy import of_config
 
 _MOST_CHANGES = 5
 _NONE_CONFIRMED = "none of the leading configurations was confirmed on a re-run"
-_NOISY = 0.2  # half-width of the 95 % interval of one measurement
 
 
 @dataclass(frozen=True)
@@ -111,12 +107,7 @@ def verdict(run: Run) -> Verdict:
         ),
         (
             *_of_failures(run),
-            *_excluded(run),
-            *_of_noise(run),
-            *_of_evaluations(run),
-            *_of_samples(run, outcome),
-            *_of_optimizer(run, best),
-            *([f"{SEVERAL_ENGINES}."] if _was_warned(run, SEVERAL_ENGINES) else []),
+            *caveats.of_run(run, best, outcome, gain(run)),
             *([f"{ZERO_INIT}."] if ZERO_INIT in outcome.warnings else []),
             *memory_warning(run),
         ),
@@ -337,57 +328,3 @@ def _at_own_batch(run: Run, best: Trial) -> str:
     value = min(measured, key=run.plan.objective.loss)
     ratio = run.plan.objective.gain(value, own_value)
     return f"{measured[value].name} gains {ratio:.2f}x, unconfirmed"
-
-
-def _was_warned(run: Run, text: str) -> bool:
-    return any(text in outcome.warnings for outcome in run.outcomes.values())
-
-
-def _excluded(run: Run) -> Iterator[str]:
-    for trial_id, why in run.disqualified.items():
-        name = run.trials[trial_id].name
-        yield f"{name} is excluded: on the same data it trains differently from yours. {why}."
-
-
-def _of_noise(run: Run) -> Iterator[str]:
-    """Yield a warning if single measurements are too uncertain to compare."""
-    compared = [run.outcomes.get(each.id) for each in (run.baseline, run.leader) if each]
-    noise = max((o.metrics.ci95 for o in compared if o and o.metrics), default=0.0)
-    if gain(run) is None and noise > _NOISY:
-        yield (
-            f"measurements are uncertain by ±{fmt.percent(noise)}, so smaller gains go unseen. End "
-            "other programs on the machine, or measure longer (--max-profile-steps)."
-        )
-
-
-def _of_evaluations(run: Run) -> Iterator[str]:
-    """Yield a warning if more of one measurement than of the other is work beside the training."""
-    other = run.leader if run.best is run.baseline else run.best
-    own, its = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
-    if other and own and its and abs(own.evaluated - its.evaluated) * RAREST >= 1:
-        yield (
-            "the gain may not be comparable: the model ran outside of training too (generation, "
-            f"say) in {fmt.percent(own.evaluated)} of the measured steps of your configuration and "
-            f"in {fmt.percent(its.evaluated)} of those of {other.name}. Compare both in longer "
-            "runs (--end-profile-step)."
-        )
-
-
-def _of_optimizer(run: Run, best: Trial) -> Iterator[str]:
-    """Yield a warning if the optimizer may compute something else than in the user's own stage."""
-    own = of_config(run.plan.base_config).stage
-    if run.profile is None or run.profile.optimizer.by_element or bool(own) == bool(best.stage):
-        return
-    yield (
-        f"{run.profile.optimizer.kind} may depend on the shapes of parameters, which stages 1 to 3 "
-        "flatten and stage 0 keeps, so losses may differ from yours. Compare them over a longer "
-        f"training, or search with --zero-stages {'1 2 3' if own else '0'}."
-    )
-
-
-def _of_samples(run: Run, best: Outcome) -> Iterator[str]:
-    """Yield warnings about the counting of samples, of the best and of the user's own."""
-    own = None if run.baseline is None else run.outcomes.get(run.baseline.id)
-    for text in dict.fromkeys([*best.warnings, *(() if own is None else own.warnings)]):
-        if batches.is_about(text):
-            yield f"{text}."

@@ -40,10 +40,17 @@ class Agreement(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a comparison and its reason, which is empty where the losses agree."""
+    """Result of a comparison.
+
+    Attributes:
+        agreement: of the losses.
+        reason: empty where they agree.
+        first_losses: both in the first step, if they differ there and the user's own agree.
+    """
 
     agreement: Agreement
     reason: str = ""
+    first_losses: str = ""
 
     @property
     def differs(self) -> bool:
@@ -92,7 +99,8 @@ def compare(
             continue
         said = f"{its[step]:.6g} instead of {reference[step]:.6g}"
         if step == start:
-            return _unknown(f"it begins with other data, weights or random numbers: loss {said}")
+            why = "other data, weights or random numbers, or a loss that depends on the micro batch"
+            return Finding(Agreement.UNKNOWN, f"it begins with loss {said}: {why}", said)
         return Finding(
             Agreement.DIFFERENT,
             f"its loss in step {step} is {said}, {100 * apart:.2f} % off where rounding explains "

@@ -102,9 +102,8 @@ def test_where_a_comparison_is_impossible_that_is_said() -> None:
     unseeded = (curve(start=5.0), curve(start=5.2))
     assert "not seeded" in reason(unseeded) and "3.85 %" in reason(unseeded)
     found = compare(OWN, curve(start=5.3), precision="fp32", same_batch=True)
-    assert (
-        "begins with other data, weights or random numbers: loss 5.3 instead of 5" in found.reason
-    )
+    assert "begins with loss 5.3 instead of 5: other data, weights" in found.reason
+    assert found.first_losses == "5.3 instead of 5"
 
 
 def test_steps_that_were_skipped_end_the_comparison() -> None:

@@ -1,0 +1,135 @@
+"""Warnings of the verdict: what makes the gain uncertain, or another than it seems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dsat.in_trial import batches
+from dsat.in_trial.config_injection import SEVERAL_ENGINES
+from dsat.in_trial.steps import RAREST
+from dsat.report import format as fmt
+from dsat.tuning.comparison import Gain
+from dsat.tuning.run import Run, typical_outcome
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
+from dsat.values.zero_strategy import of_config
+
+_NOISY = 0.2  # half-width of the 95 % interval of one measurement
+_UNSURE = 2.0  # upper by lower end of the gain's interval
+_LONGER = 1.2  # samples, by which times no longer compare
+_QUIETER = "End other programs on the machine, or measure longer (--max-profile-steps)."
+
+
+def of_run(run: Run, best: Trial, outcome: Outcome, found: Gain | None) -> Iterator[str]:
+    """Yield the warnings.
+
+    Args:
+        run: so far.
+        best: the recommended configuration.
+        outcome: its typical one.
+        found: the gain of the finals, if they are over.
+    """
+    yield from _excluded(run)
+    yield from _of_noise(run, found)
+    yield from _of_evaluations(run)
+    yield from _of_samples(run, outcome)
+    yield from _of_lengths(run, best)
+    yield from _of_loss(run, best)
+    yield from _of_optimizer(run, best)
+    if any(SEVERAL_ENGINES in each.warnings for each in run.outcomes.values()):
+        yield f"{SEVERAL_ENGINES}."
+
+
+def _excluded(run: Run) -> Iterator[str]:
+    for trial_id, why in run.disqualified.items():
+        name = run.trials[trial_id].name
+        yield f"{name} is excluded: on the same data it trains differently from yours. {why}."
+
+
+def _of_noise(run: Run, found: Gain | None) -> Iterator[str]:
+    """Yield a warning if measurements are too uncertain to compare."""
+    compared = [run.outcomes.get(each.id) for each in (run.baseline, run.leader) if each]
+    noise = max((o.metrics.ci95 for o in compared if o and o.metrics), default=0.0)
+    if found is None and noise > _NOISY:
+        yield (
+            f"measurements are uncertain by ±{fmt.percent(noise)}, so smaller gains go unseen. "
+            f"{_QUIETER}"
+        )
+    elif found is not None and found.high > _UNSURE * found.low:
+        yield (
+            f"the gain may be anything from {found.low:.2f}x to {found.high:.2f}x, because runs of "
+            f"the same configuration differ much. {_QUIETER} More pairs help too (--finals)."
+        )
+
+
+def _of_evaluations(run: Run) -> Iterator[str]:
+    """Yield a warning if more of one measurement than of the other is work beside the training."""
+    other = run.leader if run.best is run.baseline else run.best
+    own, its = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
+    if other and own and its and abs(own.evaluated - its.evaluated) * RAREST >= 1:
+        yield (
+            "the gain may not be comparable: the model ran outside of training too (generation, "
+            f"say) in {fmt.percent(own.evaluated)} of the measured steps of your configuration and "
+            f"in {fmt.percent(its.evaluated)} of those of {other.name}. Compare both in longer "
+            "runs (--end-profile-step)."
+        )
+
+
+def _of_samples(run: Run, best: Outcome) -> Iterator[str]:
+    """Yield warnings about the counting of samples, of the best and of the user's own."""
+    own = None if run.baseline is None else run.outcomes.get(run.baseline.id)
+    for text in dict.fromkeys([*best.warnings, *(() if own is None else own.warnings)]):
+        if batches.is_about(text):
+            yield f"{text}."
+
+
+def _of_lengths(run: Run, best: Trial) -> Iterator[str]:
+    """Yield a warning if one of the compared configurations was fed longer samples."""
+    finals, own, compared = run.finals, run.baseline, best
+    if best is own and finals is not None and finals.pick is not None:
+        compared = run.trials[finals.pick.trial_id]
+    if own is None:
+        return
+    its, yours = (_tokens_per_sample(typical_outcome(run, each)) for each in (compared, own))
+    if its and yours and max(its, yours) > _LONGER * min(its, yours):
+        yield (
+            f"the samples of {compared.name} had {its:,.3g} tokens on average and yours "
+            f"{yours:,.3g} (sorted data, a curriculum, or padding), so the gain is unreliable. "
+            "Shuffle the data for the search, or pad all samples to one length."
+        )
+
+
+def _tokens_per_sample(outcome: Outcome | None) -> float | None:
+    metrics = None if outcome is None else outcome.metrics
+    if metrics is None or metrics.tokens_per_second is None or metrics.throughput <= 0:
+        return None
+    return metrics.tokens_per_second / metrics.throughput
+
+
+def _of_loss(run: Run, best: Trial) -> Iterator[str]:
+    """Yield a warning if the loss may be another one with another micro batch."""
+    plan, own = run.plan, run.baseline
+    if own is None or best.batch.micro_batch == own.batch.micro_batch:
+        return
+    finding = run.training.compare(plan, own, best)
+    if finding.first_losses:
+        found = run.training.depends_on_micro_batch(plan, own)
+        size = own.batch.micro_batch
+        yield (
+            f"the loss {'depends' if found else 'may depend'} on the micro batch (negatives within "
+            "a batch, batch normalization, means over padded tokens), so this configuration may "
+            f"train differently: its first loss is {finding.first_losses}. To keep yours: "
+            f"--min-micro-batch {size} --max-micro-batch {size}."
+        )
+
+
+def _of_optimizer(run: Run, best: Trial) -> Iterator[str]:
+    """Yield a warning if the optimizer may compute something else than in the user's own stage."""
+    own = of_config(run.plan.base_config).stage
+    if run.profile is None or run.profile.optimizer.by_element or bool(own) == bool(best.stage):
+        return
+    yield (
+        f"{run.profile.optimizer.kind} may depend on the shapes of parameters, which stages 1 to 3 "
+        "flatten and stage 0 keeps, so losses may differ from yours. Compare them over a longer "
+        f"training, or search with --zero-stages {'1 2 3' if own else '0'}."
+    )
