@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dsat.in_trial.agreement import Ranks
@@ -17,6 +17,7 @@ class AgreedStep:
     """An optimizer step over all ranks.
 
     Attributes:
+        number: counted from 1.
         ms: latency, then the phases; the slowest rank's.
         data_ms: wait for data loaders, of the rank that waited longest.
         elements: the most that a rank was fed.
@@ -27,6 +28,7 @@ class AgreedStep:
         samples, tokens: the mean over the ranks; NaN if unknown.
     """
 
+    number: int
     ms: tuple[float, ...]
     data_ms: float
     elements: float
@@ -58,28 +60,25 @@ def agree(
     fed = ranks.mean(
         [marks.samples(gas, micro_batch) for marks in steps] + [marks.tokens() for marks in steps]
     )
-    return [
-        AgreedStep(
-            tuple(ms),
-            data_ms,
-            elements,
-            bool(short),
-            bool(compiled),
-            bool(evaluated),
-            int(micro_steps),
-            samples,
-            tokens,
+    agreed = []
+    counted = zip(steps, rows, fed[: len(steps)], fed[len(steps) :], strict=True)
+    for marks, row, samples, tokens in counted:
+        *ms, data_ms, elements, short, compiled, evaluated, micro_steps = row
+        agreed.append(
+            AgreedStep(
+                marks.number,
+                tuple(ms),
+                data_ms,
+                elements,
+                bool(short),
+                bool(compiled),
+                bool(evaluated),
+                int(micro_steps),
+                samples,
+                tokens,
+            )
         )
-        for (
-            *ms,
-            data_ms,
-            elements,
-            short,
-            compiled,
-            evaluated,
-            micro_steps,
-        ), samples, tokens in zip(rows, fed[: len(steps)], fed[len(steps) :], strict=True)
-    ]
+    return agreed
 
 
 def usual_micro_steps(steps: Sequence[AgreedStep]) -> int:
@@ -88,14 +87,18 @@ def usual_micro_steps(steps: Sequence[AgreedStep]) -> int:
     return statistics.mode(step.micro_steps for step in full or steps)
 
 
-def times_of(steps: Sequence[AgreedStep]) -> StepTimes:
+def times_of(steps: Sequence[AgreedStep], own_late: Collection[int]) -> StepTimes:
     """Return the step times.
 
     A step may be an accident if it spent its time inside its phases with no more work than usual:
-    waiting for data is the script's own, and longer sequences are more work.
+    waiting for data is the script's own, and longer sequences are more work. What was late with the
+    user's own configuration too is the training.
     """
     usual = statistics.median(step.elements for step in steps)
     may_be_accident = [
-        sum(step.ms[1:]) > 0.5 * step.ms[0] and step.elements <= usual for step in steps
+        sum(step.ms[1:]) > 0.5 * step.ms[0]
+        and step.elements <= usual
+        and step.number not in own_late
+        for step in steps
     ]
     return summarize([step.ms[0] for step in steps], may_be_accident)

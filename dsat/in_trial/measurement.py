@@ -17,7 +17,7 @@ from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder
 from dsat.in_trial.steps import CI_TARGET, RAREST, StepTimes, steps_wanted
 from dsat.inputs.switches import WORKERS
 from dsat.values.objective import Objective
-from dsat.values.outcome import Metrics, Outcome, OutcomeKind
+from dsat.values.outcome import Metrics, Outcome, OutcomeKind, StepFacts
 
 MORE_WHILE_COMPILING = 10  # steps beyond the most, if torch compiled in all of them
 LONGEST_STORE_S = 60.0  # of warm-up, until the batches that data loaders have prepared are used up
@@ -56,8 +56,9 @@ STORE_NOT_USED_UP = (
     "fewer workers or a smaller prefetch_factor to see it"
 )
 HOST_ACCIDENTS = (
-    "a few steps were delayed by the host, not by the training, and the figures leave them out. "
-    "For steadier figures, end other programs on the machine"
+    "a few steps took far longer than the others, with no visible pattern: the figures leave them "
+    "out as delays by the host. For steadier figures, end other programs on the machine. If they "
+    "are work that your training does seldom, it will be slower than the figures"
 )
 
 
@@ -107,6 +108,7 @@ class Measurement:
             skipped: by fp16 because of an overflow, which makes it cheaper than a real one.
         """
         self.steps_seen += 1
+        marks.number = self.steps_seen
         if skipped:
             self._take_skipped()
             return
@@ -232,9 +234,9 @@ class Measurement:
         usable = self._usable(agreed, is_last=is_last)
         next_check: int | None = 2 * len(agreed)
         if usable:
-            times = times_of(usable)
+            times = times_of(usable, spec.own_steps.late if spec.own_steps else ())
             metrics = self._metrics(usable, times)
-            self.outcome = self._outcome(metrics, usable, accidents=bool(times.accidents))
+            self.outcome = self._outcome(metrics, usable, times.accidents)
             measured_s = sum(step.ms[0] for step in usable) / 1e3
             next_check = self._next_check_after(len(usable), measured_s, metrics)
         self.is_complete = is_last or next_check is None
@@ -244,10 +246,10 @@ class Measurement:
 
     def _check_accumulation(self, agreed: list[AgreedStep]) -> None:
         """Raise `InvalidTrial` if steps take as many micro batches as the user's own, wrongly."""
-        gas, own = self._spec.gas, self._spec.own_accumulation
+        gas, own = self._spec.gas, self._spec.own_steps
         taken = usual_micro_steps(agreed)
-        if own and gas != own["gas"] and taken == own["micro_steps"]:
-            raise InvalidTrial(CONSTANT_ACCUMULATION.format(taken=taken, gas=gas, own=own["gas"]))
+        if own is not None and taken and gas != own.gas and taken == own.micro_steps:
+            raise InvalidTrial(CONSTANT_ACCUMULATION.format(taken=taken, gas=gas, own=own.gas))
 
     def _usable(self, agreed: list[AgreedStep], *, is_last: bool) -> list[AgreedStep]:
         """Return the full steps in which nothing was compiled; none if more steps may have some."""
@@ -308,8 +310,9 @@ class Measurement:
         )
 
     def _outcome(
-        self, metrics: Metrics, steps: Sequence[AgreedStep], *, accidents: bool
+        self, metrics: Metrics, steps: Sequence[AgreedStep], accidents: Sequence[int]
     ) -> Outcome:
+        late = tuple(steps[i].number for i in accidents)
         slowed = self._recorder.throttling.warning(self._ranks.maximum)
         warnings = [*self._warnings, *([HOST_ACCIDENTS] if accidents else []), *slowed]
         observed = self._recorder.observed(self._ranks, self._spec)
@@ -321,7 +324,7 @@ class Measurement:
             metrics=metrics,
             warnings=tuple(warnings),
             step_ms=tuple(round(step.ms[0], 4) for step in steps),
-            micro_steps=usual_micro_steps(steps),
+            steps=StepFacts(self._spec.gas, usual_micro_steps(steps), late),
             most_samples=self._samples()[0],
             evaluated=sum(step.evaluated for step in steps) / len(steps),
             **observed,

@@ -8,6 +8,7 @@ from typing import Any
 
 from dsat.in_trial.conformance import of_engine
 from dsat.values.codec import Recorded
+from dsat.values.outcome import StepFacts
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.trial import Trial, TrialKind, TrialOptions
 
@@ -28,7 +29,7 @@ class MeterSpec(Recorded):
         measures: the figures are for comparing; False where the profile alone is wanted.
         flops_per_sample: model FLOPs of a sample, from the profile trial.
         batch_dimensions, fed_instead: see `ModelProfile`.
-        to_beat, longest_s, own_accumulation: see `Trial`.
+        to_beat, longest_s, own_steps: see `Trial`.
     """
 
     options: TrialOptions
@@ -45,7 +46,7 @@ class MeterSpec(Recorded):
     fed_instead: Mapping[str, int] = field(default_factory=dict)
     to_beat: Mapping[str, float] = field(default_factory=dict)
     longest_s: float | None = None
-    own_accumulation: Mapping[str, int] = field(default_factory=dict)
+    own_steps: StepFacts | None = None
 
     @classmethod
     def of_trial(
@@ -72,7 +73,7 @@ class MeterSpec(Recorded):
             fed_instead=trial.fed_instead,
             to_beat=trial.to_beat,
             longest_s=trial.longest_s,
-            own_accumulation=trial.own_accumulation,
+            own_steps=trial.own_steps,
         )
 
     def of_engine(self, engine: Any) -> MeterSpec:

@@ -26,6 +26,7 @@ class StepMarks:
     """Marks of one optimizer step, all its micro steps included.
 
     Attributes:
+        number: of the step, counted from 1; 0 until it is made.
         calls: contents of each call of the model.
         losses: number of losses that backward passes began with.
         compiled: torch compiled something meanwhile.
@@ -37,6 +38,7 @@ class StepMarks:
 
     begin: Any
     end: Any = None
+    number: int = 0
     calls: list[Fed] = field(default_factory=list)
     losses: int = 0
     compiled: bool = False

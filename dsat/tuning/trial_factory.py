@@ -55,7 +55,8 @@ class TrialFactory:
             predicted_bytes: of one slot, if memory is predicted.
         """
         strategy = self.strategy(overrides)
-        profile = self._run.profile
+        profile, baseline = self._run.profile, self._run.baseline
+        own = None if baseline is None else self._run.outcomes.get(baseline.id)
         return Trial(
             id=len(self._run.trials),
             kind=kind,
@@ -73,7 +74,7 @@ class TrialFactory:
             predicted_bytes=predicted_bytes,
             to_beat=self._to_beat() if kind in _SEARCHED else {},
             longest_s=self._run.longest_s if kind in _LIMITED else None,
-            own_accumulation=self._own_accumulation(),
+            own_steps=None if own is None else own.steps,
         )
 
     def strategy(self, overrides: Mapping[str, Any]) -> Strategy:
@@ -114,13 +115,6 @@ class TrialFactory:
         best = run.leader if run.best is run.leader else run.baseline
         value = None if best is None else run.value(best)
         return {} if value is None or metric not in KNOWN_TO_CI95 else {metric: value}
-
-    def _own_accumulation(self) -> dict[str, int]:
-        own = self._run.baseline
-        seen = None if own is None else self._run.outcomes.get(own.id)
-        if own is None or seen is None or not seen.micro_steps:
-            return {}
-        return {"gas": own.batch.gas, "micro_steps": seen.micro_steps}
 
     def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
         """`z1_gas1_tmbspg3`, as DeepSpeed's autotuner has it; a digest tells namesakes apart."""

@@ -57,7 +57,7 @@ class Metrics(Recorded):
         FLOPS_per_gpu: model FLOP/s per slot without recomputation; None if not counted.
         num_steps: optimizer steps measured.
         ci95: half-width of the 95 % confidence interval of `latency`, as a fraction of it.
-        accidents: outliers, left out above: steps that the host made far longer.
+        accidents: outliers, left out above: steps that the host made far longer, it seems.
         lost_to_accidents: their excess time, as a fraction of the time of all others.
         tokens_per_second: over all slots, without masked padding; None if the script's inputs have
             no sequences of tokens.
@@ -246,6 +246,21 @@ class SequenceLengths:
 
 
 @dataclass(frozen=True)
+class StepFacts:
+    """Facts about a trial's optimizer steps.
+
+    Attributes:
+        gas: gradient accumulation steps by the configuration.
+        micro_steps: micro batches that most steps took; 0 if that could not be seen.
+        late: numbers of the steps, counted from 1, that are `Metrics.accidents`.
+    """
+
+    gas: int
+    micro_steps: int = 0
+    late: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Outcome(Recorded):
     """End of a trial, and its measurements.
 
@@ -257,7 +272,7 @@ class Outcome(Recorded):
         smaller_may_run: it ran out of data, of which a smaller micro batch needs less.
         most_samples: the largest micro batch that there are data for, if known.
         step_ms: latency of each measured step, in ms, of the slowest rank.
-        micro_steps: micro batches of an optimizer step, as they were seen; 0 if not known.
+        steps: None for a trial that measured nothing.
         training: None for a trial that measured nothing.
         sequences: None if the script's inputs have no sequences of tokens.
         before_engine: it failed before its script called `deepspeed.initialize`, whatever the
@@ -277,7 +292,7 @@ class Outcome(Recorded):
     smaller_may_run: bool = False
     most_samples: int | None = None
     step_ms: tuple[float, ...] = ()
-    micro_steps: int = 0
+    steps: StepFacts | None = None
     training: TrainingCurve | None = None
     sequences: SequenceLengths | None = None
     before_engine: bool = False

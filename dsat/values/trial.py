@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsat.values.codec import Recorded
+from dsat.values.outcome import StepFacts
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 
 
@@ -131,8 +132,7 @@ class Trial(KnownOfModel, Recorded):
         to_beat: the metric and its best value so far; empty if there is none, or if the intervals
             of the metric are not known. A trial that is surely worse is measured less closely.
         longest_s: maximum duration of its measurement in seconds; None for no limit.
-        own_accumulation: `gas` of the user's own configuration, and the `micro_steps` that its
-            optimizer steps were seen to take; empty if not known.
+        own_steps: of the user's own configuration; None until it was measured.
         script_args: switches of the script that are no DeepSpeed keys (`gradient_checkpointing`).
     """
 
@@ -149,7 +149,7 @@ class Trial(KnownOfModel, Recorded):
     predicted_bytes: int | None = None
     to_beat: Mapping[str, float] = field(default_factory=dict)
     longest_s: float | None = None
-    own_accumulation: Mapping[str, int] = field(default_factory=dict)
+    own_steps: StepFacts | None = None
 
     @property
     def profiles(self) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from dsat.errors import InvalidTrial
 from dsat.in_trial.measurement import SHORT_BATCHES
 from dsat.in_trial.meter import Meter, TrialComplete
-from dsat.values.outcome import Outcome, SequenceLengths
+from dsat.values.outcome import Outcome, SequenceLengths, StepFacts
 from testing.metered import (
     SPEC,
     Clock,
@@ -106,8 +106,7 @@ def test_accumulation_that_is_a_constant_of_the_script_is_refused(
     clock: Clock, gas: int, own_gas: int, own: int, is_refused: bool
 ) -> None:
     engine = FakeEngine(clock, gas=gas)
-    seen = {"gas": own_gas, "micro_steps": own}
-    attach(engine, replace(SPEC, gas=gas, own_accumulation=seen))
+    attach(engine, replace(SPEC, gas=gas, own_steps=StepFacts(own_gas, own)))
 
     def loop() -> None:
         for batch in range(1000):
@@ -122,7 +121,7 @@ def test_accumulation_that_is_a_constant_of_the_script_is_refused(
         assert f"is {gas} instead of {own_gas}: accumulation is a constant" in str(ended.value)
     else:
         assert isinstance(ended.value, TrialComplete)
-        assert ended.value.outcome.micro_steps == 4
+        assert ended.value.outcome.steps == StepFacts(gas, 4)
 
 
 def test_one_step_of_more_micro_batches_is_no_habit(clock: Clock) -> None:

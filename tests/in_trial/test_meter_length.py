@@ -13,7 +13,7 @@ from dsat.in_trial.measurement import EVALUATED, HOST_ACCIDENTS
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.steps import CI_TARGET, relative_ci95
-from dsat.values.outcome import Outcome
+from dsat.values.outcome import Outcome, StepFacts
 from testing.metered import (
     SPEC,
     Clock,
@@ -186,6 +186,11 @@ def test_accidents_of_the_host_are_counted_apart(clock: Clock) -> None:
     assert measured.metrics is not None and measured.metrics.accidents == 1
     assert measured.metrics.latency == pytest.approx(10.4, rel=0.01)
     assert HOST_ACCIDENTS in measured.warnings
+    assert measured.steps == StepFacts(1, 1, (9,))
+    again = steps_of(clock, replace(SPEC, own_steps=measured.steps), latency_ms)
+    assert metrics_of(again).accidents == 0, "it is the training's own, which was late there before"
+    assert metrics_of(again).latency == pytest.approx(sum(again.step_ms) / len(again.step_ms))
+    assert max(again.step_ms) == 50
     count = measured.metrics.num_steps
     assert measured.metrics.lost_to_accidents == pytest.approx(39.6 / (10.4 * count), rel=0.02)
 
