@@ -12,6 +12,11 @@ def frames() -> int:
     return 0 if utils is None else int(utils.counters["frames"]["total"])
 
 
+def is_compiled(module: Any) -> bool:
+    """Return whether a module is compiled as a whole, by its own method or by `torch.compile`."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
 def steps_until_planned() -> int:
     """Return the optimizer step at which DeepCompile makes its last plan; 0 if none is to come.
 

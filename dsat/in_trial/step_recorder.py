@@ -201,10 +201,10 @@ class StepRecorder:
                 self.marks.evaluated = True
 
         module = self._engine.module
+        if compiling.is_compiled(module):  # its hooks, and those of its parts, would be as well
+            return
         for part in module.modules():  # PEFT's generates with a model inside it
-            generates = part is module or callable(getattr(type(part), "generate", None))
-            # A compiled one compiles its hooks too.
-            if generates and getattr(part, "_compiled_call_impl", None) is None:
+            if part is module or callable(getattr(type(part), "generate", None)):
                 part.register_forward_pre_hook(before)
 
     def follow_module(self, is_inside: Callable[[], bool]) -> None:

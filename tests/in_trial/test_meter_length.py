@@ -237,3 +237,16 @@ def test_a_generation_that_leaves_the_engine_out_is_seen(clock: Clock, inside: b
 
     measured = train(engine, before=generates)
     assert measured is not None and measured.evaluated == pytest.approx(0.5, abs=0.2)
+
+
+@pytest.mark.parametrize("by_method", [False, True])
+def test_a_compiled_model_has_no_hook_that_is_compiled_with_it(
+    clock: Clock, by_method: bool
+) -> None:
+    engine, model = FakeEngine(clock), Generating(2, 2)
+    engine.module = model if by_method else torch.compile(model, backend="eager")
+    if by_method:
+        model.compile(backend="eager")
+    attach(engine)
+    train(engine)
+    assert not model._forward_pre_hooks
