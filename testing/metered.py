@@ -15,7 +15,7 @@ from dsat.in_trial.meter import (
     TrialComplete,
 )
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.values.outcome import MemoryUse, Metrics, Outcome
+from dsat.values.outcome import MemoryUse, Metrics, Outcome, StepFacts
 from dsat.values.trial import TrialOptions
 
 SPEC = MeterSpec(TrialOptions(timeout_s=60.0, end_step=5), micro_batch=4, gas=1, stage=1, slots=1)
@@ -125,6 +125,12 @@ def train(
 def metrics_of(outcome: Outcome | None) -> Metrics:
     assert outcome is not None and outcome.metrics is not None
     return outcome.metrics
+
+
+def facts_of(outcome: Outcome | None) -> StepFacts:
+    assert outcome is not None and outcome.training is not None
+    assert outcome.training.facts is not None
+    return outcome.training.facts
 
 
 def memory_of(outcome: Outcome | None) -> MemoryUse:

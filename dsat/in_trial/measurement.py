@@ -313,10 +313,16 @@ class Measurement:
     def _outcome(
         self, metrics: Metrics, steps: Sequence[AgreedStep], accidents: Sequence[int]
     ) -> Outcome:
-        late = tuple(steps[i].number for i in accidents)
+        facts = StepFacts(
+            self._spec.gas,
+            usual_micro_steps(steps),
+            late=tuple(steps[i].number for i in accidents),
+            evaluated=sum(step.evaluated for step in steps) / len(steps),
+        )
         slowed = self._recorder.throttling.warning(self._ranks.maximum)
         warnings = [*self._warnings, *([HOST_ACCIDENTS] if accidents else []), *slowed]
         observed = self._recorder.observed(self._ranks, self._spec)
+        observed["training"] = replace(observed["training"], facts=facts)
         if observed["profile"] is not None and metrics.data < _WAITS * metrics.latency:
             switches = {n: s for n, s in observed["profile"].switches.items() if n != WORKERS}
             observed["profile"] = replace(observed["profile"], switches=switches)
@@ -325,8 +331,6 @@ class Measurement:
             metrics=metrics,
             warnings=tuple(warnings),
             step_ms=tuple(round(step.ms[0], 4) for step in steps),
-            steps=StepFacts(self._spec.gas, usual_micro_steps(steps), late),
             most_samples=self._samples()[0],
-            evaluated=sum(step.evaluated for step in steps) / len(steps),
             **observed,
         )

@@ -65,7 +65,9 @@ def _of_noise(run: Run, found: Gain | None) -> Iterator[str]:
 def _of_evaluations(run: Run) -> Iterator[str]:
     """Yield a warning if more of one measurement than of the other is work beside the training."""
     other = run.leader if run.best is run.baseline else run.best
-    own, its = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
+    ended = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
+    curves = (None if outcome is None else outcome.training for outcome in ended)
+    own, its = (None if curve is None else curve.facts for curve in curves)
     if other and own and its and abs(own.evaluated - its.evaluated) * RAREST >= 1:
         yield (
             "the gain may not be comparable: the model ran outside of training too (generation, "

@@ -74,7 +74,7 @@ class TrialFactory:
             predicted_bytes=predicted_bytes,
             to_beat=self._to_beat() if kind in _SEARCHED else {},
             longest_s=self._run.longest_s if kind in _LIMITED else None,
-            own_steps=None if own is None else own.steps,
+            own_steps=None if own is None or own.training is None else own.training.facts,
         )
 
     def strategy(self, overrides: Mapping[str, Any]) -> Strategy:

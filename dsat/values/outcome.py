@@ -214,6 +214,23 @@ PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first
 
 
 @dataclass(frozen=True)
+class StepFacts:
+    """Facts about a trial's optimizer steps.
+
+    Attributes:
+        gas: gradient accumulation steps by the configuration.
+        micro_steps: micro batches that most steps took; 0 if that could not be seen.
+        late: numbers of the steps, counted from 1, that are `Metrics.accidents`.
+        evaluated: share of the measured ones in which the model ran outside of training too.
+    """
+
+    gas: int
+    micro_steps: int = 0
+    late: tuple[int, ...] = ()
+    evaluated: float = 0.0
+
+
+@dataclass(frozen=True)
 class TrainingCurve:
     """Training curve: the first and the last optimizer steps of a trial, in order.
 
@@ -223,12 +240,14 @@ class TrainingCurve:
             None if there was none.
         skipped: steps that fp16 skipped because of an overflow.
         precision: the coarsest type that was computed in, one of `PRECISIONS`; empty if unknown.
+        facts: about these steps; None in older journals.
     """
 
     steps: tuple[int, ...] = ()
     losses: tuple[float | None, ...] = ()
     skipped: tuple[int, ...] = ()
     precision: str = ""
+    facts: StepFacts | None = None
 
 
 @dataclass(frozen=True)
@@ -246,21 +265,6 @@ class SequenceLengths:
 
 
 @dataclass(frozen=True)
-class StepFacts:
-    """Facts about a trial's optimizer steps.
-
-    Attributes:
-        gas: gradient accumulation steps by the configuration.
-        micro_steps: micro batches that most steps took; 0 if that could not be seen.
-        late: numbers of the steps, counted from 1, that are `Metrics.accidents`.
-    """
-
-    gas: int
-    micro_steps: int = 0
-    late: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Outcome(Recorded):
     """End of a trial, and its measurements.
 
@@ -272,13 +276,11 @@ class Outcome(Recorded):
         smaller_may_run: it ran out of data, of which a smaller micro batch needs less.
         most_samples: the largest micro batch that there are data for, if known.
         step_ms: latency of each measured step, in ms, of the slowest rank.
-        steps: None for a trial that measured nothing.
         training: None for a trial that measured nothing.
         sequences: None if the script's inputs have no sequences of tokens.
         before_engine: it failed before its script called `deepspeed.initialize`, whatever the
             configuration.
         device_name: as in `ModelProfile`, of a trial on a cluster, whose slots may differ.
-        evaluated: share of the measured steps in which the model ran outside of training too.
     """
 
     kind: OutcomeKind
@@ -292,12 +294,10 @@ class Outcome(Recorded):
     smaller_may_run: bool = False
     most_samples: int | None = None
     step_ms: tuple[float, ...] = ()
-    steps: StepFacts | None = None
     training: TrainingCurve | None = None
     sequences: SequenceLengths | None = None
     before_engine: bool = False
     device_name: str = ""
-    evaluated: float = 0.0
 
     def __post_init__(self) -> None:
         # What scripts and exceptions say goes no further as it is.

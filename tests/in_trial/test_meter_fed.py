@@ -19,6 +19,7 @@ from testing.metered import (
     Clock,
     FakeEngine,
     attach,
+    facts_of,
     metrics_of,
     train,
 )
@@ -121,7 +122,7 @@ def test_accumulation_that_is_a_constant_of_the_script_is_refused(
         assert f"is {gas} instead of {own_gas}: accumulation is a constant" in str(ended.value)
     else:
         assert isinstance(ended.value, TrialComplete)
-        assert ended.value.outcome.steps == StepFacts(gas, 4)
+        assert facts_of(ended.value.outcome) == StepFacts(gas, 4)
 
 
 def test_one_step_of_more_micro_batches_is_no_habit(clock: Clock) -> None:

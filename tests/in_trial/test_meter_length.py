@@ -19,6 +19,7 @@ from testing.metered import (
     Clock,
     FakeEngine,
     attach,
+    facts_of,
     metrics_of,
     train,
 )
@@ -186,8 +187,8 @@ def test_accidents_of_the_host_are_counted_apart(clock: Clock) -> None:
     assert measured.metrics is not None and measured.metrics.accidents == 1
     assert measured.metrics.latency == pytest.approx(10.4, rel=0.01)
     assert HOST_ACCIDENTS in measured.warnings
-    assert measured.steps == StepFacts(1, 1, (9,))
-    again = steps_of(clock, replace(SPEC, own_steps=measured.steps), latency_ms)
+    assert facts_of(measured) == StepFacts(1, 1, (9,))
+    again = steps_of(clock, replace(SPEC, own_steps=facts_of(measured)), latency_ms)
     assert metrics_of(again).accidents == 0, "it is the training's own, which was late there before"
     assert metrics_of(again).latency == pytest.approx(sum(again.step_ms) / len(again.step_ms))
     assert max(again.step_ms) == 50
@@ -212,7 +213,7 @@ def test_an_evaluation_now_and_then_is_left_out(clock: Clock, every: int, mean_m
     assert measured is not None
     assert metrics_of(measured).latency == pytest.approx(mean_ms, rel=0.05)
     assert (EVALUATED in measured.warnings) == (every == 13)
-    assert measured.evaluated == pytest.approx(0 if every == 13 else 1 / 3)
+    assert facts_of(measured).evaluated == pytest.approx(0 if every == 13 else 1 / 3)
 
 
 class Generating(torch.nn.Linear):
@@ -236,7 +237,8 @@ def test_a_generation_that_leaves_the_engine_out_is_seen(clock: Clock, inside: b
             model.generate(torch.zeros(4, 2))
 
     measured = train(engine, before=generates)
-    assert measured is not None and measured.evaluated == pytest.approx(0.5, abs=0.2)
+    assert measured is not None
+    assert facts_of(measured).evaluated == pytest.approx(0.5, abs=0.2)
 
 
 @pytest.mark.parametrize("by_method", [False, True])

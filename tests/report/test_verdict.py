@@ -20,7 +20,14 @@ from dsat.tuning.comparison import Gain
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
-from dsat.values.outcome import MemoryUse, Outcome, OwnOptimizer, SequenceLengths
+from dsat.values.outcome import (
+    MemoryUse,
+    Outcome,
+    OwnOptimizer,
+    SequenceLengths,
+    StepFacts,
+    TrainingCurve,
+)
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import FakeClock, World, drive, failed, plan_of, profiled, ran, weightless
 from testing.made_up_runs import Steady, run_of_world
@@ -199,7 +206,8 @@ def test_what_a_script_must_change_for_its_best_is_warned_of() -> None:
 @pytest.mark.parametrize(("own", "best", "is_said"), [(0.25, 0.0, True), (1.0, 0.95, False)])
 def test_work_beside_the_training_must_be_alike(own: float, best: float, is_said: bool) -> None:
     """Generations of GRPO come every so many micro steps, whatever the accumulation."""
-    first, other = replace(ran(100), evaluated=own), replace(ran(590), evaluated=best)
+    first = replace(ran(100), training=TrainingCurve(facts=StepFacts(1, evaluated=own)))
+    other = replace(ran(590), training=TrainingCurve(facts=StepFacts(1, evaluated=best)))
     said = " ".join(verdict(run_of((1, 4, other), baseline=first)).warnings)
     assert ("not be comparable" in said and "25.0 % of" in said and "0.0 % of" in said) is is_said
 

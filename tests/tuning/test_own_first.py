@@ -8,7 +8,7 @@ import pytest
 
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
-from dsat.values.outcome import Outcome, StepFacts
+from dsat.values.outcome import Outcome, StepFacts, TrainingCurve
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import World, failed, plan_of, ran, weightless
 from testing.tuners import events_of, tuner_of
@@ -29,7 +29,7 @@ def test_the_search_follows_at_once_and_knows_it() -> None:
     own = next_trial(tuner)
     assert own is not None and own.kind is TrialKind.BASELINE and own.profiles
     assert own.batch == plan_of().own_batch
-    tuner.record(0, replace(OWN, steps=StepFacts(1, 3, (11,))))
+    tuner.record(0, replace(OWN, training=TrainingCurve(facts=StepFacts(1, 3, (11,)))))
     searched = next_trial(tuner)
     assert searched is not None and searched.kind is TrialKind.SEARCH and not searched.profiles
     assert searched.own_steps == StepFacts(1, 3, (11,))
