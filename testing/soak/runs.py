@@ -78,10 +78,11 @@ class Search:
         return wait(*self.start(harm))
 
     def result(self) -> list[Any]:
-        """Return all decisions and measurements, without durations."""
+        """Return all decisions and measurements, without their times."""
         found: list[Any] = []
         for event in read_events(self.folder / FILE_NAME):
-            event.pop("elapsed_s", None)
+            for name in ("elapsed_s", "time_s"):
+                event.pop(name, None)
             if event["event"] in ("proposed", "finished", "stopped"):
                 found.append(event)
         return found
