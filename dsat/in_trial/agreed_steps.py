@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsat.in_trial.agreement import Ranks
@@ -87,18 +87,14 @@ def usual_micro_steps(steps: Sequence[AgreedStep]) -> int:
     return statistics.mode(step.micro_steps for step in full or steps)
 
 
-def times_of(steps: Sequence[AgreedStep], own_late: Collection[int]) -> StepTimes:
+def times_of(steps: Sequence[AgreedStep]) -> StepTimes:
     """Return the step times.
 
     A step may be an accident if it spent its time inside its phases with no more work than usual:
-    waiting for data is the script's own, and longer sequences are more work. What was late with the
-    user's own configuration too is the training.
+    waiting for data is the script's own, and longer sequences are more work.
     """
     usual = statistics.median(step.elements for step in steps)
     may_be_accident = [
-        sum(step.ms[1:]) > 0.5 * step.ms[0]
-        and step.elements <= usual
-        and step.number not in own_late
-        for step in steps
+        sum(step.ms[1:]) > 0.5 * step.ms[0] and step.elements <= usual for step in steps
     ]
     return summarize([step.ms[0] for step in steps], may_be_accident)

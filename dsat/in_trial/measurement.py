@@ -235,7 +235,7 @@ class Measurement:
         usable = self._usable(agreed, is_last=is_last)
         next_check: int | None = 2 * len(agreed)
         if usable:
-            times = times_of(usable, spec.own_steps.late if spec.own_steps else ())
+            times = times_of(usable)
             metrics = self._metrics(usable, times)
             self.outcome = self._outcome(metrics, usable, times.accidents)
             measured_s = sum(step.ms[0] for step in usable) / 1e3

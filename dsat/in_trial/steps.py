@@ -143,7 +143,7 @@ def _is_periodic(places: Sequence[int], beyond: Sequence[float], count: int) -> 
         count: of all steps.
     """
     gaps = [later - place for place, later in itertools.pairwise(places)]
-    if not gaps or max(beyond) > _ALIKE * min(beyond):
+    if len(gaps) < 2 or max(beyond) > _ALIKE * min(beyond):
         return False
     none_missing = places[0] < max(gaps) and count - places[-1] <= max(gaps)
     return none_missing and max(gaps) - min(gaps) <= 1

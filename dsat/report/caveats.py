@@ -31,7 +31,7 @@ def of_run(run: Run, best: Trial, outcome: Outcome, found: Gain | None) -> Itera
     """
     yield from _excluded(run)
     yield from _of_noise(run, found)
-    yield from _of_evaluations(run)
+    yield from _of_steps(run)
     yield from _of_samples(run, outcome)
     yield from _of_lengths(run, best)
     yield from _of_loss(run, best)
@@ -62,13 +62,23 @@ def _of_noise(run: Run, found: Gain | None) -> Iterator[str]:
         )
 
 
-def _of_evaluations(run: Run) -> Iterator[str]:
-    """Yield a warning if more of one measurement than of the other is work beside the training."""
+def _of_steps(run: Run) -> Iterator[str]:
+    """Yield warnings if the compared measurements have work beside the usual training."""
     other = run.leader if run.best is run.baseline else run.best
     ended = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
     curves = (None if outcome is None else outcome.training for outcome in ended)
     own, its = (None if curve is None else curve.facts for curve in curves)
-    if other and own and its and abs(own.evaluated - its.evaluated) * RAREST >= 1:
+    if other is None or own is None or its is None:
+        return
+    late = sorted({*own.late} & {*its.late})
+    if len(late) >= 2:
+        yield (
+            f"optimizer steps {', '.join(map(str, late))} took far longer both in your "
+            f"configuration and in {other.name}, so they are work of the training (an optimizer "
+            "that does more every n-th step, say). They were left out as delays by the host: the "
+            "gain is that of the other steps."
+        )
+    if abs(own.evaluated - its.evaluated) * RAREST >= 1:
         yield (
             "the gain may not be comparable: the model ran outside of training too (generation, "
             f"say) in {fmt.percent(own.evaluated)} of the measured steps of your configuration and "

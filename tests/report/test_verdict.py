@@ -212,6 +212,18 @@ def test_work_beside_the_training_must_be_alike(own: float, best: float, is_said
     assert ("not be comparable" in said and "25.0 % of" in said and "0.0 % of" in said) is is_said
 
 
+@pytest.mark.parametrize(
+    ("own", "best", "said"), [((8, 16), (8, 12, 16), True), ((8, 16), (8, 12), False)]
+)
+def test_steps_that_are_late_in_both_are_work_of_the_training(
+    own: tuple[int, ...], best: tuple[int, ...], said: bool
+) -> None:
+    first = replace(ran(100), training=TrainingCurve(facts=StepFacts(1, late=own)))
+    other = replace(ran(150), training=TrainingCurve(facts=StepFacts(1, late=best)))
+    warnings = verdict(run_of((1, 4, other), baseline=first)).warnings
+    assert [text.startswith("optimizer steps 8, 16 took far") for text in warnings] == [True] * said
+
+
 def test_several_engines_are_warned_of_whichever_is_the_best() -> None:
     first = replace(ran(100), warnings=(SEVERAL_ENGINES,))
     said = verdict(run_of((1, 4, ran(150)), baseline=first)).warnings
