@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,10 +82,20 @@ def agree(
     return agreed
 
 
-def usual_micro_steps(steps: Sequence[AgreedStep]) -> int:
+def usual_micro_steps(full: Sequence[AgreedStep]) -> int:
     """Return how many micro batches most full steps took; 0 if that is not known."""
-    full = [step for step in steps if not step.is_short]
-    return statistics.mode(step.micro_steps for step in full or steps)
+    return statistics.mode(step.micro_steps for step in full)
+
+
+def tokens_error(steps: Sequence[AgreedStep]) -> float | None:
+    """Return the relative standard error of the tokens per sample; None if it is not known."""
+    count = len(steps)
+    tokens = sum(step.tokens for step in steps)
+    if count < 2 or math.isnan(tokens) or not tokens:
+        return None
+    ratio = tokens / sum(step.samples for step in steps)
+    squares = sum((step.tokens - ratio * step.samples) ** 2 for step in steps)
+    return math.sqrt(squares * count / (count - 1)) / tokens
 
 
 def times_of(steps: Sequence[AgreedStep]) -> StepTimes:

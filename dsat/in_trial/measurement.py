@@ -9,7 +9,13 @@ from dataclasses import replace
 
 from dsat.errors import Diverged, InvalidTrial
 from dsat.in_trial import compiling, loaders
-from dsat.in_trial.agreed_steps import AgreedStep, agree, times_of, usual_micro_steps
+from dsat.in_trial.agreed_steps import (
+    AgreedStep,
+    agree,
+    times_of,
+    tokens_error,
+    usual_micro_steps,
+)
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.batches import OWN_ACCUMULATION, UNSEEN
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
@@ -226,7 +232,6 @@ class Measurement:
         )
         if not all(each.calls for each in marks):
             self._warn(UNSEEN)
-        self._check_accumulation(agreed)
         # A Trainer whose data have no length makes some steps of more, behind the end of an epoch.
         fewest = min(each.micro_steps for each in marks) / spec.gas
         if fewest > 1:
@@ -235,6 +240,7 @@ class Measurement:
         usable = self._usable(agreed, is_last=is_last)
         next_check: int | None = 2 * len(agreed)
         if usable:
+            self._check_accumulation(usable)
             times = times_of(usable)
             metrics = self._metrics(usable, times)
             self.outcome = self._outcome(metrics, usable, times.accidents)
@@ -245,10 +251,10 @@ class Measurement:
             self._next_check = next_check
             self._recorder.restart()  # the time of the check belongs to no step
 
-    def _check_accumulation(self, agreed: list[AgreedStep]) -> None:
+    def _check_accumulation(self, full: list[AgreedStep]) -> None:
         """Raise `InvalidTrial` if steps take as many micro batches as the user's own, wrongly."""
         gas, own = self._spec.gas, self._spec.own_steps
-        taken = usual_micro_steps(agreed)
+        taken = usual_micro_steps(full)
         if own is not None and taken and gas != own.gas and taken == own.micro_steps:
             raise InvalidTrial(CONSTANT_ACCUMULATION.format(taken=taken, gas=gas, own=own.gas))
 
@@ -259,8 +265,9 @@ class Measurement:
         if not full:
             raise InvalidTrial(
                 f"none of {len(agreed)} optimizer steps was full: there are not {spec.gas} micro "
-                f"batches of {spec.micro_batch} samples in an epoch of the data. Give the script "
-                "more data, or drop the last batch of an epoch (drop_last)",
+                f"batches of {spec.micro_batch} samples in an epoch of the data, or the script's "
+                "accumulation is a constant. Give the script more data, drop the last batch of an "
+                "epoch (drop_last), or take accumulation from the configuration",
                 smaller_may_run=True,
             )
         if len(full) < len(agreed):
@@ -318,6 +325,7 @@ class Measurement:
             usual_micro_steps(steps),
             late=tuple(steps[i].number for i in accidents),
             evaluated=sum(step.evaluated for step in steps) / len(steps),
+            tokens_error=tokens_error(steps),
         )
         slowed = self._recorder.throttling.warning(self._ranks.maximum)
         warnings = [*self._warnings, *([HOST_ACCIDENTS] if accidents else []), *slowed]

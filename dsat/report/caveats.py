@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from dsat.in_trial import batches
@@ -16,7 +17,7 @@ from dsat.values.zero_strategy import of_config
 
 _NOISY = 0.2  # half-width of the 95 % interval of one measurement
 _UNSURE = 2.0  # upper by lower end of the gain's interval
-_LONGER = 1.2  # samples, by which times no longer compare
+_LONGER, _ERRORS = 1.2, 3.0  # samples, and standard errors, from which on lengths differ
 _QUIETER = "End other programs on the machine, or measure longer (--max-profile-steps)."
 
 
@@ -34,7 +35,6 @@ def of_run(run: Run, best: Trial, outcome: Outcome, found: Gain | None) -> Itera
     yield from _of_steps(run)
     yield from _of_samples(run, outcome)
     yield from _of_lengths(run, best)
-    yield from _of_loss(run, best)
     yield from _of_optimizer(run, best)
     if any(SEVERAL_ENGINES in each.warnings for each in run.outcomes.values()):
         yield f"{SEVERAL_ENGINES}."
@@ -102,37 +102,29 @@ def _of_lengths(run: Run, best: Trial) -> Iterator[str]:
         compared = run.trials[finals.pick.trial_id]
     if own is None:
         return
-    its, yours = (_tokens_per_sample(typical_outcome(run, each)) for each in (compared, own))
-    if its and yours and max(its, yours) > _LONGER * min(its, yours):
+    (its, its_error), (yours, own_error) = (
+        _tokens_per_sample(typical_outcome(run, each)) for each in (compared, own)
+    )
+    apart, error = abs(its - yours), math.hypot(its * its_error, yours * own_error)
+    if apart > max((_LONGER - 1) * min(its, yours), _ERRORS * error):
+        means = "so the gain is unreliable"
+        if run.plan.metric != "tokens_per_second":
+            means = "and padding is a part of the gain, but other data make it unreliable"
         yield (
             f"the samples of {compared.name} had {its:,.3g} tokens on average and yours "
-            f"{yours:,.3g} (sorted data, a curriculum, or padding), so the gain is unreliable. "
-            "Shuffle the data for the search, or pad all samples to one length."
+            f"{yours:,.3g} (other data, as by sorting or a curriculum, or padding, which grows "
+            f"with the micro batch), {means}. Shuffle the data for the search, or pad all samples "
+            "to one length."
         )
 
 
-def _tokens_per_sample(outcome: Outcome | None) -> float | None:
+def _tokens_per_sample(outcome: Outcome | None) -> tuple[float, float]:
+    """Return the mean, and its relative standard error; infinite if unknown."""
     metrics = None if outcome is None else outcome.metrics
-    if metrics is None or metrics.tokens_per_second is None or metrics.throughput <= 0:
-        return None
-    return metrics.tokens_per_second / metrics.throughput
-
-
-def _of_loss(run: Run, best: Trial) -> Iterator[str]:
-    """Yield a warning if the loss may be another one with another micro batch."""
-    plan, own = run.plan, run.baseline
-    if own is None or best.batch.micro_batch == own.batch.micro_batch:
-        return
-    finding = run.training.compare(plan, own, best)
-    if finding.first_losses:
-        found = run.training.depends_on_micro_batch(plan, own)
-        size = own.batch.micro_batch
-        yield (
-            f"the loss {'depends' if found else 'may depend'} on the micro batch (negatives within "
-            "a batch, batch normalization, means over padded tokens), so this configuration may "
-            f"train differently: its first loss is {finding.first_losses}. To keep yours: "
-            f"--min-micro-batch {size} --max-micro-batch {size}."
-        )
+    facts = None if outcome is None or outcome.training is None else outcome.training.facts
+    if metrics is None or facts is None or facts.tokens_error is None:
+        return 1.0, math.inf
+    return (metrics.tokens_per_second or 0.0) / metrics.throughput, facts.tokens_error
 
 
 def _of_optimizer(run: Run, best: Trial) -> Iterator[str]:

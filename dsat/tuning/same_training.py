@@ -28,6 +28,11 @@ _ROUNDING = {"fp32": (1e-5, 1e-5), "fp16": (2e-3, 1e-3), "bf16": (5e-3, 2e-3)}
 # gradients, advantages of mean 0), and rounds as they do: they are taken to be at least this large.
 _CANCELS_BELOW, _TERMS = 1e-3, 1.0
 _TIMES_OWN = 4.0  # what two runs of the user's own differ by, so much more may others
+_OTHER_START = (
+    "other data, weights or random numbers (with another micro batch, dropout draws others), or a "
+    "loss that depends on the micro batch (negatives within a batch, batch normalization, means "
+    "over padded tokens)"
+)
 
 
 class Agreement(str, enum.Enum):
@@ -45,12 +50,10 @@ class Finding:
     Attributes:
         agreement: of the losses.
         reason: empty where they agree.
-        first_losses: both in the first step, if they differ there and the user's own agree.
     """
 
     agreement: Agreement
     reason: str = ""
-    first_losses: str = ""
 
     @property
     def differs(self) -> bool:
@@ -99,8 +102,7 @@ def compare(
             continue
         said = f"{its[step]:.6g} instead of {reference[step]:.6g}"
         if step == start:
-            why = "other data, weights or random numbers, or a loss that depends on the micro batch"
-            return Finding(Agreement.UNKNOWN, f"it begins with loss {said}: {why}", said)
+            return _unknown(f"it begins with loss {said}: {_OTHER_START}")
         return Finding(
             Agreement.DIFFERENT,
             f"its loss in step {step} is {said}, {100 * apart:.2f} % off where rounding explains "

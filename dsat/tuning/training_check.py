@@ -42,16 +42,6 @@ class TrainingCheck:
                 break
         return finding
 
-    def depends_on_micro_batch(self, plan: Plan, own: Trial) -> bool:
-        """Tell whether losses begin like the user's own with its micro batch only."""
-        found: dict[bool, list[bool]] = {True: [], False: []}  # by whether it is the same
-        for trial in self._trials.values():
-            finding = self.compare(plan, own, trial)
-            agrees = finding.agreement is Agreement.SAME
-            if trial.kind is TrialKind.SEARCH and (agrees or finding.first_losses):
-                found[trial.batch.micro_batch == own.batch.micro_batch].append(agrees)
-        return bool(found[True]) and all(found[True]) and not any(found[False])
-
     def disqualification(
         self, plan: Plan, own: Trial, pick: Trial, changes: Callable[[Trial], Mapping[str, Any]]
     ) -> str | None:

@@ -222,12 +222,14 @@ class StepFacts:
         micro_steps: micro batches that most steps took; 0 if that could not be seen.
         late: numbers of the steps, counted from 1, that are `Metrics.accidents`.
         evaluated: share of the measured ones in which the model ran outside of training too.
+        tokens_error: standard error of the tokens per sample, as a fraction; None if unknown.
     """
 
     gas: int
     micro_steps: int = 0
     late: tuple[int, ...] = ()
     evaluated: float = 0.0
+    tokens_error: float | None = None
 
 
 @dataclass(frozen=True)
