@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -15,6 +16,14 @@ def frames() -> int:
 def is_compiled(module: Any) -> bool:
     """Return whether a module is compiled as a whole, by its own method or by `torch.compile`."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def uncompiled_parts(module: Any) -> Iterator[Any]:
+    """Yield a module and the parts of it that are neither compiled nor inside a compiled one."""
+    if not is_compiled(module):
+        yield module
+        for part in module.children():
+            yield from uncompiled_parts(part)
 
 
 def steps_until_planned() -> int:

@@ -91,6 +91,20 @@ class StepMarks:
         return [latency, *sums, max(0.0, min(1e3 * self.waited_s, latency - sum(sums)))]
 
 
+class _Hook:
+    """A module's hook, which does nothing in copies of the module, pickled ones included."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()
+
+
 class StepRecorder:
     """Recorder of the optimizer steps of one engine.
 
@@ -200,12 +214,12 @@ class StepRecorder:
             if not (is_inside() or in_training(self._engine) or _in_backward()):
                 self.marks.evaluated = True
 
-        module = self._engine.module
-        if compiling.is_compiled(module):  # its hooks, and those of its parts, would be as well
-            return
-        for part in module.modules():  # PEFT's generates with a model inside it
-            if part is module or callable(getattr(type(part), "generate", None)):
-                part.register_forward_pre_hook(before)
+        module, hook = self._engine.module, _Hook(before)
+        for part in compiling.uncompiled_parts(
+            module
+        ):  # a hook of others would be compiled as well
+            if part is module or callable(getattr(type(part), "generate", None)):  # as inside PEFT
+                part.register_forward_pre_hook(hook)
 
     def follow_module(self, is_inside: Callable[[], bool]) -> None:
         """Record the calls of a script that calls the model itself, and never the engine.
@@ -218,8 +232,9 @@ class StepRecorder:
             if not is_inside() and in_training(self._engine) and not _in_backward():
                 self._begin_forward(args, kwargs)
 
-        self._engine.module.register_forward_pre_hook(before, with_kwargs=True)
-        self._engine.module.register_forward_hook(lambda *_: self._end_forward())
+        module = self._engine.module
+        module.register_forward_pre_hook(_Hook(before), with_kwargs=True)
+        module.register_forward_hook(_Hook(lambda *_: self._end_forward()))
         self._calls_engine = False
 
     def observed(self, ranks: Ranks, spec: MeterSpec) -> dict[str, Any]:

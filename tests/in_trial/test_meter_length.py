@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -251,3 +253,30 @@ def test_a_compiled_model_has_no_hook_that_is_compiled_with_it(
     attach(engine)
     train(engine)
     assert not model._forward_pre_hooks
+
+
+def test_a_part_that_is_compiled_has_no_hook_either(clock: Clock) -> None:
+    engine, model = FakeEngine(clock), Generating(2, 2)
+    compiled = torch.nn.Sequential(model)
+    compiled.compile(backend="eager", fullgraph=True)
+    engine.module = torch.nn.Sequential(compiled)
+    engine.forward = engine.module  # type: ignore[method-assign]
+    attach(engine)
+    assert train(engine) is not None
+    assert engine.module._forward_pre_hooks and not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("calls_model", [False, True])
+def test_a_model_with_hooks_can_be_pickled_and_copied(clock: Clock, calls_model: bool) -> None:
+    engine = FakeEngine(clock)
+    engine.module = torch.nn.Linear(2, 2)
+    meter = attach(engine)
+    if calls_model:
+        meter._recorder.follow_module(lambda: False)
+    for copied in (pickle.loads(pickle.dumps(engine.module)), copy.deepcopy(engine.module)):  # noqa: S301
+        with torch.no_grad():
+            copied(torch.zeros(4, 2))
+    assert not meter._recorder.marks.evaluated
+    with torch.no_grad():
+        engine.module(torch.zeros(4, 2))
+    assert meter._recorder.marks.evaluated
