@@ -28,7 +28,7 @@ ZERO_INIT = (
     "training fails there unless the script passes enabled=(stage == 3) to it"
 )
 SEVERAL_ENGINES = (
-    "the script may train several engines: throughput and latency are those of the whole loop, "
+    "the script trains several engines: throughput and latency are those of the whole loop, "
     "all other figures those of the engine that trains first. Another engine with a configuration "
     "of its own keeps it, stage included, and takes over the batch sizes if its own are the same"
 )

@@ -45,7 +45,7 @@ def begin_training() -> None:
     _read.clear()
 
 
-def samples(batch_size: int, micro_steps: int) -> tuple[int, int] | None:
+def samples(batch_size: int, micro_steps: int, *, gas: int = 1) -> tuple[int, int] | None:
     """Return the samples that the training's loader has on this rank, at most.
 
     A loader may give each micro step a whole multiple of its samples: those of several steps, of
@@ -54,10 +54,12 @@ def samples(batch_size: int, micro_steps: int) -> tuple[int, int] | None:
     Args:
         batch_size: of the training.
         micro_steps: that it made; fewer where steps at the end of an epoch were short.
+        gas: micro batches of an optimizer step; a loader that gives more than one at a time may
+            give those of the whole step.
 
     Returns:
-        Those of an epoch, and of all epochs that were begun. None if no loader of known length has
-        fed most of the steps.
+        Those of an epoch, and those of all epochs that were begun, for one of `gas` micro batches.
+        None if no loader of known length has fed most of the steps.
     """
     kinds = [
         kind
@@ -67,7 +69,10 @@ def samples(batch_size: int, micro_steps: int) -> tuple[int, int] | None:
     if not kinds:
         return None
     parts = {(size, most): most * batch_size // size for size, most in kinds}
-    return max(parts.values()), sum(_begun[kind] * part for kind, part in parts.items())
+    begun = (
+        _begun[kind] * part // (gas if kind[0] == batch_size else 1) for kind, part in parts.items()
+    )
+    return max(parts.values()), sum(begun)
 
 
 def _noting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -135,7 +135,7 @@ class Meter:
                 "the script ended without calling deepspeed.initialize with an optimizer"
             )
         spec = self.spec
-        most = self._samples()[1] // max(1, spec.gas * spec.options.end_step)
+        most = self._samples()[1] // max(1, spec.options.end_step)
         return InvalidTrial(
             f"the script ended after {self.steps_seen} optimizer steps, but steps up to "
             f"{spec.options.end_step} are measured: give it more data or lower --end-profile-step",
@@ -155,8 +155,6 @@ class Meter:
         """
         if not has_optimizer(engine):
             return
-        if self.watches and self.spec.profile:
-            self.warn(config_injection.SEVERAL_ENGINES)
         if not self.watches:
             loaders.begin_training()
         self.watches = True
@@ -195,7 +193,7 @@ class Meter:
 
     def _samples(self) -> tuple[int | None, int]:
         steps = self.steps_seen * self.spec.gas
-        found = loaders.samples(self.spec.micro_batch, steps)
+        found = loaders.samples(self.spec.micro_batch, steps, gas=max(1, self.spec.gas))
         return (None, 0) if found is None else found
 
     def _wrapped(self, engine: Any, name: str) -> Callable[..., Any]:
@@ -234,6 +232,8 @@ class Meter:
         if self._engine is None:
             return original(*args, **kwargs)
         if self._engine is not engine:  # whose loss this is not
+            if name != "forward" and self.spec.profile:  # a reference model makes no backward pass
+                self.warn(config_injection.SEVERAL_ENGINES)
             with self._recorder.losses.ignored():
                 return original(*args, **kwargs)
         self._inside.add(name)

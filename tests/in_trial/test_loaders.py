@@ -62,6 +62,7 @@ def test_the_samples_are_those_of_the_loader_that_feeds_the_steps() -> None:
     assert loaders.samples(4, 11) is None, "most of the batches are made by hand"
     assert loaders.samples(5, 0) is None
     assert loaders.samples(4, 0) == (30, 9 + 5 * 30)
+    assert loaders.samples(4, 10, gas=2) == (30, 75)
 
 
 def test_a_loader_may_give_each_step_the_samples_of_several() -> None:
@@ -70,6 +71,7 @@ def test_a_loader_may_give_each_step_the_samples_of_several() -> None:
     assert loaders.samples(4, 5) == (20, 5 * 20)
     assert loaders.samples(5, 5) is None
     assert loaders.samples(4, 11) is None
+    assert loaders.samples(6, 10, gas=2) == (30, 5 * 30), "a whole step's at once"
 
 
 def test_data_without_a_length_bound_nothing() -> None:
