@@ -215,9 +215,7 @@ class StepRecorder:
                 self.marks.evaluated = True
 
         module, hook = self._engine.module, _Hook(before)
-        for part in compiling.uncompiled_parts(
-            module
-        ):  # a hook of others would be compiled as well
+        for part in compiling.uncompiled_parts(module):  # a hook would be compiled as well
             if part is module or callable(getattr(type(part), "generate", None)):  # as inside PEFT
                 part.register_forward_pre_hook(hook)
 

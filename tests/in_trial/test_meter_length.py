@@ -273,7 +273,7 @@ def test_a_model_with_hooks_can_be_pickled_and_copied(clock: Clock, calls_model:
     meter = attach(engine)
     if calls_model:
         meter._recorder.follow_module(lambda: False)
-    for copied in (pickle.loads(pickle.dumps(engine.module)), copy.deepcopy(engine.module)):  # noqa: S301
+    for copied in (pickle.loads(pickle.dumps(engine.module)), copy.deepcopy(engine.module)):
         with torch.no_grad():
             copied(torch.zeros(4, 2))
     assert not meter._recorder.marks.evaluated
