@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,9 +85,14 @@ def check_equal(hosts: Sequence[Host]) -> None:
         )
 
 
-def comparable(hosts: Iterable[Host], slots: int) -> tuple[Host, ...]:
-    """Return hosts with devices on which any trials of so many slots can be compared."""
-    return tuple(replace(host, machine=host.machine.comparable(slots)) for host in hosts)
+def comparable(hosts: Sequence[Host], slots: int) -> tuple[Host, ...]:
+    """Return hosts with devices on which any trials of so many slots can be compared.
+
+    Trials may have more ranks than a quota of processor time gives them cores, as commands may.
+    """
+    share = -(-slots // len(hosts))
+    machines = (host.machine.with_slots(share).comparable(slots) for host in hosts)
+    return tuple(replace(h, machine=found) for h, found in zip(hosts, machines, strict=True))
 
 
 def describe(hosts: Sequence[Host]) -> str:

@@ -236,7 +236,8 @@ def _with_slots(
         slots = source.slots_per_trial(settings.slots, available)
         given, where = settings.arg_mappings, "--arg-mapping"
     else:
-        _check_slots(settings, hosts, program.slots or 1)
+        own = program.slots or 1
+        _check_slots(settings, hosts_of.comparable(hosts, own), own)
         slots = section.slots_of(program.slots or available, where=str(program.config_path))
         program = replace(program, slots=slots)
         given, where = section.arg_mappings, f"{program.config_path}: autotuning.arg_mappings"

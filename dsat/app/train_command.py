@@ -258,7 +258,7 @@ def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list
     words = ["OMP_NUM_THREADS=1"]
     if memory_is_limited:
         words += [f"{name}={value}" for name, value in MALLOC_VARIABLES.items()]
-    if slots < machine.num_slots and shutil.which("taskset"):
+    if slots < machine.num_slots and not machine.has_quota and shutil.which("taskset"):
         words += ["taskset", "--cpu-list", ",".join(machine.devices[:slots])]
     return words
 

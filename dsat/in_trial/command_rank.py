@@ -35,6 +35,7 @@ from dsat.in_trial.rank_files import (
     result_file,
     write_outcome,
 )
+from dsat.values import host_cores
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
 
@@ -145,8 +146,10 @@ class CommandRank:
     def _begin_engine(self, _: Any) -> None:
         self._engine_in = os.getpid()
         _, size = rank_and_size()
-        if self._spec.own and self._spec.threads:  # slots are cores: those that a trial has
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:size])
+        cores = host_cores.usable()
+        is_bound = len(cores) == len(os.sched_getaffinity(0))  # by no quota, as in `Machine`
+        if self._spec.own and self._spec.threads and is_bound:  # to cores that a trial has
+            os.sched_setaffinity(0, cores[:size])
         if size == 1:  # without a launcher, which DeepSpeed would look for
             alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             for name, value in alone.items():

@@ -36,6 +36,13 @@ def unequal_devices(environment: Environment, given: Mapping[str, Any]) -> Itera
     yield [Host(replace(machine, device_names=("A100", "T4")))]
 
 
+@contextlib.contextmanager
+def within_a_quota(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
+    """A container on four cores, with the time of two."""
+    four = replace(cpu_machine(4), devices=("0", "1", "2", "3"))
+    yield [Host(replace(four, devices=("0", "1"), threads=2, allowed=four.devices))]
+
+
 def plan_of(command: str, engine: str) -> tuple[int, int]:
     """Return the slots of a trial, and those of each host."""
     words = (*command.split(), *SCRIPT)
@@ -65,6 +72,26 @@ def test_a_launcher_is_told_of_the_machines_that_a_job_has(
     if slots > 2:
         with pytest.raises(UserInputError, match="2 machines, and trials run on this one"):
             plan_of(command, "local")
+
+
+@pytest.mark.parametrize(
+    ("command", "slots", "of_host"),
+    [
+        ("torchrun --nproc_per_node 4", 4, 4),
+        ("torchrun --nproc_per_node cpu", 2, 2),
+        ("deepspeed --num_gpus 1", 1, 2),
+    ],
+)
+def test_ranks_that_are_asked_for_may_share_a_quota_of_processor_time(
+    command: str, slots: int, of_host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    Path("ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    monkeypatch.setitem(PROVIDERS, "local", PROVIDERS["local"]._replace(acquire=within_a_quota))
+    assert plan_of(command, "local") == (slots, of_host)
+    with pytest.raises(UserInputError, match="needs 5 slots"):
+        plan_of("torchrun --nproc_per_node 5", "local")
 
 
 def test_a_trial_on_some_devices_has_those_of_one_kind(

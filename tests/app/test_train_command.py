@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from dsat.app.train_command import conditions
+from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.machine import Machine
+from dsat.engines.local.rank_settings import cores_of
+from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.placement import Launch
 from dsat.inputs.switches import OF_CODE
 from dsat.values.outcome import ScriptSwitch
@@ -45,6 +48,15 @@ def test_conditions_of_a_trial(
 ) -> None:
     found = conditions(machine, slots, memory_is_limited=memory_is_limited)
     assert found[: len(words)] == words
+
+
+def test_a_quota_of_processor_time_names_no_cores() -> None:
+    limited = replace(FOUR, threads=2, allowed=FOUR.devices)
+    assert conditions(limited, 1, memory_is_limited=False) == ["OMP_NUM_THREADS=1"]
+    share = Share(0, Host(limited), (0, 1))
+    assert cores_of(share, 0, Entrypoint(), {}) == []
+    unlimited = replace(share, host=Host(replace(limited, threads=4)))
+    assert cores_of(unlimited, 0, Entrypoint(), {}) == [0, 2]
 
 
 SCRIPT = "train.py --deepspeed_config ds_config.json"

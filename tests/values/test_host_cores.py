@@ -50,3 +50,4 @@ def test_slots_are_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_cores, "usable", lambda: [7])
     found = machine_of_cores()
     assert (found.devices, found.threads, found.cores) == (("7",), 1, before.cores)
+    assert found.allowed == before.devices and not before.has_quota

@@ -87,8 +87,9 @@ class FirstRun:
         self.env = _environment(self.folder)
         slots: tuple[str, ...] = ()
         if options is not None and machine.has_no_accelerator():
-            slots = machine_of_cores().devices  # one thread each, as in all trials
-            self.env["OMP_NUM_THREADS"] = "1"
+            here = machine_of_cores()
+            slots = () if here.has_quota else here.devices
+            self.env["OMP_NUM_THREADS"] = "1"  # as in all trials
         if options is not None:
             self._write_spec(options, ranks or 0)
         hooked = self._hooked_env()

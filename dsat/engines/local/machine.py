@@ -57,6 +57,7 @@ class Machine:
         software: versions that must be the same on all hosts of a run.
         cores: processor cores that its processes may use, the first hardware thread of each.
         threads: hardware threads that they may use at once.
+        allowed: as `devices`, of all CPU slots; a quota of processor time may leave fewer.
     """
 
     accelerator: str
@@ -72,6 +73,15 @@ class Machine:
     cores: tuple[int, ...] = ()
     threads: int = 0
     device_names: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
+
+    @property
+    def has_quota(self) -> bool:
+        """Return whether a quota of processor time, and not the cores, limits the CPU slots.
+
+        It names no cores: other containers may have a quota of the same ones.
+        """
+        return len(self.allowed) > self.threads
 
     @property
     def is_cpu(self) -> bool:
@@ -87,6 +97,12 @@ class Machine:
             variable: ",".join(self.devices[slot] for slot in slots)
             for variable in self.visible_devices
         }
+
+    def with_slots(self, count: int) -> Machine:
+        """Return the machine with so many CPU slots, if only a quota of time leaves fewer."""
+        if not self.has_quota or self.num_slots < self.threads:
+            return self
+        return replace(self, devices=self.allowed[: max(count, self.num_slots)])
 
     def at(self, positions: Sequence[int]) -> Machine:
         """Return the machine with the devices at some positions alone; all if there are none."""
@@ -304,6 +320,7 @@ def machine_of_cores() -> Machine:
         accelerator="cpu",
         device_name=_processor_name(),
         devices=tuple(str(core) for core in cores),
+        allowed=tuple(str(core) for core in sorted(os.sched_getaffinity(0))),
         visible_devices=(),
         memory_bytes=host_memory.total_bytes(),
         cores=tuple(physical_cores()),

@@ -74,6 +74,8 @@ def cores_of(
 ) -> list[int]:
     """Return the cores that a rank is bound to; none if it may use all."""
     machine, ranks = share.host.machine, share.ranks
+    if machine.has_quota:
+        return []
     if machine.is_cpu:
         # As taskset gives them to a command that is run by hand: to its ranks together.
         return [int(machine.devices[slot]) for slot in share.slots]
