@@ -81,7 +81,7 @@ def test_what_belongs_to_the_training_is_no_accident(
     ("late", "longer"),
     [
         ((2, 6), (20.0, 20.0)),  # too rare afterwards
-        ((8, 18), (20.0, 20.0)),  # two have no period
+        ((9, 20), (20.0, 20.0)),  # two have no period
         ((8, 18, 28), (20.0, 20.0, 90.0)),  # not alike
         ((2, 14, 19), (20.0, 20.0, 20.0)),
     ],
