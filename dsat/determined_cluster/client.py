@@ -11,7 +11,15 @@ from typing import Any
 
 from dsat.determined_cluster import result
 from dsat.determined_cluster.job import SAID, search_tag, state_in_words
-from dsat.determined_cluster.master import OVER, UNREACHABLE, Master, in_words, quiet, state_name
+from dsat.determined_cluster.master import (
+    OVER,
+    UNREACHABLE,
+    Master,
+    failure,
+    in_words,
+    quiet,
+    state_name,
+)
 from dsat.determined_cluster.result import RESULT_MARK
 from dsat.errors import UserInputError
 
@@ -126,7 +134,7 @@ def explained(master: str) -> Iterator[None]:
             hint=f"Log in with `det -m {master} user login USER`, or set DET_USER and DET_PASS.",
         ) from error
     except errors.APIException as error:
-        raise UserInputError(f"the master refuses: {in_words(error)}", where=master) from error
+        raise UserInputError(f"{failure(error)}: {in_words(error)}", where=master) from error
     except (errors.BadRequestException, OSError, ValueError, KeyError) as error:
         raise UserInputError(
             f"no Determined master answers there: {in_words(error)}",

@@ -26,8 +26,9 @@ _LOG_LINES = 400
 _MARKS = "[dsat-"
 _LATE_LOGS_S = (0.5, 1.0, 2.0)  # the last lines may come after the end of the trial
 UNREACHABLE = "the master does not answer"
-LIMIT_S = 1800.0
+_AWAY_LIMIT_S, _ERROR_LIMIT_S = 1800.0, 60.0
 _LONGEST_PAUSE_S = 30.0
+_INTERNAL_ERROR = 500
 _GATEWAY = (502, 503, 504)  # whose answers are pages of a proxy
 _OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:?\s*")
 T = TypeVar("T")
@@ -208,11 +209,29 @@ def is_away(error: BaseException) -> bool:
     from determined.common.api import errors
 
     if isinstance(error, errors.APIException):
-        return int(error.status_code) >= 500  # 500 is of a moment, too: a database that restarts
+        return int(error.status_code) in range(502, 600)
     refused = (errors.ForbiddenException, errors.UnauthenticatedException)
     if isinstance(error, errors.BadRequestException):
         return not isinstance(error, refused)
     return isinstance(error, OSError)  # requests' own exceptions are such
+
+
+def patience_s(error: BaseException) -> float:
+    """Return for how long to repeat a request after an error: 0 if the master refuses it."""
+    if _is_internal(error):  # of a moment (a database that restarts), or a lack of slots
+        return _ERROR_LIMIT_S
+    return _AWAY_LIMIT_S if is_away(error) else 0.0
+
+
+def _is_internal(error: BaseException) -> bool:
+    return getattr(error, "status_code", None) == _INTERNAL_ERROR
+
+
+def failure(error: BaseException) -> str:
+    """Return what the master does, in words."""
+    if is_away(error):
+        return UNREACHABLE
+    return "the master answers with an error" if _is_internal(error) else "the master refuses"
 
 
 def in_words(error: BaseException) -> str:
@@ -241,26 +260,26 @@ def retry_while_unreachable(
     call: Callable[[], T],
     say: Callable[[str], None],
     *,
-    limit_s: float = LIMIT_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Return a request's answer, waiting for a master that cannot be reached.
+    """Return a request's answer, waiting for a master that cannot be reached, as `patience_s` says.
 
     Args:
         call: makes the request; must do no harm if it is made twice.
-        say: prints a line at the first failure.
-        limit_s: how long to wait; then the last error is raised.
+        say: prints a line at the first failure of a kind.
         sleep: waits for so many seconds.
     """
-    waited_s, pause_s = 0.0, 1.0
+    waited_s: dict[str, float] = {}  # by problem
+    pause_s = 1.0
     while True:
         try:
             return call()
         except Exception as error:
-            if not is_away(error) or waited_s >= limit_s:
+            what = failure(error)
+            if waited_s.get(what, 0.0) >= patience_s(error):
                 raise
-            if waited_s == 0:
-                say(f"{UNREACHABLE} ({in_words(error)}); trying again")
+            if what not in waited_s:
+                say(f"{what} ({in_words(error)}); trying again")
         sleep(pause_s)
-        waited_s += pause_s
+        waited_s[what] = waited_s.get(what, 0.0) + pause_s
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

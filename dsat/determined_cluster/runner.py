@@ -30,7 +30,7 @@ from dsat.determined_cluster import job as jobs
 from dsat.determined_cluster import result
 from dsat.determined_cluster.engine import CLOSE, ClusterEngine, Operation
 from dsat.determined_cluster.job import SAID, Job
-from dsat.determined_cluster.master import Master, RemoteCluster, in_words, is_away
+from dsat.determined_cluster.master import Master, RemoteCluster, failure, in_words, is_away
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.determined_cluster.waiting import IDLE_STATES, StateWatch, in_background
 from dsat.report import summary
@@ -254,10 +254,10 @@ class Runner:
 
     def give_up(self, error: errors.APIException) -> None:
         """End because the master refuses a request; the trials end, too."""
-        say(f"the master refuses: {in_words(error)}")
+        say(f"{failure(error)}: {in_words(error)}")
         if self._cluster.experiment_id is not None:
-            self._print_result()
             self._master.kill(self.experiment_id)
+            self._print_result()
         self._operation.report_completed(0.0)
 
     def _print_result(self, *, canceled: bool = False) -> None:
@@ -271,7 +271,7 @@ class Runner:
             try:
                 found["full_run_experiment_id"] = self._train(view.best.trial)
             except errors.BadRequestException as error:
-                say(f"the master refuses the training in full length: {in_words(error)}")
+                say(f"no training in full length: {failure(error)}: {in_words(error)}")
         for line in result.to_lines(found):
             print(line, flush=True)
         own = self._submitted.get("description") or ""

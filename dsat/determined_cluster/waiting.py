@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from dsat.determined_cluster.master import is_away
+from dsat.determined_cluster.master import patience_s
 from dsat.report import format as fmt
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class StateWatch:
             try:
                 self._enter(self._ask(), now)
             except Exception as error:
-                if not is_away(error):
+                if not patience_s(error):
                     raise
         return self._state in IDLE_STATES or self._state.startswith("STOPPING_")
 

@@ -96,7 +96,7 @@ def test_answers_that_a_search_outlives_and_a_refusal_that_ends_it(tmp_path: Pat
         process = there.begin_search("pretend", *OPTIONS, "--max-trials", 60)
         there.until_reported(1)
         there.master.fault(r"GET .*/searcher_events", status=500)
-        there.until_said("the master does not answer (")
+        there.until_said("the master answers with an error (")
         there.master.fault(r"GET .*/searcher_events", status=401)
         there.until_said("fails, and may be restarted: Unauthenticated")
         there.until_said("continuing with experiment 2")
@@ -109,6 +109,19 @@ def test_answers_that_a_search_outlives_and_a_refusal_that_ends_it(tmp_path: Pat
         assert run.best is not None and verdict in told.out, "the best so far is told"
         assert there.master.trials(RUNNER)[0].restarts == 1
         assert there.master.wait_ended(SEARCH) == "STATE_CANCELED"
+
+
+@pytest.mark.nightly
+def test_trials_of_more_slots_than_the_cluster_has(tmp_path: Path) -> None:
+    """The user sees the master's reason at once; the runner gives up after a minute."""
+    wide = changed("pretend", tmp_path, resources={"slots_per_trial": 4})
+    with cluster(tmp_path) as there:
+        told = there.search(wide, *OPTIONS)
+        assert told.status == 1, told
+        reason = "slots requested exceeds cluster capacity"
+        for line in (f"an error ({reason}); trying again", f"an error: {reason}"):
+            assert f"the master answers with {line}" in told.out
+        assert there.master.trials(RUNNER)[0].restarts == 0
 
 
 @pytest.mark.nightly

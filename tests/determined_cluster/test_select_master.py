@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.determined_cluster.master import is_away, retry_while_unreachable
+from dsat.determined_cluster.master import retry_while_unreachable
 from dsat.determined_cluster.select_master import auth_file, choose, logins_of
 from dsat.engines.places import PROVIDERS
 
@@ -97,17 +97,37 @@ def test_a_master_that_is_away_is_waited_for() -> None:
     assert len(said) == 1 and "refused" in said[0]
 
 
-@pytest.mark.parametrize(
-    ("status", "away"), [(400, False), (404, False), (500, True), (502, True), (599, True)]
-)
-def test_an_error_of_the_master_is_an_absence_and_a_refusal_is_none(
-    status: int, away: bool
-) -> None:
+def answered(status: int) -> Exception:
     import requests
     from determined.common.api import errors
 
-    answer = requests.Response()
-    answer.status_code = status
-    assert is_away(errors.APIException(answer)) is away
-    assert not is_away(errors.ForbiddenException("no"))
-    assert not is_away(errors.UnauthenticatedException())
+    response = requests.Response()
+    response.status_code = status
+    return errors.APIException(response)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "least_s", "most_s"),
+    [
+        *(([status], 0, 0) for status in (400, 401, 403, 404, 501)),
+        *(([status], 1800, 1830) for status in (502, 503, 599)),
+        ([500], 60, 90),  # more slots than the cluster has
+        ([502] * 7 + [500], 151, 181),  # a master that restarts before its database
+    ],
+)
+def test_how_long_a_request_is_repeated(statuses: list[int], least_s: float, most_s: float) -> None:
+    from determined.common.api import errors
+
+    pauses: list[float] = []
+    said: list[str] = []
+    named = {401: errors.UnauthenticatedException(), 403: errors.ForbiddenException("no")}
+
+    def fail() -> None:
+        status = statuses[min(len(pauses), len(statuses) - 1)]
+        raise named.get(status) or answered(status)
+
+    with pytest.raises(errors.BadRequestException):
+        retry_while_unreachable(fail, said.append, sleep=pauses.append)
+    assert least_s <= sum(pauses) <= most_s
+    assert len(said) == (len(set(statuses)) if pauses else 0)
+    assert ("the master answers with an error (" in "".join(said)) is (500 in statuses)

@@ -14,7 +14,6 @@ from dsat import api as dsat_api
 from dsat.cli import main
 from dsat.cli.settings_from_argv import parse
 from dsat.determined_cluster import client, result, submit
-from dsat.determined_cluster.master import retry_while_unreachable
 from dsat.errors import UserInputError
 from dsat.inputs.ds_config import DSAT_TRIAL_KEY
 from dsat.inputs.settings import Settings
@@ -137,7 +136,11 @@ def test_a_search_is_followed_again(
 
 @pytest.mark.parametrize(
     ("status", "problem"),
-    [(401, "does not accept your credentials"), (502, "no Determined master answers there")],
+    [
+        (401, "does not accept your credentials"),
+        (500, "the master answers with an error"),
+        (502, "no Determined master answers there"),
+    ],
 )
 def test_a_master_that_no_longer_lets_follow(
     status: int,
@@ -147,8 +150,7 @@ def test_a_master_that_no_longer_lets_follow(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The search goes on; the user learns how to follow it again."""
-    limits: dict[str, object] = retry_while_unreachable.__kwdefaults__ or {}
-    monkeypatch.setitem(limits, "limit_s", 0.0)
+    monkeypatch.setattr("dsat.determined_cluster.master.patience_s", lambda error: 0.0)
     master.fault(r"GET .*/experiments/1$", status=status, times=None, after=1)
     assert dsat() == 2
     told = capsys.readouterr()
