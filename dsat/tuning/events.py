@@ -57,13 +57,14 @@ _VALUES_OF_ALL: Mapping[str, Any] = {
     "reserves": list[int],
     "least_gain": float,
 }
+_TIMES_S = range(253_402_214_400)  # up to a day before the year 10000: others are no dates
 
 
 def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
     """Decode the values of a journal's event; the inverse is `encode`.
 
     Raises:
-        DecodeError: a value is missing, or of another type.
+        DecodeError: a value is missing, of another type, or no date.
     """
     kinds = VALUES_OF.get(decode(str, line["event"], "event"), {})
     values = dict(line)
@@ -72,6 +73,8 @@ def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
             values[key] = decode(kind, line[key], key)
         elif key in kinds:
             raise DecodeError(key, "is missing")
+    if not _TIMES_S.start <= values.get("time_s", 0) < _TIMES_S.stop:
+        raise DecodeError("time_s", f"is no date: {values['time_s']}")
     return values
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import DsatError
-from dsat.report import page, summary
+from dsat.report import page, summary, terminal
 from dsat.report.run_view import RunView
 from dsat.report.verdict import verdict
 from dsat.tuning.journal import MemoryJournal, parse, read_events
@@ -58,6 +58,7 @@ def _show(path: Path, method: str) -> None:
     if run.has_begun:
         summary.markdown(RunView.of(run), "train").encode("utf-8", "surrogateescape")
         json.dumps(RunView.of(run).to_json(path.parent), allow_nan=False)
+        terminal.of_runs([(method, "over", run.changed_s or 0.0, run)])
         page.html(run, "trials", "train").encode("utf-8", "surrogateescape")
         verdict(run)
 
@@ -70,7 +71,7 @@ def _resume(path: Path, method: str) -> None:
 
 def _journal(method: str) -> list[dict[str, Any]]:
     journal = MemoryJournal()
-    drive(Tuner(plan_of(method), journal, clock=FakeClock()), World())
+    drive(Tuner(plan_of(method), journal, clock=FakeClock(), time_of_day=lambda: 1.8e9), World())
     return journal.events
 
 

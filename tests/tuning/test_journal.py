@@ -309,6 +309,8 @@ def test_a_run_of_the_last_version_is_resumed_from_any_event() -> None:
         (2, ("trial", "batch"), [1, 1, 1], "trial.batch must be an object"),
         (2, ("trial", "stage"), True, "trial.stage must be a whole number, not True"),
         (2, ("elapsed_s",), "soon", "elapsed_s must be a number"),
+        (2, ("time_s",), 1e18, "time_s is no date: 1e+18"),
+        (2, ("time_s",), -1, "time_s is no date: -1"),
         (3, ("outcome", "kind"), ["OK"], "outcome.kind must be a text"),
         (3, ("outcome", "kind"), ..., "outcome.kind is missing"),
         (3, ("outcome", "warnings"), [1], "outcome.warnings[0] must be a text, not 1"),
