@@ -122,13 +122,17 @@ _SECTIONS = """
     scheduler.params tensor_parallel torch_autocast zero_optimization
     zero_optimization.offload_optimizer zero_optimization.offload_param
 """.split()
+# Sizes of `zero_optimization` that dsat calculates with (`ge=0` in runtime/zero/config.py, 0.19.8).
+_SIZES = """
+    allgather_bucket_size reduce_bucket_size stage3_prefetch_bucket_size sub_group_size
+""".split()
 
 
 def check_sections(config: Mapping[str, Any], *, where: str) -> None:
-    """Check the form of the sections that dsat reads; DeepSpeed's own models check all the rest.
+    """Check the form of what dsat reads; DeepSpeed's own models check all the rest.
 
     Raises:
-        UserInputError: a section is not a mapping, or there is no such ZeRO stage.
+        UserInputError: a section is not a mapping, a size no integer, or there is no such stage.
     """
     for path in _SECTIONS:
         value = at(config, path)
@@ -139,6 +143,10 @@ def check_sections(config: Mapping[str, Any], *, where: str) -> None:
         raise UserInputError(
             f"must be 0, 1, 2 or 3, not {stage!r}", where=f"{where}: zero_optimization.stage"
         )
+    for name in _SIZES:
+        path = f"zero_optimization.{name}"
+        if at(config, path) not in (None, AUTO):
+            whole_number(at(config, path), f"{where}: {path}", least=0)
 
 
 def whole_number(value: Any, where: str, *, least: int = 1) -> int:

@@ -191,6 +191,16 @@ WRONG: list[tuple[str, Any, str, str]] = [
         (f"{DS_CONFIG}.zero_optimization", bad, f"{DS_CONFIG}: zero_optimization", "a mapping")
         for bad in ("most", 2, True)
     ),
+    *(
+        (
+            f"{DS_CONFIG}.zero_optimization.{size}",
+            bad,
+            f"{DS_CONFIG}: zero_optimization.{size}",
+            "an integer",
+        )
+        for size in ("reduce_bucket_size", "sub_group_size")
+        for bad in ("all", 0.5, -1, True, {})
+    ),
     *(("searcher", bad, "searcher", "must be a mapping") for bad in ("single", 3)),
     *(
         ("searcher.max_length", bad, "searcher.max_length", "must be a whole number")
