@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ _OF_TRAINING = (
 ).split()
 _BATCH_SYSTEMS = ("pbs", "slurm")
 _OF_GPUS = re.compile(r"(gpu_type|slots_per_node)$|--[a-z-]*(gpu|gres)|-G")  # keys and options
+_BARE = re.compile(r"(--[a-z-]*(gpu|gres)[a-z-]*|-G)$")  # whose value is the next word
 
 _STATES = {
     "DELETED": "deleted",
@@ -134,7 +135,8 @@ def runner_config(
     storage = config.get(_STORAGE)
     if isinstance(storage, Mapping) and storage.get("save_trial_latest") == 0:
         config[_STORAGE] = {**storage, "save_trial_latest": 1}  # it is the result
-    config.update({key: _on_no_slot(config[key]) for key in _BATCH_SYSTEMS if config.get(key)})
+    sections = {key: config[key] for key in _BATCH_SYSTEMS if key in config}
+    config.update({key: _on_no_slot(section) for key, section in sections.items()})
     resources = dict(config.get("resources") or {})
     for key in ("max_slots", "shm_size"):
         resources.pop(key, None)
@@ -159,21 +161,33 @@ def runner_config(
         max_restarts=max_restarts,
     )
     changed = ds_config.merge(config, changes)
-    if _secrets_of(changed) != _secrets_of(config):
-        secrets = {_TRIALS_SECRETS: _secrets_of(user.config)}
-        changed[_DATA] = {**(changed.get(_DATA) or {}), **secrets}
+    data = changed.get(_DATA) or {}
+    if _secrets_of(changed) != _secrets_of(config) and isinstance(data, Mapping):
+        changed[_DATA] = {**data, _TRIALS_SECRETS: _secrets_of(user.config)}
     return changed
 
 
-def _on_no_slot(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of a batch system without those about GPUs."""
+def _on_no_slot(section: Any) -> Any:
+    """Return settings of a batch system without those about GPUs.
+
+    What is no mapping, or no list of options, is left for the master to refuse.
+    """
+    if not isinstance(section, Mapping):
+        return section
     return {
-        key: [each for each in value if not _OF_GPUS.match(str(each))]
-        if isinstance(value, list)
-        else value
+        key: _without_gpus(value) if isinstance(value, list) else value
         for key, value in section.items()
-        if not _OF_GPUS.match(key)
+        if not _OF_GPUS.match(str(key))
     }
+
+
+def _without_gpus(options: Sequence[Any]) -> list[Any]:
+    return [
+        option
+        for before, option in zip(("", *options), options, strict=False)
+        if not _OF_GPUS.match(str(option))
+        and (str(option).startswith("-") or not _BARE.match(str(before)))
+    ]
 
 
 def state_in_words(state: str) -> str:

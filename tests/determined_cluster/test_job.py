@@ -152,6 +152,33 @@ def test_the_runner_keeps_what_the_batch_system_needs_but_for_gpus(tmp_path: Pat
     assert jobs.custom_config(told, 17, config)["slurm"] == slurm
 
 
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (["-G", "4", "-A", "abc"], ["-A", "abc"]),
+        (["--gres", "gpu:4", "--gpus-per-node", 2, "x.sh"], ["x.sh"]),
+        (["--gpus", "--account", "abc"], ["--account", "abc"]),
+        (["--gpus=4", "x.sh", "-G 4", "y.sh"], ["x.sh", "y.sh"]),
+        ("-G 4", "-G 4"),
+        (None, None),
+    ],
+)
+def test_an_option_of_gpus_takes_its_value_with_it(
+    tmp_path: Path, options: object, kept: object
+) -> None:
+    found = user(tmp_path, slurm={"sbatch_args": options})
+    config = jobs.runner_config(found, plan_of(), max_restarts=5, changes={})
+    assert config["slurm"] == {"sbatch_args": kept}
+
+
+@pytest.mark.parametrize("bad", ["text", 3, ["a"]])
+def test_what_is_no_mapping_is_left_for_the_master_to_refuse(tmp_path: Path, bad: object) -> None:
+    found = user(tmp_path, slurm=bad, pbs=bad, data=bad)
+    changes = {"checkpoint_storage": {"type": "shared_fs"}}
+    config = jobs.runner_config(found, plan_of(), max_restarts=5, changes=changes)
+    assert config["slurm"] == config["pbs"] == config["data"] == bad
+
+
 def test_restarts_of_trials_are_the_users_choice(tmp_path: Path) -> None:
     found = user(tmp_path, max_restarts=2)
     told = job(tmp_path, config=jobs.without_secrets(found.config))
