@@ -51,6 +51,21 @@ def test_the_newest_run_is_summed_up(run: Run, capsys: pytest.CaptureFixture[str
     assert f"best: {run.best.name}, " in text
 
 
+def test_the_newest_run_is_the_same_for_all_commands(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its events: a copy of a folder has the dates of the files that it was made with."""
+    for name, time_s in (("model-1", 2e9), ("model-2", 1e9)):
+        journal = Path("dsat_runs") / name / "journal.jsonl"
+        *lines, last = journal.read_text().splitlines(keepends=True)
+        dated = json.dumps({**json.loads(last), "time_s": time_s})
+        journal.write_text("".join([*lines, f"{dated}\n"]))
+    os.utime("dsat_runs/model-1/journal.jsonl", (1e9, 1e9))
+    rows = json.loads(said(capsys, "runs", "--json"))
+    assert [Path(row["run_dir"]).name for row in rows] == ["model-1", "model-2"]
+    assert "in dsat_runs/model-1 (over)" in said(capsys, "show")
+
+
 def test_every_trial_has_a_line(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "show", "model-2", "--trials")
     for trial in run.trials.values():
