@@ -59,6 +59,8 @@ class FileKeeper(Observer):
         is_due = time.monotonic() >= self._page_is_due_s
         if is_due:
             self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
+        if trial is run.best:
+            self._status().write(self._folder)
         if trial is run.best or is_due:
             write_files(self._ready, run, self._folder, with_page=is_due)
 

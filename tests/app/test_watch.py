@@ -11,12 +11,13 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from dsat.app import local, mailbox, watch
+from dsat.app import local, mailbox, observers, watch
 from dsat.app.folder_lock import FolderLock
+from dsat.app.prepare import Prepared
 from dsat.cli.main import main
 from dsat.report.progress import Status
 from dsat.tuning.requests import Request, RequestKind
@@ -168,6 +169,19 @@ def test_the_page_has_the_command_to_train_with(served: tuple[Path, str, str, Ru
     assert watch._version(folder) != before, "an open page fetches it"
     state = json.loads(answer(f"{base}state?token={token}")[1])
     assert run.best is not None and "deepspeed train.py --best" in state["html"]
+
+
+def test_the_page_has_the_command_as_soon_as_a_trial_is_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be long until the next trial starts."""
+    monkeypatch.setattr(observers, "write_files", lambda *_, **__: None)
+    run = write_run(tmp_path, Steady(), trials=3)
+    status = Status(num_slots=1, at_once=1, train_line="train.py --best")
+    keeper = observers.FileKeeper(cast(Prepared, None), tmp_path, lambda: status)
+    assert run.best is not None
+    keeper.ended(run, run.best, run.outcomes[run.best.id])
+    assert Status.of_run(tmp_path) == status
 
 
 def test_a_nested_request_is_refused(served: tuple[Path, str, str, Run]) -> None:
