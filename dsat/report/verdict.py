@@ -123,7 +123,7 @@ def search_gain(run: Run) -> float | None:
 
 
 def _own_value(run: Run) -> float | None:
-    if run.plan is None or run.baseline is None:
+    if run.baseline is None:
         return None
     outcome = typical_outcome(run, run.baseline)
     return None if outcome is None else outcome.value(run.plan.objective)

@@ -135,7 +135,6 @@ def contenders(run: Run) -> list[Trial]:
 
     While that is the best, only those whose interval holds a gain that is worth something.
     """
-    assert run.plan is not None
     least = 1 + run.plan.indifference
     tried = [
         trial

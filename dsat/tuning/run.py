@@ -307,10 +307,10 @@ class Run:
             None if either is missing, if they are the same, or if the user's own is not within the
             batch sizes of the plan.
         """
-        own, plan = self.baseline, self.plan
+        own = self.baseline
         if own is None or trial is None or trial is own:
             return None
-        if self.value(own) is None or not plan.admits(own.batch):
+        if self.value(own) is None or not self.plan.admits(own.batch):
             return None
         first, then = self.contestant(own), self.contestant(trial)
         tried = sum(outcome.ok for outcome in self.outcomes.values())

@@ -132,3 +132,7 @@ def test_stage_0_said_and_unsaid_is_one_configuration() -> None:
     searched = micro_batches(plan)[1]
     again = micro_batches(replace(plan, own_batch=BatchTriple(searched, searched, 1)))
     assert again.count(searched) == 1
+
+
+def test_a_run_that_has_not_begun_has_no_gain() -> None:
+    assert Run().gain_of(None) is None
