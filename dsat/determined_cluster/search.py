@@ -68,6 +68,7 @@ class ClusterSearch:
             info=job.info,
             events=[dict(event) for event in events],
             clock=clock,
+            time_of_day=clock,
             last_event_s=_last_event_s(events),
         )
         self._say = say

@@ -88,6 +88,7 @@ def decisions(journal: list[dict[str, Any]]) -> list[Any]:
     for event in json.loads(json.dumps(journal)):
         event.pop("elapsed_s", None)
         event.pop("at_s", None)
+        event.pop("time_s", None)
         if "outcome" in event:
             event["outcome"].pop("duration_s")
         kept.append(event)
@@ -261,6 +262,7 @@ def test_the_time_of_a_search_goes_on_while_its_runner_is_dead_but_not_while_it_
     master.report(profile, metric_of(World().outcome(search.run.trials[0])))
     drain(search, master)
     assert search.run.running_s == 50.0
+    assert search.run.changed_s == now[0]
     search.tuner.pause()
     now[0] += 3600.0
     search = search_at(list(search.journal.events))
