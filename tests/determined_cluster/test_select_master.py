@@ -97,15 +97,6 @@ def test_a_master_that_is_away_is_waited_for() -> None:
     assert len(said) == 1 and "refused" in said[0]
 
 
-def answered(status: int) -> Exception:
-    import requests
-    from determined.common.api import errors
-
-    response = requests.Response()
-    response.status_code = status
-    return errors.APIException(response)
-
-
 @pytest.mark.parametrize(
     ("statuses", "least_s", "most_s"),
     [
@@ -116,6 +107,7 @@ def answered(status: int) -> Exception:
     ],
 )
 def test_how_long_a_request_is_repeated(statuses: list[int], least_s: float, most_s: float) -> None:
+    import requests
     from determined.common.api import errors
 
     pauses: list[float] = []
@@ -124,7 +116,9 @@ def test_how_long_a_request_is_repeated(statuses: list[int], least_s: float, mos
 
     def fail() -> None:
         status = statuses[min(len(pauses), len(statuses) - 1)]
-        raise named.get(status) or answered(status)
+        response = requests.Response()
+        response.status_code = status
+        raise named.get(status) or errors.APIException(response)
 
     with pytest.raises(errors.BadRequestException):
         retry_while_unreachable(fail, said.append, sleep=pauses.append)
