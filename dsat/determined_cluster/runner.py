@@ -256,7 +256,10 @@ class Runner:
         """End because the master refuses a request; the trials end, too."""
         say(f"{failure(error)}: {in_words(error)}")
         if self._cluster.experiment_id is not None:
-            self._master.kill(self.experiment_id)
+            try:
+                self._master.kill(self.experiment_id)
+            except errors.APIException as refused:
+                say(f"experiment {self.experiment_id} is not ended: {in_words(refused)}")
             self._print_result()
         self._operation.report_completed(0.0)
 

@@ -232,7 +232,7 @@ class Meter:
         if self._engine is None:
             return original(*args, **kwargs)
         if self._engine is not engine:  # whose loss this is not
-            if name != "forward" and self.spec.profile:  # a reference model makes no backward pass
+            if name != "forward":  # a reference model makes no backward pass
                 self.warn(config_injection.SEVERAL_ENGINES)
             with self._recorder.losses.ignored():
                 return original(*args, **kwargs)

@@ -7,7 +7,6 @@ averages over it; with Student's t for independent steps it would be far too nar
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ CONFIDENCE = 0.95
 RAREST = 10  # at most one step in so many is an accident; more often it belongs to the training
 _FAR = 6.0  # robust standard deviations beyond the median
 _FAR_AT_LEAST = 0.1  # of the median
-_ALIKE = 1.5  # between the longest and the shortest of what the training does periodically
 _COEFFICIENTS = 20
 _LARGEST_COEFFICIENT = 0.97
 
@@ -131,19 +129,4 @@ def _accidents(values: Sequence[float], may_be: Sequence[bool]) -> list[int]:
     found = [i for i, value in enumerate(values) if value > bound]
     if len(found) * RAREST > len(values) or not all(may_be[i] for i in found):
         return []
-    return [] if _is_periodic(found, [values[i] - median for i in found], len(values)) else found
-
-
-def _is_periodic(places: Sequence[int], beyond: Sequence[float], count: int) -> bool:
-    """Tell whether long steps come regularly and are alike, as work of the training does.
-
-    Args:
-        places: among all steps.
-        beyond: by how much each of them is longer than usual.
-        count: of all steps.
-    """
-    gaps = [later - place for place, later in itertools.pairwise(places)]
-    if len(gaps) < 2 or max(beyond) > _ALIKE * min(beyond):
-        return False
-    none_missing = places[0] < max(gaps) and count - places[-1] <= max(gaps)
-    return none_missing and max(gaps) - min(gaps) <= 1
+    return found

@@ -145,8 +145,9 @@ def check_sections(config: Mapping[str, Any], *, where: str) -> None:
         )
     for name in _SIZES:
         path = f"zero_optimization.{name}"
-        if at(config, path) not in (None, AUTO):
-            whole_number(at(config, path), f"{where}: {path}", least=0)
+        value = at(config, path)
+        if value not in (None, AUTO) and not (isinstance(value, str) and value.isdecimal()):
+            whole_number(value, f"{where}: {path}", least=0)
 
 
 def whole_number(value: Any, where: str, *, least: int = 1) -> int:

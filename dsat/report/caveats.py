@@ -107,14 +107,16 @@ def _of_lengths(run: Run, best: Trial) -> Iterator[str]:
     )
     apart, error = abs(its - yours), math.hypot(its * its_error, yours * own_error)
     if apart > max((_LONGER - 1) * min(its, yours), _ERRORS * error):
-        means = "so the gain is unreliable"
+        means = "The gain is unreliable"
         if run.plan.metric != "tokens_per_second":
-            means = "and padding is a part of the gain, but other data make it unreliable"
+            means = (
+                "If it is padding, it belongs to the gain; if other data, the gain is unreliable"
+            )
         yield (
-            f"the samples of {compared.name} had {its:,.3g} tokens on average and yours "
-            f"{yours:,.3g} (other data, as by sorting or a curriculum, or padding, which grows "
-            f"with the micro batch), {means}. Shuffle the data for the search, or pad all samples "
-            "to one length."
+            f"the samples of {compared.name} had {its:,.0f} tokens on average and yours "
+            f"{yours:,.0f}: other data (sorted, or a curriculum), or padding, which grows with the "
+            f"micro batch. {means}. Shuffle the data for the search, or pad all samples to one "
+            "length."
         )
 
 

@@ -113,7 +113,7 @@ def test_answers_that_a_search_outlives_and_a_refusal_that_ends_it(tmp_path: Pat
 
 @pytest.mark.nightly
 def test_trials_of_more_slots_than_the_cluster_has(tmp_path: Path) -> None:
-    """The user sees the master's reason at once; the runner gives up after a minute."""
+    """The user sees the master's reason at once; the runner gives up after two minutes."""
     wide = changed("pretend", tmp_path, resources={"slots_per_trial": 4})
     with cluster(tmp_path) as there:
         told = there.search(wide, *OPTIONS)

@@ -10,6 +10,7 @@ import pytest
 from dsat.errors import UserInputError
 from dsat.inputs.ds_config import (
     BATCH_KEYS,
+    check_sections,
     fingerprint,
     for_use,
     in_current_terms,
@@ -94,6 +95,11 @@ def test_every_other_name_is_known() -> None:
 def test_two_names_of_a_setting_are_left_to_deepspeed_to_refuse() -> None:
     both = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}
     assert in_current_terms(both) == both
+
+
+@pytest.mark.parametrize("size", [None, "auto", 0, 500_000_000, 5e8, "500000000"])
+def test_sizes_that_deepspeed_takes_are_taken(size: object) -> None:
+    check_sections({"zero_optimization": {"reduce_bucket_size": size}}, where="ds.json")
 
 
 def test_merge_lays_one_over_the_other() -> None:
