@@ -40,7 +40,7 @@ class Framework:
         micro_batch: its key for the micro batch.
         packages: to install, without what they depend on.
         adapt: replacements in installed files for a machine without a GPU: path, old and new text.
-        variables: that the command lacks without one, also where nothing of dsat is beside it.
+        variables: that the command lacks on a machine without a GPU.
     """
 
     command: str
@@ -53,7 +53,7 @@ class Framework:
 
 FRAMEWORKS = {
     "TRL": Framework(
-        "trl sft --config trl.yaml",
+        "torchrun --nproc-per-node 1 -m trl.scripts.sft --config trl.yaml",
         "trl.yaml",
         "per_device_train_batch_size",
         f"trl==1.16.0 peft==0.21.2 datasets==5.2.0 {_OF_ALL}",
@@ -86,7 +86,7 @@ FRAMEWORKS = {
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "RANK": "0", "WORLD_SIZE": "1"},
     ),
     "ms-swift": Framework(
-        "swift sft swift.yaml",
+        "NPROC_PER_NODE=1 swift sft swift.yaml",
         "swift.yaml",
         "per_device_train_batch_size",
         "ms-swift==4.6.0 transformers==5.19.0 datasets==4.8.4 peft==0.20.0 trl==0.29.1 addict "
@@ -135,7 +135,7 @@ def tuned(name: str, folder: Path) -> str:
         "tuned" or what went wrong.
     """
     framework = FRAMEWORKS[name]
-    env = environment(install(framework, name))
+    env = environment(install(framework, name)) | dict(framework.variables)
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run([sys.executable, "make.py"], cwd=folder, check=True, capture_output=True)
     words = [sys.executable, "-m", "dsat", "model", *OPTIONS.split(), "--"]
@@ -151,7 +151,7 @@ def tuned(name: str, folder: Path) -> str:
         return f"the copy of its file is {copy}"
     said = (folder / "run" / "summary.md").read_text().partition("Train with it: `")[2]
     line = said.partition("`")[0]
-    trained = _run(["bash", "-c", line], Path.home(), {**env, **framework.variables})
+    trained = _run(["bash", "-c", line], Path.home(), env)
     if trained.returncode:
         return f"{line}\nended with {trained.returncode}: {trained.stderr.strip()[-600:]}"
     return "tuned"

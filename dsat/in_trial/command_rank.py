@@ -124,7 +124,9 @@ class CommandRank:
         hidden = error.__context__ if isinstance(error, SystemExit) else None
         found = failures.outcome(hidden or error)
         if self._has_engine:
-            self._report(found)
+            # Whatever the configuration is: without a launcher DeepSpeed looks for MPI's package.
+            is_alone = self._spec.own and not (self._meter and self._meter.watches or _is_joined())
+            self._report(replace(found, before_engine=is_alone))
         elif self._engine_in is None and not any(self._folder.glob(result_file("*"))):
             # The launcher of ranks that failed fails as well, after them.
             self._report(replace(found, before_engine=True))
@@ -150,7 +152,7 @@ class CommandRank:
         is_bound = len(cores) == len(os.sched_getaffinity(0))  # by no quota, as in `Machine`
         if self._spec.own and self._spec.threads and is_bound:  # to cores that a trial has
             os.sched_setaffinity(0, cores[:size])
-        if size == 1:  # without a launcher, which DeepSpeed would look for
+        if size == 1 and not self._spec.own:  # not the port that each of them would choose
             alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             for name, value in alone.items():
                 self._env[name] = os.environ.setdefault(name, value)
@@ -193,6 +195,13 @@ def _with_own_devices(spec: RankSpec) -> RankSpec:
         threads=1 if on_cpu else None,
         cpu_memory_bytes=spec.cpu_memory_bytes if on_cpu else None,
     )
+
+
+def _is_joined() -> bool:
+    """Return whether this process has joined the other ranks."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
 
 
 def _limit(budget_bytes: int) -> None:

@@ -148,6 +148,22 @@ def test_what_cannot_be_tuned_is_told_by_the_first_run(tmp_path: Path) -> None:
     assert "exit status" not in told.stderr and "Traceback" not in told.stderr
 
 
+def test_a_command_that_lacks_a_launcher_fails_as_it_does_without_dsat(tmp_path: Path) -> None:
+    """DeepSpeed asks MPI then, and the printed command would do so too."""
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}}
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('there is no MPI')\n")
+    (tmp_path / "train.py").write_text(
+        "import deepspeed\nfrom torch.nn import Linear\nnet = Linear(8, 8)\n"
+        f"deepspeed.initialize(model=net, model_parameters=net.parameters(), config={config})\n"
+    )
+    command = ["bash", "-c", "echo $RANK$MASTER_ADDR > given; python train.py"]
+    told = searched(tmp_path, "-m throughput --run-dir run", command)
+    assert told.returncode == 1, told.stdout
+    assert "ImportError: there is no MPI. This is your script's own error" in told.stderr
+    assert [path.name[:8] for path in (tmp_path / "run" / "trials").iterdir()] == ["baseline"]
+    assert (tmp_path / "given").read_text() == "\n"
+
+
 @pytest.mark.nightly
 def test_a_program_in_the_command_itself_is_run_again_in_each_trial(tmp_path: Path) -> None:
     place = tmp_path / "work"

@@ -107,10 +107,10 @@ class FirstRun:
             "command": [shutil.which(command[0]), *command[1:]],
             "ranks": [
                 {
-                    "env": {**hooked, **_variables_of(rank, ranks)},
+                    "env": {**hooked, **variables},
                     "cores": [int(slots[rank % len(slots)])] if slots and ranks else [],
                 }
-                for rank in range(ranks or 1)
+                for rank, variables in enumerate(_variables(ranks))
             ],
             "logs": log_files(0),
             "linger_s": None,
@@ -309,7 +309,6 @@ class FirstRun:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    [port] = free_ports(1)
     return {
         **os.environ,
         "PYTHONUNBUFFERED": "1",
@@ -317,15 +316,19 @@ def _environment(folder: Path) -> dict[str, str]:
         # Here too: what a launcher's process adds would be recorded as the user's own.
         **side_effects.trackers_off(folder),
         **INTERFACES,
-        "MASTER_ADDR": ADDRESS,
-        "MASTER_PORT": str(port),
     }
 
 
-def _variables_of(rank: int, size: int | None) -> dict[str, str]:
-    """Return variables that a launcher gives a rank; none where the command has its own."""
+def _variables(size: int | None) -> list[dict[str, str]]:
+    """Return the variables that a launcher gives each rank.
+
+    None where the command has a launcher, or fails without one as it does without dsat.
+    """
     if size is None:
-        return {}
-    numbers = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(size))
-    return {**numbers, **({command_hook.ALONE_VARIABLE: "1"} if size == 1 else {})}
+        return [{}]
+    [port] = free_ports(1)
+    of_all = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(port)}
+    of_all |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(size))
+    if size == 1:
+        of_all[command_hook.ALONE_VARIABLE] = "1"
+    return [of_all | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(size)]
