@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,11 +40,12 @@ from dsat.memory.simulation_client import Question, SimulationUnavailable, Simul
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.tuning import strategies
-from dsat.values import parallelism
+from dsat.values import parallelism, slow
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.trial import BatchTriple, TrialOptions
 from dsat.values.zero_strategy import NVME, Strategy
 
+_log = logging.getLogger(__name__)
 _LOG = "simulation/stderr.log"
 _IMPORTED = (
     "psutil",
@@ -283,7 +285,8 @@ def lines(
         Question(configuration(base, strategy, slots), 1, slots) for slots, strategy in pairs
     ]
     if exact:
-        estimates = simulator.estimates(questions)
+        with slow.logged(_log, f"simulating {len(questions)} lines of the table"):
+            estimates = simulator.estimates(questions)
     else:
         estimates = [
             closed_form.estimate(facts, config, slots=slots, micro_batch=micro_batch)

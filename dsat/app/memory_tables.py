@@ -63,8 +63,8 @@ class Estimate:
 
     @property
     def is_complete(self) -> bool:
-        """False if a line that was to be simulated could not be."""
-        return not any(line.estimate.note for line in self.lines)
+        """False if lines were to be simulated and none could be; the formula answers for those."""
+        return not all(line.estimate.note for line in self.lines)
 
     def to_json(self) -> dict[str, Any]:
         return {

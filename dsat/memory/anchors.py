@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,11 +19,14 @@ from dsat.memory.simulation_client import (
 )
 from dsat.space.plan import Plan
 from dsat.space.space import levers
+from dsat.values import slow
 from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import of_config
 
+_log = logging.getLogger(__name__)
 # For the script to reach its first step, and for each simulation.
 TIMEOUT_S = 180.0
+_FASTER = f" (each is given up after {TIMEOUT_S:g} s; --memory-model formula needs none)"
 # Factor of the formula's room beyond which nothing has to be simulated.
 _PLENTY = 4.0
 # Micro batches beyond it give no better prediction.
@@ -52,7 +56,20 @@ def of_run(
     if _is_plenty(plan, profile, configs):
         note = f"all micro batches up to {plan.allowed_micro_batches[-1]} have plenty of room"
         return Basis.of_profile(profile, plan.switches, note=note)
-    say(f"predicting memory: DeepSpeed on fake tensors, {len(configs)} configurations")
+    operation = f"predicting memory: DeepSpeed on fake tensors, {len(configs)} configurations"
+    with slow.logged(_log, operation, at_once=True, hint=_FASTER):
+        return _simulated(engine, plan, profile, configs, as_cpu=as_cpu, say=say)
+
+
+def _simulated(
+    engine: SimulationHost,
+    plan: Plan,
+    profile: ModelProfile,
+    configs: Sequence[Mapping[str, Any]],
+    *,
+    as_cpu: bool,
+    say: Callable[[str], None],
+) -> Basis:
     variants: list[Variant] = []
     for switches in _all_switches(plan):
         try:

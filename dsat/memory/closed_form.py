@@ -333,6 +333,11 @@ def _stage_1_or_2(s: _Setup) -> _Parts:
     own = min(trained, max(s.shard, largest) + 3 * largest if s.slots > 1 else trained)
     copies = (2 * largest if stage == 1 else 0) + (2 * largest if largest > s.bucket else 0)
     gradients = bucket + size * (own + copies)
+    if stage == 1 and s.buckets == 1:
+        # They are reduced when all are there: beside them first the bucket alone, then the rank's
+        # partition as well, with what is not filled of the bucket.
+        beside = largest + s.bucket if largest > s.bucket else largest
+        gradients = size * (trained + max(s.bucket, s.shard + beside))
     flat = size * (total + trained)
     init = size * total + 2 * s.master_bytes * s.shard
     if s.offload_optimizer:

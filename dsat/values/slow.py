@@ -5,18 +5,37 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterator
 
-LONG_S = 5.0
+LONG_S, AGAIN_S = 5.0, 30.0
 
 
 @contextlib.contextmanager
-def logged(log: logging.Logger, operation: str) -> Iterator[None]:
-    """Log an operation while it runs, if it takes longer than `LONG_S`."""
-    timer = threading.Timer(LONG_S, log.info, ("%s", operation))
-    timer.daemon = True
-    timer.start()
+def logged(
+    log: logging.Logger, operation: str, *, at_once: bool = False, hint: str = ""
+) -> Iterator[None]:
+    """Log an operation while it runs.
+
+    After `LONG_S` or at once, and from then on every `AGAIN_S` with the time that it has taken and
+    the hint.
+    """
+    began_s, over = time.monotonic(), threading.Event()
+
+    def follow() -> None:
+        if not at_once:
+            if over.wait(LONG_S):
+                return
+            log.info("%s", operation)
+        while not over.wait(AGAIN_S):
+            log.info("%s: %.0f s so far%s", operation, time.monotonic() - began_s, hint)
+
+    if at_once:
+        log.info("%s", operation)
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()
+        thread.join()

@@ -15,9 +15,11 @@ import pytest
 from dsat.memory import CLOSED_FORM, SIMULATED, anchors, closed_form
 from dsat.memory.predictor import MemoryModel
 from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
+from dsat.values import slow
 from dsat.values.outcome import ModelProfile, ScriptSwitch
 from dsat.values.zero_strategy import of_config
 from testing.helpers import plan_of
+from testing.local import wait_until
 from testing.simulation_host import (
     MIB,
     Answer,
@@ -130,6 +132,23 @@ def test_a_version_that_the_simulation_does_not_know_costs_a_line(early: bool) -
     versions = f"torch {version('torch')} and deepspeed {version('deepspeed')}"
     assert basis.note.endswith(f"{message} (the simulation may not know {versions})")
     assert not basis.simulated
+
+
+def test_a_slow_simulation_says_how_long_and_what_is_faster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slow, "AGAIN_S", 0.05)
+    caplog.set_level("INFO", logger="dsat")
+    again = "4 configurations: 0 s so far (each is given up after 180 s; --memory-model formula"
+
+    def answers(*asked: Any) -> Any:
+        wait_until(lambda: again in caplog.text, again)
+        return by_formula(FACTS)(*asked)
+
+    plan = plan_of("asha", zero_stages=(0, 1, 2, 3), slot_memory_bytes=4 * GIB)
+    host = FakeSimulationHost(FACTS, answers)
+    basis = anchors.of_run(host, plan, PROFILE, CONFIGS, as_cpu=False, say=lambda line: None)
+    assert basis.simulated
 
 
 def test_switches_of_the_model_cost_two_passes_each() -> None:

@@ -123,6 +123,8 @@ newest = needs("deepspeed", "0.19.8", "allocates otherwise than the closed form 
         pytest.param({"stage": 2, "low_state": True}, marks=[newest, pytest.mark.nightly]),
         pytest.param({"stage": 3, "low_state": True}, marks=[newest, pytest.mark.nightly]),
         pytest.param({"stage": 3, "offload": "optimizer param"}, marks=newest),
+        # More than a bucket, all of which is there before any of it is reduced.
+        pytest.param({"stage": 1, "bucket": 1_000_000, "micro_batch": 1, "slots": 4}, marks=newest),
         # The bucket is allocated while most activations are there.
         pytest.param({"stage": 1, "bucket": 60_000_000}, marks=pytest.mark.nightly),
         pytest.param({"stage": 2, "bucket": 60_000_000, "slots": 8}, marks=newest),
