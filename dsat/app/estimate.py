@@ -171,7 +171,7 @@ def tables(
         base, facts, simulator, settings.slot_counts, settings.slot_memories, exact=exact
     )
     choices = fewest_cards.fewest(basis, partial(configuration, base), ladder(base))
-    return Estimate(name, facts, found, choices, missing)
+    return Estimate(name, facts, found, choices, simulator.script.sequence_length, missing)
 
 
 def _source(settings: ModelSettings) -> Source:

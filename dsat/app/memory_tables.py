@@ -52,6 +52,7 @@ class Estimate:
         model: its parameters and activations.
         lines: one for every strategy and number of slots.
         cards: the fewest cards of each usual size.
+        sequence_length: tokens of a sample; None if it is no sequence of tokens.
         missing: packages without which nothing could be simulated.
     """
 
@@ -59,6 +60,7 @@ class Estimate:
     model: ModelFacts
     lines: Sequence[Line]
     cards: Sequence[Choice]
+    sequence_length: int | None
     missing: Sequence[str] = ()
 
     @property
@@ -70,6 +72,7 @@ class Estimate:
         return {
             "name": self.name,
             "model": vars(self.model),
+            "sequence_length": self.sequence_length,
             "lines": [line.to_json() for line in self.lines],
             "cards": [choice.to_json() for choice in self.cards],
             "missing": list(self.missing),
@@ -82,9 +85,10 @@ class Estimate:
 def _text(estimate: Estimate) -> list[str]:
     """Lay out the tables for people, with the first rung of the ladder that fits each size."""
     facts, lines = estimate.model, estimate.lines
+    tokens = f" of {estimate.sequence_length:,} tokens" if estimate.sequence_length else ""
     said = [
         f"{estimate.name}: {facts.num_params:,} parameters, {facts.trainable_params:,} of them "
-        f"trained; activations {fmt.memory(facts.backward_bytes_per_sample)} per sample"
+        f"trained; activations {fmt.memory(facts.backward_bytes_per_sample)} per sample{tokens}"
     ]
     for slots in dict.fromkeys(line.slots for line in lines):
         said += ["", f"{slots} slot{'s' if slots > 1 else ''}:", ""]

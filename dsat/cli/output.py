@@ -121,6 +121,10 @@ def say_where_to(search: LocalSearch, view: LiveView) -> None:
         view.say(f"Configuration: {search.folder / summary.BEST_CONFIG_FILE}")
         line = train_command.line(search.ready, search.run, search.folder)
         view.say(f"Train with it: {line}")
+        ready = search.ready
+        trains_itself = train_command.runs_own_command(ready.program, ready.plan.slots_per_trial)
+        if search.run.best is search.run.baseline and trains_itself:
+            view.say("Your own command does as well: it has this configuration already.")
     if search.interrupted:
         view.say(how_to_continue(search.ready, search.folder))
 

@@ -125,8 +125,8 @@ class CommandRank:
         found = failures.outcome(hidden or error)
         if self._has_engine:
             # Whatever the configuration is: without a launcher DeepSpeed looks for MPI's package.
-            is_alone = self._spec.own and not (self._meter and self._meter.watches or _is_joined())
-            self._report(replace(found, before_engine=is_alone))
+            has_begun = (self._meter is not None and self._meter.watches) or _is_joined()
+            self._report(replace(found, before_engine=self._spec.own and not has_begun))
         elif self._engine_in is None and not any(self._folder.glob(result_file("*"))):
             # The launcher of ranks that failed fails as well, after them.
             self._report(replace(found, before_engine=True))

@@ -63,9 +63,9 @@ STORE_NOT_USED_UP = (
     "fewer workers or a smaller prefetch_factor to see it"
 )
 HOST_ACCIDENTS = (
-    "a few steps took far longer than the others: the figures leave them out as delays by the host. "
-    "For steadier figures, end other programs on the machine. If they "
-    "are work that your training does seldom, it will be slower than the figures"
+    "a few steps took far longer than the others: the figures leave them out as delays by the "
+    "host. For steadier figures, end other programs on the machine. If they are work that your "
+    "training does seldom, it will be slower than the figures"
 )
 
 

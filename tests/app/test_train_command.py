@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dsat.app import train_command
 from dsat.app.train_command import conditions
+from dsat.cli import output
 from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.machine import Machine
 from dsat.engines.local.rank_settings import cores_of
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.placement import Launch
 from dsat.inputs.switches import OF_CODE
+from dsat.report.live_view import LiveView
 from dsat.values.outcome import ScriptSwitch
 from dsat.values.text import without_secrets
 from testing.local import PROGRAMS, cpu_machine
@@ -223,3 +228,20 @@ def test_files_that_were_included_are_beside_the_script(
     line = printed_line(replace(ready, experiment=both), tmp_path)
     folder = Path(shlex.split(line)[1])
     assert {"more.py", "train.py"} <= {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("command", "does_too"),
+    [(f"deepspeed --num_gpus 1 {SCRIPT}", True), (f"python3 {SCRIPT}", False)],
+)
+def test_a_configuration_that_is_kept_needs_no_other_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, does_too: bool
+) -> None:
+    ready = prepared(command, FOLDER, monkeypatch)
+    best, said = object(), io.StringIO()
+    monkeypatch.setattr(train_command, "line", lambda *_: "train it")
+    run = SimpleNamespace(best=best, baseline=best)
+    search: Any = SimpleNamespace(ready=ready, run=run, folder=tmp_path, interrupted=False)
+    with LiveView(said) as view:
+        output.say_where_to(search, view)
+    assert ("Your own command does as well" in said.getvalue()) == does_too
