@@ -233,7 +233,7 @@ def test_what_has_plenty_of_room_is_not_simulated(
     configs = [{"zero_optimization": {"stage": stage, **BUCKET}} for stage in (0, 1)]
     engine, said = Unwilling(tmp_path), list[str]()
     basis = survey.of_run(engine, wanted, PROFILE, configs, as_cpu=True, say=said.append)
-    assert len(engine.started) == len(said) == starts
+    assert len(engine.started) == starts and not said
     assert not basis.simulated and basis.variants[0].facts == ModelFacts.of_profile(PROFILE)
     assert ("no GPU here" if starts else "up to 20 have plenty of room") in basis.note
 

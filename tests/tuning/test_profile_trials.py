@@ -61,15 +61,20 @@ def _climbing(**changes: Any) -> Plan:
 def test_a_model_that_does_not_fit_climbs_the_ladder() -> None:
     tuner, journal = tuner_of(_climbing(max_trials=30))
     profiles = []
-    for kind in ("OOM", "OOM", "ERROR"):  # an operator may not compile: that is no reason to stop
+    for kind in (
+        "OOM",
+        "OOM",
+        "OOM",
+        "ERROR",
+    ):  # an operator may not compile: that is no reason to stop
         (trial,) = tuner.next_trials(2)
         profiles.append(trial)
         tuner.record(trial.id, failed(kind))
     (last,) = tuner.next_trials(2)
-    assert [trial.kind for trial in [*profiles, last]] == [TrialKind.PROFILE] * 4
+    assert [trial.kind for trial in [*profiles, last]] == [TrialKind.PROFILE] * 5
     climbed = [trial.strategy for trial in [*profiles, last]]
-    assert climbed == ["z1", "z2_offload", "z3_offload", "z3_offload"]
-    assert [trial.batch.micro_batch for trial in [*profiles, last]] == [1, 1, 1, 4]
+    assert climbed == ["z1", "z2", "z2_offload", "z3_offload", "z3_offload"]
+    assert [trial.batch.micro_batch for trial in [*profiles, last]] == [1, 1, 1, 1, 4]
     buckets = {"reduce_bucket_size": 10**6}
     offload = {"offload_optimizer": {"device": "cpu"}}
     zero = {"stage": 3, GATHER: True, **offload, **buckets}
@@ -90,7 +95,7 @@ def test_the_top_of_the_ladder_ends_the_run() -> None:
     while trials := tuner.next_trials(2):
         tuner.record(trials[0].id, failed("OOM", "too large"))
     assert [trial.strategy for trial in tuner.run.trials.values()] == [
-        *("z1", "z2_offload", "z3_offload", "z3_offload_param")
+        *("z1", "z2", "z2_offload", "z3_offload", "z3_offload_param")
     ]
     assert tuner.decisions.failure
     assert tuner.decisions.stop_reason == "the profile trial ran out of memory: too large"
