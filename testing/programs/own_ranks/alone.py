@@ -12,6 +12,10 @@ import torch
 
 if "SCRATCH" in os.environ:
     torch.manual_seed(int((Path(os.environ["SCRATCH"]) / "seed").read_text()))
+for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+    os.environ.setdefault(name, value)  # no launcher does
+os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+os.environ.setdefault("MASTER_PORT", "29518")
 if "no-data" in sys.argv:
     raise LookupError("there are no data")
 config = {
