@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dsat.engines.local.running import FULL_RUN_ID
+from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.values.outcome import OutcomeKind
 from testing.local import PATIENCE_S, PROGRAMS, Bench, bench_of, read_json, warnings_of
 
@@ -65,7 +66,7 @@ def test_a_trial_is_measured(single: Bench, way: str) -> None:
     trial = single.trial(way, micro_batch=4, gas=3, stage=2)
     outcome = single.run(trial)
     assert outcome.ok, single.log(trial)
-    assert warnings_of(outcome) == ()
+    assert warnings_of(outcome) == ((SEVERAL_ENGINES,) if way == "two engines" else ())
     began, training, epoch, *batches, shutdown = diary(single.path(trial))
     assert (began, training, epoch, shutdown) == (
         "startup 0 None",
