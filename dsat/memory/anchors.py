@@ -57,41 +57,29 @@ def of_run(
         note = f"all micro batches up to {plan.allowed_micro_batches[-1]} have plenty of room"
         return Basis.of_profile(profile, plan.switches, note=note)
     operation = f"predicting memory: DeepSpeed on fake tensors, {len(configs)} configurations"
-    with slow.logged(_log, operation, at_once=True, hint=_FASTER):
-        return _simulated(engine, plan, profile, configs, as_cpu=as_cpu, say=say)
-
-
-def _simulated(
-    engine: SimulationHost,
-    plan: Plan,
-    profile: ModelProfile,
-    configs: Sequence[Mapping[str, Any]],
-    *,
-    as_cpu: bool,
-    say: Callable[[str], None],
-) -> Basis:
     variants: list[Variant] = []
-    for switches in _all_switches(plan):
-        try:
-            with Simulator(
-                engine, as_cpu=as_cpu, script_args=switches, timeout_s=TIMEOUT_S
-            ) as simulator:
-                found = variant_of(
-                    simulator,
-                    configs,
-                    switches,
-                    slots=plan.slots_per_trial,
-                    limit_bytes=profile.slot_memory_bytes,
-                    on_device=not as_cpu,
-                    say=say,
-                )
-                variants.append(found)
-                variants += _of_levers(
-                    simulator, configs[0], switches, levers(plan, profile.switches)
-                )
-        except SimulationUnavailable as error:
-            if not variants:
-                return Basis.of_profile(profile, plan.switches, note=str(error))
+    with slow.logged(_log, operation, at_once=True, hint=_FASTER):
+        for switches in _all_switches(plan):
+            try:
+                with Simulator(
+                    engine, as_cpu=as_cpu, script_args=switches, timeout_s=TIMEOUT_S
+                ) as simulator:
+                    found = variant_of(
+                        simulator,
+                        configs,
+                        switches,
+                        slots=plan.slots_per_trial,
+                        limit_bytes=profile.slot_memory_bytes,
+                        on_device=not as_cpu,
+                        say=say,
+                    )
+                    variants.append(found)
+                    variants += _of_levers(
+                        simulator, configs[0], switches, levers(plan, profile.switches)
+                    )
+            except SimulationUnavailable as error:
+                if not variants:
+                    return Basis.of_profile(profile, plan.switches, note=str(error))
     return Basis(tuple(variants))
 
 

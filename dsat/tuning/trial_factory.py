@@ -11,6 +11,7 @@ from dsat.space.plan import Plan
 from dsat.tuning.run import Run
 from dsat.values import parallelism
 from dsat.values.objective import KNOWN_TO_CI95
+from dsat.values.outcome import StepFacts
 from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
@@ -55,8 +56,7 @@ class TrialFactory:
             predicted_bytes: of one slot, if memory is predicted.
         """
         strategy = self.strategy(overrides)
-        profile, baseline = self._run.profile, self._run.baseline
-        own = None if baseline is None else self._run.outcomes.get(baseline.id)
+        profile = self._run.profile
         return Trial(
             id=len(self._run.trials),
             kind=kind,
@@ -74,8 +74,16 @@ class TrialFactory:
             predicted_bytes=predicted_bytes,
             to_beat=self._to_beat() if kind in _SEARCHED else {},
             longest_s=self._run.longest_s if kind in _LIMITED else None,
-            own_steps=None if own is None or own.training is None else own.training.facts,
+            own_steps=self._own_steps(),
         )
+
+    def _own_steps(self) -> StepFacts | None:
+        """Return what trials compare of the user's own steps: its accumulation."""
+        own = self._run.baseline
+        outcome = None if own is None else self._run.outcomes.get(own.id)
+        curve = None if outcome is None else outcome.training
+        facts = None if curve is None else curve.facts
+        return None if facts is None else StepFacts(facts.gas, facts.micro_steps)
 
     def strategy(self, overrides: Mapping[str, Any]) -> Strategy:
         """The strategy of a configuration."""

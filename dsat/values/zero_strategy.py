@@ -46,7 +46,7 @@ class Strategy:
 
     @property
     def offloading(self) -> dict[str, str]:
-        """Where both are kept, by the sections of a configuration."""
+        """Devices of optimizer states and parameters, by section of a configuration."""
         return {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
 
     @property
