@@ -69,7 +69,8 @@ def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
     tried_ways = {trial.script_args.get("gradient_checkpointing", False) for trial in tried}
     assert tried_ways == set(ways)
     gained = gains_of_switch(run, "dataloader_num_workers")
-    assert "of your step waits for data" in said
+    # Of your step or of the best: within noise of each other they may be the same trial.
+    assert "step waits for data" in said
     assert ("waits for data: dataloader_num_workers=2 gave" in said) is (2 in gained)
     if run.best is not run.baseline:  # a busy machine may leave it uncertain
         assert "Script: the best needs " in said
