@@ -22,6 +22,7 @@ from dsat.space.space import Space
 _FEW = 24  # so many micro batches are all compared
 _NEAR_THE_EDGE = (1.0, 0.98, 0.96, 0.94, 0.91, 0.87, 0.8)
 _NEAR_THE_BEST = (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25)
+_OCTAVES = 4  # below the smallest of these that are compared: the best moves further down
 _TILE = 8  # samples that matrix units take at once
 _MOST_SETTINGS = 24  # of a branch
 _ANY_OTHER = ""  # value of a switch
@@ -36,8 +37,8 @@ class MicroBatches:
     def positions(self, *, edges: Iterable[float], best: Iterable[float]) -> list[int]:
         """Return positions in the allowed micro batches, ascending.
 
-        They are powers of two with one step between, and multiples of 8 where memory ends and
-        beside the best.
+        They are powers of two with one step between, from a sixteenth of the smallest given size
+        to twice the largest, and multiples of 8 where memory ends and beside the best.
 
         Args:
             edges: where memory should end.
@@ -48,7 +49,9 @@ class MicroBatches:
         edges = list(edges)
         best = list(best)
         most = max(1.0, 2 * max([*edges, *best]))
-        octaves = range(math.ceil(math.log2(most)) + 1)
+        least = max(1.0, min([*edges, *best]))
+        first = max(0, math.floor(math.log2(least)) - _OCTAVES)
+        octaves = range(first, math.ceil(math.log2(most)) + 1)
         sizes = [part * 2.0**octave for octave in octaves for part in (1.0, 1.5)]
         near = [part * edge for edge in edges for part in _NEAR_THE_EDGE]
         near += [part * size for size in best for part in _NEAR_THE_BEST]

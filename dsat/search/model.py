@@ -177,7 +177,7 @@ class ModelSearch(Search):
 
     @property
     def stop_reason(self) -> str | None:
-        if not self._stop_when or not self.speed.points:
+        if not self._stop_when or self.speed.measured is None:
             return None
         choice = self._choice()
         if choice is None:
@@ -263,7 +263,7 @@ class ModelSearch(Search):
         first = ~opened & (candidates.index == 0) & (candidates.runs > _UNLIKELY)
         gain = log_expected_gain(candidates.gain, candidates.sd)
         worth = gain + candidates.runs
-        if not self.speed.points:
+        if self.speed.measured is None:
             score = candidates.gain + _CAUTION * candidates.runs
         elif first.any() and np.any(better := opened & self._cannot_wait(candidates, worth, first)):
             score = np.where(better, worth, -np.inf)
@@ -363,7 +363,7 @@ class ModelSearch(Search):
             return None
         at = np.concatenate(found).astype(int)
         index = np.repeat(indexes, [len(each) for each in found])
-        points = predictions.points(branch, index, np.array([sizes[each] for each in at]))
+        points = predictions.points(branch, index, np.array([sizes[each] for each in at]), edges)
         fits, sound = predictions.log_runs(branch, points, index)
         for lineage in known.values():
             if lineage.lo:

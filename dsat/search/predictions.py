@@ -60,7 +60,7 @@ class Predictions:
         # Of the memory, what a sample takes.
         self._sample_part = max(1, profile.activation_bytes_per_sample) / profile.slot_memory_bytes
         self._log_units: list[float] = []  # what makes seconds of the model's unit, by outcome
-        self._measured: list[tuple[int, int]] = []  # branch and settings of `speed.points`
+        self._measured: list[tuple[int, int]] = []  # branch and settings of `speed.measured`
 
     @property
     def branches_that_ran(self) -> set[int]:
@@ -82,11 +82,22 @@ class Predictions:
         self._log_units.append(math.log(outcome.metrics.latency / 1000) - log_s)
         self._measured.append((branch, index))
 
-    def points(self, branch: int, index: Array, micro_batch: Array) -> Points:
-        """Return configurations of a branch by the numbers of settings and micro batches, (n,)."""
+    def points(
+        self,
+        branch: int,
+        index: Array,
+        micro_batch: Array,
+        known_edges: Mapping[int, float] | None = None,
+    ) -> Points:
+        """Return configurations of a branch by the numbers of settings and micro batches, (n,).
+
+        Args:
+            known_edges: `edge` of all these settings, where it is known already.
+        """
         numbers, where = np.unique(index, return_inverse=True)
         rows = [self.settings.row(branch, int(number)) for number in numbers]
-        edges = np.array([self.edge(branch, int(number)) for number in numbers])
+        found = known_edges or {int(number): self.edge(branch, int(number)) for number in numbers}
+        edges = np.array([found[int(number)] for number in numbers])
         gas = np.ones(len(index))
         for position, number in enumerate(numbers):
             here = where == position
@@ -143,23 +154,25 @@ class Predictions:
 
     def incumbent(self, running: Sequence[Points]) -> tuple[Points | None, float]:
         """The best by the model, which noise misleads less, and the logarithm of its rate."""
-        known = self.speed.points or running
-        if not known:
+        points = self.speed.measured
+        if points is None and running:
+            points = Points.of(running)
+        if points is None:
             return None, 0.0
-        points = Points.of(known)
         rates = self.log_rate(points)
         best = int(np.argmax(rates))
         return points.only(np.array([best])), float(rates[best])
 
     def best_settings(self, branch: int) -> Mapping[str, Any]:
         """The settings of the best that was measured in a branch, or else in any."""
-        own = [n for n, (b, _) in enumerate(self._measured) if b == branch]
-        among = own or list(range(len(self._measured)))
-        if not among:
+        points = self.speed.measured
+        if points is None:
             return {}
-        points = Points.of([self.speed.points[n] for n in among])
-        rates: Array = self.log_work(points) - np.array([self.speed.log_s[n] for n in among])
-        return self.settings.of(*self._measured[among[int(np.argmax(rates))]])
+        rates: Array = self.log_work(points) - np.array(self.speed.log_s)
+        own = points.strategy == branch
+        if own.any():
+            rates[~own] = -np.inf
+        return self.settings.of(*self._measured[int(np.argmax(rates))])
 
     def _octaves(self, points: Points) -> Array:
         """Octaves of the micro batches above the largest that should fit."""

@@ -332,13 +332,14 @@ class SpeedModel:
 
     Attributes:
         fit: to what was measured, as of late.
-        points, log_s: what was measured.
+        measured: the configurations that were measured, in order; none before the first.
+        log_s: logarithms of their seconds.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.fit = Fit.prior(layout)
-        self.points: list[Points] = []
+        self.measured: Points | None = None
         self.log_s: list[float] = []
         self._errors: list[float] = []
         self._fitted = 0
@@ -349,11 +350,10 @@ class SpeedModel:
         Each is fitted at once, and many in groups, so that it does not matter when predictions are
         asked for: a fit begins with the one before.
         """
-        self.points.append(points)
+        before = [] if self.measured is None else [self.measured]
+        self.measured = Points.of([*before, points])
         self.log_s.append(log_s)
         self._errors.append(standard_error)
-        if len(self.points) >= self._fitted + max(1, self._fitted // _EVERY):
-            self._fitted = len(self.points)
-            self.fit = self.fit.updated(
-                Points.of(self.points), np.array(self.log_s), np.array(self._errors)
-            )
+        if len(self.measured) >= self._fitted + max(1, self._fitted // _EVERY):
+            self._fitted = len(self.measured)
+            self.fit = self.fit.updated(self.measured, np.array(self.log_s), np.array(self._errors))

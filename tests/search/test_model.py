@@ -439,7 +439,7 @@ def test_values_that_are_no_rates_are_no_measurements() -> None:
         proposal = search.ask()
         assert proposal is not None
         search.tell(proposal, ran(value))
-    assert len(search.speed.points) == 1
+    assert search.speed.measured is not None and len(search.speed.measured) == 1
 
 
 # -- its parts
