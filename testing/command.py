@@ -17,7 +17,7 @@ from dsat.tuning.run import Run
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 from testing import warm_command
-from testing.local import PROGRAMS, is_alive, wait_until
+from testing.local import PATIENCE_S, PROGRAMS, is_alive, wait_until
 
 # Short trials: the second and the third step are measured, of batches that a small slot can hold.
 FAST = "--start-profile-step 2 --end-profile-step 3 --max-profile-steps 2".split()
@@ -52,7 +52,9 @@ def command_of(
 def dsat(method: str, program: str, run_dir: Path, *options: object, **more: Any) -> Told:
     """Runs the command to its end; arguments as of `command_of`, but imported unless told."""
     command = command_of(method, program, run_dir, *options, **{"imported": True, **more})
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     return Told(process.returncode, process.stdout, process.stderr)
 
 
@@ -110,7 +112,6 @@ class Background:
         wait_until(
             lambda: len(events_of(run_dir)) >= count or self.process.poll() is not None,
             f"{count} events",
-            timeout_s=120,
         )
         assert self.process.poll() is None, self.process.communicate()
 
@@ -120,12 +121,12 @@ class Background:
     def kill(self) -> None:
         """Kills it with SIGKILL, at whatever moment; returns when nothing is left of it."""
         self.process.suspend()  # what it starts after a look at its children would be missed
-        wait_until(lambda: self.process.status() == psutil.STATUS_STOPPED, "that it stands", 10)
+        wait_until(lambda: self.process.status() == psutil.STATUS_STOPPED, "that it stands")
         below = self.below()
         self.process.kill()
         self.process.communicate()
-        wait_until(lambda: not any(map(is_alive, below)), "the end of all its processes", 30)
+        wait_until(lambda: not any(map(is_alive, below)), "the end of all its processes")
 
-    def end(self, timeout_s: float = 120.0) -> Told:
+    def end(self, timeout_s: float = PATIENCE_S) -> Told:
         out, err = self.process.communicate(timeout=timeout_s)
         return Told(self.process.returncode, out, err)

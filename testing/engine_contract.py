@@ -33,7 +33,7 @@ class TrialContract(abc.ABC):
         first_id: added to the trial ids of a test, so that several can share an engine.
     """
 
-    patience_s = 120.0
+    patience_s = 600.0
     slots_per_trial = 1
     first_id = 0
 

@@ -27,9 +27,8 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 from testing import warm_host
 
 PROGRAMS = Path(__file__).parent / "programs"
-PATIENCE_S = 120.0
 # For what takes seconds: a loaded machine has taken minutes.
-SLOW_MACHINE_S = 600.0
+PATIENCE_S = 600.0
 
 
 def cpu_machine(slots: int) -> Machine:
@@ -76,7 +75,7 @@ def engine_of(
     imported: bool = False,
     **options: Any,
 ) -> LocalEngine:
-    """An engine for one of the programs beside this file, with a time-out of two minutes.
+    """An engine for one of the programs beside this file, with a time-out of ten minutes.
 
     Args:
         imported: its supervisor is forked from a process that has imported torch and DeepSpeed.
@@ -190,7 +189,7 @@ def environment_of_a_rank(**variables: str) -> dict[str, str]:
     }
 
 
-def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
     """The first true value of `holds()`."""
     deadline = time.monotonic() + timeout_s
     while not (value := holds()):

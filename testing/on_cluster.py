@@ -150,7 +150,7 @@ def cluster(folder: Path, *, nodes: Sequence[int] = (2,), **more: Any) -> Iterat
 
 
 def ended(process: subprocess.Popen[str]) -> Told:
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=PATIENCE_S)
     return Told(process.returncode, out, err)
 
 

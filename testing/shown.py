@@ -23,7 +23,7 @@ DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 _BLOCK = re.compile(r"(?<=^```console\n)(.*?)(?=^```$)", re.S | re.M)
 _PROMPT, _MORE = "$ ", "..."
 _LOOKS = ("show", "compare", "export")
-_LIMIT_S = 300
+_LIMIT_S = 600
 # Lines that are there only where a machine takes long.
 _IF_SLOW = ("importing torch and DeepSpeed", "simulation: the model runs")
 

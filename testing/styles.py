@@ -21,7 +21,7 @@ from dsat.memory.simulation_client import Question, Simulator
 from dsat.values.trial import TrialOptions
 from testing import warm_host
 from testing.allocator import counting_library, measured
-from testing.local import PROGRAMS, SLOW_MACHINE_S, cpu_machine, environment_of_a_rank
+from testing.local import PATIENCE_S, PROGRAMS, cpu_machine, environment_of_a_rank
 from testing.null_cuda import Device, NullCuda, build
 
 FOLDER = PROGRAMS / "styles"
@@ -163,12 +163,12 @@ def simulated(
         program,
         [Host(cpu_machine(1), prefix=warm_host.prefix())],
         folder,
-        LocalOptions(TrialOptions(timeout_s=120, end_step=5)),
+        LocalOptions(TrialOptions(timeout_s=PATIENCE_S, end_step=5)),
         slots_per_trial=1,
     )
     try:
         with Simulator(
-            engine, as_cpu=as_cpu, timeout_s=SLOW_MACHINE_S, model_switches=switches
+            engine, as_cpu=as_cpu, timeout_s=PATIENCE_S, model_switches=switches
         ) as simulator:
             return simulator.estimates([Question(config, micro_batch, 1)])[0]
     finally:
@@ -179,7 +179,7 @@ def real_peaks(
     style: Style,
     folder: Path,
     micro_batch: int,
-    timeout_s: float = 300,
+    timeout_s: float = PATIENCE_S,
     *,
     on_device: bool = False,
 ) -> dict[str, int]:

@@ -163,7 +163,10 @@ class StandIn:
         return list(self.http.seen)
 
     def wait_until(
-        self, holds: Callable[[], Any], what: str = "what a test waits for", timeout_s: float = 60.0
+        self,
+        holds: Callable[[], Any],
+        what: str = "what a test waits for",
+        timeout_s: float = 600.0,
     ) -> Any:
         """The first true value of `holds()`; on a time-out the logs of all trials are shown."""
         deadline = time.monotonic() + timeout_s
@@ -178,7 +181,7 @@ class StandIn:
             time.sleep(0.02)
         return value
 
-    def wait_ended(self, experiment_id: int, timeout_s: float = 60.0) -> str:
+    def wait_ended(self, experiment_id: int, timeout_s: float = 600.0) -> str:
         """The terminal state of an experiment."""
         experiment = self.experiment(experiment_id)
 

@@ -48,7 +48,7 @@ def answer(
     body = None if data is None else json.dumps(data).encode()
     request = urllib.request.Request(url, body, headers or {})
     try:
-        with urllib.request.urlopen(request, timeout=10) as found:
+        with urllib.request.urlopen(request, timeout=60) as found:
             return found.status, found.read().decode(), found.headers
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(), error.headers
@@ -191,7 +191,7 @@ def test_a_nested_request_is_refused(served: tuple[Path, str, str, Run]) -> None
         f"{base}requests", body, {"Authorization": f"Bearer {token}"}, method="POST"
     )
     with pytest.raises(urllib.error.HTTPError, match="400"):
-        urllib.request.urlopen(request, timeout=10)
+        urllib.request.urlopen(request, timeout=60)
 
 
 def test_a_run_that_is_not_there_is_not_found(tmp_path: Path) -> None:
@@ -211,11 +211,11 @@ def test_connections_beyond_many_are_closed(served: tuple[Path, str, str, Run]) 
     host, _, port = base.removeprefix("http://").rstrip("/").partition(":")
     with ExitStack() as opened:
         idle = [
-            opened.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            opened.enter_context(socket.create_connection((host, int(port)), timeout=60))
             for _ in range(watch._MOST_CONNECTIONS + 20)
         ]
         assert idle[-1].recv(1) == b""
-    for _ in range(100):  # until their threads have ended
+    for _ in range(600):  # until their threads have ended
         with suppress(OSError):
             assert answer(f"{base}state?token={token}")[0] == 200
             return

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dsat.cli import autotuner
-from testing.local import read_json
+from testing.local import PATIENCE_S, read_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +55,7 @@ def test_deepspeeds_launcher_tunes_with_dsat(tmp_path: Path) -> None:
         env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert told.returncode == 0, told.stderr + told.stdout

@@ -16,6 +16,7 @@ import pytest
 from dsat.app import doctor
 from dsat.app.doctor import FAILS, OK, WARNING, Finding
 from dsat.engines.local.machine import Machine
+from testing.local import PATIENCE_S
 
 GPUS = Machine("cuda", "NVIDIA H100", ("0", "1"), ("CUDA_VISIBLE_DEVICES",), 80 * 2**30)
 
@@ -27,7 +28,7 @@ def told(**variables: str) -> tuple[int, str, dict[str, dict[str, str]]]:
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert not done.stderr, done.stderr

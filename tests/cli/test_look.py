@@ -197,7 +197,7 @@ def test_a_shell_completes_commands_options_and_choices(tmp_path: Path) -> None:
             "COMP_POINT": str(len(line)),
         }
         code = "from dsat.cli.main import main; main()"
-        subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=600)
         return {word.strip() for word in (tmp_path / "found").read_text().splitlines()}
 
     assert completed("dsat comp") == {"compare"}

@@ -83,6 +83,6 @@ for pair in 3 * [("HUP", "HUP"), ("TERM", "HUP"), ("INT", "TERM")]:
     print(main.main(["asha", "a.yaml", "."]))
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False
     )
     assert ended.stdout.split() == 9 * ["clean", "130"], ended.stderr[-2000:]

@@ -14,7 +14,7 @@ import pytest
 from dsat.values.outcome import OutcomeKind
 from testing import warm_command
 from testing.command import kinds_of, run_of
-from testing.local import PROGRAMS, processes_of, read_json
+from testing.local import PATIENCE_S, PROGRAMS, processes_of, read_json
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def searched(place: Path, options: str, command: Sequence[str]) -> subprocess.Co
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
 
@@ -91,7 +91,7 @@ def test_the_answer_to_accelerate_launch_is_its_own_configuration(tmp_path: Path
         env={**os.environ, "PATH": os.pathsep.join([str(_BIN), os.environ["PATH"]])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert run.best is not None

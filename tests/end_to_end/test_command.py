@@ -30,6 +30,7 @@ from testing.command import (
     searched,
 )
 from testing.local import (
+    PATIENCE_S,
     PROGRAMS,
     buffers_of,
     environment_of_a_rank,
@@ -201,7 +202,7 @@ def test_deepspeed_takes_the_result_as_it_is(binary: tuple[Path, Told], tmp_path
         env=environment_of_a_rank(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
         cwd=tmp_path,
     )
@@ -326,7 +327,7 @@ def test_no_orphan_when_it_is_killed_in_the_middle_of_a_trial(tmp_path: Path) ->
     command = command_of("asha", "behaviours", run_dir, "--slots", 2, config=config)
     background = Background(command)
     marks = [f"trials/*/left{rank}.json" for rank in (0, 1)]
-    wait_until(lambda: all(list(run_dir.glob(mark)) for mark in marks), "both ranks", 120)
+    wait_until(lambda: all(list(run_dir.glob(mark)) for mark in marks), "both ranks")
     # The supervisor, two ranks and what each of them started.
     assert len([pid for pid in background.below() if is_alive(pid)]) == 1 + 2 + 2 * 3
     assert len(buffers_of(run_dir)) == 2

@@ -20,7 +20,7 @@ from dsat.in_trial import side_effects
 from dsat.in_trial.loopback import INTERFACES
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.values.trial import Trial
-from testing.local import PROGRAMS, read_json
+from testing.local import PATIENCE_S, PROGRAMS, read_json
 from testing.printed import own_configuration, prepared, printed_line
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def test_a_trial_has_the_conditions_of_the_printed_command(
     line = printed_line(ready, hand)
     env = {**os.environ, **ready.program.env, "HAND_DIR": str(hand)}
     with trials_of(ready, own_configuration(ready), tmp_path) as folders:
-        subprocess.run(["bash", "-c", line], check=True, env=env, timeout=120)
+        subprocess.run(["bash", "-c", line], check=True, env=env, timeout=PATIENCE_S)
     for rank in range(ranks):
         by_hand = conditions(hand, rank)
         for folder in folders:
@@ -89,7 +89,7 @@ def trials_of(ready: Prepared, trial: Trial, folder: Path) -> Iterator[list[Path
             engine.launch(trial)
         yield [folder / name / "trials" / trial.name for name in engines]
         for engine in engines.values():
-            assert engine.poll(120.0)
+            assert engine.poll(PATIENCE_S)
     finally:
         for engine in engines.values():
             engine.close()

@@ -18,7 +18,7 @@ from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
 from testing import warm_command
 from testing.command import FAST, Told, events_of, kinds_of, run_of, searched
-from testing.local import buffers_of, environment_of_a_rank, processes_of, read_json
+from testing.local import PATIENCE_S, buffers_of, environment_of_a_rank, processes_of, read_json
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ def dsat(folder: Path, *words: object) -> Told:
     """The real command, typed in a folder."""
     command = [*warm_command.words(), *map(str, words)]
     process = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     return Told(process.returncode, process.stdout, process.stderr)
 
@@ -138,7 +138,7 @@ def test_a_command_with_its_configuration_in_its_arguments(plain: Path) -> None:
     launched = environment_of_a_rank()
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"):  # torchrun's to set
         launched.pop(variable)
-    subprocess.run(["env", *command], cwd=plain, check=True, env=launched, timeout=120)
+    subprocess.run(["env", *command], cwd=plain, check=True, env=launched, timeout=PATIENCE_S)
 
 
 IN_CODE = """

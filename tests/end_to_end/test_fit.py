@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from testing.local import PATIENCE_S
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +44,7 @@ def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
 

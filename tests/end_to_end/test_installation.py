@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 import dsat
+from testing.local import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +92,7 @@ class Environment:
             env=env,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=PATIENCE_S,
             check=False,
         )
 

@@ -15,7 +15,7 @@ import torch
 from dsat.in_trial import side_effects
 from testing import warm_command
 from testing.command import FAST
-from testing.local import PROGRAMS
+from testing.local import PATIENCE_S, PROGRAMS
 
 
 def snapshot(folder: Path) -> dict[str, str]:
@@ -52,7 +52,7 @@ def test_a_search_leaves_checkpoints_and_trackers_alone(tmp_path: Path) -> None:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert told.returncode == 0, told.stdout + told.stderr
     assert snapshot(folder) == before

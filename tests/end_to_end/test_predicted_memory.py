@@ -14,7 +14,7 @@ import pytest
 from dsat.values.outcome import OutcomeKind
 from testing import warm_command
 from testing.command import FAST, dsat, experiment_of, inline, run_of
-from testing.local import processes_of
+from testing.local import PATIENCE_S, processes_of
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ def estimate(*words: object, cwd: Path, cache: Path) -> subprocess.CompletedProc
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert not operators.exists()  # which take minutes to compile

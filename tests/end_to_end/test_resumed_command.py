@@ -15,7 +15,7 @@ from dsat.cli.exit_status import EXIT_INTERRUPTED
 from dsat.values.outcome import OutcomeKind
 from testing import warm_command
 from testing.command import Background, run_of
-from testing.local import PROGRAMS, processes_of, wait_until
+from testing.local import PATIENCE_S, PROGRAMS, processes_of, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def resumed(place: Path, command: str, *options: str) -> subprocess.CompletedPro
         cwd=place,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
 
@@ -70,15 +70,15 @@ def test_ended_in_its_first_trial(
     place: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = "python plain.py"
-    monkeypatch.setenv(_PAUSE, "600")
+    monkeypatch.setenv(_PAUSE, "2000")
     monkeypatch.chdir(place)
     background = Background(words(command, "--max-trials", "2"))
     trials = place / "run" / "trials"
-    wait_until(lambda: trials.is_dir() and any(trials.iterdir()), "the first trial", 60)
+    wait_until(lambda: trials.is_dir() and any(trials.iterdir()), "the first trial")
     os.killpg(background.process.pid, number)
     told = background.end()
     assert told.status == (-number if number == signal.SIGKILL else EXIT_INTERRUPTED)
-    wait_until(lambda: not processes_of(place / "run"), "the end of all processes", 60)
+    wait_until(lambda: not processes_of(place / "run"), "the end of all processes")
     if number == signal.SIGHUP:
         assert "interrupted" in (place / "run" / "summary.md").read_text()
         assert not any(trials.iterdir())
@@ -92,7 +92,9 @@ def test_ended_in_its_first_trial(
 def test_a_trainer_that_fills_in_its_batch_size(place: Path) -> None:
     command = "torchrun --standalone --nproc_per_node 1 train.py --deepspeed ds_config.json"
     command += " --output_dir out --per_device_train_batch_size 2"
-    told = subprocess.run(words(command, "--max-trials", "2"), cwd=place, timeout=300, check=False)
+    told = subprocess.run(
+        words(command, "--max-trials", "2"), cwd=place, timeout=PATIENCE_S, check=False
+    )
     assert told.returncode == 0
     again = resumed(place, command, "--max-trials", "3")
     assert again.returncode == 0, again.stderr

@@ -13,7 +13,7 @@ from dsat.tuning.run import Run
 from dsat.values.outcome import OutcomeKind
 from testing import warm_command
 from testing.command import run_of
-from testing.local import read_json
+from testing.local import PATIENCE_S, read_json
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def tuned(folder: Path, *options: str, every: int) -> tuple[Run, str]:
     words += "--max-profile-steps 8 --fix all -z 1 --run-dir run"
     process = subprocess.run(
         [*warm_command.words(), *words.split(), *options, "--", "python3", "train.py"],
-        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+        cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
     return run_of(folder / "run"), process.stdout

@@ -13,7 +13,7 @@ from dsat.report.step_parts import gains_of_switch
 from dsat.tuning.run import Run
 from testing import warm_command
 from testing.command import kinds_of, run_of, searched
-from testing.local import PROGRAMS, read_json
+from testing.local import PATIENCE_S, PROGRAMS, read_json
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ def tuned(program: str, run_dir: Path, *words: str) -> tuple[Run, str]:
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -208,8 +208,8 @@ def test_a_command_sees_its_input_end_when_ray_kills_what_it_knows(tmp_path: Pat
         "os._exit(0)\n"
     )
     command = [sys.executable, "-c", program, sys.executable, "-c", code, str(ended)]
-    subprocess.run(command, check=True, timeout=60)
-    wait_until(ended.exists, "the command's end", 10)
+    subprocess.run(command, check=True, timeout=PATIENCE_S)
+    wait_until(ended.exists, "the command's end")
 
 
 # -- a real cluster

@@ -86,7 +86,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     asked, answered = folder / "questions.json", folder / "answers.json"
     asked.write_text(json.dumps(questions))
     command = [sys.executable, "-m", "dsat.in_trial.config_check", str(asked), str(answered)]
-    subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[2])
+    subprocess.run(command, check=True, timeout=600, cwd=Path(__file__).parents[2])
     found: dict[str, Any] = json.loads(answered.read_text())
     return found
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from testing import warm_host
+from testing.local import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ memory_limit.limit_memory(BUDGET)
 def after_the_limit(code: str, *, budget_mib: int = 50) -> str:
     limited = LIMITED.replace("BUDGET", str(budget_mib * 2**20))
     command = [*warm_host.prefix(), sys.executable, "-c", limited + code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     return (done.stderr or done.stdout).strip().splitlines()[-1]
 
 

@@ -18,7 +18,7 @@ from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form
 from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
 from dsat.values.step_trace import BACKWARD, FORWARD, MEMORY, STEP
 from testing.allocator import configuration, counting_library, real_peaks
-from testing.local import PROGRAMS, SLOW_MACHINE_S, engine_of, is_alive
+from testing.local import PATIENCE_S, PROGRAMS, engine_of, is_alive
 from testing.versions import needs
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ def simulator_of(
     folder.mkdir(exist_ok=True)
     engine = engine_of(program, folder, entry=entry, imported=True)
     try:
-        with Simulator(engine, as_cpu=as_cpu, timeout_s=SLOW_MACHINE_S, **more) as simulator:
+        with Simulator(engine, as_cpu=as_cpu, timeout_s=PATIENCE_S, **more) as simulator:
             yield simulator
     finally:
         engine.close()
@@ -198,7 +198,7 @@ def test_one_engine_simulates_again_and_again(tmp_path: Path) -> None:
     engine = engine_of("memory", tmp_path, entry=entry, imported=True)
     try:
         for _ in range(2):
-            with Simulator(engine, as_cpu=True, timeout_s=SLOW_MACHINE_S) as simulator:
+            with Simulator(engine, as_cpu=True, timeout_s=PATIENCE_S) as simulator:
                 estimate = simulator.estimates([Question(configuration(1), 2, 1)])[0]
                 assert estimate.source == SIMULATED
                 pids = [

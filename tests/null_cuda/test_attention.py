@@ -132,7 +132,7 @@ def test_the_kernels_are_those_that_torch_chooses_and_need_as_much(null_cuda: Ma
         [sys.executable, "-W", "ignore", "-c", COMPARE],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         cwd=ROOT,
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from testing.local import PATIENCE_S
 from testing.null_cuda import Device
 from tests.null_cuda.conftest import MachineOf
 
@@ -60,7 +61,7 @@ os._exit(0)
 
 def _python(code: str, *args: object) -> Any:
     command = [sys.executable, "-W", "ignore", "-c", code, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -94,7 +95,7 @@ def test_ranks_of_two_processes_meet_in_collectives(null_cuda: MachineOf, tmp_pa
         for rank in range(2)
     ]
     for rank in ranks:
-        out, _ = rank.communicate(timeout=120)
+        out, _ = rank.communicate(timeout=PATIENCE_S)
         values, part, free = json.loads(out.splitlines()[-1])
         assert (values, part) == ([2.0, 5.0], [1])
         assert free < 8 * 2**30 - 16 * _MIB  # its own context and tensors only

@@ -27,7 +27,7 @@ from dsat.inputs.placement import Launch
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 from testing import warm_command
-from testing.local import PROGRAMS
+from testing.local import PATIENCE_S, PROGRAMS
 from testing.null_cuda import Device
 from tests.null_cuda.conftest import MachineOf
 
@@ -54,7 +54,7 @@ def engine_on_devices(
     *devices: int,
     slots: int = 1,
     program: str = "tiny",
-    timeout_s: float = 120.0,
+    timeout_s: float = PATIENCE_S,
     prefix: Sequence[str] = (),
 ) -> Iterator[LocalEngine]:
     """On some of the machine's devices, or on all; everything is run behind a prefix."""

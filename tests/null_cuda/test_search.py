@@ -16,7 +16,7 @@ from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
 from testing import warm_command
 from testing.command import run_of
-from testing.local import PROGRAMS, SLOW_MACHINE_S
+from testing.local import PATIENCE_S, PROGRAMS
 from testing.null_cuda import Device
 from tests.null_cuda.conftest import MachineOf
 
@@ -39,7 +39,7 @@ if "dsat.engines.local.supervisor" in sys.orig_argv:
     torch.cuda.device_count()
 if sys.orig_argv[1:3] == ["-m", "dsat"]:
     from dsat.memory import anchors
-    anchors.TIMEOUT_S = {SLOW_MACHINE_S}
+    anchors.TIMEOUT_S = {PATIENCE_S}
 """
 
 
@@ -54,7 +54,7 @@ def _search(run_dir: Path, start: Sequence[str], *options: str) -> subprocess.Co
         capture_output=True,
         text=True,
         check=False,
-        timeout=2 * SLOW_MACHINE_S,
+        timeout=2 * PATIENCE_S,
         cwd=PROGRAMS / "styles",
     )
 
@@ -141,7 +141,7 @@ def test_cores_and_variables_reach_ranks_as_the_launcher_gives_them(
         capture_output=True,
         text=True,
         check=False,
-        timeout=3 * SLOW_MACHINE_S,
+        timeout=3 * PATIENCE_S,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr

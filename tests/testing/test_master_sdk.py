@@ -197,13 +197,13 @@ def test_nothing_is_left_when_a_test_is_killed(tmp_path: Path) -> None:
         "from testing.master import StandIn\n"
         "import yaml\n"
         "master = StandIn(Path(sys.argv[1]))\n"
-        "config = {'entrypoint': 'setsid sleep 600 & sleep 600; true', 'searcher':"
+        "config = {'entrypoint': 'setsid sleep 2000 & sleep 2000; true', 'searcher':"
         " {'name': 'single', 'metric': 'x', 'max_length': 1}}\n"
         "master.cluster.create_experiment(yaml.safe_dump(config), b'', 'tester')\n"
         "master.cluster.schedule()\n"
         "master.wait_until(lambda: len(master.processes(1)) >= 4)\n"
         "print(*(each.pid for each in master.processes(1)), flush=True)\n"
-        "time.sleep(600)\n"
+        "time.sleep(2000)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -215,4 +215,4 @@ def test_nothing_is_left_when_a_test_is_killed(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
     assert len(pids) >= 4, "the entrypoint, a shell and two that sleep"
-    wait_until(lambda: not any(map(is_alive, pids)), "the end of the container", 20)
+    wait_until(lambda: not any(map(is_alive, pids)), "the end of the container")

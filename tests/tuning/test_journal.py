@@ -54,7 +54,7 @@ def _in_another_process(code: str, path: Path) -> subprocess.CompletedProcess[st
         [sys.executable, "-c", f"import sys\nfrom dsat.tuning.journal import *\n{code}", str(path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         cwd=Path(__file__).parents[2],
     )
 

@@ -20,7 +20,7 @@ def main(context: core.Context, info: det.ClusterInfo) -> None:
             if context.preempt.should_preempt():
                 return
         if behaviour == "hangs":
-            time.sleep(600)
+            time.sleep(2000)
         if context.distributed.rank > 0:
             continue
         op.report_progress(op.length / 2)

@@ -23,7 +23,7 @@ from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 from testing.helpers import ran
-from testing.local import PROGRAMS
+from testing.local import PATIENCE_S, PROGRAMS
 
 GPUS = Machine("cuda", "test", ("0", "1", "2", "3"), ("CUDA_VISIBLE_DEVICES",), 8 * 2**30)
 A100, T4 = ("A100", 80 * 2**30), ("T4", 15 * 2**30)
@@ -97,7 +97,7 @@ def slots_per_trial() -> int:
 def engine(supervisor: Scripted, tmp_path: Path, slots_per_trial: int) -> Iterator[LocalEngine]:
     user = experiment.read(PROGRAMS / "tiny" / "deepspeed.yaml", PROGRAMS / "tiny")
     program = entrypoint.parse(user.entrypoint, user.model_dir)
-    options = LocalOptions(TrialOptions(timeout_s=60))
+    options = LocalOptions(TrialOptions(timeout_s=PATIENCE_S))
     engine = LocalEngine(
         user, program, [Host(GPUS)], tmp_path, options, slots_per_trial=slots_per_trial
     )
@@ -314,5 +314,5 @@ def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> No
     answer = json.loads(process.stdout.readline())
     assert (answer["trial"], answer["stuck"], answer["statuses"]) == (2, [False], [0])
     process.stdin.close()
-    assert process.wait(timeout=20) == 0
+    assert process.wait(PATIENCE_S) == 0
     process.stdout.close()

@@ -20,7 +20,7 @@ from dsat.inputs import recorded_start
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.values.trial import TrialOptions
 from testing.helpers import starts_of
-from testing.local import PROGRAMS, processes_of, wait_until
+from testing.local import PATIENCE_S, PROGRAMS, processes_of, wait_until
 
 BIN = Path(sys.executable).parent
 
@@ -33,7 +33,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def seen(
-    place: Path, *command: str, timeout_s: float = 60.0, options: TrialOptions | None = None
+    place: Path, *command: str, timeout_s: float = PATIENCE_S, options: TrialOptions | None = None
 ) -> Entrypoint:
     run = FirstRun(command, place, timeout_s=timeout_s, options=options)
     try:
@@ -145,11 +145,11 @@ def test_what_a_daemon_started_for_a_command_ends_with_it(
 ) -> None:
     """As `srun`'s and Docker's daemons start a task: it is no descendant of the command."""
     named(place, {}, monkeypatch)
-    run = FirstRun(["bash", "-c", "sleep 100"], place, timeout_s=60)
-    daemon = subprocess.Popen(["sleep", "100"], env=run.env, start_new_session=True)
+    run = FirstRun(["bash", "-c", "sleep 2000"], place, timeout_s=PATIENCE_S)
+    daemon = subprocess.Popen(["sleep", "2000"], env=run.env, start_new_session=True)
     try:
         run.close()
-        assert daemon.wait(10) == -signal.SIGKILL
+        assert daemon.wait(PATIENCE_S) == -signal.SIGKILL
     finally:
         daemon.kill()
 
@@ -163,10 +163,10 @@ def test_a_compilers_lock_neither_stops_the_command_nor_outlives_it(
     for lock in (stale, own):
         lock.parent.mkdir()
     stale.touch()
-    waits = 'while [ -e "$0" ]; do sleep 0.1; done; touch "$1"; sleep 100'
-    run = FirstRun(["bash", "-c", waits, str(stale), str(own)], place, timeout_s=60)
+    waits = 'while [ -e "$0" ]; do sleep 0.1; done; touch "$1"; sleep 2000'
+    run = FirstRun(["bash", "-c", waits, str(stale), str(own)], place, timeout_s=PATIENCE_S)
     try:
-        wait_until(own.exists, "the command's own lock", 20)
+        wait_until(own.exists, "the command's own lock")
     finally:
         run.close()
     assert not own.exists()
@@ -334,7 +334,7 @@ def test_trackers_that_are_off_in_trials_are_not_the_commands_own_variables(
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     named(place, {}, monkeypatch)
     command = ["env", "WANDB_ENTITY=us", "python", "launcher.py", "train.py"]
-    program = seen(place, *command, options=TrialOptions(timeout_s=60))
+    program = seen(place, *command, options=TrialOptions(timeout_s=PATIENCE_S))
     assert (program.script, program.env) == ("train.py", {"WANDB_ENTITY": "us"})
 
 
@@ -401,7 +401,7 @@ def test_lightning_starts_its_ranks_where_no_launcher_does(
     pytest.importorskip("lightning")
     named(place, {}, monkeypatch)
     (place / "alone.py").write_text(STARTS_ITS_RANKS)
-    run = FirstRun(("python3", "alone.py"), place, timeout_s=120, ranks=1)
+    run = FirstRun(("python3", "alone.py"), place, timeout_s=PATIENCE_S, ranks=1)
     try:
         assert sorted((each.rank, each.size) for each in run.ranks()) == [(0, 2), (1, 2)]
     finally:

@@ -21,7 +21,7 @@ from dsat.engines.local.heartbeats import Heartbeats, ListeningClock
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import Machine
 from dsat.engines.local.supervisors import LOST, Supervisors
-from testing.local import bench_of, cpu_machine, is_alive, wait_until
+from testing.local import PATIENCE_S, bench_of, cpu_machine, is_alive, wait_until
 
 ANSWERS = """
 import json, sys
@@ -31,8 +31,8 @@ for line in sys.stdin:
     seen = {"text": None, "is_folder": True, "pid": 1}
     print(json.dumps({"event": "pong" if op == "ping" else op, **seen}), flush=True)
 """
-FALLS_SILENT = ANSWERS.replace("flush=True)", "flush=True)\n    import time\n    time.sleep(99)")
-TAKES_NOTHING = "import time; time.sleep(99)"
+FALLS_SILENT = ANSWERS.replace("flush=True)", "flush=True)\n    import time\n    time.sleep(2000)")
+TAKES_NOTHING = "import time; time.sleep(2000)"
 # What a step of a cluster is: it starts the supervisor, and hands on what both ends say.
 RELAY = """
 import os, subprocess, sys, threading
@@ -40,6 +40,9 @@ child = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=
 while chunk := os.read(0, 65536):
     os.write(child.stdin.fileno(), chunk)
 """
+
+# Within it a host that is alive answers on a loaded machine, too.
+SILENT_S = 5.0
 
 
 class Clock:
@@ -93,7 +96,7 @@ def test_time_in_which_nobody_listened_is_nobodys_silence(clock: Clock) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "PING_EVERY_S", 0.1)
-    monkeypatch.setattr(heartbeats, "SILENT_AFTER_S", 1.5)
+    monkeypatch.setattr(heartbeats, "SILENT_AFTER_S", SILENT_S)
 
 
 def made_up(*codes: str) -> list[Host]:
@@ -113,7 +116,7 @@ def settle(talk: Supervisors, *hosts: int) -> None:
     talk._heartbeats.restart()
 
 
-def until_lost(talk: Supervisors, host: int, limit_s: float = 10.0) -> str:
+def until_lost(talk: Supervisors, host: int, limit_s: float = PATIENCE_S) -> str:
     """Why a host is lost, and no other."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
@@ -130,7 +133,7 @@ def test_a_host_that_falls_silent_is_lost_and_no_other(tmp_path: Path) -> None:
     talk = Supervisors(made_up(ANSWERS, FALLS_SILENT, ANSWERS), tmp_path, env={})
     try:
         settle(talk, 0, 1, 2)
-        assert until_lost(talk, 1) == "it has not answered for 1.5 s"
+        assert until_lost(talk, 1) == f"it has not answered for {SILENT_S:g} s"
         launch = {"op": "launch", "trial": 7, "port": 1, "ranks": [{}, {}]}
         talk.send(1, launch)
         [(host, ended)] = talk.receive(0.0)
@@ -190,7 +193,7 @@ def test_nobody_waits_for_a_host_that_takes_nothing(tmp_path: Path) -> None:
 def test_a_host_that_does_not_answer_a_question_is_lost_if_others_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisors, "_WARM_UP_LIMIT_S", 1.5)
+    monkeypatch.setattr(supervisors, "_WARM_UP_LIMIT_S", SILENT_S)
     says_ok = ANSWERS.replace('"pid": 1', '"pid": 1, "ok": True, "reason": ""')
     talk = Supervisors(made_up(says_ok, TAKES_NOTHING), tmp_path, env={})
     try:
@@ -198,7 +201,7 @@ def test_a_host_that_does_not_answer_a_question_is_lost_if_others_do(
         assert talk.warm_up() == ""
         [(host, answer)] = talk.receive(0.0)
         assert (host, answer["event"]) == (1, LOST)
-        assert answer["reason"] == "importing torch and deepspeed took longer than 1.5 s"
+        assert answer["reason"] == f"importing torch and deepspeed took longer than {SILENT_S:g} s"
     finally:
         talk.close()
 
@@ -240,7 +243,7 @@ def sleeper(folder: Path, limit_s: float | None = None) -> list[dict[str, Any]]:
             "folder": str(folder),
             "cwd": str(folder),
             "port": 1,
-            "command": ["/bin/sleep", "99"],
+            "command": ["/bin/sleep", "2000"],
             "ranks": [{"env": dict(os.environ), "cores": []}],
             "logs": ["out", "err"],
             "linger_s": None,
@@ -275,7 +278,7 @@ def test_a_host_that_comes_back_ends_what_it_had(
             ]
         finally:
             supervisor.resume()
-        wait_until(lambda: not is_alive(supervisor.pid), "the supervisor's end", 10)
+        wait_until(lambda: not is_alive(supervisor.pid), "the supervisor's end")
         assert not is_alive(trial.pid)
     finally:
         talk.close()
@@ -304,5 +307,5 @@ def test_a_supervisor_that_is_cut_off_ends_with_its_trials(
     supervisor.stdin.flush()
     me = psutil.Process(supervisor.pid)
     [trial] = wait_until(me.children, "the trial")
-    assert supervisor.wait(10) == 0
+    assert supervisor.wait(PATIENCE_S) == 0
     assert not is_alive(trial.pid)

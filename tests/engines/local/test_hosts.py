@@ -173,8 +173,8 @@ def test_a_failure_on_one_host_ends_the_trial_on_the_other(
     outcome = across.run(trial)
     assert outcome.kind is OutcomeKind(kind), outcome
     assert message in outcome.message
-    assert outcome.duration_s < 30
-    wait_until(lambda: not processes_of(across.path(trial)), "the end of both ranks", 5)
+    assert outcome.duration_s < PATIENCE_S / 3, "no time-out was waited for"
+    wait_until(lambda: not processes_of(across.path(trial)), "the end of both ranks")
 
 
 @pytest.mark.slow
@@ -229,8 +229,8 @@ def test_nothing_is_left_on_any_host_when_the_engines_process_is_killed(tmp_path
     pids = [pid for path in tmp_path.glob("trials/*/left?.json") for pid in read_json(path)]
     below = owner.children(recursive=True)
     owner.kill()
-    owner.wait(10)
-    wait_until(lambda: not any(is_alive(process.pid) for process in below), "the end of all", 10)
+    owner.wait(PATIENCE_S)
+    wait_until(lambda: not any(is_alive(process.pid) for process in below), "the end of all")
     assert not any(map(is_alive, pids))
     assert processes_of(tmp_path) == []
     assert buffers_of(tmp_path) == []
