@@ -37,9 +37,12 @@ def train(config: dict[str, Any], steps: int = 1000, own_batch: int | None = Non
 
 
 def fail_beside_others() -> None:
-    (FOLDER / "here").write_text(str(os.getpid()))
-    time.sleep(1.0)
-    here = {path.read_text() for path in FOLDER.parent.glob("*/here")} - {str(os.getpid())}
+    write("here", os.getpid())
+    while True:  # until another trial is there, or was
+        here = {int(path.read_text()) for path in FOLDER.parent.glob("*/here")} - {os.getpid()}
+        if here:
+            break
+        time.sleep(0.05)
     if any(Path(f"/proc/{pid}").exists() for pid in here):
         raise RuntimeError("another trial is in my folder")
 
