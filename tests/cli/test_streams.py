@@ -60,21 +60,22 @@ def test_a_bug_is_called_a_bug() -> None:
 def test_signals_that_come_together_are_one_interruption() -> None:
     """As of a terminal that closes (HUP twice) or a service manager (TERM and HUP)."""
     program = """
-import contextlib, os, queue, signal, subprocess, time
+import contextlib, os, queue, signal, subprocess
 from dsat.cli import commands, main
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has them ignored, and so has a job of a script
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def wait_and_end_cleanly(*given):
-    kill = f"sleep 0.1; kill -{pair[0]} {os.getpid()}; kill -{pair[1]} {os.getpid()}"
-    with subprocess.Popen(["bash", "-c", kill]):
+    kill = f"read; kill -{pair[0]} {os.getpid()}; kill -{pair[1]} {os.getpid()}"
+    with subprocess.Popen(["bash", "-c", kill], stdin=subprocess.PIPE) as both:
         try:
+            both.stdin.close()
             while True:
                 with contextlib.suppress(queue.Empty):
                     queue.Queue().get(timeout=0.5)
         except KeyboardInterrupt:
-            time.sleep(0.1)
+            both.wait()  # the second has come, too
             print("clean", flush=True)
             raise
 
