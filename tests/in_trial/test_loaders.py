@@ -33,7 +33,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 class Slow(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         for number in range(3):
-            time.sleep(0.02)
+            time.sleep(0.1)
             yield number
 
 
@@ -41,7 +41,7 @@ class Slow(IterableDataset[int]):
 def test_waiting_is_counted(workers: int) -> None:
     before = loaders.waited_s()
     assert len(list(DataLoader(Slow(), None, num_workers=workers))) == 3
-    assert loaders.waited_s() - before >= 0.06
+    assert loaders.waited_s() - before >= 0.15  # and this process may be late itself
 
 
 def read(loader: DataLoader[int], batches: int) -> None:
