@@ -22,7 +22,7 @@ from dsat.in_trial import memory_limit
 
 
 def compiled(self, verbose=True):
-    subprocess.run([sys.executable, "-c", "bytearray(2**33)"], check=True)
+    subprocess.run([sys.executable, "-c", "bytearray(2**31)"], check=True)
     return "the operator"
 
 
