@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Mapping
@@ -109,17 +110,17 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
 
     def slow_in_stage_3(request: Mapping[str, Any]) -> Mapping[str, Any]:
         if of_config(request["config"]).stage == 3:
-            time.sleep(0.6)
+            time.sleep(3.0)
         return plain(request)
 
     with Simulator(
-        FakeSimulationHost(FACTS, slow_in_stage_3), as_cpu=False, timeout_s=0.3
+        FakeSimulationHost(FACTS, slow_in_stage_3), as_cpu=False, timeout_s=2.0
     ) as simulator:
         simulator.facts(CONFIGS[0])
         for config in (CONFIGS[3], CONFIGS[1]):
             found = simulator.estimates([Question(config, 2, 1)])[0]
             assert found.source == CLOSED_FORM and "no answer from the script" in found.note
-            time.sleep(0.4)
+            time.sleep(1.5)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -139,10 +140,10 @@ def test_a_slow_simulation_says_how_long_and_what_is_faster(
 ) -> None:
     monkeypatch.setattr(slow, "AGAIN_S", 0.05)
     caplog.set_level("INFO", logger="dsat")
-    again = "4 configurations: 0 s so far (each is given up after 180 s; --memory-model formula"
+    again = r"4 configurations: \d+ s so far \(each is given up after 180 s; --memory-model formula"
 
     def answers(*asked: Any) -> Any:
-        wait_until(lambda: again in caplog.text, again)
+        wait_until(lambda: re.search(again, caplog.text), again)
         return by_formula(FACTS)(*asked)
 
     plan = plan_of("asha", zero_stages=(0, 1, 2, 3), slot_memory_bytes=4 * GIB)
