@@ -11,6 +11,7 @@ import transformers
 
 from dsat.report.step_parts import gains_of_switch
 from dsat.tuning.run import Run
+from dsat.values.trial import Trial
 from testing import warm_command
 from testing.command import kinds_of, run_of, searched
 from testing.local import PATIENCE_S, PROGRAMS, read_json
@@ -42,6 +43,13 @@ def tuned(program: str, run_dir: Path, *words: str) -> tuple[Run, str]:
     return run, done.stdout
 
 
+def waits_for_data(run: Run, trial: Trial | None) -> bool:
+    """Whether a trial spent a part of its steps on it that is worth a sentence."""
+    metrics = None if trial is None else run.outcomes[trial.id].metrics
+    assert metrics is not None
+    return metrics.data >= 0.1 * metrics.latency
+
+
 def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
     words = "--zero-stages 1 --max-trials 8 -- python train.py".split()
     run, said = tuned("no_flags", tmp_path / "run", *words)
@@ -68,10 +76,13 @@ def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
     assert tried_kernels == set(found.get("attn_implementation", ["sdpa"]))
     tried_ways = {trial.script_args.get("gradient_checkpointing", False) for trial in tried}
     assert tried_ways == set(ways)
-    gained = gains_of_switch(run, "dataloader_num_workers")
-    # Of your step or of the best: within noise of each other they may be the same trial.
-    assert "step waits for data" in said
-    assert ("waits for data: dataloader_num_workers=2 gave" in said) is (2 in gained)
+    # Of your step or of the best: within noise of each other they may be the same trial; and a busy
+    # machine computes for so long that the wait is a small part.
+    own_waits, best_waits = waits_for_data(run, run.baseline), waits_for_data(run, run.best)
+    assert ("step waits for data" in said) is (own_waits or best_waits)
+    gained = 2 in gains_of_switch(run, "dataloader_num_workers")
+    told = "of your step waits for data: dataloader_num_workers=2 gave" in said
+    assert told is (own_waits and gained)
     if run.best is not run.baseline:  # a busy machine may leave it uncertain
         assert "Script: the best needs " in said
         assert "--run-full-experiment" in said  # no flag could say so
