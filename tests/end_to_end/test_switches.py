@@ -47,7 +47,7 @@ def waits_for_data(run: Run, trial: Trial | None) -> bool:
     """Whether a trial spent a part of its steps on it that is worth a sentence."""
     metrics = None if trial is None else run.outcomes[trial.id].metrics
     assert metrics is not None
-    return metrics.data >= 0.1 * metrics.latency
+    return metrics.data / metrics.latency >= 0.1
 
 
 def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
