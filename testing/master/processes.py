@@ -107,7 +107,7 @@ class Processes:
         for allocation_id in list(self._running):
             self.kill(allocation_id)
         for thread in self._threads:
-            thread.join(timeout=10)
+            thread.join(timeout=600)
         self._tmp.cleanup()
 
     def of(self, allocation_id: str) -> list[psutil.Process]:
