@@ -75,6 +75,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
     options = ["--max-trials", 6, "--search-range-factor", 0.2, "--metric", "throughput"]
     options += ["--fix", "attn_implementation"]  # no flag of the script sets it
     options += ["--zero-stages", 1, 2, 3]
+    options += ["--max-concurrent-trials", 2]  # many at once would all have the first size
     return tune(tmp_path_factory.mktemp("alone"), "hf_trainer", "asha", *options)
 
 
