@@ -66,7 +66,7 @@ GRACE_AFTER_FAILURE_S = 0.3
 # A killed process ends when its last call into the kernel returns; that of a driver may never.
 _STUCK_AFTER_S = 60.0
 _GONE_WITHIN_S = 2.0
-_TRACKED_WITHIN_S = 0.5  # that a resource tracker unlinks what it knows
+_TRACKED_WITHIN_S = 10.0  # a resource tracker unlinks what it knows, also on a busy host
 _LOOK_AROUND_EVERY_S = 30.0
 _LOOK_FOR_FILES_EVERY_S = 0.05
 
