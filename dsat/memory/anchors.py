@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dsat.inputs.switches import MODEL_SWITCHES
-from dsat.memory.estimate import SIMULATED
+from dsat.memory.estimate import MOST_TOKENS, SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import (
     Question,
@@ -101,7 +101,8 @@ def variant_of(
     plain = Variant(dict(script_args), facts)
     model = MemoryModel(Basis((plain,)), slots=slots, limit_bytes=limit_bytes, on_device=on_device)
     largest = [model.largest(model.shape(config, script_args)) for config in configs]
-    sizes = [max(1, int(min(_LARGEST_SIMULATED, size))) for size in largest]
+    most = min(_LARGEST_SIMULATED, MOST_TOKENS // (simulator.script.sequence_length or 1))
+    sizes = [max(1, int(min(most, size))) for size in largest]
     questions = [Question(*each, slots) for each in zip(configs, sizes, strict=True)]
     anchors = []
     for asked, estimate in zip(questions, simulator.estimates(questions), strict=True):

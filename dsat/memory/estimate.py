@@ -11,6 +11,9 @@ from dsat.values.codec import Recorded
 
 PHASES = ("init", "forward", "backward", "step")
 SIMULATED, CLOSED_FORM = "simulated", "closed form"
+# Tokens of a simulated micro batch of which the values are known. Of more, transformers cannot tell
+# that they are not packed samples, and makes a mask that training does not have.
+MOST_TOKENS = 2**22
 
 # Settings that make an engine write, count or print. DeepCompile runs on CUDA alone: a
 # configuration with it is predicted as one without it.

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, Protocol
 
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.estimate import MemoryEstimate, as_simulated
+from dsat.memory.estimate import MOST_TOKENS, MemoryEstimate, as_simulated
 from dsat.values.files import folder_for_sockets
 from dsat.values.step_trace import ModelTrace, StepTrace
 
-# Large enough for activations, and not gradients, to decide the peak of the backward pass.
-_MICRO_BATCHES_FOR_SLOPES = (256, 512)
+# Large enough for activations, and not gradients, to decide the peak of the backward pass: samples
+# of two micro batches, and fewer of so long ones that they would have more tokens.
+_MICRO_BATCHES_FOR_SLOPES, _TOKENS_FOR_SLOPES = (256, 512), MOST_TOKENS // 2
 # Sections that a model's own passes depend on; "auto" in them is the script's to decide.
 _OF_ACTIVATIONS = ("bf16", "bfloat16", "fp16", "torch_autocast", "activation_checkpointing")
 # Errors about functions and fields that another version of torch or DeepSpeed lacks.
@@ -232,6 +233,10 @@ class Simulator:
         """Return the facts by the model's own passes at two micro batches, and their answers."""
         kept = {key: value for key, value in question.config.items() if key in _OF_ACTIVATIONS}
         sizes = _MICRO_BATCHES_FOR_SLOPES
+        length = question.sequence_length or self.script.sequence_length
+        if length and unit_tokens is None:
+            small = max(1, min(sizes[0], _TOKENS_FOR_SLOPES // (2 * length)))
+            sizes = (small, 2 * small)
         questions = [question._replace(config=kept, micro_batch=size) for size in sizes]
         if unit_tokens is not None:
             questions = [

@@ -23,6 +23,7 @@ from dsat.memory.predictor import Anchor
 from dsat.memory.simulation_client import Question
 from dsat.values.step_trace import (
     ALL_GATHER,
+    ATTENTION,
     BACKWARD,
     FORWARD,
     MATMUL,
@@ -99,6 +100,20 @@ def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
         found = simulator.estimates([Question(dict(base), 1, 64)])[0]
     assert found.source == SIMULATED
     assert found.init < facts.num_params  # half of their bytes
+
+
+def test_long_samples_are_no_packed_ones_that_need_a_mask(tmp_path: Path) -> None:
+    length, width = 16_384, 64
+    sizes = {"n_embd": width, "n_head": 2, "n_layer": 1, "n_positions": length, "vocab_size": 64}
+    model = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(model), encoding="utf-8")
+    settings = EstimateSettings(hf_config=str(path), seq_length=length)
+    with estimate.simulator_of(settings) as (_, base, simulator):
+        _, trace = simulator.traced_facts(base)
+    attention = [k for k in trace.at(1) if (k.kind, k.phase) == (ATTENTION, FORWARD)]
+    # Two products of all pairs of tokens, half of which are before each other.
+    assert [k.flops for k in attention] == pytest.approx([4 * length**2 * width / 2])
 
 
 def test_only_runs_of_the_same_model_correct_a_projection() -> None:

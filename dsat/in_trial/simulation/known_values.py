@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dsat.in_trial.simulation.fake_parameters import value_of
 from dsat.in_trial.simulation.storage_tracker import tensors_in
+from dsat.memory.estimate import MOST_TOKENS
 
 aten = torch.ops.aten
-_MOST_INTEGERS = 2**22
 _MOST_FLOATS = 2**12  # positions in an image, say; no activations
 _UNINITIALISED = ("aten::empty", "aten::new_empty", "prims::empty")
 _REAL = "_dsat_real"  # attribute of a fake tensor: the real one
@@ -181,5 +181,5 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    most = _MOST_FLOATS if tensor.dtype.is_floating_point else _MOST_INTEGERS
+    most = _MOST_FLOATS if tensor.dtype.is_floating_point else MOST_TOKENS
     return tensor.numel() <= most and not tensor.dtype.is_complex
