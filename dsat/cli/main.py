@@ -23,9 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = settings_from_argv.parse(given)
         from dsat.cli import commands  # most of dsat, which `--help` does not need
+        from dsat.engines.local.rank_process import FOR_DSAT
 
         interruption = _Interruption()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in FOR_DSAT:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, interruption)
         return commands.run(settings, given)

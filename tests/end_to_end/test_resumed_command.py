@@ -64,7 +64,12 @@ def resumed(place: Path, command: str, *options: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGHUP, marks=pytest.mark.nightly), signal.SIGKILL]
+    "number",
+    [
+        pytest.param(signal.SIGHUP, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly),
+        signal.SIGKILL,
+    ],
 )
 def test_ended_in_its_first_trial(
     place: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
@@ -79,7 +84,7 @@ def test_ended_in_its_first_trial(
     told = background.end()
     assert told.status == (-number if number == signal.SIGKILL else EXIT_INTERRUPTED)
     wait_until(lambda: not processes_of(place / "run"), "the end of all processes")
-    if number == signal.SIGHUP:
+    if number != signal.SIGKILL:
         assert "interrupted" in (place / "run" / "summary.md").read_text()
         assert not any(trials.iterdir())
     monkeypatch.delenv(_PAUSE)

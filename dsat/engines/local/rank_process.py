@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+# Signals that are for dsat: a terminal's, and those that Slurm sends before and at a time limit.
+FOR_DSAT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def prctl(option: int, value: int) -> None:
@@ -45,7 +47,7 @@ def become_rank(
         if os.getppid() != parent:  # it died before it could be watched
             os._exit(status)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGCHLD, *FOR_DSAT):
             signal.signal(number, signal.SIG_DFL)
         for descriptor in descriptors:
             os.close(descriptor)

@@ -54,6 +54,7 @@ import psutil
 from dsat.engines.local.heartbeats import ListeningClock
 from dsat.engines.local.leftovers import HOST_VARIABLE, TRIAL_VARIABLE, unlink_shared_memory
 from dsat.engines.local.rank_process import (
+    FOR_DSAT,
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
     become_rank,
@@ -110,9 +111,8 @@ class Supervisor:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # The terminal's Ctrl-C, and the SIGTERM at the end of a Slurm allocation, are for dsat.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in FOR_DSAT:
+            signal.signal(number, signal.SIG_IGN)
         self._selector.register(self._requests, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -309,3 +310,20 @@ def test_a_supervisor_that_is_cut_off_ends_with_its_trials(
     [trial] = wait_until(me.children, "the trial")
     assert supervisor.wait(PATIENCE_S) == 0
     assert not is_alive(trial.pid)
+
+
+def test_signals_to_the_whole_job_end_no_supervisor_and_ranks_have_their_defaults(
+    tmp_path: Path, supervisor: subprocess.Popen[str]
+) -> None:
+    assert supervisor.stdin is not None and supervisor.stdout is not None
+    launch, ping = sleeper(tmp_path)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    ends = [{"trial": n, "command": ["/bin/sh", "-c", f"kill -{n} $$"]} for n in signals]
+    told = []
+    for request in (ping, *({**launch, **each} for each in ends)):
+        supervisor.stdin.write(json.dumps(request) + "\n")
+        supervisor.stdin.flush()
+        told.append(json.loads(supervisor.stdout.readline()))
+        for number in signals:
+            supervisor.send_signal(number)
+    assert [answer.get("statuses") for answer in told] == [None, *([-n] for n in signals)]
