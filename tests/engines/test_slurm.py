@@ -224,6 +224,9 @@ def test_a_job_that_is_ended_leaves_a_run_that_goes_on(three: Slurm, tmp_path: P
     run_dir, logs = tmp_path / "run", [tmp_path / "job1.log", tmp_path / "job2.log"]
     job = three.submit(job_of(run_dir, "--max-trials", 200), logs[0], "--nodes=2", "--time=10")
     wait_until(lambda: len(run_of(run_dir).outcomes) >= 2, "two trials", ENDS_WITHIN_S)
+    three.ask("scancel", "--signal=USR1", job)  # as `#SBATCH --signal=USR1@120`, to all steps
+    wait_until(lambda: len(run_of(run_dir).outcomes) >= 4, "two more trials", ENDS_WITHIN_S)
+    assert "not used any more" not in logs[0].read_text()
     three.ask("scancel", job)
     assert three.wait_for(job, ENDS_WITHIN_S) == "CANCELLED"
     assert_nothing_is_left(run_dir)

@@ -38,7 +38,8 @@ _NEVER_OF_FORK = tuple(
     TypeError KeyError IndexError FileNotFoundError NotADirectoryError IsADirectoryError
     """.split()
 )
-_ENDED_FROM_OUTSIDE = "was killed by SIGTERM"
+# Slurm sends the last two to all processes of a job (--signal).
+_ENDED_FROM_OUTSIDE = tuple(f"was killed by SIG{name}" for name in ("TERM", "USR1", "USR2"))
 _MOST_STARTS = 3
 # What vLLM's sleep mode (CuMemAllocator) and torch's memory pools raise.
 _REFUSED_SEGMENTS = re.compile(r"(Error|Exception): .*expandable.?segment", re.IGNORECASE)
@@ -92,7 +93,7 @@ class Retries:
             self._refused_segments.add(trial_id)
             return Again.NO_SEGMENTS
         is_lost = bool(running.lost) and not running.timed_out
-        from_outside = is_lost or _ENDED_FROM_OUTSIDE in outcome.message
+        from_outside = is_lost or _has_part_of(outcome.message, _ENDED_FROM_OUTSIDE)
         if not (from_outside or broken) and self._take_next_way(running, outcome):
             return Again.STARTED_OTHERWISE
         if self._deserves_another_start(trial_id, outcome, from_outside, broken):

@@ -27,3 +27,9 @@ def test_an_error_that_came_again_alone_is_the_settings_own() -> None:
     assert retries.decide(running(2), REFUSED, broken=False) is None
     other = failed(OutcomeKind.ERROR, "RuntimeError: no space left in /dev/shm")
     assert retries.decide(running(3), other, broken=False) is Again.ALONE
+
+
+def test_a_trial_that_a_warning_of_slurms_killed_runs_again() -> None:
+    retries = Retries([Way.FORKED])
+    warned = failed(OutcomeKind.ERROR, "rank 0 was killed by SIGUSR1")
+    assert retries.decide(running(1), warned, broken=False) is Again.ELSEWHERE
