@@ -22,6 +22,8 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 _HOSTFILE = "/job/hostfile"  # that DeepSpeed takes by default
 _WHERE = "entrypoint"
 _COUNT = re.compile("[0-9]{1,5}")
+# As `_parse_hostfile` there, which ignores what follows. A name alone stands for all its devices.
+_MACHINE = re.compile(r"(\S+)(?:\s+slots=([0-9]{1,5})(?:\s.*)?)?")
 _EXCLUDE = ("--exclude", "-e")
 _NODES = "--num_nodes"
 _PROCESSES = ("--nproc_per_node", "--nproc-per-node")
@@ -133,24 +135,24 @@ def read(path: Path) -> dict[str, int | None]:
     """Return the machines of a hostfile (`NAME slots=N`) and their slots; none without such a file.
 
     Raises:
-        UserInputError: it names a machine twice, or no number of slots after `slots=`.
+        UserInputError: it names a machine twice, or has a line of another form.
     """
     found: dict[str, int | None] = {}
     if not path.is_file():
         return found
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        words = line.partition("#")[0].split()
-        if not words:
+        machine = line.partition("#")[0].strip()
+        if not machine:
             continue
-        name, *rest = words
-        slots = [word.removeprefix("slots=") for word in rest if word.startswith("slots=")]
+        match = _MACHINE.fullmatch(machine)
+        if match is None:
+            raise UserInputError(
+                f"has the line {machine!r}", where=str(path), hint="Write it as NAME slots=8."
+            )
+        name, slots = match.groups()
         if name in found:
             raise UserInputError(f"names {name} twice", where=str(path))
-        if slots and not _COUNT.fullmatch(slots[0]):
-            raise UserInputError(
-                f"{name} has slots={slots[0]}", where=str(path), hint="As NAME slots=8"
-            )
-        found[name] = int(slots[0]) if slots else None
+        found[name] = int(slots) if slots else None
     return found
 
 
@@ -163,7 +165,9 @@ def chosen(
         UserInputError: an option names a missing machine or device, or the numbers of devices
             differ.
     """
-    there = {name: tuple(range(slots or 0)) for name, slots in machines.items()}
+    there = {name: tuple(range(n or 0)) for name, n in machines.items() if n != 0}
+    for name in machines.keys() - there.keys():
+        _log.info("%s gives no slots of %s: it is not used", path, name)
     included = _filter(path, there, options, "--include", "-i")
     excluded = _filter(path, there, options, *_EXCLUDE)
     found = {name: slots or there[name] for name, slots in (included or there).items()}

@@ -28,6 +28,11 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("huge").write_text("a slots=99999999999\nb slots=99999999999\n")
     Path("odd").write_text("a slots=²\nb slots=2\n")
     Path("one").write_text("a slots=3\n")
+    Path("mpi").write_text("a slots=2 max_slots=4\nb\tslots=2\n")
+    Path("spaced").write_text("a slots=1\nb slots = 1\n")
+    Path("without").write_text("a\nb max_slots=2\n")
+    Path("partly").write_text("a slots=0\nb slots=2\n")
+    Path("none").write_text("a slots=0\nb slots=0\n")
     Path("train.py").touch()
 
 
@@ -50,6 +55,9 @@ def hosts_of(options: str) -> dict[str, tuple[int, ...]]:
         ("--hostfile unsaid --include a:1@b:2", {"a": (1,), "b": (2,)}),
         ("--hostfile unsaid --num_gpus 2", {"a": (0, 1), "b": (0, 1)}),
         ("--hostfile one", {}),
+        ("--hostfile mpi", {"a": (0, 1), "b": (0, 1)}),
+        ("--hostfile partly", {"b": (0, 1)}),
+        ("--hostfile partly --num_gpus 1", {"b": (0,)}),
         ("--hostfile missing --num_gpus 2", {}),
     ],
 )
@@ -92,8 +100,11 @@ def test_the_launcher_starts_ranks_on_all_of_them() -> None:
         ("--hostfile equal --include a:x", "expected NAME:SLOT,SLOT"),
         ("--hostfile equal --exclude a@b", "of equal no machine is left"),
         ("--hostfile twice", "twice: names a twice"),
-        ("--hostfile huge", "huge: a has slots=99999999999"),
-        ("--hostfile odd", "odd: a has slots=²"),
+        ("--hostfile huge", "huge: has the line 'a slots=99999999999'. .*NAME slots=8"),
+        ("--hostfile odd", "odd: has the line 'a slots=²'"),
+        ("--hostfile spaced", "spaced: has the line 'b slots = 1'"),
+        ("--hostfile without", "without: has the line 'b max_slots=2'"),
+        ("--hostfile none", "of none no machine is left"),
     ],
 )
 def test_what_cannot_be_chosen(options: str, told: str) -> None:
