@@ -99,7 +99,8 @@ def describe(hosts: Sequence[Host]) -> str:
     """Describe the hosts for people."""
     machine = hosts[0].machine
     if len(hosts) == 1:
-        return machine.describe()
+        where = "" if hosts[0].is_here else f"1 host ({hosts[0].name}) with "
+        return f"{where}{machine.describe()}"
     names = ", ".join(host.name for host in hosts)
     return f"{len(hosts)} hosts ({names}), each with {machine.describe()}"
 

@@ -29,7 +29,15 @@ from testing.local import PROGRAMS, cpu_machine, processes_of, wait_until
 SSH = """#!/bin/sh
 echo "$@" >> {folder}/given
 if [ "$1" = -G ]; then
-    case $3 in head | localhost) echo hostname 127.0.0.1;; *) echo hostname 127.0.0.2;; esac
+    case $3 in
+        head | localhost | tunnel | jump | back) echo hostname 127.0.0.1;;
+        *) echo hostname 127.0.0.2;;
+    esac
+    case $3 in
+        tunnel) echo port 2202;;
+        jump) echo proxyjump bastion;;
+        back) echo proxycommand nc;;
+    esac
     exit
 fi
 while [ "$1" != -- ]; do shift; done
@@ -39,9 +47,11 @@ case $host in
     locked) echo 'eve@locked: Permission denied (publickey,password).' >&2; exit 255;;
     gone) echo 'ssh: connect to host gone port 22: Connection timed out' >&2; exit 255;;
     unknown) echo 'Host key verification failed.' >&2; exit 255;;
+    tunnel | jump) path={folder}/elsewhere:;;
+    back) echo Welcome back;;
 esac
 cd /
-exec env -i sh -c "$*"
+exec env -i PATH=$path/bin:/usr/bin sh -c "$*"
 """
 SHOWS = """
 import os, sys
@@ -56,7 +66,10 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "ssh").write_text(SSH.format(folder=folder))
-    (folder / "ssh").chmod(0o700)
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "uname").write_text("#!/bin/sh\necho container\n")
+    for program in ("ssh", "elsewhere/uname"):
+        (folder / program).chmod(0o700)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
 
@@ -121,17 +134,18 @@ def test_a_command_hears_of_our_end(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "told", "keys"),
     [
-        ("locked", r"eve@locked: Permission denied \(publickey,password\)"),
-        ("gone", "ssh: connect to host gone port 22: Connection timed out"),
-        ("unknown", "Host key verification failed"),
+        ("locked", r"eve@locked: Permission denied \(publickey,password\)", True),
+        ("gone", "ssh: connect to host gone port 22: Connection timed out", False),
+        ("unknown", "Host key verification failed", True),
     ],
 )
-def test_a_host_that_asks_or_does_not_answer_is_refused(name: str, told: str) -> None:
+def test_a_host_that_asks_or_does_not_answer_is_refused(name: str, told: str, keys: bool) -> None:
     with pytest.raises(UserInputError, match=f"does not reach host {name} .*: {told}") as raised:
         ssh.reach(["far", name, "head"], None)
     assert f"`ssh -o BatchMode=yes {name} true` must work" in str(raised.value)
+    assert ("accept the host's key" in str(raised.value)) is keys
     assert "\n" not in str(raised.value)
 
 
@@ -144,6 +158,20 @@ def test_this_machine_comes_first_and_is_named_once() -> None:
     assert found[0].address == "127.0.0.1", "by which the other one reaches it"
     with pytest.raises(UserInputError, match="names this machine twice: head, localhost"):
         ssh.reach(["head", "localhost"], None)
+
+
+@pytest.mark.usefixtures("scripted")
+def test_an_address_of_this_machine_behind_a_port_or_a_proxy_may_be_another_host() -> None:
+    for name, is_here in (("tunnel", False), ("jump", False), ("back", True)):
+        [found] = ssh.reach([name], None)
+        assert found.is_here is is_here, name
+        assert bool(found.prefix) is not is_here
+    with pytest.raises(UserInputError, match="names this machine twice: head, back"):
+        ssh.reach(["head", "back"], None)
+    for name in ("tunnel", "jump"):
+        told = rf"ssh reaches host {name} at 127\.0\.0\.1, an address of this machine.*HostName"
+        with pytest.raises(UserInputError, match=told):
+            ssh.reach(["head", name], None)
 
 
 def test_without_ssh_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,8 +189,8 @@ def test_a_hostfiles_machines_are_the_hosts(
     Path("hosts").write_text("far slots=2\nhead slots=2\n")
 
     def find_machines(prefixes: dict[str, tuple[str, ...]]) -> list[Machine]:
-        assert list(prefixes) == ["head", "far"]
-        return [cpu_machine(4)] * 2
+        assert list(prefixes) in (["head", "far"], ["far"])
+        return [cpu_machine(4)] * len(prefixes)
 
     monkeypatch.setattr(base, "find_machines", find_machines)
     monkeypatch.setattr(this_machine, "find_machine", lambda *_: cpu_machine(3))
@@ -176,8 +204,17 @@ def test_a_hostfiles_machines_are_the_hosts(
     ):
         assert main(["model", "--dry-run", *options, "--", *command]) == 0
         assert told in capsys.readouterr().out
+    alone = (*command[:3], "--num_nodes", "1", *script)
+    assert main(["model", "--dry-run", "--", *alone]) == 0
+    assert "on 1 host (far) with 2 cpu slots (test, 8 GiB), 2 slots" in capsys.readouterr().out
     assert main(["model", "--slots", "3", "--dry-run", "--", *command]) == 2
     assert "up to 2, or a multiple of it up to 4" in capsys.readouterr().err
+    Path("hosts").write_text("far slots=5\nhead slots=5\n")
+    assert main(["model", "--dry-run", "--", *command]) == 2
+    told = (
+        "--hostfile: chooses slots 0, 1, 2, 3, 4 of host head, which has 4 cpu slots (test, 8 GiB)"
+    )
+    assert told in capsys.readouterr().err
     Path("hosts").write_text("far slots=2\nlocked slots=2\n")
     assert main(["model", "--dry-run", "--", *command]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -23,6 +23,10 @@ from dsat.in_trial import loopback
 
 _log = logging.getLogger(__name__)
 _REACH_LIMIT_S = 60.0
+# Prints two words that no other host and no container on it prints.
+_IDENTIFY = "cat /proc/sys/kernel/random/boot_id; uname -n"
+_PROXIES = {"proxyjump", "proxycommand"}
+_REFUSALS = ("Permission denied", "Host key verification failed")
 
 
 def detect(environment: Environment) -> bool:
@@ -42,6 +46,14 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
         )
     _log.info("tuning on the machines of the hostfile, %s", ", ".join(positions))
     hosts = hosts_on(reach(list(positions), environment.ssh_port))
+    for host in hosts:
+        chosen = positions[host.name]
+        if chosen and max(chosen) >= host.machine.num_slots:
+            raise UserInputError(
+                f"chooses slots {', '.join(map(str, chosen))} of host {host.name}, which has "
+                f"{host.machine.describe()}",
+                where="--hostfile",
+            )
     meeting = {next(iter(positions)): environment.master_address}
     yield [
         replace(
@@ -61,44 +73,65 @@ def reach(names: Sequence[str], port: int | None) -> list[Node]:
         port: of their ssh servers; None for the one that ssh is configured for.
 
     Raises:
-        UserInputError: ssh is missing, does not reach one without a question, or this machine is
-            named twice.
+        UserInputError: ssh is missing, does not reach one without a question, this machine is
+            named twice, or ranks on the others cannot reach one.
     """
     if shutil.which("ssh") is None:
         raise UserInputError("needs ssh, which is not installed", where="--hostfile")
-    addresses = {name: _address_of(name) for name in names}
-    here = [name for name in names if _is_here(name, addresses[name])]
+    ways = {name: _way_to(name) for name in names}
+    interfaces = psutil.net_if_addrs().values()
+    ours = {each.address for interface in interfaces for each in interface}
+    own = socket.gethostname()  # in /etc/hosts perhaps under 127.0.1.1
+    here = [
+        name
+        for name, (address, is_direct) in ways.items()
+        if name in (own, own.partition(".")[0]) or (is_direct and address in ours)
+    ]
+    asked = {name: ssh_to(name, port) for name in names if name not in here}
+    found = _identities({"": ["sh", "-c"], **asked})
+    here += [name for name in asked if ways[name][0] in ours and found[name] == found[""]]
     if len(here) > 1:
         raise UserInputError(f"names this machine twice: {', '.join(here)}", where="--hostfile")
-    others = [name for name in names if name not in here]
-    _check_reached(others, port)
-    found = (loopback.own_address(addresses[other]) for other in others)
-    own_address = next(filter(None, found), socket.gethostname())
+    others = {name: address for name, (address, _) in ways.items() if name not in here}
+    for name, address in others.items():
+        if address in ours and len(names) > 1:
+            raise UserInputError(
+                f"ssh reaches host {name} at {address}, an address of this machine, where ranks on "
+                "other hosts do not find it",
+                where="--hostfile",
+                hint="Give its own address (HostName in ~/.ssh/config; ProxyJump if need be).",
+            )
+    own_address = next(filter(None, map(loopback.own_address, others.values())), own)
     options = [] if port is None else ["--port", str(port)]
     run = (sys.executable, "-m", "dsat.engines.ssh_run", *options)
     return [
         *(Node(name, own_address, (), is_here=True) for name in here),
-        *(Node(name, addresses[name], (*run, name), is_here=False) for name in others),
+        *(Node(name, address, (*run, name), is_here=False) for name, address in others.items()),
     ]
 
 
-def _check_reached(names: Sequence[str], port: int | None) -> None:
-    """Raise UserInputError unless ssh reaches all hosts and asks nothing."""
+def _identities(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return what tells hosts apart; raise UserInputError if one is not reached without a question.
+
+    Args:
+        prefixes: words before a command line that run it on a host, by the host's name.
+    """
     begun = {
         name: subprocess.Popen(  # noqa: S603
-            [*ssh_to(name, port), "true"],
+            [*prefix, _IDENTIFY],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
         )
-        for name in names
+        for name, prefix in prefixes.items()
     }
+    found = {}
     try:
         for name, process in begun.items():
             try:
-                _, errors = process.communicate(timeout=_REACH_LIMIT_S)
+                said, errors = process.communicate(timeout=_REACH_LIMIT_S)
             except subprocess.TimeoutExpired:
                 errors = f"no answer within {_REACH_LIMIT_S:g} s"
             if process.returncode != 0:
@@ -106,19 +139,26 @@ def _check_reached(names: Sequence[str], port: int | None) -> None:
                     (errors.strip().splitlines() or ["it printed nothing"])[-1].strip().rstrip(".")
                 )
                 command = shlex.join(["ssh", "-o", "BatchMode=yes", name, "true"])
+                keys = ": accept the host's key, and give it yours"
+                is_refused = any(refusal in why for refusal in _REFUSALS)
                 raise UserInputError(
                     f"ssh does not reach host {name} without a question: {why}",
                     where="--hostfile",
-                    hint=f"`{command}` must work: accept the host's key, and give it yours.",
+                    hint=f"`{command}` must work{keys if is_refused else ''}.",
                 )
+            found[name] = said.split()[-2:]  # after what a login may print
     finally:
         for process in begun.values():
             process.kill()
             process.communicate()
+    return found
 
 
-def _address_of(name: str) -> str:
-    """Return the address that ssh takes a name for; the name itself if only other hosts know it."""
+def _way_to(name: str) -> tuple[str, bool]:
+    """Return the address that ssh takes a name for, and whether the host surely has it.
+
+    Another port may be forwarded to another host, and a proxy has addresses of its own.
+    """
     try:
         configured = subprocess.run(  # noqa: S603
             ["ssh", "-G", "--", name],  # noqa: S607
@@ -131,17 +171,10 @@ def _address_of(name: str) -> str:
         raise EngineError(
             f"`ssh -G {name}` failed, which shows how the host is reached: {error}"
         ) from None
-    named = [line.split()[1] for line in configured.splitlines() if line.startswith("hostname ")]
-    host = named[0] if named else name
+    options = dict(line.split(maxsplit=1) for line in configured.splitlines() if " " in line)
+    host = options.get("hostname", name)
+    is_direct = options.get("port") in (None, "22") and not _PROXIES & options.keys()
     try:
-        return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
-    except OSError:
-        return host
-
-
-def _is_here(name: str, address: str) -> bool:
-    own = socket.gethostname()
-    if name in (own, own.partition(".")[0]):  # in /etc/hosts perhaps under 127.0.1.1
-        return True
-    interfaces = psutil.net_if_addrs().values()
-    return any(each.address == address for interface in interfaces for each in interface)
+        return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]), is_direct
+    except OSError:  # only other hosts know it
+        return host, is_direct
