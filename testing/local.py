@@ -156,7 +156,7 @@ class Bench:
 
     def supervisor(self, host: int = 0) -> psutil.Process:
         """Asks it, for what was started may only have started it elsewhere."""
-        answers = self.engine._supervisors._look(self.folder, self.folder)
+        answers = self.engine._supervisors._look([], self.folder)
         return psutil.Process(answers[host]["pid"])
 
 

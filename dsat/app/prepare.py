@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from dsat import __version__
@@ -32,6 +30,7 @@ from dsat.inputs.experiment import Experiment
 from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.space.plan import Plan
 from dsat.values import slow
+from dsat.values.files import digest
 from dsat.values.text import words_without_secrets
 
 _log = logging.getLogger(__name__)
@@ -80,13 +79,8 @@ class Prepared:
             "software": ", ".join(self.machine.software),
             "config": str(self.experiment.path),
             "model_dir": str(self.experiment.model_dir),
-            SCRIPT_DIGEST: _digest(self.experiment.model_dir / self.program.script),
+            SCRIPT_DIGEST: digest(self.experiment.model_dir / self.program.script),
         }
-
-
-def _digest(script: Path) -> str:
-    """Return a digest of a script; empty if there is no file."""
-    return hashlib.sha256(script.read_bytes()).hexdigest()[:16] if script.is_file() else ""
 
 
 @contextlib.contextmanager

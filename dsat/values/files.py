@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import tempfile
@@ -69,6 +70,14 @@ def write_atomically(path: Path, text: str) -> None:
         error.filename, error.filename2 = str(path), None
         raise
     sync_folder(path.parent)
+
+
+def digest(path: Path) -> str:
+    """Return a digest of what a file holds; empty if it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
 
 
 def write_cache(path: Path, text: str) -> None:

@@ -96,8 +96,9 @@ class LocalEngine:
         self._locks.remove()
         self._supervisors = Supervisors(hosts, folder, env=env)
         try:
-            if len(hosts) > 1:
-                self._supervisors.check_folders(cwd)
+            if any(host.prefix for host in hosts):
+                named = filter(None, (program.script, program.config_path))
+                self._supervisors.check_files(cwd, [cwd / name for name in named])
             if self._retries.way is Way.FORKED:
                 self._warm_up()
         except BaseException:

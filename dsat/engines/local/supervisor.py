@@ -20,13 +20,13 @@ Requests:
      "done": optional name of a file in the folder: the trial is ended once it is there,
      "ports": optional name of a file in the folder: more ports that ranks use, a line each}
     {"op": "kill", "trial": id, "grace_s": seconds in which it may end by itself}
-    {"op": "look", "file": path, "folder": path}
+    {"op": "look", "files": [path, ...], "folder": path}
     {"op": "ping", "limit_s": optional; this process ends with everything that it started when
      trials run and no further ping comes for so long: it is cut off}
-Answers:
+Answers, each after `MARK`:
     {"event": "warm", "ok": bool, "reason": text}
-    {"event": "look", "text": of the file, or null, "is_folder": whether the folder is there,
-     "pid": of this process}
+    {"event": "look", "digests": [of each file, empty if it cannot be read],
+     "is_folder": whether the folder is there, "pid": of this process}
     {"event": "pong"}
     {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
      "killed": [whether this process killed it, by rank],
@@ -61,7 +61,10 @@ from dsat.engines.local.rank_process import (
     prctl,
 )
 from dsat.engines.local.warm_up import warm_up
+from dsat.values.files import digest
 
+# Before each answer: a login on another host may print anything.
+MARK = b"dsat-answer "
 # A rank that sees another one fail ends by itself soon; its own report may say more.
 GRACE_AFTER_FAILURE_S = 0.3
 # A killed process ends when its last call into the kernel returns; that of a driver may never.
@@ -166,7 +169,7 @@ class Supervisor:
                 self._end(group, request["grace_s"])
         elif op == "look":
             found = {
-                "text": _text(Path(request["file"])),
+                "digests": [digest(Path(file)) for file in request["files"]],
                 "is_folder": Path(request["folder"]).is_dir(),
             }
             self._answer({"event": "look", **found, "pid": os.getpid()})
@@ -178,7 +181,7 @@ class Supervisor:
     def _answer(self, message: Mapping[str, Any]) -> None:
         # Without a reader the requests end as well, and with them this process.
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._answers, json.dumps(message).encode() + b"\n")
+            os.write(self._answers, MARK + json.dumps(message).encode() + b"\n")
 
     # -- processes
 

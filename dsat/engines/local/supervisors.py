@@ -19,8 +19,9 @@ from typing import Any
 from dsat.engines.local import heartbeats, leftovers
 from dsat.engines.local.heartbeats import Heartbeats
 from dsat.engines.local.hosts import Host
+from dsat.engines.local.supervisor import MARK
 from dsat.errors import EngineError
-from dsat.values.files import PRIVATE_FILE
+from dsat.values.files import PRIVATE_FILE, digest
 
 # Modules that `deepspeed.initialize` and the first steps import on demand (deepspeed 0.19.8: 1,512
 # modules, 2.2 s); imported once here instead of in every rank.
@@ -103,8 +104,12 @@ class Supervisors:
             self.send(host, {"op": "ping", "limit_s": limit_s})
         return found
 
-    def check_folders(self, folder: Path) -> None:
-        """Check that all hosts share the run's folder and have the folder that trials run in.
+    def check_files(self, folder: Path, files: Sequence[Path]) -> None:
+        """Check that all hosts share the run's folder, and have the same files as this machine.
+
+        Args:
+            folder: that trials run in.
+            files: that they use.
 
         Raises:
             EngineError: a host does not.
@@ -112,19 +117,26 @@ class Supervisors:
         token = secrets.token_hex()
         seen = self._folder / f".seen-{token[:8]}"
         seen.write_text(token)
+        shared, *own = map(digest, (seen, *files))
         try:
-            answers = self._look(seen, folder)
+            answers = self._look((seen, *files), folder)
         finally:
             seen.unlink()
         for host, answer in answers.items():
-            if answer["text"] != token:
+            name, (its_shared, *its_own) = self._hosts[host].name, answer["digests"]
+            if its_shared != shared:
                 raise EngineError(
-                    f"host {self._hosts[host].name} does not share the run's folder "
-                    f"{self._folder} with this one: put it on a file system that all hosts "
-                    "have (--run-dir)"
+                    f"host {name} does not share the run's folder {self._folder} with this one: "
+                    "put it on a file system that all hosts have (--run-dir)"
                 )
             if not answer["is_folder"]:
-                raise EngineError(f"host {self._hosts[host].name} has no folder {folder}")
+                raise EngineError(f"host {name} has no folder {folder}")
+            for file, one, other in zip(files, own, its_own, strict=True):
+                if one != other:
+                    has = f"another {file} than this machine" if other else f"no {file}"
+                    raise EngineError(
+                        f"host {name} has {has}: put it on a file system that all hosts have"
+                    )
 
     def warm_up(
         self,
@@ -227,8 +239,8 @@ class Supervisors:
         log = self._folder / "supervisor.log"
         return f"the process that runs trials ended (exit status {status}; see {log})"
 
-    def _look(self, file: Path, folder: Path) -> dict[int, dict[str, Any]]:
-        request = {"op": "look", "file": str(file), "folder": str(folder)}
+    def _look(self, files: Sequence[Path], folder: Path) -> dict[int, dict[str, Any]]:
+        request = {"op": "look", "files": list(map(str, files)), "folder": str(folder)}
         return self._ask(dict.fromkeys(self._clients, request), _LOOK_LIMIT_S)
 
     def _ask(
@@ -330,10 +342,9 @@ class _Client:
         assert self._process.stdout is not None
         with self._process.stdout as stdout:
             for line in stdout:
-                # A login shell on another host may say something first, and a supervisor that is
-                # killed leaves half a line.
-                if line.startswith(b"{") and line.endswith(b"}\n"):
-                    inbox.put((number, json.loads(line)))
+                _, mark, answer = line.partition(MARK)
+                if mark and answer.endswith(b"}\n"):  # one that is killed leaves half a line
+                    inbox.put((number, json.loads(answer)))
         inbox.put((number, None))
 
 

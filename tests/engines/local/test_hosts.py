@@ -239,9 +239,39 @@ def test_nothing_is_left_on_any_host_when_the_engines_process_is_killed(tmp_path
 SEES_NOTHING = """
 import json, sys
 for line in sys.stdin:
-    seen = {"text": None, "is_folder": False, "pid": 1}
-    print(json.dumps({"event": "look", **seen}), flush=True)
+    seen = {"digests": ["" for _ in json.loads(line)["files"]], "is_folder": False, "pid": 1}
+    print("dsat-answer " + json.dumps({"event": "look", **seen}), flush=True)
 """
+
+
+# A supervisor for which other files are there.
+SEES = """
+import pathlib
+from dsat.engines.local import supervisor
+digest = supervisor.digest
+changed = lambda path: {answer} if path.name == "{name}" else digest(path)
+supervisor.digest = changed
+supervisor.Supervisor().run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "told"),
+    [
+        ("train.py", "''", "host1 has no .*/train.py: put it on a file system"),
+        ("train.py", "'f00'", "host1 has another .*/train.py than this machine"),
+        ("ds_config.json", "'f00'", "host1 has another .*/ds_config.json than this machine"),
+    ],
+)
+def test_hosts_with_other_files_are_refused(
+    tmp_path: Path, name: str, answer: str, told: str
+) -> None:
+    here, there = hosts_here(2)
+    code = SEES.format(name=name, answer=answer)
+    there = replace(there, prefix=(sys.executable, "-c", code))
+    with pytest.raises(EngineError, match=told):
+        engine_of("behaviours", tmp_path, hosts=[here, there])
+    assert processes_of(tmp_path) == []
 
 
 def test_hosts_that_do_not_share_the_folder_are_refused(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def warmed(folder: Path, code: str, **environment: str) -> tuple[dict[str, Any],
         timeout=PATIENCE_S,
         check=True,
     )
-    return json.loads(found.stdout), found.stderr
+    return json.loads(found.stdout.removeprefix("dsat-answer ")), found.stderr
 
 
 @pytest.mark.slow
