@@ -115,7 +115,7 @@ def test_a_trial_has_slots_of_one_host_or_whole_hosts() -> None:
 def test_a_step_takes_nothing_of_the_jobs_options_for_its_own() -> None:
     prefix = Allocation("7", "n[1-2]", 2, "16(x2)", "")._prefix("n1", 16, {})
     before = prefix[: prefix.index("srun")]
-    job = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_NODE", "SLURM_CPU_BIND")
+    job = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_NODE", "SLURM_LABELIO")
     env = {"PATH": os.environ["PATH"], **dict.fromkeys(job, "1"), "SLURM_JOB_ID": "7"}
     left = subprocess.run([*before, "env"], env=env, capture_output=True, text=True, check=True)
     assert {line.partition("=")[0] for line in left.stdout.splitlines()} == {"PATH", "SLURM_JOB_ID"}
@@ -125,6 +125,37 @@ def test_a_missing_command_of_slurms_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
     with pytest.raises(EngineError, match="there is no scontrol here"):
         Allocation("7", "n[1-2]", 2, "16(x2)", "").find_nodes()
+
+
+SCONTROL = """#!/bin/sh
+case "$*" in
+    *hostnames*) echo n1; echo n2;;
+    *job*) {answer};;
+esac
+"""
+OVER = "JobId=7 JobName=sh JobState=RUNNING Nodes=n1 CPU_IDs=0 Mem=0 GRES="
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (f"echo '{OVER.replace('RUNNING', 'TIMEOUT')}'", "job 7 (SLURM_JOB_ID) is TIMEOUT: if"),
+        ("echo 'slurm_load_jobs error: Invalid job id' >&2; exit 1", "scontrol: slurm_load_jobs"),
+        (f"echo '{OVER}'; echo '{OVER.replace('Id=7', 'Id=8').replace('RUNNING', 'FAILED')}'", ""),
+    ],
+)
+def test_an_allocation_that_is_over_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, told: str
+) -> None:
+    (tmp_path / "scontrol").write_text(SCONTROL.format(answer=answer))
+    (tmp_path / "scontrol").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    allocation = Allocation("7", "n[1-2]", 2, "16(x2)", "")
+    if not told:
+        assert [node.name for node in allocation.find_nodes()] == ["n1", "n2"]
+        return
+    with pytest.raises(EngineError, match=rf"{re.escape(told)}.* unset SLURM_JOB_ID or use --eng"):
+        allocation.find_nodes()
 
 
 # -- real daemons
@@ -188,6 +219,7 @@ def test_a_step_has_all_gpus_that_the_job_has_on_its_node(
 ) -> None:
     """However the job asked for them: what it asked for is no option of the step."""
     with three.allocation(2, *asked.split()) as variables:
+        variables = {**variables, "SLURM_LABELIO": "1"}  # by habit
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         allocation = Allocation.of(variables)
@@ -195,6 +227,8 @@ def test_a_step_has_all_gpus_that_the_job_has_on_its_node(
         for node in allocation.find_nodes():
             told = three.ask(*node.prefix, "printenv", "CUDA_VISIBLE_DEVICES", env=variables)
             assert told.strip() == "0,1", node
+    with pytest.raises(EngineError, match=r"\(SLURM_JOB_ID\) is COMPLET.*unset SLURM_JOB_ID"):
+        allocation.find_nodes()
 
 
 @pytest.mark.slow
@@ -205,7 +239,7 @@ def test_a_search_in_a_job_of_two_nodes(three: Slurm, tmp_path: Path) -> None:
     state = three.wait_for(job, ENDS_WITHIN_S)
     said = log.read_text()
     assert state == "COMPLETED", said
-    assert f"tuning on the 2 nodes of Slurm job {job}, n[1-2]" in said
+    assert f"tuning on 2 nodes of Slurm job {job}, n[1-2]" in said
     assert "--engine slurm was detected (--engine local takes this machine alone)" in said
     assert "2 hosts (n1, n2), each with 1 cpu slot" in said
     run = run_of(run_dir)

@@ -26,9 +26,10 @@ _ANSWER_LIMIT_S = 60.0
 _OPTIONS_OF_SRUN = """
     SLURM_CPU_BIND SLURM_CPUS_PER_GPU SLURM_CPUS_PER_TASK SLURM_DISTRIBUTION SLURM_EXCLUSIVE
     SLURM_GPU_BIND SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK
-    SLURM_MEM_BIND SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE SLURM_NNODES SLURM_NPROCS
-    SLURM_NTASKS SLURM_NTASKS_PER_CORE SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_NODE
-    SLURM_NTASKS_PER_SOCKET SLURM_NTASKS_PER_TRES SLURM_STEP_GRES SLURM_THREADS_PER_CORE
+    SLURM_LABELIO SLURM_MEM_BIND SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
+    SLURM_MULTI_PROG SLURM_NNODES SLURM_NPROCS SLURM_NTASKS SLURM_NTASKS_PER_CORE
+    SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_NODE SLURM_NTASKS_PER_SOCKET SLURM_NTASKS_PER_TRES
+    SLURM_STDERRMODE SLURM_STDINMODE SLURM_STDOUTMODE SLURM_STEP_GRES SLURM_THREADS_PER_CORE
     SLURM_TRES_BIND SLURM_TRES_PER_TASK
 """.split()
 
@@ -55,8 +56,9 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
             yield hosts
         return
     _log.info(
-        "tuning on the %d nodes of Slurm job %s, %s",
+        "tuning on %d node%s of Slurm job %s, %s",
         allocation.count,
+        "" if allocation.count == 1 else "s",
         allocation.job,
         allocation.nodes,
     )
@@ -115,7 +117,7 @@ class Allocation:
         """Return the nodes; the one that this process runs on comes first.
 
         Raises:
-            EngineError: Slurm's commands are missing, or say nothing.
+            EngineError: Slurm's commands are missing or say nothing, or the job does not run.
         """
         names = _ask("scontrol", "show", "hostnames", self.nodes).split()
         described = _ask("scontrol", "--oneliner", "show", "node", self.nodes)
@@ -135,7 +137,14 @@ class Allocation:
 
     def _gres(self) -> dict[str, str]:
         """Return the job's devices on each node, such as gpu:a100:2, however it asked for them."""
-        details = _ask("scontrol", "--oneliner", "show", "--details", "job", self.job)
+        hint = "if that job is over, unset SLURM_JOB_ID or use --engine local"
+        try:
+            details = _ask("scontrol", "--oneliner", "show", "--details", "job", self.job)
+        except EngineError as error:
+            raise EngineError(f"Slurm job {self.job} (SLURM_JOB_ID): {error}; {hint}") from None
+        state = re.search(rf"^JobId={self.job} .*?\bJobState=(\w+)", details, re.MULTILINE)
+        if state is not None and state[1] != "RUNNING":
+            raise EngineError(f"Slurm job {self.job} (SLURM_JOB_ID) is {state[1]}: {hint}")
         found = {}
         for nodes, devices in re.findall(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", details):
             for name in _ask("scontrol", "show", "hostnames", nodes).split():
