@@ -75,7 +75,9 @@ class LocalSearch:
                 )
             ended = leftovers.end_processes(self.folder)
             if ended:
-                _log.info("ended %d processes that a run here had left behind", len(ended))
+                _log.info(
+                    "ended %d processes left over from an earlier run in this folder", len(ended)
+                )
             try:
                 self._tuner = _tuner(ready, self.folder, opened)
             except DecisionMismatch as mismatch:
@@ -208,8 +210,14 @@ class LocalSearch:
 def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner:
     """Return the tuner of a run, whose journal is closed with the others."""
     journal = opened.enter_context(Journal(folder / FILE_NAME))
-    events = journal.events
-    return Tuner(ready.plan, journal, info=ready.info, events=events, time_of_day=time.time)
+    return Tuner(
+        ready.plan,
+        journal,
+        info=ready.info,
+        events=journal.events,
+        time_of_day=time.time,
+        last_event_s=ready.began_s,
+    )
 
 
 def _messages(ready: Prepared, folder: Path, info: Mapping[str, Any]) -> Iterator[str]:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,6 +48,7 @@ class Prepared:
         hosts: where trials run; this machine comes first if it is among them.
         native: the `autotuning` section, if the command is one of DeepSpeed's autotuner.
         first: the user's own command, which runs already and is the first trial.
+        began_s: when the preparation began, by `time.monotonic`: the run's wall time begins there.
     """
 
     argv: Sequence[str] | None
@@ -55,8 +57,9 @@ class Prepared:
     program: Entrypoint
     hosts: tuple[Host, ...]
     plan: Plan
-    native: Autotuning | None = None
-    first: FirstRun | None = None
+    native: Autotuning | None
+    first: FirstRun | None
+    began_s: float
 
     @property
     def machine(self) -> Machine:
@@ -91,7 +94,12 @@ def prepared(settings: Settings, argv: Sequence[str] | None = None) -> Iterator[
         argv: the command line, if there was one.
     """
     with contextlib.ExitStack() as acquired:
-        yield _prepare(settings, argv, acquired)
+        try:
+            ready = _prepare(settings, argv, acquired)
+        except KeyboardInterrupt:
+            _log.info("interrupted before the first trial was measured: start it again")
+            raise
+        yield ready
 
 
 def _prepare(
@@ -103,6 +111,7 @@ def _prepare(
             where=f"--search-runner-config {settings.search_runner_config}",
             hint="Leave it out, or use --engine determined.",
         )
+    began_s = time.monotonic()
     source, first = sources.read(settings), None
     engine = settings.engine
     if engine == places.AUTO:
@@ -152,7 +161,7 @@ def _prepare(
     if section is not None:
         plan = autotuning.without_found_switches(plan)
         plan = autotuning.with_smallest_batch(plan, section.min_train_batch_size)
-    return Prepared(argv, settings, experiment, program, hosts, plan, section, first)
+    return Prepared(argv, settings, experiment, program, hosts, plan, section, first, began_s)
 
 
 def _of_machine(machine: Machine, slots: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Run:
         stop_asked: somebody wants no further trials.
         stop_reason: None while the run goes on or after it was interrupted.
         paused: it was interrupted, and did not go on since.
-        running_s: wall time between the first and the last event, pauses left out.
+        running_s: wall time from the command's start to the last event, pauses left out.
         ended_s: that time when a trial ended, by trial id.
         changed_s, ended_at_s: seconds since the epoch at the last event, and when a trial ended;
             None in journals of earlier versions.

@@ -46,8 +46,8 @@ class Tuner:
         events: those of an earlier tuner, to continue from.
         clock: seconds, monotonic; only to tell people how long things took.
         time_of_day: seconds since the epoch, for the dates of events; without it they have none.
-        last_event_s: when the last of `events` was, by this clock, if the run went on since; by
-            default it rested.
+        last_event_s: since when time counts, by this clock, if it is not from now on: the last of
+            `events`, or the start of the command.
 
     Attributes:
         decisions: those that follow from the events so far.

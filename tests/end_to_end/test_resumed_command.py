@@ -90,8 +90,21 @@ def test_ended_in_its_first_trial(
     monkeypatch.delenv(_PAUSE)
     again = resumed(place, command, "--max-trials", "2")
     assert again.returncode == 0, again.stderr
-    outcomes = run_of(place / "run").outcomes.values()
-    assert [outcome.kind for outcome in outcomes] == [OutcomeKind.OK] * 2
+    run = run_of(place / "run")
+    assert [outcome.kind for outcome in run.outcomes.values()] == [OutcomeKind.OK] * 2
+
+
+def test_interrupted_before_its_training(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "loading.py").write_text("import time; open('here', 'w').close(); time.sleep(600)")
+    monkeypatch.chdir(place)
+    background = Background(words("python loading.py"))
+    wait_until((place / "here").exists, "the script", 60)
+    os.killpg(background.process.pid, signal.SIGINT)
+    told = background.end()
+    assert told.status == EXIT_INTERRUPTED and told.err == ""
+    last = "interrupted before the first trial was measured: start it again"
+    assert told.out.splitlines()[-1] == last
+    assert not (place / "run").exists()
 
 
 def test_a_trainer_that_fills_in_its_batch_size(place: Path) -> None:
@@ -101,6 +114,8 @@ def test_a_trainer_that_fills_in_its_batch_size(place: Path) -> None:
         words(command, "--max-trials", "2"), cwd=place, timeout=PATIENCE_S, check=False
     )
     assert told.returncode == 0
+    run = run_of(place / "run")
+    assert run.ended_s[0] >= run.outcomes[0].duration_s, "the wall time holds the first run"
     again = resumed(place, command, "--max-trials", "3")
     assert again.returncode == 0, again.stderr
     run = run_of(place / "run")
