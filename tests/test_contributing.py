@@ -36,10 +36,8 @@ def _copy(folder: Path) -> Path:
 def _follow(title: str, copy: Path, **variables: str) -> str:
     """Apply the changes of a section and run its commands; return what they print."""
     for change in _blocks(title, "diff"):
-        patch = copy / "change.patch"
-        patch.write_text(_with_counts(change))
         told = subprocess.run(
-            ["patch", "-p1", "-i", str(patch)], cwd=copy, capture_output=True, text=True
+            ["git", "apply"], cwd=copy, input=change, capture_output=True, text=True
         )
         assert told.returncode == 0, told.stdout + told.stderr
     printed = ""
@@ -62,23 +60,6 @@ def _follow(title: str, copy: Path, **variables: str) -> str:
             assert told.returncode == 0, (line, told.stdout, told.stderr)
             printed += told.stdout + told.stderr
     return printed
-
-
-def _with_counts(change: str) -> str:
-    """Write the line counts into the heads of hunks, which people leave as they are."""
-    lines, result = change.splitlines(), []
-    for number, line in enumerate(lines):
-        if line.startswith("@@"):
-            hunk: list[str] = []
-            for other in lines[number + 1 :]:
-                if other.startswith(("@@", "--- ")):
-                    break
-                hunk.append(other)
-            old = sum(not other.startswith("+") for other in hunk)
-            new = sum(not other.startswith("-") for other in hunk)
-            line = f"@@ -{1 if old else 0},{old} +1,{new} @@"
-        result.append(line)
-    return "\n".join(result) + "\n"
 
 
 @pytest.mark.nightly
