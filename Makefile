@@ -88,8 +88,9 @@ dist: setup
 	$(PY) -m build --installer uv --outdir build/dist .
 	$(PY) -m twine check --strict build/dist/*
 
-# The documentation as a site in build/site.
+# The references in docs/options.md and docs/settings.md, and the documentation as a site in build/site.
 docs: setup
+	$(PY) -m testing.reference
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 # The pictures in docs/ and in the README: the report of the recorded run, plots of RUN=dsat_runs/NAME-1.

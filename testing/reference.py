@@ -1,4 +1,7 @@
-"""Parts of the documentation made from the code, and examples that tests run."""
+"""Parts of the documentation made from the code, and examples that tests run.
+
+`python -m testing.reference` writes the references into their pages.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,32 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dsat.cli.parser import PREDICTS
+from dsat.cli.parser import PREDICTS, options_of_command
+from dsat.engines import places
 from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.inputs.option import Group, Option, options_of
-from dsat.inputs.settings import Settings
+from dsat.inputs.settings import TUNE, Settings
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES, KNOBS
 
 DOCS = Path(__file__).parent.parent / "docs"
+MARK = "<!-- From the declarations in the code, by `make docs`. -->\n\n"
 
 
 def option_reference() -> str:
     """Return all options of all commands."""
     parts = ["## Every search\n"]
+    declared = list(places.complete(options_of(Settings)))
     for group in Group:
-        own = [each for each in options_of(Settings) if each.group is group]
+        own = [each for each in declared if each.group is group]
         if own:
-            parts.append(f"### {group.value.capitalize()}\n\n{_table(own)}")
+            parts.append(f"### {group.value[0].upper()}{group.value[1:]}\n\n{_table(own)}")
     parts.append("## One method\n")
     for method, search in SEARCHES.items():
         parts.append(f"### `{method}`\n\n{_table(search.options.values())}")
-    for name, settings in {**PREDICTS, **LOOK_SETTINGS}.items():
-        parts.append(f"## `dsat {name}`\n\n{_table(options_of(settings))}")
+    named = {f"dsat {name}": name for name in (*PREDICTS, *LOOK_SETTINGS)}
+    for title, name in {"dsat tune`, `dsat run": TUNE, **named}.items():
+        parts.append(f"## `{title}`\n\n{_table(options_of_command(name))}")
     return "\n".join(parts)
 
 
@@ -62,7 +69,8 @@ def _table(options: Iterable[Option]) -> str:
 
 def _row(own: Option) -> str:
     *short, long = own.flags
-    flags = ", ".join(f"`{flag}`" for flag in [*short, f"{long} {own.metavar or ''}".strip()])
+    flags = ", ".join(f"`{flag}`" for flag in [*short, f"{long} {own.placeholder or ''}".strip()])
+    flags = flags.replace("|", "\\|")
     plain = not isinstance(own.default, tuple) and own.default not in (None, False)
     default = f"`{own.default}`" if plain else ""
     said = own.help.replace("%%", "%").replace(": {knobs}", "")
@@ -70,3 +78,14 @@ def _row(own: Option) -> str:
     if own.choices is not None and len(own.choices) > len(own.flags):
         said += ": " + ", ".join(f"`{value}`" for value in own.choices)
     return f"| {flags} | {default} | {said} |"
+
+
+def references() -> dict[Path, str]:
+    """Return the references by their pages, below whose mark they are."""
+    return {DOCS / "options.md": option_reference(), DOCS / "settings.md": setting_reference()}
+
+
+if __name__ == "__main__":
+    for page, made in references().items():
+        above, mark, _ = page.read_text(encoding="utf-8").partition(MARK)
+        page.write_text(above + mark + made, encoding="utf-8")

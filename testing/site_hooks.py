@@ -1,4 +1,4 @@
-"""Parts of the documentation made from elsewhere: references, and files beside the code.
+"""Parts of the documentation made from elsewhere: files of the repository beside its pages.
 
 mkdocs calls these functions (`hooks` in `mkdocs.yml`). Nothing that is generated here is kept.
 """
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
-
-from testing import reference
 
 ROOT = Path(__file__).parents[1]
 # Pages that are files of the repository, by their place on the site.
@@ -36,11 +34,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the references where a page wants them."""
-    generated = {"options": reference.option_reference, "settings": reference.setting_reference}
-    for name, make in generated.items():
-        mark = f"{{{{ {name} }}}}"
-        markdown = markdown.replace(mark, make()) if mark in markdown else markdown
+    """Link to those files as the site has them."""
+    for name, source in {**PAGES, **PICTURES}.items():
+        markdown = markdown.replace(f"](../{source}", f"]({name}")
     return markdown
 
 

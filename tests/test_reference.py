@@ -1,7 +1,8 @@
-"""The examples of the page on Python run as they stand."""
+"""Parts of the documentation made from the code, and the examples of the page on Python."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import shutil
 from pathlib import Path
@@ -10,9 +11,26 @@ from typing import Any
 import pytest
 
 import dsat
+from dsat.cli.parser import build_parser
+from dsat.engines.places import ENGINE_NAMES
 from dsat.search import SEARCHES, RandomSearch
 from testing import reference, warm_command, warm_host
 from testing.local import PROGRAMS, processes_of
+
+
+def test_the_references_are_as_declared_and_have_every_flag_of_the_parser() -> None:
+    for page, made in reference.references().items():
+        written = page.read_text(encoding="utf-8").partition(reference.MARK)[2]
+        assert written == made, "run `python -m testing.reference`"
+    listed = reference.option_reference()
+    commands = next(a for a in build_parser()._actions if a.dest == "method").choices
+    assert isinstance(commands, dict)
+    for parser in commands.values():
+        for action in parser._actions:
+            if action.option_strings and action.help != argparse.SUPPRESS and action.dest != "help":
+                value = "" if action.nargs == 0 or not action.metavar else f" {action.metavar}"
+                assert f"`{action.option_strings[-1]}{value}`" in listed.replace("\\|", "|")
+    assert all(f"`{name}`" in listed for name in ENGINE_NAMES)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from dsat.app.keywords import help_of
 from dsat.engines import places
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS
-from dsat.inputs.option import SWITCH, Group, Option, options_of
+from dsat.inputs.option import SWITCH, WORD, Group, Option, options_of
 from dsat.inputs.project_settings import PROJECT, ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.search import SEARCHES
@@ -28,6 +28,12 @@ LAUNCHER_OPTIONS = """
     --num_accelerators --node_rank --master_port --master_addr --launcher --launcher_args
     --bind_core_list --enable_each_rank_log --ssh_port --venv_script --log_level
 """.split()
+NUM_GPUS = Option(
+    ("--num_gpus",),
+    "slots of each trial (default: autotuning.num_gpus, or all of this machine or of the hostfile)",
+    kind=WORD,
+    metavar="N",
+)
 _LAUNCHER_SHORT = {"--hostfile": "-H", "--include": "-i", "--exclude": "-e"}
 # Commands that predict, by name.
 PREDICTS: Mapping[str, type[EstimateSettings | ProjectSettings]] = {
@@ -86,7 +92,7 @@ def options_of_command(name: str) -> list[Option]:
     if name in SEARCHES:
         return [*places.complete(options_of(Settings)), *SEARCHES[name].options.values()]
     if name in (TUNE, RUN):
-        return [own for own in options_of(Settings) if own.any_command]
+        return [NUM_GPUS, *(own for own in options_of(Settings) if own.any_command)]
     return list(options_of({**PREDICTS, **LOOK_SETTINGS}[name]))
 
 
@@ -113,11 +119,9 @@ def _add_native(parser: argparse.ArgumentParser, name: str) -> None:
     for flag in LAUNCHER_SWITCHES:
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     for flag in LAUNCHER_OPTIONS:
-        help_text = argparse.SUPPRESS
-        if flag == "--num_gpus":
-            help_text = "slots of each trial (default: all of this machine)"
-        short = [_LAUNCHER_SHORT[flag]] if flag in _LAUNCHER_SHORT else []
-        parser.add_argument(*short, flag, metavar="N", help=help_text)
+        if flag not in NUM_GPUS.flags:
+            short = [_LAUNCHER_SHORT[flag]] if flag in _LAUNCHER_SHORT else []
+            parser.add_argument(*short, flag, help=argparse.SUPPRESS)
     _add(parser, options_of_command(name))
     parser.add_argument("script", metavar="SCRIPT", help="the training script")
     parser.add_argument(
@@ -126,7 +130,7 @@ def _add_native(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _add_grouped(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Add options under their headings; those of the first hour come first."""
+    """Add options under their headings; the most used come first."""
     listed = list(options)
     for group in Group:
         own = [option for option in listed if option.group is group]

@@ -195,7 +195,7 @@ class Autotuning(ResultFolders):
         """
         if self.num_gpus > usable:
             raise UserInputError(
-                f"asks for {self.num_gpus} slots, and {usable} may be used",
+                f"asks for {self.num_gpus} slots, but only {usable} are available",
                 where=f"{where}: {SECTION}.num_gpus",
                 hint="Ask for fewer.",
             )

@@ -87,8 +87,7 @@ def find(name: str, own: Path | None = None) -> Card:
     found = _named(name, known)
     if found is None:
         raise UserInputError(
-            f"is no known card; known are {', '.join(known)}",
-            where=name,
+            f"unknown card {name}; known cards: {', '.join(known)}",
             hint="Describe it in a file like dsat/inputs/cards.json and name that with --cards.",
         )
     return found

@@ -114,7 +114,7 @@ class EstimateSettings(ModelSettings):
     exact: bool = option(
         "--exact",
         help="simulate every line of the table, not the model alone: seconds for each; exit status "
-        "1 if one of them cannot be simulated",
+        "1 if none of them can be simulated",
     )
     longest_sequence: bool = option(
         "--longest-sequence",

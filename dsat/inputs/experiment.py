@@ -321,9 +321,9 @@ def _environment(data: Mapping[str, Any], where: str) -> dict[str, str]:
     if isinstance(given, Mapping):  # by device, of which a machine has one
         if unknown := given.keys() - set(_DEVICES):
             raise UserInputError(
-                f"has {', '.join(map(repr, sorted(unknown)))}, which is no kind of device",
+                f"unknown device type {', '.join(map(repr, sorted(unknown)))}",
                 where=where,
-                hint=f"The kinds are {', '.join(_DEVICES)}.",
+                hint=f"Use {' or '.join(_DEVICES)}.",
             )
         parts = [given.get(device) or [] for device in _DEVICES]
     env = {}

@@ -128,8 +128,8 @@ class ImportSettings(LookSettings):
     """Settings of `dsat import`: files of `dsat export --share`."""
 
     summary = (
-        "takes in runs that others have shared: a search for the same model on the same devices "
-        "tries what they found first"
+        "imports shared runs; searches for the same model and devices try their best "
+        "configurations first"
     )
     argument = (
         "files",
@@ -148,13 +148,17 @@ class WatchSettings(LookSettings):
             searches on a Determined cluster.
     """
 
-    summary = "a page on this machine to watch a run at, or to compare the runs in a folder"
+    summary = "serves a live page of a run, or of all runs in a folder"
     argument = ("run", _NEWEST)
     run: Path | None = None
     port: int | None = option(
-        "--port", kind=at_least(1), metavar="N", help="of this machine (default: any free one)"
+        "--port", kind=at_least(1), metavar="N", help="port to listen on (default: a free one)"
     )
-    json: bool = option("--json", shell_only=True, help="print where, or the result, as JSON")
+    json: bool = option(
+        "--json",
+        shell_only=True,
+        help="print the page's address, or the cluster run's result, as JSON",
+    )
 
     @property
     def experiment(self) -> int | None:

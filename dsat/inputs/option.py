@@ -48,7 +48,7 @@ class Kind:
 class Group(enum.Enum):
     """The headings of `--help` and the reference, in their order."""
 
-    FIRST = "in the first hour"
+    FIRST = "most used"
     TARGET = "target"
     SPACE = "search space"
     SEARCH = "search"

@@ -37,8 +37,8 @@ class ProjectSettings(ModelSettings):
         "--network",
         kind=POSITIVE_NUMBER,
         metavar="GBIT",
-        help="Gbit/s that each card reaches to other hosts, about 0.9 of what is specified "
-        "(default: as hosts with these cards usually have)",
+        help="network bandwidth per card in Gbit/s, about 90 %% of the nominal one (default: that "
+        "of usual hosts with these cards)",
     )
     tokens: float | None = option(
         "--tokens",

@@ -105,7 +105,7 @@ class ResultSettings:
         any_command=True,
         shell_only=True,
         group=Group.RESULT,
-        help="serve a page to watch the search at, on this machine alone, as `dsat watch` does",
+        help="serve a live page of the search, reachable from this machine only",
     )
 
 
@@ -117,7 +117,8 @@ class RunningSettings:
         "--slots",
         kind=at_least(1),
         group=Group.FIRST,
-        help="slots of each trial, instead of resources.slots_per_trial",
+        help="slots of each trial (default: the ranks that your command starts, or "
+        "resources.slots_per_trial)",
     )
     max_slots: int | None = option(
         "-ms", "--max-slots", kind=at_least(1), help="use at most N slots at once"
@@ -162,8 +163,8 @@ class MeasuringSettings:
         kind=MEMORY_SIZE,
         any_command=True,
         group=Group.FIRST,
-        help="let every slot use only this much (24GiB): tunes for a smaller card, and is the "
-        "only limit that a CPU has",
+        help="let every slot use only this much (24GiB), as on a smaller card; on a CPU trials "
+        "have no limit without it",
     )
     start_profile_step: int = option(
         "--start-profile-step",
@@ -273,7 +274,11 @@ class SpaceSettings:
         help="fill the global batch up to N with gradient accumulation",
     )
     min_micro_batch: int = option(
-        "--min-micro-batch", kind=at_least(1), default=1, group=Group.SPACE, help="the least"
+        "--min-micro-batch",
+        kind=at_least(1),
+        default=1,
+        group=Group.SPACE,
+        help="the smallest micro batch",
     )
     max_micro_batch: int | None = option(
         "--max-micro-batch", kind=at_least(1), group=Group.SPACE, help="the largest micro batch"
@@ -331,9 +336,9 @@ class SearchSettings:
         kind=at_least(0),
         any_command=True,
         group=Group.SEARCH,
-        help="of these trials, N at most come after the search: its best and your own "
-        "configuration run again in turns, until it is certain which is better (default: up to 1 "
-        "of 4 and 30 %% of the search's time, 15 at most; 0: none)",
+        help="at most N trials for the finals, which re-run the best configuration and yours in "
+        "turns (default: 7, or up to 15 while they take at most 30 %% of the search's time; fewer "
+        "if fewer of --max-trials are left, of which 1 in 4 are kept for them; 0: none)",
     )
     seed: int = option(
         "-r",

@@ -82,8 +82,8 @@ class LongestSequences:
 
     @property
     def is_complete(self) -> bool:
-        """False if a line that was to be simulated could not be."""
-        return not any(row.note for row in self.longest)
+        """False if lines were to be simulated and none could be; the formula answers for those."""
+        return not all(row.note for row in self.longest)
 
     def to_json(self) -> dict[str, Any]:
         rows = [row.to_json() for row in self.longest]

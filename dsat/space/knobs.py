@@ -146,7 +146,7 @@ _LOW_PRECISION_STATES = tuple(
     for is_low in _SWITCH_ON
 )
 _COMPILE_REASON = "DeepSpeed's own compiler, by engine.compile()"
-_PIN_REASON = "pinned memory is copied faster, and is not to be had for anything else"
+_PIN_REASON = "pinned memory copies faster, but nothing else can use it"
 _OVERLAP_REASON = "hides reductions behind the backward pass, for a second bucket"
 
 BUCKETS = (5 * 10**8, *(n * 10**m for m in range(6, 9) for n in (1, 5) if (n, m) != (5, 8)))

@@ -202,7 +202,10 @@ class Space:
         """Return one line per branch with the knobs that are searched in it."""
         return [
             f"{branch.strategy.label}: "
-            + (", ".join(f"{key} {_short(values)}" for key, values in branch.knobs) or "no knobs")
+            + (
+                ", ".join(f"{key} {_short(values)}" for key, values in branch.knobs)
+                or "no further settings"
+            )
             for branch in self.branches
         ]
 

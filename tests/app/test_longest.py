@@ -93,6 +93,9 @@ def test_what_cannot_be_simulated_is_named() -> None:
     found = rows(host, slots=2, exact=True)
     assert {row.strategy.stage for row in found if row.note} == {3}
     text = str(LongestSequences("a model", found))
+    assert LongestSequences("a model", found).is_complete, "each has an answer, as in the tables"
+    failed = [row for row in found if row.note]
+    assert not LongestSequences("a model", failed).is_complete
     assert "no fake kernel" in text
     assert "sp2" in text
 

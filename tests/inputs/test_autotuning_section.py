@@ -272,5 +272,5 @@ def test_no_more_slots_than_there_are() -> None:
     with pytest.raises(UserInputError) as caught:
         read({"num_gpus": 8}).slots_of(4, where="ds.json")
     assert str(caught.value) == (
-        "ds.json: autotuning.num_gpus: asks for 8 slots, and 4 may be used. Ask for fewer."
+        "ds.json: autotuning.num_gpus: asks for 8 slots, but only 4 are available. Ask for fewer."
     )

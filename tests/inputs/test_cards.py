@@ -54,7 +54,7 @@ def test_cards_are_found_as_people_and_drivers_name_them(given: str, name: str) 
     ],
 )
 def test_another_card_of_a_similar_name_is_not_taken_for_it(given: str) -> None:
-    with pytest.raises(UserInputError, match="is no known card"):
+    with pytest.raises(UserInputError, match="unknown card"):
         cards.find(given)
 
 
@@ -78,5 +78,5 @@ def test_users_add_cards_of_their_own(tmp_path: Path) -> None:
         own.write_text(json.dumps({"cards": {"H20": broken}}), encoding="utf-8")
         with pytest.raises(UserInputError, match="memory_gib"):
             cards.find("H20", own)
-    with pytest.raises(UserInputError, match="known are A100-40GB"):
+    with pytest.raises(UserInputError, match="known cards: A100-40GB"):
         cards.find("K80")

@@ -202,7 +202,7 @@ WRONG: list[tuple[str, Any, str, str]] = [
         for bad in ("ten", 1.5, {}, {"batches": "x"}, {"batches": 1, "epochs": 2})
     ),
     *((VARIABLES, bad, VARIABLES, "must be a list") for bad in ("A=1", {"cuda": "A=1"})),
-    (VARIABLES, {"tpu": ["A=1"]}, VARIABLES, "has 'tpu', which is no kind of device"),
+    (VARIABLES, {"tpu": ["A=1"]}, VARIABLES, "unknown device type 'tpu'"),
     *((VARIABLES, ["B=1", bad], VARIABLES, "not of the form NAME=VALUE") for bad in ("A", "=1")),
 ]
 

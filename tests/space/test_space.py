@@ -179,7 +179,7 @@ def test_the_first_bucket_does_not_crowd_a_slot(
 
 def test_a_description_names_the_knobs_and_their_values() -> None:
     assert _space((0, 2), slots=1, num_params=2 * 10**6).describe() == [
-        "stage 0: no knobs",
+        "stage 0: no further settings",
         "stage 2: reduce_bucket_size 5e+06|1e+06, contiguous_gradients true|false",
     ]
 
