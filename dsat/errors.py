@@ -4,7 +4,7 @@
     |-- UserInputError        something the user wrote is wrong: exit status 2, one line
     |-- JournalError          a run's journal cannot be read or written
     |   |-- JournalLocked     another process is working on the run
-    |   `-- JournalMismatch   a replay did not decide what the journal says was decided
+    |   `-- JournalMismatch   a replay did not decide what the journal says was decided: status 2
     |       `-- DecisionMismatch  and the plan is the same
     |-- SearchFailed          no configuration of a run could be measured, or trained
     |-- EngineError           trials cannot be run on this machine at all

@@ -20,8 +20,9 @@ from dsat.app.observers import TRIALS
 from dsat.app.prepare import Prepared
 from dsat.cli.exit_status import EXIT_BUG, EXIT_FAILED, EXIT_USAGE
 from dsat.determined_cluster.submit import Submission
-from dsat.errors import DsatError, SearchFailed, UserInputError
+from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
 from dsat.report import summary
+from dsat.report.format import count
 from dsat.report.live_view import LiveView
 from dsat.space.plan import Plan
 from dsat.tuning.journal import MemoryJournal
@@ -79,20 +80,23 @@ def print_plan(ready: Prepared) -> None:
         print(f"fixed by your configuration: {', '.join(fixed)}")
     ladder = [strategy.label for strategy in rungs(plan)]
     if ladder:
-        print(f"if that does not fit, one after the other: {'; '.join(ladder)}")
+        print(
+            "if your strategy runs out of memory, the first run tries in this order: "
+            + "; ".join(ladder)
+        )
     own = plan.own_batch
     print(
         f"your own batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "
         f"accumulation {own.gas} x {plan.parallelism().groups(plan.slots_per_trial)}"
     )
     shown_command = printable(shlex.join(words_without_secrets(command)))
-    print(f"trial 0 ({first.name}), {plan.slots_per_trial} ranks of: {shown_command}")
+    print(f"trial 0 ({first.name}), {count(plan.slots_per_trial, 'rank')} of: {shown_command}")
     print(f"with {json.dumps(first.overrides)} over {ready.experiment.ds_config_name}")
 
 
 def print_submission(ready: Submission) -> None:
     """Print the submission to a cluster of a `--dry-run`."""
-    at_once = f"at most {ready.job.num_slots} slots at a time"
+    at_once = f"at most {count(ready.job.num_slots, 'slot')} at a time"
     _print_search(ready.name, ready.job.plan, at_once)
     words = words_without_secrets(ready.config["entrypoint"])
     print(f"the search runner's entrypoint: {shlex.join(words)}")
@@ -100,8 +104,8 @@ def print_submission(ready: Submission) -> None:
 
 
 def _print_search(name: str, plan: Plan, where: str) -> None:
-    print(f"{name}: {plan.method} search for the best {plan.metric}")
-    print(f"{where}, {plan.slots_per_trial} slots per trial")
+    print(f"{name}: {plan.method} search, optimising {plan.metric}")
+    print(f"{where}, {count(plan.slots_per_trial, 'slot')} per trial")
     print(f"at most {plan.max_trials} trials: the model profile, your own configuration, then:")
     for line in make_space(plan).describe():
         print(f"  {line}")
@@ -150,7 +154,7 @@ def report(error: Exception) -> int:
     if isinstance(error, SearchFailed) and error.detail:
         print(printable(error.detail.rstrip(), MOST_OF_A_LOG), file=sys.stderr)
     print(f"dsat: error: {printable(str(error))}", file=sys.stderr)
-    return EXIT_USAGE if isinstance(error, UserInputError) else EXIT_FAILED
+    return EXIT_USAGE if isinstance(error, (UserInputError, JournalMismatch)) else EXIT_FAILED
 
 
 def report_bug(error: Exception) -> int:

@@ -115,9 +115,9 @@ def _check_target(values: Mapping[str, Any], command: Sequence[str]) -> None:
         raise UserInputError(_BEHIND.format(method=values["method"], command=values["config"]))
     elif values["model_dir"] is None:
         method = values["method"]
-        raise UserInputError(
-            f"what to tune is missing: dsat {method} -- COMMAND, or a yaml file and its folder"
-        )
+        others = "a yaml file and its folder"
+        others = f", {others}, or --hf-config" if method in PREDICTS else f", or {others}"
+        raise UserInputError(f"the script is missing: give -- COMMAND{others}")
     elif values["ds_config"] is not None:
         raise UserInputError(
             "--ds-config is for a command after --; in an experiment configuration it is "

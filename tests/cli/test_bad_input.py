@@ -19,6 +19,7 @@ from dsat.cli import main
 from dsat.engines.places import local as this_machine
 from dsat.values import slow
 from testing.local import PROGRAMS, cpu_machine
+from testing.made_up_runs import Steady, write_run
 
 Folder = Path
 STAMP = installed_deepspeed._stamp
@@ -243,6 +244,12 @@ def test_a_folder_that_holds_a_run(folder: Folder, capsys: pytest.CaptureFixture
     (folder / "run" / "journal.jsonl").write_text("")
     assert main.main(["asha", "deepspeed.yaml", ".", "--run-dir", "run"]) == 2
     check_one_line(capsys.readouterr(), ["run", "already holds a run", "--resume"])
+
+
+def test_a_run_of_other_options(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(folder / "run", Steady(), trials=3)
+    assert main.main(["asha", "deepspeed.yaml", ".", "--run-dir", "run", "--resume"]) == 2
+    assert "dsat: error: Cannot resume: " in capsys.readouterr().err
 
 
 BEFORE_THE_COMMAND: dict[str, list[str]] = {

@@ -175,6 +175,7 @@ def test_the_commands_of_deepspeeds_autotuner(name: str, words: str, command: st
     ("words", "said"),
     [
         ("asha", "or a yaml file and its folder"),
+        ("estimate", "give -- COMMAND, a yaml file and its folder, or --hf-config"),
         ("asha a.yaml", "or a yaml file and its folder"),
         ("asha a.yaml . -- train.py", "a.yaml and a command after -- cannot both be tuned"),
         ("asha train.py", "a command comes after --: dsat asha -- train.py"),

@@ -276,5 +276,5 @@ def test_the_plan_is_shown_without_asking_anybody(
     monkeypatch.setenv("DET_MASTER", "http://127.0.0.1:9")
     assert dsat("--dry-run") == 0
     out = capsys.readouterr().out
-    for fact in ("random search for the best throughput", "stage 1", "to upload: "):
+    for fact in ("random search, optimising throughput", "stage 1", "to upload: "):
         assert fact in out
