@@ -77,7 +77,7 @@ def _unpacked(text: str) -> dict[str, Any] | None:
 
 
 def for_people(view: RunView) -> list[str]:
-    """Return the verdict; of a search that found nothing, below the script's own last words."""
+    """Return the verdict and the best configuration; without one, the last error too."""
     if view.best is None:
         details = [each.outcome.detail for each in view.ended if each.outcome]
         last = next(filter(None, reversed(details)), "")

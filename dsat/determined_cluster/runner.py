@@ -274,7 +274,7 @@ class Runner:
             try:
                 found["full_run_experiment_id"] = self._train(view.best.trial)
             except errors.BadRequestException as error:
-                say(f"no training in full length: {failure(error)}: {in_words(error)}")
+                say(f"the full-length training did not start: {failure(error)}: {in_words(error)}")
         for line in result.to_lines(found):
             print(line, flush=True)
         own = self._submitted.get("description") or ""

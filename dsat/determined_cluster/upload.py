@@ -42,9 +42,9 @@ def files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]:
         source = include.resolve()
         if source.name in {target.parts[0] for target in found}:
             raise UserInputError(
-                f"there are two {source.name!r} among the model folder and what is included",
+                f"{source.name!r} is in the model folder or in --include already",
                 where=f"--include {include}",
-                hint="Rename one of them.",
+                hint="Rename one.",
             )
         if source.is_dir():
             found.update(_walk(source, Path(source.name), _ignored(source)))

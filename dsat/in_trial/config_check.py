@@ -164,7 +164,7 @@ def _of_parallelism(path: str) -> int:
 
 
 def _read(config: Mapping[str, Any]) -> tuple[_Section, Exception | None]:
-    """Have DeepSpeed read a configuration; return what it asked for, and its objection."""
+    """Have DeepSpeed read a configuration; return the section with the keys read, and its error."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     section = _Section({**config, **_BATCH})

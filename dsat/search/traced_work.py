@@ -89,7 +89,7 @@ class Cluster:
         return cls(card, slots, card.per_host, network)
 
     def link(self, collectives: Collectives) -> tuple[float, float]:
-        """Return the seconds that collectives move bytes, and those that they wait for hops."""
+        """Return the seconds of collectives by bandwidth, and by latency."""
         ranks = collectives.ranks
         if ranks < 2:
             return 0.0, 0.0

@@ -105,8 +105,8 @@ def compare(
             return _unknown(f"it begins with loss {said}: {_OTHER_START}")
         return Finding(
             Agreement.DIFFERENT,
-            f"its loss in step {step} is {said}, {100 * apart:.2f} % off where rounding explains "
-            f"{100 * allowed:.2f} %",
+            f"its loss in step {step} is {said}, {100 * apart:.2f} % off, and rounding explains "
+            f"at most {100 * allowed:.2f} %",
         )
     return Finding(Agreement.SAME)
 

@@ -80,7 +80,7 @@ def test_two_of_the_same_name_are_refused(model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / "train.py"
     other.parent.mkdir()
     other.write_text("")
-    with pytest.raises(UserInputError, match=r"two 'train\.py'"):
+    with pytest.raises(UserInputError, match=r"'train\.py' is in the model folder"):
         entries(model, other)
 
 

@@ -83,7 +83,7 @@ def _apart(one: float | None, other: float | None) -> float:
 def test_an_optimizer_that_drops_one_gradient(alone: Trainings, parameter: str, stage: int) -> None:
     found = alone.compare(f"forgets {parameter}", stage=stage)
     assert found.differs, found
-    assert "its loss in step" in found.reason and "off where rounding explains" in found.reason
+    assert "its loss in step" in found.reason and "and rounding explains" in found.reason
 
 
 @pytest.mark.parametrize("every", [3, 10])

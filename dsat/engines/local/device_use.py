@@ -20,10 +20,7 @@ class _Memory(ctypes.Structure):
 
 
 def as_of_now() -> dict[str, str]:
-    """Return variables by which a process sees what is in use now, whatever begins until then.
-
-    Empty without NVML.
-    """
+    """Return variables that pass the memory in use now to later processes; none without NVML."""
     found: dict[str, int] = {}
     with contextlib.suppress(OSError, AttributeError):  # no such library or function
         library = ctypes.CDLL(_LIBRARY)
@@ -44,6 +41,6 @@ def as_of_now() -> dict[str, str]:
 
 
 def taken_bytes(uuid: str) -> int | None:
-    """Return what of a device was in use as of `as_of_now`; None if nobody looked."""
+    """Return the bytes of a device in use at `as_of_now`, by its variables; None without them."""
     taken: int | None = json.loads(os.environ.get(_VARIABLE, "{}")).get(uuid)
     return taken

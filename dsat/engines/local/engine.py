@@ -231,7 +231,7 @@ class LocalEngine:
 
     def _warm_up(self, modules: Sequence[str] = ()) -> None:
         which = f"{len(modules)} modules of your script" if modules else "torch and DeepSpeed"
-        with slow.logged(_log, f"importing {which}, once for all trials"):
+        with slow.logged(_log, f"importing {which} once"):
             imported = modules or self._options.imported
             self._retries.on_warm_up(self._supervisors.warm_up(imported, broken=self._slots.broken))
 
