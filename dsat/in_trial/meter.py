@@ -78,6 +78,8 @@ def has_optimizer(engine: Any) -> bool:
 class Meter:
     """Wraps `forward`, `backward` and `step` of engines, and measures the first that trains.
 
+    A script that begins again after an error makes another engine, which is then measured instead.
+
     Args:
         spec: what to measure.
         on_complete: called with the outcome before `TrialComplete` is raised.
@@ -106,8 +108,10 @@ class Meter:
         self._before = ProcessMemory.now()
         self._inside: set[str] = set()  # phases of the measured engine that are under way
         self._engine: Any = None  # that is measured
+        self._candidates: list[Any] = []  # engines that were made since it began to train
         self._failed: Outcome | None = None  # which ends the trial, whatever the script does
         self._is_ended = False
+        self._whose = ""  # steps are counted, in words: if several engines train
         self._ranks: Ranks
         self._recorder: StepRecorder
         self._measurement: Measurement | None = None
@@ -137,8 +141,9 @@ class Meter:
         spec = self.spec
         most = self._samples()[1] // max(1, spec.options.end_step)
         return InvalidTrial(
-            f"the script ended after {self.steps_seen} optimizer steps, but steps up to "
-            f"{spec.options.end_step} are measured: give it more data or lower --end-profile-step",
+            f"the script ended after {self.steps_seen} optimizer steps{self._whose}, but steps up "
+            f"to {spec.options.end_step} are measured: give it more data or lower "
+            "--end-profile-step",
             smaller_may_run=True,
             most_samples=most if 0 < most < spec.micro_batch else None,
         )
@@ -158,6 +163,7 @@ class Meter:
         if not self.watches:
             loaders.begin_training()
         self.watches = True
+        self._candidates.append(engine)
         for name in PHASES:
             setattr(engine, name, self._wrapped(engine, name))
 
@@ -178,7 +184,10 @@ class Meter:
         start = max(first_step, spec.options.start_step)
         end = max(start, spec.options.end_step)
         self.spec = replace(spec, options=replace(spec.options, start_step=start, end_step=end))
-        self._engine = engine
+        if self._engine is not None:
+            self._recorder.close()
+            self._whose = " of the last engine that it made (see its log for why it began again)"
+        self._engine, self._candidates = engine, []
         self._recorder = StepRecorder(
             engine, self.spec, before=self._before, warn=self.warn, take=self._take
         )
@@ -227,13 +236,16 @@ class Meter:
     def _recorded(
         self, engine: Any, name: str, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        if self._engine is None and (name != "forward" or in_training(engine)):
+        # Engines of one training are made before it; a later one is of a training that began again.
+        is_next = self.outcome is None and any(engine is each for each in self._candidates)
+        if is_next and (name != "forward" or in_training(engine)):
             self._attach_in(engine, name)
         if self._engine is None:
             return original(*args, **kwargs)
         if self._engine is not engine:  # whose loss this is not
             if name != "forward":  # a reference model makes no backward pass
                 self.warn(config_injection.SEVERAL_ENGINES)
+                self._whose = " of the engine that trains first"
             with self._recorder.losses.ignored():
                 return original(*args, **kwargs)
         self._inside.add(name)

@@ -154,6 +154,12 @@ class StepRecorder:
         """Return whether the device runs beside the host, and has clocks that need warming up."""
         return not self._accelerator.is_synchronized_device()
 
+    def close(self) -> None:
+        """End the profile of an engine that an error has stopped, perhaps within a step."""
+        if self.profiler is not None:
+            self.profiler.leave_forward()
+            self.profiler.finish_micro_steps(1)
+
     def restart(self) -> None:
         """Begin the current optimizer step now."""
         self.marks = StepMarks(begin=self.clock.mark())

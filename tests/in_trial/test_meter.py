@@ -263,6 +263,32 @@ def test_measures_the_first_engine_that_trains(
     assert told[0].warnings == (SEVERAL_ENGINES,)
 
 
+@pytest.mark.parametrize("steps", [3, 30])
+def test_a_script_that_begins_again_is_measured_by_its_last_engine(
+    clock: Clock, steps: int
+) -> None:
+    """As after an error that it catches; the engine of the first attempt trains no more."""
+    deepspeed: Any = sys.modules["deepspeed"]
+    deepspeed.initialize = lambda: (FakeEngine(clock), None, None, None)
+    told: list[Outcome] = []
+    meter = install(replace(SPEC, profile=True), told.append)
+    deepspeed.initialize()[0].forward(torch.zeros(4, 2))  # an error within the first step
+    for attempt in range(2):
+        engine = deepspeed.initialize()[0]
+        engine.times_ms = (attempt, 4.0, 1.0)
+        train(engine, steps=steps if attempt else 1)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None, "it counts no FLOPs"
+    if steps == 30:
+        assert metrics_of(told[0]).latency == pytest.approx(6)
+        assert told[0].warnings == ()
+    else:
+        assert not told
+        assert str(meter.shortfall).startswith(
+            "the script ended after 3 optimizer steps of the last engine that it made (see its log "
+            "for why it began again), but steps up to 5 are measured"
+        )
+
+
 def test_a_script_may_leave_out_the_engines_forward(clock: Clock) -> None:
     deepspeed: Any = sys.modules["deepspeed"]
     deepspeed.initialize = lambda: (FakeEngine(clock), None, None, None)
