@@ -65,8 +65,9 @@ _FOR_WANT_OF_MEMORY = (
 _NEARLY_FULL = 0.03  # of the device that is left
 
 OF_DSAT = "an error inside dsat, not of your script"
-# Errors of a device's earlier work or of another rank surface wherever they are waited for.
-_FROM_ELSEWHERE = ("cuda error", "hip error", "nccl", "gloo")
+# Errors of a device's earlier work or of another rank surface wherever they are waited for; a port
+# is another program's.
+_FROM_ELSEWHERE = ("cuda error", "hip error", "nccl", "gloo", "address already in use")
 # Where the message says it all, and a traceback would only lead into dsat.
 _SAY_ENOUGH = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 # What to do about errors of DeepSpeed, by a part of their messages.

@@ -38,12 +38,11 @@ def install() -> None:
         host, port = options.get("host_name"), options.get("port")
         if options.get("is_master") and port and is_loopback(host):
             options["use_libuv"] = False
-            listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((host, port))
-            listening.listen(_BACKLOG)
-            options.setdefault("master_listen_fd", os.dup(listening.fileno()))
-            listening.close()
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listening.bind((host, port))
+                listening.listen(_BACKLOG)
+                options.setdefault("master_listen_fd", os.dup(listening.fileno()))
         return original(**options)
 
     rendezvous.TCPStore = store

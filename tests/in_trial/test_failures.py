@@ -7,6 +7,8 @@ import functools
 import json
 import os
 import signal
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from dsat.engines.local import trial_result
 from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.running import Running, Start, Way
 from dsat.errors import InvalidTrial
-from dsat.in_trial import agreement, failures, loaders
+from dsat.in_trial import agreement, failures, loaders, loopback
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.rank_files import RankSpec
 from dsat.in_trial.simulation.borrowed_model import BorrowedModel
@@ -338,4 +340,16 @@ def test_a_lost_connection_is_another_ranks_fault(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.distributed, "is_initialized", functools.partial(exec, lost))
     with pytest.raises(RuntimeError) as caught:
         agreement.Ranks(None).maximum([0.0])
+    assert "inside dsat" not in failures.message(caught.value)
+
+
+def test_a_port_that_is_taken_is_another_programs_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
+    monkeypatch.setattr(rendezvous, "TCPStore", rendezvous.TCPStore)
+    loopback.install()
+    with socket.socket() as other:
+        other.bind((loopback.ADDRESS, 0))
+        other.listen()
+        with pytest.raises(OSError, match="in use") as caught:
+            rendezvous.TCPStore(*other.getsockname(), 1, is_master=True)
     assert "inside dsat" not in failures.message(caught.value)

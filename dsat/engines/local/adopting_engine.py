@@ -9,7 +9,7 @@ from typing import Any
 
 from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.first_run import FirstRun
-from dsat.engines.local.retries import refuses_segments
+from dsat.engines.local.retries import lost_its_port, refuses_segments
 from dsat.in_trial.rank_files import CONFIG_FILE
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
@@ -78,9 +78,9 @@ class AdoptingEngine:
         if outcome is None:
             return []
         folder = self._trials / self._adopted.name
-        if refuses_segments(outcome):
+        if refuses_segments(outcome) or lost_its_port(outcome):
             folder.unlink()
-            self.engine.launch(self._adopted)  # which goes on without them when it fails again
+            self.engine.launch(self._adopted)  # without segments when it fails again
             return []
         self._first.close(keep_files=True)
         self._first.move_to(folder)

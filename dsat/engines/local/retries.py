@@ -172,9 +172,13 @@ class Retries:
         starts = self._starts[trial_id] = self._starts.get(trial_id, 1) + 1
         if broken and not from_outside:
             return starts <= _MOST_STARTS
-        text = outcome.message + outcome.detail
-        port_taken = outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _ADDRESS_IN_USE)
-        return (from_outside or port_taken) and starts <= 2
+        return (from_outside or lost_its_port(outcome)) and starts <= 2
+
+
+def lost_its_port(outcome: Outcome) -> bool:
+    """Return whether another program took a trial's port between its choice and its use."""
+    text = outcome.message + outcome.detail
+    return outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _ADDRESS_IN_USE)
 
 
 def refuses_segments(outcome: Outcome) -> bool:

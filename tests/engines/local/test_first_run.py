@@ -10,15 +10,18 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dsat.engines.local import ports
+from dsat.engines.local.adopting_engine import AdoptingEngine
 from dsat.engines.local.first_run import FirstRun
 from dsat.errors import ScriptFailed, UserInputError
 from dsat.inputs import recorded_start
 from dsat.inputs.entrypoint import Entrypoint
-from dsat.values.trial import TrialOptions
+from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 from testing.helpers import starts_of
 from testing.local import PATIENCE_S, PROGRAMS, processes_of, wait_until
 
@@ -392,6 +395,27 @@ if not LightningEnvironment().creates_processes_externally:
     os.environ.update(rank)
 {TRAINS}
 """
+
+
+def test_a_first_run_that_lost_its_port_to_another_program_runs_again(place: Path) -> None:
+    """As any trial does; its port was free when it was chosen."""
+    fails = "echo 'OSError: [Errno 98] Address already in use' >&2; exit 1"
+    launched: list[Trial] = []
+    others: Any = SimpleNamespace(
+        launch=launched.append, import_modules_of=lambda folder: None, close=lambda: None
+    )
+    engine = AdoptingEngine(
+        FirstRun(["bash", "-c", fails], place, timeout_s=60),
+        lambda: others,
+        trials=place / "trials",
+        num_slots=1,
+        config_of=dict,
+    )
+    own = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
+    engine.launch(own)
+    wait_until(lambda: engine.poll(0.1) or launched, "the end of the first run")
+    engine.close()
+    assert launched == [own]
 
 
 @pytest.mark.slow  # Lightning, twice
