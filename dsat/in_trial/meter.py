@@ -87,7 +87,6 @@ class Meter:
 
     Attributes:
         device_name: as in `ModelProfile`; None before the script calls `deepspeed.initialize`.
-        watches: there is an engine that may train.
         warnings: messages for the user, as keys.
         switches: of the script, which are part of its profile.
     """
@@ -100,7 +99,6 @@ class Meter:
     ) -> None:
         self.spec = spec
         self.device_name: str | None = None
-        self.watches = False
         self.warnings: dict[str, None] = {}
         self.switches: Mapping[str, ScriptSwitch] = {}
         self._on_complete = on_complete
@@ -112,13 +110,17 @@ class Meter:
         self._failed: Outcome | None = None  # which ends the trial, whatever the script does
         self._is_ended = False
         self._whose = ""  # steps are counted, in words: if several engines train
-        self._ranks: Ranks
         self._recorder: StepRecorder
         self._measurement: Measurement | None = None
 
     def warn(self, text: str) -> None:
         """Add a message for the user although the trial runs."""
         self.warnings[text] = None
+
+    @property
+    def watches(self) -> bool:
+        """Return whether there is an engine that may train."""
+        return self._engine is not None or bool(self._candidates)
 
     @property
     def steps_seen(self) -> int:
@@ -162,7 +164,6 @@ class Meter:
             return
         if not self.watches:
             loaders.begin_training()
-        self.watches = True
         self._candidates.append(engine)
         for name in PHASES:
             setattr(engine, name, self._wrapped(engine, name))
@@ -194,10 +195,10 @@ class Meter:
         self._recorder.follow_evaluations(lambda: "forward" in self._inside)
         if self._recorder.profiler is not None:
             self._recorder.profiler.switches = self.switches
-        self._ranks = Ranks(engine)
-        self._ranks.maximum([0.0])  # makes the communicator while there is memory for it
+        ranks = Ranks(engine)
+        ranks.maximum([0.0])  # makes the communicator while there is memory for it
         self._measurement = Measurement(
-            self.spec, self._recorder, self._ranks, self.warnings, self._samples
+            self.spec, self._recorder, ranks, self.warnings, self._samples
         )
 
     def _samples(self) -> tuple[int | None, int]:

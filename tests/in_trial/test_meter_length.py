@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.measurement import EVALUATED, HOST_ACCIDENTS
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.meter_spec import MeterSpec
@@ -114,19 +115,20 @@ def test_a_first_step_that_compiles_does_not_cut_it_short(clock: Clock) -> None:
     assert metrics.num_steps >= 5
 
 
-def test_measures_on_after_a_check_without_counting_the_check(clock: Clock) -> None:
+def test_measures_on_after_a_check_without_counting_the_check(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = FakeEngine(clock)
     told: list[Outcome] = []
     meter = Meter(SPEC, told.append)
     meter.watch(engine)
     meter.attach(engine)
-    maximum = meter._ranks.maximum
 
-    def slow_check(values: list[float]) -> list[float]:
+    def slow_check(_: Ranks, values: list[float]) -> list[float]:
         clock.advance(10_000)
-        return maximum(values)
+        return values
 
-    meter._ranks.maximum = slow_check  # type: ignore[method-assign]
+    monkeypatch.setattr(Ranks, "maximum", slow_check)
     measured = train(engine, before=lambda step: setattr(engine, "times_ms", (0, 0, 9 + step % 3)))
     assert measured is not None and told == [measured]
     assert max(measured.step_ms) == pytest.approx(11)
@@ -143,14 +145,16 @@ def test_a_script_that_ends_early_leaves_what_was_measured(clock: Clock) -> None
     assert meter.outcome.metrics.num_steps == 3
 
 
-def test_the_slowest_rank_decides_in_each_step(clock: Clock) -> None:
+def test_the_slowest_rank_decides_in_each_step(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = FakeEngine(clock)
     meter = attach(engine, replace(SPEC, slots=2))
     theirs = [
         [latency, 4.0, 1.0, 1.0, 2.0, 8.0, 0.0, 0.0, 0.0, 1.0] for latency in (8.0, 12.0, 12.0)
     ]
 
-    def over_ranks(values: list[float]) -> list[float]:
+    def over_ranks(_: Ranks, values: list[float]) -> list[float]:
         if len(values) != 30:
             return values
         rows = [values[i : i + 10] for i in range(0, 30, 10)]
@@ -160,7 +164,7 @@ def test_the_slowest_rank_decides_in_each_step(clock: Clock) -> None:
             for a, b in zip(mine, their, strict=True)
         ]
 
-    meter._ranks.maximum = over_ranks  # type: ignore[method-assign]
+    monkeypatch.setattr(Ranks, "maximum", over_ranks)
     train(engine, steps=5)
     measured = meter.outcome
     assert measured is not None
