@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsat.in_trial.rank_files import STEPS_FILE
+from dsat.in_trial.rank_files import steps_made
 from dsat.report import format as fmt
 from dsat.search.base import Outlook
 from dsat.tuning import finals
@@ -66,10 +66,8 @@ def doing(trial_folder: Path) -> str:
     """Return the state of a running trial, which gets its folder together with its slots."""
     if not trial_folder.exists():
         return "waits for slots"
-    try:
-        return f"step {int((trial_folder / STEPS_FILE).read_text(encoding='ascii'))}"
-    except (OSError, ValueError):  # no step was made, or its number is being written
-        return "starts"
+    steps = steps_made(trial_folder)
+    return "starts" if steps is None else f"step {steps}"
 
 
 def time_left(run: Run, at_once: int) -> str | None:

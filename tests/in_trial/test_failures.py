@@ -24,7 +24,7 @@ from dsat.engines.local.running import Running, Start, Way
 from dsat.errors import InvalidTrial
 from dsat.in_trial import agreement, failures, loaders, loopback
 from dsat.in_trial.meter import Meter
-from dsat.in_trial.rank_files import RankSpec
+from dsat.in_trial.rank_files import PORTS_FILE, Progress, RankSpec
 from dsat.in_trial.simulation.borrowed_model import BorrowedModel
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
@@ -138,11 +138,13 @@ def judge(
     return ended(folder, statuses, killed)
 
 
-def ended(folder: Path, statuses: Sequence[int], killed: Sequence[bool]) -> Outcome:
+def ended(
+    folder: Path, statuses: Sequence[int], killed: Sequence[bool], way: Way = Way.FORKED
+) -> Outcome:
     trial = Trial(1, TrialKind.SEARCH, "t", 1, BatchTriple(1, 1, 1), {})
     share = Share(0, Host(cpu_machine(1)), tuple(range(len(statuses))))
     message = {"statuses": list(statuses), "killed": list(killed)}
-    running = Running(Start(trial, folder, None), (share,), Way.FORKED, ended={0: message})
+    running = Running(Start(trial, folder, None), (share,), way, ended={0: message})
     return trial_result.of(running, timeout_s=60.0)
 
 
@@ -198,6 +200,16 @@ def test_an_error_explains_an_abort(tmp_path: Path) -> None:
 def test_a_rank_that_said_nothing(tmp_path: Path, status: int, message: str) -> None:
     outcome = judge(tmp_path, [None, None], [KILLED, status], [True, False])
     assert (outcome.kind, outcome.message) == (OutcomeKind.ERROR, message)
+
+
+def test_a_command_that_leaves_in_the_midst_of_its_training(tmp_path: Path) -> None:
+    (tmp_path / PORTS_FILE).touch()
+    progress = Progress(tmp_path)
+    progress.count(3)
+    outcome = ended(tmp_path, [0], [False], Way.COMMAND)
+    assert outcome.message == (
+        "your command ended with exit status 0 after 3 optimizer steps, before it was measured"
+    )
 
 
 def test_what_was_measured_counts_and_not_how_the_processes_ended(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dsat.engines.local.hosts import Host
 from dsat.engines.local.launch import log_files
 from dsat.engines.local.running import FULL_RUN_ID, Running, Way
 from dsat.in_trial import failures
-from dsat.in_trial.rank_files import METRICS_FILE, PORTS_FILE, result_file
+from dsat.in_trial.rank_files import METRICS_FILE, PORTS_FILE, result_file, steps_made
 from dsat.values import host_memory
 from dsat.values.memory_size import readable
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -131,6 +131,8 @@ def _of_command(folder: Path, status: int) -> Outcome:
         how = f"was killed by {signal.Signals(-status).name}"
     before_engine = not (folder / PORTS_FILE).exists()
     when = "before it called deepspeed.initialize" if before_engine else "before it was measured"
+    if steps := steps_made(folder):
+        when = f"after {steps} optimizer steps, {when}"
     message = f"your command {how} {when}"
     return Outcome(kind, message=message, detail=log, before_engine=before_engine)
 
