@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsat.errors import UserInputError
 from dsat.inputs import ds_config, script_args
-from dsat.inputs.ds_config import AUTO, CONFIG_KEY, DSAT_TRIAL_KEY, OVERWRITE_KEY
+from dsat.inputs.ds_config import AUTO, CONFIG_KEY, DSAT_TRIAL_KEY, OVERWRITE_KEY, whole_number
 from dsat.values.files import write_atomically
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def get_ds_config_from_hparams(
         base_dir: what the path of the configuration is relative to.
 
     Raises:
-        UserInputError: there is no `deepspeed_config`, or its file cannot be read.
+        UserInputError: there is no `deepspeed_config`, it cannot be read, or the
+            overrides are no mapping.
     """
     if CONFIG_KEY not in hparams:
         raise UserInputError(
@@ -49,9 +50,18 @@ def get_ds_config_from_hparams(
         )
     _attach(hparams)
     base = hparams[CONFIG_KEY]
+    if not isinstance(base, (str, os.PathLike, Mapping)):
+        raise UserInputError(f"must be a path or a mapping, not {base!r}", where=CONFIG_KEY)
     if not isinstance(base, Mapping):
         base = ds_config.read(Path(base_dir) / base)
-    return ds_config.merge(base, hparams.get(OVERWRITE_KEY) or {})
+    return ds_config.merge(base, _overrides(hparams))
+
+
+def _overrides(hparams: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = hparams.get(OVERWRITE_KEY) or {}
+    if not isinstance(found, Mapping):
+        raise UserInputError(f"must be a mapping, not {found!r}", where=OVERWRITE_KEY)
+    return found
 
 
 def get_batch_config_from_mbs_gas_and_slots(
@@ -65,9 +75,13 @@ def get_batch_config_from_mbs_gas_and_slots(
         ds_config: with `train_micro_batch_size_per_gpu`; its `gradient_accumulation_steps` are 1 if
             they are absent or "auto".
         slots: of a trial.
+
+    Raises:
+        UserInputError: a size is no positive integer.
     """
-    micro_batch, gas = ds_config[_MICRO_BATCH], ds_config.get(_GAS, 1)
-    gas = 1 if gas == AUTO else gas
+    micro_batch = whole_number(ds_config.get(_MICRO_BATCH), _MICRO_BATCH)
+    gas = ds_config.get(_GAS, 1)
+    gas = 1 if gas == AUTO else whole_number(gas, _GAS)
     return {"train_batch_size": micro_batch * gas * slots, _MICRO_BATCH: micro_batch, _GAS: gas}
 
 
@@ -85,10 +99,11 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
         hparams: the trial's hyperparameters.
 
     Raises:
-        UserInputError: the arguments name no DeepSpeed configuration, or it cannot be read.
+        UserInputError: the arguments name no DeepSpeed configuration, it cannot be read, or the
+            overrides are no mapping.
     """
     _attach(hparams)
-    overrides = hparams.get(OVERWRITE_KEY)
+    overrides = _overrides(hparams)
     if not overrides:
         return list(args)
     path = script_args.value_of(args, _HF_CONFIG_FLAG)
@@ -125,7 +140,8 @@ def dsat_reporting_context(
     from dsat.in_trial.meter import TrialComplete
 
     task = _attach(hparams_of_this_task())
-    steps = op.length if steps_completed is None else steps_completed
+    # Outside a run there may be no operation.
+    steps = getattr(op, "length", 0) if steps_completed is None else steps_completed
     if task is not None:
         task.follow(core_context, op, steps)
     try:

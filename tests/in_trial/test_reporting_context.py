@@ -80,7 +80,7 @@ def test_the_context_reports_on_the_chief_alone(complete: TrialComplete) -> None
 def test_outside_a_dsat_run_the_context_does_nothing(error: BaseException | None) -> None:
     core, operation = FakeCore(), FakeOperation()
     if error is None:
-        with dsat.dsat_reporting_context(core, operation):
+        with dsat.dsat_reporting_context(core, operation), dsat.dsat_reporting_context(core, None):
             pass
     else:
         with pytest.raises(type(error)) as left, dsat.dsat_reporting_context(core, operation):

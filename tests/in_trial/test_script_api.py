@@ -155,3 +155,22 @@ def test_the_batch_sizes_are_the_ancestors(gas: int | str | None, counted: int) 
     # As determined.pytorch.dsat of determined 0.37.0 has it.
     expected = {"train_batch_size": 4 * counted * 2, MICRO: 4, GAS: counted}
     assert dsat.get_batch_config_from_mbs_gas_and_slots(config, slots=2) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"deepspeed_config": 3}, "deepspeed_config"),
+        ({"deepspeed_config": None}, "deepspeed_config"),
+        ({"deepspeed_config": {}, "overwrite_deepspeed_args": 3}, "overwrite_deepspeed_args"),
+        ({"deepspeed_config": {}}, MICRO),
+        ({"deepspeed_config": {MICRO: "auto"}}, MICRO),
+        ({"deepspeed_config": {MICRO: 4, GAS: 0}}, GAS),
+    ],
+)
+def test_values_of_a_wrong_type_are_named(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserInputError, match=f"^{named}: must be"):
+        dsat.get_batch_config_from_mbs_gas_and_slots(dsat.get_ds_config_from_hparams(values), 2)
+    if named == "overwrite_deepspeed_args":
+        with pytest.raises(UserInputError, match=named):
+            dsat.get_hf_args_with_overwrites([], values)
