@@ -5,7 +5,7 @@ Importing this package imports neither torch nor deepspeed nor determined nor tr
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsat.errors import DsatError, UserInputError
 from dsat.in_trial.script_api import (
@@ -15,11 +15,26 @@ from dsat.in_trial.script_api import (
     get_hf_args_with_overwrites,
 )
 
+if TYPE_CHECKING:
+    from dsat.api import (
+        Estimate,
+        LongestSequences,
+        Projection,
+        Result,
+        estimate,
+        load_run,
+        project,
+        register_engine,
+        register_search,
+        tune,
+    )
+
 __version__ = "0.1.0"
 
 __all__ = [
     "DsatError",
     "Estimate",
+    "LongestSequences",
     "Projection",
     "Result",
     "UserInputError",
@@ -37,12 +52,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:  # all others are imported above
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module("dsat.api"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # by which every name would be known, as Any
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:  # all others are imported above
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module("dsat.api"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -6,11 +6,12 @@ handler is installed, nothing exits: messages go to the logger `dsat`, errors ar
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from dsat.app import keywords, local, past_runs, train_command
 from dsat.app.estimate import estimate as _estimate
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Estimate",
+    "LongestSequences",
     "Projection",
     "Result",
     "estimate",
@@ -56,9 +58,10 @@ logging.getLogger("dsat").addHandler(logging.NullHandler())
 
 Row = Mapping[str, Any]
 Callback = Callable[[Row], object]
+_BUILT_IN = (*SEARCHES, TUNE, RUN)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """The result of a search, or its state so far; `str` of it is the verdict.
 
@@ -68,7 +71,7 @@ class Result:
     of a slot's memory, and `metrics`. The verdict is by the finals, which run configurations again.
 
     Attributes:
-        run_dir: the folder of the run; None if it is on a Determined cluster.
+        run_dir: the folder of the run, absolute; None if it is on a Determined cluster.
         metric: what was optimised.
         best: the row of the best trial, as the search measured it; None if there is none.
         best_value: of the metric; the median of its runs in the finals, if there were any.
@@ -104,6 +107,14 @@ class Result:
     def __str__(self) -> str:
         return self.verdict
 
+    def __repr__(self) -> str:
+        best = None if self.best is None else self.best["name"]
+        return f"Result(run_dir={self.run_dir}, best={best}, gain={self.gain}, ...)"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return {**asdict(self), "run_dir": None if self.run_dir is None else str(self.run_dir)}
+
     def to_pandas(self) -> pandas.DataFrame:
         """Return the trials as a table; each metric is a column (`metrics.throughput`, ..).
 
@@ -138,7 +149,7 @@ def tune(
             configuration's `autotuning` section says; or a name given to `register_search`.
         callbacks: called after each trial with its row (see `Result`). What one raises ends the
             search, and is raised here.
-        search_options: keyword arguments of a search that was registered.
+        search_options: keyword arguments that constructors of a registered search name.
         options: the options of the command line, by their names and with their defaults.
 
     Returns:
@@ -182,22 +193,26 @@ def load_run(path: PathLike) -> Result:
 
 
 def register_search(name: str, search: type[Search]) -> None:
-    """Make a search of your own known to `tune` as `method=name`.
+    """Make a search of your own known to `tune` as `method=name`, in place of an earlier one.
 
     Args:
         name: of the method.
         search: a subclass of `dsat.search.Search`.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: dsat has a method of this name.
+        TypeError: the class is no search, or lacks a method.
     """
-    if name in (*SEARCHES, TUNE, RUN):
-        raise ValueError(f"there is a method {name!r} already")
+    if name in _BUILT_IN:
+        raise ValueError(f"dsat has a method {name!r} itself: choose another name")
+    is_search = isinstance(search, type) and issubclass(search, Search)
+    if not is_search or inspect.isabstract(search):
+        raise TypeError(f"{search!r} is no subclass of dsat.search.Search with `ask` and `tell`")
     SEARCHES[name] = search
 
 
 def register_engine(name: str, make_engine: EngineFactory) -> None:
-    """Make an engine of your own known to `tune` as `engine=name`.
+    """Make an engine of your own known to `tune` as `engine=name`, in place of an earlier one.
 
     Args:
         name: of the engine.
@@ -205,13 +220,28 @@ def register_engine(name: str, make_engine: EngineFactory) -> None:
             `plan`, `settings`) and the folder of the run. Trials' memory is predicted by formula.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: dsat has an engine of this name.
+        TypeError: `make_engine` cannot be called.
     """
-    if name in (*local.ENGINES, *ENGINE_NAMES):
-        raise ValueError(f"there is an engine {name!r} already")
+    if name in ENGINE_NAMES:
+        raise ValueError(f"dsat has an engine {name!r} itself: choose another name")
+    if not callable(make_engine):
+        raise TypeError(f"{make_engine!r} cannot be called with what is tuned and a folder")
     local.ENGINES[name] = make_engine
 
 
+@overload
+def estimate(
+    target: Target | None = None,
+    model_dir: PathLike | None = None,
+    *,
+    longest_sequence: Literal[True],
+    **options: Any,
+) -> LongestSequences: ...
+@overload
+def estimate(
+    target: Target | None = None, model_dir: PathLike | None = None, **options: Any
+) -> Estimate: ...
 def estimate(
     target: Target | None = None, model_dir: PathLike | None = None, **options: Any
 ) -> Estimate | LongestSequences:
@@ -290,7 +320,7 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
             search.interrupted = True
         line = None
         if search.run.best is not None:
-            line = train_command.line(ready, search.run, search.folder)
+            line = train_command.line(ready, search.run, search.folder.absolute())
         return _result(
             RunView.of(search.run).to_json(search.folder),
             run_dir=search.folder,
@@ -299,7 +329,7 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
         )
 
 
-def _result(told: Mapping[str, Any], **known: Any) -> Result:
+def _result(told: Mapping[str, Any], *, run_dir: Path | None, **known: Any) -> Result:
     """Return the result that a summary tells; it may have only a part of its fields."""
     same = "metric best best_value baseline gain stop_reason wall_s".split()
     return Result(
@@ -308,6 +338,7 @@ def _result(told: Mapping[str, Any], **known: Any) -> Result:
         trials=tuple(told.get("trials", ())),
         warnings=tuple(told.get("warnings", ())),
         verdict="\n".join(told.get("verdict", ())),
+        run_dir=None if run_dir is None else run_dir.absolute(),
         **known,
     )
 

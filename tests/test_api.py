@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -13,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -31,7 +32,7 @@ from dsat.errors import (
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import options_of
 from dsat.inputs.settings import Settings
-from dsat.search import SEARCHES, RandomSearch
+from dsat.search import SEARCHES, RandomSearch, Search
 from dsat.tuning.journal import FILE_NAME
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
@@ -56,13 +57,24 @@ def test_the_api_is_there_only_when_it_is_used() -> None:
     code = "import dsat, sys; assert 'dsat.api' not in sys.modules; dsat.estimate; dir(dsat)"
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="has no attribute 'guess'"):
-        dsat.guess  # noqa: B018
+        dsat.guess  # type: ignore[attr-defined]  # noqa: B018
+
+
+if TYPE_CHECKING:  # mypy runs this test
+    from typing_extensions import assert_type
+
+    def _types_of_results(target: str) -> None:
+        assert_type(dsat.tune(target), dsat.Result)
+        assert_type(dsat.load_run(target), dsat.Result)
+        assert_type(dsat.estimate(target, slots=8), dsat.Estimate)
+        assert_type(dsat.estimate(target, longest_sequence=True), dsat.LongestSequences)
+        assert_type(dsat.project(target), dsat.Projection)
 
 
 def test_an_estimate_takes_the_words_of_the_command_line(seen: list[Any], tmp_path: Path) -> None:
     dsat.estimate("train.py", slot_memory=["24GiB", 2**30], slots=8, exact=True)
     dsat.estimate(tmp_path / "a.yaml")
-    dsat.estimate(["torchrun", "train.py"], ds_config="ds.json")
+    dsat.estimate(["torchrun", Path("train.py")], ds_config="ds.json")
     assert seen == [
         EstimateSettings(
             command=("train.py",),
@@ -81,7 +93,7 @@ def test_every_option_of_an_estimate_is_a_keyword_with_its_default() -> None:
         assert (own.keyword in parameters) is not own.shell_only
         if not own.shell_only:
             assert parameters[own.keyword].default == own.default
-            assert f"{own.keyword}: {own.help}" in dsat.estimate.__doc__
+            assert f"{own.keyword}: {own.help}" in str(dsat.estimate.__doc__)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +115,7 @@ def test_an_unknown_keyword_is_a_type_error() -> None:
         dsat.estimate("train.py", slot_mem=1)
 
 
-@pytest.mark.parametrize("target", [[], ["train.py", 3], 7])
+@pytest.mark.parametrize("target", [[], ["train.py", 3], 7, "deepspeed train.py"])
 def test_a_target_is_a_path_or_a_command(target: Any) -> None:
     with pytest.raises((UserInputError, TypeError), match="target"):
         dsat.estimate(target)
@@ -147,20 +159,23 @@ def test_a_search_from_python(
     result = dsat.tune(TINY, method="random", callbacks=[rows.append], **SMALL)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert capsys.readouterr() == ("", "")
-    assert result.run_dir == Path("dsat_runs/tiny-1")
+    assert result.run_dir == tmp_path / "dsat_runs/tiny-1"
     assert len(result.trials) == 6 == len(rows)
     assert {row["name"] for row in rows} == {row["name"] for row in result.trials}
     assert result.best is not None and result.best_config is not None
     assert result.best_value == result.best["metrics"]["throughput"]
     assert result.stop_reason == "the budget of 6 trials is used" and not result.interrupted
     assert f"Use {result.best['name']}." in str(result) or "Keep your configuration" in str(result)
-    assert (tmp_path / result.run_dir / "best_ds_config.json").is_file()
-    assert f"run folder {result.run_dir}" in caplog.text
+    assert (result.run_dir / "best_ds_config.json").is_file()
+    assert f"run folder {result.run_dir.relative_to(tmp_path)}" in caplog.text
     assert sum(record.name == "dsat.trials" for record in caplog.records) == 6
     [ready] = pretend
     defaults = {"trials_per_config": 5, "early_stopping": None, "search_range_factor": None}
     assert ready.settings.search_options == defaults
     assert result.train_command is not None
+    assert str(result.run_dir) in result.train_command
+    assert len(repr(result)) < 300 and result.best["name"] in repr(result)
+    assert json.loads(json.dumps(result.to_json()))["run_dir"] == str(result.run_dir)
     assert replace(result, train_command=None) == dsat.load_run(result.run_dir)
     os.utime(result.run_dir / FILE_NAME, (1e9, 1e9))  # as of a copy
     assert past_runs.load(result.run_dir).changed_s >= round(began_s, 3)
@@ -233,6 +248,7 @@ def test_a_run_that_is_decided_otherwise_here_begins_again_with_what_was_measure
             raise KeyboardInterrupt
 
     part = dsat.tune(TINY, callbacks=[press], **options)
+    assert part.run_dir is not None
     with (part.run_dir / FILE_NAME).open("a") as journal:  # as on the page of `dsat watch`
         journal.write('{"event":"budget","max_trials":14,"asked":true}\n')
     decide_otherwise(monkeypatch)
@@ -251,6 +267,7 @@ def test_a_finished_run_and_that_of_another_version_stay_as_they_are(
 ) -> None:
     options = {**SMALL, "method": "random"}
     result = dsat.tune(TINY, **options)
+    assert result.run_dir is not None
     path = result.run_dir / FILE_NAME
     if not is_finished:
         first, *others, _ = path.read_text().splitlines(keepends=True)
@@ -297,8 +314,16 @@ def test_an_own_search(pretend: list[Prepared], monkeypatch: pytest.MonkeyPatch)
     result = dsat.tune(TINY, method="mine", search_options={"times": 2}, **SMALL)
     assert len(result.trials) == 6
     assert pretend[0].plan.search_options == {"times": 2}
-    with pytest.raises(ValueError, match="there is a method 'mine' already"):
-        dsat.register_search("mine", Mine)
+    with pytest.raises(UserInputError, match="search_options: method 'mine' takes no 'tries'"):
+        dsat.tune(TINY, method="mine", search_options={"tries": 2}, **SMALL)
+    with pytest.raises(UserInputError, match="search_options: must be a dictionary"):
+        dsat.tune(TINY, method="mine", search_options=["times"], **SMALL)  # type: ignore[arg-type]
+    dsat.register_search("mine", Mine)  # a notebook's cell runs again
+    with pytest.raises(ValueError, match="dsat has a method 'random' itself"):
+        dsat.register_search("random", Mine)
+    for wrong in (Search, Mine.__init__, dict):
+        with pytest.raises(TypeError, match="is no subclass of"):
+            dsat.register_search("other", wrong)  # type: ignore[arg-type]
 
 
 def _never(trial: Trial) -> Outcome:
@@ -306,9 +331,12 @@ def _never(trial: Trial) -> Outcome:
 
 
 @pytest.mark.parametrize("name", ["local", "auto", "pretend"])
-def test_a_name_of_an_engine_is_given_once(pretend: list[Prepared], name: str) -> None:
-    with pytest.raises(ValueError, match="already"):
+def test_no_engine_of_dsats_own_is_replaced(pretend: list[Prepared], name: str) -> None:
+    taken = contextlib.nullcontext() if name == "pretend" else pytest.raises(ValueError, match=name)
+    with taken:
         dsat.register_engine(name, lambda ready, folder: SimulatedEngine(_never, num_slots=1))
+    with pytest.raises(TypeError, match="'no engine' cannot be called"):
+        dsat.register_engine("other", "no engine")  # type: ignore[arg-type]
 
 
 def test_errors_are_those_of_dsat(pretend: list[Prepared], tmp_path: Path) -> None:
@@ -323,7 +351,7 @@ def test_errors_are_those_of_dsat(pretend: list[Prepared], tmp_path: Path) -> No
         dsat.tune(TINY, run_dir=tmp_path / "file" / "run", **SMALL)
     for wrong in (print, [print, None]):
         with pytest.raises(UserInputError, match="callbacks: is no list of functions"):
-            dsat.tune("no_such_script.py", callbacks=wrong)
+            dsat.tune("no_such_script.py", callbacks=wrong)  # type: ignore[arg-type]
     with pytest.raises(UserInputError, match="method: invalid choice: 'guess'"):
         dsat.tune(TINY, method="guess", **SMALL)
     with pytest.raises(UserInputError, match="engine: invalid choice: 'nowhere'"):

@@ -52,7 +52,10 @@ def _floor(module: str) -> int | None:
 
 def _imports(module: str, is_package: bool, text: str, modules: set[str]) -> Iterator[str]:
     """The modules of `dsat` that a source imports anywhere, be it in a function."""
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    if not module:  # what it opens lazily is imported for type checkers alone
+        tree.body = [node for node in tree.body if not _is_for_type_checkers(node)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "dsat":
@@ -71,6 +74,10 @@ def _imports(module: str, is_package: bool, text: str, modules: set[str]) -> Ite
             for alias in node.names:
                 name = f"{base}.{alias.name}".lstrip(".")
                 yield name if name in modules else base
+
+
+def _is_for_type_checkers(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def _import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:

@@ -41,8 +41,8 @@ def test_the_examples_in_python_run_as_they_stand(
     monkeypatch.chdir(tmp_path / "tiny")
     warm_command.use(warm_host.prefix(), monkeypatch.setattr)
     # Short trials on one slot, whose memory `dsat.estimate` alone simulates.
-    steps = {"start_profile_step": 2, "end_profile_step": 3, "max_profile_steps": 2}
-    small = {"slots": 1, "max_micro_batch": 64, "memory_model": "formula"}
+    steps: dict[str, Any] = {"start_profile_step": 2, "end_profile_step": 3, "max_profile_steps": 2}
+    small: dict[str, Any] = {"slots": 1, "max_micro_batch": 64, "memory_model": "formula"}
     quick = functools.partial(dsat.tune, **small, **steps)
     monkeypatch.setattr(dsat, "tune", quick)
     names: dict[str, Any] = {"__name__": "examples"}
@@ -52,7 +52,7 @@ def test_the_examples_in_python_run_as_they_stand(
     finally:
         SEARCHES.pop("patient", None)
     result, again, run = names["result"], names["again"], names["run"]
-    assert result.run_dir == Path("dsat_runs/tiny-1")
+    assert result.run_dir == Path("dsat_runs/tiny-1").absolute()
     assert [trial["kind"] for trial in result.trials[:2]] == ["baseline", "profile"]
     assert len(result.trials) == 6 and result.best["outcome"] == "OK"
     assert names["config"] == result.best_config

@@ -15,12 +15,12 @@ from dsat.inputs.estimate_settings import EstimateSettings, ModelSettings
 from dsat.inputs.option import Option, options_of
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
-from dsat.search import SEARCHES
+from dsat.search import SEARCHES, parameters_of
 from dsat.search import options_of as options_of_search
 from dsat.space.knobs import KNOB_NAMES
 
 PathLike = str | os.PathLike[str]
-Target = PathLike | Sequence[str]
+Target = PathLike | Sequence[PathLike]
 _Settings = TypeVar("_Settings", bound=ModelSettings)
 
 _EXPERIMENT_SUFFIXES = (".yaml", ".yml")
@@ -106,7 +106,9 @@ def search_settings(
     if method in (TUNE, RUN):
         wanted["command"] = _launched(wanted, method)
         values["run_full_experiment"] = method == RUN
-    return settings_of({**wanted, **values, "method": method}, search_options or {})
+    further = {} if search_options is None else search_options
+    _check_search_options(further, method)
+    return settings_of({**wanted, **values, "method": method}, further)
 
 
 def settings_of(values: Mapping[str, Any], search_options: Mapping[str, Any] = {}) -> Settings:
@@ -122,6 +124,18 @@ def settings_of(values: Mapping[str, Any], search_options: Mapping[str, Any] = {
     of_places = {one.keyword: left.pop(one.keyword, None) for one in places.options()}
     place_options = places.given_options(of_places, left.get("engine", places.AUTO))
     return Settings(**left, search_options={**own, **search_options}, place_options=place_options)
+
+
+def _check_search_options(given: Any, method: str) -> None:
+    """Raise UserInputError if options are no arguments of the search, before anything runs."""
+    if not isinstance(given, Mapping):
+        raise UserInputError(f"must be a dictionary, not {given!r}", where="search_options")
+    known = parameters_of(method)
+    if unknown := [name for name in given if name not in known]:
+        raise UserInputError(
+            f"method {method!r} takes no {unknown[0]!r} (choose from {', '.join(sorted(known))})",
+            where="search_options",
+        )
 
 
 def help_of(own: Option) -> str:
@@ -154,19 +168,25 @@ def _target(target: Target, model_dir: PathLike | None) -> dict[str, Any]:
     """Return the settings that name the target."""
     if isinstance(target, (str, os.PathLike)):
         path = Path(target)
+        if len(path.name.split()) > 1 and not path.exists():
+            raise UserInputError(
+                "there is no such file",
+                where=f"target {target!r}",
+                hint='Give a command as a list of words, such as ["deepspeed", "train.py"].',
+            )
         if model_dir is None and path.suffix not in _EXPERIMENT_SUFFIXES:
             return {"command": (str(path),)}
         return {"config": path, "model_dir": path.parent if model_dir is None else Path(model_dir)}
     if model_dir is not None:
         raise UserInputError("is for an experiment configuration, not a command", where="model_dir")
-    is_command = isinstance(target, Sequence) and all(isinstance(word, str) for word in target)
-    if not is_command or not target:
+    words = list(target) if isinstance(target, Sequence) else []
+    if not words or not all(isinstance(word, (str, os.PathLike)) for word in words):
         raise UserInputError(
             "is neither a path nor a list of words",
             where=f"target {target!r}",
             hint='Give a script, an experiment configuration, or a command such as ["train.py"].',
         )
-    return {"command": tuple(target)}
+    return {"command": tuple(map(os.fspath, words))}
 
 
 def _declared(options: Iterable[Option]) -> dict[str, Option]:

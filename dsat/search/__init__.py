@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 from dsat.inputs.option import Option
@@ -19,6 +20,7 @@ SEARCHES: dict[str, type[Search]] = {
     "random": RandomSearch,
     "gridsearch": GridSearch,
 }
+_GIVEN_BY_RUNS = set("self profile objective space seed predict gated costs".split())
 
 
 def options_of(method: str) -> Mapping[str, Option]:
@@ -30,6 +32,18 @@ def options_of(method: str) -> Mapping[str, Option]:
     return found
 
 
+def parameters_of(method: str) -> set[str]:
+    """Return the parameters of a search's constructor, and of those above it, for its user."""
+    signatures = [
+        inspect.signature(vars(each)["__init__"])
+        for each in SEARCHES.get(method, Search).__mro__
+        if issubclass(each, Search) and "__init__" in vars(each)
+    ]
+    of_all = [own for signature in signatures for own in signature.parameters.values()]
+    unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {own.name for own in of_all if own.kind not in unnamed} - _GIVEN_BY_RUNS
+
+
 __all__ = [
     "SEARCHES",
     "ASHASearch",
@@ -39,4 +53,5 @@ __all__ = [
     "RandomSearch",
     "Search",
     "options_of",
+    "parameters_of",
 ]
