@@ -115,7 +115,7 @@ def test_an_unknown_keyword_is_a_type_error() -> None:
         dsat.estimate("train.py", slot_mem=1)
 
 
-@pytest.mark.parametrize("target", [[], ["train.py", 3], 7, "deepspeed train.py"])
+@pytest.mark.parametrize("target", [[], ["train.py", 3], 7, "deepspeed a/train.py"])
 def test_a_target_is_a_path_or_a_command(target: Any) -> None:
     with pytest.raises((UserInputError, TypeError), match="target"):
         dsat.estimate(target)
