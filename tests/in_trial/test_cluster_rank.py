@@ -202,6 +202,7 @@ def test_other_trials_are_left_alone(hparams: Any) -> None:
 
 SCRIPT = """
 import sys, time
+from types import SimpleNamespace
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.cluster_rank import Task
@@ -209,6 +210,7 @@ from dsat.values.trial import TrialOptions
 
 spec = MeterSpec(TrialOptions(timeout_s=60.0), micro_batch=4, gas=1, stage=1, slots=2)
 meter = Meter(spec, print)
+engine = SimpleNamespace(basic_optimizer=1, forward=print, backward=print, step=print)
 Task(meter, {timeout_s}).watch()
 {body}
 """
@@ -220,7 +222,7 @@ Task(meter, {timeout_s}).watch()
         ("time.sleep(30)", 1, "TIMEOUT", False),
         ("raise KeyError('x')", 1, "ERROR", False),
         ("raise MemoryError", 1, "OOM", False),
-        ("meter.watches = True", 0, "INVALID", True),
+        ("meter.watch(engine)", 0, "INVALID", True),
         ("sys.exit(3)", 3, "INVALID", True),
     ],
 )
@@ -236,4 +238,4 @@ def test_a_process_says_in_its_log_why_it_ends(
     [line] = [text for text in process.stderr.splitlines() if LOG_MARK in text]
     data = json.loads(line.partition(LOG_MARK)[2])
     assert (data["kind"], data["ended"], data["run"]) == (kind, ended, "7.a.0")
-    assert Outcome.from_json(data).smaller_may_run == (body == "meter.watches = True")
+    assert Outcome.from_json(data).smaller_may_run == (body == "meter.watch(engine)")
