@@ -22,6 +22,7 @@ import dsat
 from dsat import api
 from dsat.app import local, past_runs
 from dsat.app.prepare import Prepared
+from dsat.engines.local.machine import Machine
 from dsat.engines.places import local as this_machine
 from dsat.errors import (
     DecisionMismatch,
@@ -280,18 +281,64 @@ def test_a_finished_run_and_that_of_another_version_stay_as_they_are(
     assert [*result.run_dir.glob("journal*")] == [path]
 
 
-def test_a_script_that_was_changed_is_warned_of_when_its_run_goes_on(
-    pretend: list[Prepared], tmp_path: Path, caplog: pytest.LogCaptureFixture
+OTHER_TORCH = replace(cpu_machine(2), software=("torch 2.0",))
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A copy of an experiment, whose script may be changed."""
+    return Path(shutil.copytree(PROGRAMS / "tiny", tmp_path / "tiny")) / TINY.name
+
+
+def test_a_result_of_another_script_is_shown_with_a_warning(
+    pretend: list[Prepared], tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="dsat")
-    shutil.copytree(PROGRAMS / "tiny", tmp_path / "tiny")
-    target = tmp_path / "tiny" / TINY.name
-    run_dir = dsat.tune(target, **SMALL).run_dir
+    run_dir = dsat.tune(tiny, **SMALL).run_dir
     for change, warnings in (("", 0), ("\n# repaired", 1)):
-        with (tmp_path / "tiny" / "train.py").open("a") as script:
+        with tiny.with_name("train.py").open("a") as script:
             script.write(change)
-        dsat.tune(target, run_dir=run_dir, resume=True, **SMALL)
-        assert caplog.text.count("train.py has changed since the run began") == warnings
+        dsat.tune(tiny, run_dir=run_dir, resume=True, **SMALL)
+        assert caplog.text.count("warning: the training script changed") == warnings
+    assert len(pretend) == 1, "a run that is over measures nothing"
+
+
+@pytest.mark.parametrize("changed", ["script", "software"])
+def test_measurements_of_another_script_or_of_other_software_do_not_count(
+    changed: str,
+    launched: list[Trial],
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="dsat")
+    options = {**SMALL, "method": "random", "max_trials": 12, "finals": 0}
+    script = tiny.with_name("train.py")
+    own_text, own_machine = script.read_text(), replace(OTHER_TORCH, software=("torch 2.9",))
+
+    def interrupted(row: api.Row) -> None:
+        raise KeyboardInterrupt
+
+    def begin(text: str, machine: Machine, **more: Any) -> dsat.Result:
+        launched.clear()
+        script.write_text(text)
+        monkeypatch.setattr(this_machine, "find_machine", lambda *_: machine)
+        return dsat.tune(tiny, **more, **options)
+
+    run_dir = begin(own_text, own_machine, callbacks=[interrupted]).run_dir
+    again = {"run_dir": run_dir, "resume": True}
+    if changed == "script":
+        begin(f"{own_text}# repaired", own_machine, callbacks=[interrupted], **again)
+        said = "the training script changed: the search begins again and reuses nothing"
+    else:
+        begin(own_text, OTHER_TORCH, callbacks=[interrupted], **again)
+        said = "software was torch 2.9, now torch 2.0: the search begins again"
+    assert [trial.id for trial in launched] == [0], "it was measured again"
+    assert said in caplog.text
+    whole = begin(own_text, own_machine, **again)
+    assert len(launched) == len(whole.trials) - 1, "a change that is undone wastes nothing"
+    info = json.loads((run_dir / FILE_NAME).read_text().splitlines()[0])["info"]
+    assert info["software"] == "torch 2.9"
 
 
 def test_what_a_callback_raises_is_raised(pretend: list[Prepared]) -> None:

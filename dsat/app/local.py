@@ -6,14 +6,13 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from dsat.app import mailbox, run_folders, train_command
 from dsat.app.hosts import describe
 from dsat.app.observers import FileKeeper, Logger, write_files
-from dsat.app.prepare import SCRIPT_DIGEST, Prepared
+from dsat.app.prepare import Prepared
 from dsat.engines import Engine, cached
 from dsat.engines.local import leftovers
 from dsat.engines.local.adopting_engine import AdoptingEngine
@@ -71,7 +70,7 @@ class LocalSearch:
             earlier: list[Run] = []
             if ready.native is not None or ready.settings.resume:
                 earlier = run_folders.earlier_runs(
-                    self.folder, ready.plan, takes_over=ready.native is not None
+                    self.folder, ready.plan, ready.info, takes_over=ready.native is not None
                 )
             ended = leftovers.end_processes(self.folder)
             if ended:
@@ -86,7 +85,7 @@ class LocalSearch:
                 self._tuner = _tuner(ready, self.folder, opened)
             if not self._tuner.run.trials:
                 self._tuner.raise_budget(history.asked_trials(earlier, ready.plan))
-            self._known = history.known_outcomes(earlier, ready.plan)
+            self._known = history.known_outcomes(earlier, ready.plan, ready.info)
             self._opened = opened.pop_all()
         self.run = self._tuner.run
         self.ready = train_command.as_shown(ready, self.run)
@@ -125,7 +124,7 @@ class LocalSearch:
 
         Messages are logged.
         """
-        for message in _messages(self.ready, self.folder, self.run.info):
+        for message in _messages(self.ready, self.folder, self.run):
             _log.info("%s", message)
         mailbox.take(self.folder)  # requests to an earlier process
         if self._has_work():
@@ -220,7 +219,7 @@ def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner
     )
 
 
-def _messages(ready: Prepared, folder: Path, info: Mapping[str, Any]) -> Iterator[str]:
+def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
     """Yield messages to show before the run begins."""
     yield f"{describe(ready.hosts)}; run folder {folder}"
     for host in ready.hosts:
@@ -238,11 +237,11 @@ def _messages(ready: Prepared, folder: Path, info: Mapping[str, Any]) -> Iterato
             f"note: your configuration gives train_batch_size {plan.train_batch_size}, which the "
             "search keeps; --train-batch-size any tries others"
         )
-    digest = ready.info[SCRIPT_DIGEST]
-    if info.get(SCRIPT_DIGEST, digest) != digest:
+    changed = history.difference(run, plan, ready.info)
+    if changed is not None:
         yield (
-            f"warning: {ready.program.script} has changed since the run began: if its speed or "
-            "memory changed, start a new run, because earlier measurements count as well"
+            f"warning: {changed} since this run ended, and its result is shown as it was: start a "
+            "new run to measure again"
         )
     if ready.native is not None:
         yield from (f"note: {note}" for note in ready.native.notes)

@@ -36,7 +36,6 @@ from dsat.values.text import words_without_secrets
 
 _log = logging.getLogger(__name__)
 _LONGEST_SHOWN = 200
-SCRIPT_DIGEST = "script_digest"  # in `Prepared.info`
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Prepared:
             "software": ", ".join(self.machine.software),
             "config": str(self.experiment.path),
             "model_dir": str(self.experiment.model_dir),
-            SCRIPT_DIGEST: digest(self.experiment.model_dir / self.program.script),
+            "script_digest": digest(self.experiment.model_dir / self.program.script),
         }
 
 

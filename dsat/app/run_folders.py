@@ -8,8 +8,10 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from dsat.app.folder_lock import FolderLock
 from dsat.errors import DecisionMismatch, JournalError, UserInputError
@@ -17,6 +19,7 @@ from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.settings import Settings
 from dsat.report import autotuner_files, page, progress, summary
 from dsat.space.plan import Plan
+from dsat.tuning import history
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.replay import as_begun
 from dsat.tuning.run import Run
@@ -130,14 +133,17 @@ def of_results(section: Autotuning, locks: ExitStack) -> Path:
     return section.results_dir
 
 
-def earlier_runs(folder: Path, plan: Plan, *, takes_over: bool) -> list[Run]:
+def earlier_runs(
+    folder: Path, plan: Plan, info: Mapping[str, Any], *, takes_over: bool
+) -> list[Run]:
     """Return the runs in a run's folder that are not continued.
 
-    The journal of a run for another plan is set aside. So is that of a run with errors to retry: a
-    new journal begins, and whatever ran is taken from the old one.
+    The journal of a run for another plan is set aside. So is that of a run with errors to retry, or
+    that would go on with another script or other software: a new journal begins, and whatever still
+    counts is taken from the old one.
 
     Args:
-        plan: of the run that is to begin or to go on.
+        plan, info: of the run that is to begin or to go on.
         takes_over: the folder may hold a run of another plan.
     """
     journal = folder / FILE_NAME
@@ -146,9 +152,13 @@ def earlier_runs(folder: Path, plan: Plan, *, takes_over: bool) -> list[Run]:
         run = Run(events)
         begun = as_begun(plan, events)
         other = run.has_begun and begun.difference(run.plan) is not None
-        if takes_over if other else _has_errors_to_retry(run):
+        changed = history.difference(run, plan, info) if run.has_begun else None
+        goes_on = changed is not None and not _is_over(run, plan)
+        if takes_over if other else goes_on or _has_errors_to_retry(run):
             _set_aside(journal)
-            if not other:
+            if changed is not None:
+                _log.info("%s: the search begins again and reuses nothing", changed)
+            elif not other:
                 _log.info("trials that failed are run again")
     return [Run(read_events(path)) for path in _set_aside_in(folder)]
 
@@ -156,7 +166,8 @@ def earlier_runs(folder: Path, plan: Plan, *, takes_over: bool) -> list[Run]:
 def begin_anew(folder: Path, dsat: str, mismatch: DecisionMismatch) -> Run:
     """Set aside the journal of a run whose search decides otherwise here; return the earlier run.
 
-    Searches calculate with floats, whose last digits differ between kinds of processors.
+    Searches calculate with floats, whose last digits differ between kinds of processors. Checkouts
+    of dsat between two versions decide differently too.
     """
     run = Run(read_events(folder / FILE_NAME))
     finished = run.stop_reason is not None and not run.stop_asked
@@ -177,7 +188,15 @@ def _set_aside(journal: Path) -> None:
 
 
 def _set_aside_in(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"{Path(FILE_NAME).stem}-*.jsonl"))
+    """Return the journals that were set aside, by their numbers."""
+    found = folder.glob(f"{Path(FILE_NAME).stem}-*.jsonl")
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+def _is_over(run: Run, plan: Plan) -> bool:
+    """Check for a run that found something and has no trial left by a plan."""
+    stopped = run.stop_reason is not None and not run.stop_asked
+    return stopped and run.best is not None and plan.max_trials <= run.planned_trials
 
 
 def _has_errors_to_retry(run: Run) -> bool:

@@ -38,7 +38,7 @@ def a_run(folder: Path, *, profile: Outcome | None = None) -> Run:
 
 
 def begins_anew(folder: Path) -> bool:
-    run_folders.earlier_runs(folder, PLAN, takes_over=False)
+    run_folders.earlier_runs(folder, PLAN, {}, takes_over=False)
     return is_empty(folder)
 
 
@@ -49,9 +49,9 @@ def is_empty(folder: Path) -> bool:
 def test_a_profile_that_failed_is_run_again(tmp_path: Path) -> None:
     early = replace(failed("ERROR", "No module named 'nonsense'"), before_engine=True)
     a_run(tmp_path / "run", profile=early)
-    [earlier] = run_folders.earlier_runs(tmp_path / "run", PLAN, takes_over=False)
+    [earlier] = run_folders.earlier_runs(tmp_path / "run", PLAN, {}, takes_over=False)
     assert is_empty(tmp_path / "run")
-    assert history.known_outcomes([earlier], PLAN) == {}
+    assert history.known_outcomes([earlier], PLAN, {}) == {}
 
 
 def test_what_another_device_measured_is_not_reused(tmp_path: Path) -> None:
@@ -59,13 +59,25 @@ def test_what_another_device_measured_is_not_reused(tmp_path: Path) -> None:
     a100, h100 = (replace(PLAN, measured={"device": device}) for device in ("A100", "H100"))
     for plan, today, is_known in ((PLAN, h100, True), (a100, a100, True), (a100, h100, False)):
         run.plan = plan
-        assert bool(history.known_outcomes([run], today)) is is_known
+        assert bool(history.known_outcomes([run], today, {})) is is_known
+
+
+def test_what_another_script_or_other_software_measured_is_not_reused(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    run.info = {"software": "torch 2.9", "script_digest": "a"}
+    for today, is_known in (
+        (run.info, True),
+        ({}, True),
+        ({**run.info, "software": "torch 2.0"}, False),
+        ({**run.info, "script_digest": "b"}, False),
+    ):
+        assert bool(history.known_outcomes([run], PLAN, today)) is is_known
 
 
 def test_suggestions_that_came_since_are_none_of_a_run_that_goes_on(tmp_path: Path) -> None:
     a_run(tmp_path / "run")
     today = replace(PLAN, suggested=(Suggestion(1, 1, "z1", {}, {}),))
-    assert run_folders.earlier_runs(tmp_path / "run", today, takes_over=True) == []
+    assert run_folders.earlier_runs(tmp_path / "run", today, {}, takes_over=True) == []
     assert not is_empty(tmp_path / "run")
 
 
