@@ -29,6 +29,7 @@ from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.report.longest_sequence import LongestSequences
+from dsat.report.progress import Status
 from dsat.report.projection import Projection
 from dsat.report.run_view import RunView, TrialView
 from dsat.search import SEARCHES, Search
@@ -189,7 +190,12 @@ def load_run(path: PathLike) -> Result:
     if folder.name == FILE_NAME:
         folder = folder.parent
     past = past_runs.load(folder)
-    return _result(RunView.of(past.run).to_json(past.folder), run_dir=past.folder)
+    status = Status.of_run(past.folder)
+    return _result(
+        RunView.of(past.run).to_json(past.folder),
+        run_dir=past.folder,
+        train_command=None if status is None else status.train_line or None,
+    )
 
 
 def register_search(name: str, search: type[Search]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -177,9 +178,13 @@ def test_a_search_from_python(
     assert str(result.run_dir) in result.train_command
     assert len(repr(result)) < 300 and result.best["name"] in repr(result)
     assert json.loads(json.dumps(result.to_json()))["run_dir"] == str(result.run_dir)
-    assert replace(result, train_command=None) == dsat.load_run(result.run_dir)
+    assert result == dsat.load_run(result.run_dir)
     os.utime(result.run_dir / FILE_NAME, (1e9, 1e9))  # as of a copy
     assert past_runs.load(result.run_dir).changed_s >= round(began_s, 3)
+    journal = result.run_dir / FILE_NAME
+    journal.write_text(re.sub(r'"time_s":\d+', '"time_s":9999999999', journal.read_text()))
+    os.utime(journal, (1e9, 1e9))
+    assert past_runs.load(result.run_dir).changed_s == 1e9, "its clock was wrong"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,8 +67,9 @@ def _changed_s(journal: Path) -> float:
     stat = journal.stat()
     with contextlib.suppress(OSError), open(journal, "rb") as file:
         file.seek(max(0, stat.st_size - _TAIL_BYTES))
-        if dates := _DATE.findall(file.read()):
-            return float(dates[-1])
+        dates = [float(date) for date in _DATE.findall(file.read())]
+        if dates and dates[-1] <= time.time():  # not by a clock that was wrong
+            return dates[-1]
     return stat.st_mtime
 
 

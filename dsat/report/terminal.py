@@ -242,7 +242,9 @@ def _caveats(views: Views) -> list[str]:
         "They optimised different metrics: their best values cannot be compared.": {
             plan.metric for plan in plans
         },
-        "They ran on different machines.": {str(v.info.get("machine")) for v in views.values()},
+        "They ran on different machines.": _recorded(views, "machine"),
+        "They ran with different software.": _recorded(views, "software"),
+        "They ran different scripts, or the script changed.": _recorded(views, "script_digest"),
         "Their trials had different numbers of slots.": {plan.slots_per_trial for plan in plans},
         "They started from different configurations.": {
             repr(sorted(flat(plan.base_config).items())) for plan in plans
@@ -253,6 +255,11 @@ def _caveats(views: Views) -> list[str]:
     for name, other in others:
         found += _same_configurations(first, view, name, other)
     return found
+
+
+def _recorded(views: Views, key: str) -> set[str]:
+    """Return what runs recorded of themselves; those of earlier versions did not."""
+    return {str(view.info[key]) for view in views.values() if view.info.get(key)}
 
 
 def _same_configurations(first: str, view: RunView, name: str, other: RunView) -> list[str]:

@@ -101,7 +101,7 @@ class Plan(Recorded, BatchRule, Freedom):
             if own is not None:
                 called = own.keyword.replace("_", " ")
                 return f"{called} was {own.write(theirs[name])}, now {own.write(value)}"
-            path, was, now = _first_difference(theirs[name], value)
+            path, was, now = first_difference(theirs[name], value)
             label = _LABELS.get(".".join([name, *path]))
             if label is None:
                 label = _LABELS.get(name, name.replace("_", " ")) + f" {'.'.join(path)}"
@@ -115,14 +115,14 @@ def values_of(settings: Settings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in names}
 
 
-def _first_difference(was: Any, now: Any) -> tuple[list[str], str, str]:
+def first_difference(was: Any, now: Any) -> tuple[list[str], str, str]:
     """Return the keys that lead to the first difference of two values, and both sides of it."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         for key in dict.fromkeys([*was, *now]):
             if key not in was or key not in now:
                 return [key], _said(was.get(key, _ABSENT)), _said(now.get(key, _ABSENT))
             if was[key] != now[key]:
-                path, *values = _first_difference(was[key], now[key])
+                path, *values = first_difference(was[key], now[key])
                 return [key, *path], values[0], values[1]
     return [], _said(was), _said(now)
 

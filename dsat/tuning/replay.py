@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dsat.errors import DecisionMismatch, JournalMismatch
-from dsat.space.plan import Plan
+from dsat.space.plan import Plan, first_difference
 from dsat.space.space import Suggestion
 from dsat.tuning.decisions import Decisions
 from dsat.tuning.events import (
@@ -72,8 +72,15 @@ def _check_plan(plan: Plan, earlier: Plan) -> None:
 def _check_decision(decisions: Decisions, event: Mapping[str, Any]) -> None:
     decided: Trial | None = (decisions.next_event(ignore_budget=True) or {}).get("trial")
     earlier: Trial | None = event.get("trial")
+    if decided is not None and earlier is not None:  # a prediction is shown, and decides nothing
+        decided = replace(decided, predicted_bytes=earlier.predicted_bytes)
     if encode(decided) == encode(earlier):
         return
+    if decided is not None and earlier is not None and decided.name == earlier.name:
+        path, was, now = first_difference(encode(earlier), encode(decided))
+        raise DecisionMismatch(
+            f"{'.'.join(path)} of trial {earlier.id} ({earlier.name}) was {was}, now {now}"
+        )
     said = "nothing" if decided is None else decided.name
     if earlier is None:
         assert decided is not None

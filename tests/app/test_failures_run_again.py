@@ -94,6 +94,17 @@ def test_a_run_goes_on_whose_journal_was_set_aside_by_a_process_that_was_killed(
         run_folders.of_run(replace(settings, resume=False), "name", locks)
 
 
+def test_journals_that_were_set_aside_are_read_by_their_numbers(tmp_path: Path) -> None:
+    a_run(tmp_path / "run")
+    whole = (tmp_path / "run" / FILE_NAME).read_bytes().splitlines(keepends=True)
+    for number in (1, 2, 10):
+        part = b"".join(whole[: 1 + number])
+        (tmp_path / "run" / f"journal-{number}.jsonl").write_bytes(part)
+    earlier = run_folders.earlier_runs(tmp_path / "run", PLAN, {}, takes_over=False)
+    known = [len(run.trials) + len(run.outcomes) for run in earlier]
+    assert known == sorted(known) and len(set(known)) == 3
+
+
 def test_memory_that_ran_out_is_believed(tmp_path: Path) -> None:
     a_run(tmp_path / "run", profile=failed("OOM"))
     assert not begins_anew(tmp_path / "run")

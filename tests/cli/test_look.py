@@ -55,7 +55,7 @@ def test_the_newest_run_is_the_same_for_all_commands(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By its events: a copy of a folder has the dates of the files that it was made with."""
-    for name, time_s in (("model-1", 2e9), ("model-2", 1e9)):
+    for name, time_s in (("model-1", 1.5e9), ("model-2", 1e9)):
         journal = Path("dsat_runs") / name / "journal.jsonl"
         *lines, last = journal.read_text().splitlines(keepends=True)
         dated = json.dumps({**json.loads(last), "time_s": time_s})
@@ -144,8 +144,18 @@ def test_runs_are_compared_by_the_median_of_what_ran_again() -> None:
     told = terminal.comparison_to_json(
         {"a": steady, "b": RunView.of(other)}, dict.fromkeys("ab", Path())
     )
+    assert len(told["caveats"]) == 1, "journals of earlier versions name no software"
     assert " measured in a and in b: in the latter 1.000 times" in told["caveats"][0]
     assert float(told["caveats"][0].split("median, ")[1].split()[0]) > 0.9
+    run.info = {"software": "torch 2.9", "script_digest": "a"}
+    other.info = {"software": "torch 2.0", "script_digest": "b"}
+    told = terminal.comparison_to_json(
+        {"a": RunView.of(run), "b": RunView.of(other)}, dict.fromkeys("ab", Path())
+    )
+    assert told["caveats"][:2] == [
+        "They ran with different software.",
+        "They ran different scripts, or the script changed.",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -166,8 +166,23 @@ def test_a_proposal_that_would_not_be_made_today_is_a_mismatch() -> None:
     position = max(n for n, event in enumerate(events) if event["event"] == "proposed")
     events[position]["trial"]["batch"]["micro_batch"] += 1
     name = events[position]["trial"]["name"]
-    with pytest.raises(JournalMismatch, match=f"trial 5 was {name}"):
+    said = f"batch.micro_batch of trial 5 \\({name}\\) was"
+    with pytest.raises(JournalMismatch, match=said):
         tuner_of(plan_of(max_trials=6), events)
+    events[position]["trial"]["name"] = "z0_earlier"
+    with pytest.raises(JournalMismatch, match="trial 5 was z0_earlier, but z"):
+        tuner_of(plan_of(max_trials=6), events)
+
+
+def test_a_run_goes_on_though_memory_is_predicted_otherwise_today() -> None:
+    plan = plan_of(max_trials=6)
+    events = events_of(plan, World(), slots=1)
+    predicted = [e["trial"] for e in events if e.get("trial", {}).get("predicted_bytes")]
+    assert any(trial["kind"] == "search" for trial in predicted)
+    for trial in predicted:
+        trial["predicted_bytes"] += 1
+    resumed, _ = tuner_of(plan, events)
+    assert resumed.finished
 
 
 def test_a_proposal_where_there_is_nothing_to_try_is_a_mismatch() -> None:
