@@ -13,6 +13,7 @@ from dsat.errors import UserInputError
 from dsat.inputs.ds_config import flat
 from dsat.report.run_view import RunView, TrialView
 from dsat.tuning.run import Run
+from dsat.values.files import written_atomically
 from dsat.values.outcome import Outcome
 from dsat.values.text import values_without_secrets
 from dsat.values.trial import TrialKind
@@ -46,7 +47,7 @@ def rows(view: RunView) -> list[dict[str, Any]]:
 def to_csv(view: RunView, output: Path, name: str, began_s: float) -> None:
     """Write a table with a line for each trial."""
     table = rows(view)
-    with open(output, "x", newline="", encoding="utf-8") as file:
+    with open(output, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, _columns(table))
         writer.writeheader()
         writer.writerows({key: _harmless(value) for key, value in row.items()} for row in table)
@@ -191,7 +192,8 @@ def export(run: Run, to: str, output: Path, name: str, ended_at_s: float) -> Non
     if not output.parent.is_dir():
         raise UserInputError("there is no such folder", where=str(output.parent))
     try:
-        write(RunView.of(run), output.resolve(), name, ended_at_s - run.running_s)
+        with written_atomically(output.resolve()) as temporary:
+            write(RunView.of(run), temporary, name, ended_at_s - run.running_s)
     except ImportError as error:
         raise UserInputError(
             f"needs {package}: {error}", where=f"--to {to}", hint=f"pip install {package}"

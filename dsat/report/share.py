@@ -21,6 +21,7 @@ from dsat.report.run_view import RunView, TrialView
 from dsat.report.table import Table
 from dsat.space.knobs import KNOBS
 from dsat.values.codec import DecodeError, Recorded
+from dsat.values.files import written_atomically
 from dsat.values.objective import METRIC_NAMES
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.text import printable
@@ -164,13 +165,12 @@ def write(run: SharedRun, path: Path) -> None:
     Raises:
         UserInputError: there is such a file.
     """
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text_of(run))
-    except FileExistsError:
+    if path.exists():
         raise UserInputError(
             "exists already", where=str(path), hint="Name another file with --share."
-        ) from None
+        )
+    with written_atomically(path) as temporary:
+        temporary.write_text(text_of(run), encoding="utf-8")
 
 
 def table(runs: Sequence[SharedRun]) -> Table:

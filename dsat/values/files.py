@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -44,12 +46,31 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def remove_folder(path: Path) -> None:
-    """Remove a folder with all that is in it, or a link alone; nothing if it is not there."""
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it; nothing if it is not there."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def written_atomically(path: Path) -> Iterator[Path]:
+    """Yield a name beside a file or folder; what is made under it takes its place at the end.
+
+    On failure nothing of it stays, and a system error names the file that was to be made.
+    """
+    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            for left in path.parent.glob(f"{glob.escape(temporary.name)}*"):  # SQLite's journal too
+                remove(left)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None
+        raise
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -57,18 +78,10 @@ def write_atomically(path: Path, text: str) -> None:
 
     A reader sees the old text or the new one, never a part. On failure the old file stays.
     """
-    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}-{threading.get_ident()}.tmp")
-    try:
-        with open_private(temporary) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        error.filename, error.filename2 = str(path), None
-        raise
+    with written_atomically(path) as temporary, open_private(temporary) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     sync_folder(path.parent)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 import warnings
 from dataclasses import replace
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from dsat.errors import UserInputError
-from dsat.report import exports
+from dsat.report import exports, share
+from dsat.report.run_view import RunView
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -146,6 +148,31 @@ def test_nothing_is_overwritten(run: Run, tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="exists already"):
         exported(run, "csv", tmp_path)
     assert path.exists()
+
+
+@pytest.mark.parametrize("to", ["csv", "share"])
+def test_a_full_disk_leaves_nothing_and_is_named_by_the_file(
+    run: Run, tmp_path: Path, to: str
+) -> None:
+    """Here a limit on the size of files."""
+    path = tmp_path / f"out.{to}"
+
+    def write() -> None:
+        if to == "share":
+            share.write(share.SharedRun.of(RunView.of(run)), path)
+        else:
+            exported(run, to, tmp_path)
+
+    soft, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
+    try:
+        with pytest.raises(OSError, match="too large") as found:
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, most))
+    assert found.value.filename == str(path) and not [*tmp_path.iterdir()]
+    write()
+    assert [*tmp_path.iterdir()] == [path] and path.stat().st_size > 1000
 
 
 def test_a_tool_that_is_missing_is_named(

@@ -38,7 +38,7 @@ from dsat.inputs.ds_config import DSAT_MODE_KEY
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.recorded_start import ONE_NODE, RankStart, check_one_training
 from dsat.values import host_cores
-from dsat.values.files import remove_folder, write_atomically
+from dsat.values.files import remove, write_atomically
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.text import words_without_secrets
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
@@ -183,7 +183,7 @@ class FirstRun:
         words = shlex.join(words_without_secrets(self._command))
         text = f"cd {shlex.quote(str(self._cwd))}\n{words}\n"
         write_atomically(self.folder / COMMAND_FILE, text)
-        remove_folder(folder)
+        remove(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(self.folder, folder)
 

@@ -18,7 +18,7 @@ from dsat.in_trial.rank_files import CONFIG_FILE, SPEC_FILE
 from dsat.inputs import ds_config
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
-from dsat.values.files import PRIVATE_FOLDER, remove_folder, write_atomically
+from dsat.values.files import PRIVATE_FOLDER, remove, write_atomically
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Preparation:
             The trial, and the requests to supervisors, by host.
         """
         trial, folder = start.trial, start.folder
-        remove_folder(folder)  # left when dsat was killed
+        remove(folder)  # left when dsat was killed
         folder.mkdir(mode=PRIVATE_FOLDER, parents=True)
         config, swap = leftovers.with_own_swap_folder(
             self.config_of(start), f"{self.run.name}-{trial.name}"
