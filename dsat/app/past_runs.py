@@ -12,8 +12,8 @@ from pathlib import Path
 from dsat.app.folder_lock import is_locked
 from dsat.app.run_folders import RUNS_FOLDER
 from dsat.errors import JournalError, UserInputError
-from dsat.tuning.journal import FILE_NAME, read_events
-from dsat.tuning.run import Run
+from dsat.tuning.journal import FILE_NAME
+from dsat.tuning.run import Run, read_run
 
 _RESULTS_FOLDER = Path("autotuning_results")  # where `dsat tune` writes by default
 _DATE = re.compile(rb'"time_s": ?(\d{1,10}(?:\.\d+)?)[,}]')
@@ -84,7 +84,7 @@ def load(path: Path | None = None) -> PastRun:
         JournalError: its journal is damaged.
     """
     folder = find(path)
-    run = Run(read_events(folder / FILE_NAME))
+    run = read_run(folder / FILE_NAME)
     if not run.has_begun:
         raise UserInputError("has not begun yet", where=str(folder))
     goes_on = is_locked(folder)

@@ -22,7 +22,7 @@ from dsat.space.plan import Plan
 from dsat.tuning import history
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.replay import as_begun
-from dsat.tuning.run import Run
+from dsat.tuning.run import Run, read_run
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import OutcomeKind
 
@@ -149,7 +149,7 @@ def earlier_runs(
     journal = folder / FILE_NAME
     if journal.exists():
         events = read_events(journal)
-        run = Run(events)
+        run = Run(events, name=str(journal))
         begun = as_begun(plan, events)
         other = run.has_begun and begun.difference(run.plan) is not None
         changed = history.difference(run, plan, info) if run.has_begun else None
@@ -160,7 +160,7 @@ def earlier_runs(
                 _log.info("%s: the search begins again and reuses nothing", changed)
             elif not other:
                 _log.info("trials that failed are run again")
-    return [Run(read_events(path)) for path in _set_aside_in(folder)]
+    return [read_run(path) for path in _set_aside_in(folder)]
 
 
 def begin_anew(folder: Path, dsat: str, mismatch: DecisionMismatch) -> Run:
@@ -169,7 +169,7 @@ def begin_anew(folder: Path, dsat: str, mismatch: DecisionMismatch) -> Run:
     Searches calculate with floats, whose last digits differ between kinds of processors. Checkouts
     of dsat between two versions decide differently too.
     """
-    run = Run(read_events(folder / FILE_NAME))
+    run = read_run(folder / FILE_NAME)
     finished = run.stop_reason is not None and not run.stop_asked
     if finished or run.info.get("dsat") != dsat:
         raise mismatch
@@ -227,5 +227,5 @@ def _delete_results(results: Path, experiments: Path) -> None:
 def _trial_names(journal: Path) -> list[str]:
     """Return the names of a journal's trials; none if it is damaged."""
     with contextlib.suppress(JournalError):
-        return [trial.name for trial in Run(read_events(journal)).trials.values()]
+        return [trial.name for trial in read_run(journal).trials.values()]
     return []

@@ -79,13 +79,14 @@ def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def raise_as_corrupt_journal(number: int) -> Iterator[None]:
+def raise_as_corrupt_journal(number: int, name: str = "the journal") -> Iterator[None]:
     """Raise what goes wrong while an event is applied as a corrupt journal.
 
     Reading a journal checks its values one by one; applying the events shows if they fit together.
 
     Args:
         number: of the event, from 1.
+        name: of the file.
 
     Raises:
         JournalError: the event does not fit.
@@ -102,6 +103,6 @@ def raise_as_corrupt_journal(number: int) -> Iterator[None]:
         ValueError,
     ) as error:
         raise JournalError(
-            f"line {number} of the journal does not fit what is before it ({type(error).__name__}: "
+            f"line {number} of {name} does not fit what is before it ({type(error).__name__}: "
             f"{error}). Start a new run, or restore the file."
         ) from error

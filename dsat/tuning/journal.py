@@ -120,13 +120,14 @@ def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             event = json.loads(line)
-            if not isinstance(event, dict):
+            if not isinstance(event, dict) or "event" not in event:
                 raise ValueError
             if b"\\ud" in line.lower():  # of a path perhaps that is no text; but no half of a pair
                 json.dumps(event, ensure_ascii=False).encode("utf-8", "surrogateescape")
         except (ValueError, RecursionError):
             raise JournalError(
-                f"{name}: line {number} is damaged. Start a new run, or restore the file."
+                f"{name}: line {number} is damaged, or the file is no journal of a run. Start a "
+                "new run, or restore the file."
             ) from None
         try:
             schema = decode(int, event.get("schema", SCHEMA_VERSION), "schema")
@@ -153,8 +154,6 @@ def _check(event: Mapping[str, Any], proposed: set[int], *, is_first: bool) -> N
         proposed: numbers of the trials before it; those of this event are added.
         is_first: whether it is the first of all.
     """
-    if "event" not in event:  # of another kind of journal
-        return
     event = event_of(event)
     kind = event["event"]
     if kind == EVENT_PROPOSED:

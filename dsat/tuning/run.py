@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -17,6 +18,7 @@ from dsat.space.plan import Plan
 from dsat.tuning import events
 from dsat.tuning.comparison import Gain
 from dsat.tuning.finals import Contestant, Finals, Role
+from dsat.tuning.journal import read_events
 from dsat.tuning.training_check import TrainingCheck
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
@@ -56,7 +58,9 @@ class Run:
             None in journals of earlier versions.
     """
 
-    def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, lines: Iterable[Mapping[str, Any]] = (), *, name: str = "the journal"
+    ) -> None:
         self.has_begun = False
         self.plan: Plan
         self.planned_trials = 0
@@ -91,7 +95,7 @@ class Run:
         self.ended_at_s: dict[int, float | None] = {}
         self.changed_s: float | None = None
         for number, line in enumerate(lines, start=1):
-            with events.raise_as_corrupt_journal(number):
+            with events.raise_as_corrupt_journal(number, name):
                 event = events.event_of(line)
                 self.apply(event)
                 if event["event"] == events.EVENT_PROPOSED:
@@ -359,6 +363,11 @@ class Run:
         """The objective's value of a trial; None unless it ran."""
         outcome = self.outcomes.get(trial.id)
         return None if outcome is None else outcome.value(self._objective)
+
+
+def read_run(path: Path) -> Run:
+    """Read a run from its journal, which another process may be writing."""
+    return Run(read_events(path), name=str(path))
 
 
 def typical_outcome(run: Run, trial: Trial) -> Outcome | None:

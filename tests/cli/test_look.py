@@ -121,11 +121,20 @@ def test_runs_are_listed_the_newest_first(run: Run, capsys: pytest.CaptureFixtur
     finally:
         lock.close()
     Path("dsat_runs/torn-1").mkdir()
-    Path("dsat_runs/torn-1/journal.jsonl").write_text("{}\nno\n")
+    Path("dsat_runs/torn-1/journal.jsonl").write_text('{"event":"other"}\nno\n')
+    Path("dsat_runs/bad-1").mkdir()
+    Path("dsat_runs/bad-1/journal.jsonl").write_text('{"a":1}\n')
+    start = Path("dsat_runs/model-2/journal.jsonl").read_text().splitlines()[0]
+    finals = {"event": "finals", "reason": "", "trials": 1, "indifference": 0.1}
+    finals |= {"leaders": [], "same_batch": []}
+    Path("dsat_runs/odd-1").mkdir()
+    Path("dsat_runs/odd-1/journal.jsonl").write_text(f"{start}\n{json.dumps(finals)}\n")
     assert main(["runs"]) == 0
     told = capsys.readouterr()
     assert "model-1" in told.out and "model-2" in told.out
     assert "torn-1/journal.jsonl: line 2 is damaged" in told.err
+    assert "bad-1/journal.jsonl: line 1 is damaged, or the file is no journal of a run" in told.err
+    assert "line 2 of dsat_runs/odd-1/journal.jsonl does not fit what is before it" in told.err
 
 
 def test_two_runs_side_by_side(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,8 @@ def test_a_torn_tail_is_cut_off_at_opening(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"{", b'{"event": ', b"\x00\x00\x00", b"\xff\xfe", b"[1]", b"3", b"null"]
+    "damage",
+    [b"", b"{", b'{"event": ', b"\x00\x00\x00", b"\xff\xfe", b"[1]", b"3", b"null", b'{"a":1}'],
 )
 @pytest.mark.parametrize("line", [1, 2, 3])
 def test_a_damaged_line_is_named(path: Path, line: int, damage: bytes) -> None:
@@ -143,10 +144,10 @@ def test_an_event_is_on_the_disk_when_append_returns(
     synced: list[bytes] = []
     with Journal(path) as journal:
         monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path.read_bytes()))
-        journal.append({"n": 1})
-        assert synced == [b'{"n":1}\n']
-        journal.append({"n": 2})
-        assert synced[1:] == [b'{"n":1}\n{"n":2}\n']
+        journal.append({"event": "n"})
+        assert synced == [b'{"event":"n"}\n']
+        journal.append({"event": "m"})
+        assert synced[1:] == [b'{"event":"n"}\n{"event":"m"}\n']
 
 
 def test_a_full_disk_is_named_by_its_file(path: Path) -> None:
@@ -155,7 +156,7 @@ def test_a_full_disk_is_named_by_its_file(path: Path) -> None:
     journal = Journal(path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, most))
     try:
-        for use in (functools.partial(journal.append, {"n": 1}), journal.close):
+        for use in (functools.partial(journal.append, {"event": "n"}), journal.close):
             with pytest.raises(OSError, match="too large") as found:
                 use()
             assert found.value.filename == str(path)
@@ -166,15 +167,15 @@ def test_a_full_disk_is_named_by_its_file(path: Path) -> None:
 def test_the_cut_and_the_name_of_the_file_are_on_the_disk_when_it_is_open(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path.write_bytes(b'{"n":1}\n{"torn')
+    path.write_bytes(b'{"event":"n"}\n{"torn')
     synced: list[tuple[int, bytes]] = []
     monkeypatch.setattr(
         os, "fsync", lambda fd: synced.append((os.fstat(fd).st_ino, path.read_bytes()))
     )
     Journal(path).close()
     assert synced == [
-        (path.stat().st_ino, b'{"n":1}\n'),
-        (path.parent.stat().st_ino, b'{"n":1}\n'),
+        (path.stat().st_ino, b'{"event":"n"}\n'),
+        (path.parent.stat().st_ino, b'{"event":"n"}\n'),
     ]
 
 
@@ -185,8 +186,8 @@ def test_a_second_opening_in_the_same_process_is_refused(path: Path) -> None:
     with Journal(path) as journal:
         with pytest.raises(JournalLocked, match="another dsat process"):
             Journal(path)
-        journal.append({"n": 1})
-        assert read_events(path) == [{"n": 1}], "a reader takes no lock"
+        journal.append({"event": "n"})
+        assert read_events(path) == [{"event": "n"}], "a reader takes no lock"
     Journal(path).close()
 
 
@@ -201,12 +202,12 @@ def test_the_lock_dies_with_its_process(path: Path) -> None:
     code = (
         "import os, pathlib, signal\n"
         "journal = Journal(pathlib.Path(sys.argv[1]))\n"
-        "journal.append({'n': 1})\n"
+        "journal.append({'event': 'n'})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert _in_another_process(code, path).returncode == -9
     with Journal(path) as journal:
-        assert journal.events == [{"n": 1}]
+        assert journal.events == [{"event": "n"}]
 
 
 # -- a tuner's own journal
