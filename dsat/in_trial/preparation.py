@@ -20,12 +20,12 @@ from dsat.in_trial import (
     lightning_trainer,
     loopback,
     meter,
-    side_effects,
 )
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank_files import CONFIG_FILE, Progress, RankSpec
 from dsat.in_trial.script_switches import ScriptSwitches
+from dsat.in_trial.side_effects import SideEffects
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
@@ -94,13 +94,17 @@ def prepare(
     return found
 
 
-def prevent_side_effects(spec: RankSpec, folder: Path) -> None:
+def prevent_side_effects(spec: RankSpec, folder: Path, effects: SideEffects | None = None) -> None:
     """Keep a trial from changing anything outside its folder; a full-length run may.
 
     Registered after the recorder of the configuration that the script passes.
+
+    Args:
+        effects: those of this process, if it was adapted before.
     """
     if not spec.is_full_run:
-        side_effects.install(folder, _print, simulated=spec.simulation_socket is not None)
+        effects = effects or SideEffects(folder)
+        effects.prevent(_print, simulated=spec.simulation_socket is not None)
 
 
 def default_local_rank(local_rank: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import wrapt
 
 from dsat.in_trial import config_injection, failures
+from dsat.in_trial.rank_files import SPEC_FILE, RankSpec
 
 NOT_SAVED = "checkpoints are neither saved, loaded nor deleted in trials: {} did nothing"
 # Variables that turn trackers off. MLflow has none, so it writes into the trial's folder.
@@ -55,65 +56,87 @@ _SAVERS: Mapping[str, tuple[str, ...]] = {
     "pytorch_lightning.trainer.trainer": ("Trainer.save_checkpoint",),
     "torch.distributed.checkpoint": ("save", "async_save"),
 }
-# Functions and methods that take the path of what they write as the argument of this number and
-# name.
-_FILE_WRITERS: Mapping[str, tuple[str, int, str]] = {
-    "torch": ("save", 1, "f"),
-    "safetensors.torch": ("save_file", 1, "filename"),
-    "transformers.modeling_utils": ("PreTrainedModel.save_pretrained", 0, "save_directory"),
-    "peft.peft_model": ("PeftModel.save_pretrained", 0, "save_directory"),
-    "diffusers.models.modeling_utils": ("ModelMixin.save_pretrained", 0, "save_directory"),
-    "diffusers.pipelines.pipeline_utils": (
-        *("DiffusionPipeline.save_pretrained", 0, "save_directory"),
-    ),
+# Functions and methods whose second argument is the path of what they write, and its name.
+_FILE_WRITERS: Mapping[str, tuple[str, str]] = {
+    "torch": ("save", "f"),
+    "safetensors.torch": ("save_file", "filename"),
+    "transformers.modeling_utils": ("PreTrainedModel.save_pretrained", "save_directory"),
+    "peft.peft_model": ("PeftModel.save_pretrained", "save_directory"),
+    "diffusers.models.modeling_utils": ("ModelMixin.save_pretrained", "save_directory"),
+    "diffusers.pipelines.pipeline_utils": ("DiffusionPipeline.save_pretrained", "save_directory"),
 }
 
 
-def install(folder: Path, warn: Callable[[str], None], *, simulated: bool = False) -> None:
-    """Make the savers and trackers that a script may use do nothing in this process.
+class SideEffects:
+    """Prevention of changes outside a trial's folder, in this process.
 
-    Modules are adapted when the script imports them; DeepSpeed must be importable. What a script
-    writes before `deepspeed.initialize` is prepared data, which it reads again.
+    Savers are adapted as soon as they are imported: the script may bind them to names of its own,
+    before it imports DeepSpeed. They act as ever until `deepspeed.initialize` is called, for what
+    a script writes before that is prepared data, which it reads again.
 
     Args:
         folder: of the trial, where anything may be written.
-        warn: takes one message for each saver, the first time that it is called.
-        simulated: tensors may be fake, and none is written.
     """
-    warned: set[str] = set()
-    trains = threading.Event()
 
-    def skip(name: str) -> None:
-        if name not in warned:
-            warned.add(name)
-            warn(NOT_SAVED.format(name))
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._warn: Callable[[str], None] = print
+        self._warned: set[str] = set()
+        self._trains = threading.Event()
+        self._files = _Files(folder.resolve(), self._skip)
+        hook = wrapt.register_post_import_hook
+        for module, names in _SAVERS.items():
+            hook(functools.partial(_adapt_savers, self._skip, names, self._trains), module)
+        for module, writer in _FILE_WRITERS.items():
+            hook(functools.partial(self._files.adapt_writer, self._trains, writer), module)
+        self._files.adapt_changes()
+        hook(functools.partial(_adapt_hydra, folder), "hydra._internal.hydra")
 
-    hook = wrapt.register_post_import_hook
-    os.environ.update(trackers_off(folder))
-    config_injection.on_initialize(_without_reports)
-    if simulated:
-        trains.set()
-    else:
-        config_injection.on_initialize(lambda _: trains.set())
-    hook(functools.partial(_adapt_engine, skip), "deepspeed.runtime.engine")
-    for module, names in _SAVERS.items():
-        hook(functools.partial(_adapt_savers, skip, names), module)
-    files = _Files(folder.resolve(), skip)
-    for module, writer in _FILE_WRITERS.items():
-        hook(functools.partial(files.adapt_writer, trains, writer), module)
-    begun = threading.Event()  # a simulation writes nothing before it, but prepares its data
-    config_injection.on_initialize(lambda _: begun.set())
-    files.adapt_changes(begun)
-    for module, logs in (
-        ("torch.utils.tensorboard.writer", "log_dir"),
-        ("tensorboardX", "logdir"),
-    ):
-        hook(functools.partial(_adapt_tensorboard, folder, logs), module)
-    # What a script says in its code counts more than variables.
-    hook(_adapt_wandb, "wandb")
-    hook(functools.partial(_adapt_savers, skip, ("set_tracking_uri",)), "mlflow")
-    hook(functools.partial(_adapt_mlflow, folder), "mlflow.tracking.client")
-    hook(functools.partial(_adapt_hydra, folder), "hydra._internal.utils")
+    def prevent(self, warn: Callable[[str], None], *, simulated: bool = False) -> None:
+        """Make savers and trackers do nothing; DeepSpeed must be importable.
+
+        Args:
+            warn: takes one message for each saver, the first time that it is called.
+            simulated: tensors may be fake, and none is written.
+        """
+        self._warn = warn
+        self._files.keep()
+        hook = wrapt.register_post_import_hook
+        os.environ.update(trackers_off(self._folder))
+        config_injection.on_initialize(_without_reports)
+        if simulated:
+            self._trains.set()
+        else:
+            config_injection.on_initialize(lambda _: self._trains.set())
+        hook(functools.partial(_adapt_engine, self._skip), "deepspeed.runtime.engine")
+        # A simulation writes nothing before it, but prepares its data.
+        config_injection.on_initialize(lambda _: self._files.begun.set())
+        for module, logs in (
+            ("torch.utils.tensorboard.writer", "log_dir"),
+            ("tensorboardX", "logdir"),
+        ):
+            hook(functools.partial(_adapt_tensorboard, self._folder, logs), module)
+        # What a script says in its code counts more than variables.
+        hook(_adapt_wandb, "wandb")
+        hook(functools.partial(_adapt_savers, self._skip, ("set_tracking_uri",), None), "mlflow")
+        hook(functools.partial(_adapt_mlflow, self._folder), "mlflow.tracking.client")
+
+    def _skip(self, name: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            self._warn(NOT_SAVED.format(name))
+
+
+def of_command(folder: str) -> SideEffects | None:
+    """Adapt a process of the user's command; None in a full-length run, which changes all it does.
+
+    Args:
+        folder: of the trial, without a specification if the ranks are only recorded.
+    """
+    path = Path(folder)
+    if (path / SPEC_FILE).exists() and RankSpec.of_folder(path).is_full_run:
+        return None
+    return SideEffects(path)
 
 
 def trackers_off(folder: Path) -> dict[str, str]:
@@ -181,23 +204,42 @@ def client_state(folder: Path, tag: str | None) -> tuple[str | None, dict[str, A
     return str(files[0]), {key: found[key] for key in found if key not in _OF_DEEPSPEED}
 
 
-def _replace(owner: Any, name: str, skip: Callable[[str], None], *, result: Any) -> None:
+def _replace(
+    owner: Any,
+    name: str,
+    skip: Callable[[str], None],
+    *,
+    result: Any,
+    when: threading.Event | None = None,
+) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def nothing(*_: Any, **__: Any) -> Any:
+    def nothing(*args: Any, **kwargs: Any) -> Any:
+        if when is not None and not when.is_set():
+            return original(*args, **kwargs)
         skip(f"{getattr(owner, '__name__', owner)}.{name}")
         return result
 
     setattr(owner, name, nothing)
 
 
-def _adapt_savers(skip: Callable[[str], None], names: tuple[str, ...], module: Any) -> None:
+def _adapt_savers(
+    skip: Callable[[str], None],
+    names: tuple[str, ...],
+    when: threading.Event | None,
+    module: Any,
+) -> None:
     for name in names:
-        owner, _, attribute = name.rpartition(".")
-        of = getattr(module, owner, None) if owner else module
+        of, attribute = _owner(module, name)
         if hasattr(of, attribute):
-            _replace(of, attribute, skip, result=None)
+            _replace(of, attribute, skip, result=None, when=when)
+
+
+def _owner(module: Any, name: str) -> tuple[Any, str]:
+    """Return the module or its class that has a function, and the function's name there."""
+    owner, _, attribute = name.rpartition(".")
+    return (getattr(module, owner, None) if owner else module), attribute
 
 
 class _Files:
@@ -206,24 +248,32 @@ class _Files:
     Args:
         folder: of the trial.
         skip: takes the name of a function that did nothing.
+
+    Attributes:
+        begun: set when the training begins; until then files are as if there were no dsat.
     """
 
     def __init__(self, folder: Path, skip: Callable[[str], None]) -> None:
         self._folder, self._skip = folder, skip
-        self._temporary = Path(tempfile.gettempdir()).resolve()
-        self._there = set(os.listdir(self._temporary))  # before this trial
-        with tempfile.TemporaryFile(dir=folder) as file:  # by the clock of its file system
-            self._began_s = os.fstat(file.fileno()).st_ctime
+        self.begun = threading.Event()
         self._unlink = os.unlink
 
-    def adapt_writer(
-        self, trains: threading.Event, writer: tuple[str, int, str], module: Any
-    ) -> None:
-        """Have a function write nothing in training, unless it is given a path for scratch."""
-        name, position, keyword = writer
+    def keep(self) -> None:
+        """Note which files are older than the training that begins."""
+        self._temporary = Path(tempfile.gettempdir()).resolve()
+        self._there = set(os.listdir(self._temporary))  # before this trial
+        with tempfile.TemporaryFile(dir=self._folder) as file:  # by the clock of its file system
+            self._began_s = os.fstat(file.fileno()).st_ctime
 
-        def save(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
-            path = kwargs.get(keyword, args[position] if len(args) > position else None)
+    def adapt_writer(self, trains: threading.Event, writer: tuple[str, str], module: Any) -> None:
+        """Have a function write nothing in training, unless it is given a path for scratch."""
+        name, keyword = writer
+        owner, attribute = _owner(module, name)
+        original = getattr(owner, attribute)
+
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            path = kwargs.get(keyword, args[1] if len(args) > 1 else None)
             if not trains.is_set() or not isinstance(path, (str, os.PathLike)):
                 return original(*args, **kwargs)
             target = Path(path).resolve()
@@ -233,9 +283,10 @@ class _Files:
             self._skip(f"{module.__name__}.{name}")
             return None
 
-        wrapt.wrap_function_wrapper(module, name, save)
+        save.__module__ = module.__name__  # where pools of processes find it
+        setattr(owner, attribute, save)
 
-    def adapt_changes(self, trains: threading.Event) -> None:
+    def adapt_changes(self) -> None:
         """Have functions leave what is older than the trial in training: the user's checkpoints."""
         for module, names, keywords in (
             (os, ("remove", "unlink", "rmdir"), ("path",)),
@@ -244,17 +295,15 @@ class _Files:
             (os, ("symlink",), ("", "dst")),
         ):
             for name in names:
-                self._adapt_change(trains, module, name, keywords)
+                self._adapt_change(module, name, keywords)
 
-    def _adapt_change(
-        self, trains: threading.Event, module: Any, name: str, keywords: tuple[str, ...]
-    ) -> None:
+    def _adapt_change(self, module: Any, name: str, keywords: tuple[str, ...]) -> None:
         original = getattr(module, name)
 
         @functools.wraps(original)
         def change(*args: Any, **kwargs: Any) -> Any:
             beside = any(kwargs.get(k) is not None for k in ("dir_fd", "src_dir_fd", "dst_dir_fd"))
-            if not trains.is_set() or beside:  # rmtree's own steps
+            if not self.begun.is_set() or beside:  # rmtree's own steps
                 return original(*args, **kwargs)
             given = dict(zip(keywords, args, strict=False)) | kwargs
             paths = [given[keyword] for keyword in keywords if keyword and keyword in given]
@@ -268,6 +317,8 @@ class _Files:
 
         change.__module__ = module.__name__  # where pools of processes find it
         setattr(module, name, change)
+        if original in os.supports_dir_fd:
+            os.supports_dir_fd.add(change)
         accessor = getattr(pathlib, "_NormalAccessor", None)  # python 3.10 keeps its own
         if module is os and getattr(accessor, name, None) is original:
             setattr(accessor, name, staticmethod(change))
@@ -330,8 +381,7 @@ def _adapt_hydra(folder: Path, module: Any) -> None:
     """Have Hydra make its output folder in the trial's (hydra-core 1.1 to 1.3)."""
 
     def run(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
-        given = args[0] if args else kwargs["args"]
-        given.overrides = [*given.overrides, f"hydra.run.dir={folder / 'hydra'}"]
-        return original(*args, **kwargs)
+        overrides = [*kwargs["overrides"], f"hydra.run.dir={folder / 'hydra'}"]
+        return original(*args, **{**kwargs, "overrides": overrides})
 
-    wrapt.wrap_function_wrapper(module, "_run_hydra", run)
+    wrapt.wrap_function_wrapper(module, "Hydra.run", run)

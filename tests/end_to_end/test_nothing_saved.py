@@ -23,7 +23,7 @@ def snapshot(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.relative_to(folder).parts[0] not in ("run", "__pycache__")
+        if path.is_file() and not {"run", "__pycache__"} & {*path.relative_to(folder).parts}
     }
 
 

@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -30,9 +29,11 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("best.pt", "checkpoint-1/shards/0.pt"):
         (folder / name).write_text("old")
     time.sleep(0.05)  # some ticks of the file system's clock
-    begun = threading.Event()
-    _Files(trial, lambda name: None).adapt_changes(begun)
-    begun.set()
+    files = _Files(trial, lambda name: None)
+    files.adapt_changes()
+    assert os.unlink in os.supports_dir_fd, "libraries ask for it (filelock)"
+    files.keep()
+    files.begun.set()
     return folder
 
 

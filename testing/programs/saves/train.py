@@ -2,17 +2,24 @@
 
 import argparse
 import os
-import shutil
 import tempfile
+from os import remove, rename
 from pathlib import Path
+from shutil import rmtree
 
-import deepspeed
+import hydra  # type: ignore[import-not-found]
 import torch
-import wandb  # type: ignore[import-not-found]
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils.tensorboard import SummaryWriter
-from transformers import GPT2Config, GPT2Model
+from torch import save as save_tensors
+
+hydra.main(lambda: None)()
+
+# Behind names that are bound to what changes files.
+import deepspeed  # noqa: E402
+import wandb  # type: ignore[import-not-found]  # noqa: E402
+from torch.utils.tensorboard import SummaryWriter  # noqa: E402
+from transformers import GPT2Config, GPT2Model  # noqa: E402
 
 WIDTH = 16
 
@@ -50,9 +57,9 @@ for step in range(args.steps):
     engine.backward(loss)
     engine.step()
     writer.add_scalar("loss", loss.item(), step)
-    shutil.rmtree("checkpoints", ignore_errors=True)  # the old ones, which make place for a new one
+    rmtree("checkpoints", ignore_errors=True)  # the old ones, which make place for a new one
     engine.save_checkpoint("checkpoints")
-    torch.save(model.state_dict(), "model.pt")
+    save_tensors(model.state_dict(), "model.pt")
     save_file(model.state_dict(), "model.safetensors")
     prepared.save_pretrained("model")
     torch.save(model.state_dict(), "last.tmp")  # as timm does, and below as Lightning does
@@ -60,9 +67,9 @@ for step in range(args.steps):
         os.unlink("last.pth.tar")
     os.replace("last.tmp", "last.pth.tar")
     Path("older.pt").unlink()
-    os.rename("resumed", "before")
-    shutil.rmtree("before", ignore_errors=True)
-    os.remove("link.ckpt")
+    rename("resumed", "before")
+    rmtree("before", ignore_errors=True)
+    remove("link.ckpt")
     os.symlink("model.pt", "link.ckpt")
     Path("own.txt").write_text("of this training")
     os.replace("own.txt", "moved.txt")

@@ -1,0 +1,15 @@
+"""The output folder of a run."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+class Hydra:
+    def run(
+        self, config_name: str | None, task_function: Callable[[], None], overrides: Sequence[str]
+    ) -> None:
+        options = dict(word.split("=", 1) for word in overrides)
+        folder = Path(options.get("hydra.run.dir", "outputs/today"))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "overrides.yaml").write_text("[]")
+        task_function()
