@@ -26,6 +26,10 @@ from dsat.inputs.settings import RUN, TUNE, Settings
 
 AnySettings = Settings | EstimateSettings | ProjectSettings | LookSettings
 
+_OF_MODEL = (
+    "{flag} is an option of dsat model -- COMMAND; dsat {method} takes bounds from section "
+    "autotuning of the DeepSpeed configuration (tuner_num_trials and others)"
+)
 _BEHIND = "a command comes after --: dsat {method} -- {command} ..."
 
 
@@ -47,6 +51,10 @@ def parse(argv: Sequence[str]) -> AnySettings:
         parser.error(f"what to do with it is missing: dsat model -- {command[0]} ...")
     namespace, unknown = parser.parse_known_args(own_argv)
     values = vars(namespace)
+    if unknown and values["method"] in (TUNE, RUN):
+        searches = {flag for own in options_of_command("model") for flag in own.flags}
+        if (flag := unknown[0].partition("=")[0]) in searches:
+            parser.error(_OF_MODEL.format(flag=flag, method=values["method"]))
     if unknown:  # the options of a command, perhaps
         target = values.get("config")
         is_command = target is not None and _is_program(str(target))

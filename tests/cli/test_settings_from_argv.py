@@ -190,6 +190,12 @@ def test_the_commands_of_deepspeeds_autotuner(name: str, words: str, command: st
         ("asha --arg-mapping batch -- t.py", "'batch' is not of the form KEY=FLAG"),
         ("asha --min-micro-batch 4 --max-micro-batch 3 -- t.py", "--max-micro-batch 3 is less"),
         ("asha --train-batch-size 4 --max-train-batch-size 4 -- t.py", "exclude each other"),
+        ("tune --max-trials 4 -- python3 t.py", "--max-trials is an option of dsat model -- COMM"),
+        (
+            "run --max-trials=4 t.py",
+            "autotuning of the DeepSpeed configuration (tuner_num_trials",
+        ),
+        ("tune --colour 2 t.py", "unrecognized arguments: --colour"),
         ("tune", "the following arguments are required: SCRIPT"),
         ("model --switch --dry-run -- t.py", "--switch: expected 1 argument"),
         ("-- t.py", "what to do with it is missing: dsat model -- t.py"),
