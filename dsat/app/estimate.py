@@ -213,8 +213,12 @@ def check_packages(where: str) -> None:
 
 
 def _what_ran(settings: ModelSettings) -> str:
-    is_script = settings.hf_config is None
-    return " The script was run up to its first training step." if is_script else ""
+    if settings.hf_config is not None:
+        return ""
+    return (
+        " The script was run up to its first training step. `dsat model` also searches scripts "
+        "that cannot be simulated: it predicts their memory by formula."
+    )
 
 
 def _name_of(path: Path) -> str:

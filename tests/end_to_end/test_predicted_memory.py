@@ -101,6 +101,7 @@ def test_a_script_that_cannot_be_simulated_says_why(tmp_path: Path, cache: Path)
     done = estimate("--ds-config", "ds.json", "--", "train.py", cwd=tmp_path, cache=cache)
     assert done.returncode == 1
     assert "memory cannot be estimated" in done.stderr and "no data here" in done.stderr
+    assert "`dsat model` also searches scripts that cannot be simulated" in done.stderr
     assert "Traceback" not in done.stderr
 
 
