@@ -29,6 +29,7 @@ _IF_SLOW = (
     "checking the configuration with DeepSpeed",
     "importing torch and DeepSpeed",
     "simulation: the model runs",
+    "your command runs, up to its first optimizer step",
 )
 
 

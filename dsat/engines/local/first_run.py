@@ -27,7 +27,7 @@ from dsat.engines.local.leftovers import CompilerLocks
 from dsat.engines.local.machine import Machine, machine_of_cores
 from dsat.engines.local.ports import free_ports
 from dsat.engines.local.rank_settings import ALLOCATOR_SETTINGS, allocator_is_set
-from dsat.engines.local.running import Running, Start, Way
+from dsat.engines.local.running import Running, Start, Way, slow_activities
 from dsat.engines.local.supervisors import LOST, Supervisors
 from dsat.errors import EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import command_hook, side_effects, start_record
@@ -84,6 +84,7 @@ class FirstRun:
         self._records = self.folder / RECORDS_FOLDER
         self._records.mkdir()
         self._closed = False
+        self._logged: set[str] = set()  # activities
         self.env = _environment(self.folder)
         slots: tuple[str, ...] = ()
         if options is not None and machine.has_no_accelerator():
@@ -166,6 +167,10 @@ class FirstRun:
         self._receive(timeout_s)
         if self._has_ended:
             return trial_result.of(self._running, timeout_s=self._timeout_s)
+        for _, activity in slow_activities([self._running], ()):
+            if activity not in self._logged:
+                self._logged.add(activity)
+                _log.info("%s", activity)
         if time.monotonic() - self._running.began_s > self._timeout_s:
             self._running.timed_out = True
             self._kill()

@@ -19,8 +19,10 @@ from dsat.engines.local import ports
 from dsat.engines.local.adopting_engine import AdoptingEngine
 from dsat.engines.local.first_run import FirstRun
 from dsat.errors import ScriptFailed, UserInputError
+from dsat.in_trial.rank_files import Progress
 from dsat.inputs import recorded_start
 from dsat.inputs.entrypoint import Entrypoint
+from dsat.values import slow
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 from testing.helpers import starts_of
 from testing.local import PATIENCE_S, PROGRAMS, processes_of, wait_until
@@ -155,6 +157,21 @@ def test_what_a_daemon_started_for_a_command_ends_with_it(
         assert daemon.wait(PATIENCE_S) == -signal.SIGKILL
     finally:
         daemon.kill()
+
+
+def test_what_its_training_waits_for_is_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    named(place, {}, monkeypatch)
+    monkeypatch.setattr(slow, "LONG_S", -1)
+    caplog.set_level("INFO", logger="dsat")
+    run = FirstRun(["bash", "-c", "sleep 100"], place, timeout_s=60)
+    try:
+        Progress(run.folder).set_activity("compiling DeepSpeed's operator fused_adam")
+        assert run.poll(0.0) is None and run.poll(0.0) is None
+    finally:
+        run.close()
+    assert caplog.messages.count("compiling DeepSpeed's operator fused_adam") == 1
 
 
 def test_a_compilers_lock_neither_stops_the_command_nor_outlives_it(
