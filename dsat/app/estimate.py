@@ -36,7 +36,12 @@ from dsat.memory.closed_form import ModelFacts
 from dsat.memory.config_facts import HOW_TO_SIMULATE, Formula
 from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
-from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
+from dsat.memory.simulation_client import (
+    Question,
+    ScriptFacts,
+    SimulationUnavailable,
+    Simulator,
+)
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.tuning import strategies
@@ -115,6 +120,7 @@ def simulator_of(
                 engine, as_cpu=as_cpu, timeout_s=survey.TIMEOUT_S, model_switches=switches
             ) as simulator,
         ):
+            _warn_of_length(settings, simulator.script)
             yield (
                 experiment.name,
                 hf_config.with_buckets(base, simulator.script.hidden_size),
@@ -201,7 +207,20 @@ def _by_formula(
         check_packages("--lora dropout")
     settings = replace(settings, dtype=hf_config.dtype_of(base))
     formula = Formula(read_mapping(path), settings, str(path))
+    _warn_of_length(settings, formula.script)
     return name, hf_config.with_buckets(base, formula.script.hidden_size), formula
+
+
+def _warn_of_length(settings: ModelSettings, script: ScriptFacts) -> None:
+    """Warn of samples that are longer than the model's configuration lets expect."""
+    asked, takes = settings.seq_length, script.model_takes
+    if asked is not None and 0 < takes < asked:
+        _log.warning(
+            "--seq-length %s is more than the %s tokens that the model takes by its configuration "
+            "(max_position_embeddings)",
+            f"{asked:,}",
+            f"{takes:,}",
+        )
 
 
 def check_packages(where: str) -> None:
@@ -304,14 +323,19 @@ def lines(
     basis = Basis.of_model(facts, anchors)
     found = []
     for (slots, strategy), (config, *_), estimate in zip(pairs, questions, estimates, strict=True):
-        least = MemoryModel(basis, slots=slots, limit_bytes=0, on_device=True)
-        needed = least.predicted_bytes(least.shape(config, {}), 1)
+        needed = needed_bytes(basis, config, slots)
         largest = {}
         for size in slot_memories:
             model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
             largest[size] = int(min(model.largest(model.shape(config, {})), LARGEST_MICRO_BATCH))
         found.append(Line(strategy, slots, estimate, needed, largest))
     return found, basis
+
+
+def needed_bytes(basis: Basis, config: Mapping[str, Any], slots: int) -> int:
+    """Return what a slot must have for one sample, without what DeepSpeed takes if it is there."""
+    model = MemoryModel(basis, slots=slots, limit_bytes=0, on_device=True)
+    return model.predicted_bytes(model.shape(config, {}), 1)
 
 
 def configuration(

@@ -7,6 +7,7 @@ flash). Held against the simulation by tests/memory/test_config_facts.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,11 @@ _FAMILIES: Mapping[str, tuple[str, ...]] = {
     "qwen3_moe": (_NORMALISED,),
 }
 # Settings beside the sizes that must be there, because their defaults are a family's own.
-_HEADS, _CHOSEN = "num_key_value_heads", "num_experts_per_tok"
+_HEADS, _CHOSEN, _POSITIONS = (
+    "num_key_value_heads",
+    "num_experts_per_tok",
+    "max_position_embeddings",
+)
 _NEEDED: Mapping[str, tuple[str, ...]] = {
     "mistral": (_HEADS,),
     "mixtral": (_HEADS, "num_local_experts", _CHOSEN),
@@ -131,25 +136,50 @@ _SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     "vocab_size",
 )
+_OTHER_SIZES = (
+    *(_HEADS, "head_dim", "num_local_experts", "num_experts", _CHOSEN, "moe_intermediate_size"),
+    _POSITIONS,
+)
 
 
 def _check(config: Mapping[str, Any], where: str) -> None:
-    """Raise UserInputError for what no formula knows, or a size that is missing."""
-    kind = str(config.get("model_type"))
-    heads = [n for n in config.get("architectures") or () if not str(n).endswith("ForCausalLM")]
-    problem = ""
-    if kind not in _FAMILIES:
-        problem = f"no formula knows the model type {kind!r}"
-    elif heads:
-        problem = f"no formula knows {heads[0]}, only language models (...ForCausalLM)"
-    elif config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        problem = "no formula knows a model in which only some layers have experts"
-    missing = [name for name in _SIZES if not isinstance(config.get(name), int)]
-    missing += [name for name in _NEEDED.get(kind, ()) if name not in config]
-    if not problem and missing:
-        problem = f"{missing[0]} is missing, or no whole number"
+    """Raise UserInputError for what no formula knows, and for a size that no model has."""
+    problem = _unknown(config) or _impossible(config)
     if problem:
         raise UserInputError(problem, where=where, hint=HOW_TO_SIMULATE)
+
+
+def _unknown(config: Mapping[str, Any]) -> str:
+    """Return what no formula knows; nothing if one does."""
+    kind, classes = str(config.get("model_type")), config.get("architectures") or []
+    if kind not in _FAMILIES:
+        return f"no formula knows the model type {kind!r}"
+    if not isinstance(classes, list):
+        return f"architectures is no list of classes, but {classes!r}"
+    heads = [n for n in classes if not str(n).endswith("ForCausalLM")]
+    if heads:
+        return f"no formula knows {heads[0]}, only language models (...ForCausalLM)"
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        return "no formula knows a model in which only some layers have experts"
+    return ""
+
+
+def _impossible(config: Mapping[str, Any]) -> str:
+    """Return which size is missing, or is none that a model has; nothing if all are fine."""
+    sizes = {name: config.get(name) for name in (*_SIZES, *_OTHER_SIZES)}
+    missing = [name for name in _SIZES if sizes[name] is None]
+    missing += [name for name in _NEEDED.get(config["model_type"], ()) if name not in config]
+    if missing:
+        return f"{missing[0]} is missing"
+    for name, value in sizes.items():
+        if value is not None and (type(value) is not int or value < 1):
+            return f"{name} is {json.dumps(value)}, and no whole number above 0"
+    heads, keys = config["num_attention_heads"], sizes[_HEADS]
+    if not sizes["head_dim"] and config["hidden_size"] % heads:
+        return f"hidden_size is {config['hidden_size']}, which {heads} heads cannot share evenly"
+    if keys and heads % keys:
+        return f"num_attention_heads is {heads}, and no multiple of the {keys} of keys and values"
+    return ""
 
 
 class Formula:
@@ -161,10 +191,10 @@ class Formula:
 
     def __init__(self, config: Mapping[str, Any], settings: EstimateSettings, where: str) -> None:
         self._model, self._settings = Decoder.of(config, where), settings
-        takes = int(config.get("max_position_embeddings") or 0)
+        takes = config.get(_POSITIONS) or 0
         self.script = ScriptFacts(
             settings.seq_length or min(_USUAL_SEQUENCE, takes or _USUAL_SEQUENCE),
-            int(config.get("num_attention_heads") or 0),
+            config["num_attention_heads"],
             self._model.hidden,
             takes,
         )

@@ -95,7 +95,16 @@ def test_adapters_of_all_linear_layers(config: Mapping[str, Any], layers: int) -
     [
         ({"model_type": "mamba"}, "no formula knows the model type 'mamba'"),
         ({"vocab_size": None}, "vocab_size is missing"),
-        ({"hidden_size": "1024"}, "hidden_size is missing, or no whole number"),
+        ({"hidden_size": "1024"}, 'hidden_size is "1024", and no whole number'),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, and no whole number above 0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is true"),
+        ({"num_key_value_heads": "8"}, 'num_key_value_heads is "8"'),
+        ({"head_dim": "64"}, 'head_dim is "64"'),
+        ({"num_local_experts": "8"}, 'num_local_experts is "8"'),
+        ({"num_attention_heads": 7}, "hidden_size is 1024, which 7 heads cannot share evenly"),
+        ({"num_key_value_heads": 3}, "heads is 16, and no multiple of the 3 of keys and values"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is no list of classes"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "knows LlamaForSequenceClass"),
         ({"model_type": "qwen3"}, "head_dim is missing"),
         ({"model_type": "mixtral"}, "num_local_experts is missing"),
@@ -106,6 +115,17 @@ def test_adapters_of_all_linear_layers(config: Mapping[str, Any], layers: int) -
 def test_other_models_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UserInputError, match=said):
         Formula({**LLAMA, **change}, EstimateSettings(), "config.json")
+
+
+def test_samples_beyond_the_models_positions_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dsat.inputs.hf_config.missing_packages", lambda: ["torch"])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "max_position_embeddings": 4096}))
+    for length, said in ((4096, 0), (4097, 1)):
+        with simulated(EstimateSettings(hf_config=str(path), seq_length=length)):
+            assert caplog.text.count("more than the 4,096 tokens that the model takes") == said
 
 
 @pytest.mark.slow

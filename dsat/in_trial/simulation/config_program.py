@@ -119,14 +119,26 @@ def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[int], Any]:
-    """Return a function that makes a batch of a number of samples for the model's main input."""
-    config = model.config
+    """Return a function that makes a batch of a number of samples for the model's main input.
+
+    Raises:
+        InvalidTrial: the model takes no such sequence, or none at all.
+    """
+    config, kind = model.config, type(model).__name__
     text = config.get_text_config()
     main = getattr(model, "main_input_name", "input_ids")
     takes_labels = "labels" in inspect.signature(model.forward).parameters
+    of_sample = "Classification" in kind and "Token" not in kind
     limits = (getattr(text, name, None) for name in _POSITIONS)
     longest = next(filter(None, limits), _USUAL_SEQUENCE)
     length = sequence or min(_USUAL_SEQUENCE, longest)
+    if sequence and main == "pixel_values" and (of_sample or not takes_labels):
+        raise InvalidTrial(f"--seq-length: samples of {kind} are images, not sequences of tokens")
+    if length > longest and _learns_positions(model, longest):
+        raise InvalidTrial(
+            f"--seq-length: {kind} has learned {longest:,} positions, and cannot train on "
+            f"{length:,} tokens"
+        )
 
     def tokens(samples: int) -> torch.Tensor:
         return torch.randint(0, text.vocab_size, (samples, length))
@@ -148,9 +160,6 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
         else:
             found = {"input_ids": tokens(samples)}
         if takes_labels:
-            of_sample = (
-                "Classification" in type(model).__name__ and "Token" not in type(model).__name__
-            )
             if of_sample:
                 found["labels"] = torch.randint(0, config.num_labels, (samples,))
             else:
@@ -158,6 +167,14 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
         return found
 
     return batch
+
+
+def _learns_positions(model: Any, number: int) -> bool:
+    """Return whether a model has a table of so many positions; OPT's has two rows more."""
+    return any(
+        isinstance(layer, torch.nn.Embedding) and number <= layer.num_embeddings <= number + 2
+        for layer in model.modules()
+    )
 
 
 def loss_of(outputs: Any) -> torch.Tensor:

@@ -70,3 +70,33 @@ def test_a_model_trains_on_its_batches(
     loss = config_program.loss_of(model(**batch))
     loss.backward()  # type: ignore[no-untyped-call]
     assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "said"),
+    [
+        ({"model_type": "gpt2", "n_positions": 64, **_TINY}, 65, "has learned 64 positions"),
+        ({"model_type": "opt", "max_position_embeddings": 48, **_TINY}, 49, "has learned 48"),
+        (
+            {"model_type": "vit", "architectures": ["ViTForImageClassification"], **_TINY},
+            64,
+            "samples of ViTForImageClassification are images",
+        ),
+    ],
+)
+def test_a_length_that_the_model_does_not_take_is_refused(
+    tmp_path: Path, config: dict[str, Any], length: int, said: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    model = config_program.build(path, torch.float32)
+    with pytest.raises(InvalidTrial, match=f"--seq-length: .*{said}"):
+        config_program.batches(model, length, torch.float32)
+
+
+def test_rotary_models_take_any_length(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    llama = {"model_type": "llama", "max_position_embeddings": 48, **_TINY}
+    path.write_text(json.dumps(llama))
+    model = config_program.build(path, torch.float32)
+    assert config_program.batches(model, 49, torch.float32)(1)["input_ids"].shape == (1, 49)
