@@ -127,9 +127,8 @@ def project(settings: ProjectSettings) -> Projection:
 
     def chosen(found: Traced) -> list[Strategy]:
         _check_slots(found, count)
-        always = settings.hf_config is None or settings.ds_config is not None
         theirs = [] if past is None else [strategy for strategy, *_ in measured(past, found)]
-        return [*theirs, *_worthwhile(found, card, count, always=always)]
+        return [*theirs, *_worthwhile(found, card, count, always=settings.has_own)]
 
     with estimates.simulator_of(settings, as_cpu=card.is_cpu) as (title, base, simulator):
         trials = [] if past is None else past.run.trials.values()
@@ -314,7 +313,8 @@ class Projector:
         traced, (count, _) = self._traced, settings.to
         is_here = settings.to[1] == probe.HERE  # measured with so many slots, and no network
         sizes = sorted({count, *(n for n in _SIZES if n <= count or not is_here)})
-        own = [self.row(traced.own, n, traced.own_micro_batch) for n in sizes]
+        of_own = sizes if settings.has_own else ()
+        own = [self.row(traced.own, n, traced.own_micro_batch) for n in of_own]
         best = {n: self._best(n) for n in sizes}
         return Projection(
             name=title,

@@ -69,3 +69,8 @@ class ProjectSettings(ModelSettings):
         "--page", kind=PATH, shell_only=True, metavar="FILE", help="write a page with plots, too"
     )
     json: bool = option("--json", shell_only=True, help="print the answer as JSON")
+
+    @property
+    def has_own(self) -> bool:
+        """Tell whether the DeepSpeed configuration is the user's, and none that stands for it."""
+        return self.hf_config is None or self.ds_config is not None

@@ -50,6 +50,7 @@ class ModelFacts:
         matmul_bytes: beside them, the first gradients and what the device's library takes.
         workspace_bytes: what that takes, whatever is multiplied.
         param_bytes: of a parameter in the forward pass, where a configuration enables no type.
+        uses_zero_init: stage 3 divides parameters as they are made; else a slot has all once.
     """
 
     num_params: int
@@ -63,6 +64,7 @@ class ModelFacts:
     matmul_bytes: float = 0.0
     workspace_bytes: float = 0.0
     param_bytes: int = 2
+    uses_zero_init: bool = True
 
     @classmethod
     def of_profile(cls, profile: ModelProfile) -> ModelFacts:
@@ -214,8 +216,10 @@ def lines(
     parts = (_stage_0, _stage_1_or_2, _stage_1_or_2, _stage_3)[setup.strategy.stage](setup)
     held = parts.resident + parts.forward
     flat = (Line(parts.flat, if_room=True),) if parts.flat else ()
+    is_whole = setup.strategy.stage == 3 and not facts.uses_zero_init
+    whole = setup.model_bytes * facts.num_params if is_whole else 0
     return {
-        "init": (Line(parts.init), *flat),
+        "init": (Line(max(parts.init, whole)), *flat),
         "forward": (
             Line(held, facts.forward_bytes_per_sample),
             Line(held + parts.gather + facts.workspace_bytes),
@@ -367,14 +371,14 @@ def _stage_1_or_2(s: _Setup) -> _Parts:
 def _stage_3(s: _Setup) -> _Parts:
     total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
     bucket, largest = s.bucket * size, s.facts.largest_param
-    own = size * total / s.slots
+    own, reduced = size * total / s.slots, size * min(trained, s.bucket)
     live = size * min(total, s.live) if s.slots > 1 or s.offload_param else 0
-    reduced = size * min(trained, s.bucket)
-    ahead = min(total, s.prefetch)
-    gather = size * (ahead + ahead / s.slots) if s.slots > 1 else 0
+    gather = size * min(total, s.prefetch) * (1 + 1 / s.slots) if s.slots > 1 else 0
     if s.offload_param:
-        init = max(bucket + 2 * size * largest, own)
-        return _Parts(init, bucket, live, 0, reduced + 2 * size * largest, 0, gather)
+        # Of a bucket the own part is added to the host's gradients here, and leaves in fp32.
+        gradients = 2 * size * largest + (reduced + bucket + 4 * largest) / s.slots
+        init = bucket + size * largest * (1 + 1 / s.slots)
+        return _Parts(init, bucket, live, gradients, gradients, 0, gather)
     if s.offload_optimizer:
         resident = bucket + own
         gradients = reduced + size * (trained / s.slots + largest)

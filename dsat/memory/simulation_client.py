@@ -57,7 +57,8 @@ class ScriptFacts(NamedTuple):
         attention_heads: of its model; None if they are not known.
         hidden_size: of its model, by which a Trainer fills in "auto"; None if it is not known.
         model_takes: the model's `max_position_embeddings`; 0 if it has none.
-        sizes: of its model for `ModelFacts`, with the type in which DeepSpeed trains it.
+        sizes: of its model for `ModelFacts`, with the type in which DeepSpeed trains it, and
+            whether stage 3 partitions it while the script makes it.
         optimizer: the `optimizer` section that stands for what it passes to
             `deepspeed.initialize`; empty if it passes none.
     """
@@ -66,7 +67,7 @@ class ScriptFacts(NamedTuple):
     attention_heads: int | None
     hidden_size: int | None
     model_takes: int
-    sizes: Mapping[str, int] = {}
+    sizes: Mapping[str, Any] = {}
     optimizer: Mapping[str, Any] = {}
 
 

@@ -13,6 +13,12 @@ from dsat.search.projected_speed import StepTime
 from dsat.values.zero_strategy import Strategy
 
 _DAY_S = 86_400
+_UNITS = (
+    (1, "days"),
+    (24, "hours"),
+    (24 * 60, "minutes"),
+    (_DAY_S, "seconds"),
+)  # of each a day has
 NOT_MODELLED = (
     "data loading, checkpoints and evaluation; failing or slow hosts; torch.compile and fused "
     "kernels of the script; the allocator's retries where memory is nearly full"
@@ -161,17 +167,20 @@ def summary(shown: Projection) -> str:
             "shorter samples make room; `dsat estimate` shows what each strategy needs."
         )
     elif training is not None and shown.tokens is not None:
-        low, high = training["days_interval_90"]
+        per_day, unit = next((u for u in _UNITS if training["days"] * u[0] >= 1), _UNITS[-1])
+        days = (training["days"], *training["days_interval_90"])
+        taken, low, high = (_number(per_day * each) for each in days)
         cost = ""
         if "cost" in training:
             least, most = training["cost_interval_90"]
             cost = (
-                f", {training['cost']:,.0f} ({least:,.0f} to {most:,.0f}) at {shown.price:g} each"
+                f", {_number(training['cost'])} ({_number(least)} to {_number(most)})"
+                f" at {shown.price:g} each"
             )
         tokens = fmt.prefixed(shown.tokens).replace("G", "B")
         said.append(
-            f"{tokens} tokens take {training['days']:.3g} days ({low:.3g} to {high:.3g})"
-            f" on {shown.count}: {training['card_hours']:,.0f} card-hours{cost}."
+            f"{tokens} tokens take {taken} {unit} ({low} to {high})"
+            f" on {shown.count}: {_number(training['card_hours'])} card-hours{cost}."
         )
     return " ".join(said)
 

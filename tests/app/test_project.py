@@ -16,7 +16,8 @@ from dsat.cli.main import main
 from dsat.errors import UserInputError
 from dsat.inputs import cards
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.memory import SIMULATED
+from dsat.inputs.project_settings import ProjectSettings
+from dsat.memory import SIMULATED, closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.predictor import Anchor
@@ -37,6 +38,7 @@ from testing import warm_command, warm_host
 
 pytestmark = pytest.mark.slow
 
+CPU = {"device": "cpu"}
 CONFIG = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -87,7 +89,7 @@ def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
     config: Path, tmp_path: Path
 ) -> None:
     """A model of 70 billion parameters is on no card at once."""
-    user = {
+    user: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
@@ -97,9 +99,14 @@ def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
     settings = EstimateSettings(hf_config=str(config), ds_config=tmp_path / "ds.json")
     with estimate.simulator_of(settings, as_cpu=False) as (_, base, simulator):
         facts = simulator.facts(base)
-        found = simulator.estimates([Question(dict(base), 1, 64)])[0]
-    assert found.source == SIMULATED
-    assert found.init < facts.num_params  # half of their bytes
+        zero = {**user["zero_optimization"], "offload_optimizer": CPU, "offload_param": CPU}
+        offloaded = {**base, "zero_optimization": zero}
+        asked = [Question(dict(base), 1, 64), Question(offloaded, 1, 1)]
+        found, on_host = simulator.estimates(asked)
+    assert (found.source, on_host.source) == (SIMULATED, SIMULATED)
+    assert max(found.init, on_host.init) < facts.num_params  # half of their bytes
+    formula = closed_form.estimate(facts, offloaded, slots=1, micro_batch=1)
+    assert formula.init == pytest.approx(on_host.init, rel=0.02)
 
 
 def test_long_samples_are_no_packed_ones_that_need_a_mask(tmp_path: Path) -> None:
@@ -164,6 +171,9 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
     model = ModelTrace(passes(256), passes(512))
     traced = project.Traced(run.plan.base_config, facts, model, {own: (step, anchor)}, {}, 128)
     projector = project.Projector(traced, cards.find("A100-80GB"), network)
+    for ds_config, rows in ((None, False), (Path("ds.json"), True)):  # the user's, or none
+        asked_for = ProjectSettings(hf_config="config.json", ds_config=ds_config)
+        assert bool(projector.projection("", asked_for).own) == rows
     before = projector.step_time(own, 16, 4, 1)
     for trial, outcome in run.outcomes.items():
         if outcome.metrics is not None:

@@ -136,7 +136,11 @@ class BorrowedModel:
             attention_heads=attention_heads(model),
             hidden_size=self.hidden_size(),
             model_takes=longest_of(model),
-            sizes={**self._snapshot.sizes(), "param_bytes": size},
+            sizes={
+                **self._snapshot.sizes(),
+                "param_bytes": size,
+                "uses_zero_init": self.uses_zero_init,
+            },
             optimizer=self.optimizer(),
         )
 
