@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,9 @@ from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values.zero_strategy import NONE, Strategy
 
 SIZES = tuple(sorted({card.memory_bytes for card in known.table().values()}))
-_COUNTS = tuple(2**n for n in range(11))
+# Numbers of cards that people rent: any of one host, whole hosts above.
+_HOST, _MOST = 8, 1024
+_COUNTS = (*range(1, _HOST), *range(_HOST, _MOST + 1, _HOST))
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Choice:
 
     Attributes:
         memory_bytes: of a card.
-        cards: how many; powers of two are tried.
+        cards: how many: any number up to 8, whole hosts of 8 above.
         strategy: the first of the ladder that fits, which is the fastest of them as a rule.
         micro_batch: the largest.
         host_bytes: of the host's memory, for each card.
@@ -55,8 +57,8 @@ def fewest(
     offloading = [s for s in strategies if not NONE == s.offload_optimizer == s.offload_param]
     without = [s for s in strategies if s not in offloading]
 
-    def first(size: int, among: Sequence[Strategy], counts: Sequence[int]) -> Choice | None:
-        for cards, strategy in itertools.product(counts, among):
+    def on(cards: int, size: int, among: Sequence[Strategy]) -> Choice | None:
+        for strategy in among:
             model = MemoryModel(basis, slots=cards, limit_bytes=size, on_device=True)
             shape = model.shape(configuration(strategy, cards), {})
             most = min(model.largest(shape), float(LARGEST_MICRO_BATCH))
@@ -64,11 +66,16 @@ def fewest(
                 return Choice(size, cards, strategy, int(most), round(shape.host_bytes))
         return None
 
+    def first(size: int, among: Sequence[Strategy]) -> Choice | None:
+        # More cards need less of each, so the first number that is enough is between two others.
+        at = bisect.bisect_left(_COUNTS, True, key=lambda n: on(n, size, among) is not None)
+        return on(_COUNTS[at], size, among) if at < len(_COUNTS) else None
+
     choices = []
     for size in SIZES:
-        plain = first(size, without, _COUNTS)
-        fewer = [count for count in _COUNTS if plain is None or count < plain.cards]
-        choices += [plain, first(size, offloading, fewer)]
+        plain, offloaded = first(size, without), first(size, offloading)
+        is_less = offloaded and (plain is None or offloaded.cards < plain.cards)
+        choices += [plain, offloaded if is_less else None]
     return [choice for choice in choices if choice is not None]
 
 

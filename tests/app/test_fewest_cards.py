@@ -23,6 +23,7 @@ SEVEN_BILLION = ModelFacts(
     backward_bytes_per_sample=2.0 * GIB,
     first_gradient_bytes_per_sample=1.0 * GIB,
 )
+SEVENTY_BILLION = replace(SEVEN_BILLION, num_params=7 * 10**10, trainable_params=7 * 10**10)
 
 
 def chosen(facts: ModelFacts) -> list[fewest_cards.Choice]:
@@ -47,10 +48,12 @@ def test_one_card_less_is_not_enough() -> None:
             continue
         limit = choice.memory_bytes / 1.05
         assert peak(choice) <= limit < peak(choice, micro_batch=choice.micro_batch + 1)
-        if choice.cards > 1:
-            for stage in range(4):
-                fewer = {"cards": choice.cards // 2, "strategy": Strategy(stage), "micro_batch": 1}
-                assert peak(choice, **fewer) > limit
+        less = choice.cards - (8 if choice.cards > 8 else 1)
+        for stage in range(4 if less else 0):
+            assert peak(choice, cards=less, strategy=Strategy(stage), micro_batch=1) > limit
+    counts = {choice.cards for choice in chosen(SEVENTY_BILLION) if not choice.host_bytes}
+    assert all(count < 8 or count % 8 == 0 for count in counts)
+    assert any(count.bit_count() > 1 for count in counts)  # not powers of two alone
 
 
 def test_offloading_is_shown_where_it_saves_cards() -> None:
