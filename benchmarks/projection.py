@@ -38,12 +38,15 @@ EXPLANATION = (
     "fitted, as `dsat project --from RUN` does with a run of your own; software without such a row "
     "is not corrected. FSDP counts as stage 3. `memory`: predicted peak, of the card's. The factor "
     "between the roofline of the table and what scripts reach (`PRIORS` in "
-    "`dsat/search/traced_work.py`), and the memory bandwidth of a rank on the host, were chosen by "
-    "the fitted rows, with all rows in sight but the checked ones. These were written down with "
+    "`dsat/search/traced_work.py`), and the memory bandwidth of a thread on the host, were chosen "
+    "by the fitted rows, with all rows in sight but the checked ones. These were written down with "
     "their sources before any of them was predicted; the errors of their first predictions are in "
     "a table of their own. They showed that two terms were missing (NCCL's protocols for small "
     "messages, and what DeepSpeed's hooks take of stage 3) and that corrected intervals were too "
-    "narrow for other cards; all three were mended then, without a constant fitted to a row.",
+    "narrow for other cards; all three were mended then, without a constant fitted to a row. Rows "
+    "of ZenFlow came later: they were predicted 10 times too slow, because each rank was taken to "
+    "have one thread on the host, as the gist's have. What all threads of a host reach together is "
+    "of DeepSpeed#6834, not of these rows.",
 )
 _APART = 1.05  # pairs of strategies that differ by less are not compared
 _PUBLISHED_SD = 0.02  # of what was published
@@ -63,6 +66,7 @@ class Row:
         network: Gbit/s of a card between hosts; as in the table of cards if it is None.
         fitted: it was used to set constants.
         held_out: it was written down before it was predicted for the first time.
+        threads: of a rank on the host; 0 for its share of the cores.
     """
 
     source: str
@@ -80,6 +84,7 @@ class Row:
     network: float | None = None
     fitted: bool = False
     held_out: bool = False
+    threads: int = 0
 
     @property
     def tokens(self) -> int:
@@ -100,7 +105,8 @@ class Row:
 def read() -> tuple[list[Row], Mapping[str, str], Mapping[str, Any]]:
     """Return the rows, the sources and the models' configurations."""
     data = json.loads(DATA.read_text(encoding="utf-8"))
-    rows = [Row(**each) for each in _records(data)]
+    threads = data["threads"]
+    rows = [Row(**each, threads=threads.get(each["source"], 0)) for each in _records(data)]
     rows += [Row(**each, held_out=True) for each in _records(data["held_out"])]
     return rows, data["sources"], data["models"]
 
@@ -171,7 +177,7 @@ def _both(
 
 def _points(speed: ProjectedSpeed, row: Row, traced: Traced) -> Points:
     network = None if row.network is None else 1e9 / 8 * row.network
-    cluster = Cluster.of(cards.find(row.card), row.cards, network)
+    cluster = Cluster.of(cards.find(row.card), row.cards, network, row.threads)
     work = traced.work(row.strategy, row.micro_batch, cluster)
     return speed.points(work, row.strategy, row.micro_batch, row.gas)
 

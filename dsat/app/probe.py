@@ -55,6 +55,7 @@ def card_here(slots: int) -> Card:
         pcie_bandwidth=found.get("pcie_bandwidth", memory_bandwidth),
         network_bandwidth=memory_bandwidth,  # of no other host
         per_host=max(slots, machine.num_slots),
+        host_cores=machine.threads / machine.num_slots,
         kernel_s=found["kernel_s"] if machine.is_cpu else Card.kernel_s,
         launch_s=0.0 if machine.is_cpu else found["kernel_s"],
         protocols=((1.0, found["hop_s"], found["hop_s"]),) if slots > 1 else Card.protocols,

@@ -21,6 +21,7 @@ _OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # slower ones of the
 # Words of drivers that say nothing, and those that say no kind of card.
 _OF_ANY = re.compile(r"nvidia|amd|instinct|geforce|sxm\d*|hbm\w*")
 _OF_MANY = re.compile(r"\d+gb|pcie|rtx|nvl")
+_USUAL_HOST = {"host_cores": 8, "host_bandwidth": 25.6}  # where a user's own file has none
 _PCIE_PART, _NETWORK_PART = 0.88, 0.9  # of the specification, that copies and collectives reach
 
 
@@ -37,6 +38,8 @@ class Card:
         pcie_bandwidth: bytes/s between card and host.
         network_bandwidth: bytes/s of a card to other hosts.
         per_host: cards of a usual host.
+        host_cores, host_bandwidth: physical cores of a usual host, and the peak of its memory in
+            bytes/s, for each of its cards.
         kernel_s: seconds of the shortest kernel.
         launch_s: seconds in which Python and torch call one operator; 0 if that is a part of the
             kernels, as on a CPU.
@@ -55,6 +58,8 @@ class Card:
     pcie_bandwidth: float
     network_bandwidth: float
     per_host: int
+    host_cores: float = _USUAL_HOST["host_cores"]
+    host_bandwidth: float = 1e9 * _USUAL_HOST["host_bandwidth"]
     kernel_s: float = 3e-6
     launch_s: float = 6e-6
     protocols: tuple[tuple[float, float, float], ...] = (
@@ -171,4 +176,6 @@ def _card(name: str, entry: Mapping[str, Any]) -> Card:
         pcie_bandwidth=1e9 * number("pcie") * _PCIE_PART,
         network_bandwidth=1e9 / 8 * number("network") * _NETWORK_PART,
         per_host=math.ceil(number("per_host")),
+        host_cores=number("host_cores", {**_USUAL_HOST, **entry}),
+        host_bandwidth=1e9 * number("host_bandwidth", {**_USUAL_HOST, **entry}),
     )

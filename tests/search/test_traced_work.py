@@ -19,6 +19,7 @@ from dsat.values.step_trace import (
     ALL_REDUCE,
     BACKWARD,
     FORWARD,
+    HOST,
     MATMUL,
     MEMORY,
     STEP,
@@ -153,6 +154,23 @@ def test_gathers_beside_kernels_are_hidden_and_others_are_not() -> None:
     bare = time_of(step(), 8).seconds
     moved, _ = Cluster.of(A100, 8).link(gathers()[0])
     assert time_of(waited, 8).seconds - bare == pytest.approx(2 * moved * USUAL, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("slots", "threads", "bandwidth"),
+    [(8, 1, 3e9), (16, 1, 3e9), (8, 0, 13.3e9), (16, 0, 13.3e9), (2, 0, 53e9), (1, 0, 106e9)],
+)
+def test_an_optimizer_on_the_host_has_its_threads_and_its_share_of_the_memory(
+    slots: int, threads: int, bandwidth: float
+) -> None:
+    """Without the launcher's OMP_NUM_THREADS=1, as trials and the `deepspeed` launcher have it."""
+    cluster = Cluster.of(A100, slots, threads=threads)
+    assert cluster.host_bandwidth == pytest.approx(bandwidth, rel=0.01)
+    trace = replace(step(), kernels=(*MODEL.at(1), Kernels(STEP, True, HOST, 4, 0.0, 66e9, 1)))
+    work = work_of(trace, MODEL, 1, cluster, 3)
+    speed = ProjectedSpeed(hardware_of(A100), [STAGE_3])
+    found = speed.predict(speed.points(work, STAGE_3, 1, 1))
+    assert found.parts["optimizer"] == pytest.approx(USUAL * 66e9 / bandwidth, rel=0.01)
 
 
 def test_trials_correct_the_projection_and_narrow_it() -> None:
