@@ -96,15 +96,15 @@ class Row:
     Attributes:
         status: `predicted` or `measured`.
         tier: how memory was predicted.
-        card_gib, host_gib: memory that a card needs at a micro batch of one sample, and host memory
-            for each card.
+        card_gib, host_gib: memory that a card must have for a micro batch of one sample, and host
+            memory for each card.
         largest_micro_batch: 0 if not even one sample fits.
         longest_sequence: tokens of one sample that fits, if activations grow in proportion to them.
         tokens_per_second, low, high: over all cards at the largest micro batch, and its interval:
             90 % of a projection, 95 % of a measurement. None of a strategy that is not the
             machine's first, and of a measurement without tokens.
         source: of the model's configuration, or the file of the measurement.
-        command: prints the row's prediction again.
+        command: prints the row's memory and largest micro batch again.
     """
 
     model: str
@@ -240,10 +240,9 @@ def _memory(
         for strategy in estimate.ladder(base):
             config = estimate.configuration(base, strategy, cards)
             memory = MemoryModel(basis, slots=cards, limit_bytes=gib * _GIB, on_device=True)
-            shape = memory.shape(config, {})
             host = closed_form.estimate(facts, config, slots=cards, micro_batch=1).host
-            most = min(memory.largest(shape), float(LARGEST_MICRO_BATCH))
-            fits[strategy] = _Fit(memory.predicted_bytes(shape, 1), host, most)
+            most = min(memory.largest(memory.shape(config, {})), float(LARGEST_MICRO_BATCH))
+            fits[strategy] = _Fit(estimate.needed_bytes(basis, config, cards), host, most)
         yield machine, fits
 
 
@@ -348,18 +347,23 @@ _PAGE = """\
 **Predicted, not measured.** Each row is the first strategy that fits: without offloading where
 that is possible, the lowest ZeRO stage first. All strategies of all rows are in
 [gallery.csv](gallery/gallery.csv) and [gallery.json](gallery/gallery.json), each with its
-source and the command that prints it again, such as
+source and the command that prints its memory and its largest micro batch again, such as
 
 ```
 {example}
 ```
 
 bf16 with Adam in fp32, {sequence:,} tokens to a sample, activations recomputed, all parameters
-trained (with LoRA, adapters of rank 16 on all linear layers). Memory is that of a card at a
-micro batch of one sample; 5 % are left free, and the device's context and the communication
-library come on top. The longest sequence assumes an attention without a matrix of scores. Of
-LLaVA only the text is simulated. Host memory is for each card. Tokens per second are
-[projected](project.md) over all cards at the largest micro batch, with 90 % intervals.
+trained (with LoRA, adapters of rank 16 on all linear layers). Memory is what a card must have for
+a micro batch of one sample, without the second copy of the parameters that DeepSpeed makes at
+stages 1 and 2 where there is room for it; 5 % are left free, and the device's context and the
+communication library come on top. The longest sequence is the one whose activations are as large
+as those of the largest micro batch, by an attention without a matrix of scores. Of LLaVA only the
+text is simulated. Without torch the command answers by formula, which differs a little for
+experts and adapters. Host memory is for each card. Tokens per second are
+[projected](project.md) over all cards at the largest micro batch, with 90 % intervals
+(`dsat project`). A dash: the step of so large a model was not simulated within the time that each
+has.
 
 {table}
 

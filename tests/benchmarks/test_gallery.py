@@ -5,10 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from benchmarks import gallery
 from benchmarks.gallery import MEASURED, PREDICTED, Row
+from dsat.app import estimate
 from dsat.cli import settings_from_argv
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.report import share
@@ -32,6 +36,32 @@ def test_the_page_shows_what_the_tables_hold() -> None:
     assert {row.status for row in found} == {PREDICTED}
     speeds = [(row.low or 0.0, row.tokens_per_second or 0.0, row.high or 0.0) for row in found]
     assert all(0 < low < mean < high for low, mean, high in speeds if mean)
+
+
+@pytest.mark.parametrize("name", [n for n in gallery.MODELS if not n.startswith("LLaVA")])
+def test_the_rows_are_what_the_formula_says_today(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are of simulated models: a formula is coarser for experts and for adapters."""
+    monkeypatch.setattr("dsat.inputs.hf_config.missing_packages", lambda: ["torch"])
+    near = 0.07 if name.startswith("Mixtral") or gallery.MODELS[name].lora else 0.002
+    for command in {row.command for row in rows() if row.model == name}:
+        settings = settings_from_argv.parse(shlex.split(command)[1:])
+        assert isinstance(settings, EstimateSettings) and settings.hf_config is not None
+        config = str(gallery.ROOT / settings.hf_config)
+        lines = {
+            line.strategy.label: line
+            for line in estimate.estimate(replace(settings, hf_config=config)).lines
+        }
+        (memory,) = settings.slot_memories
+        for row in [row for row in rows() if (row.model, row.command) == (name, command)]:
+            line = lines[row.strategy]
+            assert row.card_gib is not None
+            assert row.card_gib == pytest.approx(line.needed / 2**30, rel=near, abs=0.01)
+            assert row.fits == (line.largest[memory] > 0)
+            assert row.largest_micro_batch == pytest.approx(
+                line.largest[memory], rel=2 * near, abs=near > 0.01
+            )
 
 
 def test_the_commands_of_the_rows_are_those_of_dsat() -> None:
