@@ -331,6 +331,7 @@ def test_measurements_of_another_script_or_of_other_software_do_not_count(
         return dsat.tune(tiny, **more, **options)
 
     run_dir = begin(own_text, own_machine, callbacks=[interrupted]).run_dir
+    assert run_dir is not None
     again = {"run_dir": run_dir, "resume": True}
     if changed == "script":
         begin(f"{own_text}# repaired", own_machine, callbacks=[interrupted], **again)

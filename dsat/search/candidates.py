@@ -37,19 +37,19 @@ class MicroBatches:
     def positions(self, *, edges: Iterable[float], best: Iterable[float]) -> list[int]:
         """Return positions in the allowed micro batches, ascending.
 
-        They are powers of two with one step between, from a sixteenth of the smallest given size
-        to twice the largest, and multiples of 8 where memory ends and beside the best.
+        They are powers of two with one step between, up to twice the largest given size and down
+        to a sixteenth of the smallest, and multiples of 8 where memory ends and beside the best.
 
         Args:
             edges: where memory should end.
-            best: the micro batch of the best so far.
+            best: the micro batch of the best so far; without one, sizes from 1 on are compared.
         """
         if len(self._all) <= _FEW:
             return list(range(len(self._all)))
         edges = list(edges)
         best = list(best)
         most = max(1.0, 2 * max([*edges, *best]))
-        least = max(1.0, min([*edges, *best]))
+        least = max(1.0, min([*edges, *best])) if best else 1.0
         first = max(0, math.floor(math.log2(least)) - _OCTAVES)
         octaves = range(first, math.ceil(math.log2(most)) + 1)
         sizes = [part * 2.0**octave for octave in octaves for part in (1.0, 1.5)]
