@@ -31,7 +31,6 @@ from typing import Any
 from dsat.inputs import ds_config
 from dsat.space import knobs
 from dsat.space.overrides import overrides_for, script_args_for
-from dsat.tuning.journal import parse
 from dsat.values.objective import Objective
 from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple
@@ -392,7 +391,8 @@ def read(path: Path) -> Table:
 
 def _read(path: Path) -> tuple[Header, list[Row]]:
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    lines, _ = parse(content, str(path))
+    finished, _, _ = content.rpartition(b"\n")  # the last line may be torn
+    lines = [json.loads(line) for line in finished.split(b"\n")]
     return Header.from_json(lines[0]), list(map(Row.from_json, lines[1:]))
 
 

@@ -326,7 +326,7 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
             search.interrupted = True
         line = None
         if search.run.best is not None:
-            line = train_command.line(ready, search.run, search.folder.absolute())
+            line = train_command.line(ready, search.run, search.folder)
         return _result(
             RunView.of(search.run).to_json(search.folder),
             run_dir=search.folder,

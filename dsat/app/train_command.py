@@ -60,8 +60,8 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
         return f"cd {shlex.quote(str(cwd.resolve()))} && {command}"
     if ready.argv is None:
         return (
-            f"dsat.tune(..., run_dir={str(folder)!r}, resume=True, run_full_experiment=True), the "
-            "rest as before"
+            f"dsat.tune(..., run_dir={str(folder.absolute())!r}, resume=True, "
+            "run_full_experiment=True), the rest as before"
         )
     argv = list(ready.argv)
     end = argv.index("--") if "--" in argv else len(argv)
