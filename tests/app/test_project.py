@@ -188,7 +188,7 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(UserInputError, match="known are"):
+    with pytest.raises(UserInputError, match="known cards"):
         dsat.project(hf_config="config.json", to="8xK80")
     with pytest.raises(UserInputError, match="64xH100"):
         dsat.project(hf_config="config.json", to="H100")
