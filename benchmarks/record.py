@@ -263,7 +263,7 @@ def _fill(
     if not journal.events:
         about = {**about_machine(machine), "concurrent trials": concurrent}
         header = _header(spec, profile.profile, profile.duration_s, about)
-        journal.append(header.to_json())
+        journal.append({"event": "table", **header.to_json()})
     todo = Grid(
         spec.settings, spec.largest, spec.passes, journal.events[1:], interval=spec.interval
     )

@@ -117,7 +117,7 @@ class Row:
 
 def of_pass(row: Row, number: int) -> dict[str, Any]:
     """A row as it is recorded: tables that measure each trial several times have one of each."""
-    return {**row.to_json(), "pass": number}
+    return {"event": "row", **row.to_json(), "pass": number}
 
 
 def pass_of(event: Mapping[str, Any]) -> int:
