@@ -19,6 +19,7 @@ from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.machine import Machine
 from dsat.engines.local.running import Running, Start, Way
+from dsat.engines.local.supervisor import MARK
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
@@ -289,30 +290,29 @@ supervisor.Supervisor().run()
 @pytest.mark.slow
 def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> None:
     """SIGKILL does nothing to a process that waits in the kernel, for a driver that is stuck."""
-    process = subprocess.Popen(
+    process: Any = subprocess.Popen(
         [sys.executable, "-c", UNKILLABLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
 
     def launch(number: int, *command: str, naps: Sequence[str] = ("",)) -> None:
         env = {"PATH": "/usr/bin:/bin"}
         ranks = [{"env": {**env, "NAP": nap}, "cores": []} for nap in naps]
         where = {"folder": str(tmp_path), "cwd": str(tmp_path), "logs": ["out", "err"]}
         more = {"command": command, "ranks": ranks, "port": 1, "linger_s": 1}
-        send({"op": "launch", "trial": number, **where, **more})
+        request = {"op": "launch", "trial": number, **where, **more}
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        process.stdin.flush()
 
-    def send(request: Mapping[str, Any]) -> None:
-        process.stdin.write(json.dumps(request).encode() + b"\n")  # type: ignore[union-attr]
-        process.stdin.flush()  # type: ignore[union-attr]
+    def answer() -> Any:
+        return json.loads(process.stdout.readline().removeprefix(MARK))
 
-    launch(1, "/bin/sh", "-c", "exec sleep $NAP", naps=("600", "0.1", "600"))
-    answer = json.loads(process.stdout.readline())
-    assert (answer["trial"], answer["statuses"]) == (1, [-9, 0, -9])
-    assert answer["stuck"] == answer["killed"] == [True, False, True]
-    launch(2, "/bin/true")
-    answer = json.loads(process.stdout.readline())
-    assert (answer["trial"], answer["stuck"], answer["statuses"]) == (2, [False], [0])
-    process.stdin.close()
-    assert process.wait(PATIENCE_S) == 0
-    process.stdout.close()
+    with process:
+        launch(1, "/bin/sh", "-c", "exec sleep $NAP", naps=("600", "0.1", "600"))
+        first = answer()
+        assert (first["trial"], first["statuses"]) == (1, [-9, 0, -9])
+        assert first["stuck"] == first["killed"] == [True, False, True]
+        launch(2, "/bin/true")
+        second = answer()
+        assert (second["trial"], second["stuck"], second["statuses"]) == (2, [False], [0])
+        process.stdin.close()
+        assert process.wait(PATIENCE_S) == 0
