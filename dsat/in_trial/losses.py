@@ -65,6 +65,11 @@ class LossWatch:
         _watch = self
         _wrap_backward()
 
+    def close(self) -> None:
+        """Take no more losses."""
+        global _watch
+        _watch = None
+
     def of_engine(self, loss: Any, *, scaled_by_script: bool) -> None:
         """Take the loss of `engine.backward`.
 
@@ -176,8 +181,8 @@ def _wrap_backward() -> None:
 
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        assert _watch is not None
-        _watch.of_script(tensors)
+        if _watch is not None:
+            _watch.of_script(tensors)
         return original(tensors, *args, **kwargs)
 
     backward.dsat_reports = True  # type: ignore[attr-defined]

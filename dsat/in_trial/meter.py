@@ -8,6 +8,7 @@ On an asynchronous device the marks are events on its stream: nothing is synchro
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -57,6 +58,7 @@ def install(
 
     def begin(arguments: dict[str, Any]) -> None:
         meter.device_name = ""
+        meter.let_go()
         check_arguments(arguments, spec.slots)
         device = int(os.environ.get("LOCAL_RANK", "0"))  # that DeepSpeed is going to use
         wait_for_memory(get_accelerator(), device)
@@ -78,7 +80,7 @@ def has_optimizer(engine: Any) -> bool:
 class Meter:
     """Wraps `forward`, `backward` and `step` of engines, and measures the first that trains.
 
-    A script that begins again after an error makes another engine, which is then measured instead.
+    A script may begin again after an error, with another engine, which is then measured instead.
 
     Args:
         spec: what to measure.
@@ -89,6 +91,7 @@ class Meter:
         device_name: as in `ModelProfile`; None before the script calls `deepspeed.initialize`.
         warnings: messages for the user, as keys.
         switches: of the script, which are part of its profile.
+        watches: there is an engine that may train.
     """
 
     def __init__(
@@ -101,12 +104,12 @@ class Meter:
         self.device_name: str | None = None
         self.warnings: dict[str, None] = {}
         self.switches: Mapping[str, ScriptSwitch] = {}
+        self.watches = False
         self._on_complete = on_complete
         self._on_step = on_step
         self._before = ProcessMemory.now()
         self._inside: set[str] = set()  # phases of the measured engine that are under way
         self._engine: Any = None  # that is measured
-        self._candidates: list[Any] = []  # engines that were made since it began to train
         self._failed: Outcome | None = None  # which ends the trial, whatever the script does
         self._is_ended = False
         self._whose = ""  # steps are counted, in words: if several engines train
@@ -116,11 +119,6 @@ class Meter:
     def warn(self, text: str) -> None:
         """Add a message for the user although the trial runs."""
         self.warnings[text] = None
-
-    @property
-    def watches(self) -> bool:
-        """Return whether there is an engine that may train."""
-        return self._engine is not None or bool(self._candidates)
 
     @property
     def steps_seen(self) -> int:
@@ -164,9 +162,22 @@ class Meter:
             return
         if not self.watches:
             loaders.begin_training()
-        self._candidates.append(engine)
+        self.watches = True
         for name in PHASES:
             setattr(engine, name, self._wrapped(engine, name))
+
+    def let_go(self) -> None:
+        """Measure another engine, if an error has stopped the one that is measured.
+
+        Nothing of it is kept, so that the next one finds its memory free.
+        """
+        if self._engine is None or self.outcome is not None or not self._recorder.is_stopped:
+            return
+        self._recorder.close()
+        self._engine = self._measurement = None
+        del self._recorder
+        gc.collect()  # its methods, which are wrapped, refer to it
+        self._whose = " of the last engine that it made (see its log for why it began again)"
 
     def attach(self, engine: Any, *, first_step: int = 1) -> None:
         """Measure an engine, whose methods are wrapped.
@@ -185,10 +196,7 @@ class Meter:
         start = max(first_step, spec.options.start_step)
         end = max(start, spec.options.end_step)
         self.spec = replace(spec, options=replace(spec.options, start_step=start, end_step=end))
-        if self._engine is not None:
-            self._recorder.close()
-            self._whose = " of the last engine that it made (see its log for why it began again)"
-        self._engine, self._candidates = engine, []
+        self._engine = engine
         self._recorder = StepRecorder(
             engine, self.spec, before=self._before, warn=self.warn, take=self._take
         )
@@ -228,6 +236,8 @@ class Meter:
             return self._recorded(engine, name, original, args, kwargs)
         except Exception as error:
             trains = self._engine is engine and (name != "forward" or in_training(engine))
+            if trains:
+                self._recorder.is_stopped = True
             found = failures.outcome(error)
             # Out of memory elsewhere (an evaluation, another engine) is the script's own affair.
             if isinstance(error, DsatError) or (trains and found.kind is not OutcomeKind.ERROR):
@@ -237,9 +247,7 @@ class Meter:
     def _recorded(
         self, engine: Any, name: str, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        # Engines of one training are made before it; a later one is of a training that began again.
-        is_next = self.outcome is None and any(engine is each for each in self._candidates)
-        if is_next and (name != "forward" or in_training(engine)):
+        if self._engine is None and (name != "forward" or in_training(engine)):
             self._attach_in(engine, name)
         if self._engine is None:
             return original(*args, **kwargs)
@@ -250,6 +258,7 @@ class Meter:
             with self._recorder.losses.ignored():
                 return original(*args, **kwargs)
         self._inside.add(name)
+        self._recorder.is_stopped = False
         try:
             return getattr(self._recorder, name)(original, args, kwargs)
         finally:

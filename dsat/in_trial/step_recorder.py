@@ -116,6 +116,7 @@ class StepRecorder:
         take: takes the marks of each optimizer step, and whether fp16 skipped it.
 
     Attributes:
+        is_stopped: an error came out of the engine, which has not been called since.
         notes_memory: peaks are assigned to phases, which costs time; until the warm-up is over.
     """
 
@@ -137,6 +138,7 @@ class StepRecorder:
         self._calls_engine = True
         self._forward_began: Any = None
         self._frames = compiling.frames()
+        self.is_stopped = False
         self.notes_memory = True
         self.clock = clock_for(self._accelerator)
         self.memory = MemoryWatch(self._accelerator, before)
@@ -156,6 +158,7 @@ class StepRecorder:
 
     def close(self) -> None:
         """End the profile of an engine that an error has stopped, perhaps within a step."""
+        self.losses.close()
         if self.profiler is not None:
             self.profiler.leave_forward()
             self.profiler.finish_micro_steps(1)

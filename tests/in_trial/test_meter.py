@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -267,16 +268,35 @@ def test_measures_the_first_engine_that_trains(
 def test_a_script_that_begins_again_is_measured_by_its_last_engine(
     clock: Clock, steps: int
 ) -> None:
-    """As after an error that it catches; the engine of the first attempt trains no more."""
+    """After an error that it catches; nothing of the engines before then takes memory."""
+
+    class Engine(FakeEngine):
+        fails_at = 0
+
+        def backward(self, loss: torch.Tensor) -> torch.Tensor:
+            if self.global_steps + 1 == self.fails_at:
+                raise RuntimeError("NCCL communicator was aborted")
+            return super().backward(loss)
+
     deepspeed: Any = sys.modules["deepspeed"]
-    deepspeed.initialize = lambda: (FakeEngine(clock), None, None, None)
+    before: list[weakref.ref[Engine]] = []
+
+    def initialize() -> tuple[Any, ...]:
+        assert not [each for each in before if each()]
+        engine = Engine(clock)
+        before.append(weakref.ref(engine))
+        return engine, None, None, None
+
+    deepspeed.initialize = initialize
     told: list[Outcome] = []
     meter = install(replace(SPEC, profile=True), told.append)
-    deepspeed.initialize()[0].forward(torch.zeros(4, 2))  # an error within the first step
-    for attempt in range(2):
+    for fails_at in (1, 2, 0):
         engine = deepspeed.initialize()[0]
-        engine.times_ms = (attempt, 4.0, 1.0)
-        train(engine, steps=steps if attempt else 1)
+        engine.fails_at = fails_at
+        engine.times_ms = (float(not fails_at), 4.0, 1.0)
+        with contextlib.suppress(RuntimeError):
+            train(engine, steps=steps)
+        del engine
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None, "it counts no FLOPs"
     if steps == 30:
         assert metrics_of(told[0]).latency == pytest.approx(6)
@@ -287,6 +307,21 @@ def test_a_script_that_begins_again_is_measured_by_its_last_engine(
             "the script ended after 3 optimizer steps of the last engine that it made (see its log "
             "for why it began again), but steps up to 5 are measured"
         )
+
+
+def test_an_engine_that_is_made_when_another_trains_is_not_measured(clock: Clock) -> None:
+    """As a critic or a discriminator with an accumulation of its own."""
+    deepspeed: Any = sys.modules["deepspeed"]
+    deepspeed.initialize = lambda gas: (FakeEngine(clock, gas=gas), None, None, None)
+    told: list[Outcome] = []
+    meter = install(SPEC, told.append)
+    actor = deepspeed.initialize(1)[0]
+    assert train(actor, steps=1) is None
+    critic = deepspeed.initialize(2)[0]
+    assert train(critic, steps=1) is None
+    assert "of the engine that trains first" in str(meter.shortfall)
+    assert train(actor, before=lambda _: critic.step()) is told[0]
+    assert told[0].warnings == (SEVERAL_ENGINES,)
 
 
 def test_a_script_may_leave_out_the_engines_forward(clock: Clock) -> None:
