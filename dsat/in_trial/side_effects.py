@@ -90,7 +90,6 @@ class SideEffects:
         for module, writer in _FILE_WRITERS.items():
             hook(functools.partial(self._files.adapt_writer, self._trains, writer), module)
         self._files.adapt_changes()
-        hook(functools.partial(_adapt_hydra, folder), "hydra._internal.hydra")
 
     def prevent(self, warn: Callable[[str], None], *, simulated: bool = False) -> None:
         """Make savers and trackers do nothing; DeepSpeed must be importable.
@@ -116,6 +115,7 @@ class SideEffects:
             ("tensorboardX", "logdir"),
         ):
             hook(functools.partial(_adapt_tensorboard, self._folder, logs), module)
+        hook(functools.partial(_adapt_hydra, self._folder), "hydra._internal.hydra")
         # What a script says in its code counts more than variables.
         hook(_adapt_wandb, "wandb")
         hook(functools.partial(_adapt_savers, self._skip, ("set_tracking_uri",), None), "mlflow")
@@ -242,6 +242,26 @@ def _owner(module: Any, name: str) -> tuple[Any, str]:
     return (getattr(module, owner, None) if owner else module), attribute
 
 
+class _Function:
+    """A function in place of a builtin one, which like that becomes no method in a class.
+
+    Args:
+        module, name: where it is; pickles name it, so that another process finds its own.
+        call: what is done instead.
+    """
+
+    def __init__(self, module: Any, name: str, call: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, getattr(module, name))
+        self.__module__, self.__name__ = module.__name__, name
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> str:
+        return self.__name__
+
+
 class _Files:
     """Files outside of the trial's folder, which a training neither writes nor takes away.
 
@@ -300,7 +320,6 @@ class _Files:
     def _adapt_change(self, module: Any, name: str, keywords: tuple[str, ...]) -> None:
         original = getattr(module, name)
 
-        @functools.wraps(original)
         def change(*args: Any, **kwargs: Any) -> Any:
             beside = any(kwargs.get(k) is not None for k in ("dir_fd", "src_dir_fd", "dst_dir_fd"))
             if not self.begun.is_set() or beside:  # rmtree's own steps
@@ -315,13 +334,13 @@ class _Files:
             self._skip(f"{module.__name__}.{name}")
             return None
 
-        change.__module__ = module.__name__  # where pools of processes find it
-        setattr(module, name, change)
+        function = _Function(module, name, change)
+        setattr(module, name, function)
         if original in os.supports_dir_fd:
-            os.supports_dir_fd.add(change)
+            os.supports_dir_fd.add(function)
         accessor = getattr(pathlib, "_NormalAccessor", None)  # python 3.10 keeps its own
         if module is os and getattr(accessor, name, None) is original:
-            setattr(accessor, name, staticmethod(change))
+            setattr(accessor, name, function)
 
     def _is_to_be_left(self, path: Any) -> bool:
         """Return whether a path is the user's, or of a file that was not written."""

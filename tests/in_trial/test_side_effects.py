@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,3 +68,16 @@ def test_its_own_files_are_the_trainings(work: Path) -> None:
     assert not Path(folder).exists()
     # A pool of processes passes functions so.
     assert pickle.loads(pickle.dumps(os.remove)) is os.remove
+    assert pickle.loads(pickle.dumps(shutil.rmtree)) is shutil.rmtree
+
+
+def test_a_function_that_a_class_has_is_no_method_of_it(work: Path) -> None:
+    """As builtin functions are none."""
+
+    class Store:
+        unlink: Any = os.unlink
+
+    (work / "mine").touch()
+    Store().unlink(work / "mine")
+    assert not (work / "mine").exists()
+    assert list(inspect.signature(os.unlink).parameters) == ["path", "dir_fd"]
