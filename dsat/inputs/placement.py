@@ -165,9 +165,7 @@ def chosen(
         UserInputError: an option names a missing machine or device, or the numbers of devices
             differ.
     """
-    there = {name: tuple(range(n or 0)) for name, n in machines.items() if n != 0}
-    for name in machines.keys() - there.keys():
-        _log.info("%s gives no slots of %s: it is not used", path, name)
+    there = {name: tuple(range(n or 0)) for name, n in machines.items()}
     included = _filter(path, there, options, "--include", "-i")
     excluded = _filter(path, there, options, *_EXCLUDE)
     found = {name: slots or there[name] for name, slots in (included or there).items()}
@@ -177,6 +175,9 @@ def chosen(
         if excluded.get(name) != ()
     }
     found = {name: slots for name, slots in found.items() if slots or not there[name]}
+    for name in [name for name in found if machines[name] == 0]:
+        _log.info("%s gives no slots of %s: it is not used", path, name)
+        del found[name]
     nodes, gpus = count(options, _NODES), count(options, "--num_gpus", "--num_accelerators")
     if nodes is not None:
         if nodes > len(found):

@@ -29,11 +29,13 @@ from testing.local import PROGRAMS, cpu_machine, processes_of, wait_until
 SSH = """#!/bin/sh
 echo "$@" >> {folder}/given
 if [ "$1" = -G ]; then
-    case $3 in
+    shift
+    [ "$1" = -p ] && echo port $2 && shift 2
+    case $2 in
         head | localhost | tunnel | jump | back) echo hostname 127.0.0.1;;
         *) echo hostname 127.0.0.2;;
     esac
-    case $3 in
+    case $2 in
         tunnel) echo port 2202;;
         jump) echo proxyjump bastion;;
         back) echo proxycommand nc;;
@@ -47,7 +49,7 @@ case $host in
     locked) echo 'eve@locked: Permission denied (publickey,password).' >&2; exit 255;;
     gone) echo 'ssh: connect to host gone port 22: Connection timed out' >&2; exit 255;;
     unknown) echo 'Host key verification failed.' >&2; exit 255;;
-    tunnel | jump) path={folder}/elsewhere:;;
+    tunnel | jump | localhost) path={folder}/elsewhere:;;
     back) echo Welcome back;;
 esac
 cd /
@@ -162,8 +164,14 @@ def test_this_machine_comes_first_and_is_named_once() -> None:
 
 @pytest.mark.usefixtures("scripted")
 def test_an_address_of_this_machine_behind_a_port_or_a_proxy_may_be_another_host() -> None:
-    for name, is_here in (("tunnel", False), ("jump", False), ("back", True)):
-        [found] = ssh.reach([name], None)
+    for name, port, is_here in (
+        ("tunnel", None, False),
+        ("jump", None, False),
+        ("back", None, True),
+        ("localhost", 2222, False),
+        ("localhost", None, True),
+    ):
+        [found] = ssh.reach([name], port)
         assert found.is_here is is_here, name
         assert bool(found.prefix) is not is_here
     with pytest.raises(UserInputError, match="names this machine twice: head, back"):

@@ -58,6 +58,7 @@ def hosts_of(options: str) -> dict[str, tuple[int, ...]]:
         ("--hostfile mpi", {"a": (0, 1), "b": (0, 1)}),
         ("--hostfile partly", {"b": (0, 1)}),
         ("--hostfile partly --num_gpus 1", {"b": (0,)}),
+        ("--hostfile partly --exclude a", {"b": (0, 1)}),
         ("--hostfile missing --num_gpus 2", {}),
     ],
 )

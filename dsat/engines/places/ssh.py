@@ -78,7 +78,7 @@ def reach(names: Sequence[str], port: int | None) -> list[Node]:
     """
     if shutil.which("ssh") is None:
         raise UserInputError("needs ssh, which is not installed", where="--hostfile")
-    ways = {name: _way_to(name) for name in names}
+    ways = {name: _way_to(name, port) for name in names}
     interfaces = psutil.net_if_addrs().values()
     ours = {each.address for interface in interfaces for each in interface}
     own = socket.gethostname()  # in /etc/hosts perhaps under 127.0.1.1
@@ -154,14 +154,14 @@ def _identities(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     return found
 
 
-def _way_to(name: str) -> tuple[str, bool]:
+def _way_to(name: str, port: int | None) -> tuple[str, bool]:
     """Return the address that ssh takes a name for, and whether the host surely has it.
 
     Another port may be forwarded to another host, and a proxy has addresses of its own.
     """
     try:
         configured = subprocess.run(  # noqa: S603
-            ["ssh", "-G", "--", name],  # noqa: S607
+            ["ssh", "-G", *([] if port is None else ["-p", str(port)]), "--", name],  # noqa: S607
             capture_output=True,
             text=True,
             check=True,
