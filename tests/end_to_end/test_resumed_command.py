@@ -95,10 +95,10 @@ def test_ended_in_its_first_trial(
 
 
 def test_interrupted_before_its_training(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (place / "loading.py").write_text("import time; open('here', 'w').close(); time.sleep(600)")
+    (place / "loading.py").write_text("import time; open('here', 'w').close(); time.sleep(2000)")
     monkeypatch.chdir(place)
     background = Background(words("python loading.py"))
-    wait_until((place / "here").exists, "the script", 60)
+    wait_until((place / "here").exists, "the script")
     os.killpg(background.process.pid, signal.SIGINT)
     told = background.end()
     assert told.status == EXIT_INTERRUPTED and told.err == ""

@@ -38,7 +38,7 @@ _NEVER_OF_FORK = tuple(
     TypeError KeyError IndexError FileNotFoundError NotADirectoryError IsADirectoryError
     """.split()
 )
-# Slurm sends the last two to all processes of a job (--signal).
+# Slurm sends the last two to a job's steps; some plug-ins to every process of them (--signal).
 _ENDED_FROM_OUTSIDE = tuple(f"was killed by SIG{name}" for name in ("TERM", "USR1", "USR2"))
 _MOST_STARTS = 3
 # What vLLM's sleep mode (CuMemAllocator) and torch's memory pools raise.

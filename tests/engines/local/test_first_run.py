@@ -165,7 +165,7 @@ def test_what_its_training_waits_for_is_told(
     named(place, {}, monkeypatch)
     monkeypatch.setattr(slow, "LONG_S", -1)
     caplog.set_level("INFO", logger="dsat")
-    run = FirstRun(["bash", "-c", "sleep 100"], place, timeout_s=60)
+    run = FirstRun(["bash", "-c", "sleep 2000"], place, timeout_s=PATIENCE_S)
     try:
         Progress(run.folder).set_activity("compiling DeepSpeed's operator fused_adam")
         assert run.poll(0.0) is None and run.poll(0.0) is None
@@ -422,7 +422,7 @@ def test_a_first_run_that_lost_its_port_to_another_program_runs_again(place: Pat
         launch=launched.append, import_modules_of=lambda folder: None, close=lambda: None
     )
     engine = AdoptingEngine(
-        FirstRun(["bash", "-c", fails], place, timeout_s=60),
+        FirstRun(["bash", "-c", fails], place, timeout_s=PATIENCE_S),
         lambda: others,
         trials=place / "trials",
         num_slots=1,
