@@ -415,7 +415,7 @@ if not LightningEnvironment().creates_processes_externally:
 
 
 def test_a_first_run_that_lost_its_port_to_another_program_runs_again(place: Path) -> None:
-    """As any trial does; its port was free when it was chosen."""
+    """As any trial does, once its ranks are known; its port was free when it was chosen."""
     fails = "echo 'OSError: [Errno 98] Address already in use' >&2; exit 1"
     launched: list[Trial] = []
     others: Any = SimpleNamespace(
