@@ -171,7 +171,7 @@ class Meter:
 
         Nothing of it is kept, so that the next one finds its memory free.
         """
-        if self._engine is None or self.outcome is not None or not self._recorder.is_stopped:
+        if self._engine is None or self.outcome is not None or not self._recorder.marks.failed:
             return
         self._recorder.close()
         self._engine = self._measurement = None
@@ -237,7 +237,7 @@ class Meter:
         except Exception as error:
             trains = self._engine is engine and (name != "forward" or in_training(engine))
             if trains:
-                self._recorder.is_stopped = True
+                self._recorder.marks.failed = True
             found = failures.outcome(error)
             # Out of memory elsewhere (an evaluation, another engine) is the script's own affair.
             if isinstance(error, DsatError) or (trains and found.kind is not OutcomeKind.ERROR):
@@ -258,7 +258,6 @@ class Meter:
             with self._recorder.losses.ignored():
                 return original(*args, **kwargs)
         self._inside.add(name)
-        self._recorder.is_stopped = False
         try:
             return getattr(self._recorder, name)(original, args, kwargs)
         finally:

@@ -22,6 +22,7 @@ import wrapt
 from dsat.in_trial import config_injection, failures
 from dsat.in_trial.rank_files import SPEC_FILE, RankSpec
 
+_Skip = Callable[[str], None]  # takes the name of a function that did nothing
 NOT_SAVED = "checkpoints are neither saved, loaded nor deleted in trials: {} did nothing"
 # Variables that turn trackers off. MLflow has none, so it writes into the trial's folder.
 TRACKERS_OFF: Mapping[str, str] = {
@@ -164,7 +165,7 @@ def _without_reports(arguments: dict[str, Any]) -> None:
         arguments.update({**config_injection.without_config(arguments), "config": wanted})
 
 
-def _adapt_engine(skip: Callable[[str], None], module: Any) -> None:
+def _adapt_engine(skip: _Skip, module: Any) -> None:
     engine = module.DeepSpeedEngine
     for name in _ENGINE_SAVES:
         if hasattr(engine, name):
@@ -205,12 +206,7 @@ def client_state(folder: Path, tag: str | None) -> tuple[str | None, dict[str, A
 
 
 def _replace(
-    owner: Any,
-    name: str,
-    skip: Callable[[str], None],
-    *,
-    result: Any,
-    when: threading.Event | None = None,
+    owner: Any, name: str, skip: _Skip, *, result: Any, when: threading.Event | None = None
 ) -> None:
     original = getattr(owner, name)
 
@@ -225,10 +221,7 @@ def _replace(
 
 
 def _adapt_savers(
-    skip: Callable[[str], None],
-    names: tuple[str, ...],
-    when: threading.Event | None,
-    module: Any,
+    skip: _Skip, names: tuple[str, ...], when: threading.Event | None, module: Any
 ) -> None:
     for name in names:
         of, attribute = _owner(module, name)
@@ -273,7 +266,7 @@ class _Files:
         begun: set when the training begins; until then files are as if there were no dsat.
     """
 
-    def __init__(self, folder: Path, skip: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, skip: _Skip) -> None:
         self._folder, self._skip = folder, skip
         self.begun = threading.Event()
         self._unlink = os.unlink

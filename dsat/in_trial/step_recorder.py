@@ -31,6 +31,7 @@ class StepMarks:
         losses: number of losses that backward passes began with.
         compiled: torch compiled something meanwhile.
         evaluated: the model was called outside of training meanwhile.
+        failed: an error came out of the engine meanwhile.
         backward_began: where the script's own backward pass began, if one is under way.
         waited_before_s, waited_s: seconds of waiting for data loaders, before this step and in it.
         phases: beginnings and ends.
@@ -43,6 +44,7 @@ class StepMarks:
     losses: int = 0
     compiled: bool = False
     evaluated: bool = False
+    failed: bool = False
     backward_began: Any = None
     waited_before_s: float = field(default_factory=loaders.waited_s)
     waited_s: float = 0.0
@@ -116,7 +118,6 @@ class StepRecorder:
         take: takes the marks of each optimizer step, and whether fp16 skipped it.
 
     Attributes:
-        is_stopped: an error came out of the engine, which has not been called since.
         notes_memory: peaks are assigned to phases, which costs time; until the warm-up is over.
     """
 
@@ -138,7 +139,6 @@ class StepRecorder:
         self._calls_engine = True
         self._forward_began: Any = None
         self._frames = compiling.frames()
-        self.is_stopped = False
         self.notes_memory = True
         self.clock = clock_for(self._accelerator)
         self.memory = MemoryWatch(self._accelerator, before)
