@@ -136,9 +136,10 @@ class Supervisor:
                 if self._is_orphaned() and not self._selector.select(0):
                     return
         finally:
+            until = time.monotonic() + _TRACKED_WITHIN_S  # for all of them
             for group in list(self._groups.values()):
-                self._kill(group)
-            _kill_until_gone(lambda: _descendants([os.getpid()]))
+                self._kill(group, until)
+            _kill_until_gone(lambda: _descendants([os.getpid()]) - _own_tracker())
             for group in self._groups.values():
                 _unlink_shared_memory(group)
 
@@ -263,18 +264,18 @@ class Supervisor:
             elif group.kill_at is not None and group.kill_at <= now and group.killed_at is None:
                 self._kill(group)
 
-    def _kill(self, group: _Group) -> None:
+    def _kill(self, group: _Group, until: float = math.inf) -> None:
         group.killed_at = time.monotonic()
         group.killed_ranks = set(range(len(group.pids))) - group.statuses.keys()
         group.descendants |= _descendants(group.pids[rank] for rank in group.killed_ranks)
         killed = {group.pids[rank] for rank in group.killed_ranks}
-        _let_trackers_clean_up(group.descendants | killed | self._strays(group))
+        _let_trackers_clean_up(group.descendants | killed | self._strays(group), until)
         _kill_all(group.pids[0], group.descendants)
 
     def _strays(self, ended: _Group) -> set[int]:
         """Return processes that an ended trial left to this process, their subreaper."""
         ranks = {pid for group in (ended, *self._groups.values()) for pid in group.pids}
-        strays = _descendants([os.getpid()], recursive=False) - ranks
+        strays = _descendants([os.getpid()], recursive=False) - ranks - _own_tracker()
         if self._groups:  # which may have left some as well
             strays = {pid for pid in strays if _started_by(pid, ended.folder)}
         return strays | _descendants(strays)
@@ -330,7 +331,13 @@ def _started_by(pid: int, folder: str) -> bool:
     return any(os.path.dirname(output) == folder for output in outputs)
 
 
-def _let_trackers_clean_up(pids: Collection[int]) -> None:
+def _own_tracker() -> set[int]:
+    """Return this process's resource tracker, if an import has started it; it ends by itself."""
+    module: Any = sys.modules.get("multiprocessing.resource_tracker")
+    return {module._resource_tracker._pid} - {None} if module else set()
+
+
+def _let_trackers_clean_up(pids: Collection[int], until: float = math.inf) -> None:
     """Kill processes but for Python's resource trackers, which then unlink what these have left.
 
     Without that, named shared memory would stay: ranks leave without their own clean-up.
@@ -339,7 +346,7 @@ def _let_trackers_clean_up(pids: Collection[int]) -> None:
     if not trackers:
         return
     _kill_all(None, set(pids) - trackers)
-    deadline = time.monotonic() + _TRACKED_WITHIN_S
+    deadline = min(until, time.monotonic() + _TRACKED_WITHIN_S)
     while any(not _is_gone(pid) for pid in trackers) and time.monotonic() < deadline:
         time.sleep(0.005)
 

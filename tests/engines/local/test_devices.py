@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 from testing.helpers import ran
-from testing.local import PATIENCE_S, PROGRAMS
+from testing.local import PATIENCE_S, PROGRAMS, is_alive, wait_until
 
 GPUS = Machine("cuda", "test", ("0", "1", "2", "3"), ("CUDA_VISIBLE_DEVICES",), 8 * 2**30)
 A100, T4 = ("A100", 80 * 2**30), ("T4", 15 * 2**30)
@@ -287,32 +288,54 @@ supervisor.Supervisor().run()
 """
 
 
-@pytest.mark.slow
-def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> None:
-    """SIGKILL does nothing to a process that waits in the kernel, for a driver that is stuck."""
+WITH_A_TRACKER = """
+from multiprocessing import resource_tracker
+from dsat.engines.local import supervisor
+resource_tracker.ensure_running()
+open("tracker", "w").write(str(resource_tracker._resource_tracker._pid))
+supervisor.Supervisor().run()
+"""
+
+
+@contextlib.contextmanager
+def supervised(program: str, folder: Path) -> Iterator[Callable[..., Any]]:
+    """A function that has a supervisor's program run a command, and returns the answer."""
     process: Any = subprocess.Popen(
-        [sys.executable, "-c", UNKILLABLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder
     )
 
-    def launch(number: int, *command: str, naps: Sequence[str] = ("",)) -> None:
+    def answer_to(number: int, *command: str, naps: Sequence[str] = ("",)) -> Any:
         env = {"PATH": "/usr/bin:/bin"}
         ranks = [{"env": {**env, "NAP": nap}, "cores": []} for nap in naps]
-        where = {"folder": str(tmp_path), "cwd": str(tmp_path), "logs": ["out", "err"]}
+        where = {"folder": str(folder), "cwd": str(folder), "logs": ["out", "err"]}
         more = {"command": command, "ranks": ranks, "port": 1, "linger_s": 1}
         request = {"op": "launch", "trial": number, **where, **more}
         process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()
-
-    def answer() -> Any:
         return json.loads(process.stdout.readline().removeprefix(MARK))
 
     with process:
-        launch(1, "/bin/sh", "-c", "exec sleep $NAP", naps=("600", "0.1", "600"))
-        first = answer()
-        assert (first["trial"], first["statuses"]) == (1, [-9, 0, -9])
-        assert first["stuck"] == first["killed"] == [True, False, True]
-        launch(2, "/bin/true")
-        second = answer()
-        assert (second["trial"], second["stuck"], second["statuses"]) == (2, [False], [0])
+        yield answer_to
         process.stdin.close()
         assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> None:
+    """SIGKILL does nothing to a process that waits in the kernel, for a driver that is stuck."""
+    with supervised(UNKILLABLE, tmp_path) as answer_to:
+        naps = ("600", "0.1", "600")
+        answer = answer_to(1, "/bin/sh", "-c", "exec sleep $NAP", naps=naps)
+        assert (answer["trial"], answer["statuses"]) == (1, [-9, 0, -9])
+        assert answer["stuck"] == answer["killed"] == [True, False, True]
+        answer = answer_to(2, "/bin/true")
+        assert (answer["trial"], answer["stuck"], answer["statuses"]) == (2, [False], [0])
+
+
+def test_a_supervisors_own_resource_tracker_is_no_trials(tmp_path: Path) -> None:
+    """A library that is imported in advance may start it; it ends with the supervisor."""
+    with supervised(WITH_A_TRACKER, tmp_path) as answer_to:
+        assert answer_to(1, "/bin/true")["statuses"] == [0]
+        tracker = int((tmp_path / "tracker").read_text())
+        assert is_alive(tracker)
+    wait_until(lambda: not is_alive(tracker), "the tracker's end")
