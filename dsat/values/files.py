@@ -60,7 +60,8 @@ def written_atomically(path: Path) -> Iterator[Path]:
 
     On failure nothing of it stays, and a system error names the file that was to be made.
     """
-    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}-{threading.get_ident()}.tmp")
+    # A character has 4 bytes at most, and a name 255.
+    temporary = path.with_name(f".{path.name[:50]}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)
@@ -68,8 +69,9 @@ def written_atomically(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             for left in path.parent.glob(f"{glob.escape(temporary.name)}*"):  # SQLite's journal too
                 remove(left)
-        if isinstance(error, OSError):
-            error.filename, error.filename2 = str(path), None
+        if isinstance(error, OSError) and error.errno is not None:
+            error.filename = str(path)
+            del error.filename2  # None would be shown
         raise
 
 

@@ -21,7 +21,7 @@ from dsat.space.plan import Plan
 from dsat.tuning.journal import SCHEMA_VERSION, Journal, MemoryJournal, read_events
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
-from dsat.values.files import write_atomically
+from dsat.values.files import write_atomically, written_atomically
 from testing.helpers import FakeClock, World, drive, plan_of
 
 EVENTS: list[dict[str, Any]] = [
@@ -243,6 +243,22 @@ def test_write_atomically_replaces_and_leaves_nothing_else(tmp_path: Path) -> No
         write_atomically(target, text)
         assert target.read_text(encoding="utf-8") == text
         assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_file_with_the_longest_name_is_written(tmp_path: Path) -> None:
+    target = tmp_path / ("名" * 83 + ".html")
+    write_atomically(target, "text")
+    assert target.read_text() == "text"
+
+
+def test_an_error_while_a_file_is_written_keeps_what_it_says(tmp_path: Path) -> None:
+    target = tmp_path / "a"
+    target.mkdir()
+    with pytest.raises(IsADirectoryError) as found:
+        write_atomically(target, "text")
+    assert str(found.value).endswith(f"directory: '{target}'")
+    with pytest.raises(OSError, match=r"^without a number$"), written_atomically(tmp_path / "b"):
+        raise OSError("without a number")
 
 
 def test_write_atomically_shows_a_reader_the_old_text_until_the_new_is_on_the_disk(
