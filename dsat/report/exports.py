@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsat.errors import UserInputError
+from dsat.errors import DsatError, UserInputError
 from dsat.inputs.ds_config import flat
 from dsat.report.run_view import RunView, TrialView
 from dsat.tuning.run import Run
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import optuna
 
 _MOST_TEXT = 2000  # of a message: databases have limits
+_DATABASES = ("mlflow", "optuna", "sqlalchemy")  # packages whose errors are those of a database
 
 
 def rows(view: RunView) -> list[dict[str, Any]]:
@@ -183,6 +184,8 @@ def export(run: Run, to: str, output: Path, name: str, ended_at_s: float) -> Non
 
     Raises:
         UserInputError: `output` exists, or the tool is not installed.
+        DsatError: a database cannot be written, as on a full disk.
+        OSError: a file cannot be written.
     """
     write, _, package = EXPORTERS[to]
     if output.exists():
@@ -198,6 +201,10 @@ def export(run: Run, to: str, output: Path, name: str, ended_at_s: float) -> Non
         raise UserInputError(
             f"needs {package}: {error}", where=f"--to {to}", hint=f"pip install {package}"
         ) from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in _DATABASES:
+            raise
+        raise DsatError(f"{output}: {str(error).partition(chr(10))[0]}") from error
 
 
 def _compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:
