@@ -95,17 +95,8 @@ class Plan(Recorded, BatchRule, Freedom):
         mine = {**self.to_json(), "measured": self.measured_beside(earlier)}
         theirs = {**earlier.to_json(), "measured": earlier.measured_beside(self)}
         for name, value in mine.items():
-            if name in _MAY_DIFFER or value == theirs[name]:
-                continue
-            own = _OPTIONS.get(name)
-            if own is not None:
-                called = own.keyword.replace("_", " ")
-                return f"{called} was {own.write(theirs[name])}, now {own.write(value)}"
-            path, was, now = first_difference(theirs[name], value)
-            label = _LABELS.get(".".join([name, *path]))
-            if label is None:
-                label = _LABELS.get(name, name.replace("_", " ")) + f" {'.'.join(path)}"
-            return f"{label.strip()} was {was}, now {now}"
+            if name not in _MAY_DIFFER and value != theirs[name]:
+                return difference_of(name, theirs[name], value)
         return None
 
 
@@ -113,6 +104,19 @@ def values_of(settings: Settings) -> dict[str, Any]:
     """Return the fields of a plan that single options decide."""
     names = [each.name for each in fields(Plan) if each.name in _OPTIONS]
     return {name: getattr(settings, name) for name in names}
+
+
+def difference_of(name: str, earlier: Any, today: Any) -> str:
+    """Return the difference of two values of a field, `FIELD was X, now Y`."""
+    own = _OPTIONS.get(name)
+    if own is not None:
+        called = own.keyword.replace("_", " ")
+        return f"{called} was {own.write(earlier)}, now {own.write(today)}"
+    path, was, now = first_difference(earlier, today)
+    label = _LABELS.get(".".join([name, *path]))
+    if label is None:
+        label = _LABELS.get(name, name.replace("_", " ")) + f" {'.'.join(path)}"
+    return f"{label.strip()} was {was}, now {now}"
 
 
 def first_difference(was: Any, now: Any) -> tuple[list[str], str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dsat.engines import cached
-from dsat.space.plan import Plan
+from dsat.space.plan import Plan, difference_of
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
 
@@ -14,7 +14,7 @@ _HOLDS = (OutcomeKind.OK, OutcomeKind.OOM)
 _OF_INFO = ("software", "script_digest")  # which not every journal has
 _OF_DIGESTS = {
     "script_digest": "the training script",
-    "program": "the entrypoint, its hyperparameters or its argument mappings",
+    "measured.program": "the entrypoint, its hyperparameters or its argument mappings",
 }
 
 
@@ -46,7 +46,7 @@ def difference(run: Run, plan: Plan, info: Mapping[str, Any]) -> str | None:
             continue
         if name in _OF_DIGESTS:
             return f"{_OF_DIGESTS[name]} changed"
-        return f"{name.replace('_', ' ')} was {before}, now {today}"
+        return difference_of(name, before, today)
     return None
 
 
@@ -55,7 +55,7 @@ def _conditions(plan: Plan, other: Plan, info: Mapping[str, Any]) -> dict[str, A
     return {
         "slots_per_trial": plan.slots_per_trial,
         "slot_memory_bytes": plan.slot_memory_bytes,
-        **plan.measured_beside(other),
+        **{f"measured.{key}": value for key, value in plan.measured_beside(other).items()},
         **{name: info.get(name) for name in _OF_INFO},
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,21 @@ def test_what_another_script_or_other_software_measured_is_not_reused(tmp_path: 
         ({**run.info, "script_digest": "b"}, False),
     ):
         assert bool(history.known_outcomes([run], PLAN, today)) is is_known
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"slot_memory_bytes": 24 * 2**30}, "slot memory was 24GiB, now not given"),
+        ({"slots_per_trial": 2}, "slots per trial was 2, now 1"),
+        ({"measured": {"steps": [1, 2]}}, "profile steps (start, end, most) was [1, 2]"),
+        ({"measured": {"program": "a"}}, "the entrypoint, its hyperparameters or its argument"),
+    ],
+)
+def test_why_measurements_do_not_count(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    run.plan = replace(run.plan, **changes)
+    assert said in str(history.difference(run, PLAN, {}))
 
 
 def test_suggestions_that_came_since_are_none_of_a_run_that_goes_on(tmp_path: Path) -> None:
