@@ -246,6 +246,14 @@ def estimate(
 ) -> LongestSequences: ...
 @overload
 def estimate(
+    target: Target | None = None,
+    model_dir: PathLike | None = None,
+    *,
+    longest_sequence: bool,
+    **options: Any,
+) -> Estimate | LongestSequences: ...
+@overload
+def estimate(
     target: Target | None = None, model_dir: PathLike | None = None, **options: Any
 ) -> Estimate: ...
 def estimate(

@@ -70,6 +70,9 @@ if TYPE_CHECKING:  # mypy runs this test
         assert_type(dsat.load_run(target), dsat.Result)
         assert_type(dsat.estimate(target, slots=8), dsat.Estimate)
         assert_type(dsat.estimate(target, longest_sequence=True), dsat.LongestSequences)
+        flag = bool(target)
+        either = dsat.estimate(target, longest_sequence=flag)
+        assert_type(either, dsat.Estimate | dsat.LongestSequences)
         assert_type(dsat.project(target), dsat.Projection)
 
 
@@ -359,14 +362,26 @@ def test_an_own_search(pretend: list[Prepared], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(SEARCHES, "mine", RandomSearch)  # so that it is taken back afterwards
     del SEARCHES["mine"]
 
-    class Mine(RandomSearch):
+    class Loud:
+        def __init__(self, *args: Any, loudness: int, **options: Any) -> None:
+            super().__init__(*args, **options)
+
+    class Mine(Loud, RandomSearch):
         def __init__(self, *args: Any, times: int, **options: Any) -> None:
             super().__init__(*args, trials_per_config=times, early_stopping=None, **options)
 
+    class Strict(RandomSearch):
+        def __init__(self, profile: Any, objective: Any, space: Any, *, seed: int) -> None:
+            super().__init__(profile, objective, space, seed=seed)
+
     dsat.register_search("mine", Mine)
-    result = dsat.tune(TINY, method="mine", search_options={"times": 2}, **SMALL)
+    own = {"times": 2, "loudness": 3}
+    result = dsat.tune(TINY, method="mine", search_options=own, **SMALL)
     assert len(result.trials) == 6
-    assert pretend[0].plan.search_options == {"times": 2}
+    assert pretend[0].plan.search_options == own
+    monkeypatch.setitem(SEARCHES, "strict", Strict)
+    with pytest.raises(UserInputError, match="method 'strict' takes no 'trials_per_config'"):
+        dsat.tune(TINY, method="strict", search_options={"trials_per_config": 2}, **SMALL)
     with pytest.raises(UserInputError, match="search_options: method 'mine' takes no 'tries'"):
         dsat.tune(TINY, method="mine", search_options={"tries": 2}, **SMALL)
     with pytest.raises(UserInputError, match="search_options: must be a dictionary"):
@@ -405,6 +420,8 @@ def test_errors_are_those_of_dsat(pretend: list[Prepared], tmp_path: Path) -> No
     for wrong in (print, [print, None]):
         with pytest.raises(UserInputError, match="callbacks: is no list of functions"):
             dsat.tune("no_such_script.py", callbacks=wrong)  # type: ignore[arg-type]
+    with pytest.raises(UserInputError, match=r"there is no such file.*a list of words"):
+        dsat.tune(f"train.py {'x' * 300}", **SMALL)
     with pytest.raises(UserInputError, match="method: invalid choice: 'guess'"):
         dsat.tune(TINY, method="guess", **SMALL)
     with pytest.raises(UserInputError, match="engine: invalid choice: 'nowhere'"):

@@ -168,7 +168,7 @@ def _target(target: Target, model_dir: PathLike | None) -> dict[str, Any]:
     """Return the settings that name the target."""
     if isinstance(target, (str, os.PathLike)):
         path = Path(target)
-        if len(str(path).split()) > 1 and not path.exists():
+        if len(str(path).split()) > 1 and not os.path.exists(path):
             raise UserInputError(
                 "there is no such file",
                 where=f"target {target!r}",

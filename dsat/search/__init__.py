@@ -33,15 +33,19 @@ def options_of(method: str) -> Mapping[str, Option]:
 
 
 def parameters_of(method: str) -> set[str]:
-    """Return the parameters of a search's constructor, and of those above it, for its user."""
-    signatures = [
-        inspect.signature(vars(each)["__init__"])
-        for each in SEARCHES.get(method, Search).__mro__
-        if issubclass(each, Search) and "__init__" in vars(each)
-    ]
-    of_all = [own for signature in signatures for own in signature.parameters.values()]
+    """Return the parameters of a search's constructor for its user.
+
+    A constructor with `**options` has those of the next one above it too, a mixin's among them.
+    """
+    found: set[str] = set()
     unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {own.name for own in of_all if own.kind not in unnamed} - _GIVEN_BY_RUNS
+    for each in SEARCHES.get(method, Search).__mro__[:-1]:
+        if "__init__" in vars(each):
+            own = inspect.signature(vars(each)["__init__"]).parameters.values()
+            found |= {one.name for one in own if one.kind not in unnamed}
+            if all(one.kind is not one.VAR_KEYWORD for one in own):
+                break
+    return found - _GIVEN_BY_RUNS
 
 
 __all__ = [
