@@ -22,7 +22,7 @@ import pytest
 import dsat
 from dsat import api
 from dsat.app import local, past_runs
-from dsat.app.prepare import Prepared
+from dsat.app.prepare import Prepared, prepared
 from dsat.engines.local.machine import Machine
 from dsat.engines.places import local as this_machine
 from dsat.errors import (
@@ -307,8 +307,47 @@ def test_a_result_of_another_script_is_shown_with_a_warning(
         with tiny.with_name("train.py").open("a") as script:
             script.write(change)
         dsat.tune(tiny, run_dir=run_dir, resume=True, **SMALL)
-        assert caplog.text.count("warning: the training script changed") == warnings
+        said = "its result is shown as it was, although the training script changed"
+        assert caplog.text.count(said) == warnings
     assert len(pretend) == 1, "a run that is over measures nothing"
+
+
+def test_a_search_of_another_script_has_no_finals(launched: list[Trial], tiny: Path) -> None:
+    options = {**SMALL, "method": "random", "max_trials": 12}
+    run_dir = dsat.tune(tiny, finals=0, **options).run_dir
+    with tiny.with_name("train.py").open("a") as script:
+        script.write("\n# repaired")
+    launched.clear()
+    whole = dsat.tune(tiny, finals=4, run_dir=run_dir, resume=True, **options)
+    assert [trial.id for trial in launched] == list(range(len(whole.trials)))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"resume": False}, "the first trial was measured: start it again"),
+        ({"resume": True}, "the search went on: continue with the same command"),
+        ({"dry_run": True}, None),
+    ],
+)
+def test_interrupted_while_the_machine_is_looked_at(
+    more: dict[str, Any],
+    said: str | None,
+    pretend: list[Prepared],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def press(*_: Any) -> Machine:
+        raise KeyboardInterrupt
+
+    caplog.set_level("INFO", logger="dsat")
+    dsat.tune(TINY, run_dir="run", **SMALL)
+    monkeypatch.setattr(this_machine, "find_machine", press)
+    settings = replace(pretend[0].settings, run_dir=Path("run") if more.get("resume") else None)
+    with pytest.raises(KeyboardInterrupt), prepared(replace(settings, **more)):
+        pass
+    last = [each for each in caplog.messages if each.startswith("interrupted before")]
+    assert last == ([f"interrupted before {said}"] if said else [])
 
 
 @pytest.mark.parametrize("changed", ["script", "software"])
@@ -338,7 +377,7 @@ def test_measurements_of_another_script_or_of_other_software_do_not_count(
     again = {"run_dir": run_dir, "resume": True}
     if changed == "script":
         begin(f"{own_text}# repaired", own_machine, callbacks=[interrupted], **again)
-        said = "the training script changed: the search begins again and reuses nothing"
+        said = "the training script changed: the search begins again without what was measured"
     else:
         begin(own_text, OTHER_TORCH, callbacks=[interrupted], **again)
         said = "software was torch 2.9, now torch 2.0: the search begins again"

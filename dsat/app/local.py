@@ -240,8 +240,8 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
     changed = history.difference(run, plan, ready.info)
     if changed is not None:
         yield (
-            f"warning: {changed} since this run ended, and its result is shown as it was: start a "
-            "new run to measure again"
+            f"warning: this run is over, and its result is shown as it was, although {changed}: "
+            "start a new run to measure again"
         )
     if ready.native is not None:
         yield from (f"note: {note}" for note in ready.native.notes)

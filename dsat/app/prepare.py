@@ -96,7 +96,10 @@ def prepared(settings: Settings, argv: Sequence[str] | None = None) -> Iterator[
         try:
             ready = _prepare(settings, argv, acquired)
         except KeyboardInterrupt:
-            _log.info("interrupted before the first trial was measured: start it again")
+            if settings.resume and not settings.dry_run:
+                _log.info("interrupted before the search went on: continue with the same command")
+            elif not settings.dry_run:
+                _log.info("interrupted before the first trial was measured: start it again")
             raise
         yield ready
 

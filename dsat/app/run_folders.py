@@ -157,7 +157,10 @@ def earlier_runs(
         if takes_over if other else goes_on or _has_errors_to_retry(run):
             _set_aside(journal)
             if changed is not None:
-                _log.info("%s: the search begins again and reuses nothing", changed)
+                _log.info(
+                    "%s: the search begins again without what was measured before the change",
+                    changed,
+                )
             elif not other:
                 _log.info("trials that failed are run again")
     return [read_run(path) for path in _set_aside_in(folder)]
@@ -196,7 +199,8 @@ def _set_aside_in(folder: Path) -> list[Path]:
 def _is_over(run: Run, plan: Plan) -> bool:
     """Check for a run that found something and has no trial left by a plan."""
     stopped = run.stop_reason is not None and not run.stop_asked
-    return stopped and run.best is not None and plan.max_trials <= run.planned_trials
+    decided = run.finals is not None or plan.finals == run.plan.finals
+    return stopped and decided and run.best is not None and plan.max_trials <= run.planned_trials
 
 
 def _has_errors_to_retry(run: Run) -> bool:
