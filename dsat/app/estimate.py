@@ -176,7 +176,7 @@ def tables(
     found, basis = lines(
         base, facts, simulator, settings.slot_counts, settings.slot_memories, exact=exact
     )
-    choices = fewest_cards.fewest(basis, partial(configuration, base), ladder(base))
+    choices = fewest_cards.fewest(basis, base, partial(configuration, base), ladder(base))
     return Estimate(name, facts, found, choices, simulator.script.sequence_length, missing)
 
 

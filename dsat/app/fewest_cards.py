@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.inputs import cards as known
+from dsat.inputs import ds_config
 from dsat.memory.predictor import Basis, MemoryModel
 from dsat.report import format as fmt
 from dsat.report.table import Table
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
+from dsat.values import parallelism
 from dsat.values.zero_strategy import NONE, Strategy
 
 SIZES = tuple(sorted({card.memory_bytes for card in known.table().values()}))
@@ -44,6 +46,7 @@ class Choice:
 
 def fewest(
     basis: Basis,
+    base: Mapping[str, Any],
     configuration: Callable[[Strategy, int], Mapping[str, Any]],
     strategies: Sequence[Strategy],
 ) -> list[Choice]:
@@ -51,11 +54,16 @@ def fewest(
 
     Args:
         basis: what memory is predicted from.
+        base: the user's DeepSpeed configuration, whose batch and parallelism the cards share.
         configuration: the DeepSpeed configuration of a strategy on so many cards.
         strategies: the ladder.
     """
     offloading = [s for s in strategies if not NONE == s.offload_optimizer == s.offload_param]
     without = [s for s in strategies if s not in offloading]
+    shared, total = parallelism.of_config(base), base.get(ds_config.BATCH_KEYS[0])
+    counts = [n for n in _COUNTS if n % shared.shared == 0]
+    if isinstance(total, int):
+        counts = [n for n in counts if total % shared.data(n) == 0]
 
     def on(cards: int, size: int, among: Sequence[Strategy]) -> Choice | None:
         for strategy in among:
@@ -68,8 +76,8 @@ def fewest(
 
     def first(size: int, among: Sequence[Strategy]) -> Choice | None:
         # More cards need less of each, so the first number that is enough is between two others.
-        at = bisect.bisect_left(_COUNTS, True, key=lambda n: on(n, size, among) is not None)
-        return on(_COUNTS[at], size, among) if at < len(_COUNTS) else None
+        at = bisect.bisect_left(counts, True, key=lambda n: on(n, size, among) is not None)
+        return on(counts[at], size, among) if at < len(counts) else None
 
     choices = []
     for size in SIZES:
@@ -93,5 +101,6 @@ def table(choices: Sequence[Choice]) -> list[str]:
         for choice in choices
     ]
     if not rows:
-        return [f"{_COUNTS[-1]} cards of {fmt.memory(SIZES[-1])} do not hold it."]
+        most = f"{_MOST} cards of {fmt.memory(SIZES[-1])}"
+        return [f"No number of cards that can share your batch evenly holds it, up to {most}."]
     return Table(heads, rows, numbers=[*heads[:2], *heads[3:]]).markdown()

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytest
+
 from dsat.app import estimate, fewest_cards
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
@@ -26,10 +28,11 @@ SEVEN_BILLION = ModelFacts(
 SEVENTY_BILLION = replace(SEVEN_BILLION, num_params=7 * 10**10, trainable_params=7 * 10**10)
 
 
-def chosen(facts: ModelFacts) -> list[fewest_cards.Choice]:
-    configuration = partial(estimate.configuration, BF16)
+def chosen(facts: ModelFacts, **settings: Any) -> list[fewest_cards.Choice]:
+    base = {**BF16, **settings}
+    configuration = partial(estimate.configuration, base)
     basis = Basis((Variant({}, facts),))
-    return fewest_cards.fewest(basis, configuration, estimate.LADDER)
+    return fewest_cards.fewest(basis, base, configuration, estimate.LADDER)
 
 
 def peak(choice: fewest_cards.Choice, **changes: Any) -> int:
@@ -63,6 +66,22 @@ def test_offloading_is_shown_where_it_saves_cards() -> None:
     offloaded = [choice for choice in found if choice.host_bytes]
     assert offloaded and all(each.cards < counts[each.memory_bytes] for each in offloaded)
     assert len(fewest_cards.table(found)) == len(found) + 2
+
+
+@pytest.mark.parametrize("group", [4, 16])
+@pytest.mark.parametrize("key", ["sequence_parallel_size", "tensor_parallel"])
+def test_cards_are_whole_groups_of_the_users_parallelism(key: str, group: int) -> None:
+    """A sample of 320 GiB fits only where a group of cards shares it."""
+    facts = replace(SEVEN_BILLION, backward_bytes_per_sample=320.0 * GIB)
+    size = {"autotp_size": group} if key == "tensor_parallel" else group
+    found = chosen(facts, **{key: size})
+    assert found and all(choice.cards % group == 0 for choice in found)
+    assert min(choice.cards for choice in found) == group
+
+
+def test_cards_share_the_users_batch_evenly() -> None:
+    found = chosen(SEVENTY_BILLION, train_batch_size=64)
+    assert found and all(64 % choice.cards == 0 for choice in found)
 
 
 def test_a_model_that_fits_nowhere() -> None:
