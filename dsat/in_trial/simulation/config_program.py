@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,8 +131,8 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
     takes_labels = "labels" in inspect.signature(model.forward).parameters
     of_sample = "Classification" in kind and "Token" not in kind
     limits = (getattr(text, name, None) for name in _POSITIONS)
-    longest = next(filter(None, limits), _USUAL_SEQUENCE)
-    length = sequence or min(_USUAL_SEQUENCE, longest)
+    longest = next(filter(None, limits), math.inf)
+    length = sequence or int(min(_USUAL_SEQUENCE, longest))
     if sequence and main == "pixel_values" and (of_sample or not takes_labels):
         raise InvalidTrial(f"--seq-length: samples of {kind} are images, not sequences of tokens")
     if length > longest and _learns_positions(model, longest):
@@ -169,11 +170,13 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
     return batch
 
 
-def _learns_positions(model: Any, number: int) -> bool:
+def _learns_positions(model: Any, number: float) -> bool:
     """Return whether a model has a table of so many positions; OPT's has two rows more."""
+    of_tokens = model.get_input_embeddings()
     return any(
         isinstance(layer, torch.nn.Embedding) and number <= layer.num_embeddings <= number + 2
         for layer in model.modules()
+        if layer is not of_tokens
     )
 
 

@@ -31,6 +31,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures
 from dsat.in_trial.clocks import ProcessMemory
 from dsat.values import host_cores, host_memory
@@ -191,7 +192,7 @@ class SimulationServer:
             limit = f"the {readable(self._limit_bytes)} of memory that a simulation may take"
             return f"it needs more than {limit}: {failures.message(error)}"
         has_fakes = self._fakes is not None and self._fakes.fake_bytes
-        if has_fakes and not isinstance(error, SystemExit):
+        if has_fakes and not isinstance(error, (SystemExit, InvalidTrial)):
             return f"{failures.message(error)} (its large parameters were fake)"
         return ""
 

@@ -11,6 +11,8 @@ import torch
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial.simulation import config_program
+from dsat.in_trial.simulation.fake_parameters import FakeParameters
+from dsat.in_trial.simulation.server import SimulationServer
 
 pytest.importorskip("transformers")
 
@@ -94,9 +96,28 @@ def test_a_length_that_the_model_does_not_take_is_refused(
         config_program.batches(model, length, torch.float32)
 
 
-def test_rotary_models_take_any_length(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"model_type": "llama", "max_position_embeddings": 48}, 49),
+        ({"model_type": "llama", "max_position_embeddings": 64}, 65),  # as many as tokens
+        ({"model_type": "bloom", "vocab_size": 2048}, 2049),  # no limit at all
+    ],
+)
+def test_models_without_learned_positions_take_any_length(
+    tmp_path: Path, config: dict[str, Any], length: int
+) -> None:
     path = tmp_path / "config.json"
-    llama = {"model_type": "llama", "max_position_embeddings": 48, **_TINY}
-    path.write_text(json.dumps(llama))
+    path.write_text(json.dumps({**_TINY, **config}))
     model = config_program.build(path, torch.float32)
-    assert config_program.batches(model, 49, torch.float32)(1)["input_ids"].shape == (1, 49)
+    inputs = config_program.batches(model, length, torch.float32)(1)["input_ids"]
+    assert inputs.shape == (1, length)
+
+
+def test_a_refusal_does_not_blame_fake_parameters(tmp_path: Path) -> None:
+    server = SimulationServer(tmp_path / "socket")
+    with server._connection:
+        server._fakes = FakeParameters()
+        server._fakes.fake_bytes = 1
+        assert server.failed(InvalidTrial("--seq-length: too long")) == ""
+        assert "were fake" in server.failed(RuntimeError("a shape"))
