@@ -86,6 +86,12 @@ class Decoder:
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> Decoder:
         """Read a transformers configuration."""
+        needed = _NEEDED.get(str(config.get("model_type")), ())
+        config = {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in config.items()
+            if name not in _OF_EXPERTS or name in needed  # dense models may have them, too
+        }
         _check(config, where)
         family = _FAMILIES[config["model_type"]]
         heads = config["num_attention_heads"]
@@ -136,17 +142,16 @@ _SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     "vocab_size",
 )
-_OTHER_SIZES = (
-    *(_HEADS, "head_dim", "num_local_experts", "num_experts", _CHOSEN, "moe_intermediate_size"),
-    _POSITIONS,
-)
+_OF_EXPERTS = ("num_local_experts", "num_experts", _CHOSEN, "moe_intermediate_size")
 
 
 def _check(config: Mapping[str, Any], where: str) -> None:
     """Raise UserInputError for what no formula knows, and for a size that no model has."""
-    problem = _unknown(config) or _impossible(config)
+    missing = _unknown(config) or _missing(config)
+    problem = missing or _impossible(config)
     if problem:
-        raise UserInputError(problem, where=where, hint=HOW_TO_SIMULATE)
+        hint = HOW_TO_SIMULATE if missing else "Correct it in the file."
+        raise UserInputError(problem, where=where, hint=hint)
 
 
 def _unknown(config: Mapping[str, Any]) -> str:
@@ -164,15 +169,21 @@ def _unknown(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def _impossible(config: Mapping[str, Any]) -> str:
-    """Return which size is missing, or is none that a model has; nothing if all are fine."""
-    sizes = {name: config.get(name) for name in (*_SIZES, *_OTHER_SIZES)}
-    missing = [name for name in _SIZES if sizes[name] is None]
+def _missing(config: Mapping[str, Any]) -> str:
+    """Return which size is missing; nothing if none is."""
+    missing = [name for name in _SIZES if config.get(name) is None]
     missing += [name for name in _NEEDED.get(config["model_type"], ()) if name not in config]
-    if missing:
-        return f"{missing[0]} is missing"
+    return f"{missing[0]} is missing" if missing else ""
+
+
+def _impossible(config: Mapping[str, Any]) -> str:
+    """Return which size is none that a model has; nothing if all are fine."""
+    needed = (*_SIZES, *_NEEDED.get(config["model_type"], ()))
+    names = (*_SIZES, _HEADS, "head_dim", *_OF_EXPERTS, _POSITIONS)
+    sizes = {name: config.get(name) for name in names}
     for name, value in sizes.items():
-        if value is not None and (type(value) is not int or value < 1):
+        least = 1 if name in needed else 0  # as if it were not there
+        if value is not None and (type(value) is not int or value < least):
             return f"{name} is {json.dumps(value)}, and no whole number above 0"
     heads, keys = config["num_attention_heads"], sizes[_HEADS]
     if not sizes["head_dim"] and config["hidden_size"] % heads:
@@ -191,10 +202,10 @@ class Formula:
 
     def __init__(self, config: Mapping[str, Any], settings: EstimateSettings, where: str) -> None:
         self._model, self._settings = Decoder.of(config, where), settings
-        takes = config.get(_POSITIONS) or 0
+        takes = int(config.get(_POSITIONS) or 0)
         self.script = ScriptFacts(
             settings.seq_length or min(_USUAL_SEQUENCE, takes or _USUAL_SEQUENCE),
-            config["num_attention_heads"],
+            self._model.queries // self._model.head,
             self._model.hidden,
             takes,
         )

@@ -101,7 +101,9 @@ def test_adapters_of_all_linear_layers(config: Mapping[str, Any], layers: int) -
         ({"num_hidden_layers": True}, "num_hidden_layers is true"),
         ({"num_key_value_heads": "8"}, 'num_key_value_heads is "8"'),
         ({"head_dim": "64"}, 'head_dim is "64"'),
-        ({"num_local_experts": "8"}, 'num_local_experts is "8"'),
+        ({**EXPERTS, "num_experts": "8"}, 'num_experts is "8"'),
+        ({**EXPERTS, "num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ({"max_position_embeddings": 4096.5}, "max_position_embeddings is 4096.5"),
         ({"num_attention_heads": 7}, "hidden_size is 1024, which 7 heads cannot share evenly"),
         ({"num_key_value_heads": 3}, "heads is 16, and no multiple of the 3 of keys and values"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is no list of classes"),
@@ -115,6 +117,31 @@ def test_adapters_of_all_linear_layers(config: Mapping[str, Any], layers: int) -
 def test_other_models_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UserInputError, match=said):
         Formula({**LLAMA, **change}, EstimateSettings(), "config.json")
+
+
+def test_sizes_that_the_family_does_not_use_may_have_any_value() -> None:
+    unused = {"num_experts": 0, "num_local_experts": 8, "num_experts_per_tok": "2"}
+    unused |= {"moe_intermediate_size": 0, "max_position_embeddings": 0, "head_dim": 0}
+    assert Decoder.of({**LLAMA, **unused}, "") == Decoder.of(LLAMA, "")
+    config = {**LLAMA, "hidden_size": 1024.0, "max_position_embeddings": 512.0}
+    script = Formula(config, EstimateSettings(), "config.json").script
+    assert json.dumps([script.hidden_size, script.model_takes]) == "[1024, 512]"
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        ({"model_type": "mamba"}, "For a simulation of any model"),
+        ({"vocab_size": None}, "For a simulation of any model"),
+        ({"num_attention_heads": 0}, "Correct it in the file."),
+    ],
+)
+def test_a_simulation_is_advised_only_where_it_would_help(
+    change: dict[str, Any], hint: str
+) -> None:
+    with pytest.raises(UserInputError) as caught:
+        Decoder.of({**LLAMA, **change}, "config.json")
+    assert caught.value.hint is not None and caught.value.hint.startswith(hint)
 
 
 def test_samples_beyond_the_models_positions_are_warned_of(
