@@ -453,6 +453,14 @@ def test_micro_batches_are_compared_closely_near_the_edge() -> None:
     assert MicroBatches((3, 6, 9)).positions(edges=[1.0], best=[]) == [0, 1, 2]
 
 
+def test_micro_batches_far_below_the_best_are_compared_only_without_a_best() -> None:
+    allowed = MicroBatches(range(1, 2**20))
+    assert allowed.positions(edges=[2.0**12], best=[])[:3] == [0, 1, 2]
+    for edge, best in ((2**12, 2**10), (2**10, 2**12)):
+        least = allowed.positions(edges=[float(edge)], best=[float(best)])[0] + 1
+        assert least == 2**10 / 16
+
+
 def test_feasibility_learns_where_memory_ends() -> None:
     known = Feasibility(2, predicted=True, on_device=True)
 
