@@ -8,13 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsat.engines.local import ports
-from dsat.engines.local.machine import find_machine
+from dsat.engines.local.machine import Machine, find_machine
 from dsat.errors import DsatError, UserInputError
+from dsat.inputs import cards
 from dsat.inputs.cards import MEMORY_PART, Card
 
 HERE = "here"  # the name of a card that is measured
@@ -42,8 +43,13 @@ def card_here(slots: int) -> Card:
             where=f"--to {slots}x{HERE}",
             hint="Describe the card in a file and name it with --cards.",
         )
-    found = _measured(slots)
+    return card_of(_measured(slots), machine, slots)
+
+
+def card_of(found: Mapping[str, Any], machine: Machine, slots: int) -> Card:
+    """Return the card that was measured; its host's memory is that of the table of cards."""
     memory_bandwidth = found["memory_bandwidth"]
+    usual = None if machine.is_cpu else cards.of_device(found["device"])
     return Card(
         name=f"{found['device']}, measured",
         memory_bytes=machine.memory_bytes // (slots if machine.is_cpu else 1),
@@ -55,7 +61,8 @@ def card_here(slots: int) -> Card:
         pcie_bandwidth=found.get("pcie_bandwidth", memory_bandwidth),
         network_bandwidth=memory_bandwidth,  # of no other host
         per_host=max(slots, machine.num_slots),
-        host_cores=machine.threads / machine.num_slots,
+        host_cores=min(len(machine.cores), machine.threads) / machine.num_slots,
+        host_bandwidth=(usual or Card).host_bandwidth,
         kernel_s=found["kernel_s"] if machine.is_cpu else Card.kernel_s,
         launch_s=0.0 if machine.is_cpu else found["kernel_s"],
         protocols=((1.0, found["hop_s"], found["hop_s"]),) if slots > 1 else Card.protocols,
