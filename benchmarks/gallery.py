@@ -362,8 +362,9 @@ as those of the largest micro batch, by an attention without a matrix of scores.
 text is simulated. Without torch the command answers by formula, which differs a little for
 experts and adapters. Host memory is for each card. Tokens per second are
 [projected](project.md) over all cards at the largest micro batch, with 90 % intervals
-(`dsat project`). A dash: the step of so large a model was not simulated within the time that each
-has.
+(`dsat project`). The host is a server of 8 such cards, and a training on fewer has all its memory
+channels: a desktop has about a third. A dash: the step of so large a model was not simulated
+within the time that each has.
 
 {table}
 

@@ -337,8 +337,8 @@ class SearchSettings:
         any_command=True,
         group=Group.SEARCH,
         help="at most N trials for the finals, which re-run the best configuration and yours in "
-        "turns (default: 7, or up to 15 while they take at most 30 %% of the search's time; fewer "
-        "if fewer of --max-trials are left, of which 1 in 4 are kept for them; 0: none)",
+        "turns (default: 7, or up to 15 while they take at most 30 %% of the search's time. 1 in "
+        "4 of --max-trials are kept for them: 2 from 8 to 11, none below. 0: no finals)",
     )
     seed: int = option(
         "-r",
