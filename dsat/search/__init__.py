@@ -20,6 +20,7 @@ SEARCHES: dict[str, type[Search]] = {
     "random": RandomSearch,
     "gridsearch": GridSearch,
 }
+
 _GIVEN_BY_RUNS = set("self profile objective space seed predict gated costs".split())
 
 

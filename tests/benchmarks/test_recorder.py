@@ -111,7 +111,9 @@ def test_a_table_that_was_begun_with_other_settings_is_left_alone(
     tmp_path: Path, lines: Sequence[Header | Row]
 ) -> None:
     path = tmp_path / "small.jsonl"
-    path.write_text("".join(json.dumps({"event": "row", **line.to_json()}) + "\n" for line in lines))
+    path.write_text(
+        "".join(json.dumps({"event": "row", **line.to_json()}) + "\n" for line in lines)
+    )
     before = path.read_bytes()
     with pytest.raises(SystemExit, match="begun with other settings"):
         record.record(SPEC, cpu_machine(1), tmp_path)
