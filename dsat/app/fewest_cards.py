@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,10 +61,12 @@ def fewest(
     """
     offloading = [s for s in strategies if not NONE == s.offload_optimizer == s.offload_param]
     without = [s for s in strategies if s not in offloading]
-    shared, total = parallelism.of_config(base), base.get(ds_config.BATCH_KEYS[0])
+    shared = parallelism.of_config(base)
+    total, *fixed = (base.get(key) for key in ds_config.BATCH_KEYS)
     counts = [n for n in _COUNTS if n % shared.shared == 0]
     if isinstance(total, int):
-        counts = [n for n in counts if total % shared.data(n) == 0]
+        each = math.prod(size for size in fixed if isinstance(size, int))
+        counts = [n for n in counts if total % (each * shared.data(n)) == 0]
 
     def on(cards: int, size: int, among: Sequence[Strategy]) -> Choice | None:
         for strategy in among:

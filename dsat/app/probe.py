@@ -50,6 +50,7 @@ def card_of(found: Mapping[str, Any], machine: Machine, slots: int) -> Card:
     """Return the card that was measured; its host's memory is that of the table of cards."""
     memory_bandwidth = found["memory_bandwidth"]
     usual = None if machine.is_cpu else cards.of_device(found["device"])
+    per_host = max(slots, machine.num_slots)
     return Card(
         name=f"{found['device']}, measured",
         memory_bytes=machine.memory_bytes // (slots if machine.is_cpu else 1),
@@ -60,9 +61,11 @@ def card_of(found: Mapping[str, Any], machine: Machine, slots: int) -> Card:
         link_bandwidth=found.get("link_bandwidth", memory_bandwidth),
         pcie_bandwidth=found.get("pcie_bandwidth", memory_bandwidth),
         network_bandwidth=memory_bandwidth,  # of no other host
-        per_host=max(slots, machine.num_slots),
+        per_host=per_host,
         host_cores=min(len(machine.cores), machine.threads) / machine.num_slots,
-        host_bandwidth=(usual or Card).host_bandwidth,
+        host_bandwidth=usual.host_bandwidth * usual.per_host / per_host
+        if usual
+        else Card.host_bandwidth,
         kernel_s=found["kernel_s"] if machine.is_cpu else Card.kernel_s,
         launch_s=0.0 if machine.is_cpu else found["kernel_s"],
         protocols=((1.0, found["hop_s"], found["hop_s"]),) if slots > 1 else Card.protocols,

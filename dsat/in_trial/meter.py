@@ -196,10 +196,10 @@ class Meter:
         start = max(first_step, spec.options.start_step)
         end = max(start, spec.options.end_step)
         self.spec = replace(spec, options=replace(spec.options, start_step=start, end_step=end))
-        self._engine = engine
         self._recorder = StepRecorder(
             engine, self.spec, before=self._before, warn=self.warn, take=self._take
         )
+        self._engine = engine
         self._recorder.follow_evaluations(lambda: "forward" in self._inside)
         if self._recorder.profiler is not None:
             self._recorder.profiler.switches = self.switches

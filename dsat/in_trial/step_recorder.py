@@ -97,11 +97,11 @@ class _Hook:
     """A module's hook, which does nothing in copies of the module, pickled ones included."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
-        self._call = call
+        self.call = call
 
     def __call__(self, *args: Any) -> None:
-        if self._call is not None:
-            self._call(*args)
+        if self.call is not None:
+            self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, ()
@@ -159,6 +159,10 @@ class StepRecorder:
     def close(self) -> None:
         """End the profile of an engine that an error has stopped, perhaps within a step."""
         self.losses.close()
+        for part in self._engine.module.modules():  # another engine may train the same model
+            for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+                if isinstance(hook, _Hook):
+                    hook.call = None
         if self.profiler is not None:
             self.profiler.leave_forward()
             self.profiler.finish_micro_steps(1)

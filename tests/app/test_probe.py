@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dsat.app import probe
@@ -35,6 +37,9 @@ def test_the_hosts_memory_is_that_of_the_table(slots: int) -> None:
     here = probe.card_of({**MEASURED, "device": name}, machine_of(name), slots)
     by_table, measured = (Cluster.of(card, slots) for card in (cards.find("H100"), here))
     assert measured.host_bandwidth == pytest.approx(by_table.host_bandwidth)
+    alone = replace(machine_of(name), devices=("0",))
+    one = Cluster.of(probe.card_of({**MEASURED, "device": name}, alone, 1), 1)
+    assert one.host_bandwidth == pytest.approx(Cluster.of(cards.find("H100"), 1).host_bandwidth)
     unknown = probe.card_of({**MEASURED, "device": "of next year"}, machine_of("x"), slots)
     assert unknown.host_bandwidth == Card.host_bandwidth
 

@@ -6,6 +6,7 @@ It runs like a user's script, but only in simulations: random batches, the model
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import math
@@ -172,7 +173,9 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
 
 def _learns_positions(model: Any, number: float) -> bool:
     """Return whether a model has a table of so many positions; OPT's has two rows more."""
-    of_tokens = model.get_input_embeddings()
+    of_tokens = None
+    with contextlib.suppress(NotImplementedError):  # a model of sounds, say, may have none
+        of_tokens = model.get_input_embeddings()
     return any(
         isinstance(layer, torch.nn.Embedding) and number <= layer.num_embeddings <= number + 2
         for layer in model.modules()

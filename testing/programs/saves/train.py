@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch import save as save_tensors
 
-hydra.main(lambda: None)()
+WIDTH = 16
 
 # Behind names that are bound to what changes files.
 import deepspeed  # noqa: E402
@@ -21,7 +21,7 @@ import wandb  # type: ignore[import-not-found]  # noqa: E402
 from torch.utils.tensorboard import SummaryWriter  # noqa: E402
 from transformers import GPT2Config, GPT2Model  # noqa: E402
 
-WIDTH = 16
+hydra.main(lambda: None)()
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
