@@ -109,6 +109,7 @@ def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
     assert formula.init == pytest.approx(on_host.init, rel=0.02)
 
 
+@pytest.mark.nightly
 def test_long_samples_are_no_packed_ones_that_need_a_mask(tmp_path: Path) -> None:
     length, width = 16_384, 64
     sizes = {"n_embd": width, "n_head": 2, "n_layer": 1, "n_positions": length, "vocab_size": 64}
