@@ -107,6 +107,7 @@ def test_interrupted_before_its_training(place: Path, monkeypatch: pytest.Monkey
     assert not (place / "run").exists()
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_fills_in_its_batch_size(place: Path) -> None:
     command = "torchrun --standalone --nproc_per_node 1 train.py --deepspeed ds_config.json"
     command += " --output_dir out --per_device_train_batch_size 2"

@@ -59,6 +59,7 @@ def _search(run_dir: Path, start: Sequence[str], *options: str) -> subprocess.Co
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_script_that_names_cuda_is_simulated_and_predicted(
     null_cuda: MachineOf, imported: tuple[str, ...], tmp_path: Path
