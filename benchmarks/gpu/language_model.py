@@ -20,6 +20,7 @@ parser.add_argument("--length", type=int, default=1024, help="tokens in a sequen
 parser.add_argument("--checkpointing", action="store_true")
 parser.add_argument("--liger", action="store_true")
 parser.add_argument("--compile", action="store_true")
+parser.add_argument("--small", action="store_true", help="one layer and 1,000 tokens alone")
 parser.add_argument("--report", type=int, metavar="STEPS")
 parser.add_argument("--deepspeed_config", type=Path, required=True)
 parser.add_argument("--local_rank", type=int)
@@ -29,6 +30,8 @@ ds_config = json.loads(args.deepspeed_config.read_text())
 stage = ds_config.get("zero_optimization", {}).get("stage", 0)
 facts = json.loads(args.model.read_text())
 config = AutoConfig.for_model(facts.pop("model_type"), use_cache=False, **facts)
+if args.small:
+    config.num_hidden_layers, config.vocab_size = 1, 1000
 if args.liger:
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 

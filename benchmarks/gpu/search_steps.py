@@ -150,7 +150,8 @@ def _work(
     (folder / "ds_config.json").write_text(json.dumps(config, indent=1))
     named = ["--model", f"{model}.json", "--deepspeed_config", "ds_config.json"]
     length = [] if "--length" in words else ["--length", "64" if report.short else "1024"]
-    return folder, ["python3", _PROGRAM.name, *named, *length, *words]
+    size = ["--small"] if report.short else []
+    return folder, ["python3", _PROGRAM.name, *named, *length, *size, *words]
 
 
 def _estimated(report: Report, model: str, zero: Mapping[str, Any], *words: str) -> None:
