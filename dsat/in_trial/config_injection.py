@@ -8,7 +8,6 @@ wrapper knows the signatures of deepspeed 0.14 to 0.19.
 
 from __future__ import annotations
 
-import base64
 import copy
 import functools
 import inspect
@@ -22,7 +21,7 @@ from typing import Any
 from dsat.inputs import ds_config
 
 _BY_ARGUMENT = ("config", "config_params")
-_BY_ATTRIBUTE = ("deepscale_config", "deepspeed_config")
+_BY_ATTRIBUTE = "deepspeed_config"
 ZERO_INIT = (
     "the script opens deepspeed.zero.Init in every stage, and trials below stage 3 switch it off: "
     "training fails there unless the script passes enabled=(stage == 3) to it"
@@ -32,7 +31,6 @@ SEVERAL_ENGINES = (
     "all other figures those of the engine that trains first. Another engine with a configuration "
     "of its own keeps it, stage included, and takes over the batch sizes if its own are the same"
 )
-_Handlers = list[tuple[Callable[[dict[str, Any]], None], Callable[[Any], None]]]
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,11 @@ class Passed:
     """The configuration that a call of `deepspeed.initialize` names.
 
     Attributes:
-        name: the argument (`config`, `config_params`) or the attribute of the argument `args`
-            (`deepspeed_config`, `deepscale_config`) that holds it.
-        value: as it was passed: a dict, a path or an encoded text.
-        content: the configuration itself; the very object, if it was passed as a dict.
+        name: the argument, or the attribute of the argument `args`, that holds it.
+        content: the very object, if it was passed as a dict.
     """
 
     name: str
-    value: Any
     content: dict[str, Any]
 
 
@@ -68,7 +63,7 @@ def on_initialize(
 
 
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-    handlers: _Handlers = []
+    handlers: list[tuple[Callable[[dict[str, Any]], None], Callable[[Any], None]]] = []
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -103,8 +98,8 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
     first: list[dict[str, Any]] = []
 
     def inject(arguments: dict[str, Any]) -> None:
-        passed = passed_config(arguments)
-        if passed is None or not trains(arguments, passed):
+        passed = trained_config(arguments)
+        if passed is None:
             return
         if not first and _names_what_to_train(arguments):
             first.append(dict(passed.content))
@@ -160,19 +155,14 @@ def replace(
         config: the new one; its "auto" values are taken from the old.
         path: the file that holds it.
     """
-    if passed.name in _BY_ATTRIBUTE:
-        args = arguments["args"]
-        if passed.name == "deepscale_config":
-            args.deepscale_config = None
-        args.deepspeed_config = str(path)
+    if passed.name == _BY_ATTRIBUTE:
+        arguments["args"].deepspeed_config = str(path)
         return
     wanted = ds_config.completed(config, passed.content)
-    if isinstance(passed.value, dict):
-        # In place: the script may yet read its batch size from there.
-        passed.value.clear()
-        passed.value.update(wanted)
-    else:
-        arguments[passed.name] = wanted
+    # In place: the script may yet read its batch size from there.
+    passed.content.clear()
+    passed.content.update(wanted)
+    arguments[passed.name] = passed.content
 
 
 def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any], *, but_for: Any = None) -> bool:
@@ -196,27 +186,22 @@ def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
 
     None if there is none, if there are two (DeepSpeed refuses that) or if it cannot be read.
     """
-    args = arguments.get("args")
-    # Of these two DeepSpeed takes the first and ignores the other.
+    # Of two arguments DeepSpeed takes the first and ignores the other.
     found = [(name, arguments[name]) for name in _BY_ARGUMENT if arguments.get(name) is not None]
-    found = found[:1] + [(name, getattr(args, name, None)) for name in _BY_ATTRIBUTE]
-    found = [pair for pair in found if pair[1] is not None]
-    if len(found) != 1:
+    of_args = getattr(arguments.get("args"), _BY_ATTRIBUTE, None)
+    if bool(found) == (of_args is not None):
         return None
-    [(name, value)] = found
+    name, value = found[0] if found else (_BY_ATTRIBUTE, of_args)
     content = _content(value)
-    return None if content is None else Passed(name, value, content)
+    return None if content is None else Passed(name, content)
 
 
 def without_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `deepspeed.initialize` by name, without any configuration in them."""
     found = {name: value for name, value in arguments.items() if name not in _BY_ARGUMENT}
-    args = found.get("args")
-    if any(getattr(args, name, None) is not None for name in _BY_ATTRIBUTE):
-        found["args"] = args = copy.copy(args)
-        for name in _BY_ATTRIBUTE:
-            if hasattr(args, name):
-                setattr(args, name, None)
+    if getattr(found.get("args"), _BY_ATTRIBUTE, None) is not None:
+        found["args"] = copy.copy(found["args"])
+        found["args"].deepspeed_config = None
     return found
 
 
@@ -229,15 +214,17 @@ def shared_sequences(arguments: Mapping[str, Any]) -> int:
     return int(mesh[1]) if mesh else 1
 
 
-def trains(arguments: Mapping[str, Any], passed: Passed) -> bool:
-    """Return whether the engine gets an optimizer to train with; a reference model gets none.
+def trained_config(arguments: Mapping[str, Any]) -> Passed | None:
+    """Return `passed_config`, if the engine gets an optimizer to train with.
 
-    accelerate names what its engine trains. A model beside it may share its configuration, section
-    `optimizer` included, and is a reference (TRL's `prepare_deepspeed`).
+    A reference model gets none. accelerate names what its engine trains; a model beside it may
+    share its configuration, section `optimizer` included (TRL's `prepare_deepspeed`).
     """
-    if _names_what_to_train(arguments):
-        return True
-    return "optimizer" in passed.content and not accelerate_makes_engines()
+    passed = passed_config(arguments)
+    if passed is None or _names_what_to_train(arguments):
+        return passed
+    is_own = "optimizer" in passed.content and not accelerate_makes_engines()
+    return passed if is_own else None
 
 
 def accelerate_makes_engines() -> bool:
@@ -256,16 +243,10 @@ def _names_what_to_train(arguments: Mapping[str, Any]) -> bool:
 
 
 def _content(value: Any) -> dict[str, Any] | None:
-    """A configuration as DeepSpeed reads it (`load_ds_config`): dict, file or encoded text."""
+    """Read a configuration as DeepSpeed does: a dict, or the path of a file."""
     if isinstance(value, dict):
         return value
-    if not isinstance(value, (str, os.PathLike)):
-        return None
     try:
-        if os.path.exists(value):
-            text = Path(value).read_text(encoding="utf-8")
-        else:
-            text = base64.urlsafe_b64decode(str(value)).decode("utf-8")
-        return ds_config.parse(text)
-    except (OSError, ValueError):  # DeepSpeed will say so
+        return ds_config.parse(Path(value).read_text(encoding="utf-8"))
+    except (OSError, TypeError, ValueError):  # DeepSpeed will say so
         return None

@@ -37,7 +37,7 @@ class TrainerSettings:
     Attributes:
         config_path: of the trial's DeepSpeed configuration; None leaves the script's own, with its
             batch sizes.
-        switches: sets the trial's switches of the script; None leaves them to it.
+        switches: sets the trial's switches of the script.
         max_steps: optimizer steps that a measured trial must be ready to make; None in a
             full-length run.
         batch_in_file: the script has its batch sizes from a file, of which the user gets a copy.
@@ -45,7 +45,7 @@ class TrainerSettings:
 
     trial: Trial
     config_path: Path | None
-    switches: ScriptSwitches | None = None
+    switches: ScriptSwitches
     max_steps: int | None = None
     batch_in_file: bool = False
 
@@ -63,8 +63,7 @@ def install(settings: TrainerSettings, warn: Callable[[str], None], *, on_cpu: b
     hook = wrapt.register_post_import_hook
     hook(functools.partial(_adapt_arguments, settings, warn), "transformers.training_args")
     if settings.config_path is not None:
-        plugin = functools.partial(_adapt_plugin, settings, settings.config_path, warn)
-        hook(plugin, "accelerate.utils.dataclasses")
+        hook(functools.partial(_adapt_plugin, settings, warn), "accelerate.utils.dataclasses")
     if settings.max_steps is not None:
         hook(_never_resume, "transformers.trainer")
         hook(ignore_requests, "transformers.trainer_callback")
@@ -83,12 +82,11 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
     if not (args.deepspeed or accelerate_env.uses_deepspeed(os.environ)):
         return []
     own_config = args.deepspeed or os.environ.get(accelerate_env.CONFIG_FILE)
-    if settings.switches is not None:
-        settings.switches.set_arguments(args, _read_config(settings.config_path or own_config))
+    config = _read_config(settings.config_path or own_config)
+    settings.switches.set_arguments(args, config)
     if settings.config_path is None:
-        args.max_steps = _scheduled_steps(_read_config(own_config)) or args.max_steps
+        args.max_steps = _scheduled_steps(config) or args.max_steps
         return []
-    config = json.loads(settings.config_path.read_text(encoding="utf-8"))
     is_of_code = bool(args.deepspeed) and settings.differs_from(args.deepspeed)
     if args.deepspeed:
         args.deepspeed = config if isinstance(args.deepspeed, dict) else str(settings.config_path)
@@ -105,10 +103,10 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
     return warnings + _share_sequences(args, batch.parallelism.sequence)
 
 
-def _read_config(given: Any) -> Mapping[str, Any]:
+def _read_config(given: Any) -> dict[str, Any]:
     """Read a DeepSpeed configuration of TrainingArguments; empty if it cannot be read."""
     if isinstance(given, Mapping):
-        return given
+        return dict(given)
     try:
         return dict(json.loads(Path(given).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -155,15 +153,13 @@ def _adapt_arguments(settings: TrainerSettings, warn: Callable[[str], None], mod
     wrapt.wrap_function_wrapper(module, "TrainingArguments.__post_init__", post_init)
 
 
-def _adapt_plugin(
-    settings: TrainerSettings, config_path: Path, warn: Callable[[str], None], module: Any
-) -> None:
+def _adapt_plugin(settings: TrainerSettings, warn: Callable[[str], None], module: Any) -> None:
     """Give accelerate's DeepSpeed plugin the trial's configuration."""
 
     def post_init(original: Callable[..., Any], plugin: Any, positional: Any, keywords: Any) -> Any:
         given = plugin.hf_ds_config
         if given is None or isinstance(given, (str, dict)):  # else the Trainer's own, prepared
-            config = json.loads(config_path.read_text(encoding="utf-8"))
+            config = _read_config(settings.config_path)
             if given is not None and settings.differs_from(given):
                 warn(OTHER_CONFIG)
             zero = config.setdefault("zero_optimization", {"stage": 0})
@@ -211,10 +207,8 @@ def _join_cpu_ranks(warn: Callable[[str], None], module: Any) -> None:
     (accelerate/state.py: PartialState._prepare_backend).
     """
 
-    def prepare_backend(
-        original: Callable[..., Any], state: Any, positional: Any, keywords: Any
-    ) -> Any:
-        backend, kind = original(*positional, **keywords)
+    def prepare_backend(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        backend, kind = original(*args, **kwargs)
         if not accelerate_env.uses_deepspeed(os.environ) or kind != module.DistributedType.NO:
             return backend, kind
         warn(NO_CPU_RANKS)

@@ -104,7 +104,7 @@ def prevent_side_effects(spec: RankSpec, folder: Path, effects: SideEffects | No
     """
     if not spec.is_full_run:
         effects = effects or SideEffects(folder)
-        effects.prevent(_print, simulated=spec.simulation_socket is not None)
+        effects.prevent(simulated=spec.simulation_socket is not None)
 
 
 def default_local_rank(local_rank: str) -> None:

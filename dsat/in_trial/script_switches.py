@@ -80,9 +80,8 @@ class ScriptSwitches:
         Raises:
             InvalidTrial: a switch is one of arguments that the script does not have.
         """
-        model, passed = arguments.get("model"), config_injection.passed_config(arguments)
-        trains = passed is not None and config_injection.trains(arguments, passed)
-        if passed is None or not trains or not hasattr(model, "modules"):
+        model, passed = arguments.get("model"), config_injection.trained_config(arguments)
+        if passed is None or not hasattr(model, "modules"):
             return  # DeepSpeed says what is wrong with such a model
         may_flash = not self._on_cpu and _is_half(passed.content)
         for name, values in of_model(model, may_flash=may_flash).items():

@@ -10,6 +10,7 @@ import functools
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 import threading
 import zipfile
@@ -46,9 +47,12 @@ _OF_DEEPSPEED = frozenset(
     "module optimizer lr_scheduler sparse_tensor_module_names skipped_steps global_steps "
     "dp_world_size mp_world_size data_sampler random_ltd".split()
 )
-_ENGINE_SAVES = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
-# Functions and methods that write checkpoints or resume, by the module that defines them.
+# Functions and methods that write checkpoints or resume, by the module that defines them; an engine
+# says whether it has saved.
 _SAVERS: Mapping[str, tuple[str, ...]] = {
+    "deepspeed.runtime.engine": tuple(
+        f"DeepSpeedEngine.save_{what}" for what in ("checkpoint", "16bit_model", "fp16_model")
+    ),
     "accelerate.accelerator": (
         *("Accelerator.save_state", "Accelerator.save_model", "Accelerator.load_state"),
     ),
@@ -81,7 +85,6 @@ class SideEffects:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._warn: Callable[[str], None] = print
         self._warned: set[str] = set()
         self._trains = threading.Event()
         self._files = _Files(folder.resolve(), self._skip)
@@ -92,40 +95,41 @@ class SideEffects:
             hook(functools.partial(self._files.adapt_writer, self._trains, writer), module)
         self._files.adapt_changes()
 
-    def prevent(self, warn: Callable[[str], None], *, simulated: bool = False) -> None:
+    def prevent(self, *, simulated: bool) -> None:
         """Make savers and trackers do nothing; DeepSpeed must be importable.
 
         Args:
-            warn: takes one message for each saver, the first time that it is called.
             simulated: tensors may be fake, and none is written.
         """
-        self._warn = warn
         self._files.keep()
         hook = wrapt.register_post_import_hook
-        os.environ.update(trackers_off(self._folder))
-        config_injection.on_initialize(_without_reports)
+        off, logs = trackers_off(self._folder), str(self._folder / "tensorboard")
+        os.environ.update(off)
         if simulated:
             self._trains.set()
-        else:
-            config_injection.on_initialize(lambda _: self._trains.set())
+        config_injection.on_initialize(self._begin)
         hook(functools.partial(_adapt_engine, self._skip), "deepspeed.runtime.engine")
-        # A simulation writes nothing before it, but prepares its data.
-        config_injection.on_initialize(lambda _: self._files.begun.set())
-        for module, logs in (
-            ("torch.utils.tensorboard.writer", "log_dir"),
-            ("tensorboardX", "logdir"),
-        ):
-            hook(functools.partial(_adapt_tensorboard, self._folder, logs), module)
-        hook(functools.partial(_adapt_hydra, self._folder), "hydra._internal.hydra")
         # What a script says in its code counts more than variables.
+        uri = off["MLFLOW_TRACKING_URI"]
+        for module, name, argument, value in (
+            ("torch.utils.tensorboard.writer", "SummaryWriter.__init__", "log_dir", logs),
+            ("tensorboardX", "SummaryWriter.__init__", "logdir", logs),
+            ("mlflow.tracking.client", "MlflowClient.__init__", "tracking_uri", uri),
+        ):
+            hook(functools.partial(_fix_first, name, argument, value), module)
+        hook(functools.partial(_adapt_hydra, self._folder), "hydra._internal.hydra")
         hook(_adapt_wandb, "wandb")
         hook(functools.partial(_adapt_savers, self._skip, ("set_tracking_uri",), None), "mlflow")
-        hook(functools.partial(_adapt_mlflow, self._folder), "mlflow.tracking.client")
+
+    def _begin(self, arguments: dict[str, Any]) -> None:
+        _without_reports(arguments)
+        self._trains.set()
+        self._files.begun.set()  # a simulation, too, prepares its data before
 
     def _skip(self, name: str) -> None:
         if name not in self._warned:
             self._warned.add(name)
-            self._warn(NOT_SAVED.format(name))
+            print(f"dsat: {NOT_SAVED.format(name)}", file=sys.stderr)
 
 
 def of_command(folder: str) -> SideEffects | None:
@@ -145,34 +149,27 @@ def trackers_off(folder: Path) -> dict[str, str]:
     return {**TRACKERS_OFF, "MLFLOW_TRACKING_URI": (folder / "mlruns").resolve().as_uri()}
 
 
-def without_reports(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a DeepSpeed configuration in which nothing monitors, profiles or prints breakdowns."""
-    found = dict(config)
-    for name in _SECTIONS:
-        if isinstance(found.get(name), Mapping):
-            found[name] = {**found[name], "enabled": False}
-    return found | {name: False for name in _SWITCHES if name in found}
-
-
 def _without_reports(arguments: dict[str, Any]) -> None:
+    """Have an engine monitor, profile and print nothing.
+
+    In place: the script may yet read its batch size from its configuration.
+    """
     passed = config_injection.passed_config(arguments)
-    wanted = {} if passed is None else without_reports(passed.content)
-    if passed is None or wanted == passed.content:
+    if passed is None:
         return
-    if isinstance(passed.value, dict):
-        passed.value.update(wanted)  # in place: the script may yet read its batch size from there
-    else:
-        arguments.update({**config_injection.without_config(arguments), "config": wanted})
+    config = passed.content
+    for name in _SECTIONS:
+        if isinstance(config.get(name), Mapping):
+            config[name] = {**config[name], "enabled": False}
+    config.update({name: False for name in _SWITCHES if name in config})
+    if arguments.get(passed.name) is not config:  # it is a file's
+        arguments.update({**config_injection.without_config(arguments), "config": config})
 
 
 def _adapt_engine(skip: _Skip, module: Any) -> None:
     engine = module.DeepSpeedEngine
-    for name in _ENGINE_SAVES:
-        if hasattr(engine, name):
-            _replace(engine, name, skip, result=True)
-    original = engine.load_checkpoint
 
-    @functools.wraps(original)
+    @functools.wraps(engine.load_checkpoint)
     def load_checkpoint(_: Any, load_dir: Any, tag: Any = None, *__: Any, **___: Any) -> Any:
         skip("DeepSpeedEngine.load_checkpoint")
         return client_state(Path(load_dir), tag)
@@ -205,9 +202,7 @@ def client_state(folder: Path, tag: str | None) -> tuple[str | None, dict[str, A
     return str(files[0]), {key: found[key] for key in found if key not in _OF_DEEPSPEED}
 
 
-def _replace(
-    owner: Any, name: str, skip: _Skip, *, result: Any, when: threading.Event | None = None
-) -> None:
+def _replace(owner: Any, name: str, skip: _Skip, when: threading.Event | None) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -215,7 +210,7 @@ def _replace(
         if when is not None and not when.is_set():
             return original(*args, **kwargs)
         skip(f"{getattr(owner, '__name__', owner)}.{name}")
-        return result
+        return True
 
     setattr(owner, name, nothing)
 
@@ -226,7 +221,7 @@ def _adapt_savers(
     for name in names:
         of, attribute = _owner(module, name)
         if hasattr(of, attribute):
-            _replace(of, attribute, skip, result=None, when=when)
+            _replace(of, attribute, skip, when)
 
 
 def _owner(module: Any, name: str) -> tuple[Any, str]:
@@ -371,22 +366,14 @@ def _adapt_wandb(module: Any) -> None:
     wrapt.wrap_function_wrapper(module, "init", init)
 
 
-def _adapt_tensorboard(folder: Path, logs: str, module: Any) -> None:
-    def init(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
-        kwargs = {k: v for k, v in kwargs.items() if k != logs}
-        return original(str(folder / "tensorboard"), *args[1:], **kwargs)
+def _fix_first(name: str, argument: str, value: str, module: Any) -> None:
+    """Have a function take a value for its first argument, whatever it is given."""
 
-    wrapt.wrap_function_wrapper(module, "SummaryWriter.__init__", init)
+    def call(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        others = {k: v for k, v in kwargs.items() if k != argument}
+        return original(value, *args[1:], **others)
 
-
-def _adapt_mlflow(folder: Path, module: Any) -> None:
-    """Have clients write into the trial's folder, whatever server they are told."""
-    uri = trackers_off(folder)["MLFLOW_TRACKING_URI"]
-
-    def init(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
-        return original(uri, *args[1:], **{k: v for k, v in kwargs.items() if k != "tracking_uri"})
-
-    wrapt.wrap_function_wrapper(module, "MlflowClient.__init__", init)
+    wrapt.wrap_function_wrapper(module, name, call)
 
 
 def _adapt_hydra(folder: Path, module: Any) -> None:

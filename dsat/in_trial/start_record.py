@@ -39,8 +39,8 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
     written: list[Path] = []
 
     def record(arguments: Mapping[str, Any]) -> None:
-        passed = config_injection.passed_config(arguments)
-        if written or passed is None or not config_injection.trains(arguments, passed):
+        passed = config_injection.trained_config(arguments)
+        if written or passed is None:
             return
         config = _without_filled_batch(passed.content)
         if (shared := config_injection.shared_sequences(arguments)) > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import functools
 import inspect
@@ -34,17 +33,12 @@ OWN: dict[str, Any] = {
     ("config", "overrides", "expected"),
     [
         ({"a": 1, "b": 2}, {"a": 1}, True),
-        ({"a": 1}, {}, True),
         ({"a": 2}, {"a": 1}, False),
         ({}, {"a": 1}, False),
         ({"z": {"stage": 1, "more": 5}}, {"z": {"stage": 1}}, True),
         ({"z": {"stage": 1}}, {"z": {"stage": 2}}, False),
         ({"z": {"stage": 1}}, {"z": {"stage": 1, "overlap": False}}, False),
         ({"z": 1}, {"z": {"stage": 1}}, False),
-        ({"z": {"stage": 1}}, {"z": 1}, False),
-        ({"z": {"offload": {"device": "cpu"}}}, {"z": {"offload": {"device": "none"}}}, False),
-        ({"a": [1, 2]}, {"a": [1, 2]}, True),
-        ({"a": [1, 2]}, {"a": [2, 1]}, False),
         ({"a": "auto"}, {"a": 1}, False),
     ],
 )
@@ -86,9 +80,6 @@ class Calls:
         assert model == "model"
         if config is None and config_params is not None:
             config = config_params
-        if getattr(args, "deepscale_config", None) is not None:
-            assert args.deepspeed_config is None
-            args.deepspeed_config, args.deepscale_config = args.deepscale_config, None
         if getattr(args, "deepspeed_config", None) is not None:
             assert config is None, "two configurations"
             config = args.deepspeed_config
@@ -124,18 +115,12 @@ def own_file(folder: Path) -> str:
 WAYS: dict[str, Callable[[Path], Any]] = {
     "dict": lambda _: initialize(model="model", config=copy.deepcopy(OWN)),
     "path": lambda folder: initialize(model="model", config=own_file(folder)),
-    "encoded": lambda _: initialize(
-        model="model", config=base64.urlsafe_b64encode(json.dumps(OWN).encode()).decode()
-    ),
     "config_params": lambda _: initialize(model="model", config_params=copy.deepcopy(OWN)),
     "positional": lambda _: initialize(
         None, "model", *[None] * 4, 29500, None, None, None, copy.deepcopy(OWN)
     ),
     "args": lambda folder: initialize(
         SimpleNamespace(deepspeed_config=own_file(folder)), "model", model_parameters=[1]
-    ),
-    "deepscale": lambda folder: initialize(
-        SimpleNamespace(deepscale_config=own_file(folder), deepspeed_config=None), "model"
     ),
 }
 
@@ -148,28 +133,15 @@ def test_the_trials_configuration_replaces_the_scripts(
     assert calls.configs == [CONFIG]
 
 
-def test_a_dict_is_changed_in_place(calls: Calls) -> None:
+def test_a_dict_is_changed_in_place_unless_it_agrees(calls: Calls) -> None:
+    """A library may have filled the trial's file in, and changed what the trial is not about."""
     own = copy.deepcopy(OWN)
-    initialize(model="model", config=own)
-    assert calls.configs[0] is own
-    assert own == CONFIG
-
-
-def test_what_agrees_is_left_alone(calls: Calls) -> None:
-    """A library has filled the trial's file in, and changed what the trial is not about."""
     filled = {**CONFIG, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW"}}
-    initialize(model="model", config=filled)
-    assert calls.configs[0] is filled
-    assert filled["optimizer"] == {"type": "AdamW"}
-    assert "gradient_clipping" in filled
-
-
-def test_an_engine_that_does_not_train_is_left_alone(calls: Calls) -> None:
-    reference = {"train_micro_batch_size_per_gpu": 8}
-    initialize(model="model", config=reference)
-    assert calls.configs == [{"train_micro_batch_size_per_gpu": 8}]
-    initialize(model="model", config={"train_micro_batch_size_per_gpu": 8}, optimizer="mine")
-    assert calls.configs[1] == CONFIG
+    before = copy.deepcopy(filled)
+    for config in (own, filled):
+        initialize(model="model", config=config)
+    assert calls.configs[0] is own and own == CONFIG
+    assert calls.configs[1] is filled and filled == before
 
 
 def test_a_second_model_keeps_a_configuration_of_its_own(calls: Calls) -> None:
@@ -186,18 +158,16 @@ def test_a_second_model_keeps_a_configuration_of_its_own(calls: Calls) -> None:
     ]
 
 
-def test_a_reference_model_before_it_does_not_keep_the_trained_one_from_it(calls: Calls) -> None:
-    initialize(model="model", config={**OWN, "zero_optimization": {"stage": 0}})
-    initialize(model="model", model_parameters=[1], config=copy.deepcopy(OWN))
-    assert calls.configs[1] == CONFIG
-
-
-def test_a_reference_model_beside_accelerates_engine_is_left_alone(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_a_reference_model_does_not_keep_the_trained_one_from_the_configuration(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, accelerated: bool
 ) -> None:
-    shared = SimpleNamespace(_shared_state={"deepspeed_plugins": {"default": "a plugin"}})
-    monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(AcceleratorState=shared))
-    reference = {**OWN, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 0}}
+    """accelerate names what its engine trains; else a reference has no optimizer."""
+    plugins = {"deepspeed_plugins": {"default": "a plugin"}} if accelerated else {}
+    state = SimpleNamespace(AcceleratorState=SimpleNamespace(_shared_state=plugins))
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    reference = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 0}}
+    reference |= {"optimizer": {"type": "AdamW"}} if accelerated else {}
     initialize(model="model", config=copy.deepcopy(reference))
     initialize(model="model", model_parameters=[1], config=copy.deepcopy(OWN))
     assert calls.configs == [reference, CONFIG]

@@ -34,13 +34,8 @@ def script_args(**changes: Any) -> SimpleNamespace:
         "gradient_checkpointing": None,
         "activation_checkpointing": None,
         "max_steps": -1,
-        "eval_strategy": "no",
-        "eval_steps": None,
-        "save_strategy": "steps",
-        "save_steps": 500,
         "report_to": "all",
         "push_to_hub": True,
-        "load_best_model_at_end": True,
         "auto_find_batch_size": True,
         "eval_on_start": True,
         "resume_from_checkpoint": "checkpoint-5",
@@ -58,36 +53,24 @@ def settings(
 ) -> TrainerSettings:
     batch = BatchTriple(micro_batch * gas, micro_batch, gas)
     trial = Trial(1, TrialKind.SEARCH, "trial", 0, batch, overrides or {})
-    return TrainerSettings(trial, path, **changes)
+    return TrainerSettings(trial, path, **{"switches": ScriptSwitches({}, on_cpu=True), **changes})
 
 
-def test_a_full_length_run_gets_the_configuration_and_nothing_else(config_path: Path) -> None:
-    args = script_args()
-    trial = settings(config_path, overrides={"zero_optimization": {"stage": 2}})
+@pytest.mark.parametrize("max_steps", [None, 82])
+def test_only_a_measured_trial_is_short_and_leaves_nothing(
+    config_path: Path, max_steps: int | None
+) -> None:
+    args, its = script_args(), {"zero_optimization": {"stage": 2}}
+    trial = settings(config_path, overrides=its, max_steps=max_steps)
     assert hf_trainer.prepare(args, trial) == [OTHER_BATCH, OTHER_CONFIG]
-    assert args == script_args(
+    wanted = script_args(
         deepspeed=str(config_path), per_device_train_batch_size=16, gradient_accumulation_steps=2
     )
-
-
-def test_a_measured_trial_is_short_and_leaves_nothing(config_path: Path) -> None:
-    args = script_args()
-    hf_trainer.prepare(args, settings(config_path, max_steps=82))
-    changed = {
-        name: value for name, value in vars(args).items() if value != vars(script_args()).get(name)
-    }
-    assert changed == {
-        "deepspeed": str(config_path),
-        "per_device_train_batch_size": 16,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 82,
-        "report_to": "none",
-        "push_to_hub": False,
-        "auto_find_batch_size": False,
-        "eval_on_start": False,
-        "resume_from_checkpoint": None,
-        "dataloader_drop_last": True,
-    }
+    if max_steps is not None:
+        wanted.max_steps, wanted.report_to, wanted.resume_from_checkpoint = 82, "none", None
+        wanted.push_to_hub = wanted.auto_find_batch_size = wanted.eval_on_start = False
+        wanted.dataloader_drop_last = True
+    assert args == wanted
 
 
 def test_no_callback_makes_the_trainer_save_or_evaluate() -> None:
@@ -117,25 +100,19 @@ def test_the_first_trial_reads_the_file_that_accelerate_names(
     assert args.max_steps == 500 and "optim" not in switches.found
 
 
-def test_a_dict_stays_a_dict(config_path: Path) -> None:
+def test_a_dict_stays_a_dict_and_its_length_of_training_is_kept(config_path: Path) -> None:
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 1000}}
+    config_path.write_text(json.dumps({"scheduler": scheduler}))
     args = script_args(deepspeed={"train_micro_batch_size_per_gpu": "auto"})
-    hf_trainer.prepare(args, settings(config_path))
-    assert args.deepspeed == {"train_micro_batch_size_per_gpu": 16}
+    hf_trainer.prepare(args, settings(config_path, max_steps=82))
+    assert (args.deepspeed, args.max_steps) == ({"scheduler": scheduler}, 1000)
 
 
-@pytest.mark.parametrize("deepspeed", [None, "", {}])
+@pytest.mark.parametrize("deepspeed", [None, {}])
 def test_without_deepspeed_it_only_ends_soon(config_path: Path, deepspeed: Any) -> None:
     args = script_args(deepspeed=deepspeed)
     assert hf_trainer.prepare(args, settings(config_path, max_steps=82)) == []
     assert (args.deepspeed, args.per_device_train_batch_size, args.max_steps) == (deepspeed, 8, 82)
-
-
-def test_the_configurations_own_length_of_training_is_kept(config_path: Path) -> None:
-    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 1000}}
-    config_path.write_text(json.dumps({"scheduler": scheduler}))
-    args = script_args()
-    hf_trainer.prepare(args, settings(config_path, max_steps=82))
-    assert args.max_steps == 1000
 
 
 @pytest.mark.parametrize(
@@ -158,14 +135,14 @@ def test_only_a_real_disagreement_is_told(
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_gradient_checkpointing_under_both_its_names(config_path: Path, old: bool) -> None:
-    args = script_args(gradient_checkpointing=True, deepspeed=str(config_path))
+@pytest.mark.parametrize("wanted", [True, False])
+def test_gradient_checkpointing_under_both_its_names(
+    config_path: Path, old: bool, wanted: bool
+) -> None:
+    args = script_args(gradient_checkpointing=True)
     if old:
         del args.activation_checkpointing
+    switches = ScriptSwitches({"gradient_checkpointing": wanted}, on_cpu=True)
+    hf_trainer.prepare(args, settings(config_path, switches=switches))
     field = "gradient_checkpointing" if old else "activation_checkpointing"
-    trial = {"micro_batch": 8, "gas": 1}
-    assert hf_trainer.prepare(args, settings(config_path, **trial)) == []
-    for wanted in (True, False):
-        switches = ScriptSwitches({"gradient_checkpointing": wanted}, on_cpu=True)
-        assert hf_trainer.prepare(args, settings(config_path, **trial, switches=switches)) == []
-        assert getattr(args, field) is wanted
+    assert getattr(args, field) is wanted

@@ -110,8 +110,8 @@ class SimulationServer:
         from dsat.in_trial.simulation import borrowed_model
 
         bound = inspect.signature(self._initialize).bind(*args, **kwargs)
-        passed = config_injection.passed_config(bound.arguments)
-        if passed is None or not config_injection.trains(bound.arguments, passed) or self._was_used:
+        passed = config_injection.trained_config(bound.arguments)
+        if passed is None or self._was_used:
             return self._initialize(*args, **kwargs)
         model = borrowed_model.BorrowedModel(self._initialize, bound.arguments, passed.content)
         model.uses_zero_init = self._fakes.partitions_in_stage_3(bound.arguments["model"])
