@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsat.in_trial.meter import (
-    Meter,
-    TrialComplete,
-)
+from dsat.in_trial.meter import Meter, TrialComplete
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.outcome import MemoryUse, Metrics, Outcome, StepFacts
 from dsat.values.trial import TrialOptions
@@ -120,6 +117,13 @@ def train(
     except TrialComplete as complete:
         return complete.outcome
     return None
+
+
+def measured_by(loop: Callable[[], None]) -> Outcome:
+    """What was measured of a script's loop, which ends for that."""
+    with pytest.raises(TrialComplete) as complete:
+        loop()
+    return complete.value.outcome
 
 
 def metrics_of(outcome: Outcome | None) -> Metrics:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.clocks import Clock
+from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.step_recorder import StepMarks
 from dsat.in_trial.steps import StepTimes, summarize
 
@@ -20,65 +21,49 @@ class AgreedStep:
     Attributes:
         number: counted from 1.
         ms: latency, then the phases; the slowest rank's.
+        samples, tokens: the mean over the ranks; NaN if unknown.
         data_ms: wait for data loaders, of the rank that waited longest.
         elements: the most that a rank was fed.
         is_short: a rank lacked samples.
         compiled: torch compiled something on a rank.
         evaluated: the model was called outside of training on a rank.
         micro_steps: the most of a rank; 0 if unknown.
-        samples, tokens: the mean over the ranks; NaN if unknown.
     """
 
     number: int
-    ms: tuple[float, ...]
+    ms: Sequence[float]
+    samples: float
+    tokens: float
     data_ms: float
     elements: float
     is_short: bool
     compiled: bool
     evaluated: bool
     micro_steps: int
-    samples: float
-    tokens: float
 
 
 def agree(
-    steps: Sequence[StepMarks], ranks: Ranks, clock: Clock, *, gas: int, micro_batch: int
+    steps: Sequence[StepMarks], ranks: Ranks, clock: Clock, spec: MeterSpec
 ) -> list[AgreedStep]:
     """Agree with the other ranks on steps that all of them made; a collective call."""
-    rows = ranks.slowest(
+    own = [
         [
-            [
-                *marks.milliseconds(clock),
-                float(marks.elements),
-                float(not marks.is_full(gas, micro_batch)),
-                float(marks.compiled),
-                float(marks.evaluated),
-                float(marks.micro_steps),
-            ]
-            for marks in steps
+            *marks.milliseconds(clock),
+            float(marks.elements),
+            float(not marks.is_full(spec)),
+            float(marks.compiled),
+            float(marks.evaluated),
+            float(marks.micro_steps),
         ]
-    )
-    fed = ranks.mean(
-        [marks.samples(gas, micro_batch) for marks in steps] + [marks.tokens() for marks in steps]
-    )
+        for marks in steps
+    ]
+    fed = ranks.mean([marks.samples(spec) for marks in steps] + [m.tokens() for m in steps])
     agreed = []
-    counted = zip(steps, rows, fed[: len(steps)], fed[len(steps) :], strict=True)
-    for marks, row, samples, tokens in counted:
+    for i, row in enumerate(ranks.slowest(own)):
         *ms, data_ms, elements, short, compiled, evaluated, micro_steps = row
-        agreed.append(
-            AgreedStep(
-                marks.number,
-                tuple(ms),
-                data_ms,
-                elements,
-                bool(short),
-                bool(compiled),
-                bool(evaluated),
-                int(micro_steps),
-                samples,
-                tokens,
-            )
-        )
+        flags = bool(short), bool(compiled), bool(evaluated), int(micro_steps)
+        samples, tokens = fed[i], fed[len(steps) + i]
+        agreed.append(AgreedStep(steps[i].number, ms, samples, tokens, data_ms, elements, *flags))
     return agreed
 
 

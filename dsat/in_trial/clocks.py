@@ -78,17 +78,20 @@ class MemoryWatch:
     Args:
         accelerator: DeepSpeed's.
         before: the process when there was no model yet.
+
+    Attributes:
+        has_allocator: the device runs beside the host, with memory of its own.
     """
 
     def __init__(self, accelerator: Any, before: ProcessMemory) -> None:
         self._accelerator = accelerator
         self._before = before
-        self._has_allocator = not accelerator.is_synchronized_device()
+        self.has_allocator = not accelerator.is_synchronized_device()
         self._peaks: dict[tuple[str, str], int] = {}
 
     def reset(self) -> None:
         """Begin a phase."""
-        if self._has_allocator:
+        if self.has_allocator:
             self._accelerator.reset_peak_memory_stats()
         # Linux: writing 5 resets the peak resident set (proc(5), /proc/[pid]/clear_refs).
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
@@ -108,7 +111,7 @@ class MemoryWatch:
 
     def _read(self) -> dict[str, int]:
         values = {"host": _of_status("VmHWM:")}
-        if self._has_allocator:
+        if self.has_allocator:
             values["allocated"] = self._accelerator.max_memory_allocated()
             values["reserved"] = self._accelerator.max_memory_reserved()
         return values
@@ -130,12 +133,12 @@ class MemoryWatch:
 
     def _data_bytes(self) -> int:
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        if self._has_allocator or limit == resource.RLIM_INFINITY:
+        if self.has_allocator or limit == resource.RLIM_INFINITY:
             return 0
         return max(0, _peak_data_bytes() - self._before.data_bytes)
 
     def _context_bytes(self) -> int:
-        if not self._has_allocator:
+        if not self.has_allocator:
             return self._before.rss_bytes
         if self._accelerator.device_name() != "cuda":
             return 0
@@ -169,11 +172,8 @@ def _peak_data_bytes() -> int:
 
 def _of_status(key: str) -> int:
     """Return a size of /proc/self/status in bytes; where there is none, the peak resident set."""
-    try:
-        with open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith(key):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith(key):
+                return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

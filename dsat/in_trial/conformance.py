@@ -7,7 +7,8 @@ from typing import Any
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial.agreement import rank_and_size
-from dsat.values.parallelism import SEQUENCE_SIZE, TENSOR_SIZE, Parallelism
+from dsat.in_trial.meter_spec import MeterSpec, parallelism_of
+from dsat.values.parallelism import SEQUENCE_SIZE, TENSOR_SIZE
 
 ULYSSES = (
     "A script takes it from the DeepSpeed configuration: UlyssesSPAttentionHF."
@@ -49,40 +50,29 @@ def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
         )
 
 
-def check_engine(
-    engine: Any, *, micro_batch: int, gas: int, stage: int, parallelism: Parallelism
-) -> None:
-    """Check the settings of an engine.
-
-    Raises:
-        InvalidTrial: they are not the trial's.
-    """
+def check_engine(engine: Any, spec: MeterSpec) -> None:
+    """Raise InvalidTrial if an engine has other settings than its trial."""
+    micro_batch = engine.train_micro_batch_size_per_gpu()
     found = {
-        "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
-        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        "zero_optimization.stage": engine.zero_optimization_stage(),
+        "train_micro_batch_size_per_gpu": (micro_batch, spec.micro_batch),
+        "gradient_accumulation_steps": (engine.gradient_accumulation_steps(), spec.gas),
+        "zero_optimization.stage": (engine.zero_optimization_stage(), spec.stage),
     }
-    for (key, value), expected in zip(found.items(), (micro_batch, gas, stage), strict=True):
+    for key, (value, expected) in found.items():
         if value != expected:
             raise InvalidTrial(
                 f"the script does not use the trial's configuration: {key} is {value}, not "
                 f"{expected}. Pass the result of dsat.get_ds_config_from_hparams(hparams) to "
                 "deepspeed.initialize(config=...)"
             )
-    own = of_engine(engine)
-    if own.tensor != parallelism.tensor:
+    own, wanted = parallelism_of(engine), spec.parallelism
+    if own.tensor != wanted.tensor:
         raise InvalidTrial(
-            f"{TENSOR_SIZE} is {own.tensor} in the script's engine, not {parallelism.tensor}. "
+            f"{TENSOR_SIZE} is {own.tensor} in the script's engine, not {wanted.tensor}. "
             "Leave it to the DeepSpeed configuration, and call no deepspeed.tp_model_init"
         )
-    if own.sequence != parallelism.sequence:
+    if own.sequence != wanted.sequence:
         raise InvalidTrial(
             f"{SEQUENCE_SIZE} is {own.sequence} in the script's engine, not "
-            f"{parallelism.sequence}. {ULYSSES}"
+            f"{wanted.sequence}. {ULYSSES}"
         )
-
-
-def of_engine(engine: Any) -> Parallelism:
-    """The parallelism of a DeepSpeed engine (`_configure_distributed_model`, 0.19.8)."""
-    sizes = (getattr(engine, name, 1) for name in ("mp_world_size", "sequence_parallel_size"))
-    return Parallelism(*(size if isinstance(size, int) else 1 for size in sizes))

@@ -16,18 +16,18 @@ Kind = tuple[int, int]
 _in_store = 0
 _waited_s = 0.0
 _begun: Counter[Kind] = Counter()  # epochs
-_read: Counter[Kind] = Counter()  # batches, since the training's engine was made
+_read: Counter[Kind] = Counter()  # batches
 
 
+@functools.cache
 def watch() -> None:
     """Note what each loader that is iterated from now on has in advance, and time its batches."""
     from torch.utils.data import DataLoader
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    if not hasattr(DataLoader.__iter__, "dsat_watches"):
-        DataLoader.__iter__ = _noting(DataLoader.__iter__)  # type: ignore[method-assign]
-        timed: Any = _timed(_BaseDataLoaderIter.__next__)
-        _BaseDataLoaderIter.__next__ = timed  # type: ignore[method-assign]
+    DataLoader.__iter__ = _noting(DataLoader.__iter__)  # type: ignore[method-assign]
+    timed: Any = _timed(_BaseDataLoaderIter.__next__)
+    _BaseDataLoaderIter.__next__ = timed  # type: ignore[method-assign]
 
 
 def batches_in_store() -> int:
@@ -40,39 +40,23 @@ def waited_s() -> float:
     return _waited_s
 
 
-def begin_training() -> None:
-    """Count batches for the training from here on: its engine is made."""
-    _read.clear()
-
-
-def samples(batch_size: int, micro_steps: int, *, gas: int = 1) -> tuple[int, int] | None:
+def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
     """Return the samples that the training's loader has on this rank, at most.
-
-    A loader may give each micro step a whole multiple of its samples: those of several steps, of
-    which the script takes a part (TRL's GRPO, `GRPOTrainer.get_train_dataloader`).
 
     Args:
         batch_size: of the training.
         micro_steps: that it made; fewer where steps at the end of an epoch were short.
-        gas: micro batches of an optimizer step; a loader that gives more than one at a time may
-            give those of the whole step.
 
     Returns:
-        Those of an epoch, and those of all epochs that were begun, for one of `gas` micro batches.
-        None if no loader of known length has fed most of the steps.
+        Those of an epoch, and those of all epochs that were begun; None and 0 if no loader of known
+        length has fed most of the steps.
     """
-    kinds = [
-        kind
-        for kind, count in (_read | _begun).items()
-        if kind[0] % batch_size == 0 and 2 * _read[kind] >= micro_steps
-    ]
-    if not kinds:
-        return None
-    parts = {(size, most): most * batch_size // size for size, most in kinds}
-    begun = (
-        _begun[kind] * part // (gas if kind[0] == batch_size else 1) for kind, part in parts.items()
-    )
-    return max(parts.values()), sum(begun)
+    of_epoch, of_all = 0, 0
+    for (size, most), epochs in _begun.items():
+        if size == batch_size and 2 * _read[size, most] >= micro_steps:
+            of_epoch = max(most, of_epoch)
+            of_all += epochs * most
+    return of_epoch or None, of_all
 
 
 def _noting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -91,7 +75,6 @@ def _noting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             iterator.dsat_kind = self.dsat_kind  # type: ignore[attr-defined]
         return iterator
 
-    iterate.dsat_watches = True  # type: ignore[attr-defined]
     return iterate
 
 

@@ -47,15 +47,13 @@ class LossWatch:
     Args:
         engine: a DeepSpeed engine; losses are taken from `engine.backward(loss)`, or from
             `loss.backward()` of the script's own.
-        in_training: whether a backward pass now is one of the training loop.
     """
 
-    def __init__(self, engine: Any, in_training: Callable[[], bool]) -> None:
+    def __init__(self, engine: Any) -> None:
         global _watch
         self._engine = engine
-        self._in_training = in_training
         self._ignoring = 0
-        self._scaled: tuple[Any, Any] | None = None  # a loss that fp16 has scaled, and itself
+        self._scaled: tuple[Any, Any] = (None, None)  # a loss that fp16 has scaled, and itself
         self._sum: Any = None
         self.count = 0  # losses since the last optimizer step
         self._steps: list[_Step] = []
@@ -91,14 +89,13 @@ class LossWatch:
         """Take the loss of a backward pass that the script began itself."""
         import torch
 
-        if self._ignoring or not self._in_training():
-            return
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint's, inside of a backward pass
+        # A checkpoint has a backward pass of its own inside of one.
+        if self._ignoring or not in_training(self._engine) or in_backward():
             return
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ()):
-            is_scaled = self._scaled is not None and tensor is self._scaled[0]
-            self._add(self._scaled[1] if is_scaled and self._scaled else tensor, 1)
-        self._scaled = None
+            scaled, loss = self._scaled
+            self._add(loss if tensor is scaled else tensor, 1)
+        self._scaled = (None, None)
 
     def end_step(self, *, micro_steps: int, applied: bool) -> None:
         """End an optimizer step of so many micro steps."""
@@ -171,13 +168,26 @@ class LossWatch:
         return scale
 
 
+def in_training(engine: Any) -> bool:
+    """Return whether a call of an engine's model is one of training."""
+    import torch
+
+    return bool(torch.is_grad_enabled() and engine.training)
+
+
+def in_backward() -> bool:
+    """Return whether autograd is in the midst of a backward pass."""
+    import torch
+
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+@functools.cache
 def _wrap_backward() -> None:
     """Have all backward passes reported; `Tensor.backward` calls this function too."""
     import torch
 
     original = torch.autograd.backward
-    if hasattr(original, "dsat_reports"):
-        return
 
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +195,6 @@ def _wrap_backward() -> None:
             _watch.of_script(tensors)
         return original(tensors, *args, **kwargs)
 
-    backward.dsat_reports = True  # type: ignore[attr-defined]
     torch.autograd.backward = backward
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dsat.errors import Diverged, InvalidTrial
@@ -77,7 +77,6 @@ class Measurement:
         recorder: of the engine.
         ranks: its reductions.
         warnings: messages for the user; more may come.
-        samples: those of an epoch, and of all that were begun, on this rank.
 
     Attributes:
         outcome: the measurement so far; equal on every rank but for warnings and profile.
@@ -91,7 +90,6 @@ class Measurement:
         recorder: StepRecorder,
         ranks: Ranks,
         warnings: dict[str, None],
-        samples: Callable[[], tuple[int | None, int]],
     ) -> None:
         self.outcome: Outcome | None = None
         self.is_complete = False
@@ -100,7 +98,6 @@ class Measurement:
         self._recorder = recorder
         self._ranks = ranks
         self._warnings = warnings
-        self._samples = samples
         self._skipped = 0
         self._began = recorder.marks.begin
         self._first_measured = spec.options.start_step
@@ -129,7 +126,6 @@ class Measurement:
         self._recorder.notes_memory = applied + 1 < self._first_measured
         if applied >= self._first_measured:
             self._steps.append(marks)
-            self._recorder.throttling.look()
             if len(self._steps) >= self._next_check:
                 self._check()
 
@@ -227,9 +223,7 @@ class Measurement:
     def _check(self, *, is_last: bool = False) -> None:
         """Agree with the other ranks on the measured steps, and decide whether they are enough."""
         spec, marks = self._spec, self._steps
-        agreed = agree(
-            marks, self._ranks, self._recorder.clock, gas=spec.gas, micro_batch=spec.micro_batch
-        )
+        agreed = agree(marks, self._ranks, self._recorder.clock, spec)
         if not all(each.calls for each in marks):
             self._warn(UNSEEN)
         # A Trainer whose data have no length makes some steps of more, behind the end of an epoch.
@@ -295,7 +289,8 @@ class Measurement:
         spec = self._spec
         kept = [step for i, step in enumerate(steps) if i not in times.accidents]
         count, taken_s = len(kept), times.mean * len(kept) / 1e3
-        throughput = sum(step.samples for step in kept) * spec.groups / taken_s
+        groups = spec.parallelism.data(spec.slots)  # each has samples of its own
+        throughput = sum(step.samples for step in kept) * groups / taken_s
         # The slots of a tensor-parallel group see the same tokens, those of a sequence others.
         readers = spec.slots / spec.parallelism.tensor
         tokens_per_second = sum(step.tokens for step in kept) * readers / taken_s
@@ -327,18 +322,18 @@ class Measurement:
             evaluated=sum(step.evaluated for step in steps) / len(steps),
             tokens_error=tokens_error(steps),
         )
-        slowed = self._recorder.throttling.warning(self._ranks.maximum)
-        warnings = [*self._warnings, *([HOST_ACCIDENTS] if accidents else []), *slowed]
+        warnings = [*self._warnings, *([HOST_ACCIDENTS] if accidents else [])]
         observed = self._recorder.observed(self._ranks, self._spec)
         observed["training"] = replace(observed["training"], facts=facts)
         if observed["profile"] is not None and metrics.data < _WAITS * metrics.latency:
             switches = {n: s for n, s in observed["profile"].switches.items() if n != WORKERS}
             observed["profile"] = replace(observed["profile"], switches=switches)
+        of_epoch, _ = loaders.samples(self._spec.micro_batch, self.steps_seen * self._spec.gas)
         return Outcome(
             OutcomeKind.OK,
             metrics=metrics,
             warnings=tuple(warnings),
             step_ms=tuple(round(step.ms[0], 4) for step in steps),
-            most_samples=self._samples()[0],
+            most_samples=of_epoch,
             **observed,
         )

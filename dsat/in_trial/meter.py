@@ -19,10 +19,11 @@ from dsat.in_trial import available_memory, config_injection, failures, loaders,
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.clocks import ProcessMemory, wait_for_memory
 from dsat.in_trial.conformance import check_arguments, check_engine
+from dsat.in_trial.losses import in_training
 from dsat.in_trial.measurement import Measurement
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.profiler import device_name
-from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder, in_training
+from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder
 from dsat.values.outcome import Outcome, OutcomeKind, ScriptSwitch
 
 
@@ -37,7 +38,7 @@ class TrialComplete(SystemExit):
 def install(
     spec: MeterSpec,
     on_complete: Callable[[Outcome], None],
-    on_step: Callable[[int], None] | None = None,
+    on_step: Callable[[int], None] = lambda steps: None,
 ) -> Meter:
     """Make a meter watch the engines that `deepspeed.initialize` returns.
 
@@ -69,14 +70,6 @@ def install(
     return meter
 
 
-def has_optimizer(engine: Any) -> bool:
-    """Return whether an engine can train; a reference model's `optimizer` may be a dummy.
-
-    It is one at stage 3, and in bf16 at stage 0 (DeepSpeedEngine.__init__, since before 0.14).
-    """
-    return getattr(engine, "basic_optimizer", None) is not None
-
-
 class Meter:
     """Wraps `forward`, `backward` and `step` of engines, and measures the first that trains.
 
@@ -98,7 +91,7 @@ class Meter:
         self,
         spec: MeterSpec,
         on_complete: Callable[[Outcome], None],
-        on_step: Callable[[int], None] | None = None,
+        on_step: Callable[[int], None] = lambda steps: None,
     ) -> None:
         self.spec = spec
         self.device_name: str | None = None
@@ -139,7 +132,8 @@ class Meter:
                 "the script ended without calling deepspeed.initialize with an optimizer"
             )
         spec = self.spec
-        most = self._samples()[1] // max(1, spec.options.end_step)
+        _, fed = loaders.samples(spec.micro_batch, self.steps_seen * spec.gas)
+        most = fed // max(1, spec.options.end_step * spec.gas)
         return InvalidTrial(
             f"the script ended after {self.steps_seen} optimizer steps{self._whose}, but steps up "
             f"to {spec.options.end_step} are measured: give it more data or lower "
@@ -158,10 +152,9 @@ class Meter:
 
         A reference model may have an optimizer too, since it shares the configuration.
         """
-        if not has_optimizer(engine):
+        # A dummy at stage 3, and in bf16 at stage 0 (DeepSpeedEngine.__init__, since before 0.14).
+        if getattr(engine, "basic_optimizer", None) is None:
             return
-        if not self.watches:
-            loaders.begin_training()
         self.watches = True
         for name in PHASES:
             setattr(engine, name, self._wrapped(engine, name))
@@ -186,13 +179,7 @@ class Meter:
             first_step: the first optimizer step that may be measured.
         """
         spec = self.spec.of_engine(engine)
-        check_engine(
-            engine,
-            micro_batch=spec.micro_batch,
-            gas=spec.gas,
-            stage=spec.stage,
-            parallelism=spec.parallelism,
-        )
+        check_engine(engine, spec)
         start = max(first_step, spec.options.start_step)
         end = max(start, spec.options.end_step)
         self.spec = replace(spec, options=replace(spec.options, start_step=start, end_step=end))
@@ -200,19 +187,12 @@ class Meter:
             engine, self.spec, before=self._before, warn=self.warn, take=self._take
         )
         self._engine = engine
-        self._recorder.follow_evaluations(lambda: "forward" in self._inside)
+        self._recorder.follow_evaluations()
         if self._recorder.profiler is not None:
             self._recorder.profiler.switches = self.switches
         ranks = Ranks(engine)
         ranks.maximum([0.0])  # makes the communicator while there is memory for it
-        self._measurement = Measurement(
-            self.spec, self._recorder, ranks, self.warnings, self._samples
-        )
-
-    def _samples(self) -> tuple[int | None, int]:
-        steps = self.steps_seen * self.spec.gas
-        found = loaders.samples(self.spec.micro_batch, steps, gas=max(1, self.spec.gas))
-        return (None, 0) if found is None else found
+        self._measurement = Measurement(self.spec, self._recorder, ranks, self.warnings)
 
     def _wrapped(self, engine: Any, name: str) -> Callable[..., Any]:
         original = getattr(engine, name)
@@ -270,14 +250,13 @@ class Meter:
             return
         # The script calls the model itself. What the first step was fed is not known.
         self.attach(engine, first_step=2)
-        self._recorder.follow_module(lambda: "forward" in self._inside)
+        self._recorder.follow_module()
 
     def _take(self, marks: StepMarks, skipped: bool) -> None:
         measurement = self._measurement
         assert measurement is not None
         measurement.take(marks, skipped)
-        if self._on_step is not None:
-            self._on_step(measurement.steps_seen)
+        self._on_step(measurement.steps_seen)
         if measurement.is_complete and measurement.outcome is not None:
             self._end(measurement.outcome)
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dsat.in_trial.conformance import of_engine
 from dsat.values.codec import Recorded
 from dsat.values.outcome import StepFacts
 from dsat.values.parallelism import DATA_ONLY, Parallelism
@@ -88,16 +87,17 @@ class MeterSpec(Recorded):
             gas=engine.gradient_accumulation_steps(),
             stage=engine.zero_optimization_stage(),
             slots=int(engine.world_size),
-            parallelism=of_engine(engine),
+            parallelism=parallelism_of(engine),
         )
-
-    @property
-    def groups(self) -> int:
-        """Data-parallel groups of slots: each has samples of its own."""
-        return self.parallelism.data(self.slots)
 
     @property
     def longest(self) -> int:
         """Optimizer steps that the training loop must be ready to make."""
         first, most = self.options.start_step, self.options.max_steps
         return first - 1 + most + MAX_SKIPPED_STEPS + 2 * MAX_EXTRA_STEPS
+
+
+def parallelism_of(engine: Any) -> Parallelism:
+    """Return the parallelism of an engine (`_configure_distributed_model`, 0.19.8)."""
+    sizes = (getattr(engine, name, 1) for name in ("mp_world_size", "sequence_parallel_size"))
+    return Parallelism(*(size if isinstance(size, int) else 1 for size in sizes))

@@ -15,13 +15,12 @@ from dsat.values.outcome import PRECISIONS
 _entered: set[str] = set()
 
 
+@functools.cache
 def watch() -> None:
     """Note the precisions of autocasting from now on."""
     import torch
 
     original = torch.autocast.__enter__
-    if hasattr(original, "dsat_watches"):
-        return
 
     @functools.wraps(original)
     def enter(self: Any) -> Any:
@@ -30,7 +29,6 @@ def watch() -> None:
             _entered.add(_of_dtype(torch.get_autocast_dtype(self.device)))
         return result
 
-    enter.dsat_watches = True  # type: ignore[attr-defined]
     torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 

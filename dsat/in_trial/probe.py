@@ -41,7 +41,8 @@ def main() -> None:
     dist.destroy_process_group()
     if rank == 0:
         medians = {key: statistics.median(each[key] for each in gathered) for key in found}
-        json.dump({**medians, "device": _name(kind)}, sys.stdout)
+        name = torch.cuda.get_device_name() if kind == "cuda" else "cpu"
+        json.dump({**medians, "device": name}, sys.stdout)
 
 
 def _measure(kind: str, device: Any, ranks: int) -> dict[str, float]:
@@ -69,7 +70,8 @@ def _measure(kind: str, device: Any, ranks: int) -> dict[str, float]:
         itemsize = matrices[0].element_size()
         found[f"flops_{itemsize}"] = 2 * large**3 / seconds(lambda m=matrices: m[0] @ m[1])  # type: ignore[misc]
     heads, tokens, size = _ATTENTION[kind]
-    q = torch.randn(1, heads, tokens, size, device=device, dtype=_computed_in(kind))
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    q = torch.randn(1, heads, tokens, size, device=device, dtype=dtype)
     took = seconds(
         lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     )
@@ -89,14 +91,6 @@ def _measure(kind: str, device: Any, ranks: int) -> dict[str, float]:
         found["link_bandwidth"] = moved / max(1e-9, taken)
         found["hop_s"] = latency / (2 * (ranks - 1))
     return found
-
-
-def _computed_in(kind: str) -> torch.dtype:
-    return torch.bfloat16 if kind == "cuda" else torch.float32
-
-
-def _name(kind: str) -> str:
-    return torch.cuda.get_device_name() if kind == "cuda" else "cpu"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dsat.in_trial import config_injection
+from dsat.in_trial import config_injection, losses
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values import host_memory
 from dsat.values.outcome import ModelProfile, OwnOptimizer, ScriptSwitch
@@ -37,10 +37,7 @@ class ModelProfiler:
 
     def __init__(self, engine: Any, spec: MeterSpec) -> None:
         self._engine = engine
-        self._micro_batch = spec.micro_batch
-        self._parallelism = spec.parallelism
-        self._host_slots = spec.host_slots
-        self._slot_memory_bytes = spec.options.slot_memory_bytes
+        self._spec = spec
         self._flops = _count_flops()
         self._counting = False
         self._done = False
@@ -68,8 +65,8 @@ class ModelProfiler:
         """End the counting after so many micro steps: more than one if the script accumulates."""
         if self._counting and not self._done:
             self._flops.__exit__(None, None, None)
-            of_slot = self._flops.get_total_flops() / (self._micro_batch * count)
-            self.flops_per_sample = of_slot * self._parallelism.shared
+            of_slot = self._flops.get_total_flops() / (self._spec.micro_batch * count)
+            self.flops_per_sample = of_slot * self._spec.parallelism.shared
         self._counting, self._done = False, self._done or self._counting
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -81,7 +78,11 @@ class ModelProfiler:
             self._storages.update(_storages_of(tensor))
         return tensor
 
-    def result(self, accelerator: Any) -> ModelProfile:
+    def result(self) -> ModelProfile:
+        from deepspeed.accelerator import get_accelerator
+
+        accelerator = get_accelerator()
+        storages = [0, *self._storages.values()]
         parameters = list(self._engine.module.parameters())
         sizes = [self._whole_size(parameter) for parameter in parameters]
         trainable = [n for p, n in zip(parameters, sizes, strict=True) if p.requires_grad]
@@ -89,15 +90,14 @@ class ModelProfiler:
             num_params=sum(sizes),
             trainable_params=sum(trainable),
             param_bytes=max((p.element_size() for p in parameters), default=4),
-            activation_bytes_per_sample=sum(self._storages.values()) // self._micro_batch,
-            largest_activation_bytes_per_sample=max(self._storages.values(), default=0)
-            // self._micro_batch,
+            activation_bytes_per_sample=sum(storages) // self._spec.micro_batch,
+            largest_activation_bytes_per_sample=max(storages) // self._spec.micro_batch,
             flops_per_sample=self.flops_per_sample,
             switches=dict(self.switches),
             slot_memory_bytes=self._slot_memory(accelerator),
             host_memory_bytes=_host_memory(accelerator),
             device_name=device_name(accelerator),
-            parallelism=self._parallelism,
+            parallelism=self._spec.parallelism,
             attention_heads=attention_heads(self._engine.module),
             optimizer=_own_optimizer(getattr(self._engine, "basic_optimizer", None)),
         )
@@ -106,17 +106,17 @@ class ModelProfiler:
         """Elements of a parameter that ZeRO and AutoTP have divided (module_inject/layers.py)."""
         size = int(getattr(parameter, "ds_numel", parameter.numel()))
         is_divided = getattr(parameter, "tensor_model_parallel", False)
-        return size * self._parallelism.tensor if is_divided else size
+        return size * self._spec.parallelism.tensor if is_divided else size
 
     def _slot_memory(self, accelerator: Any) -> int:
         if accelerator.is_synchronized_device():
             import psutil
 
             own = psutil.Process().memory_info().rss
-            has = int(host_memory.available_bytes() / max(1, self._host_slots) + own)
+            has = int(host_memory.available_bytes() / max(1, self._spec.host_slots) + own)
         else:
             has = int(accelerator.total_memory())
-        return min(has, self._slot_memory_bytes or has)
+        return min(has, self._spec.options.slot_memory_bytes or has)
 
 
 def _storages_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
@@ -189,8 +189,7 @@ def _count_flops() -> Any:
     class ModelFlops(FlopCounterMode):
         def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
             # In a backward pass autograd records nothing, unless a forward pass is done again.
-            in_backward = torch._C._current_graph_task_id() != -1
-            if in_backward and torch.is_grad_enabled():
+            if losses.in_backward() and torch.is_grad_enabled():
                 return out
             return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,10 +11,9 @@ from dsat.in_trial import compiling, loaders
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.batches import BatchCounter, Fed, leaves_of
 from dsat.in_trial.clocks import Clock, MemoryWatch, ProcessMemory, clock_for
-from dsat.in_trial.losses import LossWatch
+from dsat.in_trial.losses import LossWatch, in_backward, in_training
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.profiler import ModelProfiler
-from dsat.in_trial.throttling import Throttling
 from dsat.values.outcome import ModelProfile
 
 PHASES = ("forward", "backward", "step")
@@ -67,16 +65,17 @@ class StepMarks:
         """Elements of all tensors that the model was called with."""
         return sum(call.elements for call in self.calls)
 
-    def is_full(self, gas: int, micro_batch: int) -> bool:
+    def is_full(self, spec: MeterSpec) -> bool:
         """Return False if a micro step or a sample is missing, as at the end of an epoch."""
-        enough = self.micro_steps == 0 or self.micro_steps >= gas
-        return enough and all(call.rows is None or call.rows >= micro_batch for call in self.calls)
+        enough = self.micro_steps == 0 or self.micro_steps >= spec.gas
+        rows = [call.rows for call in self.calls if call.rows is not None]
+        return enough and all(count >= spec.micro_batch for count in rows)
 
-    def samples(self, gas: int, micro_batch: int) -> float:
+    def samples(self, spec: MeterSpec) -> float:
         """Number of samples; a micro batch that cannot be counted is assumed to be full."""
         if not self.calls:
-            return float(micro_batch * (self.micro_steps or gas))
-        fed = sum(micro_batch if call.rows is None else call.rows for call in self.calls)
+            return float(spec.micro_batch * (self.micro_steps or spec.gas))
+        fed = sum(spec.micro_batch if call.rows is None else call.rows for call in self.calls)
         return fed * self.micro_steps / len(self.calls)
 
     def tokens(self) -> float:
@@ -132,19 +131,20 @@ class StepRecorder:
     ) -> None:
         from deepspeed.accelerator import get_accelerator
 
+        accelerator = get_accelerator()
         self._engine = engine
-        self._accelerator = get_accelerator()
         self._warn = warn
         self._take = take
         self._calls_engine = True
+        self._in_forward = False  # of the engine
+        self._hooks: list[Any] = []
         self._forward_began: Any = None
         self._frames = compiling.frames()
         self.notes_memory = True
-        self.clock = clock_for(self._accelerator)
-        self.memory = MemoryWatch(self._accelerator, before)
+        self.clock = clock_for(accelerator)
+        self.memory = MemoryWatch(accelerator, before)
         self.memory.note("init")
-        self.losses = LossWatch(engine, functools.partial(in_training, engine))
-        self.throttling = Throttling(self._accelerator)
+        self.losses = LossWatch(engine)
         self.counter = BatchCounter(
             spec.micro_batch, spec.options.own_micro_batch, spec.batch_dimensions, spec.fed_instead
         )
@@ -154,15 +154,13 @@ class StepRecorder:
     @property
     def is_asynchronous(self) -> bool:
         """Return whether the device runs beside the host, and has clocks that need warming up."""
-        return not self._accelerator.is_synchronized_device()
+        return self.memory.has_allocator
 
     def close(self) -> None:
         """End the profile of an engine that an error has stopped, perhaps within a step."""
         self.losses.close()
-        for part in self._engine.module.modules():  # another engine may train the same model
-            for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
-                if isinstance(hook, _Hook):
-                    hook.call = None
+        for hook in self._hooks:  # another engine may train the same model
+            hook.remove()
         if self.profiler is not None:
             self.profiler.leave_forward()
             self.profiler.finish_micro_steps(1)
@@ -177,9 +175,11 @@ class StepRecorder:
             self.marks.evaluated = True
             return original(*args, **kwargs)
         self._begin_forward(args, kwargs)
+        self._in_forward = True
         try:
             result = original(*args, **kwargs)
         finally:
+            self._in_forward = False
             if self.profiler is not None:
                 self.profiler.leave_forward()
         self._end_forward()
@@ -216,36 +216,30 @@ class StepRecorder:
             self.profiler.enter_forward()  # of whatever the script calls until its next loss
         return result
 
-    def follow_evaluations(self, is_inside: Callable[[], bool]) -> None:
-        """Note calls of the model itself, outside of training, as for generation.
-
-        Args:
-            is_inside: whether the engine's own `forward` is calling the model.
-        """
+    def follow_evaluations(self) -> None:
+        """Note calls of the model itself, outside of training, as for generation."""
 
         def before(*_: Any) -> None:
-            if not (is_inside() or in_training(self._engine) or _in_backward()):
+            if not (self._in_forward or in_training(self._engine) or in_backward()):
                 self.marks.evaluated = True
 
         module, hook = self._engine.module, _Hook(before)
         for part in compiling.uncompiled_parts(module):  # a hook would be compiled as well
             if part is module or callable(getattr(type(part), "generate", None)):  # as inside PEFT
-                part.register_forward_pre_hook(hook)
+                self._hooks.append(part.register_forward_pre_hook(hook))
 
-    def follow_module(self, is_inside: Callable[[], bool]) -> None:
-        """Record the calls of a script that calls the model itself, and never the engine.
-
-        Args:
-            is_inside: whether the engine's own `forward` is calling the model.
-        """
+    def follow_module(self) -> None:
+        """Record the calls of a script that calls the model itself, and never the engine."""
 
         def before(_: Any, args: Any, kwargs: Any) -> None:
-            if not is_inside() and in_training(self._engine) and not _in_backward():
+            if not self._in_forward and in_training(self._engine) and not in_backward():
                 self._begin_forward(args, kwargs)
 
         module = self._engine.module
-        module.register_forward_pre_hook(_Hook(before), with_kwargs=True)
-        module.register_forward_hook(_Hook(lambda *_: self._end_forward()))
+        self._hooks += [
+            module.register_forward_pre_hook(_Hook(before), with_kwargs=True),
+            module.register_forward_hook(_Hook(lambda *_: self._end_forward())),
+        ]
         self._calls_engine = False
 
     def observed(self, ranks: Ranks, spec: MeterSpec) -> dict[str, Any]:
@@ -264,7 +258,7 @@ class StepRecorder:
         if self.profiler is None:
             return None
         return replace(
-            self.profiler.result(self._accelerator),
+            self.profiler.result(),
             batch_dimensions=self.counter.dimensions,
             fed_instead=self.counter.fed_instead,
         )
@@ -312,16 +306,3 @@ class StepRecorder:
         marks.compiled = self._frames != frames_before
         self.losses.end_step(micro_steps=marks.micro_steps, applied=not skipped)
         self._take(marks, skipped)
-
-
-def in_training(engine: Any) -> bool:
-    """Return whether a call of an engine's model is one of training."""
-    import torch
-
-    return bool(torch.is_grad_enabled() and engine.training)
-
-
-def _in_backward() -> bool:
-    import torch
-
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -20,7 +20,6 @@ class _Device(ctypes.Structure):
         ("total_bytes", ctypes.c_uint64),
         ("busy_bytes", ctypes.c_uint64),
         ("error", ctypes.c_uint64),
-        ("throttle", ctypes.c_uint64),
         ("uuid", ctypes.c_char * 64),
         ("name", ctypes.c_char * 64),
     )
@@ -127,10 +126,6 @@ class NullCuda:
     def use(self, index: int, busy_bytes: int) -> None:
         """From now on a process that is none of ours holds so much of a device."""
         self._books.device[index].busy_bytes = busy_bytes
-
-    def throttle(self, index: int, reasons: int) -> None:
-        """What NVML says holds the clocks down: a bit mask."""
-        self._books.device[index].throttle = reasons
 
     def uuid(self, index: int) -> str:
         """Of a device, as NVML and CUDA_VISIBLE_DEVICES have it."""

@@ -274,7 +274,6 @@ def test_memory_that_is_reserved_is_what_is_allocated(
     (tmp_path / "pynvml.py").write_text(PYNVML)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    machine.throttle(0, 0x24)  # of its power, as always, and of its heat
     with engine_on_devices(tmp_path / "run") as engine:
         outcome = outcome_of(engine, 1)
     assert outcome.ok, outcome.detail
@@ -283,8 +282,6 @@ def test_memory_that_is_reserved_is_what_is_allocated(
     allocated, reserved = outcome.memory.allocated_bytes, outcome.memory.reserved_bytes
     # Segments grow by 2 MiB for small tensors, and by 20 MiB for large ones.
     assert max(reserved.values()) <= max(allocated.values()) + 24 * 2**20
-    [slowed] = [text for text in outcome.warnings if "below its clocks" in text]
-    assert "(it was too hot)" in slowed
     [unread] = [text for text in outcome.warnings if "pynvml" in text]
     assert machine.uuid(0) in unread and "give the GPUs by number" in unread
 

@@ -10,7 +10,6 @@ struct device {
     uint64_t total_bytes;
     uint64_t busy_bytes;     /* of a process that is none of ours */
     uint64_t error;          /* a cudaError_t that every call on it returns from now on */
-    uint64_t throttle;       /* NVML's reasons, as a bit mask */
     char uuid[64];           /* GPU-... or MIG-... */
     char name[64];
 };

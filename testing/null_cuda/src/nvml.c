@@ -95,13 +95,6 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, struc
 int nvmlDeviceGetComputeRunningProcesses(void *handle, unsigned *count, struct process *found) {
     return nvmlDeviceGetComputeRunningProcesses_v3(handle, count, found);
 }
-int nvmlDeviceGetCurrentClocksEventReasons(void *handle, unsigned long long *reasons) {
-    *reasons = books_open()->device[index_of(handle)].throttle;
-    return 0;
-}
-int nvmlDeviceGetCurrentClocksThrottleReasons(void *handle, unsigned long long *reasons) {
-    return nvmlDeviceGetCurrentClocksEventReasons(handle, reasons);
-}
 int nvmlDeviceGetP2PStatus(void) { return NOT_SUPPORTED; }
 int nvmlDeviceGetNvLinkRemoteDeviceType(void) { return NOT_SUPPORTED; }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void) { return NOT_SUPPORTED; }
