@@ -56,7 +56,7 @@ def attach(hparams: Mapping[str, Any] | None) -> Task | None:
     if _attached is None and hparams and hparams.get(DSAT_MODE_KEY) and DSAT_TRIAL_KEY in hparams:
         data = json.loads(hparams[DSAT_TRIAL_KEY]["spec"])
         spec = replace(MeterSpec.from_json(data), host_slots=_slots_of_this_host())
-        _attached = Task(install(spec, lambda outcome: None), spec.options.timeout_s)
+        _attached = Task(install(spec, lambda outcome: None))
         _attached.watch()
         if _rank() == 0:
             _attached.runner = runner_watch.start(hparams[DSAT_TRIAL_KEY]["runner"])
@@ -69,15 +69,13 @@ class Task:
 
     Args:
         meter: installed in this process.
-        timeout_s: from now on, when the trial is ended.
 
     Attributes:
         runner: watch of the search runner, if this is the chief.
     """
 
-    def __init__(self, meter: Meter, timeout_s: float) -> None:
+    def __init__(self, meter: Meter) -> None:
         self.meter = meter
-        self._timeout_s = timeout_s
         self._began_s = time.monotonic()
         self._reported = False
         self.runner: RunnerWatch | None = None
@@ -87,7 +85,7 @@ class Task:
         """Report a failure of this process, and end it when it takes too long."""
         failures.report_uncaught(lambda error: self._log(self.measured() or self.failed(error)))
         atexit.register(self._at_exit)
-        timer = threading.Timer(self._timeout_s, self._give_up)
+        timer = threading.Timer(self.meter.spec.options.timeout_s, self._give_up)
         timer.daemon = True
         timer.start()
 
@@ -173,9 +171,9 @@ class Task:
             self._log(outcome, ended=True)
 
     def _give_up(self) -> None:
-        message = f"no result after {self._timeout_s:g} s; raise --trial-timeout?"
-        duration_s = self._duration_s()
-        self._log(Outcome(OutcomeKind.TIMEOUT, message=message, duration_s=duration_s))
+        timeout_s = self.meter.spec.options.timeout_s
+        message = f"no result after {timeout_s:g} s; raise --trial-timeout?"
+        self._log(Outcome(OutcomeKind.TIMEOUT, message=message, duration_s=self._duration_s()))
         os._exit(1)
 
 

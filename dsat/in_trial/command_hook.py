@@ -117,17 +117,18 @@ class _Process:
             try:
                 original(own)
             except BaseException as error:
-                _report("failed", error)
+                if rank := _rank():
+                    rank.failed(error)
                 raise
-            _report("ended")
+            if rank := _rank():
+                rank.ended()
 
         process.run = run
 
 
-def _report(what: str, *arguments: Any) -> None:
-    module: Any = sys.modules.get("dsat.in_trial.command_rank")
-    if module is not None:
-        getattr(module, what)(*arguments)
+def _rank() -> Any:
+    """Return what may be a rank in this process, if DeepSpeed was imported."""
+    return getattr(sys.modules.get("dsat.in_trial.command_rank"), "begun", None)
 
 
 def _run_hidden_sitecustomize() -> None:

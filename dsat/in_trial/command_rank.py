@@ -41,7 +41,7 @@ from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
 
 _IS_ENDED_WITHIN_S = 30.0
-_begun: CommandRank | None = None
+begun: CommandRank | None = None  # in this process
 
 
 def begin(folder: str, start: Mapping[str, Any], effects: SideEffects | None) -> None:
@@ -51,31 +51,21 @@ def begin(folder: str, start: Mapping[str, Any], effects: SideEffects | None) ->
         start: see `start_record.install`.
         effects: adapted before the script began; None in a full-length run.
     """
-    global _begun
-    if _begun is None and (Path(folder) / SPEC_FILE).exists():
-        _begun = CommandRank(Path(folder))
-        _begun.prepare(start, effects)
-    elif _begun is None:
+    global begun
+    if begun is not None:
+        return
+    if (Path(folder) / SPEC_FILE).exists():
+        begun = CommandRank(Path(folder))
+        begun.prepare(start, effects)
+    else:
         start_record.install(Path(folder), start, waits=True)
         failures.report_uncaught(functools.partial(_report_first, Path(folder)))
-
-
-def failed(error: BaseException) -> None:
-    """Report the error with which this process ends, if it was to be a rank."""
-    if _begun is not None:
-        _begun.failed(error)
 
 
 def _report_first(folder: Path, error: BaseException) -> None:
     """Report an error before `deepspeed.initialize`, which the command may write to a file."""
     if not any(folder.glob(result_file("*"))):
         write_outcome(folder, rank_and_size()[0], failures.outcome(error))
-
-
-def ended() -> None:
-    """Report that this process has come to its end, if it was to be a rank."""
-    if _begun is not None:
-        _begun.ended()
 
 
 class CommandRank:

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 _EVERY_S = 10.0
@@ -31,23 +30,13 @@ class RunnerWatch:
         master: see `Master`.
         runner_id: of the runner's experiment.
         experiment_id, trial_id: of this trial.
-        every_s: between two looks, in seconds.
     """
 
-    def __init__(
-        self,
-        master: Any,
-        *,
-        runner_id: int,
-        experiment_id: int,
-        trial_id: int,
-        every_s: float = _EVERY_S,
-    ) -> None:
+    def __init__(self, master: Any, *, runner_id: int, experiment_id: int, trial_id: int) -> None:
         self._master = master
         self._runner_id = runner_id
         self._experiment_id = experiment_id
         self._trial_id = trial_id
-        self._every_s = every_s
 
     def start(self) -> None:
         """Poll the runner periodically in a thread."""
@@ -70,21 +59,16 @@ class RunnerWatch:
             return ""
         return state
 
-    def stay_until_closed(
-        self,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def stay_until_closed(self) -> None:
         """Wait, after the trial's report, until it is closed, or that will not be soon."""
-        began_s = clock()
-        next_look_s = began_s + self._every_s
-        while clock() - began_s < _LONGEST_STAY_S and not self._is_closed():
-            if clock() >= next_look_s:
-                next_look_s += self._every_s
+        began_s = time.monotonic()
+        next_look_s = began_s + _EVERY_S
+        while time.monotonic() - began_s < _LONGEST_STAY_S and not self._is_closed():
+            if time.monotonic() >= next_look_s:
+                next_look_s += _EVERY_S
                 if self.look() in _RESTS:
                     return
-            sleep(_STAY_LOOKS_EVERY_S)
+            time.sleep(_STAY_LOOKS_EVERY_S)
 
     def _is_closed(self) -> bool:
         try:
@@ -95,7 +79,7 @@ class RunnerWatch:
 
     def _run(self) -> None:
         while self.look() not in _GONE:
-            time.sleep(self._every_s)
+            time.sleep(_EVERY_S)
 
 
 class Master:
@@ -109,46 +93,38 @@ class Master:
             raise OSError("DET_USER_TOKEN is not set")
         with warnings.catch_warnings():  # determined's, of its own parts
             warnings.simplefilter("ignore")
+            from determined.common.api import bindings, errors
             from determined.experimental import Determined
-        self._session = _with_os_errors(lambda: Determined()._session)
+        self._bindings, self._errors = bindings, errors
+        try:
+            self._session = Determined()._session
+        except (errors.APIException, errors.BadRequestException) as error:
+            raise OSError(str(error)) from error
 
     def experiment_state(self, experiment_id: int) -> str:
         """`RUNNING`, `PAUSED`, `STOPPING_CANCELED` and so on; `DELETED` if there is none."""
-        from determined.common.api import bindings, errors
-
-        def ask() -> str:
-            try:
-                answer = bindings.get_GetExperiment(self._session, experimentId=experiment_id)
-            except errors.NotFoundException:
-                return "DELETED"
-            return _name_of(answer.experiment.state)
-
-        return str(_with_os_errors(ask))
+        found = self._ask(self._bindings.get_GetExperiment, experimentId=experiment_id)
+        return "DELETED" if found is None else _name_of(found.experiment.state)
 
     def trial_state(self, trial_id: int) -> str:
-        from determined.common.api import bindings
-
-        answer = _with_os_errors(lambda: bindings.get_GetTrial(self._session, trialId=trial_id))
-        return _name_of(answer.trial.state)
+        found = self._ask(self._bindings.get_GetTrial, trialId=trial_id)
+        return "DELETED" if found is None else _name_of(found.trial.state)
 
     def kill_experiment(self, experiment_id: int) -> None:
-        from determined.common.api import bindings
+        self._ask(self._bindings.post_KillExperiment, id=experiment_id)
 
-        _with_os_errors(lambda: bindings.post_KillExperiment(self._session, id=experiment_id))
+    def _ask(self, request: Any, **of: int) -> Any:
+        """Return the answer to a request; None about what does not exist."""
+        try:
+            return request(self._session, **of)
+        except self._errors.NotFoundException:
+            return None
+        except (self._errors.APIException, self._errors.BadRequestException) as error:
+            raise OSError(str(error)) from error
 
 
 def _name_of(state: Any) -> str:
     return str(state.value).removeprefix("STATE_")
-
-
-def _with_os_errors(ask: Callable[[], Any]) -> Any:
-    """Return the answer to a request; determined's own errors become an `OSError`."""
-    from determined.common.api import errors
-
-    try:
-        return ask()
-    except (errors.APIException, errors.BadRequestException) as error:
-        raise OSError(str(error)) from error
 
 
 def start(runner_id: int) -> RunnerWatch | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,22 +49,18 @@ def test_images_of_a_text_are_no_samples() -> None:
 @pytest.mark.parametrize(
     ("shapes", "expected"),
     [
-        ([(8, 128)], "invalid"),
         ([(8, 3, 32, 32), ()], "invalid"),
         ([(8, 8)], "invalid"),
         ([(8, 128), (1, 128)], "invalid"),  # positions, the same for all samples
-        ([(5, 128)], "fine"),
         ([(5, 8)], "fine"),  # a sequence as long as the own micro batch
         ([(8, 5)], "fine"),  # the same, time first
-        ([(5, 128), (8, 8)], "fine"),  # with a mask over it
-        ([(8, 8), (5, 8)], "fine"),
+        ([(8, 8), (5, 8)], "fine"),  # with a mask over it
         ([(640, 16)], "warns"),  # all samples in one row
         ([(1, 640)], "warns"),
         ([(10, 8)], "warns"),  # pairs of sequences as long as the own micro batch
         ([(8, 128), (640,)], "warns"),
         ([(128, 8)], "warns"),  # time first, which short sequences look like
-        ([], "warns"),  # nothing to count
-        ([()], "warns"),
+        ([()], "warns"),  # nothing to count
         ([(3, 128), (3,), (1, 128)], "short"),
         ([(2, 90), (4, 16)], "warns"),  # the edges and nodes of a graph
     ],
@@ -77,10 +74,7 @@ def test_shapes(shapes: list[Shape], expected: str) -> None:
     [
         (8, 4, 8, "warns"),  # pairs of the trial's four, perhaps
         (8, 2, 8, "invalid"),
-        (2, 1, 2, "warns"),
-        (3, 1, 3, "invalid"),
         (1, 4, 1, "short"),  # its own batch is the largest that there is
-        (8, 8, 8, "fine"),
         (16, 8, 8, "warns"),
         (8, 5, None, "warns"),
     ],
@@ -95,11 +89,6 @@ class Batch:
     names: list[str]
 
 
-class Holder:
-    def __init__(self, ids: torch.Tensor) -> None:
-        self.ids = ids
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     "wrap",
@@ -109,7 +98,7 @@ class Holder:
         lambda ids: UserDict(ids=ids),  # as transformers' BatchEncoding is
         lambda ids: (None, [ids, 3]),
         lambda ids: Batch(ids, ["a", "b"]),
-        lambda ids: Holder(ids),
+        lambda ids: SimpleNamespace(ids=ids),
         lambda ids: {"inputs": {"deep": [ids]}},
         lambda ids: ids.transpose(0, 1),
         lambda ids: (torch.zeros(1, 77), ids),  # positions, the same for all samples
@@ -128,15 +117,15 @@ def seen_in_the_profile(micro_batch: int, *shapes: Shape) -> dict[str, int]:
     return counter.dimensions
 
 
-@pytest.mark.parametrize("profiled", [1, 4])
-def test_features_as_many_as_the_micro_batch_are_no_samples(profiled: int) -> None:
+def test_features_as_many_as_the_micro_batch_are_no_samples() -> None:
     """96 samples of 256 features, and a micro batch of 256."""
-    known = seen_in_the_profile(profiled, (profiled, 256))
+    known = seen_in_the_profile(4, (4, 256))
     with pytest.raises(InvalidTrial, match="the first batch has 96 samples") as error:
         rows_of(BatchCounter(256, 4, known), (96, 256))
     assert error.value.most_samples == 96
     full = BatchCounter(256, 4, known)
     assert [rows_of(full, (n, 256)) for n in (256, 96)] == [256, 96]
+    assert seen_in_the_profile(4, (4, 4), (4,), (9, 4)) == {"1": 0, "2": 1}, "4 by 4 tells nothing"
 
 
 def test_time_steps_as_many_as_the_micro_batch_are_no_samples() -> None:
@@ -147,10 +136,6 @@ def test_time_steps_as_many_as_the_micro_batch_are_no_samples() -> None:
     counter = BatchCounter(64, None, known)
     assert rows_of(counter, (64, 64, 9), (1, 64)) == 64
     assert rows_of(counter, (64, 20, 9), (1, 64)) == 20
-
-
-def test_a_size_that_two_dimensions_have_tells_nothing() -> None:
-    assert seen_in_the_profile(4, (4, 4), (4,), (9, 4)) == {"1": 0, "2": 1}
 
 
 def test_a_batch_that_no_configuration_changes_is_known_from_the_profile() -> None:
@@ -197,33 +182,22 @@ def test_the_flag_of_the_batch_size_is_one_that_the_script_was_given(
 # -- tokens
 
 
-class WithConfig(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = type("Config", (), {"max_position_embeddings": 512})()
-
-
 @pytest.mark.parametrize(
     ("args", "tokens", "length"),
     [
         ([IDS], 36, 9),
-        ([IDS.int()], 36, 9),
         ([IDS.T], 36, 9),  # time first
         ([{"input_ids": IDS, "labels": IDS}], 36, 9),
         ([{"attention_mask": MASK, "input_ids": IDS}], 10, 9),
-        ([{"attention_mask": MASK.bool(), "input_ids": IDS}], 10, 9),
         ([{"attention_mask": 3 * MASK, "input_ids": IDS}], 10, 9),  # numbers of documents
         ([{"input_ids": IDS, "attention_mask": torch.ones(4, 1, 9, 9)}], 36, 9),
-        ([{"pixel_values": IMAGES, "input_ids": IDS}], 36, 9),
         ([{"text": {"input_ids": IDS, "attention_mask": MASK}, "pair": PAIR}], 46, 9),
         ([{"text": {"input_ids": IDS}, "pairs": {"input_ids": LABELS.repeat(2, 1)}}], 356, 40),
         ([[IDS, LABELS]], 36, 9),
         ([torch.ones(1, 640, dtype=torch.long)], 640, None),  # all samples in one row
         ([IMAGES, LABELS], None, None),
         ([torch.zeros(4, 9)], None, None),
-        ([torch.ones(4, dtype=torch.long)], None, None),
         ([torch.ones(4, 1, dtype=torch.bool)], None, None),
-        ([], None, None),
     ],
 )
 def test_tokens(args: list[Any], tokens: float | None, length: int | None) -> None:
@@ -238,5 +212,6 @@ def test_lengths_over_the_micro_steps() -> None:
     counter = BatchCounter(4)
     for length in (7, 30, 12):
         counter.count(leaves_of([torch.ones(4, length, dtype=torch.long)]))
-    model = nn.Sequential(WithConfig())  # as PEFT wraps a transformers model
+    model = nn.Sequential(nn.Linear(2, 2))  # as PEFT wraps a transformers model
+    model[0].config = SimpleNamespace(max_position_embeddings=512)
     assert counter.lengths(model, lambda values: values) == SequenceLengths(7, 30, 512)

@@ -41,7 +41,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "zero_optimization.offload_param.pin_mem",
         "'pin_memory'",
     ),
-    "a setting of a monitor": ({"csv_monitor": {"enable": True}}, "csv_monitor.enable", "enabled"),
     "a removed section": ({"amp": {"enabled": True}}, "amp", "removed"),
     "two precisions": (
         {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
@@ -108,15 +107,10 @@ def test_problems_have_their_place_and_a_close_match(what: str, answers: dict[st
 
 
 def test_what_deepspeed_takes_is_taken(answers: dict[str, Any]) -> None:
-    verdicts = answers["verdicts"][len(REFUSED) :]
-    assert [verdict["problem"] for verdict in verdicts[: len(TAKEN)]] == [None] * len(TAKEN)
-    assert verdicts[len(TAKEN) - 1]["ignored"] == ["my_own"]
-
-
-def test_conditions_on_several_settings_count_for_whole_configurations_only(
-    answers: dict[str, Any],
-) -> None:
-    part, whole = answers["verdicts"][-2:]
+    *taken, part, whole = answers["verdicts"][len(REFUSED) :]
+    assert [verdict["problem"] for verdict in taken] == [None] * len(TAKEN)
+    assert taken[-1]["ignored"] == ["my_own"]
+    # Conditions on several settings count for whole configurations only.
     assert part["problem"] is None
     assert "Stage 3" in whole["problem"]["message"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +12,11 @@ import torch
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial.conformance import check_arguments, check_engine
-from dsat.values.parallelism import Parallelism
+from dsat.values.parallelism import DATA_ONLY, Parallelism
+from testing.metered import SPEC, Clock, FakeEngine
 
-
-class PipelineModule:
-    """A class of the name that DeepSpeed's has."""
-
-
-class Mine(PipelineModule):
-    pass
+PipelineModule = type("PipelineModule", (), {})  # as DeepSpeed's is called
+Mine = type("Mine", (PipelineModule,), {})
 
 
 @pytest.fixture(autouse=True)
@@ -52,25 +49,28 @@ def test_refused(arguments: dict[str, Any], slots: int, problem: str) -> None:
         {"mesh_param": (2, 2)},
     ],
 )
-@pytest.mark.parametrize("slots", [0, 4])
-def test_accepted(arguments: dict[str, Any], slots: int) -> None:
-    check_arguments(arguments, slots)
+def test_accepted(arguments: dict[str, Any]) -> None:
+    check_arguments(arguments, 4)
+    check_arguments(arguments, 0)
 
 
 @pytest.mark.parametrize(
     ("expected", "problem"),
     [
-        (Parallelism(2, 1), ""),
-        (Parallelism(1, 1), r"autotp_size is 2 in the script's engine, not 1"),
-        (Parallelism(2, 2), r"sequence_parallel_size is 1 in .*, not 2\. A script takes it from"),
+        ({}, ""),
+        ({"micro_batch": 8}, "train_micro_batch_size_per_gpu is 4, not 8"),
+        ({"gas": 2}, "gradient_accumulation_steps is 1, not 2"),
+        ({"stage": 3}, "zero_optimization.stage is 1, not 3"),
+        ({"parallelism": DATA_ONLY}, "autotp_size is 2 in the script's engine, not 1"),
+        (
+            {"parallelism": Parallelism(2, 2)},
+            r"sequence_parallel_size is 1 in .*, not 2\. A script takes it from",
+        ),
     ],
 )
-def test_an_engine_with_other_parallelism_is_refused(expected: Parallelism, problem: str) -> None:
-    engine = SimpleNamespace(
-        train_micro_batch_size_per_gpu=lambda: 2,
-        gradient_accumulation_steps=lambda: 1,
-        zero_optimization_stage=lambda: 1,
-        mp_world_size=2,
-    )
+def test_an_engine_with_other_settings_is_refused(expected: dict[str, Any], problem: str) -> None:
+    engine: Any = FakeEngine(Clock())
+    engine.mp_world_size = 2
+    spec = replace(SPEC, **{"parallelism": Parallelism(2, 1), **expected})
     with pytest.raises(InvalidTrial, match=problem) if problem else nullcontext():
-        check_engine(engine, micro_batch=2, gas=1, stage=1, parallelism=expected)
+        check_engine(engine, spec)

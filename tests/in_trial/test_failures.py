@@ -30,7 +30,7 @@ from dsat.values.outcome import Metrics, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.local import cpu_machine
 
-KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
+KILLED = -signal.SIGKILL
 
 
 def raised(error: BaseException, handling: BaseException) -> BaseException:
@@ -53,10 +53,18 @@ CPU_ALLOCATOR = RuntimeError(
         (CPU_ALLOCATOR, "OOM"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "OOM"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "OOM"),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "OOM"),
+        (
+            RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+            "ERROR",
+        ),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), "ERROR"),
+        (RuntimeError("Failed to CUDA calloc async 608 bytes"), "OOM"),
+        (RuntimeError("Failed to CUDA malloc 4194304 bytes"), "OOM"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "OOM"),
+        (RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"), "OOM"),
+        (RuntimeError("Failed to CUDA host alloc 1048576 bytes"), "HOST_OOM"),
+        (RuntimeError("cudaHostRegister failed: out of memory (2)"), "HOST_OOM"),
         (RuntimeError("std::bad_alloc"), "OOM"),
-        (RuntimeError("transformer_engine.cu:12: CUDA Error: out of memory"), "OOM"),
-        (RuntimeError("step failed: CUDA out of memory. Tried to allocate 2 GiB"), "OOM"),
         (RuntimeError("ncclUnhandledCudaError: Cuda failure 2 'out of memory'"), "OOM"),
         (raised(ValueError("the step failed"), MemoryError()), "OOM"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "HOST_OOM"),
@@ -65,13 +73,10 @@ CPU_ALLOCATOR = RuntimeError(
         (type("InvalidHP", (Exception,), {})("not these"), "INVALID"),
         (raised(RuntimeError("wrapped"), InvalidTrial("no engine")), "INVALID"),
         # Words alone do not make it one.
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "ERROR"),
         (ValueError("out of memory"), "ERROR"),
         (FileNotFoundError(errno.ENOENT, "no data"), "ERROR"),
-        (KeyError("DefaultCPUAllocator: can't allocate memory"), "ERROR"),
         (RuntimeError("CUDA error: device-side assert triggered"), "ERROR"),
         (SystemExit(3), "ERROR"),
-        (KeyboardInterrupt(), "ERROR"),
     ],
     ids=repr,
 )
@@ -91,10 +96,10 @@ def test_a_file_that_dsat_did_not_write_is_not_the_scripts_fault(
     assert "same folder" in failures.message(FileExistsError(17, "File exists", "out"))
 
 
-def test_a_chain_of_errors_may_be_a_ring() -> None:
-    first, second = ValueError("a"), ValueError("b")
-    first.__cause__, second.__cause__ = second, first
-    assert failures.classify(first) is OutcomeKind.ERROR
+def test_an_error_may_be_raised_from_itself() -> None:
+    error = ValueError("a")
+    error.__cause__ = error
+    assert failures.classify(error) is OutcomeKind.ERROR
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,6 @@ def test_a_chain_of_errors_may_be_a_ring() -> None:
     [
         (ValueError("one\ntwo"), "ValueError: one"),
         (ValueError("\n\n  three\n"), "ValueError: three"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
         (MemoryError(), "MemoryError"),
         (CPU_ALLOCATOR, "out of memory: tried to allocate 2.0 MiB"),
         (
@@ -126,7 +130,8 @@ def judge(
     folder: Path,
     reports: Sequence[tuple[Outcome, float] | None],
     statuses: Sequence[int],
-    killed: Sequence[bool] | None = None,
+    killed: Sequence[bool] = (),
+    way: Way = Way.FORKED,
 ) -> Outcome:
     for rank, report in enumerate(reports):
         if report is not None:
@@ -134,16 +139,9 @@ def judge(
             path = folder / f"rank{rank}.json"
             path.write_text(json.dumps(outcome.to_json()))
             os.utime(path, (time_s, time_s))
-    killed = killed or [False] * len(statuses)
-    return ended(folder, statuses, killed)
-
-
-def ended(
-    folder: Path, statuses: Sequence[int], killed: Sequence[bool], way: Way = Way.FORKED
-) -> Outcome:
     trial = Trial(1, TrialKind.SEARCH, "t", 1, BatchTriple(1, 1, 1), {})
     share = Share(0, Host(cpu_machine(1)), tuple(range(len(statuses))))
-    message = {"statuses": list(statuses), "killed": list(killed)}
+    message = {"statuses": list(statuses), "killed": list(killed) or [False] * len(statuses)}
     running = Running(Start(trial, folder, None), (share,), way, ended={0: message})
     return trial_result.of(running, timeout_s=60.0)
 
@@ -182,15 +180,9 @@ def test_a_kill_from_outside_explains_a_peers_error(tmp_path: Path) -> None:
     assert outcome.detail == "some\nlines"
 
 
-def test_an_error_explains_an_abort(tmp_path: Path) -> None:
-    outcome = judge(tmp_path, [None, said("ERROR", 1.0)], [ABORTED, 1])
-    assert outcome.message == "rank 1: ERROR at 1"
-
-
 @pytest.mark.parametrize(
     ("status", "message"),
     [
-        (ABORTED, "rank 1 was killed by SIGABRT"),
         (-signal.SIGSEGV, "rank 1 was killed by SIGSEGV"),
         (-signal.SIGBUS, "rank 1 was killed by SIGBUS (is /dev/shm full?)"),
         (7, "rank 1 ended with exit status 7"),
@@ -206,7 +198,7 @@ def test_a_command_that_leaves_in_the_midst_of_its_training(tmp_path: Path) -> N
     (tmp_path / PORTS_FILE).touch()
     progress = Progress(tmp_path)
     progress.count(3)
-    outcome = ended(tmp_path, [0], [False], Way.COMMAND)
+    outcome = judge(tmp_path, [None], [0], way=Way.COMMAND)
     assert outcome.message == (
         "your command ended with exit status 0 after 3 optimizer steps, before it was measured"
     )
@@ -218,7 +210,7 @@ def test_what_was_measured_counts_and_not_how_the_processes_ended(tmp_path: Path
     )
     told = Outcome(OutcomeKind.OK, metrics=Metrics(**metrics), warnings=("w",), step_ms=(1.0,))
     (tmp_path / "metrics.json").write_text(json.dumps(told.to_json()))
-    outcome = ended(tmp_path, [7], [False])
+    outcome = judge(tmp_path, [None], [7])
     assert outcome.ok and outcome.warnings == ("w",)
 
 
@@ -228,39 +220,13 @@ def test_the_end_of_a_long_log_is_the_detail(tmp_path: Path) -> None:
     assert judge(tmp_path, [None], [7]).detail.splitlines() == lines[-20:]
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("Failed to CUDA calloc async 608 bytes", OutcomeKind.OOM),
-        ("Failed to CUDA malloc 4194304 bytes", OutcomeKind.OOM),
-        ("Triton Error [CUDA]: out of memory", OutcomeKind.OOM),
-        ("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY", OutcomeKind.OOM),
-        ("Failed to CUDA host alloc 1048576 bytes", OutcomeKind.HOST_OOM),
-        ("cudaHostRegister failed: out of memory (2)", OutcomeKind.HOST_OOM),
-        ("CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", OutcomeKind.ERROR),
-        ("GET was unable to find an engine to execute this computation", OutcomeKind.ERROR),
-    ],
-)
-def test_allocations_of_cuda_libraries_are_told_apart(text: str, kind: OutcomeKind) -> None:
-    assert failures.classify(RuntimeError(text)) is kind
-
-
 def test_what_cublas_says_for_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "_is_nearly_full", lambda: True)
     error = RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
     assert failures.classify(error) is OutcomeKind.OOM
 
 
-def test_pinned_memory_is_the_hosts() -> None:
-    def pin_memory() -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
-    with pytest.raises(RuntimeError) as caught:
-        pin_memory()
-    assert failures.classify(caught.value) is OutcomeKind.HOST_OOM
-
-
-def test_pinning_by_the_users_own_line_is_the_hosts(tmp_path: Path) -> None:
+def test_pinned_memory_is_the_hosts(tmp_path: Path) -> None:
     """`Tensor.pin_memory` is written in C and leaves no frame: the source line tells."""
     path = tmp_path / "script.py"
     path.write_text("def fail(x):\n    x.pin_memory()\n")
@@ -276,16 +242,10 @@ def test_pinning_by_the_users_own_line_is_the_hosts(tmp_path: Path) -> None:
     assert failures.classify(caught.value) is OutcomeKind.HOST_OOM
 
 
-@pytest.mark.parametrize(
-    "error",
-    [MemoryError(), CPU_ALLOCATOR, RuntimeError("std::bad_alloc")],
-    ids=repr,
-)
-def test_host_memory_beside_a_device_is_not_the_devices(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_memory_beside_a_device_is_not_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "_uses_cuda", lambda: True)
-    assert failures.classify(error) is OutcomeKind.HOST_OOM
+    for error in (MemoryError(), CPU_ALLOCATOR):
+        assert failures.classify(error) is OutcomeKind.HOST_OOM
 
 
 class Engine:

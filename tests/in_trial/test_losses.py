@@ -66,13 +66,13 @@ def test_a_loss_that_is_not_finite_fails_the_trial(pair: Bench) -> None:
 class Engine:
     """As much of an engine as losses need."""
 
-    def __init__(self, gas: int = 1) -> None:
-        self.gas = gas
+    def __init__(self, training: bool = True) -> None:
+        self.training = training
         self.module = torch.nn.Linear(1, 1)
         self.device = torch.device("cpu")
 
     def gradient_accumulation_steps(self) -> int:
-        return self.gas
+        return 1
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * 2.0**16
@@ -83,7 +83,7 @@ def alone(values: list[float]) -> list[float]:
 
 
 def watch_of(*losses: float, skipped: tuple[int, ...] = ()) -> LossWatch:
-    watch = LossWatch(Engine(), lambda: True)
+    watch = LossWatch(Engine())
     for step, loss in enumerate(losses, 1):
         watch.of_engine(torch.tensor(loss), scaled_by_script=False)
         watch.end_step(micro_steps=1, applied=step not in skipped)
@@ -114,7 +114,7 @@ def test_an_overflow_that_fp16_skipped_is_not_the_end() -> None:
 def test_what_fp16_multiplies_the_loss_with_is_not_in_it() -> None:
     """`engine.scale(loss).backward()`."""
     engine = Engine()
-    watch = LossWatch(engine, lambda: True)
+    watch = LossWatch(engine)
     loss = torch.tensor(3.0, requires_grad=True) * 1
     engine.scale(loss).backward()  # type: ignore[no-untyped-call]
     watch.end_step(micro_steps=1, applied=True)
@@ -123,7 +123,7 @@ def test_what_fp16_multiplies_the_loss_with_is_not_in_it() -> None:
 
 
 def test_backward_passes_that_are_no_training_are_not_heard() -> None:
-    watch = LossWatch(Engine(), lambda: False)
+    watch = LossWatch(Engine(training=False))
     (torch.ones(1, requires_grad=True) * 2).backward()  # type: ignore[no-untyped-call]
     watch.end_step(micro_steps=1, applied=True)
     watch.read(alone)
@@ -131,7 +131,7 @@ def test_backward_passes_that_are_no_training_are_not_heard() -> None:
 
 
 def test_a_checkpoints_own_backward_pass_is_no_loss() -> None:
-    watch = LossWatch(Engine(), lambda: True)
+    watch = LossWatch(Engine())
     weights = torch.ones((), requires_grad=True)
     loss = torch.utils.checkpoint.checkpoint(lambda x: x * 5, weights, use_reentrant=True)
     loss.backward()

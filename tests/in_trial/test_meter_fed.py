@@ -22,6 +22,7 @@ from testing.metered import (
     FakeEngine,
     attach,
     facts_of,
+    measured_by,
     metrics_of,
     train,
 )
@@ -38,9 +39,7 @@ def feed(engine: FakeEngine, rows: Callable[[int], int], *, per_step: int = 1) -
             if (batch + 1) % per_step == 0:
                 engine.step()
 
-    with pytest.raises(TrialComplete) as complete:
-        loop()
-    return complete.value.outcome
+    return measured_by(loop)
 
 
 def test_a_first_batch_that_is_short_is_refused(clock: Clock) -> None:
@@ -63,9 +62,8 @@ def test_steps_that_are_not_full_are_not_measured(clock: Clock, every: int) -> N
         return 1 if short else 4
 
     measured = feed(engine, rows)
-    assert measured.metrics is not None
-    assert measured.metrics.latency == pytest.approx(10)
-    assert measured.metrics.throughput == pytest.approx(400)
+    assert metrics_of(measured).latency == pytest.approx(10)
+    assert metrics_of(measured).throughput == pytest.approx(400)
     assert SHORT_BATCHES in measured.warnings
 
 
@@ -74,24 +72,17 @@ def test_too_few_data_for_a_step_are_told(clock: Clock) -> None:
     engine = FakeEngine(clock, gas=3)
     attach(engine, replace(SPEC, gas=3))
     with pytest.raises(InvalidTrial, match="none of 3 optimizer steps was full") as error:
-        train_with(engine, [4, 4, 1])
+        feed(engine, lambda batch: 1 if batch % 3 == 2 else 4)
     assert error.value.smaller_may_run
 
 
-def train_with(engine: FakeEngine, rows: list[int]) -> None:
-    for batch in range(1000):
-        engine.backward(engine.forward(torch.zeros(rows[batch % len(rows)], 3)))
-        engine.step()
-
-
-@pytest.mark.parametrize("k", [2, 4])
-def test_accumulation_of_the_scripts_own_is_measured_by_real_steps(clock: Clock, k: int) -> None:
+def test_accumulation_of_the_scripts_own_is_measured_by_real_steps(clock: Clock) -> None:
+    k = 4
     engine = FakeEngine(clock)
     attach(engine)
     measured = feed(engine, lambda batch: 4, per_step=k)
-    assert measured.metrics is not None
-    assert measured.metrics.latency == pytest.approx(8 * k + 2)
-    assert measured.metrics.throughput == pytest.approx(4 * k / (8 * k + 2) * 1e3)
+    assert metrics_of(measured).latency == pytest.approx(8 * k + 2)
+    assert metrics_of(measured).throughput == pytest.approx(4 * k / (8 * k + 2) * 1e3)
     assert any(f"{k} times as many micro batches" in text for text in measured.warnings)
 
 
@@ -140,9 +131,7 @@ def test_one_step_of_more_micro_batches_is_no_habit(clock: Clock) -> None:
             engine.micro_steps += 1
             engine.step()
 
-    with pytest.raises(TrialComplete) as complete:
-        loop()
-    assert not any("times as many" in text for text in complete.value.outcome.warnings)
+    assert not any("times as many" in text for text in measured_by(loop).warnings)
 
 
 def test_a_pair_of_calls_for_one_loss_is_one_micro_step(clock: Clock) -> None:
@@ -156,12 +145,9 @@ def test_a_pair_of_calls_for_one_loss_is_one_micro_step(clock: Clock) -> None:
             engine.backward((both[0] - both[1]).sum())
             engine.step()
 
-    with pytest.raises(TrialComplete) as complete:
-        loop()
-    metrics = complete.value.outcome.metrics
-    assert metrics is not None
-    assert metrics.throughput == pytest.approx(4 / 0.013)
-    assert complete.value.outcome.warnings == ()
+    measured = measured_by(loop)
+    assert metrics_of(measured).throughput == pytest.approx(4 / 0.013)
+    assert measured.warnings == ()
 
 
 class Timed(nn.Module):
@@ -195,9 +181,7 @@ def test_what_is_fed_to_the_model_itself_is_counted(clock: Clock, evaluates: boo
                     engine.module(torch.zeros(77, 3))
             engine.step()
 
-    with pytest.raises(TrialComplete) as complete:
-        loop()
-    outcome = complete.value.outcome
+    outcome = measured_by(loop)
     metrics, latency = metrics_of(outcome), 13 if evaluates else 10
     assert metrics.latency == pytest.approx(latency)
     assert metrics.throughput == pytest.approx(4 / latency * 1e3)
@@ -229,29 +213,19 @@ def test_tokens_and_lengths_are_measured(clock: Clock) -> None:
     assert measured is not None and measured.sequences == SequenceLengths(50, 50)
 
 
-def test_other_inputs_have_no_tokens(clock: Clock) -> None:
-    engine = FakeEngine(clock)
-    attach(engine)
-    measured = train(engine)
-    assert metrics_of(measured).tokens_per_second is None
-    assert measured is not None and measured.sequences is None
-
-
 def varying(clock: Clock, length: Callable[[int], int]) -> Outcome:
     """Batches that take 0.1 ms per token of their length."""
     engine = FakeEngine(clock)
     engine.module = nn.Linear(2, 2)
     attach(engine)
 
-    def feed() -> None:
+    def loop() -> None:
         for step in range(1, 1000):
             engine.times_ms = (0.05 * length(step), 0.05 * length(step), 0.0)
             engine.backward(engine.forward(torch.ones(4, length(step), dtype=torch.long)))
             engine.step()
 
-    with pytest.raises(TrialComplete) as complete:
-        feed()
-    return complete.value.outcome
+    return measured_by(loop)
 
 
 def test_the_interval_is_as_wide_as_lengths_vary(clock: Clock) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.measurement import EVALUATED, HOST_ACCIDENTS
-from dsat.in_trial.meter import Meter
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.steps import CI_TARGET, relative_ci95
 from dsat.values.outcome import Outcome, StepFacts
@@ -47,7 +46,7 @@ def test_noise_is_measured_up_to_the_most_steps(clock: Clock) -> None:
     assert metrics_of(measured).latency == pytest.approx(15)
 
 
-@pytest.mark.parametrize("spread", [0.005, 0.01, 0.02])
+@pytest.mark.parametrize("spread", [0.005, 0.02])
 def test_less_noise_needs_fewer_steps(clock: Clock, spread: float) -> None:
     measured = steps_of(clock, SPEC, lambda step: 10.0 * (1 + spread * (-1) ** step))
     count = metrics_of(measured).num_steps
@@ -61,10 +60,9 @@ def test_less_noise_needs_fewer_steps(clock: Clock, spread: float) -> None:
     "to_beat",
     [
         {},
-        *({"throughput": value} for value in (266.0, 400.0, 500.0, 700.0, 1000.0, 1e9)),
-        *({"latency": value} for value in (15.1, 10.0, 8.0, 5.0, 0.1)),
-        # Without the model's FLOPs nothing is known of the metric.
-        {"FLOPS_per_gpu": 1e30},
+        *({"throughput": value} for value in (266.0, 500.0, 1e9)),
+        *({"latency": value} for value in (15.1, 8.0, 0.1)),
+        {"FLOPS_per_gpu": 1e30},  # without the model's FLOPs nothing is known of the metric
     ],
 )
 def test_a_trial_that_is_sure_to_be_worse_is_not_measured_closely(
@@ -87,7 +85,7 @@ def test_a_trial_that_is_sure_to_be_worse_is_not_measured_closely(
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "most", "measured"), [(1, 1, 1, 1), (2, 2, 1, 1), (1, 4, 9, 4), (5, 5, 9, 3)]
+    ("start", "end", "most", "measured"), [(1, 1, 1, 1), (1, 4, 9, 4), (5, 5, 9, 3)]
 )
 def test_the_range_of_steps(clock: Clock, start: int, end: int, most: int, measured: int) -> None:
     options = replace(SPEC.options, start_step=start, end_step=end, max_steps=most)
@@ -119,10 +117,7 @@ def test_measures_on_after_a_check_without_counting_the_check(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine(clock)
-    told: list[Outcome] = []
-    meter = Meter(SPEC, told.append)
-    meter.watch(engine)
-    meter.attach(engine)
+    attach(engine)
 
     def slow_check(_: Ranks, values: list[float]) -> list[float]:
         clock.advance(10_000)
@@ -130,7 +125,7 @@ def test_measures_on_after_a_check_without_counting_the_check(
 
     monkeypatch.setattr(Ranks, "maximum", slow_check)
     measured = train(engine, before=lambda step: setattr(engine, "times_ms", (0, 0, 9 + step % 3)))
-    assert measured is not None and told == [measured]
+    assert measured is not None
     assert max(measured.step_ms) == pytest.approx(11)
 
 
@@ -246,28 +241,23 @@ def test_a_generation_that_leaves_the_engine_out_is_seen(clock: Clock, inside: b
     assert facts_of(measured).evaluated == pytest.approx(0.5, abs=0.2)
 
 
-@pytest.mark.parametrize("by_method", [False, True])
-def test_a_compiled_model_has_no_hook_that_is_compiled_with_it(
-    clock: Clock, by_method: bool
-) -> None:
+@pytest.mark.parametrize("how", ["by its method", "by torch.compile", "a part"])
+def test_a_compiled_model_has_no_hook_that_is_compiled_with_it(clock: Clock, how: str) -> None:
     engine, model = FakeEngine(clock), Generating(2, 2)
-    engine.module = model if by_method else torch.compile(model, backend="eager")
-    if by_method:
+    if how == "by torch.compile":
+        engine.module = torch.compile(model, backend="eager")
+    elif how == "by its method":
+        engine.module = model
         model.compile(backend="eager")
-    attach(engine)
-    train(engine)
-    assert not model._forward_pre_hooks
-
-
-def test_a_part_that_is_compiled_has_no_hook_either(clock: Clock) -> None:
-    engine, model = FakeEngine(clock), Generating(2, 2)
-    compiled = torch.nn.Sequential(model)
-    compiled.compile(backend="eager", fullgraph=True)
-    engine.module = torch.nn.Sequential(compiled)
-    engine.forward = engine.module  # type: ignore[method-assign]
+    else:
+        compiled = torch.nn.Sequential(model)
+        compiled.compile(backend="eager", fullgraph=True)
+        engine.module = torch.nn.Sequential(compiled)
+        engine.forward = engine.module  # type: ignore[method-assign]
     attach(engine)
     assert train(engine) is not None
-    assert engine.module._forward_pre_hooks and not model._forward_pre_hooks
+    assert not model._forward_pre_hooks
+    assert bool(engine.module._forward_pre_hooks) == (how == "a part")
 
 
 @pytest.mark.parametrize("calls_model", [False, True])
@@ -276,7 +266,7 @@ def test_a_model_with_hooks_can_be_pickled_and_copied(clock: Clock, calls_model:
     engine.module = torch.nn.Linear(2, 2)
     meter = attach(engine)
     if calls_model:
-        meter._recorder.follow_module(lambda: False)
+        meter._recorder.follow_module()
     for copied in (pickle.loads(pickle.dumps(engine.module)), copy.deepcopy(engine.module)):
         with torch.no_grad():
             copied(torch.zeros(4, 2))

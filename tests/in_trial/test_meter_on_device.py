@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsat.in_trial.meter import Meter
+from dsat.in_trial.meter_spec import MeterSpec
 from testing.metered import (
     SPEC,
     Clock,
@@ -65,11 +66,15 @@ class DeviceEvent:
         return end.at_ms - self.at_ms
 
 
-def test_on_a_device_nothing_waits_inside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    device = Device(clock)
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device(Clock())
     use_accelerator(monkeypatch, device)
-    engine = FakeEngine(clock)
+    return device
+
+
+def test_on_a_device_nothing_waits_inside_the_steps(device: Device) -> None:
+    engine = FakeEngine(device.clock)
     attach(engine)
     waits_at: dict[int, int] = {}
     measured = train(engine, before=lambda step: waits_at.update({step: len(device.waits)}))
@@ -83,34 +88,19 @@ def test_on_a_device_nothing_waits_inside_the_steps(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_device_gets_warm_even_if_the_first_step_is_to_be_measured(
-    monkeypatch: pytest.MonkeyPatch,
+    device: Device,
 ) -> None:
-    clock = Clock()
-    use_accelerator(monkeypatch, Device(clock))
-    engine = FakeEngine(clock)
+    engine = FakeEngine(device.clock)
     attach(engine, FROM_THE_FIRST)
     cold = lambda step: setattr(engine, "times_ms", (0, 0, 20 if step <= 50 else 10))  # noqa: E731
     measured = train(engine, before=cold)
     assert metrics_of(measured).latency == pytest.approx(10)
 
 
-def test_a_script_of_one_step_is_measured_if_one_is_wanted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock()
-    use_accelerator(monkeypatch, Device(clock))
-    meter = attach(FakeEngine(clock), FROM_THE_FIRST)
-    assert train(meter._engine, steps=1) is None
-    meter.finish()
-    assert metrics_of(meter.outcome).num_steps == 1
-
-
 def test_a_script_that_ends_before_the_device_is_warm_is_measured_by_its_last_steps(
-    monkeypatch: pytest.MonkeyPatch,
+    device: Device,
 ) -> None:
-    clock = Clock()
-    use_accelerator(monkeypatch, Device(clock))
-    engine = FakeEngine(clock)
+    engine = FakeEngine(device.clock)
     meter = attach(engine)
     slow_at_first = lambda step: setattr(engine, "times_ms", (0, 0, 12 if step < 20 else 9))  # noqa: E731
     assert train(engine, steps=30, before=slow_at_first) is None
@@ -126,21 +116,25 @@ def test_a_script_that_ends_before_the_device_is_warm_is_measured_by_its_last_st
     assert meter.outcome is measured
 
 
-def test_too_few_steps_are_not_measured_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    use_accelerator(monkeypatch, Device(clock))
-    meter = attach(FakeEngine(clock))
-    assert train(meter._engine, steps=SPEC.options.end_step - 1) is None
+@pytest.mark.parametrize(
+    ("spec", "steps", "measured"),
+    [(SPEC, SPEC.options.end_step - 1, None), (FROM_THE_FIRST, 1, 1)],
+)
+def test_too_few_steps_are_not_measured_whatever_comes(
+    device: Device, spec: MeterSpec, steps: int, measured: int | None
+) -> None:
+    engine = FakeEngine(device.clock)
+    meter = attach(engine, spec)
+    assert train(engine, steps=steps) is None
     meter.finish()
-    assert meter.outcome is None
+    assert (meter.outcome and metrics_of(meter.outcome).num_steps) == measured
 
 
 def test_the_meters_communicator_is_made_before_memory_is_full(
-    monkeypatch: pytest.MonkeyPatch,
+    device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank's first collective takes memory of the device, for NCCL's channels."""
-    clock, did = Clock(), list[str]()
-    use_accelerator(monkeypatch, Device(clock))
+    did = list[str]()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
@@ -151,7 +145,7 @@ def test_the_meters_communicator_is_made_before_memory_is_full(
             did.append("forward")
             return super().forward(inputs)
 
-    engine = Noting(clock)
+    engine = Noting(device.clock)
     Meter(SPEC, lambda outcome: None).watch(engine)
     assert did == []
     train(engine, steps=1)
@@ -159,10 +153,9 @@ def test_the_meters_communicator_is_made_before_memory_is_full(
 
 
 @pytest.mark.parametrize("whose", ["engine.backward", "loss.backward"])
-def test_on_a_device_memory_is_told_by_phase(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
-    clock = Clock()
-    device = Device(clock)
-    use_accelerator(monkeypatch, device)
+def test_on_a_device_memory_is_told_by_phase(
+    device: Device, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
 
     class Allocating(FakeEngine):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -177,7 +170,7 @@ def test_on_a_device_memory_is_told_by_phase(monkeypatch: pytest.MonkeyPatch, wh
             device.peak = max(device.peak, 400)
             super().step()
 
-    engine = Allocating(clock, gas=2)
+    engine = Allocating(device.clock, gas=2)
     backward = engine.backward  # as long as the meter does not see it
     device.peak = 100
     attach(engine, replace(SPEC, gas=2))

@@ -10,7 +10,7 @@ import pytest
 
 from testing.local import PROGRAMS, bench_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly  # as two clocks are compared
 
 FIRST, STEPS = 3, 20
 MICRO_BATCH = 8
@@ -71,7 +71,6 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.nightly  # as two clocks are compared
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_the_meter_agrees_with_the_scripts_own_clock(kind: str, tmp_path: Path) -> None:
     program, name, part, stamped = SCRIPTS[kind]

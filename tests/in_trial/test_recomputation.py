@@ -34,7 +34,6 @@ class OfLibrary(nn.Module):
             setattr(self, name, value)
 
 
-@pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize(
     "names",
     [
@@ -44,11 +43,12 @@ class OfLibrary(nn.Module):
         ("set_grad_checkpointing", "set_grad_checkpointing"),
     ],
 )
-def test_a_librarys_model_is_switched_wherever_it_is(names: tuple[str, str], wanted: bool) -> None:
+def test_a_librarys_model_is_switched_wherever_it_is(names: tuple[str, str]) -> None:
     library = OfLibrary(names)
     library.part = OfLibrary(names)  # which the whole switches itself
-    switch(nn.Sequential(nn.Linear(WIDTH, WIDTH), library), wanted)
-    assert (library.calls, library.part.calls) == ([wanted], [])
+    for wanted in (True, False):
+        switch(nn.Sequential(nn.Linear(WIDTH, WIDTH), library), wanted)
+    assert (library.calls, library.part.calls) == ([True, False], [])
 
 
 def test_a_model_without_a_switch_is_left_alone() -> None:
@@ -63,16 +63,9 @@ def test_a_model_without_a_switch_is_left_alone() -> None:
 def test_a_transformer_is_switched_on_and_off(frozen: bool) -> None:
     """With LoRA, all but the adapters is frozen, and gradients must flow to them all the same."""
     transformers = pytest.importorskip("transformers")
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=8,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-        )
-    )
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 2)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
     if frozen:
         model.requires_grad_(False)
         model.model.layers[0].mlp.up_proj.weight.requires_grad_(True)

@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from dsat.in_trial import runner_watch
 from dsat.in_trial.runner_watch import RunnerWatch
 
 
 @dataclass
 class Script:
-    """A master's answers, one after the other, the last again and again; time passes as it is
-    slept away."""
+    """A master's answers, one after the other, the last again and again.
+
+    Time passes as it is slept away.
+    """
 
     runner: list[str | None] = field(default_factory=lambda: ["RUNNING"])
     trial: list[str | None] = field(default_factory=lambda: ["RUNNING"])
@@ -34,15 +37,20 @@ class Script:
             raise OSError("not now")
         self.killed.append(experiment_id)
 
+    def monotonic(self) -> float:
+        return self.now_s
+
     def sleep(self, pause_s: float) -> None:
         self.now_s += pause_s
 
     def watch(self) -> RunnerWatch:
-        return RunnerWatch(self, runner_id=1, experiment_id=2, trial_id=7, every_s=10.0)
+        return RunnerWatch(self, runner_id=1, experiment_id=2, trial_id=7)
 
     def stay(self) -> float:
         """For how many seconds a trial stays."""
-        self.watch().stay_until_closed(clock=lambda: self.now_s, sleep=self.sleep)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runner_watch, "time", self)
+            self.watch().stay_until_closed()
         return self.now_s
 
 
@@ -53,38 +61,26 @@ def _next(answers: list[str | None]) -> str:
     return answer
 
 
-@pytest.mark.parametrize("state", ["RUNNING", "QUEUED", "PAUSED", "STOPPING_CANCELED"])
-def test_a_runner_that_lives_or_pauses_is_not_gone(state: str) -> None:
-    script = Script(runner=[state])
-    assert script.watch().look() == state
-    assert script.killed == []
-
-
 @pytest.mark.parametrize("state", ["COMPLETED", "CANCELED", "ERROR", "DELETED"])
 def test_without_a_runner_the_experiment_is_ended(
     state: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = Script(runner=[None, "RUNNING", state], refuses=1)
+    alive = ["RUNNING", "QUEUED", "PAUSED", "STOPPING_CANCELED"]
+    script = Script(runner=[None, *alive, state], refuses=1)
     watch = script.watch()
-    assert [watch.look() for _ in range(4)] == ["", "RUNNING", "", state]
+    assert [watch.look() for _ in range(5)] == ["", *alive]
+    assert script.killed == []
+    assert [watch.look() for _ in range(2)] == ["", state]
     assert script.killed == [2]
     printed = capsys.readouterr().out
     assert state.lower() in printed and "experiment 2" in printed
 
 
-def test_a_trial_stays_until_it_is_closed() -> None:
-    script = Script(trial=["RUNNING", None, "RUNNING", "STOPPING_COMPLETED"])
-    assert script.stay() < 5.0
-    assert script.killed == []
-
-
-def test_a_trial_does_not_stay_while_the_runner_rests_or_for_ever() -> None:
+def test_a_trial_stays_until_it_is_closed_but_not_for_ever() -> None:
+    closed = Script(trial=["RUNNING", None, "RUNNING", "STOPPING_COMPLETED"])
+    assert closed.stay() < 5.0 and closed.killed == []
     paused = Script(runner=["RUNNING", "PAUSED"])
     assert 10.0 <= paused.stay() < 60.0 and paused.killed == []
     assert 60.0 < Script(runner=[None]).stay() < 600.0
-
-
-def test_a_runner_that_goes_while_a_trial_waits_to_be_closed() -> None:
-    script = Script(runner=["RUNNING", "ERROR"])
-    assert script.stay() < 60.0
-    assert script.killed == [2]
+    gone = Script(runner=["RUNNING", "ERROR"])
+    assert gone.stay() < 60.0 and gone.killed == [2]
