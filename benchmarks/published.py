@@ -23,7 +23,7 @@ from dsat.app.source import Source
 from dsat.inputs import ds_config, entrypoint, experiment
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.estimate import SIMULATED, MemoryEstimate
+from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
 
 FOLDER = Path(__file__).parent / "programs" / "published"
@@ -80,8 +80,9 @@ def _simulated(
         contextlib.closing(simulation_engine(source, Path(folder), _TIMEOUT_S)) as engine,
         Simulator(engine, as_cpu=False, timeout_s=_TIMEOUT_S) as simulator,
     ):
-        found = simulator.estimates([Question(whole, micro_batch, slots)])[0]
-    assert found.source == SIMULATED
+        [found] = simulator.estimates([Question(whole, micro_batch, slots)])
+    if isinstance(found, str):
+        raise SimulationUnavailable(found)
     return found
 
 

@@ -17,7 +17,7 @@ from dsat.engines.local.launch import LocalOptions
 from dsat.in_trial.simulation.server import AS_IF_CUDA
 from dsat.inputs import ds_config, entrypoint, experiment
 from dsat.memory import MemoryEstimate
-from dsat.memory.simulation_client import Question, Simulator
+from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
 from dsat.values.trial import TrialOptions
 from testing import warm_host
 from testing.allocator import counting_library, measured
@@ -170,9 +170,12 @@ def simulated(
         with Simulator(
             engine, as_cpu=as_cpu, timeout_s=PATIENCE_S, model_switches=switches
         ) as simulator:
-            return simulator.estimates([Question(config, micro_batch, 1)])[0]
+            [found] = simulator.estimates([Question(config, micro_batch, 1)])
     finally:
         engine.close()
+    if isinstance(found, str):
+        raise SimulationUnavailable(found)
+    return found
 
 
 def real_peaks(

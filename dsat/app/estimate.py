@@ -307,13 +307,16 @@ def lines(
     questions = [
         Question(configuration(base, strategy, slots), 1, slots) for slots, strategy in pairs
     ]
+    estimates = [
+        closed_form.estimate(facts, asked.config, slots=asked.slots, micro_batch=1)
+        for asked in questions
+    ]
     if exact:
         with slow.logged(_log, f"simulating {len(questions)} lines of the table"):
-            estimates = simulator.estimates(questions)
-    else:
+            answers = simulator.estimates(questions)
         estimates = [
-            closed_form.estimate(facts, config, slots=slots, micro_batch=micro_batch)
-            for config, micro_batch, slots, *_ in questions
+            replace(formula, note=answer) if isinstance(answer, str) else answer
+            for formula, answer in zip(estimates, answers, strict=True)
         ]
     anchors = [
         Anchor(asked.config, 1, estimate, asked.slots)

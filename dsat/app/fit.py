@@ -78,8 +78,8 @@ def fit(settings: EstimateSettings) -> Fit:
         own = ds_config.for_use(base, {ds_config.BATCH_KEYS[2]: batch.gas})
         own = ds_config.without_batch_sizes(own)
         [estimate] = simulator.estimates([Question(own, batch.micro_batch, slots)])
-        if estimate.note:
-            raise SimulationUnavailable(estimate.note)
+        if isinstance(estimate, str):
+            raise SimulationUnavailable(estimate)
     anchor = Anchor(own, batch.micro_batch, estimate)
     basis = Basis.of_model(facts, [anchor] if estimate.source == SIMULATED else [])
     model = MemoryModel(basis, slots=slots, limit_bytes=card_bytes, on_device=True)

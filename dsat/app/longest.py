@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -152,8 +152,8 @@ def _simulated(
     for _ in range(_MOST_SIMULATIONS):
         length = found.tokens
         [estimate] = simulator.estimates([Question(config, 1, row.slots, length, row.switches)])
-        if estimate.source != SIMULATED:
-            return replace(row, note=estimate.note)
+        if isinstance(estimate, str):
+            return replace(row, note=estimate)
         anchor = Anchor(config, length // UNIT_TOKENS, estimate)
         if before is not None:
             facts = _between(facts, before, anchor, row.slots)
@@ -161,7 +161,7 @@ def _simulated(
         if not found.tokens or abs(found.tokens - length) <= _SETTLED * length:
             break
         before = anchor
-    return replace(found, host_bytes=estimate.host, source=SIMULATED)
+    return replace(found, host_bytes=anchor.estimate.host, source=SIMULATED)
 
 
 def _leaves_room(facts: ModelFacts, config: Mapping[str, Any], row: Longest) -> bool:
@@ -176,11 +176,7 @@ def _between(facts: ModelFacts, one: Anchor, other: Anchor, slots: int) -> Model
         other.estimate.peak - one.estimate.peak,
         _peak(facts, other, slots) - _peak(facts, one, slots),
     )
-    if simulated * known <= 0:
-        return facts
-    names = [field.name for field in fields(facts) if field.name.endswith("_per_sample")]
-    changes = {name: getattr(facts, name) * simulated / known for name in names}
-    return replace(facts, **changes)
+    return facts if simulated * known <= 0 else facts.scaled(simulated / known)
 
 
 def _peak(facts: ModelFacts, anchor: Anchor, slots: int) -> int:

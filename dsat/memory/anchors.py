@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dsat.inputs.switches import MODEL_SWITCHES
-from dsat.memory.estimate import MOST_TOKENS, SIMULATED
+from dsat.memory.estimate import MOST_TOKENS
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.memory.simulation_client import (
     Question,
@@ -98,20 +98,20 @@ def variant_of(
     The closed form answers for one that cannot be simulated.
     """
     facts = simulator.facts(configs[0])
-    plain = Variant(dict(script_args), facts)
-    model = MemoryModel(Basis((plain,)), slots=slots, limit_bytes=limit_bytes, on_device=on_device)
-    largest = [model.largest(model.shape(config, script_args)) for config in configs]
+    basis = Basis((Variant(script_args, facts),))
+    model = MemoryModel(basis, slots=slots, limit_bytes=limit_bytes, on_device=on_device)
     most = min(_LARGEST_SIMULATED, MOST_TOKENS // (simulator.script.sequence_length or 1))
-    sizes = [max(1, int(min(most, size))) for size in largest]
-    questions = [Question(*each, slots) for each in zip(configs, sizes, strict=True)]
+    questions = []
+    for config in configs:
+        largest = model.largest(model.shape(config, script_args))
+        questions.append(Question(config, max(1, int(min(most, largest))), slots))
     anchors = []
-    for asked, estimate in zip(questions, simulator.estimates(questions), strict=True):
-        config = asked.config
-        if estimate.source == SIMULATED:
-            anchors.append(Anchor(dict(config), asked.micro_batch, estimate))
+    for asked, answer in zip(questions, simulator.estimates(questions), strict=True):
+        if isinstance(answer, str):
+            say(f"{of_config(asked.config).label}: predicted by formula: {answer}")
         else:
-            say(f"{of_config(config).label}: predicted by formula: {estimate.note}")
-    return Variant(dict(script_args), facts, tuple(anchors))
+            anchors.append(Anchor(asked.config, asked.micro_batch, answer))
+    return Variant(script_args, facts, tuple(anchors))
 
 
 def _is_plenty(plan: Plan, profile: ModelProfile, configs: Sequence[Mapping[str, Any]]) -> bool:

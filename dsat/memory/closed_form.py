@@ -21,15 +21,11 @@ from dsat.values.outcome import ModelProfile
 from dsat.values.parallelism import Parallelism
 from dsat.values.zero_strategy import NONE, NVME, Strategy, of_config
 
-_DEFAULT_BUCKET = 5 * 10**8  # zero/config.py: reduce_bucket_size
-_DEFAULT_SUB_GROUP = 10**9
-_DEFAULT_LIVE = 10**9
-_DEFAULT_PREFETCH = 5 * 10**7
 # What torch gives cuBLAS on Hopper and later (`getChosenWorkspaceSize` of CUDABlas.cpp; 8 MiB
 # before), and cuBLASLt, which multiplies where a bias is added.
 MATMUL_WORKSPACE_BYTES, BIASED_WORKSPACE_BYTES = 32 * 2**20, 2**20
 _ALL_REDUCE_BUCKET = 5 * 10**8  # engine.py: MEMORY_OPT_ALLREDUCE_SIZE
-_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -86,16 +82,16 @@ class ModelFacts:
             param_bytes=profile.param_bytes,
         )
 
+    def scaled(self, factor: float) -> ModelFacts:
+        """Return the facts of samples whose activations are so much larger."""
+        names = [field.name for field in fields(self) if field.name.endswith("_per_sample")]
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
+
     def divided(self, shared: Parallelism) -> ModelFacts:
         """Return the part of a slot where several share layers and sequences."""
         sizes = ("num_params", "trainable_params", "largest_param")
-        activations = [f.name for f in fields(self) if f.name.endswith("_per_sample")]
-        kept = shared.activations_kept
-        return replace(
-            self,
-            **{name: getattr(self, name) // shared.tensor for name in sizes},
-            **{name: getattr(self, name) * kept for name in activations},
-        )
+        of_slot = {name: getattr(self, name) // shared.tensor for name in sizes}
+        return replace(self.scaled(shared.activations_kept), **of_slot)
 
 
 @dataclass(frozen=True)
@@ -193,18 +189,16 @@ def estimate(
     *,
     slots: int,
     micro_batch: int,
-    note: str = "",
 ) -> MemoryEstimate:
     """Memory of a whole DeepSpeed configuration on a number of slots.
 
     Args:
         micro_batch: samples per rank and micro step.
-        note: why nothing better answers.
     """
     phases = lines(facts, config, slots=slots)
     init, forward, backward, step = (round(highest(phases[name], micro_batch)) for name in PHASES)
     pinned, pageable = host(facts, config, slots=slots)
-    return MemoryEstimate(init, forward, backward, step, round(pinned), round(pageable), note=note)
+    return MemoryEstimate(init, forward, backward, step, round(pinned), round(pageable))
 
 
 def lines(
@@ -268,26 +262,26 @@ def _setup(facts: ModelFacts, config: Mapping[str, Any], slots: int) -> _Setup:
         facts=facts.divided(shared),
         slots=max(1, slots // shared.tensor),  # ZeRO divides among those of other layers' parts
         model_bytes=size,
-        accumulation_bytes=_BYTES[accumulated or model_type],
+        accumulation_bytes=TYPE_BYTES[accumulated or model_type],
         model_type=model_type,
         master_bytes=2 if low_master else 4,
         moment_bytes=2 if low_moments else 4,
         gas=_size(config, "gradient_accumulation_steps", 1),
-        bucket=_size(zero, "reduce_bucket_size", _DEFAULT_BUCKET),
+        # Defaults of zero/config.py.
+        bucket=_size(zero, "reduce_bucket_size", 5 * 10**8),
         buckets=2 if zero.get("overlap_comm") is True else 1,
-        sub_group=_size(zero, "sub_group_size", _DEFAULT_SUB_GROUP),
-        live=_size(zero, "stage3_max_live_parameters", _DEFAULT_LIVE),
-        prefetch=_size(zero, "stage3_prefetch_bucket_size", _DEFAULT_PREFETCH),
+        sub_group=_size(zero, "sub_group_size", 10**9),
+        live=_size(zero, "stage3_max_live_parameters", 10**9),
+        prefetch=_size(zero, "stage3_prefetch_bucket_size", 5 * 10**7),
         torch_adam=bool(optimizer.get("torch_adam", False)),
         strategy=of_config(config),
     )
 
 
 def _size(section: Mapping[str, Any], key: str, default: int) -> int:
-    """A number of the configuration, or its default."""
-    value = section.get(key, default)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return int(value) if is_number else default
+    """A number of the configuration, or its default where it is "auto" or missing."""
+    value = section.get(key)
+    return int(value) if isinstance(value, (int, float)) else default
 
 
 def _low_precision_state(config: Mapping[str, Any]) -> tuple[bool, bool]:

@@ -16,7 +16,7 @@ from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.option import ALL_LINEAR
 from dsat.memory import closed_form
-from dsat.memory.closed_form import MATMUL_WORKSPACE_BYTES, ModelFacts
+from dsat.memory.closed_form import MATMUL_WORKSPACE_BYTES, TYPE_BYTES, ModelFacts
 from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.simulation_client import Question, ScriptFacts
 
@@ -31,12 +31,16 @@ _FAMILIES: Mapping[str, tuple[str, ...]] = {
     "qwen3": (_NORMALISED,),  # queries and keys
     "qwen3_moe": (_NORMALISED,),
 }
-# Settings beside the sizes that must be there, because their defaults are a family's own.
 _HEADS, _CHOSEN, _POSITIONS = (
     "num_key_value_heads",
     "num_experts_per_tok",
     "max_position_embeddings",
 )
+_SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    "vocab_size",
+)
+# Settings beside the sizes that must be there, because their defaults are a family's own.
 _NEEDED: Mapping[str, tuple[str, ...]] = {
     "mistral": (_HEADS,),
     "mixtral": (_HEADS, "num_local_experts", _CHOSEN),
@@ -44,6 +48,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "qwen3": (_HEADS, "head_dim"),
     "qwen3_moe": (_HEADS, "num_experts", _CHOSEN, "moe_intermediate_size"),
 }
+_OF_EXPERTS = ("num_local_experts", "num_experts", _CHOSEN, "moe_intermediate_size")
 _READ_ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj"}
 _READ_INNER = {"gate_proj", "up_proj", "gate_up_proj"}
 HOW_TO_SIMULATE = (
@@ -51,7 +56,6 @@ HOW_TO_SIMULATE = (
     "transformers."
 )
 _USUAL_SEQUENCE = 2048
-_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -85,29 +89,33 @@ class Decoder:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> Decoder:
-        """Read a transformers configuration."""
-        needed = _NEEDED.get(str(config.get("model_type")), ())
-        config = {
-            name: int(value) if isinstance(value, float) and value.is_integer() else value
-            for name, value in config.items()
-            if name not in _OF_EXPERTS or name in needed  # dense models may have them, too
-        }
-        _check(config, where)
+        """Read a transformers configuration.
+
+        Raises:
+            UserInputError: no formula knows the model, or no model has such a size.
+        """
+        needed = (*_SIZES, *_NEEDED.get(config.get("model_type", ""), ()))
+        # Dense models may have settings of experts, too.
+        unused = [name for name in _OF_EXPERTS if name not in needed]
+        config = {name: value for name, value in config.items() if name not in unused}
+        if problem := _unknown(config, needed):
+            raise UserInputError(problem, where=where, hint=HOW_TO_SIMULATE)
+        if problem := _impossible(config, needed):
+            raise UserInputError(problem, where=where, hint="Correct it in the file.")
         family = _FAMILIES[config["model_type"]]
         heads = config["num_attention_heads"]
         head = config.get("head_dim") or config["hidden_size"] // heads
         bias = bool(config.get("attention_bias"))
-        experts = config.get("num_local_experts") or config.get("num_experts") or 1
         return cls(
             hidden=config["hidden_size"],
             layers=config["num_hidden_layers"],
             queries=heads * head,
-            keys=(config.get("num_key_value_heads") or heads) * head,
+            keys=(config.get(_HEADS) or heads) * head,
             head=head,
             inner=config.get("moe_intermediate_size") or config["intermediate_size"],
             vocabulary=config["vocab_size"],
-            experts=experts,
-            chosen=config.get("num_experts_per_tok") or 1,
+            experts=config.get("num_local_experts") or config.get("num_experts") or 1,
+            chosen=config.get(_CHOSEN) or 1,
             tied=bool(config.get("tie_word_embeddings")),
             attention_bias=_BIAS in family or bias,
             out_bias=bias,
@@ -131,63 +139,33 @@ class Decoder:
     @property
     def largest_param(self) -> int:
         """Elements of the largest parameter; the experts of a layer are two parameters."""
-        inner = self.hidden * self.inner
-        return max(
-            self.vocabulary * self.hidden,
-            2 * self.experts * inner if self.experts > 1 else inner,
-        )
+        inner = self.hidden * self.inner * (2 * self.experts if self.experts > 1 else 1)
+        return max(self.vocabulary * self.hidden, inner)
 
 
-_SIZES = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
-    "vocab_size",
-)
-_OF_EXPERTS = ("num_local_experts", "num_experts", _CHOSEN, "moe_intermediate_size")
-
-
-def _check(config: Mapping[str, Any], where: str) -> None:
-    """Raise UserInputError for what no formula knows, and for a size that no model has."""
-    missing = _unknown(config) or _missing(config)
-    problem = missing or _impossible(config)
-    if problem:
-        hint = HOW_TO_SIMULATE if missing else "Correct it in the file."
-        raise UserInputError(problem, where=where, hint=hint)
-
-
-def _unknown(config: Mapping[str, Any]) -> str:
-    """Return what no formula knows; nothing if one does."""
-    kind, classes = str(config.get("model_type")), config.get("architectures") or []
+def _unknown(config: Mapping[str, Any], needed: Sequence[str]) -> str:
+    """Return what no formula knows, or which size is missing; nothing if one knows all."""
+    kind = config.get("model_type")
     if kind not in _FAMILIES:
         return f"no formula knows the model type {kind!r}"
-    if not isinstance(classes, list):
-        return f"architectures is no list of classes, but {classes!r}"
-    heads = [n for n in classes if not str(n).endswith("ForCausalLM")]
+    heads = [name for name in config.get("architectures") or () if not name.endswith("ForCausalLM")]
     if heads:
         return f"no formula knows {heads[0]}, only language models (...ForCausalLM)"
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         return "no formula knows a model in which only some layers have experts"
-    return ""
-
-
-def _missing(config: Mapping[str, Any]) -> str:
-    """Return which size is missing; nothing if none is."""
-    missing = [name for name in _SIZES if config.get(name) is None]
-    missing += [name for name in _NEEDED.get(config["model_type"], ()) if name not in config]
+    missing = [name for name in needed if config.get(name) is None]
     return f"{missing[0]} is missing" if missing else ""
 
 
-def _impossible(config: Mapping[str, Any]) -> str:
+def _impossible(config: Mapping[str, Any], needed: Sequence[str]) -> str:
     """Return which size is none that a model has; nothing if all are fine."""
-    needed = (*_SIZES, *_NEEDED.get(config["model_type"], ()))
-    names = (*_SIZES, _HEADS, "head_dim", *_OF_EXPERTS, _POSITIONS)
-    sizes = {name: config.get(name) for name in names}
-    for name, value in sizes.items():
-        least = 1 if name in needed else 0  # as if it were not there
+    for name in (*_SIZES, _HEADS, "head_dim", *_OF_EXPERTS, _POSITIONS):
+        value, least = config.get(name), 1 if name in needed else 0  # 0: as if it were not there
         if value is not None and (type(value) is not int or value < least):
             return f"{name} is {json.dumps(value)}, and no whole number above 0"
-    heads, keys = config["num_attention_heads"], sizes[_HEADS]
-    if not sizes["head_dim"] and config["hidden_size"] % heads:
-        return f"hidden_size is {config['hidden_size']}, which {heads} heads cannot share evenly"
+    hidden, heads, keys = config["hidden_size"], config["num_attention_heads"], config.get(_HEADS)
+    if not config.get("head_dim") and hidden % heads:
+        return f"hidden_size is {hidden}, which {heads} heads cannot share evenly"
     if keys and heads % keys:
         return f"num_attention_heads is {heads}, and no multiple of the {keys} of keys and values"
     return ""
@@ -202,36 +180,32 @@ class Formula:
 
     def __init__(self, config: Mapping[str, Any], settings: EstimateSettings, where: str) -> None:
         self._model, self._settings = Decoder.of(config, where), settings
-        takes = int(config.get(_POSITIONS) or 0)
+        takes = config.get(_POSITIONS) or 0
         self.script = ScriptFacts(
             settings.seq_length or min(_USUAL_SEQUENCE, takes or _USUAL_SEQUENCE),
             self._model.queries // self._model.head,
             self._model.hidden,
             takes,
         )
-        self._adapters = _adapters(self._model, settings.lora, where)
+        self._adapters = _adapters(self._model, settings.lora)
 
     def facts(self, config: Mapping[str, Any], *, unit_tokens: int | None = None) -> ModelFacts:
         """Return the facts of the model; see `Simulator.facts`."""
         model, lora = self._model, self._settings.lora
-        size = _BYTES[self._settings.dtype]
+        size = TYPE_BYTES[self._settings.dtype]
         tokens = unit_tokens or self.script.sequence_length or 0
         adapters = model.layers * sum(self._adapters)
         recompute = self._settings.activation_checkpointing == "on"
-        passes = _Passes(model, size, lora, recompute=recompute)
+        passes = _passes(model, size, lora, recompute=recompute)
         head = 0 if lora else size * model.vocabulary * model.hidden
         return ModelFacts(
             num_params=model.params + adapters,
             trainable_params=adapters if lora else model.params,
             largest_param=max(self._adapters) if lora else model.largest_param,
-            forward_bytes_per_sample=tokens * passes.forward,
-            backward_bytes_per_sample=tokens * passes.backward,
-            first_gradient_bytes_per_sample=tokens * passes.first_gradient,
-            matmul_bytes_per_sample=tokens * passes.matmul,
-            held_bytes_per_sample=tokens * 16,  # numbers of tokens, and labels
             matmul_bytes=head + tokens * (4 * model.head + 10) + MATMUL_WORKSPACE_BYTES,
             workspace_bytes=MATMUL_WORKSPACE_BYTES,
             param_bytes=size,
+            **{f"{name}_bytes_per_sample": tokens * bytes_ for name, bytes_ in passes.items()},
         )
 
     def estimates(self, questions: Sequence[Question]) -> list[MemoryEstimate]:
@@ -242,8 +216,10 @@ class Formula:
         ]
 
 
-class _Passes:
-    """Bytes of each token at the peaks of the forward and the backward pass.
+def _passes(
+    model: Decoder, size: int, lora: Mapping[str, str] | None, *, recompute: bool
+) -> dict[str, Any]:
+    """Return the bytes of each token at the peaks of the forward and the backward pass.
 
     Args:
         model: its sizes.
@@ -251,29 +227,26 @@ class _Passes:
         lora: settings of adapters, the only trained parameters; None without.
         recompute: activations are recomputed in the backward pass.
     """
-
-    def __init__(
-        self, model: Decoder, size: int, lora: Mapping[str, str] | None, *, recompute: bool
-    ) -> None:
-        h, inner = model.hidden, model.chosen * model.inner
-        layer = _kept(model, size, lora)
-        held = model.layers * layer
-        if recompute:  # the inputs of all layers, and one layer's activations
-            held = model.layers * size * h
-        # Gradients of the gated layer, or of attention.
-        gradients = max(2 * size * h + 4 * size * inner, 12 * size * h)
-        norm = _norm(h, size)
-        if lora:  # no gradient of a weight, and none before the first adapter
-            gradients = norm = 0
-        self.first_gradient = held + gradients + layer * recompute
-        logits = (
-            8 + (size if size < 4 else 0)
-        ) * model.vocabulary  # fp32, their logarithm of softmax
-        self.forward = held + norm + logits
-        self.backward = max(held + norm + 12 * model.vocabulary, self.first_gradient)
-        self.matmul = held + size * model.vocabulary + 5 * size * h
-        if recompute:
-            self.forward = max(self.forward, held + 3 * size * inner + 2 * size * h)
+    h, inner, layer = model.hidden, model.chosen * model.inner, _kept(model, size, lora)
+    # The inputs of all layers are kept, or all activations.
+    held = model.layers * (size * h if recompute else layer)
+    # Gradients of the gated layer, or of attention.
+    gradients, norm = max(2 * size * h + 4 * size * inner, 12 * size * h), _norm(h, size)
+    if lora:  # no gradient of a weight, and none before the first adapter
+        gradients = norm = 0
+    first_gradient = held + gradients + layer * recompute
+    # In fp32, with their logarithm of softmax.
+    logits = (8 + (size if size < 4 else 0)) * model.vocabulary
+    forward = held + norm + logits
+    if recompute:
+        forward = max(forward, held + 3 * size * inner + 2 * size * h)
+    return {
+        "forward": forward,
+        "backward": max(held + norm + 12 * model.vocabulary, first_gradient),
+        "first_gradient": first_gradient,
+        "matmul": held + size * model.vocabulary + 5 * size * h,
+        "held": 16,  # numbers of tokens, and labels
+    }
 
 
 def _norm(width: int, size: int) -> int:
@@ -305,21 +278,18 @@ def _kept(model: Decoder, size: int, lora: Mapping[str, str] | None) -> int:
 
 def _linear(model: Decoder) -> dict[str, tuple[int, int]]:
     """Return inputs and outputs of the linear layers in each layer of a model, by name."""
-    shapes = {
-        "q_proj": (model.hidden, model.queries),
-        "k_proj": (model.hidden, model.keys),
-        "v_proj": (model.hidden, model.keys),
-    }
-    inner = {
-        "gate_proj": (model.hidden, model.inner),
-        "up_proj": (model.hidden, model.inner),
-    }
+    h, inner = model.hidden, model.inner
     if model.fused:
-        shapes = {"qkv_proj": (model.hidden, model.queries + 2 * model.keys)}
-        inner = {"gate_up_proj": (model.hidden, 2 * model.inner)}
-    shapes["o_proj"] = (model.queries, model.hidden)
+        shapes = {"qkv_proj": (h, model.queries + 2 * model.keys)}
+        gated = {"gate_up_proj": (h, 2 * inner)}
+    else:
+        shapes = {"q_proj": (h, model.queries)} | dict.fromkeys(
+            ("k_proj", "v_proj"), (h, model.keys)
+        )
+        gated = dict.fromkeys(("gate_proj", "up_proj"), (h, inner))
+    shapes["o_proj"] = (model.queries, h)
     if model.experts == 1:
-        shapes |= {**inner, "down_proj": (model.inner, model.hidden)}
+        shapes |= {**gated, "down_proj": (inner, h)}
     return shapes
 
 
@@ -328,7 +298,7 @@ def _targets(model: Decoder, lora: Mapping[str, str]) -> list[str]:
     return list(_linear(model)) if targets == ALL_LINEAR else targets.split("+")
 
 
-def _adapters(model: Decoder, lora: Mapping[str, str] | None, where: str) -> list[int]:
+def _adapters(model: Decoder, lora: Mapping[str, str] | None) -> list[int]:
     """Return the elements of each low-rank parameter of a layer; nothing without adapters.
 
     Raises:

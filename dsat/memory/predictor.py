@@ -221,12 +221,13 @@ class MemoryModel:
                 for name, lines in phases.items()
             }
             host_bytes += more[_HOST] if host_bytes else 0.0
-        phases = {name: tuple(filter(self._is_used, lines)) for name, lines in phases.items()}
+        if self._on_device:  # without what is only needed where there is room for it
+            phases = {
+                name: tuple(x for x in lines if not x.if_room or x.fixed <= self.limit_bytes)
+                for name, lines in phases.items()
+            }
         source = CLOSED_FORM if more is None else SIMULATED
         return Shape(strategy, phases, host_bytes, source, is_guess)
-
-    def _is_used(self, line: Line) -> bool:
-        return not (line.if_room and self._on_device and line.fixed > self.limit_bytes)
 
     def fits_host(self, shape: Shape) -> bool:
         """Return True if the host has enough memory for the ranks of one trial."""

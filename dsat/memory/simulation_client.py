@@ -15,8 +15,10 @@ from typing import Any, NamedTuple, Protocol
 
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.estimate import MOST_TOKENS, MemoryEstimate, as_simulated
+from dsat.memory.estimate import MOST_TOKENS, MemoryEstimate
+from dsat.values import parallelism
 from dsat.values.files import folder_for_sockets
+from dsat.values.parallelism import Parallelism
 from dsat.values.step_trace import ModelTrace, StepTrace
 
 # Large enough for activations, and not gradients, to decide the peak of the backward pass: samples
@@ -40,6 +42,10 @@ class Question(NamedTuple):
         slots: ranks.
         sequence_length: tokens of a sample; None for those that the script's has.
         switches: of the model, beside the simulator's own.
+        activations_only: the model's passes alone.
+        traced: kernels and collectives are recorded.
+        as_cpu: the ranks run on a CPU; the simulator's to say, as is the next.
+        workspace_bytes: what cuBLAS takes on a device while it multiplies.
     """
 
     config: Mapping[str, Any]
@@ -47,6 +53,20 @@ class Question(NamedTuple):
     slots: int
     sequence_length: int | None = None
     switches: Mapping[str, Any] = {}
+    activations_only: bool = False
+    traced: bool = False
+    as_cpu: bool = False
+    workspace_bytes: int = 0
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """Division of layers and sequences among the ranks."""
+        return parallelism.of_config(self.config)
+
+    @property
+    def gas(self) -> int:
+        """Micro steps of an optimizer step."""
+        return int(self.config.get("gradient_accumulation_steps", 1))
 
 
 class ScriptFacts(NamedTuple):
@@ -86,7 +106,7 @@ class SimulationUnavailable(Exception):
 
 
 class Simulator:
-    """Memory of configurations of one script, simulated where possible.
+    """Simulated memory of configurations of one script.
 
     A context manager: the script runs from its beginning, up to its first training step and as long
     as there may be questions, to its end.
@@ -123,12 +143,11 @@ class Simulator:
     ) -> None:
         self._engine = engine
         self._as_cpu = as_cpu
-        self._script_args = dict(script_args or {})
+        self._script_args = script_args or {}
         self._timeout_s = timeout_s
         most = 0 if as_cpu else closed_form.MATMUL_WORKSPACE_BYTES
         self._workspace_bytes = most if workspace_bytes is None else workspace_bytes
-        self._model_switches = dict(model_switches or {})
-        self._facts: ModelFacts | None = None
+        self._model_switches = model_switches or {}
         self._problem = ""
 
     def __enter__(self) -> Simulator:
@@ -144,47 +163,19 @@ class Simulator:
         self._socket.close()
         self._engine.stop_simulation_server()
 
-    def estimates(self, questions: Sequence[Question]) -> list[MemoryEstimate]:
-        """Memory of configurations, simulated side by side.
+    def estimates(self, questions: Sequence[Question]) -> list[MemoryEstimate | str]:
+        """Simulate configurations side by side.
 
         Returns:
-            The simulation's answer or, once the facts are known, the closed form's with a note
-            that gives the reason.
+            For each one its memory, or the reason why it cannot be simulated.
         """
-        try:
-            answers = self._ask([self._request(question) for question in questions])
-        except SimulationUnavailable as error:
-            answers = [{"failed": str(error)}] * len(questions)
-        found = []
-        for answer, question in zip(answers, questions, strict=True):
-            if "failed" not in answer:
-                found.append(MemoryEstimate.from_json(answer["estimate"]))
-            else:
-                found.append(self._by_formula(question, answer["failed"]))
-        return found
-
-    def _by_formula(self, question: Question, why: str) -> MemoryEstimate:
-        """Return the closed form's answer; SimulationUnavailable if there are no facts for it."""
-        if self._facts is None:
-            raise SimulationUnavailable(why)
-        return closed_form.estimate(
-            self._facts,
-            question.config,
-            slots=question.slots,
-            micro_batch=question.micro_batch,
-            note=why,
-        )
+        return [
+            answer["failed"] if "failed" in answer else MemoryEstimate.from_json(answer["estimate"])
+            for answer in self._ask(questions)
+        ]
 
     def traces(self, questions: Sequence[Question]) -> list[tuple[MemoryEstimate, StepTrace] | str]:
-        """Memory and trace of configurations, simulated side by side.
-
-        Args:
-            questions: as for `estimates`.
-
-        Returns:
-            For each one both, or the reason why it cannot be simulated.
-        """
-        answers = self._ask([self._request(question, traced=True) for question in questions])
+        """Simulate configurations as `estimates` does, and trace their steps."""
         return [
             answer["failed"]
             if "failed" in answer
@@ -192,7 +183,7 @@ class Simulator:
                 MemoryEstimate.from_json(answer["estimate"]),
                 StepTrace.from_json(answer["trace"]),
             )
-            for answer in answers
+            for answer in self._ask([question._replace(traced=True) for question in questions])
         ]
 
     def facts(
@@ -204,16 +195,16 @@ class Simulator:
     ) -> ModelFacts:
         """Facts of the model for the closed form, from its own passes with two micro batches.
 
-        From then on the closed form answers where a simulation fails.
-
         Args:
             config: decides the types and whatever else activations depend on.
             switches: of the model, beside the simulator's own.
             unit_tokens: if given, one sample grows in place of the micro batch, and a "sample" of
                 the facts is so many of its tokens.
+
+        Raises:
+            SimulationUnavailable: the passes cannot be simulated.
         """
-        question = Question(config, 1, 1, switches=switches or {})
-        return self._passes(question, unit_tokens=unit_tokens)[0]
+        return self._passes(Question(config, 1, 1, switches=switches or {}), unit_tokens)[0]
 
     def traced_facts(
         self,
@@ -223,29 +214,27 @@ class Simulator:
         switches: Mapping[str, Any] | None = None,
     ) -> tuple[ModelFacts, ModelTrace]:
         """Return the facts of the model, and the trace of the same passes; see `facts`."""
-        question = Question(config, 1, 1, sequence_length, switches or {})
-        facts, answers = self._passes(question, traced=True)
+        question = Question(config, 1, 1, sequence_length, switches or {}, traced=True)
+        facts, answers = self._passes(question)
         small, large = (StepTrace.from_json(answer["trace"]) for answer in answers)
         return facts, ModelTrace(small, large)
 
     def _passes(
-        self, question: Question, *, traced: bool = False, unit_tokens: int | None = None
+        self, question: Question, unit_tokens: int | None = None
     ) -> tuple[ModelFacts, list[dict[str, Any]]]:
         """Return the facts by the model's own passes at two micro batches, and their answers."""
         kept = {key: value for key, value in question.config.items() if key in _OF_ACTIVATIONS}
+        question = question._replace(config=kept, activations_only=True)
         sizes = _MICRO_BATCHES_FOR_SLOPES
-        length = question.sequence_length or self.script.sequence_length
-        if length and unit_tokens is None:
-            small = max(1, min(sizes[0], _TOKENS_FOR_SLOPES // (2 * length)))
-            sizes = (small, 2 * small)
-        questions = [question._replace(config=kept, micro_batch=size) for size in sizes]
         if unit_tokens is not None:
-            questions = [
-                question._replace(config=kept, sequence_length=size * unit_tokens) for size in sizes
-            ]
-        answers = self._ask(
-            [self._request(q, activations_only=True, traced=traced) for q in questions]
-        )
+            questions = [question._replace(sequence_length=size * unit_tokens) for size in sizes]
+        else:
+            length = question.sequence_length or self.script.sequence_length
+            if length:
+                small = max(1, min(sizes[0], _TOKENS_FOR_SLOPES // (2 * length)))
+                sizes = (small, 2 * small)
+            questions = [question._replace(micro_batch=size) for size in sizes]
+        answers = self._ask(questions)
         for answer in answers:
             if "failed" in answer:
                 raise SimulationUnavailable(answer["failed"])
@@ -262,45 +251,32 @@ class Simulator:
             matmul_bytes=max(0.0, fixed["matmul"] - fixed["before"]) + self._workspace_bytes,
             workspace_bytes=self._workspace_bytes,
         )
-        if question.sequence_length is None and not question.switches and unit_tokens is None:
-            self._facts = facts
         return facts, answers
 
     # -- the script
 
-    def _request(
-        self, question: Question, *, activations_only: bool = False, traced: bool = False
-    ) -> dict[str, Any]:
-        return {
-            **question._asdict(),
-            "activations_only": activations_only,
-            "traced": traced,
-            "switches": {**self._model_switches, **question.switches},
-            "config": as_simulated(question.config),
-            "as_cpu": self._as_cpu,
-            "workspace_bytes": self._workspace_bytes,
-            "timeout_s": self._timeout_s,
-        }
+    def _ask(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
+        """Return the answers in order, each with a reason in `failed` if there is no other."""
+        if not self._problem:
+            try:
+                for number, question in enumerate(questions):
+                    self._send(question, number)
+                answers = [self._receive() for _ in questions]
+                return sorted(answers, key=lambda answer: int(answer["number"]))
+            except OSError as error:
+                self._problem = f"the script has ended: {error}"
+            except SimulationUnavailable as error:
+                self._problem = str(error)
+        return [{"failed": self._problem}] * len(questions)
 
-    def _ask(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the answers, in the order of the requests.
-
-        Raises:
-            SimulationUnavailable: the script cannot be asked, now or any more.
-        """
-        if self._problem:
-            raise SimulationUnavailable(self._problem)
-        try:
-            for number, request in enumerate(requests):
-                self._socket.send(json.dumps({**request, "number": number}).encode())
-            answers = [self._receive() for _ in requests]
-        except OSError as error:
-            self._problem = f"the script has ended: {error}"
-            raise SimulationUnavailable(self._problem) from error
-        except SimulationUnavailable as error:
-            self._problem = str(error)
-            raise
-        return sorted(answers, key=lambda answer: int(answer["number"]))
+    def _send(self, question: Question, number: int) -> None:
+        whole = question._replace(
+            switches={**self._model_switches, **question.switches},
+            as_cpu=self._as_cpu,
+            workspace_bytes=self._workspace_bytes,
+        )
+        message = {**whole._asdict(), "number": number, "timeout_s": self._timeout_s}
+        self._socket.send(json.dumps(message).encode())
 
     def _receive(self) -> dict[str, Any]:
         self._socket.settimeout(self._timeout_s + _PATIENCE_S)

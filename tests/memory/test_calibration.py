@@ -38,13 +38,9 @@ def test_a_constant_and_a_slope_are_found_again() -> None:
     assert found.context_bytes == 500 * MIB
 
 
-def test_one_trial_gives_a_constant() -> None:
-    found = calibrate([observed(8, 40)], USUAL)
-    assert (found.fixed_bytes, found.bytes_per_sample) == (40 * MIB, 0)
-
-
-def test_a_slope_is_never_negative() -> None:
-    found = calibrate([observed(1, 40), observed(16, 20)], USUAL)
+@pytest.mark.parametrize("excesses", [{8: 30}, {1: 40, 16: 20}])
+def test_one_micro_batch_and_a_falling_excess_give_a_constant(excesses: dict[int, int]) -> None:
+    found = calibrate([observed(size, excess) for size, excess in excesses.items()], USUAL)
     assert (found.fixed_bytes, found.bytes_per_sample) == (30 * MIB, 0)
 
 

@@ -61,13 +61,6 @@ def test_a_model_of_the_hubs_cache_has_its_own_name(
         assert name == "tiny-model-1b"
 
 
-def test_adapters_are_all_that_is_trained() -> None:
-    facts = Formula(LLAMA, EstimateSettings(hf_config="x", lora=LORA), "config.json").facts({})
-    of_a_layer = 16 * (1024 + 1024) + 16 * (1024 + 256)
-    assert facts.trainable_params == 4 * of_a_layer
-    assert facts.num_params == Decoder.of(LLAMA, "").params + 4 * of_a_layer
-
-
 def test_a_size_whose_default_is_the_familys_must_be_given() -> None:
     without = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
     assert Decoder.of(without, "").keys == Decoder.of(without, "").queries
@@ -75,73 +68,60 @@ def test_a_size_whose_default_is_the_familys_must_be_given() -> None:
         Decoder.of({**without, "model_type": "mistral"}, "")
 
 
+# The widths of the layers that have adapters.
 @pytest.mark.parametrize(
-    ("config", "layers"),
+    ("config", "target", "widths"),
     [
-        (LLAMA, 2 * 2048 + 2 * (1024 + 256) + 3 * (1024 + 2816)),
-        ({**LLAMA, "model_type": "phi3"}, 1024 + 1536 + 2048 + 1024 + 5632 + 2816 + 1024),
-        (EXPERTS, 2 * 2048 + 2 * (1024 + 256)),
+        (LLAMA, "q_proj+v_proj", 2048 + (1024 + 256)),
+        (LLAMA, "all-linear", 2 * 2048 + 2 * (1024 + 256) + 3 * (1024 + 2816)),
+        (
+            {**LLAMA, "model_type": "phi3"},
+            "all-linear",
+            1024 + 1536 + 2048 + 1024 + 5632 + 2816 + 1024,
+        ),
+        (EXPERTS, "all-linear", 2 * 2048 + 2 * (1024 + 256)),  # experts are no linear layers
     ],
 )
-def test_adapters_of_all_linear_layers(config: Mapping[str, Any], layers: int) -> None:
-    """But the output embedding, and the experts, which are no linear layers."""
-    settings = EstimateSettings(hf_config="x", lora={"r": "8", "target": "all-linear"})
+def test_adapters_are_all_that_is_trained(
+    config: Mapping[str, Any], target: str, widths: int
+) -> None:
+    settings = EstimateSettings(hf_config="x", lora={"r": "8", "target": target})
     facts = Formula(config, settings, "config.json").facts({})
-    assert facts.trainable_params == 4 * 8 * layers
+    assert facts.trainable_params == 4 * 8 * widths
+    assert facts.num_params == Decoder.of(config, "").params + facts.trainable_params
+
+
+CORRECT, SIMULATE = "Correct it in the file.", "For a simulation of any model"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "said", "hint"),
     [
-        ({"model_type": "mamba"}, "no formula knows the model type 'mamba'"),
-        ({"vocab_size": None}, "vocab_size is missing"),
-        ({"hidden_size": "1024"}, 'hidden_size is "1024", and no whole number'),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0, and no whole number above 0"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
-        ({"num_hidden_layers": True}, "num_hidden_layers is true"),
-        ({"num_key_value_heads": "8"}, 'num_key_value_heads is "8"'),
-        ({"head_dim": "64"}, 'head_dim is "64"'),
-        ({**EXPERTS, "num_experts": "8"}, 'num_experts is "8"'),
-        ({**EXPERTS, "num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
-        ({"max_position_embeddings": 4096.5}, "max_position_embeddings is 4096.5"),
-        ({"num_attention_heads": 7}, "hidden_size is 1024, which 7 heads cannot share evenly"),
-        ({"num_key_value_heads": 3}, "heads is 16, and no multiple of the 3 of keys and values"),
-        ({"architectures": "LlamaForCausalLM"}, "architectures is no list of classes"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "knows LlamaForSequenceClass"),
-        ({"model_type": "qwen3"}, "head_dim is missing"),
-        ({"model_type": "mixtral"}, "num_local_experts is missing"),
-        ({**EXPERTS, "decoder_sparse_step": 2}, "only some layers have experts"),
-        ({**EXPERTS, "mlp_only_layers": [0]}, "only some layers have experts"),
+        ({"model_type": "mamba"}, "no formula knows the model type 'mamba'", SIMULATE),
+        ({"architectures": ["LlamaForTokenClassification"]}, "knows LlamaForTokenCl", SIMULATE),
+        ({**EXPERTS, "decoder_sparse_step": 2}, "only some layers have experts", SIMULATE),
+        ({**EXPERTS, "mlp_only_layers": [0]}, "only some layers have experts", SIMULATE),
+        ({"vocab_size": None}, "vocab_size is missing", SIMULATE),
+        ({"model_type": "qwen3"}, "head_dim is missing", SIMULATE),
+        ({"hidden_size": "1024"}, 'hidden_size is "1024", and no whole number', CORRECT),
+        ({"num_attention_heads": 0}, "heads is 0, and no whole number above 0", CORRECT),
+        ({"head_dim": -1}, "head_dim is -1", CORRECT),
+        ({**EXPERTS, "num_experts_per_tok": 0}, "num_experts_per_tok is 0", CORRECT),
+        ({"max_position_embeddings": 4096.5}, "max_position_embeddings is 4096.5", CORRECT),
+        ({"num_attention_heads": 7}, "1024, which 7 heads cannot share evenly", CORRECT),
+        ({"num_key_value_heads": 3}, "no multiple of the 3 of keys and values", CORRECT),
     ],
 )
-def test_other_models_are_refused(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserInputError, match=said):
+def test_other_models_are_refused(change: dict[str, Any], said: str, hint: str) -> None:
+    with pytest.raises(UserInputError, match=said) as caught:
         Formula({**LLAMA, **change}, EstimateSettings(), "config.json")
+    assert str(caught.value.hint).startswith(hint)
 
 
 def test_sizes_that_the_family_does_not_use_may_have_any_value() -> None:
     unused = {"num_experts": 0, "num_local_experts": 8, "num_experts_per_tok": "2"}
     unused |= {"moe_intermediate_size": 0, "max_position_embeddings": 0, "head_dim": 0}
     assert Decoder.of({**LLAMA, **unused}, "") == Decoder.of(LLAMA, "")
-    config = {**LLAMA, "hidden_size": 1024.0, "max_position_embeddings": 512.0}
-    script = Formula(config, EstimateSettings(), "config.json").script
-    assert json.dumps([script.hidden_size, script.model_takes]) == "[1024, 512]"
-
-
-@pytest.mark.parametrize(
-    ("change", "hint"),
-    [
-        ({"model_type": "mamba"}, "For a simulation of any model"),
-        ({"vocab_size": None}, "For a simulation of any model"),
-        ({"num_attention_heads": 0}, "Correct it in the file."),
-    ],
-)
-def test_a_simulation_is_advised_only_where_it_would_help(
-    change: dict[str, Any], hint: str
-) -> None:
-    with pytest.raises(UserInputError) as caught:
-        Decoder.of({**LLAMA, **change}, "config.json")
-    assert caught.value.hint is not None and caught.value.hint.startswith(hint)
 
 
 def test_samples_beyond_the_models_positions_are_warned_of(
@@ -159,21 +139,21 @@ def test_samples_beyond_the_models_positions_are_warned_of(
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        pytest.param(LLAMA, {}, id="all activations", marks=pytest.mark.nightly),
         pytest.param(
             EXPERTS,
             {"activation_checkpointing": "on"},
             id="experts, recomputed",
             marks=needs("transformers", "5", "experts' shapes depend on data"),
         ),
-        pytest.param(LLAMA, {"lora": LORA}, id="LoRA", marks=pytest.mark.nightly),
-        pytest.param(
-            LLAMA,
-            {"lora": {**LORA, "target": "all-linear"}},
-            id="LoRA of all layers",
-            marks=pytest.mark.nightly,
+        *(
+            pytest.param(LLAMA, options, marks=pytest.mark.nightly)
+            for options in (
+                {},
+                {"lora": LORA},
+                {"lora": {**LORA, "target": "all-linear"}},
+                {"dtype": "fp32"},
+            )
         ),
-        pytest.param(LLAMA, {"dtype": "fp32"}, id="fp32", marks=pytest.mark.nightly),
     ],
 )
 def test_activations_are_those_of_the_simulation(

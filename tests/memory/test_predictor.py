@@ -30,12 +30,12 @@ def config(stage: int, **zero: Any) -> dict[str, Any]:
     return {"bf16": {"enabled": True}, "zero_optimization": section}
 
 
-def simulated(stage: int, micro_batch: int, more: int) -> Anchor:
+def simulated(stage: int, micro_batch: int, more: int, slots: int = 1) -> Anchor:
     """A simulation that finds so much more than the closed form, in every phase."""
-    plain = closed_form.estimate(FACTS, config(stage), slots=1, micro_batch=micro_batch)
+    plain = closed_form.estimate(FACTS, config(stage), slots=slots, micro_batch=micro_batch)
     peaks = {phase: getattr(plain, phase) + more for phase in PHASES}
     estimate = replace(plain, **peaks, source=SIMULATED)
-    return Anchor(config(stage), micro_batch, estimate)
+    return Anchor(config(stage), micro_batch, estimate, slots)
 
 
 def model(*anchors: Anchor, limit: int = 8 * GIB, **more: Any) -> MemoryModel:
@@ -69,18 +69,13 @@ def test_what_is_auto_has_its_default_and_the_profiles_type() -> None:
 
 
 def test_a_simulation_moves_its_strategy_at_other_numbers_of_slots_too() -> None:
-    def found_on(slots: int, more: int) -> Anchor:
-        plain = closed_form.estimate(FACTS, config(3), slots=slots, micro_batch=20)
-        peaks = {phase: getattr(plain, phase) + more for phase in PHASES}
-        return Anchor(config(3), 20, replace(plain, **peaks, source=SIMULATED), slots)
-
-    basis = Basis((Variant({}, FACTS, (found_on(64, 300 * MIB), found_on(4, 200 * MIB))),))
+    anchors = simulated(3, 20, 300 * MIB, slots=64), simulated(3, 20, 200 * MIB, slots=4)
+    basis = Basis.of_model(FACTS, anchors)
     for slots, more in ((1, 200), (4, 200), (5, 221.33), (32, 293.33), (64, 300), (512, 300)):
         memory = MemoryModel(basis, slots=slots, limit_bytes=8 * GIB)
         plain = closed_form.estimate(FACTS, config(3), slots=slots, micro_batch=9)
         predicted = memory.predicted_bytes(memory.shape(config(3), {}), 9)
         assert predicted == pytest.approx(plain.peak + more * MIB, abs=MIB / 50)
-    assert Basis.from_json(json.loads(json.dumps(basis.to_json()))) == basis
 
 
 @pytest.mark.parametrize("simulated_at", [(8,), (1, 8)])
@@ -93,13 +88,8 @@ def test_an_optimizer_with_less_state_saves_less_among_more_slots(
         plain = closed_form.estimate(FACTS, config(3), slots=slots, micro_batch=0)
         return plain.peak - 8 * FACTS.num_params / slots
 
-    anchors = []
-    for slots in simulated_at:
-        plain = closed_form.estimate(FACTS, config(3), slots=slots, micro_batch=0)
-        saved = 8 * FACTS.num_params // slots
-        peaks = {phase: getattr(plain, phase) - saved for phase in PHASES}
-        anchors.append(Anchor(config(3), 0, replace(plain, **peaks, source=SIMULATED), slots))
-    basis = Basis((Variant({}, FACTS, tuple(anchors)),))
+    anchors = [simulated(3, 0, -8 * FACTS.num_params // slots, slots) for slots in simulated_at]
+    basis = Basis.of_model(FACTS, anchors)
     for slots in (2, 8, 16, 512):
         memory = MemoryModel(basis, slots=slots, limit_bytes=8 * GIB)
         predicted = memory.predicted_bytes(memory.shape(config(3), {}), 0)
@@ -207,21 +197,6 @@ def test_switches_that_were_not_simulated_are_guessed_and_hold_nothing_back() ->
     before = memory.predicted_bytes(own, 5), memory.predicted_bytes(recomputing, 5)
     memory.learn(recomputing, 5, used(dict.fromkeys(PHASES, 7 * GIB)))
     assert (memory.predicted_bytes(own, 5), memory.predicted_bytes(recomputing, 5)) == before
-
-
-def test_a_simulated_switch_is_used() -> None:
-    fewer = replace(
-        FACTS,
-        forward_bytes_per_sample=9 * MIB,
-        backward_bytes_per_sample=10 * MIB,
-        first_gradient_bytes_per_sample=8 * MIB,
-    )
-    switch = "gradient_checkpointing"
-    variants = Variant({switch: False}, FACTS), Variant({switch: True}, fewer)
-    memory = MemoryModel(Basis(variants), slots=1, limit_bytes=8 * GIB)
-    shape = memory.shape(config(1), {switch: True})
-    assert not shape.is_guess
-    assert memory.largest(shape) > 5 * memory.largest(memory.shape(config(1), {switch: False}))
 
 
 def test_a_basis_survives_json() -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from dsat.inputs import ds_config
-from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form
+from dsat.memory import PHASES, SIMULATED, MemoryEstimate, closed_form
 from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
 from dsat.values.step_trace import BACKWARD, FORWARD, MEMORY, STEP
 from testing.allocator import configuration, counting_library, real_peaks
-from testing.local import PATIENCE_S, PROGRAMS, engine_of, is_alive
+from testing.local import PATIENCE_S, PROGRAMS, engine_of
 from testing.versions import needs
 
 pytestmark = pytest.mark.slow
@@ -54,12 +52,20 @@ def gpt_on_a_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simula
     yield from simulator_of("gpt", folder, as_cpu=False, workspace_bytes=0)
 
 
-def simulated(simulator: Simulator, case: dict[str, Any]) -> Any:
-    config, slots = configuration(**case), int(case.get("slots", 1))
-    micro_batch = config["train_micro_batch_size_per_gpu"]
-    estimate = simulator.estimates([Question(config, micro_batch, slots)])[0]
-    assert (estimate.source, estimate.note) == (SIMULATED, "")
-    return estimate
+def answers(simulator: Simulator, *questions: Question) -> list[MemoryEstimate]:
+    found = simulator.estimates(questions)
+    failed = [answer for answer in found if isinstance(answer, str)]
+    assert not failed, failed
+    return [answer for answer in found if not isinstance(answer, str)]
+
+
+def simulated(simulator: Simulator, *cases: dict[str, Any]) -> list[MemoryEstimate]:
+    questions = []
+    for case in cases:
+        config = configuration(**case)
+        micro_batch = config["train_micro_batch_size_per_gpu"]
+        questions.append(Question(config, micro_batch, int(case.get("slots", 1))))
+    return answers(simulator, *questions)
 
 
 @pytest.mark.parametrize(
@@ -78,110 +84,99 @@ def test_a_transformer_needs_what_was_simulated(
 ) -> None:
     case = {**case, "torch_adam": True}  # DeepSpeed's own is compiled for minutes
     real = real_peaks(library, "gpt", configuration(**case), int(case.get("slots", 1)))
-    estimate = simulated(gpt, case)
+    [estimate] = simulated(gpt, case)
     assert estimate.peak == pytest.approx(max(real[phase] for phase in PHASES), rel=0.002)
     for phase in ("forward", "backward", "step"):
         assert getattr(estimate, phase) == pytest.approx(real[phase], rel=0.002), phase
     assert estimate.init == pytest.approx(real["init"], rel=0.01)
 
 
-@pytest.mark.nightly
-def test_a_convolutional_network_needs_what_was_simulated(tmp_path: Path, library: Path) -> None:
-    case: dict[str, Any] = {"stage": 2, "dtype": "fp32", "micro_batch": 4, "torch_adam": True}
-    real = real_peaks(library, "resnet", configuration(**case), 1)
-    for simulator in simulator_of("resnet", tmp_path, as_cpu=True):
-        peak = simulated(simulator, case).peak
-        assert peak == pytest.approx(max(real[phase] for phase in PHASES), rel=0.01)
-
-
 newest = needs("deepspeed", "0.19.8", "allocates otherwise than the closed form was read from")
 
 
 @pytest.mark.parametrize(
-    "case",
+    "cases",
     [
-        pytest.param({"stage": 0}, marks=newest),
-        pytest.param({"stage": 2, "micro_batch": 1}, marks=pytest.mark.nightly),
-        {"stage": 3, "slots": 4, "micro_batch": 1},
-        pytest.param({"stage": 0, "dtype": "fp32"}, marks=pytest.mark.nightly),
-        pytest.param({"stage": 1, "accumulate": "fp32"}, marks=[newest, pytest.mark.nightly]),
         pytest.param(
-            {"stage": 1, "accumulate": "fp32", "gas": 2}, marks=[newest, pytest.mark.nightly]
+            [
+                {"stage": 0},
+                {"stage": 3, "offload": "optimizer param"},
+                # More than a bucket, all of which is there before any of it is reduced.
+                {"stage": 1, "bucket": 1_000_000, "micro_batch": 1, "slots": 4},
+                # The bucket is allocated while most activations are there.
+                {"stage": 2, "bucket": 60_000_000, "slots": 8},
+            ],
+            marks=newest,
+            id="newest",
+        ),
+        pytest.param([{"stage": 3, "slots": 4, "micro_batch": 1}], id="any version"),
+        pytest.param(
+            [
+                {"stage": 1, "accumulate": "fp32"},
+                {"stage": 1, "accumulate": "fp32", "gas": 2},
+                {"stage": 1, "dtype": "fp16", "accumulate": "fp32", "slots": 4},
+                {"stage": 2, "offload": "optimizer"},
+                {"stage": 2, "low_state": True},
+                {"stage": 3, "low_state": True},
+                {"stage": 3, "offload": "optimizer param", "slots": 4},
+                {"stage": 2, "bucket": 60_000_000, "offload": "optimizer"},
+            ],
+            marks=[newest, pytest.mark.nightly],
+            id="more of the newest",
         ),
         pytest.param(
-            {"stage": 1, "dtype": "fp16", "accumulate": "fp32", "slots": 4},
-            marks=[newest, pytest.mark.nightly],
-        ),
-        pytest.param({"stage": 1, "dtype": "fp32", "slots": 4}, marks=pytest.mark.nightly),
-        pytest.param({"stage": 2}, marks=pytest.mark.nightly),
-        pytest.param({"stage": 2, "accumulate": "fp32"}, marks=pytest.mark.nightly),
-        pytest.param({"stage": 2, "gas": 2, "slots": 8}, marks=pytest.mark.nightly),
-        pytest.param({"stage": 2, "offload": "optimizer"}, marks=[newest, pytest.mark.nightly]),
-        pytest.param({"stage": 3}, marks=pytest.mark.nightly),
-        pytest.param({"stage": 3, "slots": 4}, marks=pytest.mark.nightly),
-        pytest.param({"stage": 3, "accumulate": "fp32"}, marks=pytest.mark.nightly),
-        pytest.param({"stage": 2, "low_state": True}, marks=[newest, pytest.mark.nightly]),
-        pytest.param({"stage": 3, "low_state": True}, marks=[newest, pytest.mark.nightly]),
-        pytest.param({"stage": 3, "offload": "optimizer param"}, marks=newest),
-        pytest.param(
-            {"stage": 3, "offload": "optimizer param", "slots": 4},
-            marks=[newest, pytest.mark.nightly],
-        ),
-        # More than a bucket, all of which is there before any of it is reduced.
-        pytest.param({"stage": 1, "bucket": 1_000_000, "micro_batch": 1, "slots": 4}, marks=newest),
-        # The bucket is allocated while most activations are there.
-        pytest.param({"stage": 1, "bucket": 60_000_000}, marks=pytest.mark.nightly),
-        pytest.param({"stage": 2, "bucket": 60_000_000, "slots": 8}, marks=newest),
-        pytest.param(
-            {"stage": 2, "bucket": 60_000_000, "offload": "optimizer"},
-            marks=[newest, pytest.mark.nightly],
+            [
+                {"stage": 2, "micro_batch": 1},
+                {"stage": 0, "dtype": "fp32"},
+                {"stage": 1, "dtype": "fp32", "slots": 4},
+                {"stage": 2},
+                {"stage": 2, "accumulate": "fp32"},
+                {"stage": 2, "gas": 2, "slots": 8},
+                {"stage": 3},
+                {"stage": 3, "slots": 4},
+                {"stage": 3, "accumulate": "fp32"},
+                {"stage": 1, "bucket": 60_000_000},
+            ],
+            marks=pytest.mark.nightly,
+            id="more of any version",
         ),
     ],
-    ids=str,
 )
-def test_the_closed_form_agrees(gpt_on_a_device: Simulator, case: dict[str, Any]) -> None:
+def test_the_closed_form_agrees(gpt_on_a_device: Simulator, cases: list[dict[str, Any]]) -> None:
     """Another allocation in another version of DeepSpeed shows here."""
-    case = {"micro_batch": 32, **case}
-    config = configuration(**case)
-    facts = gpt_on_a_device.facts(config)
-    if case.get("dtype") == "fp32":  # and the script's own configuration enables bf16
-        facts = replace(facts, param_bytes=4)
-    assert facts.num_params == facts.trainable_params == 4_224_512
-    estimate = simulated(gpt_on_a_device, case)
-    slots = case.get("slots", 1)
-    formula = closed_form.estimate(facts, config, slots=slots, micro_batch=case["micro_batch"])
-    assert formula.source == CLOSED_FORM
-    # Where a partition is smaller than the largest parameter, the formula is coarser.
-    coarse = facts.num_params / slots < facts.largest_param
-    assert formula.peak == pytest.approx(estimate.peak, rel=0.04 if coarse else 0.02)
-    if case["stage"] == 3:  # and the script has all parameters once
-        assert formula.init == pytest.approx(estimate.init, rel=0.02)
-    if "offload" in case:
-        assert formula.host_pinned == pytest.approx(estimate.host_pinned, rel=0.02)
+    cases = [{"micro_batch": 32, "dtype": "bf16", **case} for case in cases]
+    facts = {}
+    for dtype in {case["dtype"] for case in cases}:
+        found = gpt_on_a_device.facts(configuration(0, dtype=dtype))
+        assert found.num_params == found.trainable_params == 4_224_512
+        # The script's own configuration enables bf16.
+        facts[dtype] = replace(found, param_bytes=4) if dtype == "fp32" else found
+    for case, estimate in zip(cases, simulated(gpt_on_a_device, *cases), strict=True):
+        own, slots, micro_batch = facts[case["dtype"]], case.get("slots", 1), case["micro_batch"]
+        config = configuration(**case)
+        formula = closed_form.estimate(own, config, slots=slots, micro_batch=micro_batch)
+        # Where a partition is smaller than the largest parameter, the formula is coarser.
+        coarse = own.num_params / slots < own.largest_param
+        assert formula.peak == pytest.approx(estimate.peak, rel=0.04 if coarse else 0.02), case
+        if case["stage"] == 3:  # and the script has all parameters once
+            assert formula.init == pytest.approx(estimate.init, rel=0.02), case
+        if "offload" in case:
+            assert formula.host_pinned == pytest.approx(estimate.host_pinned, rel=0.02), case
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"stage3_use_all_reduce_for_fetch_params": True}, marks=pytest.mark.nightly),
-        {"zero_hpz_partition_size": 2},
-    ],
-    ids=str,
-)
-def test_the_closed_form_knows_what_a_knob_adds(
-    gpt_on_a_device: Simulator, settings: dict[str, Any]
-) -> None:
-    config = configuration(3, slots=4, micro_batch=32)
-    other = ds_config.merge(config, {"zero_optimization": settings})
-    facts = gpt_on_a_device.facts(config)
-    simulated, by_formula = [], []
-    for one in (config, other):
-        estimate = gpt_on_a_device.estimates([Question(one, 32, 4)])[0]
-        assert (estimate.source, estimate.note) == (SIMULATED, "")
-        simulated.append(estimate.peak)
-        by_formula.append(closed_form.estimate(facts, one, slots=4, micro_batch=32).peak)
-    added = simulated[1] - simulated[0]
-    assert added == pytest.approx(by_formula[1] - by_formula[0], abs=0.01 * simulated[0])
+def test_the_closed_form_knows_what_a_knob_adds(gpt_on_a_device: Simulator) -> None:
+    plain = configuration(3, slots=4, micro_batch=32)
+    knobs = {"zero_hpz_partition_size": 2}, {"stage3_use_all_reduce_for_fetch_params": True}
+    configs = [plain, *(ds_config.merge(plain, {"zero_optimization": knob}) for knob in knobs)]
+    facts = gpt_on_a_device.facts(plain)
+    estimates = answers(gpt_on_a_device, *(Question(each, 32, 4) for each in configs))
+    simulated = [estimate.peak for estimate in estimates]
+    by_formula = [
+        closed_form.estimate(facts, each, slots=4, micro_batch=32).peak for each in configs
+    ]
+    for knob, peak, formula in zip(knobs, simulated[1:], by_formula[1:], strict=True):
+        added = peak - simulated[0]
+        assert added == pytest.approx(formula - by_formula[0], abs=0.01 * simulated[0]), knob
 
 
 @newest
@@ -189,8 +184,7 @@ def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
     config, roomy = configuration(1), configuration(2, bucket=60_000_000)
     for simulator in simulator_of("lora", tmp_path, as_cpu=False, workspace_bytes=0):
         facts = simulator.facts(config)
-        estimate = simulator.estimates([Question(config, 1, 1)])[0]
-        filled = simulator.estimates([Question(roomy, 32, 1)])[0]
+        estimate, filled = answers(simulator, Question(config, 1, 1), Question(roomy, 32, 1))
     formula = closed_form.estimate(facts, roomy, slots=1, micro_batch=32)
     assert formula.peak == pytest.approx(filled.peak, rel=0.02)
     assert facts.trainable_params < facts.num_params / 4
@@ -201,28 +195,12 @@ def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
 def test_one_engine_simulates_again_and_again(tmp_path: Path) -> None:
     """As for each setting of the script's switches; each time nothing is left of the one before."""
     entry = "python3 train.py --model gpt --deepspeed_config ds_config.json"
-    engine = engine_of("memory", tmp_path, entry=entry, imported=True)
-    try:
+    with contextlib.closing(engine_of("memory", tmp_path, entry=entry, imported=True)) as engine:
         for _ in range(2):
             with Simulator(engine, as_cpu=True, timeout_s=PATIENCE_S) as simulator:
-                estimate = simulator.estimates([Question(configuration(1), 2, 1)])[0]
-                assert estimate.source == SIMULATED
-                pids = [
-                    process.pid
-                    for process in psutil.process_iter()
-                    if str(tmp_path / "simulation") in " ".join(_outputs(process))
-                ]
-                assert pids
-            assert not any(is_alive(pid) for pid in pids)
+                assert simulated(simulator, {"stage": 1})[0].source == SIMULATED
+            assert not engine.has_simulation_server()
         assert engine.poll(0) == []
-    finally:
-        engine.close()
-
-
-def _outputs(process: psutil.Process) -> list[str]:
-    with contextlib.suppress(OSError, psutil.Error):
-        return [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)]
-    return []
 
 
 def test_a_script_that_never_gets_there_says_why(tmp_path: Path) -> None:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
-from torch.utils import weak
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, script_switches
 from dsat.in_trial.batches import longest_of
 from dsat.in_trial.profiler import attention_heads
-from dsat.in_trial.simulation.captured import Candidate, Captured
+from dsat.in_trial.simulation.captured import Captured, ModuleSnapshot
 from dsat.in_trial.simulation.known_values import ValuesMode
-from dsat.in_trial.simulation.module_snapshot import Initialize, ModuleSnapshot
 from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
 from dsat.in_trial.simulation.simulation import ActivationPass, Simulation
 from dsat.in_trial.simulation.storage_tracker import StorageTracker, tensors_in
 from dsat.inputs import ds_config
 from dsat.inputs.ds_config import BATCH_KEYS
 from dsat.memory.estimate import as_simulated
-from dsat.memory.simulation_client import ScriptFacts
+from dsat.memory.simulation_client import Question, ScriptFacts
 
 _TOKENS_DIM = 2  # samples and tokens
 _PRECISIONS = ("bf16", "bfloat16", "fp16")
@@ -45,7 +41,6 @@ class BorrowedModel:
     """Arguments that a script passes to `deepspeed.initialize`, kept for simulations.
 
     Attributes:
-        earlier: all tensors of the process when the script called `deepspeed.initialize`.
         uses_zero_init: stage 3 partitions parameters while the script makes them.
 
     Raises:
@@ -53,7 +48,7 @@ class BorrowedModel:
     """
 
     def __init__(
-        self, initialize: Initialize, arguments: dict[str, Any], config: Mapping[str, Any]
+        self, initialize: Callable[..., Any], arguments: dict[str, Any], config: Mapping[str, Any]
     ) -> None:
         model = arguments["model"]
         if type(model).__name__ == "PipelineModule":
@@ -68,11 +63,6 @@ class BorrowedModel:
         self._snapshot = ModuleSnapshot(model)
         self._after_forward: dict[str, Callable[..., Any]] = {}
         self._on_host: dict[int, torch.Tensor] = {}
-        self.earlier = weak.WeakTensorKeyDictionary()
-        for each in gc.get_objects():
-            # By type: an instance check asks lazily loaded objects for their attributes.
-            if issubclass(type(each), torch.Tensor):
-                self.earlier[each] = None
 
     def engine_for_the_script(self) -> Any:
         """Call `deepspeed.initialize` for stage 0 with a simple optimizer, on fake parameters.
@@ -184,14 +174,14 @@ class BorrowedModel:
         """Simulate a candidate up to the script's forward pass; return its outputs.
 
         Args:
-            request: the attributes of `Candidate`; `switches` of the model that differ from the
-                script's own; `activations_only`, for the model's passes alone.
+            request: the attributes of `Question`, of which `switches` differ from the script's own.
             args: positional arguments of the call.
             kwargs: its keyword arguments.
             end: called with the result at the end of the script's micro step.
         """
-        if request["switches"]:
-            self._snapshot.change(functools.partial(_switch, wanted=request["switches"]))
+        candidate = Question(**{name: request[name] for name in Question._fields})
+        if candidate.switches:
+            self._snapshot.change(functools.partial(_switch, wanted=candidate.switches))
         micro_batch, packed_length = self._samples([args, dict(kwargs)])
         captured = Captured(
             initialize=self._initialize,
@@ -202,14 +192,10 @@ class BorrowedModel:
             sequence_length=None if packed_length else self.sequence_length(args, kwargs),
             on_host=self._on_host,
             uses_zero_init=self.uses_zero_init,
-            dtype=next(self._arguments["model"].parameters()).dtype,
-            # Of a batch that is made once, the script's other tensors are as old as it is.
-            earlier=() if any(t in self.earlier for t in tensors_in(args)) else self.earlier,
         )
-        config = as_simulated(ds_config.completed(request["config"], self._config))
-        asked = {each.name: request[each.name] for each in fields(Candidate)}
-        candidate = Candidate(**{**asked, "config": config})
-        run = (ActivationPass if request["activations_only"] else Simulation)(captured, candidate)
+        config = as_simulated(ds_config.completed(candidate.config, self._config))
+        kind = ActivationPass if candidate.activations_only else Simulation
+        run = kind(captured, candidate._replace(config=config))
         outputs = run.forward(args, kwargs)
 
         def script_backward(*args: Any, **kwargs: Any) -> None:

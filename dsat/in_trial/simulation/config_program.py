@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import json
 import math
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -100,9 +101,7 @@ def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(path.parent, _configuration_file=path.name)
     except Exception as error:  # of any kind: each model checks its own
-        said, *more = str(error).strip().splitlines() or [type(error).__name__]
-        if said.endswith(":"):
-            said = " ".join([said, *(line.strip() for line in more)])
+        said = textwrap.shorten(str(error), 300) or type(error).__name__
         raise InvalidTrial(
             f"transformers {transformers.__version__} refuses {path.name}: {said.strip(' .')}. "
             "Give another version of transformers, or your training script instead"

@@ -132,9 +132,6 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
     ) -> torch.Tensor:
         return self._pinned(tensor.shape if match_shape else (tensor.numel(),), tensor.dtype)
 
-    def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.pin_memory(tensor)
-
     def _pin_fresh(self, template: torch.Tensor, shape: Any) -> torch.Tensor:
         return self._pinned(shape, template.dtype)
 
@@ -149,12 +146,8 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return True
 
     FloatTensor = _maker(torch.float32)
-    DoubleTensor = _maker(torch.float64)
-    HalfTensor = _maker(torch.float16)
-    BFloat16Tensor = _maker(torch.bfloat16)
     ByteTensor = _maker(torch.uint8)
     IntTensor = _maker(torch.int32)
-    LongTensor = _maker(torch.int64)
 
 
 def register() -> None:

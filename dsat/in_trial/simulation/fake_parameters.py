@@ -19,6 +19,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import wrapt
@@ -28,9 +29,8 @@ from dsat.in_trial.versions.transformers_types import loads_float32, type_argume
 
 aten = torch.ops.aten
 
-# Smaller parameters and buffers are real, because some scripts read them, until they are this many.
+# Smaller parameters and buffers are real, because some scripts read them.
 SMALLEST_FAKE_BYTES = 2**20
-MOST_REAL_BYTES = 2**28
 # Initial values that are larger are not even computed.
 _LARGEST_INITIAL_BYTES = 2**25
 _INITIAL_VALUES = ("empty", "full", "ones", "rand", "randn", "zeros")
@@ -79,7 +79,6 @@ class FakeParameters:
 
     def __init__(self) -> None:
         self.fake_bytes = 0
-        self._real_bytes = 0
         self._mode = ScriptMode()
         self._undo = contextlib.ExitStack()
         self._opened_zero_init = False
@@ -96,7 +95,7 @@ class FakeParameters:
 
     def install(self) -> None:
         """Change torch, DeepSpeed and transformers, now or when it is imported."""
-        self._replace_parameter()
+        self._replace(torch.nn.Parameter, "__new__", self._new_parameter)
         self._replace(torch.nn.Module, "register_buffer", self._register_buffer)
         self._replace(torch.nn.Module, "_apply", _apply)
         self._replace(FakeTensor, "__deepcopy__", lambda _: _copied)
@@ -120,24 +119,20 @@ class FakeParameters:
             return tensor
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type == "meta":
             return tensor
-        if size < SMALLEST_FAKE_BYTES and self._real_bytes + size <= MOST_REAL_BYTES:
-            self._real_bytes += size
+        if size < SMALLEST_FAKE_BYTES:
             return tensor
         self.fake_bytes += size
         form = tensor.shape, tensor.stride()
         with self._mode:
             return torch.empty_strided(*form, dtype=tensor.dtype, device=tensor.device)
 
-    def _replace_parameter(self) -> None:
-        original = torch.nn.Parameter.__new__
-
+    def _new_parameter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
             if cls is torch.nn.Parameter and isinstance(data, torch.Tensor):
                 data = self._fake_of(data)
             return original(cls, data, requires_grad)
 
-        torch.nn.Parameter.__new__ = new  # type: ignore[method-assign]
-        self._undo.callback(setattr, torch.nn.Parameter, "__new__", original)
+        return new
 
     def _register_buffer(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -193,13 +188,8 @@ class FakeParameters:
         self._replace(base, "_from_config", lambda _: classmethod(noted))
 
     def _replace(self, place: Any, name: str, made: Callable[[Any], Any]) -> None:
-        inherited = name not in vars(place)
-        before = vars(place).get(name)
-        setattr(place, name, made(getattr(place, name, None)))
-        if inherited:
-            self._undo.callback(delattr, place, name)
-        else:
-            self._undo.callback(setattr, place, name, before)
+        new = made(getattr(place, name))
+        self._undo.enter_context(mock.patch.object(place, name, new))
 
     def _replace_zero_init(self) -> None:
         """Make `zero.Init` only take note: it would leave the script with empty parameters."""

@@ -37,8 +37,6 @@ _FREE = frozenset(
 # Those that write their first argument and do not read it; that read a small part of it.
 _OVERWRITES = frozenset("copy_ zero_ fill_".split())
 _GATHERS = frozenset("embedding index_select gather index nll_loss_forward".split())
-_COMPILED_PASSES = 2  # a compiled optimizer reads and writes each of its tensors
-_MOST_GROUPS = 400  # of one kind and phase; beyond that they count as memory traffic
 _BACKWARD_PHASES = {"first gradient": "backward"}
 _COLLECTIVES = {
     **dict.fromkeys(
@@ -88,11 +86,9 @@ class OperatorTrace:
         results = _tensors(out)
         if not (results or func._schema.is_mutable):
             return
-        inputs = [] if name in _GATHERS else _tensors((args, kwargs))
+        inputs = results if name in _GATHERS else _tensors((args, kwargs))
         if name in _OVERWRITES:
             inputs = inputs[1:]
-        elif name in _GATHERS:
-            inputs = results
         flops = self._flops(func, args, kwargs, out)
         kind = _kind(name) if flops else MEMORY
         self._add(phase, kind, flops, inputs, results)
@@ -101,7 +97,7 @@ class OperatorTrace:
         """Count a call of one of DeepSpeed's compiled operators, such as a fused Adam."""
         tensors = _tensors(args)
         if tensors and phase in PHASES:
-            self._add(phase, MEMORY, 0.0, tensors, tensors * (_COMPILED_PASSES - 1))
+            self._add(phase, MEMORY, 0.0, tensors, tensors)  # reads and writes each
 
     def result(self, *, micro_batch: int, slots: int, parameters: int) -> StepTrace:
         """Return what was counted."""
@@ -138,17 +134,9 @@ class OperatorTrace:
             kind, moved = TRANSFER, sum(t.numel() * t.element_size() for t in results)
         itemsize = results[0].element_size() if results else 4
         key = (phase, self.is_last, kind, itemsize, flops)
-        if flops and key not in self._kernels and len(self._kernels) > _MOST_GROUPS:
-            key = (phase, self.is_last, kind, itemsize, self._similar(key))
         total = self._kernels.setdefault(key, [0.0, 0])
         total[0] += moved
         total[1] += 1
-
-    def _similar(self, wanted: _Kernel) -> float:
-        """Return the nearest number of FLOPs that is counted already, to keep a trace small."""
-        known = [key[4] for key in self._kernels if key[:4] == wanted[:4]]
-        own = wanted[4]
-        return min(known, key=lambda flops: abs(flops - own), default=own)
 
     def _flops(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
         formula = flop_registry.get(func._overloadpacket)

@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import wrapt
@@ -137,14 +138,10 @@ def for_fake_cpu() -> Iterator[None]:
         (torch.Tensor, "data_ptr", lambda self: 0),
         (torch.nn.Module, "to", lambda self, *_, **__: self),
     ]
-    before = [getattr(place, name) for place, name, _ in changes]
-    for place, name, value in changes:
-        setattr(place, name, value)
-    try:
+    with contextlib.ExitStack() as stack:
+        for place, name, value in changes:
+            stack.enter_context(mock.patch.object(place, name, value))
         yield
-    finally:
-        for (place, name, _), value in zip(changes, before, strict=True):
-            setattr(place, name, value)
 
 
 def _not_compiled(function: Any = None, **_: Any) -> Any:
@@ -196,6 +193,28 @@ def partition_in_stage_3(model: torch.nn.Module, config: Mapping[str, Any]) -> N
     zero: Any = importlib.import_module("deepspeed.runtime.zero")
     deepspeed.comm.init_distributed(verbose=False)
     zero.Init(module=model, config_dict_or_path=config)
+
+
+def ulysses_groups(module: torch.nn.Module, *, size: int, micro_batch: int) -> Any:
+    """Divide the attention of a transformers model; return the `mpu` for `deepspeed.initialize`.
+
+    Raises:
+        SimulationUnsupported: the model's attention is not chosen by its configuration.
+    """
+    import deepspeed.comm
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if kernel is None:
+        raise SimulationUnsupported("sequence parallelism of a model that is not of transformers")
+    deepspeed.comm.init_distributed(get_accelerator().communication_backend_name())
+    return UlyssesSPAttentionHF.register_with_transformers(
+        module,
+        core_attn_implementation=kernel,
+        sequence_parallel_size=size,
+        micro_batch_size=micro_batch,
+    )
 
 
 def _patch_moves(tracker: StorageTracker, device_type: str) -> None:

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from dsat.in_trial.simulation import fake_device, patches, ulysses
+from dsat.in_trial.simulation import fake_device, patches
 from dsat.in_trial.simulation.autocast import Autocast, outside_of_contexts
-from dsat.in_trial.simulation.captured import Candidate, Captured, repeated
+from dsat.in_trial.simulation.captured import Captured, repeated, translated, without_state
 from dsat.in_trial.simulation.fake_parameters import is_scripts
 from dsat.in_trial.simulation.known_values import ValuesMode
-from dsat.in_trial.simulation.module_snapshot import translated, without_state
 from dsat.in_trial.simulation.operator_trace import OperatorTrace
 from dsat.in_trial.simulation.storage_tracker import (
     ALL,
@@ -29,20 +28,21 @@ from dsat.in_trial.simulation.storage_tracker import (
     tensors_in,
 )
 from dsat.in_trial.versions import transformers_masks
+from dsat.inputs import ds_config
 from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
+from dsat.memory.simulation_client import Question
 from dsat.values.trial import BatchTriple
-
-_ON_HOST = (PINNED, HOST)
 
 
 class _FakeDevice:
     """The fake device with its tracker, or a CPU; everything is fake from now on."""
 
-    def __init__(self, captured: Captured, candidate: Candidate) -> None:
+    def __init__(self, captured: Captured, candidate: Question) -> None:
         self._captured = captured
         self._candidate = candidate
         self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._dtype = captured.dtype
+        self._scripts_dtype = next(captured.snapshot.module.parameters()).dtype
+        self._dtype = self._scripts_dtype
         self._device = "cpu" if candidate.as_cpu else fake_device.DEVICE_TYPE
         self._kind = ALL if candidate.as_cpu else DEVICE
         self.tracker = StorageTracker(self._device)
@@ -98,7 +98,7 @@ class _FakeDevice:
         captured, candidate = self._captured, self._candidate
         shape = captured.shape_for(candidate, tensor)
         dtype = tensor.dtype
-        if dtype.is_floating_point and dtype == self._captured.dtype:
+        if dtype.is_floating_point and dtype == self._scripts_dtype:
             dtype = self._dtype
         fake = torch.empty(shape, dtype=dtype, device=self._device)
         self._adopted[id(tensor)] = tensor, fake
@@ -111,7 +111,7 @@ class _FakeDevice:
 class Simulation(_FakeDevice):
     """A candidate's engine, whose last micro step computes the script's own loss."""
 
-    def __init__(self, captured: Captured, candidate: Candidate) -> None:
+    def __init__(self, captured: Captured, candidate: Question) -> None:
         super().__init__(captured, candidate)
         self.tracker.workspace_bytes = candidate.workspace_bytes
         self._engine = self._make_engine()
@@ -138,7 +138,9 @@ class Simulation(_FakeDevice):
         shared, micro_batch = self._candidate.parallelism, self._candidate.micro_batch
         if shared.sequence > 1:
             module = captured.snapshot.module
-            arguments["mpu"] = ulysses.groups(module, size=shared.sequence, micro_batch=micro_batch)
+            arguments["mpu"] = patches.ulysses_groups(
+                module, size=shared.sequence, micro_batch=micro_batch
+            )
         gc.collect()
         self.tracker.begin("init")
         if captured.uses_zero_init:
@@ -213,7 +215,9 @@ class Simulation(_FakeDevice):
     def result(self) -> dict[str, Any]:
         """Return the memory that the tracker measured."""
         init, forward, backward, step = (self.tracker.peak(p, self._kind) for p in PHASES)
-        pinned, pageable = (max(self.tracker.peak(p, kind) for p in PHASES) for kind in _ON_HOST)
+        pinned, pageable = (
+            max(self.tracker.peak(p, kind) for p in PHASES) for kind in (PINNED, HOST)
+        )
         found = MemoryEstimate(init, forward, backward, step, pinned, pageable, SIMULATED)
         return {"estimate": found.to_json(), **self.trace(self._engine.module)}
 
@@ -221,10 +225,11 @@ class Simulation(_FakeDevice):
 class ActivationPass(_FakeDevice):
     """One forward and one backward pass of the model by itself, without any engine."""
 
-    def __init__(self, captured: Captured, candidate: Candidate) -> None:
+    def __init__(self, captured: Captured, candidate: Question) -> None:
         super().__init__(captured, candidate)
-        dtype = _dtype(candidate.config)
-        self._dtype = dtype or captured.dtype
+        enabled, _ = ds_config.data_types(candidate.config)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(enabled))
+        self._dtype = dtype or self._scripts_dtype
         captured.snapshot.put_fakes(self._device, dtype)
         self._module = captured.snapshot.module.train()
         for parameter in self._module.parameters():
@@ -280,13 +285,6 @@ class ActivationPass(_FakeDevice):
             },
             **self.trace(self._module),
         }
-
-
-def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """The type that an engine gives to the parameters, if it does."""
-    types = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
-    enabled = (name for name in types if (config.get(name) or {}).get("enabled"))
-    return types.get(next(enabled, ""))
 
 
 def _some_loss(outputs: Any) -> torch.Tensor:

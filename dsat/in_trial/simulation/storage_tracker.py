@@ -84,8 +84,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._bytes[kind] += size
             self._note(kind)
 
-    def _note(self, kind: str) -> None:
-        key = self._phase, kind
+    def _note(self, kind: str, phase: str = "") -> None:
+        key = phase or self._phase, kind
         self._peaks[key] = max(self._peaks.get(key, 0), self._bytes[kind])
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -127,9 +127,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if workspace := workspace_bytes(func, args):
             self._take_briefly(workspace)
         if func in _MATMULS:
-            for kind, size in self._bytes.items():
-                key = MATMUL, kind
-                self._peaks[key] = max(self._peaks.get(key, 0), size)
+            for kind in self._bytes:
+                self._note(kind, MATMUL)
             adds_bias = func is aten.addmm.default and args[0].dim() == 1
             workspace = min(self.workspace_bytes, BIASED_WORKSPACE_BYTES)
             self._take_briefly(workspace if adds_bias else self.workspace_bytes)

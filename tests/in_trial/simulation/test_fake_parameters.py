@@ -55,21 +55,11 @@ def test_a_model_of_many_gigabytes_takes_no_memory(fakes: FakeParameters) -> Non
     assert fakes.fake_bytes == 4 * (3 * WIDE**2 + OWN**2)
     assert sum(p.numel() for p in model.parameters()) == 3 * WIDE**2 + WIDE + 3
     assert all(isinstance(p, torch.nn.Parameter) for p in model.parameters())
-
-
-def test_small_parameters_and_data_are_real(fakes: FakeParameters) -> None:
-    own = Own()
-    assert own.scale.tolist() == [2.0, 2.0, 2.0]
-    data = torch.randn(100, 7)
-    assert not isinstance(data, FakeTensor) and data.numpy().shape == (100, 7)
-    assert not is_scripts(own.scale) and is_scripts(own.drawn)
-
-
-def test_a_value_of_a_fake_parameter_is_of_its_type(fakes: FakeParameters) -> None:
-    layer = torch.nn.Linear(WIDE, WIDE)
-    assert isinstance(layer.weight.norm().item(), float)
-    assert not bool((layer.weight > 0).any())
-    assert isinstance((layer.weight > 0).sum().item(), int)
+    # Small parameters and data are real, and a value of a fake one is of its type.
+    assert is_scripts(own.drawn) and own.scale.tolist() == [2.0, 2.0, 2.0]
+    assert torch.randn(100, 7).numpy().shape == (100, 7)
+    assert isinstance(own.drawn.norm().item(), float) and not bool((own.drawn > 0).any())
+    assert isinstance((own.drawn > 0).sum().item(), int)
 
 
 @pytest.mark.parametrize("convert", ["bfloat16", "half", "double"])

@@ -45,7 +45,7 @@ def test_a_real_rank_needs_what_was_simulated(name: str, on_device: bool, tmp_pa
 @pytest.mark.parametrize(
     "name",
     [
-        "fp16",
+        pytest.param("fp16", marks=pytest.mark.nightly),
         "CUDA named everywhere",
         "Trainer that wants a GPU",
     ],
@@ -58,23 +58,24 @@ def test_what_no_cpu_trains_is_simulated(name: str, tmp_path: Path) -> None:
     assert estimate.peak > estimate.forward > 2**24
 
 
-def test_checkpointing_is_switched_as_the_script_could_have(tmp_path: Path) -> None:
-    one = style("Trainer")
-    switched = simulated(one, tmp_path, 4, switches={"gradient_checkpointing": True})
-    other = simulated(
-        replace(style("Trainer, gradient checkpointing"), stage=one.stage), tmp_path, 4
-    )
-    assert switched.peak == pytest.approx(other.peak, rel=0.001)
-
-
-@pytest.mark.nightly
-def test_attention_is_switched_as_the_script_could_have(tmp_path: Path) -> None:
-    other = simulated(style("transformers, eager attention"), tmp_path, 4)
-    own = simulated(style("transformers, SDPA"), tmp_path, 4)
-    eager = {"attn_implementation": "eager"}
-    switched = simulated(style("transformers, SDPA"), tmp_path, 4, switches=eager)
-    assert switched.backward == pytest.approx(other.backward, rel=0.001)
-    assert switched.backward > 1.01 * own.backward
+@pytest.mark.parametrize(
+    ("own", "other", "switch", "value"),
+    [
+        ("Trainer", "Trainer, gradient checkpointing", "gradient_checkpointing", True),
+        pytest.param(
+            *("transformers, SDPA", "transformers, eager attention"),
+            *("attn_implementation", "eager"),
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_model_is_switched_as_the_script_could_have(
+    own: str, other: str, switch: str, value: object, tmp_path: Path
+) -> None:
+    one = style(own)
+    switched = simulated(one, tmp_path, 4, switches={switch: value})
+    written = simulated(replace(style(other), stage=one.stage), tmp_path, 4)
+    assert switched.peak == pytest.approx(written.peak, rel=0.001)
 
 
 def test_what_is_compiled_is_simulated_as_it_was_written(tmp_path: Path) -> None:
