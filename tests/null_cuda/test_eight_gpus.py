@@ -63,13 +63,10 @@ def _check_that_no_device_is_shared(used: dict[str, list[dict[str, Any]]]) -> in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("slots", "devices", "trials"), [(1, 8, 9), pytest.param(8, 10, 2, marks=pytest.mark.nightly)]
-)
 def test_a_search_goes_on_without_what_is_in_use_and_what_fails(
-    null_cuda: MachineOf, tmp_path: Path, slots: int, devices: int, trials: int
+    null_cuda: MachineOf, tmp_path: Path
 ) -> None:
-    machine = null_cuda(*(Device(busy_bytes=5 * _GIB * (number == 2)) for number in range(devices)))
+    machine = null_cuda(*(Device(busy_bytes=5 * _GIB * (number == 2)) for number in range(8)))
     seen: list[Any] = []
 
     def fail(row: Any) -> None:
@@ -77,21 +74,17 @@ def test_a_search_goes_on_without_what_is_in_use_and_what_fails(
         if len(seen) == 1:  # a device that the next trials would have
             machine.break_device(1, _ECC)
 
-    result = _tune(tmp_path / "run", slots, fail, max_trials=trials)
-    assert len(seen) == len(result.trials) >= min(trials, 6)
+    result = _tune(tmp_path / "run", 1, fail, max_trials=9)
+    assert len(seen) == len(result.trials) >= 6
     assert {row["outcome"] for row in seen} == {"OK"}, seen
     [warning] = [text for text in result.warnings if "not used any more" in text]
     assert warning.startswith("cuda 1 ")
     assert "uncorrectable ECC" in warning
     used = _used(tmp_path / "run")
-    for trial, ranks in used.items():
-        own = {rank["device"] for rank in ranks}
-        assert len(own) == slots, (trial, own)
-        assert "2" not in own
+    assert all("2" not in {rank["device"] for rank in ranks} for ranks in used.values())
     last = max(used.values(), key=lambda ranks: ranks[0]["began_s"])
     assert "1" not in {rank["device"] for rank in last}
-    beside = _check_that_no_device_is_shared(used)
-    assert beside > 0 or slots == 8
+    assert _check_that_no_device_is_shared(used) > 0
     assert result.best is not None
     assert not machine.held()
 

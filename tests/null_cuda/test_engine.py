@@ -20,7 +20,7 @@ from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.machine import Machine, find_machine, find_machines
-from dsat.errors import EngineError, UserInputError
+from dsat.errors import UserInputError
 from dsat.inputs import entrypoint, experiment
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.placement import Launch
@@ -94,23 +94,17 @@ LOOK = True
 # What fails on rank 1 of two, what becomes of the trial, and whether its devices are looked at.
 FAILURES = [
     ("cuMemCreate>40000000=2", OOM, "CUDA out of memory", not LOOK),
-    ("cudaLaunchKernel#40=2", OOM, "out of memory", not LOOK),
     ("cudaHostAlloc=2", HOST_OOM, "out of memory", not LOOK),
     ("cublasCreate_v2=3", OOM, "CUBLAS_STATUS_ALLOC_FAILED", not LOOK),
-    ("cublasCreate_v2=1", ERROR, "CUBLAS_STATUS_NOT_INITIALIZED", not LOOK),
     ("cudaLaunchKernel#40=46", ERROR, "busy or unavailable", LOOK),
     ("cudaLaunchKernel#40=220", ERROR, "uncorrectable NVLink error", LOOK),
     ("cudaLaunchKernel#40=700", ERROR, "illegal memory access", not LOOK),
-    ("cudaLaunchKernel#40=710", ERROR, "device-side assert", not LOOK),
     ("cudaLaunchKernel#40=719", ERROR, "unspecified launch failure", LOOK),
     ("cudaLaunchKernel#40=214", ERROR, "uncorrectable ECC error", LOOK),
-    ("cudaMemcpyAsync#4=700", ERROR, "illegal memory access", not LOOK),
-    ("cudaMemcpyAsync#4=719", ERROR, "unspecified launch failure", LOOK),
     ("cudaStreamSynchronize#2=702", ERROR, "launch timed out", LOOK),
     ("cudaLaunchKernel#40=226", ERROR, "Invalid access of peer GPU memory over nvlink", LOOK),
     ("cudaLaunchKernel#40=802", ERROR, "system not yet initialized", LOOK),
     ("cudaLaunchKernel#40=999", ERROR, "unknown error", LOOK),
-    ("cudaSetDevice=46", ERROR, "busy or unavailable", LOOK),
     ("ncclCommInitRank=2", ERROR, "unhandled system error", LOOK),
     ("ncclAllReduce#2=1", ERROR, "unhandled cuda error", LOOK),
     ("ncclBroadcast#1=6", ERROR, "remote process exited", not LOOK),
@@ -170,36 +164,24 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_broken_gpu_is_left_and_its_trial_runs_elsewhere(
+def test_a_trial_that_aborts_runs_again_in_a_fresh_process(
     null_cuda: MachineOf,
     imported: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    machine = null_cuda(Device(), Device(), Device())
-    with engine_on_devices(tmp_path / "run", slots=1, prefix=imported) as engine:
+    """An abort may be the fork's fault."""
+    machine = null_cuda(Device())
+    with engine_on_devices(tmp_path / "run", prefix=imported) as engine:
         assert outcome_of(engine, 0, kind=TrialKind.PROFILE).ok
-        machine.break_device(0, 214)
-        for number in (1, 2, 3):
-            engine.launch(trial(number))
-        ended: dict[int, Outcome] = {}
-        while len(ended) < 3:
-            ended.update(engine.poll(10.0))
-        assert all(outcome.ok for outcome in ended.values()), ended
-        assert engine.num_slots == 2
         assert engine._retries.way.name == "FORKED"
-        # An abort may be the fork's fault: a fresh process, in which it does not come, runs well.
         monkeypatch.setenv("NULL_CUDA_FAULTS", "cudaLaunchKernel#80=abort")
-        engine.launch(trial(4))
+        engine.launch(trial(1))
         monkeypatch.setenv("NULL_CUDA_FAULTS", "")
-        while not (aborted := engine.poll(10.0)):
+        while not (ended := engine.poll(10.0)):
             pass
-        assert aborted[0][1].ok, aborted
+        assert ended[0][1].ok, ended
         assert engine._retries.way.name == "FRESH"
-        machine.break_device(1, 79)
-        machine.break_device(2, 79)
-        with pytest.raises(EngineError, match=r"0 of 3 still work .*uncorrectable ECC"):
-            outcome_of(engine, 5)
     assert not machine.held()
 
 
@@ -310,6 +292,14 @@ def test_devices_are_chosen_as_the_user_chose_them(
     assert "in use by other programs" in found.warnings[0]
     machine.break_device(2, 46)
     assert "busy or unavailable" in find_machine().left_out[0]
+    # What the command itself holds, as after the first run, is no use by others.
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    code = "import json; from dsat.engines.local import device_use as use; "
+    code += "print(json.dumps(use.as_of_now()))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    machine.use(0, 6 * _GIB)
+    [held] = find_machines({"here": imported}, {**os.environ, **json.loads(told.stdout)})
+    assert held.devices == ("0",)
 
 
 @pytest.mark.slow
@@ -332,19 +322,3 @@ def test_devices_that_a_command_names_are_used_whoever_else_is_there(
     chosen = Entrypoint(env={"CUDA_VISIBLE_DEVICES": "3,0"})
     with hosts_of.acquired("local", chosen) as (host,):
         assert host.machine.devices == ("3", "0")
-
-
-@pytest.mark.slow
-def test_what_the_command_itself_holds_is_no_use_by_others(
-    null_cuda: MachineOf, imported: tuple[str, ...]
-) -> None:
-    machine = null_cuda(Device(8 * _GIB), Device(8 * _GIB), Device(8 * _GIB, busy_bytes=6 * _GIB))
-    code = "import json; from dsat.engines.local import device_use as use; "
-    code += "print(json.dumps(use.as_of_now()))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    in_use = {**os.environ, **json.loads(told.stdout)}
-    machine.use(0, 6 * _GIB)  # as the first run does
-    [found] = find_machines({"here": imported}, in_use)
-    assert found.devices == ("0", "1") and "cuda 2 is in use" in found.left_out[0]
-    [found] = find_machines({"here": imported})
-    assert found.devices == ("1",)
