@@ -10,11 +10,11 @@ from dsat.app.source import Source
 from dsat.errors import UserInputError
 from dsat.inputs import autotuning_section
 from dsat.inputs.autotuning_section import Autotuning
+from dsat.inputs.ds_config import STAGES
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.option import ANY
 from dsat.inputs.settings import Settings
 from dsat.inputs.switches import SWITCHES
-from dsat.inputs.value_lists import STAGES
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan
 

@@ -12,7 +12,7 @@ from dsat.inputs import ds_config, script_args
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
 from dsat.inputs.option import ANY, OWN
-from dsat.inputs.settings import DEFAULT_STAGES, Settings
+from dsat.inputs.settings import Settings
 from dsat.inputs.switches import BIND_CORES, CHECKPOINTING, SWITCHES, VARIABLE
 from dsat.search import SEARCHES
 from dsat.space.batch_rule import BatchRule
@@ -52,7 +52,7 @@ def plan_of(
     sizes = script_args.batch_from_args(base, args, experiment.arg_mappings)
     own_batch = ds_config.resolve_batch(sizes, slots, where=experiment.ds_config_name)
     listed = dict(experiment.choices)
-    stages = listed.pop("stage", DEFAULT_STAGES)
+    stages = listed.pop("stage", ds_config.STAGES)
     micro_batches = tuple(sorted(listed.pop(_MICRO_BATCH, ())))
     global_batch = _global_batch(settings, base, own_batch, is_listed=GAS in listed)
     any_batch = global_batch is None and settings.max_train_batch_size is None

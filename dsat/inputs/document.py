@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,33 +30,15 @@ def read_text(path: Path) -> str:
         raise UserInputError(f"cannot be read: {reason}", where=str(path)) from None
 
 
-def check(data: Any, at: str = "") -> None:
-    """Check that JSON can hold a value with all its parts.
+def as_json(data: Any) -> Any:
+    """Return a copy of a value as JSON has it: keys are text, and no two places share a value.
 
     Raises:
-        ValueError: it holds a date, NaN, or what fits into no file or 64 bits. The message says
-            what, and where.
+        ValueError: JSON cannot hold it, as a date or NaN.
         RecursionError: it is nested too deeply.
     """
-    if isinstance(data, Mapping):
-        for key, value in data.items():
-            if isinstance(key, (Mapping, list, tuple)):
-                raise ValueError(f"holds a key that is no single value at {at.lstrip('.')}: {key}")
-            check(key, at)
-            check(value, f"{at}.{key}")
-    elif isinstance(data, (list, tuple)):
-        for index, value in enumerate(data):
-            check(value, f"{at}[{index}]")
-    elif isinstance(data, str):
-        if "\x00" in data:
-            raise ValueError(f"holds a NUL character at {at.lstrip('.')}")
-        data.encode("utf-8")  # UnicodeEncodeError is a ValueError
-    elif isinstance(data, int) and abs(data) > LARGEST_INTEGER:
-        raise ValueError(f"holds a number that is too large at {at.lstrip('.')}")
-    elif isinstance(data, float) and not math.isfinite(data):
-        raise ValueError(f"holds NaN or Infinity at {at.lstrip('.')}: put a number in its place")
-    elif not isinstance(data, (int, float, bool, type(None))):
-        raise ValueError(
-            f"holds a value that JSON does not know at {at.lstrip('.')}: a {type(data).__name__}. "
-            "Put dates into quotes, for example"
-        )
+    try:
+        return json.loads(json.dumps(data, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        known = "holds a value that JSON does not know (NaN, or a date without quotes)"
+        raise ValueError(f"{known}: {error}") from None

@@ -27,6 +27,7 @@ DSAT_TRIAL_KEY = "_dsat_trial"  # on a cluster: the specification of the trial
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 AUTO = "auto"
+STAGES = (0, 1, 2, 3)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -55,10 +56,9 @@ def parse(text: str) -> dict[str, Any]:
             found = _parse_hjson(text)
         if not isinstance(found, dict):
             raise ValueError("does not hold a mapping of keys to values")
-        document.check(found)
+        return dict(document.as_json(found))
     except RecursionError:
         raise ValueError("is nested too deeply") from None
-    return found
 
 
 def _parse_hjson(text: str) -> Any:
@@ -138,16 +138,19 @@ def check_sections(config: Mapping[str, Any], *, where: str) -> None:
         value = at(config, path)
         if value is not None and not isinstance(value, Mapping):
             raise UserInputError(f"must be a mapping, not {value!r}", where=f"{where}: {path}")
-    stage = at(config, "zero_optimization.stage")
-    if isinstance(stage, bool) or stage not in (None, 0, 1, 2, 3):
-        raise UserInputError(
-            f"must be 0, 1, 2 or 3, not {stage!r}", where=f"{where}: zero_optimization.stage"
-        )
+    zero = config.get("zero_optimization") or {}
+    check_stage(zero.get("stage", 0), where=f"{where}: zero_optimization.stage")
     for name in _SIZES:
         path = f"zero_optimization.{name}"
-        value = at(config, path)
+        value = zero.get(name)
         if value not in (None, AUTO) and not (isinstance(value, str) and value.isdecimal()):
             whole_number(value, f"{where}: {path}", least=0)
+
+
+def check_stage(stage: Any, *, where: str) -> None:
+    """Raise UserInputError if there is no such ZeRO stage."""
+    if isinstance(stage, bool) or stage not in STAGES:
+        raise UserInputError(f"must be 0, 1, 2 or 3, not {stage!r}", where=where)
 
 
 def whole_number(value: Any, where: str, *, least: int = 1) -> int:

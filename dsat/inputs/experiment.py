@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,9 +66,9 @@ _TRUTHS = {
     for word in words.split()
     for said in (word, word.capitalize(), word.upper())
 }
-_DEVICES = ("cpu", "gpu", "cuda", "rocm")  # gpu is an older name of cuda
 # Where in an experiment's configuration the user's own overrides are.
 OVERRIDES = f"hyperparameters.{OVERWRITE_KEY}"
+_SLOTS = "resources.slots_per_trial"
 
 
 def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experiment:
@@ -102,18 +101,16 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
     hparams = _hyperparameters(data, where)
     ds, ds_name = _ds_config(hparams[CONFIG_KEY], model_dir, includes, where)
     ds, listed = value_lists.split(ds, where=ds_name)
-    ds_config.check_sections(ds, where=ds_name)
     overrides = hparams.get(OVERWRITE_KEY) or {}
     key = f"{where}: {OVERRIDES}"
     if not isinstance(overrides, Mapping):
         raise UserInputError(f"must be a mapping, not {overrides!r}", where=key)
     overrides, listed_over = value_lists.split(overrides, where=key)
-    ds_config.check_sections(overrides, where=key)
     listed = {**listed, **listed_over}
     if listed:  # the script must not read the lists
         own = {OVERWRITE_KEY: overrides} if overrides else {}
         hparams = {**hparams, CONFIG_KEY: ds_config.for_use(ds), **own}
-    _check_searcher(data, where)
+    slots = ds_config.at(data, _SLOTS)
     return Experiment(
         path=config,
         name=str(data.get("name") or model_dir.resolve().name),
@@ -125,7 +122,7 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
         ds_config=ds,
         ds_config_name=ds_name,
         overrides=overrides,
-        slots_per_trial=_slots(data, where),
+        slots_per_trial=1 if slots is None else ds_config.whole_number(slots, f"{where}: {_SLOTS}"),
         env=_environment(data, where),
         choices=listed,
     )
@@ -152,7 +149,6 @@ def of_command(
     else:
         path, where, content = folder, config_name, ds_config.in_current_terms(config)
     ds, listed = value_lists.split(content, where=where)
-    ds_config.check_sections(ds, where=where)
     return Experiment(
         path=path,
         name=name,
@@ -174,11 +170,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """
     try:
         text = document.read_text(path)
-        data = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
-        document.check(data)  # no master and no DeepSpeed could read what JSON cannot say
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        problem = f"is not valid JSON: {error.msg} ({place})"
+        # No master and no DeepSpeed reads what JSON cannot say.
+        is_json = path.suffix == ".json"
+        data = ds_config.parse(text) if is_json else document.as_json(parse_yaml(text))
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
@@ -189,8 +183,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         problem = str(error)
     else:
         if isinstance(data, dict):
-            # Keys become text, and no two places share a value.
-            return dict(json.loads(json.dumps(data)))
+            return data
         problem = "does not hold a mapping of keys to values"
     raise UserInputError(problem, where=str(path))
 
@@ -229,8 +222,7 @@ def trial_hparams(hparams: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
 
 def length_in_units(steps: int, config: Mapping[str, Any], batch: BatchTriple) -> int:
     """Return the length of a number of optimizer steps, in the unit of the script's searcher."""
-    searcher = config.get("searcher")
-    length = searcher.get("max_length") if isinstance(searcher, Mapping) else None
+    length = ds_config.at(config, "searcher.max_length")
     if isinstance(length, Mapping) and "records" in length:
         return steps * batch.train_batch_size
     return steps * batch.gas
@@ -293,39 +285,11 @@ def _ds_config(
     )
 
 
-def _check_searcher(data: Mapping[str, Any], where: str) -> None:
-    """Check the length of a full-length run: a number, or `{unit: number}`."""
-    searcher = data.get("searcher") or {}
-    if not isinstance(searcher, Mapping):
-        raise UserInputError(f"must be a mapping, not {searcher!r}", where=f"{where}: searcher")
-    length = searcher.get("max_length", 1)
-    values = list(length.values()) if isinstance(length, Mapping) else [length]
-    if len(values) != 1 or isinstance(values[0], bool) or not isinstance(values[0], int):
-        raise UserInputError(
-            f"must be a whole number or a single unit with one, not {length!r}",
-            where=f"{where}: searcher.max_length",
-            hint="For example: max_length: {batches: 100}",
-        )
-
-
-def _slots(data: Mapping[str, Any], where: str) -> int:
-    resources = data.get("resources") or {}
-    slots = resources.get("slots_per_trial", 1) if isinstance(resources, Mapping) else resources
-    return ds_config.whole_number(slots, f"{where}: resources.slots_per_trial")
-
-
 def _environment(data: Mapping[str, Any], where: str) -> dict[str, str]:
     given = ds_config.at(data, "environment.environment_variables") or []
     where = f"{where}: environment.environment_variables"
-    parts = [given]
-    if isinstance(given, Mapping):  # by device, of which a machine has one
-        if unknown := given.keys() - set(_DEVICES):
-            raise UserInputError(
-                f"unknown device type {', '.join(map(repr, sorted(unknown)))}",
-                where=where,
-                hint=f"Use {' or '.join(_DEVICES)}.",
-            )
-        parts = [given.get(device) or [] for device in _DEVICES]
+    # By device, of which a machine has one.
+    parts = [part or [] for part in given.values()] if isinstance(given, Mapping) else [given]
     env = {}
     for part in parts:
         if not isinstance(part, list):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import UserInputError
+from dsat.inputs.ds_config import STAGES
 from dsat.inputs.option import (
     ANY,
     ARG_MAPPING,
@@ -31,14 +32,12 @@ from dsat.inputs.option import (
     option,
 )
 from dsat.inputs.target import Target
-from dsat.inputs.value_lists import STAGES
 from dsat.values.objective import METRIC_NAMES
 from dsat.values.trial import TrialOptions
 
 # The commands of DeepSpeed's autotuner: what they do is in the `autotuning` section.
 TUNE, RUN = "tune", "run"
 
-DEFAULT_STAGES = (0, 1, 2, 3)
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
 
 

@@ -90,11 +90,8 @@ def test_every_other_name_is_known() -> None:
     assert in_current_terms({"zero_optimization": dict.fromkeys(aliases, 1)}) == {
         "zero_optimization": dict.fromkeys(aliases.values(), 1)
     }
-
-
-def test_two_names_of_a_setting_are_left_to_deepspeed_to_refuse() -> None:
     both = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}
-    assert in_current_terms(both) == both
+    assert in_current_terms(both) == both, "which DeepSpeed refuses"
 
 
 @pytest.mark.parametrize("size", [None, "auto", 0, 500_000_000, 5e8, "500000000"])
@@ -103,26 +100,17 @@ def test_sizes_that_deepspeed_takes_are_taken(size: object) -> None:
 
 
 def test_merge_lays_one_over_the_other() -> None:
+    before = copy.deepcopy(NESTED)
     overrides = {"optimizer": {"params": {"betas": [0.5]}}, "steps_per_print": {"a": 1}, "fp16": {}}
-    assert merge(NESTED, overrides) == {
+    merged = merge(NESTED, overrides)
+    assert merged == {
         "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.5]}},
         "zero_optimization": NESTED["zero_optimization"],
         "steps_per_print": {"a": 1},
         "fp16": {},
     }
-
-
-def test_merge_shares_nothing_with_its_arguments() -> None:
-    base = copy.deepcopy(NESTED)
-    overrides = {"fp16": {"levels": [1]}, "zero_optimization": {"offload_param": {"device": "x"}}}
-    before = copy.deepcopy(overrides)
-    merged = merge(base, overrides)
-    merged["optimizer"]["params"]["betas"].append(1)
     merged["zero_optimization"]["offload_optimizer"]["device"] = "nvme"
-    merged["zero_optimization"]["offload_param"]["device"] = "nvme"
-    merged["fp16"]["levels"].append(2)
-    assert base == NESTED
-    assert overrides == before
+    assert before == NESTED, "it shares nothing with its arguments"
 
 
 # -- batch sizes
@@ -170,68 +158,45 @@ def test_slots_that_share_samples_do_not_multiply_them(
     assert found.config()["train_batch_size"] == (None if shares else 8)
 
 
-def test_slots_must_be_divisible() -> None:
+def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(UserInputError, match="sequence parallel 3 needs a multiple of 3 slots"):
         resolve_batch({"sequence_parallel_size": 3, "train_batch_size": 8}, 4, where="ds.json")
+    config = {"train_batch_size": 8, "zero_optimization": {"zenflow": {}}}
+    with pytest.raises(UserInputError, match=r"^ds.json: zero_optimization.zenflow: ZenFlow dec"):
+        resolve_batch(config, 4, where="ds.json")
 
 
-def test_steps_that_deepspeed_divides_as_it_likes_are_refused() -> None:
-    for zenflow in (None, {}, {"topk_ratio": 0.1}):
-        zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": zenflow}
-        config = {"train_batch_size": 8, "zero_optimization": zero}
-        if zenflow is None:
-            assert resolve_batch(config, 4, where="ds.json") == BatchTriple(8, 2, 1)
-        else:
-            with pytest.raises(UserInputError, match="ZenFlow decides by itself") as caught:
-                resolve_batch(config, 4, where="ds.json")
-            assert caught.value.where == "ds.json: zero_optimization.zenflow"
-
-
-@pytest.mark.parametrize(
-    ("total", "micro", "gas"),
-    [(None, None, None), (None, None, 4), ("auto", "auto", "auto"), ("auto", None, 2)],
-)
-def test_a_batch_size_must_be_given(total: object, micro: object, gas: object) -> None:
-    config = dict(zip(BATCH_KEYS, (total, micro, gas), strict=True))
+@pytest.mark.parametrize("sizes", [(None, None, 4), ("auto", "auto", "auto"), ("auto", None, 2)])
+def test_a_batch_size_must_be_given(sizes: tuple[object, ...]) -> None:
     with pytest.raises(UserInputError, match="neither train_batch_size nor") as caught:
-        resolve_batch(config, 2, where="ds.json")
-    assert caught.value.where == "ds.json"
+        resolve_batch(dict(zip(BATCH_KEYS, sizes, strict=True)), 2, where="ds.json")
     assert "train_micro_batch_size_per_gpu" in caught.value.hint
-    assert ("auto" in caught.value.hint) is ("auto" in (total, micro, gas))
+    assert ("auto" in caught.value.hint) is ("auto" in sizes)
 
 
 @pytest.mark.parametrize(
-    ("total", "micro", "gas", "slots", "said"),
+    ("sizes", "said"),
     [
         (
-            32,
-            4,
-            2,
-            2,
+            (32, 4, 2),
             "train_batch_size 32, train_micro_batch_size_per_gpu 4, gradient_accumulation_steps 2",
         ),
-        (32, 5, None, 2, "train_batch_size 32, train_micro_batch_size_per_gpu 5"),
-        (32, None, 5, 2, "train_batch_size 32, gradient_accumulation_steps 5"),
-        (1, None, None, 2, "train_batch_size 1"),
+        ((32, 5, None), "train_batch_size 32, train_micro_batch_size_per_gpu 5"),
+        ((32, None, 5), "train_batch_size 32, gradient_accumulation_steps 5"),
+        ((1, None, None), "train_batch_size 1"),
     ],
 )
-def test_batch_sizes_that_contradict_each_other(
-    total: int | None, micro: int | None, gas: int | None, slots: int, said: str
-) -> None:
-    config = dict(zip(BATCH_KEYS, (total, micro, gas), strict=True))
-    with pytest.raises(UserInputError, match="contradict") as caught:
-        resolve_batch(config, slots, where="ds.json")
-    assert caught.value.problem.startswith(f"{said} contradict each other on {slots} slots")
+def test_batch_sizes_that_contradict_each_other(sizes: tuple[object, ...], said: str) -> None:
+    with pytest.raises(UserInputError, match=f"^ds.json: {said} contradict each other on 2 slots"):
+        resolve_batch(dict(zip(BATCH_KEYS, sizes, strict=True)), 2, where="ds.json")
 
 
-@pytest.mark.parametrize("key", BATCH_KEYS)
 @pytest.mark.parametrize("value", [True, "4", 4.5, 0, [4]])
-def test_a_batch_size_must_be_a_positive_integer(key: str, value: object) -> None:
-    config = {"train_batch_size": 8, key: value}
-    with pytest.raises(UserInputError, match="must be a positive integer") as caught:
-        resolve_batch(config, 1, where="ds.json")
-    assert caught.value.where == f"ds.json: {key}"
-    assert repr(value) in str(caught.value)
+def test_a_batch_size_must_be_a_positive_integer(value: object) -> None:
+    for key in BATCH_KEYS:
+        with pytest.raises(UserInputError, match="must be a positive integer") as caught:
+            resolve_batch({"train_batch_size": 8, key: value}, 1, where="ds.json")
+        assert caught.value.where == f"ds.json: {key}" and repr(value) in str(caught.value)
 
 
 # -- the rest
@@ -245,8 +210,7 @@ def test_equal_configurations_have_equal_fingerprints() -> None:
         {"a": 1, "b": {"c": [2, 1], "d": True}},
         {"a": "1", "b": {"c": [1, 2], "d": True}},
     ]
-    assert len({fingerprint(config) for config in [one, *others]}) == 1 + len(others)
-    assert set(fingerprint({})) <= set("0123456789abcdef")
+    assert fingerprint(one) not in map(fingerprint, others)
 
 
 def test_a_configuration_for_use_has_a_zero_section_and_nothing_of_an_autotuner() -> None:
