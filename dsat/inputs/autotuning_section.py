@@ -15,7 +15,6 @@ from typing import Any
 from dsat.errors import UserInputError
 from dsat.inputs.ds_config import BATCH_KEYS, did_you_mean, flat, whole_number
 from dsat.inputs.switches import CHECKPOINTING
-from dsat.inputs.value_lists import distinct, listed_values
 from dsat.values.trial import TrialOptions
 
 SECTION = "autotuning"
@@ -74,34 +73,12 @@ def _one_of(known: Mapping[str, str]) -> Callable[[Any, str], str]:
     return read_name
 
 
-def _number(value: Any, where: str) -> int:
-    """Return a number, which may be the only one of a list."""
-    values = listed_values(value, where) or [value]
-    first, *others = distinct(whole_number(each, where) for each in values)
-    if others:
-        raise UserInputError(
-            "lists several numbers, and one run searches with one of them",
-            where=where,
-            hint="Run the command once for each.",
-        )
-    return int(first)
+def _at_most_one(problem: str) -> Callable[[Any, str], None]:
+    def check(value: Any, where: str) -> None:
+        if whole_number(value, where) > 1:
+            raise UserInputError(f"is {value}, and {problem}", where=where, hint="Set it to 1.")
 
-
-def _one_machine(value: Any, where: str) -> None:
-    nodes = _number(value, where)
-    if nodes != 1:
-        raise UserInputError(
-            f"trials run on one machine, not on {nodes}", where=where, hint="Set it to 1."
-        )
-
-
-def _no_model_parallelism(value: Any, where: str) -> None:
-    if whole_number(value, where) > 1:
-        raise UserInputError(
-            f"model parallel jobs cannot be tuned, and mp_size is {value}",
-            where=where,
-            hint="Set it to 1 if the model is not split over GPUs.",
-        )
+    return check
 
 
 def _mappings(value: Any, where: str) -> dict[str, str]:
@@ -121,12 +98,7 @@ def _mappings(value: Any, where: str) -> dict[str, str]:
                 where=f"{where}.{setting}",
                 hint='For example "--per_device_train_batch_size".',
             )
-        flag = name if name.startswith("-") else f"--{name}"
-        if mappings.setdefault(setting, flag) != flag:
-            raise UserInputError(
-                f"is mapped twice, to {mappings[setting]} and to {flag}",
-                where=f"{where}.{setting}",
-            )
+        mappings[setting] = name if name.startswith("-") else f"--{name}"
     return mappings
 
 
@@ -183,7 +155,7 @@ class Autotuning(ResultFolders):
     max_micro_batch: int = _key("max_train_micro_batch_size_per_gpu", whole_number, 1024)
     min_micro_batch: int = _key("min_train_micro_batch_size_per_gpu", whole_number, 1)
     num_micro_batches: int = _key("num_tuning_micro_batch_sizes", whole_number, 3)
-    num_gpus: int = _key("num_gpus", _number, 0)
+    num_gpus: int = _key("num_gpus", whole_number, 0)
     arg_mappings: Mapping[str, str] = _key("arg_mappings", _mappings, {})
     notes: tuple[str, ...] = ()
 
@@ -205,8 +177,8 @@ class Autotuning(ResultFolders):
 # Keys without a field of their own.
 _CHECKED: Mapping[str, Callable[[Any, str], Any]] = {
     "enabled": _flag,
-    "mp_size": _no_model_parallelism,
-    "num_nodes": _one_machine,
+    "mp_size": _at_most_one("model parallel jobs cannot be tuned"),
+    "num_nodes": _at_most_one("trials run on one machine"),
     **dict.fromkeys(_WITHOUT_MEANING, lambda value, where: value),
 }
 _FIELDS = {key: each for each in fields(Autotuning) for key in each.metadata.get("keys", ())}
