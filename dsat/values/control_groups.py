@@ -11,27 +11,25 @@ from pathlib import Path
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
-def folders(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[Path, bool]]:
+def folders(controller: str) -> Iterator[tuple[Path, bool]]:
     """Yield the folders of the groups, from this process's own up to the root.
 
     Args:
         controller: its name in the first version.
-        proc: normally `PROC`.
-        cgroups: normally `CGROUPS`.
 
     Yields:
         A folder, and whether its files are those of the second version.
     """
     try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
+        lines = (PROC / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            root = cgroups
+            root = CGROUPS
         elif controller in controllers.split(","):
-            root = cgroups / controller
+            root = CGROUPS / controller
         else:
             continue
         own = root / path.strip("/")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from dsat.values import control_groups
 
@@ -13,20 +12,18 @@ from dsat.values import control_groups
 _V2, _V1 = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
-def usable(
-    *, proc: Path = control_groups.PROC, cgroups: Path = control_groups.CGROUPS
-) -> list[int]:
+def usable() -> list[int]:
     """Return the hardware threads that this process may use, no more than it is given time for.
 
     A quota of processor time names no cores: the first ones stand for as many.
     """
     threads = sorted(os.sched_getaffinity(0))
-    return threads[: max(1, min(_quotas(proc, cgroups), default=len(threads)))]
+    return threads[: max(1, min(_quotas(), default=len(threads)))]
 
 
-def _quotas(proc: Path, cgroups: Path) -> Iterator[int]:
+def _quotas() -> Iterator[int]:
     """Yield the whole cores that each control group may use; none without a limit."""
-    for folder, is_v2 in control_groups.folders("cpu", proc, cgroups):
+    for folder, is_v2 in control_groups.folders("cpu"):
         with contextlib.suppress(OSError, ValueError):  # `max` is no number
             texts = [(folder / name).read_text() for name in (_V2 if is_v2 else _V1)]
             quota, period = map(int, " ".join(texts).split())

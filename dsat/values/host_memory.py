@@ -1,7 +1,4 @@
-"""Memory of this host, within what a container or a job of Slurm's is allowed of it.
-
-Control groups limit it; `/proc/meminfo` is that of the whole host.
-"""
+"""Memory of this host, within what a container or a job of Slurm's is allowed of it."""
 
 from __future__ import annotations
 
@@ -9,8 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from dsat.values import control_groups
-from dsat.values.control_groups import CGROUPS, PROC
 
 # Of both versions: limits (beyond `memory.high` processes hardly go on), usage, and the files in
 # memory that are given up first, in `memory.stat`.
@@ -18,26 +16,20 @@ _V2 = ("memory.max", "memory.high"), "memory.current", "inactive_file"
 _V1 = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
 
 
-def total_bytes(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+def total_bytes() -> int:
     """Return the total memory in bytes."""
-    limits = [limit for limit, _ in _limits(proc, cgroups)]
-    return min([_of_host("MemTotal", proc), *limits])
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits())])
 
 
-def available_bytes(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+def available_bytes() -> int:
     """Return the memory in bytes that can be allocated without swapping."""
-    rooms = [max(0, limit - used) for limit, used in _limits(proc, cgroups)]
-    return min([_of_host("MemAvailable", proc), *rooms])
+    rooms = [max(0, limit - used) for limit, used in _limits()]
+    return min([psutil.virtual_memory().available, *rooms])
 
 
-def _of_host(name: str, proc: Path) -> int:
-    sizes = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
-    return int(sizes[name].split()[0]) * 1024
-
-
-def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+def _limits() -> Iterator[tuple[int, int]]:
     """Limit and use of each control group that this process is in; without limit there is none."""
-    for folder, is_v2 in control_groups.folders("memory", proc, cgroups):
+    for folder, is_v2 in control_groups.folders("memory"):
         limits, usage, given_up = _V2 if is_v2 else _V1
         for limit in limits:
             with contextlib.suppress(OSError, ValueError):  # `max` is no number
@@ -47,9 +39,5 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _of_stat(path: Path, name: str) -> int:
-    with contextlib.suppress(OSError):
-        for line in path.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    return 0
+    text = path.read_text() if path.is_file() else ""
+    return int(dict(line.split() for line in text.splitlines()).get(name, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dsat.values import student
@@ -44,7 +44,6 @@ _SAID = {
 }
 
 _MOST_WARNINGS = 50
-_BEYOND_MEASURE = 1e50  # a value or inverse that no trial measures; its square is still a float
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,6 @@ class Metrics(Recorded):
     lost_to_accidents: float = 0.0
     tokens_per_second: float | None = None
     data: float = 0.0
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            size = abs(getattr(self, one.name) or 0.0)
-            if size and not 1 / _BEYOND_MEASURE < size < _BEYOND_MEASURE:
-                raise ValueError(f"{one.name} is {size:g}")
 
     @property
     def standard_error(self) -> float:

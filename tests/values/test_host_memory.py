@@ -1,101 +1,133 @@
-"""Memory within control groups, of made-up folders."""
+"""Memory and processor cores within control groups, of made-up folders."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from dsat.values import host_memory
+from dsat.engines.local.machine import machine_of_cores
+from dsat.values import control_groups, host_cores, host_memory
 
 MIB = 2**20
 UNLIMITED_V1 = 9223372036854771712
+JOB = "system.slice/slurmstepd.scope/job_7"
 
 
-def machine(folder: Path, groups: str, files: Mapping[str, object]) -> dict[str, Path]:
-    (folder / "proc" / "self").mkdir(parents=True)
-    (folder / "proc" / "self" / "cgroup").write_text(groups)
-    (folder / "proc" / "meminfo").write_text(
-        f"MemTotal: {4096 * 1024} kB\nMemFree: 1 kB\nMemAvailable: {3072 * 1024} kB\n"
-    )
-    for name, text in files.items():
-        path = folder / "cgroup" / name
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to make control groups in, of a host with 4 GiB and six cores."""
+    monkeypatch.setattr(control_groups, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(control_groups, "CGROUPS", tmp_path / "cgroup")
+    memory = SimpleNamespace(total=4096 * MIB, available=3072 * MIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {11, 10, 9, 8, 5, 3})
+    return tmp_path
+
+
+def make(folder: Path, lines: str, files: Mapping[str, object]) -> None:
+    for name, text in {"proc/self/cgroup": lines, **files}.items():
+        path = folder / name if name.startswith("proc") else folder / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-    return {"proc": folder / "proc", "cgroups": folder / "cgroup"}
-
-
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    files = {
-        "memory.max": 512 * MIB,
-        "memory.current": 400 * MIB,
-        "memory.stat": f"anon 1\ninactive_file {100 * MIB}\nactive_file 5",
-    }
-    there = machine(tmp_path, "0::/\n", files)
-    assert host_memory.total_bytes(**there) == 512 * MIB
-    assert host_memory.available_bytes(**there) == 212 * MIB
-
-
-@pytest.mark.parametrize("high", [300 * MIB, 600 * MIB, "max"])
-def test_the_lower_of_both_limits_counts(tmp_path: Path, high: object) -> None:
-    files = {"memory.max": 512 * MIB, "memory.high": high, "memory.current": 100 * MIB}
-    limit = min(512 * MIB, high) if isinstance(high, int) else 512 * MIB
-    there = machine(tmp_path, "0::/\n", files)
-    assert host_memory.total_bytes(**there) == limit
-    assert host_memory.available_bytes(**there) == limit - 100 * MIB
-
-
-def test_the_tightest_of_the_groups_above_counts(tmp_path: Path) -> None:
-    """Slurm limits the job, and the task is in a group of its own below."""
-    job = "system.slice/slurmstepd.scope/job_7"
-    files = {
-        f"{job}/memory.max": 300 * MIB,
-        f"{job}/memory.current": 50 * MIB,
-        f"{job}/step_0/user/task_0/memory.max": "max",
-        f"{job}/step_0/user/task_0/memory.current": 50 * MIB,
-    }
-    there = machine(tmp_path, f"0::/{job}/step_0/user/task_0\n", files)
-    assert host_memory.total_bytes(**there) == 300 * MIB
-    assert host_memory.available_bytes(**there) == 250 * MIB
-
-
-def test_the_first_version_of_control_groups(tmp_path: Path) -> None:
-    """The path is the host's, and the container sees its own group as the root."""
-    files = {
-        "memory/memory.limit_in_bytes": 256 * MIB,
-        "memory/memory.usage_in_bytes": 300 * MIB,
-        "memory/memory.stat": f"total_inactive_file {20 * MIB}",
-    }
-    there = machine(tmp_path, "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n0::/docker/x\n", files)
-    assert host_memory.total_bytes(**there) == 256 * MIB
-    assert host_memory.available_bytes(**there) == 0
+        path.write_text(f"{text}\n" if text else "")
 
 
 @pytest.mark.parametrize(
-    ("groups", "files"),
+    ("lines", "files", "total", "available"),
     [
-        ("0::/user.slice\n", {"user.slice/memory.max": "max"}),
-        (
-            "4:memory:/\n",
+        pytest.param(
+            "0::/",
+            {
+                "memory.max": 512 * MIB,
+                "memory.current": 400 * MIB,
+                "memory.stat": f"anon 1\ninactive_file {100 * MIB}\nactive_file 5",
+            },
+            *(512, 212),
+            id="files in memory are given up first",
+        ),
+        pytest.param(
+            "0::/",
+            {"memory.max": 512 * MIB, "memory.high": 300 * MIB, "memory.current": 100 * MIB},
+            *(300, 200),
+            id="the lower of both limits",
+        ),
+        pytest.param(
+            f"0::/{JOB}/step_0/user/task_0",
+            {
+                f"{JOB}/memory.max": 300 * MIB,
+                f"{JOB}/memory.current": 50 * MIB,
+                f"{JOB}/step_0/user/task_0/memory.max": "max",
+                f"{JOB}/step_0/user/task_0/memory.current": 50 * MIB,
+            },
+            *(300, 250),
+            id="Slurm limits the job, and the task is in a group of its own below",
+        ),
+        pytest.param(
+            "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n0::/docker/x",
+            {
+                "memory/memory.limit_in_bytes": 256 * MIB,
+                "memory/memory.usage_in_bytes": 300 * MIB,
+                "memory/memory.stat": f"total_inactive_file {20 * MIB}",
+            },
+            *(256, 0),
+            id="first version: the path is the host's, and the container sees its group as root",
+        ),
+        pytest.param("0::/a", {"a/memory.max": "max"}, *(4096, 3072), id="no limit"),
+        pytest.param(
+            "4:memory:/",
             {
                 "memory/memory.limit_in_bytes": UNLIMITED_V1,
                 "memory/memory.usage_in_bytes": MIB,
             },
+            *(4096, 3072),
+            id="no limit in the first version",
         ),
-        ("", {}),
+        pytest.param("", {}, *(4096, 3072), id="no group"),
     ],
 )
-def test_without_a_limit_the_whole_host_is_there(
-    tmp_path: Path, groups: str, files: Mapping[str, object]
+def test_memory(
+    groups: Path, lines: str, files: Mapping[str, object], total: int, available: int
 ) -> None:
-    there = machine(tmp_path, groups, files)
-    assert host_memory.total_bytes(**there) == 4096 * MIB
-    assert host_memory.available_bytes(**there) == 3072 * MIB
+    make(groups, lines, files)
+    assert host_memory.total_bytes() == total * MIB
+    assert host_memory.available_bytes() == available * MIB
 
 
-def test_this_machines_own() -> None:
-    """Whatever control groups the tests are in."""
-    assert 0 < host_memory.available_bytes() <= host_memory.total_bytes()
-    assert host_memory.total_bytes() <= psutil.virtual_memory().total
+@pytest.mark.parametrize(
+    ("lines", "files", "cores"),
+    [
+        ("0::/", {"cpu.max": "450000 100000"}, [3, 5, 8, 9]),
+        ("0::/", {"cpu.max": "50000 100000"}, [3]),
+        ("0::/", {"cpu.max": "6400000 100000"}, [3, 5, 8, 9, 10, 11]),
+        ("0::/a/b", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, [3, 5]),
+        (
+            "5:cpuset:/\n4:cpuacct,cpu:/docker/x",
+            {"cpu/cpu.cfs_quota_us": 300000, "cpu/cpu.cfs_period_us": 100000},
+            [3, 5, 8],
+        ),
+        (
+            "4:cpu:/",
+            {"cpu/cpu.cfs_quota_us": -1, "cpu/cpu.cfs_period_us": 100000},
+            [3, 5, 8, 9, 10, 11],
+        ),
+    ],
+)
+def test_there_are_as_many_cores_as_there_is_time_for(
+    groups: Path, lines: str, files: Mapping[str, object], cores: list[int]
+) -> None:
+    make(groups, lines, files)
+    assert host_cores.usable() == cores
+
+
+def test_slots_are_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's launcher shares out all cores among its ranks, whatever the quota."""
+    before = machine_of_cores()
+    monkeypatch.setattr(host_cores, "usable", lambda: [7])
+    found = machine_of_cores()
+    assert (found.devices, found.threads, found.cores) == (("7",), 1, before.cores)
+    assert found.allowed == before.devices and not before.has_quota
+    assert 0 < host_memory.available_bytes() <= host_memory.total_bytes(), "this machine's own"
