@@ -66,6 +66,7 @@ class ModelSettings(Target):
         help="with activations recomputed in the backward pass, or with all of them kept (default: "
         "as the script has it)",
     )
+    json: bool = option("--json", shell_only=True, help="print the answer as JSON")
 
     def __post_init__(self) -> None:
         if self.hf_config is not None and (self.command or self.config is not None):
@@ -147,7 +148,6 @@ class EstimateSettings(ModelSettings):
         help="in place of the tables: does your own configuration fit these cards, such as "
         "8x80GiB? exit status 0 if it does, 1 if not, 2 if that cannot be predicted",
     )
-    json: bool = option("--json", shell_only=True, help="print the answer as JSON")
 
     def __post_init__(self) -> None:
         super().__post_init__()

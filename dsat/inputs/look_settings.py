@@ -18,6 +18,7 @@ _RUN = "folder of a run, or its name in dsat_runs"
 _NEWEST = {"nargs": "?", "metavar": "RUN", "help": f"{_RUN} (default: the newest)"}
 
 
+@dataclass(frozen=True, kw_only=True)
 class LookSettings:
     """Settings of a command that only looks.
 
@@ -29,7 +30,7 @@ class LookSettings:
 
     summary: ClassVar[str]
     argument: ClassVar[tuple[str, Mapping[str, Any]] | None] = None
-    json: bool
+    json: bool = option("--json", shell_only=True, help="print the answer as JSON")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,6 @@ class ShowSettings(LookSettings):
         help="everything of one trial: its configuration against yours, its memory by phase, the "
         "last lines of its log",
     )
-    json: bool = option("--json", shell_only=True, help="print it as JSON")
 
     def __post_init__(self) -> None:
         check_together(self)
@@ -65,7 +65,6 @@ class CompareSettings(LookSettings):
     summary = "two runs or more side by side: what they found, and what is different in it"
     argument = ("runs", {"nargs": "+", "metavar": "RUN", "help": _RUN})
     runs: tuple[Path, ...]
-    json: bool = option("--json", shell_only=True, help="print it as JSON")
 
     def __post_init__(self) -> None:
         if len(self.runs) < 2:
@@ -86,7 +85,6 @@ class RunsSettings(LookSettings):
         {"nargs": "?", "metavar": "FOLDER", "help": "folder with runs (default: dsat_runs)"},
     )
     folder: Path | None = None
-    json: bool = option("--json", shell_only=True, help="print them as JSON")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +113,6 @@ class ExportSettings(LookSettings):
         help="write a file that may be given away, without names, paths, arguments and secrets; "
         "`dsat import` reads it",
     )
-    json: bool = option("--json", shell_only=True, help="print what was made as JSON")
 
     def __post_init__(self) -> None:
         if (self.to is None) == (self.share is None):
@@ -136,7 +133,6 @@ class ImportSettings(LookSettings):
         {"nargs": "+", "metavar": "FILE", "help": "file of `dsat export --share`"},
     )
     files: tuple[Path, ...]
-    json: bool = option("--json", shell_only=True, help="print what is in them as JSON")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +150,6 @@ class WatchSettings(LookSettings):
     port: int | None = option(
         "--port", kind=at_least(1), metavar="N", help="port to listen on (default: a free one)"
     )
-    json: bool = option(
-        "--json",
-        shell_only=True,
-        help="print the page's address, or the cluster run's result, as JSON",
-    )
 
     @property
     def experiment(self) -> int | None:
@@ -175,7 +166,6 @@ class DoctorSettings(LookSettings):
         "looks at this environment: what will work here, what will not, and how to fix it; exit "
         "status 1 if no trial can run"
     )
-    json: bool = option("--json", shell_only=True, help="print it as JSON")
 
 
 LOOK_SETTINGS: Mapping[str, type[LookSettings]] = {

@@ -22,8 +22,8 @@ from dsat.inputs.document import LARGEST_INTEGER
 _MEMORY_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MEMORY_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _LEAST_MEMORY = 2**20
-_TIME_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_AMOUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_TIME_UNITS = {"": 1, "S": 1, "M": 60, "MIN": 60, "H": 3600}
+_AMOUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _LARGEST_AMOUNT = 1e18
 _LONGEST_S = 1e9  # a longer timeout overflows in system calls
 OWN, ANY = "own", "any"  # in the place of a global batch size
@@ -199,11 +199,17 @@ def check_together(settings: Any) -> None:
 # -- kinds of values
 
 
+def _measure(value: Any, units: Mapping[str, int]) -> float:
+    """Return the number of `1.5GiB`, `10m` or `300B` in the smallest of its units; 0 for others."""
+    match = re.fullmatch(
+        r"(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([A-Za-z]*)", _text(value).strip(), re.ASCII
+    )
+    return float(match[1]) * units.get(match[2].upper(), 0) if match else 0.0
+
+
 def memory_size(value: str | int) -> int:
     """Return the bytes of `24GiB`, `512MB` or a plain number."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", _text(value), re.ASCII)
-    unit = _MEMORY_UNITS.get(match[2].upper()) if match else None
-    size = float(match[1]) * unit if match and unit else 0.0
+    size = _measure(value, _MEMORY_UNITS)
     if not 1 <= size <= LARGEST_INTEGER:
         raise ValueError(f"invalid memory size {value!r} (for example 24GiB)")
     if size < _LEAST_MEMORY:
@@ -235,10 +241,7 @@ def _cards_of_kind(value: str) -> tuple[int, str]:
 
 def amount(value: str | float) -> float:
     """Return the number of `1T`, `300B`, `40M` or a plain number."""
-    match = re.fullmatch(
-        r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBT]?)\s*", _text(value).upper().replace("E", "e")
-    )
-    found = float(match[1]) * _AMOUNTS[match[2]] if match else 0.0
+    found = _measure(value, _AMOUNTS)
     if not 0 < found < _LARGEST_AMOUNT:
         raise ValueError(f"invalid amount {value!r} (for example 300B or 1T)")
     return found
@@ -246,9 +249,7 @@ def amount(value: str | float) -> float:
 
 def duration_s(value: str | float) -> float:
     """Return the seconds of `90`, `90s`, `10m` or `1h`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", _text(value), re.ASCII)
-    unit = _TIME_UNITS.get(match[2]) if match else None
-    duration = float(match[1]) * unit if match and unit else 0.0
+    duration = _measure(value, _TIME_UNITS)
     if not 0 < duration <= _LONGEST_S:
         raise ValueError(f"invalid duration {value!r} (for example 90s, 10m or 1h)")
     return duration

@@ -68,7 +68,6 @@ class ProjectSettings(ModelSettings):
     page: Path | None = option(
         "--page", kind=PATH, shell_only=True, metavar="FILE", help="write a page with plots, too"
     )
-    json: bool = option("--json", shell_only=True, help="print the answer as JSON")
 
     @property
     def has_own(self) -> bool:
