@@ -24,7 +24,8 @@ from dsat.app.project import project as _project
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.engines.places import ENGINE_NAMES
-from dsat.errors import DsatError, SearchFailed, UserInputError
+from dsat.errors import DsatError, SearchFailed
+from dsat.inputs.ds_config import flat
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
@@ -124,8 +125,8 @@ class Result:
         """
         import pandas
 
-        rows = [{**row, "metrics": row["metrics"] or {}} for row in self.trials]
-        return pandas.DataFrame([_flat(row) for row in rows])
+        rows = [{**row, **flat({"metrics": row["metrics"] or {}})} for row in self.trials]
+        return pandas.DataFrame(rows).drop(columns="metrics", errors="ignore")
 
 
 def tune(
@@ -164,7 +165,7 @@ def tune(
     settings = keywords.search_settings(
         target, model_dir, method, search_options, options, engines=local.ENGINES
     )
-    calls = _checked(callbacks)
+    calls = list(callbacks)
     try:
         choice = submit.where(settings) if settings.engine not in local.ENGINES else None
         if choice is not None and choice.master is not None:
@@ -227,12 +228,9 @@ def register_engine(name: str, make_engine: EngineFactory) -> None:
 
     Raises:
         ValueError: dsat has an engine of this name.
-        TypeError: `make_engine` cannot be called.
     """
     if name in ENGINE_NAMES:
         raise ValueError(f"dsat has an engine {name!r} itself: choose another name")
-    if not callable(make_engine):
-        raise TypeError(f"{make_engine!r} cannot be called with what is tuned and a folder")
     local.ENGINES[name] = make_engine
 
 
@@ -299,16 +297,6 @@ def project(
     return _project(keywords.model_settings(ProjectSettings, target, model_dir, options))
 
 
-def _checked(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return callbacks as a list; raise UserInputError if they are none."""
-    calls = list(callbacks) if isinstance(callbacks, Iterable) else [None]
-    if not all(map(callable, calls)):
-        raise UserInputError(
-            "is no list of functions", where="callbacks", hint="As callbacks=[function]."
-        )
-    return calls
-
-
 def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
     ready = submit.prepare(settings, choice)
     submitted = submit.submit(ready, detach=settings.detach)
@@ -367,12 +355,6 @@ class _Calls(Observer):
         row = TrialView.of(run, trial).to_json()
         for callback in self._callbacks:
             callback(row)
-
-
-def _flat(row: Row) -> dict[str, Any]:
-    """Return a row with its metrics as entries of their own."""
-    found = {key: value for key, value in row.items() if key != "metrics"}
-    return {**found, **{f"metrics.{key}": value for key, value in row["metrics"].items()}}
 
 
 keywords.document(tune, keywords.of_tune())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import os
@@ -433,17 +432,14 @@ def test_an_own_search(pretend: list[Prepared], monkeypatch: pytest.MonkeyPatch)
             dsat.register_search("other", wrong)  # type: ignore[arg-type]
 
 
-def _never(trial: Trial) -> Outcome:
-    raise AssertionError("nothing is run")
+def test_no_engine_of_dsats_own_is_replaced(pretend: list[Prepared]) -> None:
+    def make(ready: Prepared, folder: Path) -> SimulatedEngine:
+        raise AssertionError("nothing is run")
 
-
-@pytest.mark.parametrize("name", ["local", "auto", "pretend"])
-def test_no_engine_of_dsats_own_is_replaced(pretend: list[Prepared], name: str) -> None:
-    taken = contextlib.nullcontext() if name == "pretend" else pytest.raises(ValueError, match=name)
-    with taken:
-        dsat.register_engine(name, lambda ready, folder: SimulatedEngine(_never, num_slots=1))
-    with pytest.raises(TypeError, match="'no engine' cannot be called"):
-        dsat.register_engine("other", "no engine")  # type: ignore[arg-type]
+    dsat.register_engine("pretend", make)  # a notebook's cell runs again
+    for name in ("local", "auto"):
+        with pytest.raises(ValueError, match=name):
+            dsat.register_engine(name, make)
 
 
 def test_errors_are_those_of_dsat(pretend: list[Prepared], tmp_path: Path) -> None:
@@ -456,9 +452,8 @@ def test_errors_are_those_of_dsat(pretend: list[Prepared], tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(UserInputError, match="file: is not a folder"):
         dsat.tune(TINY, run_dir=tmp_path / "file" / "run", **SMALL)
-    for wrong in (print, [print, None]):
-        with pytest.raises(UserInputError, match="callbacks: is no list of functions"):
-            dsat.tune("no_such_script.py", callbacks=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not iterable"):
+        dsat.tune("no_such_script.py", callbacks=print)  # type: ignore[arg-type]
     with pytest.raises(UserInputError, match=r"there is no such file.*a list of words"):
         dsat.tune(f"train.py {'x' * 300}", **SMALL)
     with pytest.raises(UserInputError, match="method: invalid choice: 'guess'"):

@@ -64,12 +64,7 @@ def _show(settings: ShowSettings) -> None:
 
 
 def _compare(settings: CompareSettings) -> None:
-    loaded: dict[str, past_runs.PastRun] = {}
-    for path in settings.runs:
-        past = past_runs.load(path)
-        if any(past.folder.samefile(other.folder) for other in loaded.values()):
-            raise UserInputError("is named twice", where=str(path))
-        loaded[str(path)] = past
+    loaded = {str(path): past_runs.load(path) for path in settings.runs}
     views = {name: RunView.of(past.run) for name, past in loaded.items()}
     folders = {name: past.folder for name, past in loaded.items()}
     told = terminal.comparison_to_json(views, folders) if settings.json else None
@@ -90,22 +85,18 @@ def _list(settings: RunsSettings) -> None:
 
 
 def _export(settings: ExportSettings) -> None:
-    past = past_runs.load(settings.run)
-    if settings.to is None:
-        _share(past, settings)
-        return
-    name = past.folder.resolve().name
-    target = settings.output or Path(f"{name}{exports.EXPORTERS[settings.to][1]}")
-    exports.export(past.run, settings.to, target, name, past.changed_s)
-    _print({"output": str(target)} if settings.json else None, [str(target)])
-
-
-def _share(past: past_runs.PastRun, settings: ExportSettings) -> None:
-    assert settings.share is not None
-    share.write(SharedRun.of(RunView.of(past.run)), settings.share)
-    said = "It holds sizes of the model, devices, versions, settings and measurements."
-    shown = [str(settings.share), f"{said} Read it before you give it away."]
-    _print({"output": str(settings.share)} if settings.json else None, shown)
+    past, notes = past_runs.load(settings.run), []
+    if settings.share is not None:
+        target = settings.share
+        share.write(SharedRun.of(RunView.of(past.run)), target)
+        said = "It holds sizes of the model, devices, versions, settings and measurements."
+        notes = [f"{said} Read it before you give it away."]
+    else:
+        assert settings.to is not None
+        name = past.folder.resolve().name
+        target = settings.output or Path(f"{name}{exports.EXPORTERS[settings.to][1]}")
+        exports.export(past.run, settings.to, target, name, past.changed_s)
+    _print({"output": str(target)} if settings.json else None, [str(target), *notes])
 
 
 def _import(settings: ImportSettings) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from dsat import __version__
 from dsat.app.keywords import help_of
 from dsat.engines import places
+from dsat.inputs.entrypoint import DEEPSPEED_SWITCHES
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.inputs.option import SWITCH, WORD, Group, Option, options_of
@@ -17,12 +18,7 @@ from dsat.inputs.project_settings import PROJECT, ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.search import SEARCHES
 
-# Options of the deepspeed launcher (deepspeed/launcher/runner.py, 0.19.8), without a value and
-# with one.
-LAUNCHER_SWITCHES = """
-    --no_ssh --no_ssh_check --module --no_python --no_local_rank --force_multi --elastic_training
-    --bind_cores_to_rank --save_pid --quiet
-""".split()
+# Options of the deepspeed launcher with a value (deepspeed/launcher/runner.py, 0.19.8).
 LAUNCHER_OPTIONS = """
     --hostfile --include --exclude --num_nodes --min_elastic_nodes --max_elastic_nodes --num_gpus
     --num_accelerators --node_rank --master_port --master_addr --launcher --launcher_args
@@ -116,7 +112,7 @@ def _add_target(parser: argparse.ArgumentParser, name: str) -> None:
 
 def _add_native(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the arguments of `deepspeed --autotuning tune|run`."""
-    for flag in LAUNCHER_SWITCHES:
+    for flag in DEEPSPEED_SWITCHES:
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     for flag in LAUNCHER_OPTIONS:
         if flag not in NUM_GPUS.flags:

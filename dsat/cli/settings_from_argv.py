@@ -11,13 +11,13 @@ from typing import Any
 from dsat.app import keywords
 from dsat.cli.parser import (
     LAUNCHER_OPTIONS,
-    LAUNCHER_SWITCHES,
     METHODS,
     PREDICTS,
     build_parser,
     options_of_command,
 )
 from dsat.errors import UserInputError
+from dsat.inputs.entrypoint import DEEPSPEED_SWITCHES
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS, LookSettings
 from dsat.inputs.option import options_of
@@ -25,12 +25,6 @@ from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
 
 AnySettings = Settings | EstimateSettings | ProjectSettings | LookSettings
-
-_OF_MODEL = (
-    "{flag} is an option of dsat model -- COMMAND; dsat {method} takes bounds from section "
-    "autotuning of the DeepSpeed configuration (tuner_num_trials and others)"
-)
-_BEHIND = "a command comes after --: dsat {method} -- {command} ..."
 
 
 def parse(argv: Sequence[str]) -> AnySettings:
@@ -47,19 +41,13 @@ def parse(argv: Sequence[str]) -> AnySettings:
         argcomplete.autocomplete(parser)
     if own_argv and own_argv[0] not in METHODS and _is_program(own_argv[0]):
         parser.error(f"to tune a command, write it behind --: dsat model -- {own_argv[0]} ...")
-    if command and not own_argv:
-        parser.error(f"what to do with it is missing: dsat model -- {command[0]} ...")
     namespace, unknown = parser.parse_known_args(own_argv)
     values = vars(namespace)
-    if unknown and values["method"] in (TUNE, RUN):
-        searches = {flag for own in options_of_command("model") for flag in own.flags}
-        if (flag := unknown[0].partition("=")[0]) in searches:
-            parser.error(_OF_MODEL.format(flag=flag, method=values["method"]))
-    if unknown:  # the options of a command, perhaps
-        target = values.get("config")
-        is_command = target is not None and _is_program(str(target))
-        known = _BEHIND.format(method=values["method"], command=target)
-        parser.error(known if is_command else f"unrecognized arguments: {' '.join(unknown)}")
+    target = values.get("config")
+    if target is not None and not command and _is_program(str(target)):
+        parser.error(f"a command comes after --: dsat {values['method']} -- {target} ...")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return _settings(values, command)
     except UserInputError as error:
@@ -119,8 +107,6 @@ def _check_target(values: Mapping[str, Any], command: Sequence[str]) -> None:
             )
     elif values.get("hf_config") is not None:
         return  # the settings themselves know what goes with it
-    elif values["config"] is not None and _is_program(str(values["config"])):
-        raise UserInputError(_BEHIND.format(method=values["method"], command=values["config"]))
     elif values["model_dir"] is None:
         method = values["method"]
         others = "a yaml file and its folder"
@@ -140,7 +126,7 @@ def _is_program(word: str) -> bool:
 def _launcher_command(values: dict[str, Any]) -> list[str]:
     """Return the launcher's command line, and take its options out of `values`."""
     command = ["deepspeed"]
-    for flag in LAUNCHER_SWITCHES:
+    for flag in DEEPSPEED_SWITCHES:
         if values.pop(flag[2:]):
             command.append(flag)
     for flag in LAUNCHER_OPTIONS:

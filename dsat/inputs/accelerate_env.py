@@ -58,11 +58,11 @@ def for_parallelism(
     shared = parallelism.of_config(config)
     if shared.sequence == 1:
         return {_USES_PARALLELISM: "false"} if _USES_PARALLELISM in env else {}
-    sizes = {"SP_SIZE": shared.sequence, "DP_SHARD_SIZE": shared.data(slots)}
-    attention = {f"{_PARALLEL}SP_ATTN_IMPLEMENTATION": "sdpa"}  # accelerate names no default
+    attention = f"{_PARALLEL}SP_ATTN_IMPLEMENTATION"  # accelerate names no default
     return {
-        **{name: env.get(name, default) for name, default in attention.items()},
+        attention: env.get(attention, "sdpa"),
         _USES_PARALLELISM: "true",
         f"{_PARALLEL}SP_BACKEND": "deepspeed",
-        **{f"{_PARALLEL}{name}": str(size) for name, size in sizes.items()},
+        f"{_PARALLEL}SP_SIZE": str(shared.sequence),
+        f"{_PARALLEL}DP_SHARD_SIZE": str(shared.data(slots)),
     }

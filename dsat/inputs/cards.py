@@ -18,9 +18,7 @@ from dsat.inputs.experiment import read_mapping
 _GIB = 2**30
 MEMORY_PART = 0.85  # of the memory's bandwidth that elementwise kernels reach
 _OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # slower ones of the same name
-# Words of drivers that say nothing, and those that say no kind of card.
-_OF_ANY = re.compile(r"nvidia|amd|instinct|geforce|sxm\d*|hbm\w*")
-_OF_MANY = re.compile(r"\d+gb|pcie|rtx|nvl")
+_OF_ANY = re.compile(r"nvidia|amd|instinct|geforce|sxm\d*|hbm\w*")  # of drivers
 _USUAL_HOST = {"host_cores": 8, "host_bandwidth": 25.6}  # where a user's own file has none
 _PCIE_PART, _NETWORK_PART = 0.88, 0.9  # of the specification, that copies and collectives reach
 
@@ -113,8 +111,7 @@ def _named(name: str, known: Mapping[str, Card]) -> Card | None:
         if (own <= wanted and not (wanted - own) & _OTHER_KINDS) or _plain(key) == _plain(name)
     ]
     asked = {word for word in wanted if not _OF_ANY.fullmatch(word)}
-    tells = any(not _OF_MANY.fullmatch(word) for word in asked)
-    around = [key for key, own in words.items() if tells and asked <= own]
+    around = [key for key, own in words.items() if asked and asked <= own]
     if inside:
         return known[max(inside, key=len)]
     return max((known[key] for key in around), key=lambda card: card.memory_bytes, default=None)
@@ -151,31 +148,25 @@ def _read(path: Path) -> dict[str, Card]:
 
 def _card(name: str, entry: Mapping[str, Any]) -> Card:
     """Return a card of its entry in the file, where bandwidths are in 10^9 bytes/s."""
+    entry = {**_USUAL_HOST, **entry}
 
-    def number(key: str, entries: Mapping[str, Any] = entry) -> float:
+    def number(key: str, entries: Mapping[str, Any] = entry, most: float = 1e9) -> float:
         value = entries[key]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
             raise ValueError(f"{key} is {value!r}")
         return float(value)
 
-    def part(key: str) -> float:
-        if (found := number(key)) > 1:
-            raise ValueError(f"{key} is {found:g}, and a part of 1")
-        return found
-
-    if not entry["tflops"]:
-        raise ValueError("tflops has no size of elements")
     return Card(
         name=name,
         memory_bytes=int(number("memory_gib") * _GIB),
         flops={int(size): 1e12 * number(size, entry["tflops"]) for size in entry["tflops"]},
-        matmul=part("matmul"),
-        attention=part("attention"),
+        matmul=number("matmul", most=1),
+        attention=number("attention", most=1),
         memory_bandwidth=1e9 * number("bandwidth"),
-        link_bandwidth=1e9 * number("link") * part("link_part"),
+        link_bandwidth=1e9 * number("link") * number("link_part", most=1),
         pcie_bandwidth=1e9 * number("pcie") * _PCIE_PART,
         network_bandwidth=1e9 / 8 * number("network") * _NETWORK_PART,
         per_host=math.ceil(number("per_host")),
-        host_cores=number("host_cores", {**_USUAL_HOST, **entry}),
-        host_bandwidth=1e9 * number("host_bandwidth", {**_USUAL_HOST, **entry}),
+        host_cores=number("host_cores"),
+        host_bandwidth=1e9 * number("host_bandwidth"),
     )

@@ -34,10 +34,10 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 DEEPSPEED, TORCHRUN = "deepspeed", "torchrun"
 # Options without a value; every other option of a launcher takes one.
-_DEEPSPEED_SWITCHES = frozenset(
-    "--module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --elastic_training "
-    "--bind_cores_to_rank --save_pid -q --quiet".split()
-)
+DEEPSPEED_SWITCHES = """
+    --no_ssh --no_ssh_check --module --no_python --no_local_rank --force_multi --elastic_training
+    --bind_cores_to_rank --save_pid --quiet
+""".split()
 _TORCHRUN_SWITCHES = frozenset(
     "--standalone -m --module --no-python --no_python --run-path --run_path --virtual-local-rank "
     "--virtual_local_rank --use-env --use_env".split()
@@ -238,9 +238,6 @@ def _program(words: Sequence[str]) -> Entrypoint:
 
 def _words(entrypoint: str | Sequence[str]) -> list[str]:
     if not isinstance(entrypoint, str):
-        for word in entrypoint:
-            if not isinstance(word, (str, int, float)):
-                raise UserInputError(f"{word!r} is not an argument", where=_WHERE)
         return [str(word) for word in entrypoint]
     if _SHELL.search(entrypoint):
         raise UserInputError(
@@ -327,7 +324,7 @@ def _determined(launcher: str, words: list[str]) -> Entrypoint:
 
 
 def _deepspeed(words: list[str]) -> Entrypoint:
-    options, found = _launched(DEEPSPEED, words, _DEEPSPEED_SWITCHES)
+    options, found = _launched(DEEPSPEED, words, frozenset((*DEEPSPEED_SWITCHES, "-q")))
     if "--autotuning" in options:
         raise UserInputError(
             "--autotuning is DeepSpeed's own tuner, which dsat replaces",

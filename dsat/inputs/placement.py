@@ -175,9 +175,6 @@ def chosen(
         if excluded.get(name) != ()
     }
     found = {name: slots for name, slots in found.items() if slots or not there[name]}
-    for name in [name for name in found if machines[name] == 0]:
-        _log.info("%s gives no slots of %s: it is not used", path, name)
-        del found[name]
     nodes, gpus = count(options, _NODES), count(options, "--num_gpus", "--num_accelerators")
     if nodes is not None:
         if nodes > len(found):

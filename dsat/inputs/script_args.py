@@ -15,7 +15,7 @@ from typing import Any
 
 from dsat.errors import UserInputError
 from dsat.inputs import switches as known_switches
-from dsat.inputs.ds_config import AUTO, BATCH_KEYS, did_you_mean, whole_number
+from dsat.inputs.ds_config import AUTO, BATCH_KEYS, at, did_you_mean, whole_number
 from dsat.inputs.switches import CHECKPOINTING, CHECKPOINTING_FLAGS
 
 HF_BATCH_FLAGS: Mapping[str, str] = {
@@ -214,12 +214,9 @@ def setting(config: Mapping[str, Any], key: str) -> Any:
 
     None if there is no such setting.
     """
-    if key in config:
-        return config[key]
-    first, dot, rest = key.partition(".")
-    if dot:
-        section = config.get(first)
-        return setting(section, rest) if isinstance(section, Mapping) else None
+    found = at(config, key)
+    if found is not None:
+        return found
     inner = (setting(part, key) for part in config.values() if isinstance(part, Mapping))
     return next((value for value in inner if value is not None), None)
 

@@ -227,11 +227,9 @@ def instruction(name: str, value: Any, *, in_arguments: bool) -> str:
         return f"{name.removeprefix(VARIABLE)}={value}"
     if name == BIND_CORES:
         return "--bind_cores_to_rank of the deepspeed launcher"
-    field = field_of(name)
-    if field is not None and (in_arguments or not SWITCHES[name].code):
-        if name == CHECKPOINTING and isinstance(value, str):
-            return f"TrainingArguments({field}=True, {field}_kwargs={checkpointing(value)})"
-        return f"TrainingArguments({field}={value!r})"
+    if field_of(name) is not None and (in_arguments or not SWITCHES[name].code):
+        said = ", ".join(f"{field}={its!r}" for field, its in fields({name: value}).items())
+        return f"TrainingArguments({said})"
     code = SWITCHES[name].code
     return f"no `{code}`" if value is False else code.format(value=value)
 

@@ -10,51 +10,31 @@ import pytest
 from dsat.errors import UserInputError
 from dsat.inputs import cards
 
+NAMES = {
+    "h100": "H100",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H100 PCIe": "H100-PCIE",
+    "A100": "A100-80GB",
+    "NVIDIA A100-SXM4-40GB": "A100-40GB",
+    "NVIDIA A100 80GB PCIe": "A100-PCIE-80GB",
+    "A100 80G": "A100-80GB",
+    "A100-SXM4": "A100-80GB",
+    "rtx4090": "RTX-4090",
+    "NVIDIA GeForce RTX 4090": "RTX-4090",
+    "AMD Instinct MI300X": "MI300X",
+}
 
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ("h100", "H100"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("A100", "A100-80GB"),
-        ("a100-40gb", "A100-40GB"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA A100 80GB PCIe", "A100-PCIE-80GB"),
-        ("NVIDIA H100 PCIe", "H100-PCIE"),
-        ("A100 80G", "A100-80GB"),
-        ("rtx4090", "RTX-4090"),
-        ("NVIDIA A800-SXM4-80GB", "A800-80GB"),
-        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
-        ("AMD Instinct MI300X", "MI300X"),
-        ("MI300X", "MI300X"),
-        ("NVIDIA A100", "A100-80GB"),
-        ("A100-SXM4", "A100-80GB"),
-    ],
-)
-def test_cards_are_found_as_people_and_drivers_name_them(given: str, name: str) -> None:
-    assert cards.find(given).name == name
+
+@pytest.mark.parametrize("given", NAMES)
+def test_cards_are_found_as_people_and_drivers_name_them(given: str) -> None:
+    assert cards.find(given).name == NAMES[given]
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        "A10",
-        "L4",
-        "L40",
-        "H20",
-        "GH200",
-        "H100 NVL",
-        "RTX 4090 Laptop GPU",
-        "V100",
-        "GB",
-        "-",
-        "80GiB",
-        "PCIe",
-        "RTX",
-    ],
+    "given", ["A10", "L4", "L40", "H20", "GH200", "H100 NVL", "RTX 4090 Laptop GPU", "V100", "-"]
 )
 def test_another_card_of_a_similar_name_is_not_taken_for_it(given: str) -> None:
-    with pytest.raises(UserInputError, match="unknown card"):
+    with pytest.raises(UserInputError, match=r"unknown card .*; known cards: A100-40GB"):
         cards.find(given)
 
 
@@ -70,13 +50,12 @@ def test_users_add_cards_of_their_own(tmp_path: Path) -> None:
     own = tmp_path / "cards.json"
     own.write_text(json.dumps({"cards": {"H20": {**entry, "per_host": 8}}}), encoding="utf-8")
     assert cards.find("h20", own).peak(4) == 148e12
-    own.write_text(json.dumps({"cards": {"H20": entry}}), encoding="utf-8")
-    with pytest.raises(UserInputError, match="per_host"):
-        cards.find("H20", own)
-    for wrong in ("96", 0, -1, True, None, float("nan")):
-        broken = {**entry, "per_host": 8, "memory_gib": wrong}
-        own.write_text(json.dumps({"cards": {"H20": broken}}), encoding="utf-8")
-        with pytest.raises(UserInputError, match="memory_gib"):
+    for name, wrong in (
+        ("per_host", {}),
+        ("per_host", {"per_host": "8"}),
+        ("per_host", {"per_host": 0}),
+        ("matmul", {"per_host": 8, "matmul": 80}),
+    ):
+        own.write_text(json.dumps({"cards": {"H20": {**entry, **wrong}}}), encoding="utf-8")
+        with pytest.raises(UserInputError, match=name):
             cards.find("H20", own)
-    with pytest.raises(UserInputError, match="known cards: A100-40GB"):
-        cards.find("K80")

@@ -25,14 +25,9 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("equal").write_text("a slots=2\nb slots=2\n")
     Path("unsaid").write_text("a\nb\n")
     Path("twice").write_text("a slots=1\nb slots=1\na slots=1\n")
-    Path("huge").write_text("a slots=99999999999\nb slots=99999999999\n")
-    Path("odd").write_text("a slots=²\nb slots=2\n")
     Path("one").write_text("a slots=3\n")
     Path("mpi").write_text("a slots=2 max_slots=4\nb\tslots=2\n")
-    Path("spaced").write_text("a slots=1\nb slots = 1\n")
     Path("without").write_text("a\nb max_slots=2\n")
-    Path("partly").write_text("a slots=0\nb slots=2\n")
-    Path("none").write_text("a slots=0\nb slots=0\n")
     Path("train.py").touch()
 
 
@@ -56,9 +51,6 @@ def hosts_of(options: str) -> dict[str, tuple[int, ...]]:
         ("--hostfile unsaid --num_gpus 2", {"a": (0, 1), "b": (0, 1)}),
         ("--hostfile one", {}),
         ("--hostfile mpi", {"a": (0, 1), "b": (0, 1)}),
-        ("--hostfile partly", {"b": (0, 1)}),
-        ("--hostfile partly --num_gpus 1", {"b": (0,)}),
-        ("--hostfile partly --exclude a", {"b": (0, 1)}),
         ("--hostfile missing --num_gpus 2", {}),
     ],
 )
@@ -77,17 +69,6 @@ def test_a_hostfile_that_is_named_and_missing_is_told(
     assert ["there is no hostfile missing" in message for message in caplog.messages] == [True]
 
 
-def test_the_launcher_starts_ranks_on_all_of_them() -> None:
-    words = ["deepspeed", "--hostfile", "equal", "--ssh_port", "2222", "train.py", "--x"]
-    found = entrypoint.parse(words, Path.cwd())
-    assert (found.slots, found.launch.takes_all, found.launch.ssh_port) == (None, True, 2222)
-    assert (found.script, found.args, found.launch.passes_local_rank) == (
-        "train.py",
-        ("--x",),
-        True,
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -101,11 +82,7 @@ def test_the_launcher_starts_ranks_on_all_of_them() -> None:
         ("--hostfile equal --include a:x", "expected NAME:SLOT,SLOT"),
         ("--hostfile equal --exclude a@b", "of equal no machine is left"),
         ("--hostfile twice", "twice: names a twice"),
-        ("--hostfile huge", "huge: has the line 'a slots=99999999999'. .*NAME slots=8"),
-        ("--hostfile odd", "odd: has the line 'a slots=²'"),
-        ("--hostfile spaced", "spaced: has the line 'b slots = 1'"),
-        ("--hostfile without", "without: has the line 'b max_slots=2'"),
-        ("--hostfile none", "of none no machine is left"),
+        ("--hostfile without", "without: has the line 'b max_slots=2'. .*NAME slots=8"),
     ],
 )
 def test_what_cannot_be_chosen(options: str, told: str) -> None:
@@ -131,9 +108,12 @@ def test_ranks_of_a_hostfile_have_the_variables_that_deepspeed_gives_them(
     Path("home").mkdir()
     Path("home/.deepspeed_env").write_text("NCCL_IB_HCA=mlx5\nNCCL_DEBUG=INFO\n")
     Path(".deepspeed_env").write_text("NCCL_DEBUG=WARN\n\n")
-    words = "COLOUR=red deepspeed --hostfile equal --master_addr 10.0.0.7 train.py"
+    options = "--hostfile equal --master_addr 10.0.0.7 --ssh_port 2222"
+    words = f"COLOUR=red deepspeed {options} train.py --x"
     found = entrypoint.parse(words, Path.cwd())
-    assert found.launch.master_address == "10.0.0.7"
+    assert (found.slots, found.args) == (None, ("--x",))
+    assert (found.launch.takes_all, found.launch.passes_local_rank) == (True, True)
+    assert (found.launch.master_address, found.launch.ssh_port) == ("10.0.0.7", 2222)
     assert found.env == {
         "COLOUR": "red",
         "PYTHONPATH": f"{Path.cwd()}:/mine",
