@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from dsat.values import control_groups
 
 # Of both versions: limits (beyond `memory.high` processes hardly go on), usage, and the files in
@@ -18,13 +16,19 @@ _V1 = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
 
 def total_bytes() -> int:
     """Return the total memory in bytes."""
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits())])
+    return min([_of_host("MemTotal"), *(limit for limit, _ in _limits())])
 
 
 def available_bytes() -> int:
     """Return the memory in bytes that can be allocated without swapping."""
     rooms = [max(0, limit - used) for limit, used in _limits()]
-    return min([psutil.virtual_memory().available, *rooms])
+    return min([_of_host("MemAvailable"), *rooms])
+
+
+def _of_host(name: str) -> int:
+    text = (control_groups.PROC / "meminfo").read_text()
+    sizes = dict(line.split(":") for line in text.splitlines())
+    return int(sizes[name].split()[0]) * 1024
 
 
 def _limits() -> Iterator[tuple[int, int]]:

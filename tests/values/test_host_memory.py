@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -23,14 +22,13 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to make control groups in, of a host with 4 GiB and six cores."""
     monkeypatch.setattr(control_groups, "PROC", tmp_path / "proc")
     monkeypatch.setattr(control_groups, "CGROUPS", tmp_path / "cgroup")
-    memory = SimpleNamespace(total=4096 * MIB, available=3072 * MIB)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {11, 10, 9, 8, 5, 3})
     return tmp_path
 
 
 def make(folder: Path, lines: str, files: Mapping[str, object]) -> None:
-    for name, text in {"proc/self/cgroup": lines, **files}.items():
+    meminfo = f"MemTotal: {4096 * 1024} kB\nMemAvailable: {3072 * 1024} kB"
+    for name, text in {"proc/self/cgroup": lines, "proc/meminfo": meminfo, **files}.items():
         path = folder / name if name.startswith("proc") else folder / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n" if text else "")
@@ -130,4 +128,5 @@ def test_slots_are_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     found = machine_of_cores()
     assert (found.devices, found.threads, found.cores) == (("7",), 1, before.cores)
     assert found.allowed == before.devices and not before.has_quota
-    assert 0 < host_memory.available_bytes() <= host_memory.total_bytes(), "this machine's own"
+    assert 0 < host_memory.available_bytes() <= host_memory.total_bytes()
+    assert host_memory.total_bytes() <= psutil.virtual_memory().total
