@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -91,30 +90,9 @@ def test_an_estimate_takes_the_words_of_the_command_line(seen: list[Any], tmp_pa
     ]
 
 
-def test_every_option_of_an_estimate_is_a_keyword_with_its_default() -> None:
-    parameters = inspect.signature(dsat.estimate).parameters
-    for own in options_of(EstimateSettings):
-        assert (own.keyword in parameters) is not own.shell_only
-        if not own.shell_only:
-            assert parameters[own.keyword].default == own.default
-            assert f"{own.keyword}: {own.help}" in str(dsat.estimate.__doc__)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"slot_memory": "lots"}, "slot_memory: invalid memory size 'lots'"),
-        ({"slots": 0}, "slots: 0 is less than 1"),
-        ({"exact": "yes"}, "exact: 'yes' is not True or False"),
-    ],
-)
-def test_a_wrong_value_is_a_users_error(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserInputError) as found:
-        dsat.estimate("train.py", **options)
-    assert said in str(found.value)
-
-
-def test_an_unknown_keyword_is_a_type_error() -> None:
+def test_wrong_words_of_an_estimate() -> None:
+    with pytest.raises(UserInputError, match="slot_memory: invalid memory size 'lots'"):
+        dsat.estimate("train.py", slot_memory="lots")
     with pytest.raises(TypeError, match="unexpected keyword argument 'slot_mem'"):
         dsat.estimate("train.py", slot_mem=1)
 
@@ -161,7 +139,7 @@ def test_a_search_from_python(
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     began_s = time.time()
     result = dsat.tune(TINY, method="random", callbacks=[rows.append], **SMALL)
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert capsys.readouterr() == ("", "")
     assert result.run_dir == tmp_path / "dsat_runs/tiny-1"
     assert len(result.trials) == 6 == len(rows)
@@ -183,10 +161,6 @@ def test_a_search_from_python(
     assert result == dsat.load_run(result.run_dir)
     os.utime(result.run_dir / FILE_NAME, (1e9, 1e9))  # as of a copy
     assert past_runs.load(result.run_dir).changed_s >= round(began_s, 3)
-    journal = result.run_dir / FILE_NAME
-    journal.write_text(re.sub(r'"time_s":\d+', '"time_s":9999999999', journal.read_text()))
-    os.utime(journal, (1e9, 1e9))
-    assert past_runs.load(result.run_dir).changed_s == 1e9, "its clock was wrong"
 
 
 @pytest.mark.slow
@@ -400,11 +374,7 @@ def test_an_own_search(pretend: list[Prepared], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(SEARCHES, "mine", RandomSearch)  # so that it is taken back afterwards
     del SEARCHES["mine"]
 
-    class Loud:
-        def __init__(self, *args: Any, loudness: int, **options: Any) -> None:
-            super().__init__(*args, **options)
-
-    class Mine(Loud, RandomSearch):
+    class Mine(RandomSearch):
         def __init__(self, *args: Any, times: int, **options: Any) -> None:
             super().__init__(*args, trials_per_config=times, early_stopping=None, **options)
 
@@ -413,7 +383,7 @@ def test_an_own_search(pretend: list[Prepared], monkeypatch: pytest.MonkeyPatch)
             super().__init__(profile, objective, space, seed=seed)
 
     dsat.register_search("mine", Mine)
-    own = {"times": 2, "loudness": 3}
+    own = {"times": 2}
     result = dsat.tune(TINY, method="mine", search_options=own, **SMALL)
     assert len(result.trials) == 6
     assert pretend[0].plan.search_options == own
@@ -422,12 +392,9 @@ def test_an_own_search(pretend: list[Prepared], monkeypatch: pytest.MonkeyPatch)
         dsat.tune(TINY, method="strict", search_options={"trials_per_config": 2}, **SMALL)
     with pytest.raises(UserInputError, match="search_options: method 'mine' takes no 'tries'"):
         dsat.tune(TINY, method="mine", search_options={"tries": 2}, **SMALL)
-    with pytest.raises(UserInputError, match="search_options: must be a dictionary"):
-        dsat.tune(TINY, method="mine", search_options=["times"], **SMALL)  # type: ignore[arg-type]
-    dsat.register_search("mine", Mine)  # a notebook's cell runs again
     with pytest.raises(ValueError, match="dsat has a method 'random' itself"):
         dsat.register_search("random", Mine)
-    for wrong in (Search, Mine.__init__, dict):
+    for wrong in (Search, dict):
         with pytest.raises(TypeError, match="is no subclass of"):
             dsat.register_search("other", wrong)  # type: ignore[arg-type]
 
@@ -488,12 +455,20 @@ def test_a_search_that_found_nothing_raises_the_scripts_own_error(
     assert found.value.detail == "Traceback: it broke"
 
 
-def test_every_option_of_a_search_is_a_keyword_with_its_default() -> None:
-    parameters = inspect.signature(dsat.tune).parameters
-    for own in options_of(Settings):
+@pytest.mark.parametrize(
+    ("call", "settings"), [(dsat.tune, Settings), (dsat.estimate, EstimateSettings)]
+)
+def test_every_option_is_a_keyword_with_its_default(call: Any, settings: Any) -> None:
+    parameters = inspect.signature(call).parameters
+    for own in options_of(settings):
         assert (own.keyword in parameters) is not own.shell_only
         if not own.shell_only:
             assert parameters[own.keyword].default == own.default
+            assert f"{own.keyword}: {own.help[:20]}" in call.__doc__
+
+
+def test_options_of_methods_are_keywords() -> None:
+    parameters = inspect.signature(dsat.tune).parameters
     for owns in SEARCHES.values():
         assert {own.keyword for own in owns.options.values()} <= set(parameters)
 

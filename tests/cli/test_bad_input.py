@@ -81,22 +81,12 @@ def with_ds_config(**changes: Any) -> Change:
     return change
 
 
-def without(name: str) -> Change:
-    return lambda folder: (folder / name).unlink()
-
-
 BAD_FILES: dict[str, tuple[Change, list[str]]] = {
-    "no experiment file": (without("deepspeed.yaml"), ["deepspeed.yaml", "no such file"]),
-    "yaml does not parse": (
-        with_text("deepspeed.yaml", "name: x\nentrypoint: [a\n"),
-        ["deepspeed.yaml", "not valid YAML", "line 3"],
-    ),
     "json is nested": (with_text("ds_config.json", '{"a":' * 20_000), ["nested too deeply"]),
     "the entrypoint chooses devices": (
         with_yaml(entrypoint="deepspeed --include localhost:999 train.py"),
         ["there is no device 999"],
     ),
-    "entrypoint's script is missing": (with_yaml(entrypoint="python3 no.py"), ["no.py"]),
     "another config in the entrypoint": (
         with_yaml(entrypoint="deepspeed train.py --deepspeed_config other.json"),
         ["entrypoint", "other.json", "ds_config.json"],
@@ -158,7 +148,6 @@ def test_settings_that_deepspeed_refuses(
 EXPERIMENT = ["asha", "deepspeed.yaml", "."]
 SCRIPT = ["train.py", "--deepspeed_config", "ds_config.json"]
 BAD_COMMANDS: dict[str, tuple[list[str], list[str]]] = {
-    "no model folder": (["asha", "deepspeed.yaml", "nowhere"], ["nowhere", "does not exist"]),
     "batch cannot be divided": (
         [*EXPERIMENT, "--train-batch-size", "7"],
         ["--train-batch-size", "7", "multiple of 2"],
@@ -167,38 +156,19 @@ BAD_COMMANDS: dict[str, tuple[list[str], list[str]]] = {
         [*EXPERIMENT, "--train-batch-size", "12", "--divisible-by", "4"],
         ["--train-batch-size", "12", "multiple of 8"],
     ),
-    "no such knob": (
-        [*EXPERIMENT, "--tune", "overlap"],
-        ["--tune", "no knob 'overlap'", "'overlap_comm'"],
-    ),
     "a knob that is freed and fixed": (
         [*EXPERIMENT, "--tune", "overlap_comm", "--fix", "overlap_comm"],
         ["overlap_comm cannot be given to both --tune and --fix"],
-    ),
-    "too few slots at once": ([*EXPERIMENT, "-ms", "1"], ["--max-slots"]),
-    "too many slots": ([*EXPERIMENT, "--slots", "5"], ["5 slots"]),
-    "nothing to resume": ([*EXPERIMENT, "--resume"], ["--resume"]),
-    "no run in the folder to resume": (
-        [*EXPERIMENT, "--resume", "--run-dir", "empty"],
-        ["empty", "no run"],
     ),
     "a runner's configuration on this machine": (
         [*EXPERIMENT, "--search-runner-config", "r.yaml"],
         ["--search-runner-config r.yaml", "Determined cluster"],
     ),
     "tune without a configuration": (["tune", "train.py"], ["tune", "--deepspeed_config FILE"]),
-    "a configuration that is not there": (
-        ["tune", "train.py", "--deepspeed_config", "no.json"],
-        ["no.json", "no such file"],
-    ),
     "a script that is not there": (["asha", "--", "no.py"], ["no.py"]),
     "a command in quotes": (
         ["asha", "--", "deepspeed train.py --x"],
         ["no such command", "Leave out the quotes"],
-    ),
-    "more slots than a number": (
-        ["tune", "--num_gpus", "two", *SCRIPT],
-        ["--num_gpus two", "whole number"],
     ),
     "two configurations that disagree": (
         ["asha", "--ds-config", "other.json", "--", *SCRIPT],
@@ -284,17 +254,7 @@ BAD_SECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         ["autotuning.arg_mappings", "train_micro_batch_size_per_gpu to --batch"],
     ),
-    "a micro batch that is no number": (
-        {},
-        {"train_micro_batch_size_per_gpu": [1, "2"]},
-        ["train_micro_batch_size_per_gpu", "positive integer", "'2'"],
-    ),
     "more slots than there are": ({"num_gpus": 4}, {}, ["autotuning.num_gpus", "4 slots"]),
-    "no micro batch between the bounds": (
-        {"max_train_batch_size": 1},
-        {},
-        ["train_micro_batch_size_per_gpu", "exclude each other on 2 slots"],
-    ),
     "no micro batch for the smallest batch": (
         {"min_train_batch_size": 64, "max_train_micro_batch_size_per_gpu": 16},
         {},
@@ -317,10 +277,7 @@ USAGE_ERRORS = [
     [],
     ["guess", "deepspeed.yaml", "."],
     ["asha", "deepspeed.yaml"],
-    [*EXPERIMENT, "--divisor", "two"],
     [*EXPERIMENT, "-z", "4"],
-    [*EXPERIMENT, "-mt", "1"],
-    [*EXPERIMENT, "--slot-memory", "lots"],
     [*EXPERIMENT, "--end-profile-step", "2"],
     ["binary", "deepspeed.yaml", ".", "--divisor", "2"],
 ]
@@ -403,16 +360,6 @@ def _batch(total: int, micro_batch: int, gas: int) -> dict[str, Any]:
     return {**sizes, "parallelism": {"tensor": 1, "sequence": 1}}
 
 
-@pytest.mark.slow
-def test_in_a_process_of_its_own(folder: Folder) -> None:
-    (folder / "ds_config.json").write_text("{")
-    command = [sys.executable, "-m", "dsat", "asha", "deepspeed.yaml", "."]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 2
-    assert process.stderr.startswith("dsat: error: ds_config.json: is not valid JSON")
-    assert len(process.stderr.splitlines()) == 1
-
-
 @pytest.mark.parametrize("key", ["metric", "max_length"])
 def test_a_trial_class_cannot_be_trained_to_no_end(
     folder: Folder, key: str, capsys: pytest.CaptureFixture[str]
@@ -442,4 +389,6 @@ def test_a_script_may_have_the_name_of_a_library(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert process.returncode == 2 and "the script was run" not in process.stderr
+    assert process.returncode == 2
+    assert process.stderr.startswith("dsat: error: deepspeed.yaml: is not valid YAML")
+    assert len(process.stderr.splitlines()) == 1, "the script was run"

@@ -15,7 +15,7 @@ from dsat.cli import streams
 streams.make_safe()
 folder = pathlib.Path(sys.argv[1])
 with open(folder / "journal", "w") as journal:
-    for number in range(20_000):
+    for number in range(10_000):
         print("line", number, "\\u00b1")
         print("line", number, "\\ud800", file=sys.stderr)
     journal.write(f"{journal.fileno()}")
@@ -25,7 +25,7 @@ with open(folder / "journal", "w") as journal:
 
 @pytest.mark.parametrize(
     "redirection",
-    ["| head -1 >/dev/null", ">&-", ">&- 2>&-", "<&- >&- 2>&-", ">/dev/full 2>/dev/full"],
+    ["| head -1 >/dev/null", "<&- >&- 2>&-", ">/dev/full 2>/dev/full"],
 )
 def test_the_run_goes_on(tmp_path: Path, redirection: str) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
@@ -80,10 +80,10 @@ def wait_and_end_cleanly(*given):
             raise
 
 commands.run = wait_and_end_cleanly
-for pair in 3 * [("HUP", "HUP"), ("TERM", "HUP"), ("INT", "TERM")]:
+for pair in [("HUP", "HUP"), ("TERM", "HUP"), ("INT", "TERM")]:
     print(main.main(["asha", "a.yaml", "."]))
 """
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False
     )
-    assert ended.stdout.split() == 9 * ["clean", "130"], ended.stderr[-2000:]
+    assert ended.stdout.split() == 3 * ["clean", "130"], ended.stderr[-2000:]
