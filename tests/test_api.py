@@ -243,23 +243,22 @@ def test_a_run_that_is_decided_otherwise_here_begins_again_with_what_was_measure
     assert (part.run_dir / "journal-1.jsonl").is_file()
 
 
-@pytest.mark.parametrize("is_finished", [True, False])
 def test_a_finished_run_and_that_of_another_version_stay_as_they_are(
-    is_finished: bool, launched: list[Trial], monkeypatch: pytest.MonkeyPatch
+    launched: list[Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {**SMALL, "method": "random"}
     result = dsat.tune(TINY, **options)
     assert result.run_dir is not None
     path = result.run_dir / FILE_NAME
-    if not is_finished:
-        first, *others, _ = path.read_text().splitlines(keepends=True)
-        path.write_text("".join([first.replace(dsat.__version__, "0.0.9"), *others]))
-    before = path.read_bytes()
+    finished = path.read_text()
+    first, *others, _ = finished.splitlines(keepends=True)
     decide_otherwise(monkeypatch)
-    with pytest.raises(DecisionMismatch, match=r"Cannot resume: trial \d was .* is decided here"):
-        dsat.tune(TINY, run_dir=result.run_dir, resume=True, **options)
-    assert path.read_bytes() == before
-    assert [*result.run_dir.glob("journal*")] == [path]
+    for text in (finished, "".join([first.replace(dsat.__version__, "0.0.9"), *others])):
+        path.write_text(text)
+        with pytest.raises(DecisionMismatch, match=r"Cannot resume: trial \d was .* is decided he"):
+            dsat.tune(TINY, run_dir=result.run_dir, resume=True, **options)
+        assert path.read_text() == text
+        assert [*result.run_dir.glob("journal*")] == [path]
 
 
 OTHER_TORCH = replace(cpu_machine(2), software=("torch 2.0",))
@@ -271,44 +270,26 @@ def tiny(tmp_path: Path) -> Path:
     return Path(shutil.copytree(PROGRAMS / "tiny", tmp_path / "tiny")) / TINY.name
 
 
-def test_a_result_of_another_script_is_shown_with_a_warning(
-    pretend: list[Prepared], tiny: Path, caplog: pytest.LogCaptureFixture
+def test_a_result_of_another_script_is_shown_with_a_warning_and_has_no_finals(
+    launched: list[Trial], tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="dsat")
-    run_dir = dsat.tune(tiny, **SMALL).run_dir
+    options = {**SMALL, "method": "random", "max_trials": 12}
+    run_dir = dsat.tune(tiny, finals=0, **options).run_dir
+    launched.clear()
     for change, warnings in (("", 0), ("\n# repaired", 1)):
         with tiny.with_name("train.py").open("a") as script:
             script.write(change)
-        dsat.tune(tiny, run_dir=run_dir, resume=True, **SMALL)
+        dsat.tune(tiny, finals=0, run_dir=run_dir, resume=True, **options)
         said = "its result is shown as it was, although the training script changed"
         assert caplog.text.count(said) == warnings
-    assert len(pretend) == 1, "a run that is over measures nothing"
-
-
-def test_a_search_of_another_script_has_no_finals(launched: list[Trial], tiny: Path) -> None:
-    options = {**SMALL, "method": "random", "max_trials": 12}
-    run_dir = dsat.tune(tiny, finals=0, **options).run_dir
-    with tiny.with_name("train.py").open("a") as script:
-        script.write("\n# repaired")
-    launched.clear()
+    assert not launched, "a run that is over measures nothing"
     whole = dsat.tune(tiny, finals=4, run_dir=run_dir, resume=True, **options)
     assert [trial.id for trial in launched] == list(range(len(whole.trials)))
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"resume": False}, "the first trial was measured: start it again"),
-        ({"resume": True}, "the search went on: continue with the same command"),
-        ({"dry_run": True}, None),
-    ],
-)
 def test_interrupted_while_the_machine_is_looked_at(
-    more: dict[str, Any],
-    said: str | None,
-    pretend: list[Prepared],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    pretend: list[Prepared], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def press(*_: Any) -> Machine:
         raise KeyboardInterrupt
@@ -316,16 +297,17 @@ def test_interrupted_while_the_machine_is_looked_at(
     caplog.set_level("INFO", logger="dsat")
     dsat.tune(TINY, run_dir="run", **SMALL)
     monkeypatch.setattr(this_machine, "find_machine", press)
-    settings = replace(pretend[0].settings, run_dir=Path("run") if more.get("resume") else None)
-    with pytest.raises(KeyboardInterrupt), prepared(replace(settings, **more)):
-        pass
-    last = [each for each in caplog.messages if each.startswith("interrupted before")]
-    assert last == ([f"interrupted before {said}"] if said else [])
+    for more in ({"run_dir": None}, {"resume": True}, {"run_dir": None, "dry_run": True}):
+        settings = replace(pretend[0].settings, **more)  # type: ignore[arg-type]
+        with pytest.raises(KeyboardInterrupt), prepared(settings):
+            pass
+    assert [each for each in caplog.messages if each.startswith("interrupted before")] == [
+        "interrupted before the first trial was measured: start it again",
+        "interrupted before the search went on: continue with the same command",
+    ]
 
 
-@pytest.mark.parametrize("changed", ["script", "software"])
 def test_measurements_of_another_script_or_of_other_software_do_not_count(
-    changed: str,
     launched: list[Trial],
     tiny: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -348,26 +330,18 @@ def test_measurements_of_another_script_or_of_other_software_do_not_count(
     run_dir = begin(own_text, own_machine, callbacks=[interrupted]).run_dir
     assert run_dir is not None
     again = {"run_dir": run_dir, "resume": True}
-    if changed == "script":
-        begin(f"{own_text}# repaired", own_machine, callbacks=[interrupted], **again)
-        said = "the training script changed: the search begins again without what was measured"
-    else:
-        begin(own_text, OTHER_TORCH, callbacks=[interrupted], **again)
-        said = "software was torch 2.9, now torch 2.0: the search begins again"
-    assert [trial.id for trial in launched] == [0], "it was measured again"
-    assert said in caplog.text
+    repaired = f"{own_text}# repaired"
+    for text, machine, said in (
+        (repaired, own_machine, "the training script changed: the search begins again without"),
+        (repaired, OTHER_TORCH, "software was torch 2.9, now torch 2.0: the search begins again"),
+    ):
+        begin(text, machine, callbacks=[interrupted], **again)
+        assert [trial.id for trial in launched] == [0], "it was measured again"
+        assert said in caplog.text
     whole = begin(own_text, own_machine, **again)
     assert len(launched) == len(whole.trials) - 1, "a change that is undone wastes nothing"
     info = json.loads((run_dir / FILE_NAME).read_text().splitlines()[0])["info"]
     assert info["software"] == "torch 2.9"
-
-
-def test_what_a_callback_raises_is_raised(pretend: list[Prepared]) -> None:
-    def fail(row: api.Row) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        dsat.tune(TINY, callbacks=[fail], **SMALL)
 
 
 def test_an_own_search(pretend: list[Prepared], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,6 +393,8 @@ def test_errors_are_those_of_dsat(pretend: list[Prepared], tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(UserInputError, match="file: is not a folder"):
         dsat.tune(TINY, run_dir=tmp_path / "file" / "run", **SMALL)
+    with pytest.raises(ZeroDivisionError):
+        dsat.tune(TINY, callbacks=[lambda row: 1 // 0], **SMALL)
     with pytest.raises(TypeError, match="not iterable"):
         dsat.tune("no_such_script.py", callbacks=print)  # type: ignore[arg-type]
     with pytest.raises(UserInputError, match=r"there is no such file.*a list of words"):

@@ -62,20 +62,15 @@ def test_a_command_has_the_flags_that_its_script_takes(
     assert " ".join(found[len(HF) :]) == expected
 
 
-def test_flags_that_are_given_are_replaced() -> None:
-    args = [*HF, "--dataloader-num-workers=2", "--attn_implementation", "sdpa"]
-    values = {"dataloader_num_workers": 4, "attn_implementation": "eager"}
-    found = script_args.for_trial(args, {}, values, {}, add=False)
-    assert list(found[len(HF) :]) == [
-        "--dataloader-num-workers=4",
-        "--attn_implementation",
-        "eager",
-    ]
-
-
-def test_variables_and_cores_reach_the_ranks() -> None:
-    values = {"ENV:NCCL_ALGO": "Ring", "bind_cores_to_rank": True}
-    found = Entrypoint(script="train.py", env={"A": "1"}).for_config("x.json", {}, values, {})
+def test_what_is_given_is_replaced_and_variables_and_cores_reach_the_ranks() -> None:
+    args = (*HF, "--dataloader-num-workers=2", "--attn_implementation", "sdpa")
+    values: dict[str, Any] = {"dataloader_num_workers": 4, "attn_implementation": "eager"}
+    values |= {"ENV:NCCL_ALGO": "Ring", "bind_cores_to_rank": True}
+    program = Entrypoint(script="train.py", args=args, env={"A": "1"})
+    found = program.for_config("ds.json", {}, values, {})
+    assert " ".join(found.args[len(HF) :]) == (
+        "--dataloader-num-workers=4 --attn_implementation eager"
+    )
     assert found.env == {"A": "1", "NCCL_ALGO": "Ring"}
     assert found.launch.binds_cores
 

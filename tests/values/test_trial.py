@@ -98,8 +98,5 @@ def test_a_plan_survives_the_journal() -> None:
     again = Plan.from_json(_through_json(plan.to_json()))
     assert again == plan
     assert plan.difference(again) is None
-
-
-def test_the_number_of_trials_is_no_difference_between_plans() -> None:
     assert plan_of(max_trials=5).difference(plan_of(max_trials=9)) is None
     assert plan_of(seed=5).difference(plan_of(seed=9)) == "random seed was 9, now 5"

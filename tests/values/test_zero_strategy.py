@@ -28,7 +28,6 @@ def offloading(slots: int = 1, zero: dict[str, Any] | None = None, **changes: An
     ("zero", "strategy", "name"),
     [
         (None, Strategy(0), "z0"),
-        ({"stage": 2}, Strategy(2), "z2"),
         ({"stage": 2, "offload_optimizer": ON_CPU}, Strategy(2, CPU), "z2_offload"),
         (
             {"stage": 3, "offload_optimizer": ON_CPU, "offload_param": ON_CPU},
@@ -75,35 +74,19 @@ def test_the_ladder_of_several_slots(precision: dict[str, Any]) -> None:
     assert rungs(2, stage=1) == (beyond if precision else ["z2", *beyond])
 
 
-def test_stage_2_is_a_rung_where_gradients_are_kept_in_fp32() -> None:
-    base = {
-        "zero_optimization": {"stage": 1},
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    }
-    plan = offloading(slots=8, base_config=base)
-    assert names(ladder.rungs(plan))[:2] == ["z2", "z2_offload"]
-
-
-def test_the_ladder_keeps_to_the_stages_asked_for() -> None:
+def test_the_ladder_keeps_to_the_stages_asked_for_and_begins_where_the_user_is() -> None:
     assert names(ladder.rungs(offloading(slots=4, zero_stages=(1, 2)))) == ["z2", "z2_offload"]
-    assert names(ladder.rungs(offloading(slots=4, zero_stages=(1,)))) == []
-
-
-def test_the_ladder_begins_where_the_user_is() -> None:
     own = {"stage": 3, "offload_optimizer": ON_CPU}
     assert names(ladder.rungs(offloading(slots=8, zero=own))) == ["z3_offload_param"]
     both = {**own, "offload_param": ON_CPU}
     assert names(ladder.rungs(offloading(slots=8, zero=both))) == []
 
 
-def test_the_last_resort_is_nvme_if_there_is_a_path() -> None:
+def test_where_the_ladder_may_lead() -> None:
+    """To NVMe if there is a path, and to no offloading where the slot is the host."""
     *above, last = names(ladder.rungs(offloading(slots=1, nvme_path="/nvme")))
     assert above == ["z2_offload", "z3_offload_param"]
     assert last == "z3_nvme_param"
-
-
-def test_a_slot_that_is_the_host_is_not_relieved_by_offloading() -> None:
     plan = offloading(slots=2, zero={"stage": 0}, offload_helps=False)
     assert names(ladder.rungs(plan)) == ["z1", "z2", "z3"]
 
@@ -118,11 +101,9 @@ def test_what_the_user_fixed_stays_on_every_rung() -> None:
 # -- what is searched
 
 
-def test_offloading_is_not_searched_when_the_model_fits_without() -> None:
+def test_what_is_searched() -> None:
+    """No offloading when the model fits without; the user's own in every stage that has it."""
     assert names(ladder.searched(offloading(slots=2))) == ["z1", "z2", "z3"]
-
-
-def test_the_users_offloading_is_in_every_stage_that_has_it() -> None:
     own = {"stage": 3, "offload_optimizer": ON_CPU, "offload_param": ON_CPU}
     plan = offloading(zero=own, zero_stages=(0, 1, 3))
     assert names(ladder.searched(plan)) == ["z0", "z1_offload", "z3_offload_param"]
