@@ -28,6 +28,7 @@ from dsat.inputs.switches import CHECKPOINTING, NEWER_CHECKPOINTING
 _, _MICRO_BATCH, _GAS = BATCH_KEYS
 _SUFFIXES = (".yaml", ".yml", ".json")
 _LARGEST_BYTES = 2**20  # what is larger is data
+_CONFIG = "deepspeed"  # key of the DeepSpeed configuration's path
 _LAUNCHERS = (
     ("accelerate-launch",),
     ("accelerate", "launch"),
@@ -35,63 +36,49 @@ _LAUNCHERS = (
 )
 _CONFIG_FILE, _DEEPSPEED_FILE = "--config_file", "--deepspeed_config_file"
 _GAS_FLAG = f"--{_GAS}"
+# Of accelerate's own file: what tells it from others, its section of DeepSpeed, and the key of its
+# path in a file of TRL.
+_OF_ACCELERATE, _SECTION, _ACCELERATE = "distributed_type", "deepspeed_config", "accelerate_config"
+# What its section must not say if it names a DeepSpeed file. The flag of zero.Init follows the
+# file's stage, as in the trials.
+_IN_THE_DEEPSPEED_FILE = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "offload_optimizer_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_device",
+    "offload_param_nvme_path",
+    "zero3_init_flag",
+    "zero3_save_16bit_model",
+    "zero_stage",
+)
 
 
 @dataclass(frozen=True)
 class Form:
-    """Kind of configuration file that frameworks read.
+    """Kind of file from which frameworks read the arguments of a training.
 
     Attributes:
         marks: any of these keys, or of these words of keys together, tells a file of this kind.
-        config: dotted key of the DeepSpeed configuration's path.
-        keys: keys of the batch sizes, by DeepSpeed's names.
-        accelerate: key of a configuration of accelerate.
-        in_the_file: dotted keys of settings that the DeepSpeed file has in their place.
+        micro_batch: key of the micro batch size.
         fields: keys of the fields of TrainingArguments that the framework takes from the file;
             empty if it takes all of them, by their own names.
         opposites: keys that switch off what a field switches on, by the field.
     """
 
     marks: tuple[str, ...]
-    config: str
-    keys: Mapping[str, str] = field(default_factory=dict)
-    accelerate: str = ""
-    in_the_file: tuple[str, ...] = ()
+    micro_batch: str
     fields: Mapping[str, str] = field(default_factory=dict)
     opposites: Mapping[str, str] = field(default_factory=dict)
-
-    def is_of(self, data: Collection[str]) -> bool:
-        """Return whether a file with these keys is of this kind."""
-        return any(all(key in data for key in mark.split()) for mark in self.marks)
 
     def key_of(self, name: str) -> str | None:
         """Return the key that sets a field of TrainingArguments; None if there is none."""
         return self.fields.get(name) if self.fields else name
 
 
-_SECTION = "deepspeed_config"
-ACCELERATE = Form(
-    ("distributed_type",),
-    f"{_SECTION}.deepspeed_config_file",
-    # A configuration that names a DeepSpeed file must not say itself what is in there. The flag of
-    # zero.Init follows the file's stage, as in the trials.
-    in_the_file=(
-        "mixed_precision",
-        f"{_SECTION}.gradient_accumulation_steps",
-        f"{_SECTION}.gradient_clipping",
-        f"{_SECTION}.offload_optimizer_device",
-        f"{_SECTION}.offload_optimizer_nvme_path",
-        f"{_SECTION}.offload_param_device",
-        f"{_SECTION}.offload_param_nvme_path",
-        f"{_SECTION}.zero3_init_flag",
-        f"{_SECTION}.zero3_save_16bit_model",
-        f"{_SECTION}.zero_stage",
-    ),
-)
 AXOLOTL = Form(
     tuple(f"base_model {key}" for key in ("micro_batch_size", "datasets", "pretraining_dataset")),
-    "deepspeed",
-    {_MICRO_BATCH: "micro_batch_size", _GAS: _GAS},
+    "micro_batch_size",
     # Those that core/builders/base.py of axolotl reads (July 2026).
     fields={
         "optim": "optimizer",
@@ -103,19 +90,14 @@ AXOLOTL = Form(
     },
 )
 # TRL, ms-swift, and scripts whose HfArgumentParser reads a file.
-TRAINER = Form(
-    ("per_device_train_batch_size", "deepspeed", "accelerate_config"),
-    "deepspeed",
-    {_MICRO_BATCH: "per_device_train_batch_size", _GAS: _GAS},
-    accelerate="accelerate_config",
-)
+TRAINER = Form(("per_device_train_batch_size", _CONFIG, _ACCELERATE), "per_device_train_batch_size")
 # It recomputes activations unless it is told not to (model/model_utils/checkpointing.py).
 LLAMA_FACTORY = replace(
     TRAINER,
     marks=("finetuning_type", "disable_gradient_checkpointing"),
     opposites={CHECKPOINTING: f"disable_{CHECKPOINTING}"},
 )
-FORMS = (ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINER)
+FORMS = (AXOLOTL, LLAMA_FACTORY, TRAINER)
 
 
 @dataclass(frozen=True)
@@ -137,98 +119,97 @@ class Answer:
     by_accelerate: bool = False
 
     def values(self, form: Form) -> dict[str, Any]:
-        """Return batch sizes and switches by the keys of a file; nothing if it has neither."""
-        sizes = {key: self.config.get(name) for name, key in form.keys.items()}
+        """Return batch sizes and switches by the keys of a file."""
+        sizes = {form.micro_batch: self.config.get(_MICRO_BATCH), _GAS: self.config.get(_GAS)}
         found = {key: value for key, value in sizes.items() if isinstance(value, int)}
-        if form.keys:
-            keys = {form.key_of(name): value for name, value in self.switches.items()}
-            found |= {key: value for key, value in keys.items() if key is not None}
-            for name, key in form.opposites.items():
-                if isinstance(value := self.switches.get(name), bool):
-                    found[key] = not value
+        keys = {form.key_of(name): value for name, value in self.switches.items()}
+        found |= {key: value for key, value in keys.items() if key is not None}
+        for name, key in form.opposites.items():
+            if isinstance(value := self.switches.get(name), bool):
+                found[key] = not value
         return found
 
 
-@dataclass(frozen=True)
-class Rewritten:
-    """A command that trains with the best configuration, and the files that it names.
-
-    Attributes:
-        words: of the command.
-        copies: texts of the user's own files with the answer in them, by name.
-    """
-
-    words: list[str]
-    copies: Mapping[str, str]
-
-
-def rewritten(words: Sequence[str], folder: Path, answer: Answer) -> Rewritten | None:
+def rewritten(words: Sequence[str], folder: Path, answer: Answer) -> Rewriting | None:
     """Return a command with copies of the configuration files that it names.
 
     Args:
         words: of the command, without variables in front of it.
         folder: where it is started.
-        answer: what the copies hold.
 
     Returns:
         None if no argument, file or launcher takes the DeepSpeed configuration.
     """
-    return _Rewriting(list(words), folder, answer).result()
+    found = Rewriting(list(words), folder, answer)
+    found.rewrite()
+    return found if found.takes_config else None
 
 
 def form_of_training(words: Sequence[str], folder: Path) -> Form | None:
     """Return the kind of the file, if a command names one, that holds its batch sizes."""
     forms = (_form_of(_load(folder / _value(word))) for word in words if _is_file(word, folder))
-    return next((form for form in forms if form is not None and form.keys), None)
+    return next(filter(None, forms), None)
 
 
-class _Rewriting:
-    """One command, rewritten word by word."""
+class Rewriting:
+    """A command that trains with the best configuration, and the files that it names.
+
+    Attributes:
+        words: of the command.
+        copies: texts of the user's own files with the answer in them, by name.
+        takes_config: an argument, a file or the launcher takes the DeepSpeed configuration.
+    """
 
     def __init__(self, words: list[str], folder: Path, answer: Answer) -> None:
-        self._words, self._folder, self._answer = words, folder, answer
-        self._copies: dict[str, str] = {}
+        self.words = words
+        self.copies: dict[str, str] = {}
+        self.takes_config = answer.in_arguments
+        self._folder, self._answer = folder, answer
         self._names: dict[Path, str] = {}
-        self._takes_config = answer.in_arguments
 
-    def result(self) -> Rewritten | None:
-        """Rewrite the words; None if nothing takes the DeepSpeed configuration."""
-        forms = [self._replace(position) for position in range(len(self._words))]
+    def rewrite(self) -> None:
+        """Rewrite the words, one by one."""
+        forms = [self._replace(position) for position in range(len(self.words))]
         for form in filter(None, forms):
             self._override(form)
-        self._follow_launcher()
-        return Rewritten(self._words, self._copies) if self._takes_config else None
+        if self._answer.by_accelerate:
+            self._follow_launcher()
 
     def _replace(self, position: int) -> Form | None:
         """Put a copy in the place of a file; return the kind of file that it is."""
-        word, before = self._words[position], self._words[position - 1]
-        if position and before.replace("-", "_") == f"__{TRAINER.accelerate}":
-            self._words[position] = self._accelerate_file(word)
+        word, before = self.words[position], self.words[position - 1]
+        if position and before.replace("-", "_") == f"__{_ACCELERATE}":
+            self.words[position] = self._accelerate_file(word)
         elif _is_file(word, self._folder):
-            copy, form = self._copy(self._folder / _value(word))
-            self._words[position] = word.removesuffix(_value(word)) + copy if form else word
+            named = _value(word)
+            copy, form = self._copy(self._folder / named)
+            self.words[position] = word.removesuffix(named) + (copy or named)
             return form
         return None
 
     def _copy(self, path: Path) -> tuple[str, Form | None]:
-        """Make the copy of a file; return its path, and the kind of file that it is."""
-        data = _load(path)
+        """Make the copy of a file; return its path, empty if there is none, and its kind."""
+        data, best = _load(path), str(self._answer.path)
         form = _form_of(data)
-        if form is None:
-            return str(path), None
-        answer = self._answer
-        for key in form.in_the_file:
-            _remove(data, key)
-        if form is ACCELERATE or (_has(data, form.config) and not answer.by_accelerate):
-            _set(data, form.config, str(answer.path))
-            self._takes_config = True
-        for key, value in _named_as(answer.values(form), data).items():
-            _set(data, key, value)
-        if form.accelerate and isinstance(data.get(form.accelerate), str):
-            data[form.accelerate] = self._accelerate_file(data[form.accelerate])
+        if form is not None:
+            if data.get(_CONFIG) and not self._answer.by_accelerate:
+                data[_CONFIG] = best
+                self.takes_config = True
+            data.update(_named_as(self._answer.values(form), data))
+            if isinstance(named := data.get(_ACCELERATE), str):
+                data[_ACCELERATE] = self._accelerate_file(named)
+        elif _is_of_accelerate(data):
+            data.pop("mixed_precision", None)
+            section = data[_SECTION] = data.get(_SECTION) or {}
+            for key in _IN_THE_DEEPSPEED_FILE:
+                section.pop(key, None)
+            section["deepspeed_config_file"] = best
+            self.takes_config = True
+        else:
+            return "", None
         name = self._name_of_copy(path)
-        self._copies[name] = _text(data, path)
-        return str(answer.path.parent / name), form
+        self.copies[name] = _text(data, path)
+        return str(self._answer.path.parent / name), form
 
     def _name_of_copy(self, path: Path) -> str:
         """Return a file's own name, with a number where another file has it already."""
@@ -243,54 +224,51 @@ class _Rewriting:
         trl = None if path.is_file() else importlib.util.find_spec("trl")
         if trl is not None and trl.origin is not None:
             path = Path(trl.origin).parent / "accelerate_configs" / f"{named}.yaml"
-        return self._copy(path)[0] if path.is_file() else named
+        return (self._copy(path)[0] if path.is_file() else "") or named
 
     def _override(self, form: Form) -> None:
         """Give flags, and LLaMA-Factory's `key=value`, which override the file, its values."""
-        given = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in self._words]
+        given = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in self.words]
         values = _named_as(self._answer.values(form), given)
         values = {k: json.dumps(v) if isinstance(v, Mapping) else v for k, v in values.items()}
         if not self._answer.by_accelerate:
-            values[form.config] = str(self._answer.path)
+            values[_CONFIG] = str(self._answer.path)
         flags = {key: f"--{key}" for key in values}
-        self._words = [
+        self.words = [
             f"{key}={values[key]}" if (key := word.partition("=")[0]) in values else word
-            for word in script_args.rewrite(self._words, values, flags, add=False)
+            for word in script_args.rewrite(self.words, values, flags, add=False)
         ]
 
     def _follow_launcher(self) -> None:
         """Give `accelerate launch` the configuration, where no file in its options does so."""
-        name = Path(self._words[0]).name
-        begin = ("python" if name.startswith("python") else name, *self._words[1:])
+        name = Path(self.words[0]).name
+        begin = ("python" if name.startswith("python") else name, *self.words[1:])
         end = next((len(each) for each in _LAUNCHERS if begin[: len(each)] == each), None)
-        if end is None or not self._answer.by_accelerate:
+        if end is None:
             return
-        script = next((i for i, word in enumerate(self._words) if i >= end and _starts(word)), end)
+        starts = (i for i, word in enumerate(self.words) if i >= end and _starts(word))
+        script = next(starts, end)
         path, gas = str(self._answer.path), self._answer.config.get(_GAS)
         best = {_DEEPSPEED_FILE: path, _GAS_FLAG: gas}
-        options = list(
-            script_args.rewrite(
-                self._words[end:script], best, {flag: flag for flag in best}, add=False
-            )
-        )
+        flags = {flag: flag for flag in best}
+        options = list(script_args.rewrite(self.words[end:script], best, flags, add=False))
         default = _default_file()
-        if not self._takes_config and default.is_file():
+        if not self.takes_config and default.is_file():
             options[:0] = [_CONFIG_FILE, self._copy(default)[0]]
-        elif not self._takes_config and _DEEPSPEED_FILE not in options:
+        elif not self.takes_config and _DEEPSPEED_FILE not in options:
             options[:0] = [_DEEPSPEED_FILE, path]
         if _GAS_FLAG not in options and isinstance(gas, int):
             options += [_GAS_FLAG, str(gas)]
-        self._words[end:script] = options
-        self._takes_config = True
+        self.words[end:script] = options
+        self.takes_config = True
 
 
 def _named_as(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     """Return values by transformers' newer names of checkpointing where those are given."""
-    newer = any(name.startswith(NEWER_CHECKPOINTING) for name in given)
+    if not any(name.startswith(NEWER_CHECKPOINTING) for name in given):
+        return dict(values)
     return {
-        name.replace(CHECKPOINTING, NEWER_CHECKPOINTING, 1)
-        if newer and name.startswith(CHECKPOINTING)
-        else name: value
+        re.sub(f"^{CHECKPOINTING}", NEWER_CHECKPOINTING, name): value
         for name, value in values.items()
     }
 
@@ -316,10 +294,22 @@ def _is_file(word: str, folder: Path) -> bool:
     return path.suffix in _SUFFIXES and path.is_file() and path.stat().st_size <= _LARGEST_BYTES
 
 
+def _is_of_accelerate(data: Any) -> bool:
+    return isinstance(data, dict) and _OF_ACCELERATE in data
+
+
 def _form_of(data: Any) -> Form | None:
-    if not isinstance(data, dict):
+    """Return the kind of a training's file; None of any other."""
+    if not isinstance(data, dict) or _is_of_accelerate(data):
         return None
-    return next((form for form in FORMS if form.is_of(data)), None)
+    return next(
+        (
+            form
+            for form in FORMS
+            if any(all(key in data for key in mark.split()) for mark in form.marks)
+        ),
+        None,
+    )
 
 
 def _files(text: str) -> YAML:
@@ -348,26 +338,3 @@ def _text(data: Any, path: Path) -> str:
     text = io.StringIO()
     _files(path.read_text(encoding="utf-8")).dump(data, text)
     return text.getvalue()
-
-
-def _has(data: Mapping[str, Any], key: str) -> bool:
-    return bool(data.get(key))
-
-
-def _set(data: dict[str, Any], key: str, value: Any) -> None:
-    *sections, last = key.split(".")
-    for name in sections:
-        if not isinstance(data.get(name), dict):
-            data[name] = {}
-        data = data[name]
-    data[last] = value
-
-
-def _remove(data: dict[str, Any], key: str) -> None:
-    *sections, last = key.split(".")
-    for name in sections:
-        section = data.get(name)
-        if not isinstance(section, dict):
-            return
-        data = section
-    data.pop(last, None)

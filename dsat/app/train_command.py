@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dsat.app import own_files
-from dsat.app.own_files import Answer, Rewritten
+from dsat.app.own_files import Answer, Rewriting
 from dsat.app.prepare import Prepared
 from dsat.engines.local.hosts import without_segments
 from dsat.engines.local.launch import working_folder
@@ -29,7 +29,6 @@ from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.switches import BIND_CORES
 from dsat.report import summary
-from dsat.report.run_view import best_config
 from dsat.tuning.run import Run, own_switches
 from dsat.values.files import write_atomically
 from dsat.values.text import assignment, shell_line
@@ -82,73 +81,62 @@ def text(ready: Prepared, run: Run, config: Path) -> str | None:
         None if the script cannot be given the file or a switch, or runs as a Determined task or on
         several hosts only.
     """
-    ready, best = as_shown(ready, run), best_config(run) or {}
-    words = _words(ready, run, config)
-    if words is None:
+    ready, best = as_shown(ready, run), run.best
+    slots, needs_task = ready.plan.slots_per_trial, "determined" in str(ready.experiment.entrypoint)
+    if best is None or slots > ready.machine.num_slots or needs_task:
+        return None
+    found = None if _needs_dsat(ready, run, best) else _own_form(ready, run, best, config)
+    if found is None:
         return None
     limited = ready.plan.slot_memory_bytes is not None
     return " ".join(
         [
-            *_variables(ready, run, best).values(),
-            *conditions(ready.machine, ready.plan.slots_per_trial, memory_is_limited=limited),
-            shell_line(words),
+            *_variables(ready, best, run.plan.config(best.overrides)),
+            *conditions(ready.machine, slots, memory_is_limited=limited),
+            shell_line(found.words),
         ]
     )
 
 
 def write_own_files(ready: Prepared, run: Run, folder: Path) -> None:
     """Write copies of the user's configuration files, if any, with the best configuration."""
-    found = _own_form(as_shown(ready, run), run, folder / summary.BEST_CONFIG_FILE)
+    if run.best is None:
+        return
+    config = folder / summary.BEST_CONFIG_FILE
+    found = _own_form(as_shown(ready, run), run, run.best, config)
     for name, text in (found.copies if found else {}).items():
         write_atomically(folder / name, text)
 
 
-def _words(ready: Prepared, run: Run, config: Path) -> list[str] | None:
-    slots = ready.plan.slots_per_trial
-    if slots > ready.machine.num_slots or run.best is None or _needs_task(ready):
-        return None
-    if _needs_dsat(ready, run, run.best):
-        return None
-    found = _own_form(ready, run, config)
-    return found.words if found else None
-
-
-def _needs_task(ready: Prepared) -> bool:
-    """Return whether the entrypoint runs as a Determined task only."""
-    entrypoint = ready.experiment.entrypoint
-    return "determined" in (
-        entrypoint if isinstance(entrypoint, str) else " ".join(map(str, entrypoint))
-    )
-
-
-def _own_form(ready: Prepared, run: Run, config: Path) -> Rewritten | None:
+def _own_form(ready: Prepared, run: Run, best: Trial, path: Path) -> Rewriting | None:
     """Return the command with copies of the user's files; None if it takes no configuration."""
-    program, words = ready.program, _base_words(ready, run, config)
-    if words is None or run.best is None:
+    program, config = ready.program, run.plan.config(best.overrides)
+    words = _base_words(ready, best, config, path)
+    if words is None:
         return None
     answer = Answer(
-        config.resolve(),
-        best_config(run) or {},
-        switches.fields(run.best.script_args),
+        path.resolve(),
+        config,
+        switches.fields(best.script_args),
         in_arguments=program.config_path is not None,
         by_accelerate=program.config_path is None and accelerate_env.uses_deepspeed(program.env),
     )
     return own_files.rewritten(words, _started_in(program), answer)
 
 
-def _base_words(ready: Prepared, run: Run, config: Path) -> list[str] | None:
+def _base_words(
+    ready: Prepared, best: Trial, config: Mapping[str, Any], path: Path
+) -> list[str] | None:
     """Return the command with the arguments of a best trial; None if it cannot be given them."""
-    program, slots, best = ready.program, ready.plan.slots_per_trial, best_config(run) or {}
-    chosen = run.best.script_args if run.best is not None else {}
-    mappings = ready.experiment.arg_mappings
-    tuned = program.for_config(str(config.resolve()), best, chosen, mappings)
+    program, mappings = ready.program, ready.experiment.arg_mappings
+    tuned = program.for_config(str(path.resolve()), config, best.script_args, mappings)
     args, program = tuned.args, replace(program, launch=tuned.launch)
-    if not runs_own_command(program, slots):
-        return [*_launcher(ready, program, best), *_script(program), *args]
-    command = own_command(program)
+    if not runs_own_command(program, ready.plan.slots_per_trial):
+        return [*_launcher(ready, program, config), *_script(program), *args]
+    _, command = _own_command(program)
     if _ends_with(command, program.args):
         return [*command[: len(command) - len(program.args)], *args]
-    return list(command) if own_files.form_of_training(command, _started_in(program)) else None
+    return command if own_files.form_of_training(command, _started_in(program)) else None
 
 
 def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
@@ -157,7 +145,7 @@ def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
     if switches.OF_CODE.keys() & set(run.outcomes[best.id].warnings):
         return True
     found = {} if run.profile is None else run.profile.switches
-    file = own_files.form_of_training(own_command(program), _started_in(program))
+    file = own_files.form_of_training(_own_command(program)[1], _started_in(program))
     for name, value in best.script_args.items():
         if value == own.get(name) or name in ready.experiment.arg_mappings:
             continue
@@ -165,10 +153,10 @@ def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
         field = switches.field_of(name)
         in_file = file is not None and field is not None and file.key_of(field) is not None
         elsewhere = name == BIND_CORES or name.startswith(switches.VARIABLE)
-        if flag is None and not in_file and not elsewhere:
-            return True
         has_opposite = file is not None and name in file.opposites
         if switches.is_of_code(name, found) and not has_opposite:
+            return True
+        if flag is None and not in_file and not elsewhere:
             return True
     return False
 
@@ -203,13 +191,13 @@ def _script(program: Entrypoint) -> list[str]:
     return ["--module", program.module] if program.module else [program.script]
 
 
-def own_command(program: Entrypoint) -> tuple[str, ...]:
-    """Return the user's command without variables in front of it."""
+def _own_command(program: Entrypoint) -> tuple[dict[str, str], list[str]]:
+    """Return the variables in front of the user's command, and its other words."""
     command = list(program.started_by)
-    if command[:1] == ["env"]:
-        del command[0]
-        entrypoints.take_assignments(command)
-    return tuple(command)
+    if command[:1] != ["env"]:
+        return {}, command
+    del command[0]
+    return entrypoints.take_assignments(command), command
 
 
 def runs_own_command(program: Entrypoint, slots: int) -> bool:
@@ -218,7 +206,7 @@ def runs_own_command(program: Entrypoint, slots: int) -> bool:
     It is where nothing else starts its ranks, and where a launcher in it starts as many ranks as a
     trial has, if it ends with the arguments of its script or a file in it holds them.
     """
-    command = own_command(program)
+    _, command = _own_command(program)
     if program.needs_command or not command:
         return bool(program.needs_command)
     if program.slots != slots or program.launch.binds_cores:
@@ -233,18 +221,12 @@ def runs_own_command(program: Entrypoint, slots: int) -> bool:
     return (started.script, started.module) != (program.script, program.module)
 
 
-def _assignments(program: Entrypoint) -> dict[str, str]:
-    """Return the variables in front of the user's command."""
-    command = list(program.started_by)
-    return entrypoints.take_assignments(command[1:]) if command[:1] == ["env"] else {}
-
-
 def _started_in(program: Entrypoint) -> Path:
     return Path(program.started_in or Path.cwd())
 
 
-def _ends_with(command: tuple[str, ...], args: tuple[str, ...]) -> bool:
-    return command[max(len(command) - len(args), 0) :] == args
+def _ends_with(command: Sequence[str], args: tuple[str, ...]) -> bool:
+    return tuple(command[max(len(command) - len(args), 0) :]) == args
 
 
 def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list[str]:
@@ -263,20 +245,20 @@ def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list
     return words
 
 
-def _variables(ready: Prepared, run: Run, best: Mapping[str, Any]) -> dict[str, str]:
+def _variables(ready: Prepared, best: Trial, config: Mapping[str, Any]) -> list[str]:
     """Return the trials' environment where it is not the shell's, as a shell's assignments."""
     machine, program, slots = ready.machine, ready.program, ready.plan.slots_per_trial
     given = {**os.environ, **ready.experiment.env, **program.env}
-    own = _assignments(program) if runs_own_command(program, slots) else program.env
-    found = {**ready.experiment.env, **own, **accelerate_env.for_parallelism(given, best, slots)}
+    own = _own_command(program)[0] if runs_own_command(program, slots) else program.env
+    parallelism = accelerate_env.for_parallelism(given, config, slots)
+    found = {**ready.experiment.env, **own, **parallelism}
     if program.needs_command:  # which sets what else it needs
         unset = machine.expandable_segments and not allocator_is_set(given)
         found |= ALLOCATOR_SETTINGS if unset else {}
     elif not machine.is_cpu:  # on a CPU see `conditions`
-        found |= settings_of_ranks(machine, program, best, slots, given)
-    if run.best is not None:
-        found |= switches.variables(run.best.script_args)
-    return {
-        name: assignment(name, value, "your command" if name in own else "environment_variables")
+        found |= settings_of_ranks(machine, program, config, slots, given)
+    found |= switches.variables(best.script_args)
+    return [
+        assignment(name, value, "your command" if name in own else "environment_variables")
         for name, value in found.items()
-    }
+    ]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from dsat.app.own_files import Answer, form_of_training, rewritten
+from dsat.inputs.switches import CHECKPOINTING
 
 CONFIG = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
 AXOLOTL = """\
@@ -39,10 +42,23 @@ num_processes: 1  # one
 """
 
 
-def answer(folder: Path, *, by_accelerate: bool = False) -> Answer:
+def answer(
+    folder: Path,
+    switches: Mapping[str, Any] = {CHECKPOINTING: True},
+    *,
+    by_accelerate: bool = False,
+) -> Answer:
     path = folder / "run" / "best_ds_config.json"
-    switches = {"gradient_checkpointing": True}
     return Answer(path, CONFIG, switches, by_accelerate=by_accelerate)
+
+
+def copied(command: str, text: str, best: Answer) -> tuple[list[str], str]:
+    """The words of a command that names `own.yaml`, and the copy of that file."""
+    folder = best.path.parents[1]
+    (folder / "own.yaml").write_text(text)
+    found = rewritten(command.split(), folder, best)
+    assert found is not None
+    return found.words, found.copies["own.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -74,12 +90,9 @@ def answer(folder: Path, *, by_accelerate: bool = False) -> Answer:
 def test_a_copy_of_the_frameworks_file_has_the_answer_and_its_comments(
     command: str, text: str, key: str, kept: list[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "own.yaml").write_text(text)
-    found = rewritten(command.split(), tmp_path, answer(tmp_path))
-    assert found is not None
+    words, copy = copied(command, text, answer(tmp_path))
     path = tmp_path / "run" / "own.yaml"
-    assert shlex.join(found.words) == command.replace("own.yaml", str(path))
-    [copy] = found.copies.values()
+    assert shlex.join(words) == command.replace("own.yaml", str(path))
     data = yaml.safe_load(copy)
     assert (data[key], data["gradient_accumulation_steps"]) == (8, 2)
     assert data["deepspeed"] == str(path.with_name("best_ds_config.json"))
@@ -96,53 +109,37 @@ def test_a_copy_of_the_frameworks_file_has_the_answer_and_its_comments(
 def test_a_way_of_checkpointing_is_a_mapping_in_files_and_text_in_words(
     word: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "own.yaml").write_text(TRAINER)
-    way = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}
-    best = Answer(tmp_path / "run" / "best_ds_config.json", CONFIG, way)
-    found = rewritten(f"trl sft --config own.yaml{word}".split(), tmp_path, best)
-    assert found is not None
-    data = yaml.safe_load(found.copies["own.yaml"])
-    assert data["gradient_checkpointing_kwargs"] == {"every_n_layers": 2}
-    assert not word or json.loads(found.words[-1]) == {"every_n_layers": 2}
+    way = {CHECKPOINTING: True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}
+    words, copy = copied(f"trl sft --config own.yaml{word}", TRAINER, answer(tmp_path, way))
+    assert yaml.safe_load(copy)["gradient_checkpointing_kwargs"] == {"every_n_layers": 2}
+    assert not word or json.loads(words[-1]) == {"every_n_layers": 2}
 
 
 def test_the_newer_name_of_checkpointing_is_kept_for_it_wins(tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text(f"{TRAINER}activation_checkpointing: true\n")
-    words = "trl sft --config own.yaml --activation-checkpointing true".split()
-    best = Answer(tmp_path / "best_ds_config.json", CONFIG, {"gradient_checkpointing": False})
-    found = rewritten(words, tmp_path, best)
-    assert found is not None
-    data = yaml.safe_load(found.copies["own.yaml"])
-    assert data["activation_checkpointing"] is False and "gradient_checkpointing" not in data
-    assert found.words[-1] == "False"
+    command = "trl sft --config own.yaml --activation-checkpointing true"
+    own = f"{TRAINER}activation_checkpointing: true\n"
+    words, copy = copied(command, own, answer(tmp_path, {CHECKPOINTING: False}))
+    data = yaml.safe_load(copy)
+    assert data["activation_checkpointing"] is False and CHECKPOINTING not in data
+    assert words[-1] == "False"
 
 
-def test_axolotl_has_keys_of_its_own_for_fields_of_the_trainer(tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text(AXOLOTL)
-    words = "axolotl train own.yaml".split()
+def test_frameworks_have_keys_of_their_own_for_fields_of_the_trainer(tmp_path: Path) -> None:
     chosen = {"optim": "adamw_torch_fused", "use_liger_kernel": True, "dataloader_num_workers": 2}
-    best = Answer(tmp_path / "run" / "best_ds_config.json", CONFIG, chosen)
-    found = rewritten(words, tmp_path, best)
-    assert found is not None
-    data = yaml.safe_load(found.copies["own.yaml"])
+    words, copy = copied("axolotl train own.yaml", AXOLOTL, answer(tmp_path, chosen))
+    data = yaml.safe_load(copy)
     assert (data["optimizer"], data["dataloader_num_workers"]) == ("adamw_torch_fused", 2)
     assert "optim" not in data and "use_liger_kernel" not in data
-    form = form_of_training(words, tmp_path)
-    assert form is not None and form.key_of("use_liger_kernel") is None
-    (tmp_path / "own.yaml").write_text(TRAINER)
-    form = form_of_training(words, tmp_path)
-    assert form is not None and form.key_of("use_liger_kernel") == "use_liger_kernel"
-
-
-@pytest.mark.parametrize("is_on", [True, False])
-def test_llama_factory_is_told_not_to_recompute_activations(is_on: bool, tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text(f"finetuning_type: lora\n{TRAINER}")
-    best = Answer(tmp_path / "best_ds_config.json", CONFIG, {"gradient_checkpointing": is_on})
-    found = rewritten("llamafactory-cli train own.yaml".split(), tmp_path, best)
-    assert found is not None
-    data = yaml.safe_load(found.copies["own.yaml"])
-    assert data["disable_gradient_checkpointing"] is not is_on
-    assert data["gradient_checkpointing"] is is_on
+    for text, key in ((AXOLOTL, None), (TRAINER, "use_liger_kernel")):
+        (tmp_path / "own.yaml").write_text(text)
+        form = form_of_training([*words[:2], "own.yaml"], tmp_path)
+        assert form is not None and form.key_of("use_liger_kernel") == key
+    # LLaMA-Factory recomputes activations unless it is told not to.
+    own = f"finetuning_type: lora\n{TRAINER}"
+    for is_on in (True, False):
+        best = answer(tmp_path, {CHECKPOINTING: is_on})
+        data = yaml.safe_load(copied("llamafactory-cli train own.yaml", own, best)[1])
+        assert (data[f"disable_{CHECKPOINTING}"], data[CHECKPOINTING]) == (not is_on, is_on)
 
 
 def test_two_files_of_one_name_have_copies_of_their_own(tmp_path: Path) -> None:
@@ -158,18 +155,12 @@ def test_two_files_of_one_name_have_copies_of_their_own(tmp_path: Path) -> None:
 
 
 def test_words_that_override_the_file_follow(tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text(AXOLOTL)
-    words = "axolotl train own.yaml --micro-batch-size 1 --learning-rate 0.1".split()
-    found = rewritten(words, tmp_path, answer(tmp_path))
-    assert found is not None and found.words[3:] == [
-        *("--micro-batch-size", "8"),
-        *("--learning-rate", "0.1"),
-    ]
-    (tmp_path / "own.yaml").write_text(TRAINER)
-    words = "llamafactory-cli train own.yaml per_device_train_batch_size=1 lr=2".split()
-    found = rewritten(words, tmp_path, answer(tmp_path))
-    assert found is not None
-    assert found.words[3:] == ["per_device_train_batch_size=8", "lr=2"]
+    command = "axolotl train own.yaml --micro-batch-size 1 --learning-rate 0.1"
+    words, _ = copied(command, AXOLOTL, answer(tmp_path))
+    assert words[3:] == ["--micro-batch-size", "8", "--learning-rate", "0.1"]
+    command = "llamafactory-cli train own.yaml per_device_train_batch_size=1 lr=2"
+    words, _ = copied(command, TRAINER, answer(tmp_path))
+    assert words[3:] == ["per_device_train_batch_size=8", "lr=2"]
 
 
 def test_a_file_of_arguments_in_json(tmp_path: Path) -> None:
@@ -234,11 +225,9 @@ def test_trls_file_names_accelerates_file(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_trainer_may_name_a_base_model(tmp_path: Path) -> None:
-    text = "base_model: gpt2\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 2\n"
-    (tmp_path / "own.yaml").write_text(text + "deepspeed: ds.json\n")
-    found = rewritten("python train.py own.yaml".split(), tmp_path, answer(tmp_path))
-    assert found is not None
-    assert yaml.safe_load(found.copies["own.yaml"])["per_device_train_batch_size"] == 8
+    own = f"base_model: gpt2\n{TRAINER}"
+    _, copy = copied("python train.py own.yaml", own, answer(tmp_path))
+    assert yaml.safe_load(copy)["per_device_train_batch_size"] == 8
 
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
