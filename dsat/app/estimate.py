@@ -8,7 +8,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,6 @@ from dsat.inputs.experiment import read_mapping
 from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import anchors as survey
 from dsat.memory import closed_form
-from dsat.memory.closed_form import ModelFacts
 from dsat.memory.config_facts import HOW_TO_SIMULATE, Formula
 from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
@@ -60,7 +59,10 @@ _IMPORTED = (
     "dsat.in_trial.rank",
     "dsat.in_trial.simulation.borrowed_model",
 )
-_RECOMPUTE = {None: None, "off": False, "on": True}
+_WHAT_RAN = (
+    " The script was run up to its first training step. `dsat model` also searches scripts that "
+    "cannot be simulated: it predicts their memory by formula."
+)
 # Offloading to a disk is the same for the slot as offloading to the host.
 LADDER = [s for s in strategies.LADDER if NVME not in (s.offload_optimizer, s.offload_param)]
 
@@ -94,10 +96,6 @@ def simulator_of(
 ) -> Iterator[tuple[str, dict[str, Any], Simulator]]:
     """Give the name of a script, its DeepSpeed configuration, and what simulates it.
 
-    Args:
-        settings: the user's.
-        as_cpu: the ranks that are asked about run on a CPU.
-
     Raises:
         UserInputError: something of the settings or the files is wrong.
         DsatError: the script cannot be simulated, also where the caller finds that out.
@@ -109,8 +107,8 @@ def simulator_of(
     base = script_args.batch_from_args(
         experiment.base_config, program.args, experiment.arg_mappings
     )
-    recompute = _RECOMPUTE[settings.activation_checkpointing]
-    switches = {} if recompute is None else {CHECKPOINTING: recompute}
+    recompute = settings.activation_checkpointing
+    switches = {} if recompute is None else {CHECKPOINTING: recompute == "on"}
     folder = Path(tempfile.mkdtemp(prefix="dsat-"))
     keep_log = False
     try:
@@ -128,8 +126,9 @@ def simulator_of(
             )
     except SimulationUnavailable as error:
         keep_log = True
+        what_ran = "" if settings.hf_config is not None else _WHAT_RAN
         raise DsatError(
-            f"memory cannot be estimated: {error}.{_what_ran(settings)} The log is {folder / _LOG}."
+            f"memory cannot be estimated: {error}.{what_ran} The log is {folder / _LOG}."
         ) from None
     finally:
         if not keep_log:
@@ -140,7 +139,6 @@ def simulation_engine(source: Source, folder: Path, timeout_s: float) -> LocalEn
     """Return an engine that runs a script for simulations, on this machine.
 
     Args:
-        source: the script and its configuration.
         folder: for its log.
         timeout_s: for it to come to its first step.
     """
@@ -161,39 +159,61 @@ def tables(
     simulator: Simulator | Formula,
     settings: EstimateSettings,
 ) -> Estimate:
-    """Return the tables of a script's model.
-
-    Args:
-        name: of the experiment, or of the command's script.
-        base: the user's DeepSpeed configuration.
-        simulator: of the script.
-        settings: the user's.
-    """
-    facts = simulator.facts(base)
+    """Return the tables of a model: a line for every rung with every number of slots."""
+    facts, rungs = simulator.facts(base), ladder(base)
+    pairs = list(itertools.product(settings.slot_counts, rungs))
+    questions = [
+        Question(configuration(base, strategy, slots), 1, slots) for slots, strategy in pairs
+    ]
+    estimates = [
+        closed_form.estimate(facts, asked.config, slots=asked.slots, micro_batch=1)
+        for asked in questions
+    ]
     is_formula = isinstance(simulator, Formula)
-    exact = not is_formula and (settings.exact or needs_simulation(base))
-    missing = hf_config.missing_packages() if is_formula else ()
-    found, basis = lines(
-        base, facts, simulator, settings.slot_counts, settings.slot_memories, exact=exact
+    if not is_formula and (settings.exact or needs_simulation(base)):
+        with slow.logged(_log, f"simulating {len(questions)} lines of the table"):
+            simulated = simulator.estimates(questions)
+        estimates = [
+            replace(formula, note=answer) if isinstance(answer, str) else answer
+            for formula, answer in zip(estimates, simulated, strict=True)
+        ]
+    answers = list(zip(questions, estimates, strict=True))
+    basis = Basis.of_model(
+        facts,
+        (
+            Anchor(asked.config, 1, estimate, asked.slots)
+            for asked, estimate in answers
+            if estimate.source == SIMULATED
+        ),
     )
-    choices = fewest_cards.fewest(basis, base, partial(configuration, base), ladder(base))
-    return Estimate(name, facts, found, choices, simulator.script.sequence_length, missing)
+    lines = []
+    for (slots, strategy), (asked, estimate) in zip(pairs, answers, strict=True):
+        needed = needed_bytes(basis, asked.config, slots)
+        largest = {}
+        for size in settings.slot_memories:
+            model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
+            most = model.largest(model.shape(asked.config, {}))
+            largest[size] = int(min(most, LARGEST_MICRO_BATCH))
+        lines.append(Line(strategy, slots, estimate, needed, largest))
+    choices = fewest_cards.fewest(basis, base, partial(configuration, base), rungs)
+    missing = hf_config.missing_packages() if is_formula else ()
+    return Estimate(name, facts, lines, choices, simulator.script.sequence_length, missing)
 
 
 def _source(settings: ModelSettings) -> Source:
     """Return the user's script, or our own that trains the model of a configuration."""
-    if settings.hf_config is None:
-        source = sources.read(settings)
-        source = source.with_known_start(survey.TIMEOUT_S) if source.unknown else source
-        if source.program.needs_command:
-            raise UserInputError(
-                "cannot be simulated: its ranks cannot be started by themselves, because "
-                f"{source.program.needs_command}",
-                where="command",
-                hint="Give a script that torchrun, deepspeed or python3 starts, or --hf-config.",
-            )
-        return source
-    return _model_of_configuration(settings, hf_config.find(settings.hf_config))
+    if settings.hf_config is not None:
+        return _model_of_configuration(settings, hf_config.find(settings.hf_config))
+    source = sources.read(settings)
+    source = source.with_known_start(survey.TIMEOUT_S) if source.unknown else source
+    if source.program.needs_command:
+        raise UserInputError(
+            "cannot be simulated: its ranks cannot be started by themselves, because "
+            f"{source.program.needs_command}",
+            where="command",
+            hint="Give a script that torchrun, deepspeed or python3 starts, or --hf-config.",
+        )
+    return source
 
 
 def _by_formula(
@@ -229,15 +249,6 @@ def check_packages(where: str) -> None:
     if missing:
         problem = f"needs a simulation, and {missing} is not installed"
         raise UserInputError(problem, where=where, hint=HOW_TO_SIMULATE)
-
-
-def _what_ran(settings: ModelSettings) -> str:
-    if settings.hf_config is not None:
-        return ""
-    return (
-        " The script was run up to its first training step. `dsat model` also searches scripts "
-        "that cannot be simulated: it predicts their memory by formula."
-    )
 
 
 def _name_of(path: Path) -> str:
@@ -281,58 +292,6 @@ def needs_simulation(config: Mapping[str, Any]) -> bool:
 def ladder(base: Mapping[str, Any]) -> list[Strategy]:
     """Return the rungs that DeepSpeed accepts with the user's other settings."""
     return [strategy for strategy in LADDER if strategy.stage >= ds_config.least_stage(base)]
-
-
-def lines(
-    base: Mapping[str, Any],
-    facts: ModelFacts,
-    simulator: Simulator | Formula,
-    slot_counts: Sequence[int],
-    slot_memories: Sequence[int],
-    *,
-    exact: bool,
-) -> tuple[list[Line], Basis]:
-    """Return a line for every rung with every number of slots, and what they rest on.
-
-    Args:
-        base: the user's DeepSpeed configuration.
-        facts: of the model.
-        simulator: of the script.
-        slot_counts: numbers of data-parallel slots.
-        slot_memories: memory of a slot, in bytes.
-        exact: simulate each rung; otherwise only the formula is asked.
-    """
-    rungs = ladder(base)
-    pairs = list(itertools.product(slot_counts, rungs))
-    questions = [
-        Question(configuration(base, strategy, slots), 1, slots) for slots, strategy in pairs
-    ]
-    estimates = [
-        closed_form.estimate(facts, asked.config, slots=asked.slots, micro_batch=1)
-        for asked in questions
-    ]
-    if exact:
-        with slow.logged(_log, f"simulating {len(questions)} lines of the table"):
-            answers = simulator.estimates(questions)
-        estimates = [
-            replace(formula, note=answer) if isinstance(answer, str) else answer
-            for formula, answer in zip(estimates, answers, strict=True)
-        ]
-    anchors = [
-        Anchor(asked.config, 1, estimate, asked.slots)
-        for asked, estimate in zip(questions, estimates, strict=True)
-        if estimate.source == SIMULATED
-    ]
-    basis = Basis.of_model(facts, anchors)
-    found = []
-    for (slots, strategy), (config, *_), estimate in zip(pairs, questions, estimates, strict=True):
-        needed = needed_bytes(basis, config, slots)
-        largest = {}
-        for size in slot_memories:
-            model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
-            largest[size] = int(min(model.largest(model.shape(config, {})), LARGEST_MICRO_BATCH))
-        found.append(Line(strategy, slots, estimate, needed, largest))
-    return found, basis
 
 
 def needed_bytes(basis: Basis, config: Mapping[str, Any], slots: int) -> int:

@@ -51,14 +51,7 @@ def fewest(
     configuration: Callable[[Strategy, int], Mapping[str, Any]],
     strategies: Sequence[Strategy],
 ) -> list[Choice]:
-    """Return the fewest cards of each size: without offloading, and with it if fewer.
-
-    Args:
-        basis: what memory is predicted from.
-        base: the user's DeepSpeed configuration, whose batch and parallelism the cards share.
-        configuration: the DeepSpeed configuration of a strategy on so many cards.
-        strategies: the ladder.
-    """
+    """Return the fewest cards of each size: without offloading, and with it if fewer."""
     offloading = [s for s in strategies if not NONE == s.offload_optimizer == s.offload_param]
     without = [s for s in strategies if s not in offloading]
     shared = parallelism.of_config(base)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from dsat.app import estimate as estimates
@@ -22,7 +21,6 @@ from dsat.memory.predictor import Anchor, Basis, MemoryModel
 from dsat.memory.simulation_client import Question, Simulator
 from dsat.report.longest_sequence import Longest, LongestSequences
 from dsat.values.parallelism import Parallelism
-from dsat.values.zero_strategy import Strategy
 
 UNIT_TOKENS = 1024  # of the "samples" that facts and models are asked about here
 _SLOTS_OF_A_HOST = 8  # among which layers and sequences are divided
@@ -30,63 +28,30 @@ _MOST_TOKENS = 2**27
 # Simulations of a row, and by how much its length may still change after them.
 _MOST_SIMULATIONS, _SETTLED = 8, 0.05
 
-Configuration = Callable[[Strategy, int, Parallelism], Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The rows that are asked for: every combination of these.
-
-    Attributes:
-        configuration: the DeepSpeed configuration of a strategy on slots that are divided so.
-        slot_memories: memory of a slot, in bytes.
-        switches: of the model, in place of the script's own.
-    """
-
-    configuration: Configuration
-    strategies: Sequence[Strategy]
-    slot_counts: Sequence[int]
-    slot_memories: Sequence[int]
-    switches: Sequence[Mapping[str, Any]] = ({},)
-
 
 def longest(settings: EstimateSettings) -> LongestSequences:
     """Answer `dsat estimate --longest-sequence`."""
     card = None if settings.card is None else cards.find(settings.card)
-    names = list(settings.switches)
+    if card is not None:
+        settings = replace(settings, slot_memories=(card.memory_bytes,))
     with estimates.simulated(settings) as (name, base, simulator):
-        is_formula = isinstance(simulator, Formula)
-        if is_formula and (card or names):
+        if isinstance(simulator, Formula) and (card or settings.switches):
             estimates.check_packages("--card" if card else "--switch")
-        exact = settings.exact or estimates.needs_simulation(base) or bool(card or names)
-        grid = Grid(
-            partial(estimates.configuration, base),
-            estimates.ladder(base),
-            settings.slot_counts,
-            settings.slot_memories if card is None else (card.memory_bytes,),
-            [
-                dict(zip(names, values, strict=True))
-                for values in itertools.product(*settings.switches.values())
-            ],
-        )
-        found = rows(simulator, grid, exact=exact and not is_formula)
+        found = rows(simulator, base, settings)
         if card is not None:
             assert isinstance(simulator, Simulator)
-            found = [_timed(row, grid, simulator, card) for row in found]
+            found = [_timed(row, base, simulator, card) for row in found]
         takes = simulator.script.model_takes
     return LongestSequences(name, found, "" if card is None else card.name, takes)
 
 
-def rows(simulator: Simulator | Formula, grid: Grid, *, exact: bool) -> list[Longest]:
+def rows(
+    simulator: Simulator | Formula, base: Mapping[str, Any], settings: EstimateSettings
+) -> list[Longest]:
     """Return a row for every number of slots, strategy, combination of switches and memory.
 
-    Args:
-        simulator: of the script, whose samples must be sequences of tokens.
-        grid: what is asked for.
-        exact: simulate each row at its length.
-
     Raises:
-        UserInputError: they are none.
+        UserInputError: the script's samples are no sequences of tokens.
         SimulationUnavailable: the script cannot be simulated.
     """
     if simulator.script.sequence_length is None:
@@ -95,22 +60,29 @@ def rows(simulator: Simulator | Formula, grid: Grid, *, exact: bool) -> list[Lon
             "of two dimensions",
             where="--longest-sequence",
         )
-    any_config = grid.configuration(grid.strategies[0], 1, Parallelism())
-    facts = [_facts(simulator, any_config, switches) for switches in grid.switches]
+    ladder, names = estimates.ladder(base), list(settings.switches)
+    exact = settings.exact or estimates.needs_simulation(base) or settings.card or names
+    any_config = estimates.configuration(base, ladder[0], 1, Parallelism())
+    models = []
+    for values in itertools.product(*settings.switches.values()):
+        switches = dict(zip(names, values, strict=True))
+        models.append((switches, _facts(simulator, any_config, switches)))
     found = []
-    for slots, strategy in itertools.product(grid.slot_counts, grid.strategies):
+    for slots, strategy in itertools.product(settings.slot_counts, ladder):
         configs = {
-            shared: grid.configuration(strategy, slots, shared)
+            shared: estimates.configuration(base, strategy, slots, shared)
             for shared in _divisions(slots, simulator.script.attention_heads or 0)
         }
-        for (of_model, switches), size in itertools.product(
-            zip(facts, grid.switches, strict=True), grid.slot_memories
-        ):
+        for (switches, facts), size in itertools.product(models, settings.slot_memories):
             row = Longest(slots, strategy, size, Parallelism(), 0, 0, switches=switches)
-            best = _by_formula(of_model, configs, row)
+            by_formula = [
+                _with(Basis.of_model(facts), config, replace(row, parallelism=shared))
+                for shared, config in configs.items()
+            ]
+            best = max(by_formula, key=lambda each: each.tokens)
             config = configs[best.parallelism]
-            if exact and (best.tokens or _leaves_room(of_model, config, best)):
-                best = _simulated(of_model, config, best, simulator)
+            if exact and isinstance(simulator, Simulator) and _may_fit(facts, config, best):
+                best = _simulated(facts, config, best, simulator)
             found.append(best)
     return found
 
@@ -132,17 +104,8 @@ def _divisions(slots: int, heads: int) -> Iterator[Parallelism]:
             yield Parallelism(tensor=size)
 
 
-def _by_formula(
-    facts: ModelFacts, configs: Mapping[Parallelism, Mapping[str, Any]], row: Longest
-) -> Longest:
-    """Return the longest of all divisions."""
-    basis = Basis.of_model(facts)
-    found = [_with(basis, config, replace(row, parallelism=p)) for p, config in configs.items()]
-    return max(found, key=lambda each: each.tokens)
-
-
 def _simulated(
-    facts: ModelFacts, config: Mapping[str, Any], row: Longest, simulator: Simulator | Formula
+    facts: ModelFacts, config: Mapping[str, Any], row: Longest, simulator: Simulator
 ) -> Longest:
     """Return a row corrected by simulations, until its length hardly changes.
 
@@ -164,10 +127,10 @@ def _simulated(
     return replace(found, host_bytes=anchor.estimate.host, source=SIMULATED)
 
 
-def _leaves_room(facts: ModelFacts, config: Mapping[str, Any], row: Longest) -> bool:
-    """Return whether the model's states fit, if no sequence does by the formula's line."""
+def _may_fit(facts: ModelFacts, config: Mapping[str, Any], row: Longest) -> bool:
+    """Return whether a sequence fits, or at least the model's states, by the formula."""
     states = closed_form.estimate(facts, config, slots=row.slots, micro_batch=0)
-    return states.peak < row.memory_bytes
+    return bool(row.tokens) or states.peak < row.memory_bytes
 
 
 def _between(facts: ModelFacts, one: Anchor, other: Anchor, slots: int) -> ModelFacts:
@@ -191,11 +154,11 @@ def _with(basis: Basis, config: Mapping[str, Any], row: Longest) -> Longest:
     return replace(row, tokens=tokens, host_bytes=round(shape.host_bytes))
 
 
-def _timed(row: Longest, grid: Grid, simulator: Simulator, card: Card) -> Longest:
+def _timed(row: Longest, base: Mapping[str, Any], simulator: Simulator, card: Card) -> Longest:
     """Return a row with its speed, by traces of a step and of the model at its length."""
     if not row.tokens or row.source != SIMULATED:
         return row
-    config = grid.configuration(row.strategy, row.slots, row.parallelism)
+    config = estimates.configuration(base, row.strategy, row.slots, row.parallelism)
     question = Question(config, 1, row.slots, row.tokens, row.switches)
     [answer] = simulator.traces([question])
     if isinstance(answer, str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,38 +79,27 @@ class Estimate:
         }
 
     def __str__(self) -> str:
-        return "\n".join(_text(self))
-
-
-def _text(estimate: Estimate) -> list[str]:
-    """Lay out the tables for people, with the first rung of the ladder that fits each size."""
-    facts, lines = estimate.model, estimate.lines
-    tokens = f" of {estimate.sequence_length:,} tokens" if estimate.sequence_length else ""
-    said = [
-        f"{estimate.name}: {facts.num_params:,} parameters, {facts.trainable_params:,} of them "
-        f"trained; activations {fmt.memory(facts.backward_bytes_per_sample)} per sample{tokens}"
-    ]
-    for slots in dict.fromkeys(line.slots for line in lines):
-        said += ["", f"{slots} slot{'s' if slots > 1 else ''}:", ""]
-        said += _table([line for line in lines if line.slots == slots])
-    sources = " and ".join(dict.fromkeys(line.estimate.source for line in lines))
-    return [
-        *said,
-        "",
-        f"Source: {sources}. 5 % are left free for the largest micro batches; the device's context "
-        "and the communication library come on top.",
-        *_not_simulated(lines),
-        *(_missing_line(estimate.missing) if estimate.missing else ()),
-        "",
-        f"The fewest cards of each size, by {sources}, with 5 % to spare:",
-        "",
-        *fewest_cards.table(estimate.cards),
-    ]
-
-
-def _missing_line(missing: Sequence[str]) -> Iterator[str]:
-    verb = "is" if len(missing) == 1 else "are"
-    yield f"{' and '.join(missing)} {verb} not installed. {HOW_TO_SIMULATE}"
+        facts, lines = self.model, self.lines
+        tokens = f" of {self.sequence_length:,} tokens" if self.sequence_length else ""
+        said = [
+            f"{self.name}: {facts.num_params:,} parameters, {facts.trainable_params:,} of them "
+            f"trained; activations {fmt.memory(facts.backward_bytes_per_sample)} per sample{tokens}"
+        ]
+        for slots in dict.fromkeys(line.slots for line in lines):
+            said += ["", f"{slots} slot{'s' if slots > 1 else ''}:", ""]
+            said += _table([line for line in lines if line.slots == slots])
+        sources = " and ".join(dict.fromkeys(line.estimate.source for line in lines))
+        said += [
+            "",
+            f"Source: {sources}. 5 % are left free for the largest micro batches; the device's "
+            "context and the communication library come on top.",
+            *_not_simulated(lines),
+        ]
+        if self.missing:
+            verb = "is" if len(self.missing) == 1 else "are"
+            said.append(f"{' and '.join(self.missing)} {verb} not installed. {HOW_TO_SIMULATE}")
+        said += ["", f"The fewest cards of each size, by {sources}, with 5 % to spare:", ""]
+        return "\n".join([*said, *fewest_cards.table(self.cards)])
 
 
 def _not_simulated(lines: Sequence[Line]) -> list[str]:

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from dsat.app import estimate
-from dsat.app.memory_tables import Line
+from dsat.app.memory_tables import Estimate
 from dsat.errors import UserInputError
 from dsat.inputs import hf_config
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
 from dsat.memory.simulation_client import Simulator
 from dsat.values import parallelism
@@ -36,11 +35,10 @@ LLAMA = {
 BF16 = {"bf16": {"enabled": True}}
 
 
-def lines_of(host: FakeSimulationHost, base: Mapping[str, Any], *, exact: bool) -> list[Line]:
+def answer_of(host: FakeSimulationHost, base: Mapping[str, Any], *, exact: bool = True) -> Estimate:
+    settings = EstimateSettings(exact=exact, slot_counts=(1,), slot_memories=(8 * GIB,))
     with Simulator(host, as_cpu=False) as simulator:
-        facts = simulator.facts(base)
-        found, _ = estimate.lines(base, facts, simulator, (1,), (8 * GIB,), exact=exact)
-        return found
+        return estimate.tables("train.py", base, simulator, settings)
 
 
 @pytest.mark.parametrize(
@@ -77,28 +75,28 @@ def test_slots_share_samples_as_the_users_do_where_they_can() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "accumulate", "held_bytes"),
+    ("stage", "dtype", "accumulate", "held_bytes"),
     [
-        ("bf16", "bf16", 2),
-        ("bf16", "float32", 2),
-        ("fp16", "fp16", 2),
-        ("fp16", "torch.float32", 4),
+        (0, "bf16", "bf16", 2),
+        (1, "bf16", "bf16", 2),
+        (1, "bf16", "float32", 2),
+        (1, "fp16", "fp16", 2),
+        (1, "fp16", "torch.float32", 4),
     ],
 )
-@pytest.mark.parametrize("exact", [False, True])
-def test_stage_1_holds_whole_gradients_while_it_accumulates(
-    dtype: str, accumulate: str, held_bytes: int, exact: bool
+def test_whole_gradients_are_held_while_they_accumulate(
+    stage: int, dtype: str, accumulate: str, held_bytes: int
 ) -> None:
     held = {}
     for gas in (1, 2):
-        host = FakeSimulationHost(FACTS, by_formula(FACTS))
         base = {
             dtype: {"enabled": True},
             "data_types": {"grad_accum_dtype": accumulate},
             "zero_optimization": {"reduce_bucket_size": 1000},
             "gradient_accumulation_steps": gas,
         }
-        [line] = [x for x in lines_of(host, base, exact=exact) if x.strategy == Strategy(1)]
+        found = answer_of(FakeSimulationHost(FACTS, by_formula(FACTS)), base)
+        [line] = [each for each in found.lines if each.strategy == Strategy(stage)]
         held[gas] = line.estimate.forward
     per_parameter = (held[2] - held[1]) / FACTS.trainable_params
     assert per_parameter == pytest.approx(held_bytes, rel=0.01)
@@ -123,7 +121,8 @@ def test_what_is_left_to_the_script_has_the_scripts_type() -> None:
     base = {"bf16": {"enabled": "auto"}}
     for size in (2, 4):
         facts = replace(FACTS, param_bytes=size)
-        for line in lines_of(FakeSimulationHost(facts, by_formula(facts)), base, exact=False):
+        host = FakeSimulationHost(facts, by_formula(facts))
+        for line in answer_of(host, base, exact=False).lines:
             said = {
                 **estimate.configuration(base, line.strategy, 1),
                 "bf16": {"enabled": size == 2},
@@ -138,7 +137,7 @@ def test_a_model_in_bf16_is_trained_as_it_is_if_no_type_is_enabled() -> None:
     facts = replace(FACTS, param_bytes=2)
     in_fp32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
     plain, other = (
-        lines_of(FakeSimulationHost(facts, by_formula(facts)), base, exact=False)
+        answer_of(FakeSimulationHost(facts, by_formula(facts)), base, exact=False).lines
         for base in ({}, in_fp32)
     )
     first, *rest = plain
@@ -149,34 +148,16 @@ def test_a_model_in_bf16_is_trained_as_it_is_if_no_type_is_enabled() -> None:
     assert [line.estimate for line in sharded] == expected
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_stage_0_holds_gradients_while_it_accumulates(dtype: str) -> None:
-    base = {"bf16": {"enabled": dtype == "bf16"}}
-    held = [
-        closed_form.estimate(
-            FACTS, {**base, "gradient_accumulation_steps": gas}, slots=8, micro_batch=1
-        ).forward
-        for gas in (1, 2)
-    ]
-    assert held[1] - held[0] == (2 if dtype == "bf16" else 4) * FACTS.num_params
-
-
 def test_a_rung_that_cannot_be_simulated_has_the_formulas_answer() -> None:
-    host = FakeSimulationHost(FACTS, failing_in({3}, by_formula(FACTS)))
-    for line in lines_of(host, BF16, exact=True):
+    found = answer_of(FakeSimulationHost(FACTS, failing_in({3}, by_formula(FACTS))), BF16)
+    for line in found.lines:
         expected = CLOSED_FORM if line.strategy.stage == 3 else SIMULATED
         assert line.estimate.source == expected
-    settings = EstimateSettings(exact=True, slot_counts=(1,), slot_memories=(8 * GIB,))
-    with Simulator(host, as_cpu=False) as simulator:
-        found = estimate.tables("train.py", BF16, simulator, settings)
     assert found.is_complete, "the table holds an answer for each line"
     [why] = [line for line in str(found).splitlines() if line.startswith("By formula, since")]
     assert "stage 3 on 1, stage 3, optimizer on cpu on 1" in why and "slots: " in why
-
-    with Simulator(
-        FakeSimulationHost(FACTS, failing_in({0, 1, 2, 3}, by_formula(FACTS))), as_cpu=False
-    ) as nothing:
-        assert not estimate.tables("train.py", BF16, nothing, settings).is_complete
+    nothing = FakeSimulationHost(FACTS, failing_in({0, 1, 2, 3}, by_formula(FACTS)))
+    assert not answer_of(nothing, BF16).is_complete
 
 
 def test_an_optimizer_of_the_script_takes_the_place_of_the_configurations(
@@ -219,10 +200,3 @@ def test_what_the_formula_does_not_count_needs_a_simulation(model: Path) -> None
         refused = pytest.raises(UserInputError, match="dropout: needs a simulation")
         with refused if lora["dropout"] != "0" else contextlib.nullcontext():
             estimate.estimate(settings)
-
-
-@pytest.mark.parametrize(("recompute", "factor"), [(False, 1), (True, 0.25)])
-def test_activations_are_kept_or_recomputed(recompute: bool, factor: float) -> None:
-    host = FakeSimulationHost(FACTS, by_formula(FACTS))
-    with Simulator(host, as_cpu=False, model_switches={CHECKPOINTING: recompute}) as simulator:
-        assert simulator.facts({}).backward_bytes_per_sample == factor * 30 * MIB

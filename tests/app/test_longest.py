@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsat.app import longest
-from dsat.app.estimate import configuration, ladder
-from dsat.app.longest import UNIT_TOKENS, Grid
+from dsat.app.estimate import configuration
+from dsat.app.longest import UNIT_TOKENS
 from dsat.errors import UserInputError
 from dsat.inputs import hf_config
 from dsat.inputs.estimate_settings import EstimateSettings
@@ -39,10 +38,10 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 def rows(host: FakeSimulationHost, *, slots: int, exact: bool = False) -> list[Longest]:
+    settings = EstimateSettings(exact=exact, slot_counts=(slots,), slot_memories=(8 * GIB,))
     with Simulator(host, as_cpu=False, workspace_bytes=0) as simulator:
         simulator.facts(BF16)
-        grid = Grid(partial(configuration, BF16), ladder(BF16), (slots,), (8 * GIB,))
-        return longest.rows(simulator, grid, exact=exact)
+        return longest.rows(simulator, BF16, settings)
 
 
 @pytest.mark.parametrize("exact", [False, True])
