@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dsat.determined_cluster import result
@@ -17,6 +16,7 @@ from dsat.determined_cluster.master import (
     Master,
     failure,
     in_words,
+    is_ending,
     quiet,
     state_name,
 )
@@ -29,24 +29,11 @@ _INTERVAL_S = 2.0
 _LATE = 2  # further requests after the end: the last lines may come later
 
 
-@dataclass(frozen=True)
-class Ended:
-    """End of a search runner's experiment.
-
-    Attributes:
-        state: `COMPLETED`, `CANCELED`, `ERROR` or `DELETED`.
-        result: the runner's result, see `result.of_run`; empty if it printed none.
-    """
-
-    state: str
-    result: Mapping[str, Any]
-
-
 def check_installed(master: str) -> None:
     """Raise UserInputError if determined is not installed, or has no custom searches."""
     if importlib.util.find_spec("determined") is None:
         problem = "determined is not installed, and tuning on a cluster needs it"
-    elif not _has_searcher():
+    elif importlib.util.find_spec("determined.searcher") is None:
         problem = "the installed determined has no custom searchers (0.28 to 0.37 have)"
     else:
         return
@@ -77,8 +64,14 @@ def connect(address: str, say: Callable[[str], None]) -> Master:
     return master
 
 
-def follow(master: Master, experiment_id: int, say: Callable[[str], None]) -> Ended:
-    """Print the search runner's lines until its end."""
+def follow(
+    master: Master, experiment_id: int, say: Callable[[str], None]
+) -> tuple[str, dict[str, Any]]:
+    """Print the search runner's lines until its end.
+
+    Returns:
+        The state (one of `OVER`) and the result, see `result.of_run`; empty if it printed none.
+    """
     shown, state, late = 0, "", 0
     while True:
         with explained(master.address):
@@ -93,7 +86,7 @@ def follow(master: Master, experiment_id: int, say: Callable[[str], None]) -> En
         shown = max(shown, len(lines))
         found = result.of_lines(lines) if state in OVER else {}
         if state in OVER and (found or late >= _LATE):
-            return Ended(state, found)
+            return state, found
         late += state in OVER
         time.sleep(_INTERVAL_S)
 
@@ -103,7 +96,7 @@ def end_search_of(master: Master, runner_id: int) -> int | None:
     with explained(master.address):
         found = master.find(search_tag(runner_id))
         state = "DELETED" if found is None else state_name(found.state)
-        if state in OVER or state.startswith("STOPPING_"):
+        if is_ending(state):
             return None
         master.kill(found.id)
         return int(found.id)
@@ -141,7 +134,3 @@ def explained(master: str) -> Iterator[None]:
             where=master,
             hint=f"Check DET_MASTER. {LOCAL}",
         ) from error
-
-
-def _has_searcher() -> bool:
-    return importlib.util.find_spec("determined.searcher") is not None

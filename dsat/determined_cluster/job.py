@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ _OF_TRAINING = (
 ).split()
 _BATCH_SYSTEMS = ("pbs", "slurm")
 _OF_GPUS = re.compile(r"(gpu_type|slots_per_node)$|--[a-z-]*(gpu|gres)|-G")  # keys and options
-_BARE = re.compile(r"(--[a-z-]*(gpu|gres)[a-z-]*|-G)$")  # whose value is the next word
 
 _STATES = {
     "DELETED": "deleted",
@@ -111,8 +110,7 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's configuration, completed from that of the runner's own experiment."""
-    data = runner.get(_DATA)
-    kept = data.get(_TRIALS_SECRETS) if isinstance(data, Mapping) else None
+    kept = (runner.get(_DATA) or {}).get(_TRIALS_SECRETS)
     # The user's own wins: of the storage the runner saves more.
     return ds_config.merge(_secrets_of(runner) if kept is None else kept, config)
 
@@ -135,8 +133,7 @@ def runner_config(
     storage = config.get(_STORAGE)
     if isinstance(storage, Mapping) and storage.get("save_trial_latest") == 0:
         config[_STORAGE] = {**storage, "save_trial_latest": 1}  # it is the result
-    sections = {key: config[key] for key in _BATCH_SYSTEMS if key in config}
-    config.update({key: _on_no_slot(section) for key, section in sections.items()})
+    config |= {key: _on_no_slot(config[key]) for key in _BATCH_SYSTEMS if config.get(key)}
     resources = dict(config.get("resources") or {})
     for key in ("max_slots", "shm_size"):
         resources.pop(key, None)
@@ -161,33 +158,20 @@ def runner_config(
         max_restarts=max_restarts,
     )
     changed = ds_config.merge(config, changes)
-    data = changed.get(_DATA) or {}
-    if _secrets_of(changed) != _secrets_of(config) and isinstance(data, Mapping):
-        changed[_DATA] = {**data, _TRIALS_SECRETS: _secrets_of(user.config)}
+    if _secrets_of(changed) != _secrets_of(config):
+        changed[_DATA] = {**(changed.get(_DATA) or {}), _TRIALS_SECRETS: _secrets_of(user.config)}
     return changed
 
 
-def _on_no_slot(section: Any) -> Any:
-    """Return settings of a batch system without those about GPUs.
-
-    What is no mapping, or no list of options, is left for the master to refuse.
-    """
-    if not isinstance(section, Mapping):
-        return section
+def _on_no_slot(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a batch system without those about GPUs."""
     return {
-        key: _without_gpus(value) if isinstance(value, list) else value
+        key: [each for each in value if not _OF_GPUS.match(str(each))]
+        if isinstance(value, list)
+        else value
         for key, value in section.items()
-        if not _OF_GPUS.match(str(key))
+        if not _OF_GPUS.match(key)
     }
-
-
-def _without_gpus(options: Sequence[Any]) -> list[Any]:
-    return [
-        option
-        for before, option in zip(("", *options), options, strict=False)
-        if not _OF_GPUS.match(str(option))
-        and (str(option).startswith("-") or not _BARE.match(str(before)))
-    ]
 
 
 def state_in_words(state: str) -> str:
@@ -254,6 +238,4 @@ def _users(job: Job, tag: str, runner: Mapping[str, Any]) -> dict[str, Any]:
     config["description"] = f"{tag} - {about}"
     slots = {"slots_per_trial": job.plan.slots_per_trial}
     config["resources"] = {**(config.get("resources") or {}), **slots}
-    if isinstance(config["entrypoint"], list):  # of which the master takes texts only
-        config["entrypoint"] = list(map(str, config["entrypoint"]))
     return config

@@ -68,8 +68,24 @@ class Master:
         return None if found is None else (int(found[1]), int(found[2]))
 
     def ask(self, request: Callable[[], T]) -> T:
-        """Return a request's answer, however long the master is unreachable."""
-        return retry_while_unreachable(request, self._say)
+        """Return a request's answer, waiting for an unreachable master, as `patience_s` says.
+
+        The request must do no harm if it is made twice.
+        """
+        waited_s: dict[str, float] = {}  # by problem
+        pause_s = 1.0
+        while True:
+            try:
+                return request()
+            except Exception as error:
+                what = failure(error)
+                if waited_s.get(what, 0.0) >= patience_s(error):
+                    raise
+                if what not in waited_s:
+                    self._say(f"{what} ({in_words(error)}); trying again")
+            time.sleep(pause_s)
+            waited_s[what] = waited_s.get(what, 0.0) + pause_s
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def create(self, config: Mapping[str, Any], folder: Path, includes: Sequence[Path] = ()) -> int:
         """Create an experiment, once; return its id.
@@ -195,6 +211,11 @@ def state_name(state: Any) -> str:
     return str(state.value).removeprefix("STATE_")
 
 
+def is_ending(state: str) -> bool:
+    """Return whether an experiment has ended, or is about to."""
+    return state in OVER or state.startswith("STOPPING_")
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hide determined's progress bar and the warnings about its own code."""
@@ -254,32 +275,3 @@ def in_words(error: BaseException) -> str:
         return f"status {status}"
     said = str(link).strip().splitlines()
     return _OBJECT.sub("", said[0]).strip() if said else type(link).__name__
-
-
-def retry_while_unreachable(
-    call: Callable[[], T],
-    say: Callable[[str], None],
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-) -> T:
-    """Return a request's answer, waiting for a master that cannot be reached, as `patience_s` says.
-
-    Args:
-        call: makes the request; must do no harm if it is made twice.
-        say: prints a line at the first failure of a kind.
-        sleep: waits for so many seconds.
-    """
-    waited_s: dict[str, float] = {}  # by problem
-    pause_s = 1.0
-    while True:
-        try:
-            return call()
-        except Exception as error:
-            what = failure(error)
-            if waited_s.get(what, 0.0) >= patience_s(error):
-                raise
-            if what not in waited_s:
-                say(f"{what} ({in_words(error)}); trying again")
-        sleep(pause_s)
-        waited_s[what] = waited_s.get(what, 0.0) + pause_s
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -17,7 +17,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,16 @@ from dsat.determined_cluster import job as jobs
 from dsat.determined_cluster import result
 from dsat.determined_cluster.engine import CLOSE, ClusterEngine, Operation
 from dsat.determined_cluster.job import SAID, Job
-from dsat.determined_cluster.master import Master, RemoteCluster, failure, in_words, is_away
+from dsat.determined_cluster.master import (
+    Master,
+    RemoteCluster,
+    failure,
+    in_words,
+    is_away,
+    is_ending,
+)
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
-from dsat.determined_cluster.waiting import IDLE_STATES, StateWatch, in_background
+from dsat.determined_cluster.waiting import StateWatch, in_background
 from dsat.report import summary
 from dsat.report.run_view import RunView
 from dsat.tuning.journal import FILE_NAME, read_events
@@ -104,7 +111,7 @@ class Runner:
         while True:
             time.sleep(_BETWEEN_POLLS_S)
             self._report_progress()
-            events = self._master.ask(lambda: self._without_waiting(self._events)) or []
+            events = self._master.ask(self._next_events)
             inactive = any(event.experimentInactive for event in events)
             if paused and not inactive:
                 say(f"experiment {self.experiment_id} continues")
@@ -129,20 +136,20 @@ class Runner:
         )
         return answer.searcherEvents or []
 
-    def _without_waiting(self, ask: Callable[[], Any]) -> Any:
+    def _next_events(self) -> Sequence[Any]:
         """Return the answer to a long poll; a pause or a cancel does not wait for it.
 
         Raises:
             Preempted: the runner is to leave.
         """
-        poll = in_background(ask)
+        poll = in_background(self._events)
         while True:
             if self._context.preempt.should_preempt():
                 raise Preempted
             if futures.wait([poll], timeout=_LOOK_EVERY_S).done:
                 return poll.result()
             if self._watch.is_idle():  # only the next request is answered at once
-                return ask()
+                return self._events()
 
     def _handle(self, event: Any) -> None:
         data = {key: value for key, value in event.to_json().items() if value is not None}
@@ -230,7 +237,7 @@ class Runner:
             say("paused: running trials continue, and no others start before you resume")
             self._search.tuner.pause()
             self._save()
-        elif not state.startswith("STOPPING_") and state not in IDLE_STATES:
+        elif not is_ending(state):
             say("preempted: running trials continue, and the search runner is restarted")
         else:
             say(f"canceled, and with it experiment {self.experiment_id}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,17 +27,16 @@ class Choice:
     reason: str
 
 
-def choose(engine: str, *, fits: bool, env: Mapping[str, str] = os.environ) -> Choice:
+def choose(engine: str, *, fits: bool) -> Choice:
     """Decide by the option, then by the configuration of determined.
 
     Args:
         engine: `auto`, `determined` or one of dsat's own places.
         fits: a cluster can run it.
-        env: environment variables.
     """
     if engine in PROVIDERS:
         return Choice(None, f"--engine {engine}")
-    configured = _configured(env, logins_of(auth_file(env)))
+    configured = _configured()
     if engine == "determined":
         master = configured.master if configured is not None else _DEFAULT_HOSTS[0]
         return Choice(master, "--engine determined")
@@ -49,25 +47,25 @@ def choose(engine: str, *, fits: bool, env: Mapping[str, str] = os.environ) -> C
     return configured
 
 
-def _configured(env: Mapping[str, str], logins: Mapping[str, str]) -> Choice | None:
+def _configured() -> Choice | None:
     for variable in _MASTER_VARIABLES:
-        if env.get(variable):
-            return Choice(env[variable], f"{variable} is set")
-    elsewhere = {
-        master: user
-        for master, user in logins.items()
-        if not any(master.endswith(f"//{host}") for host in _DEFAULT_HOSTS)
-    }
+        if master := os.environ.get(variable):
+            return Choice(master, f"{variable} is set")
+    elsewhere = [
+        (master, user)
+        for master, user in _logins().items()
+        if not master.endswith(tuple(f"//{host}" for host in _DEFAULT_HOSTS))
+    ]
     if len(elsewhere) != 1:  # with several the choice is ambiguous
         return None
-    [(master, user)] = elsewhere.items()
+    [(master, user)] = elsewhere
     return Choice(master, f"`det user login` of {user}")
 
 
-def logins_of(path: Path) -> dict[str, str]:
+def _logins() -> dict[str, str]:
     """Return users by master, from determined's own file; empty if it cannot be read."""
     try:
-        masters = json.loads(path.read_text(encoding="utf-8")).get("masters", {})
+        masters = json.loads(auth_file().read_text(encoding="utf-8")).get("masters", {})
         return {
             str(master): str(entry["active_user"])
             for master, entry in masters.items()
@@ -77,9 +75,9 @@ def logins_of(path: Path) -> dict[str, str]:
         return {}
 
 
-def auth_file(env: Mapping[str, str]) -> Path:
+def auth_file() -> Path:
     """Return determined's file of logins (`determined.common.util.get_config_path`, on Linux)."""
-    if env.get("DET_DEBUG_CONFIG_PATH"):
-        return Path(env["DET_DEBUG_CONFIG_PATH"]) / "auth.json"
-    config = env.get("XDG_CONFIG_HOME")
+    if debug := os.environ.get("DET_DEBUG_CONFIG_PATH"):
+        return Path(debug, "auth.json")
+    config = os.environ.get("XDG_CONFIG_HOME")
     return (Path(config) if config else home() / ".config") / "determined" / "auth.json"

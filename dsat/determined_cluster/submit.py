@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_SLOTS = "resources.max_slots"
 # These have a meaning on this machine only.
-_LOCAL_ONLY = ("cold", "resume", "run_dir", "arg_mappings", "command")
+_LOCAL_ONLY = ("cold", "resume", "run_dir", "arg_mappings", "listed_switches", "command")
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
     """Print the lines of a search runner until its end, and write its result files."""
     number = submitted.experiment_id
     try:
-        ended = clients.follow(master, number, _log.info)
+        state, found = clients.follow(master, number, _log.info)
     except UserInputError:
         _log.info("no longer followed: the search continues")
         _log_how_to_follow(master, number)
@@ -180,17 +180,16 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
         _log.info("detached: the search continues")
         _log_how_to_follow(master, number)
         return replace(submitted, interrupted=True)
-    if ended.state != "COMPLETED":
-        said = job.state_in_words(ended.state)
+    if state != "COMPLETED":
+        said = job.state_in_words(state)
         _log.info("experiment %d ended: %s; see %s", number, said, submitted.url)
-    if not ended.result.get("over"):
+    if not found.get("over"):
         left_over = clients.end_search_of(master, number)
         if left_over is not None:
             _log.info("ended the trials of the search, experiment %d, too", left_over)
-    result = dict(ended.result)
-    files = result.pop("files", None)
+    files = found.pop("files", None)
     run_dir = None if files is None else _write_files(files, name)
-    return replace(submitted, state=ended.state, result=result, run_dir=run_dir)
+    return replace(submitted, state=state, result=found, run_dir=run_dir)
 
 
 def _write_files(files: Mapping[str, str], name: str) -> Path:
@@ -226,7 +225,6 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     settings = _with_max_slots(settings, experiment, slots)
     if settings.run_full_experiment:
         _check_full_run(experiment)
-    _check_switches(settings)
     if settings.memory_model == BY_SIMULATION:
         settings = replace(settings, memory_model=BY_FORMULA)  # the runner has no model to simulate
     plan = plan_of(settings, experiment, slots, args=args, switches={}, offload_helps=True)
@@ -272,16 +270,6 @@ def _with_max_slots(settings: Settings, experiment: experiments.Experiment, slot
     settings = replace(settings, max_slots=limit)
     check_max_slots(settings, slots, where=where)
     return settings
-
-
-def _check_switches(settings: Settings) -> None:
-    """Raise UserInputError if the user lists switches of the script."""
-    if settings.listed_switches:
-        raise UserInputError(
-            "is not searched on a cluster, whose trials have the script's own arguments",
-            where="--switch",
-            hint="Leave it out, or run dsat on one machine with --engine local.",
-        )
 
 
 def _check_full_run(experiment: experiments.Experiment) -> None:

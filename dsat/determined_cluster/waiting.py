@@ -8,12 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from dsat.determined_cluster.master import patience_s
+from dsat.determined_cluster.master import is_ending, patience_s
 from dsat.report import format as fmt
 
 T = TypeVar("T")
 
-IDLE_STATES = ("PAUSED", "COMPLETED", "CANCELED", "ERROR", "DELETED")
 _ASK_EVERY_S = 5.0
 _LOG_AFTER_S, _LOG_AGAIN_AFTER_S = 15.0, 300.0
 _WAITING = {
@@ -70,7 +69,7 @@ class StateWatch:
             except Exception as error:
                 if not patience_s(error):
                     raise
-        return self._state in IDLE_STATES or self._state.startswith("STOPPING_")
+        return self._state == "PAUSED" or is_ending(self._state)
 
     def _enter(self, state: str, now: float) -> None:
         if state != self._state:

@@ -102,23 +102,16 @@ def test_the_custom_experiment_is_the_users_with_another_searcher(tmp_path: Path
         "shm_size": "8g",
         "max_slots": 8,
     }
-    assert config["max_restarts"] == 0
+    assert config["max_restarts"] == 0, "unless the user has a number"
     assert config["hyperparameters"]["_use_dsat_mode"] is True
     assert config["hyperparameters"]["width"] == 3
     assert config["hyperparameters"]["_dsat"]["stage"]["type"] == "categorical"
     json.dumps(config)
 
 
-def test_an_image_of_the_runner_is_not_that_of_the_trials(tmp_path: Path) -> None:
-    changes = {"environment": {"image": "small:1"}}
-    runner = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=5, changes=changes)
-    assert runner["environment"]["image"] == "small:1"
-    assert jobs.custom_config(job(tmp_path), 1, runner)["environment"] == USER["environment"]
-
-
 def test_changes_for_the_runner_alone_do_not_reach_its_trials(tmp_path: Path) -> None:
     changes = {
-        "environment": {"environment_variables": ["A=1"]},
+        "environment": {"image": "small:1", "environment_variables": ["A=1"]},
         "checkpoint_storage": {"type": "shared_fs", "host_path": "/scratch"},
         "data": {"url": "x"},
     }
@@ -144,45 +137,13 @@ def test_the_runner_keeps_what_the_batch_system_needs_but_for_gpus(tmp_path: Pat
     args = ["--account=abc", "--partition=gpu", "--mem-per-gpu=1g", "--gres=gpu:4", "-G4"]
     slurm = {"slots_per_node": 4, "gpu_type": "tesla", "sbatch_args": args}
     pbs = {"slots_per_node": 4, "pbsbatch_args": ["-A abc"]}
-    found = user(tmp_path, slurm=slurm, pbs=pbs)
+    found = user(tmp_path, slurm=slurm, pbs=pbs, max_restarts=2)
     config = jobs.runner_config(found, plan_of(), max_restarts=5, changes={})
     assert config["slurm"] == {"sbatch_args": args[:2]}
     assert config["pbs"] == {"pbsbatch_args": ["-A abc"]}
     told = job(tmp_path, config=jobs.without_secrets(found.config))
-    assert jobs.custom_config(told, 17, config)["slurm"] == slurm
-
-
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        (["-G", "4", "-A", "abc"], ["-A", "abc"]),
-        (["--gres", "gpu:4", "--gpus-per-node", 2, "x.sh"], ["x.sh"]),
-        (["--gpus", "--account", "abc"], ["--account", "abc"]),
-        (["--gpus=4", "x.sh", "-G 4", "y.sh"], ["x.sh", "y.sh"]),
-        ("-G 4", "-G 4"),
-        (None, None),
-    ],
-)
-def test_an_option_of_gpus_takes_its_value_with_it(
-    tmp_path: Path, options: object, kept: object
-) -> None:
-    found = user(tmp_path, slurm={"sbatch_args": options})
-    config = jobs.runner_config(found, plan_of(), max_restarts=5, changes={})
-    assert config["slurm"] == {"sbatch_args": kept}
-
-
-@pytest.mark.parametrize("bad", ["text", 3, ["a"]])
-def test_what_is_no_mapping_is_left_for_the_master_to_refuse(tmp_path: Path, bad: object) -> None:
-    found = user(tmp_path, slurm=bad, pbs=bad, data=bad)
-    changes = {"checkpoint_storage": {"type": "shared_fs"}}
-    config = jobs.runner_config(found, plan_of(), max_restarts=5, changes=changes)
-    assert config["slurm"] == config["pbs"] == config["data"] == bad
-
-
-def test_restarts_of_trials_are_the_users_choice(tmp_path: Path) -> None:
-    found = user(tmp_path, max_restarts=2)
-    told = job(tmp_path, config=jobs.without_secrets(found.config))
-    assert jobs.custom_config(told, 1, {})["max_restarts"] == 2
+    trials = jobs.custom_config(told, 17, config)
+    assert trials["slurm"] == slurm and trials["max_restarts"] == 2
 
 
 def test_the_full_run_is_the_users_with_the_best_configuration(tmp_path: Path) -> None:
@@ -214,13 +175,6 @@ def test_sections_with_a_type_are_no_ranges_for_the_master(tmp_path: Path) -> No
     raw = {**runner, "hyperparameters": own}
     with pytest.raises(ApiError, match="must be one of"):
         complete(json.dumps(raw), str(tmp_path))
-
-
-def test_words_of_an_entrypoint_are_texts_for_the_master(tmp_path: Path) -> None:
-    words = ["python3", "train.py", "--lr", 0.5]
-    config = {**job(tmp_path).config, "entrypoint": words}
-    found = jobs.full_run_config(job(tmp_path, config=config), 17, {}, {})
-    assert found["entrypoint"] == ["python3", "train.py", "--lr", "0.5"]
 
 
 @pytest.mark.parametrize(
