@@ -43,7 +43,6 @@ def settings_of(settings: Settings, section: Autotuning, experiment: Experiment)
     # Without a stage all are meant (deepspeed/autotuning/README.md).
     own_stage = (zero["stage"],) if "stage" in zero else STAGES
     stages = tuple(experiment.choices.get("stage", own_stage))
-    largest = section.max_micro_batch
     return replace(
         settings,
         method=section.method,
@@ -63,25 +62,23 @@ def settings_of(settings: Settings, section: Autotuning, experiment: Experiment)
         if settings.train_batch_size in (None, ANY)
         else None,
         min_micro_batch=section.min_micro_batch,
-        max_micro_batch=largest,
+        max_micro_batch=section.max_micro_batch,
     )
 
 
-def without_found_switches(plan: Plan) -> Plan:
-    """Return the plan without the script's switches that no argument shows.
+def adapted(plan: Plan, section: Autotuning) -> Plan:
+    """Return a plan within the bounds of a section.
 
-    The results of DeepSpeed's autotuner are a configuration and the arguments.
+    It has no switches of the script that no argument shows, since the results of DeepSpeed's
+    autotuner are a configuration and the arguments, and no micro batches whose global batch would
+    be too small.
     """
     found = (name for name in SWITCHES if name not in plan.switches)
-    return replace(plan, fix=tuple(dict.fromkeys((*plan.fix, *found))))
-
-
-def with_smallest_batch(plan: Plan, min_train_batch_size: int) -> Plan:
-    """Return the plan without micro batches whose global batch would be too small."""
+    plan = replace(plan, fix=tuple(dict.fromkeys((*plan.fix, *found))))
     if plan.max_train_batch_size is not None or plan.train_batch_size is not None:
         return plan  # the global batch is filled
     step = plan.own_batch.gas * plan.most_groups
-    smallest = max(plan.min_micro_batch, -(-min_train_batch_size // step))
+    smallest = max(plan.min_micro_batch, -(-section.min_train_batch_size // step))
     plan = replace(plan, min_micro_batch=smallest)
     check_micro_batches(plan)
     return plan

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from dsat.app import packages
 from dsat.engines import places
-from dsat.engines.local.machine import Machine, find_machine
+from dsat.engines.local.machine import find_machine
 from dsat.errors import EngineError
 from dsat.values.memory_size import readable
 
@@ -72,7 +72,22 @@ def _accelerators() -> Iterator[Finding]:
         remedy = f"check that {remedy}" if remedy else "see the message"
         yield Finding("accelerators", "unknown", FAILS, problem, remedy)
         return
-    yield _slots(machine)
+    found, notes = machine.describe(), "; ".join(machine.warnings)
+    if machine.is_cpu:
+        problem = "DeepSpeed sees none: trials run on processor cores"
+        remedy = "nothing to do for a first try, or for `dsat estimate`"
+        if ctypes.util.find_library("cuda") is not None:
+            problem += ", although NVIDIA's driver is there"
+            remedy = (
+                "install torch for this driver's CUDA version, and see that CUDA_VISIBLE_DEVICES "
+                "is not empty"
+            )
+        yield Finding("accelerators", found, WARNING, problem, remedy)
+    elif notes:
+        remedy = "end the other programs, or choose devices by CUDA_VISIBLE_DEVICES"
+        yield Finding("accelerators", found, WARNING, notes, remedy)
+    else:
+        yield Finding("accelerators", found)
     if machine.accelerator == "cuda":
         yield _toolkit()
 
@@ -80,10 +95,13 @@ def _accelerators() -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     yield Finding("python", platform.python_version())
     for requirement in packages.requirements():
-        name, remedy = requirement.name, packages.command_for(requirement)
-        found = packages.version(name)
+        name = requirement.name
+        found, remedy = packages.version(name), f"pip install '{name}{requirement.specifier}'"
         if found is None:
-            yield Finding(name, "missing", FAILS, _lost_without(name), remedy)
+            problem = "no trial can run without it"
+            if name in packages.TRAINING:
+                problem += "; `dsat estimate --hf-config` works, by formula"
+            yield Finding(name, "missing", FAILS, problem, remedy)
         elif not requirement.specifier.contains(found, prereleases=True):
             problem = f"no trial begins: dsat needs {requirement.specifier}"
             yield Finding(name, found, FAILS, problem, remedy)
@@ -96,44 +114,16 @@ def _packages() -> Iterator[Finding]:
     yield Finding("frameworks", said or "none that dsat knows; a plain DeepSpeed script needs none")
 
 
-def _lost_without(name: str) -> str:
-    if name in packages.TRAINING:
-        return "no trial can run without it; `dsat estimate --hf-config` works, by formula"
-    return "no trial can run without it"
-
-
-def _slots(machine: Machine) -> Finding:
-    notes = "; ".join(machine.warnings)
-    if machine.is_cpu:
-        nvidia = ctypes.util.find_library("cuda") is not None
-        return Finding(
-            "accelerators",
-            machine.describe(),
-            WARNING,
-            "DeepSpeed sees none: trials run on processor cores"
-            + (", although NVIDIA's driver is there" if nvidia else ""),
-            "install torch for this driver's CUDA version, and see that CUDA_VISIBLE_DEVICES is "
-            "not empty"
-            if nvidia
-            else "nothing to do for a first try, or for `dsat estimate`",
-        )
-    remedy = "end the other programs, or choose devices by CUDA_VISIBLE_DEVICES" if notes else ""
-    return Finding("accelerators", machine.describe(), WARNING if notes else OK, notes, remedy)
-
-
 def _compiler() -> Finding:
-    compiler, *_ = os.environ.get("CXX", "").split() or ["g++"]
-    path = shutil.which(compiler)
-    if path is None:
-        return Finding(
-            "C++ compiler",
-            f"no {compiler}",
-            WARNING,
-            "DeepSpeed cannot compile its operators: CPUAdam for offloaded optimizers, FusedAdam, "
-            "several ranks on a CPU",
-            "apt install g++, or conda install -c conda-forge gxx",
-        )
-    return Finding("C++ compiler", path)
+    part, [compiler, *_] = "C++ compiler", os.environ.get("CXX", "").split() or ["g++"]
+    if path := shutil.which(compiler):
+        return Finding(part, path)
+    problem = (
+        "DeepSpeed cannot compile its operators: CPUAdam for offloaded optimizers, FusedAdam, "
+        "several ranks on a CPU"
+    )
+    remedy = "apt install g++, or conda install -c conda-forge gxx"
+    return Finding(part, f"no {compiler}", WARNING, problem, remedy)
 
 
 def _toolkit() -> Finding:
@@ -194,20 +184,15 @@ def _place(cluster: str | None) -> Finding:
     if cluster is None:
         return Finding("trials run on", here)
     found = f"{here} for a command after --; the cluster at {cluster} for an experiment file"
-    try:
-        _connect(cluster)
+    parts = urlsplit(cluster if "://" in cluster else f"http://{cluster}")
+    try:  # determined's default ports (common/api/_util.py)
+        port = parts.port or (443 if parts.scheme == "https" else 8080)
+        socket.create_connection((parts.hostname or cluster, port), _MASTER_LIMIT_S).close()
     except (OSError, ValueError) as error:  # ValueError: no address
         problem = f"the cluster cannot be reached: {error}"
         remedy = "correct DET_MASTER or `det user login`, or add --engine local"
         return Finding("trials run on", found, WARNING, problem, remedy)
     return Finding("trials run on", found)
-
-
-def _connect(master: str) -> None:
-    """Connect to a Determined master, with determined's default ports (common/api/_util.py)."""
-    parts = urlsplit(master if "://" in master else f"http://{master}")
-    port = parts.port or (443 if parts.scheme == "https" else 8080)
-    socket.create_connection((parts.hostname or master, port), _MASTER_LIMIT_S).close()
 
 
 def worst(findings: list[Finding]) -> str:

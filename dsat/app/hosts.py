@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dsat.engines import places
 from dsat.engines.local.accelerators import NAMED, ids_chosen
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import are_close
@@ -17,8 +15,6 @@ from dsat.engines.places import PROVIDERS, Environment
 from dsat.errors import UserInputError
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.placement import VISIBLE
-
-_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -31,9 +27,8 @@ def acquired(
     """Acquire hosts where trials run, and release them afterwards.
 
     Args:
-        engine: name of a place; auto for the first one that detects itself. Engines that are not
-            places see this machine.
-        program: the command that is tuned, which may name devices.
+        engine: name of a place. Engines that are not places see this machine.
+        program: may name devices.
         given: options of the place, by keyword.
         in_use: variables of `dsat.engines.local.device_use`, if the command runs already.
     """
@@ -44,12 +39,8 @@ def acquired(
     named = [_names(positions, variables) for positions in (launch.devices, launch.not_devices)]
     variables[NAMED] = ",".join(named[0])
     environment = Environment(variables, dict(launch.hosts), launch.ssh_port, launch.master_address)
-    name = engine if engine in PROVIDERS else "local"
-    if engine == places.AUTO:
-        name = places.detect(environment)
-        if name != "local":
-            _log.info("--engine %s was detected (--engine local takes this machine alone)", name)
-    with PROVIDERS[name].acquire(environment, given or {}) as hosts:
+    place = PROVIDERS[engine if engine in PROVIDERS else "local"]
+    with place.acquire(environment, given or {}) as hosts:
         check_equal(hosts)
         if any(named):
             hosts = [replace(host, machine=host.machine.only(*named)) for host in hosts]

@@ -48,12 +48,6 @@ def model_settings(
 ) -> _Settings:
     """Make settings of the arguments of `dsat.estimate` or `dsat.project`.
 
-    Args:
-        kind: of settings.
-        target: a script, a command, or an experiment configuration.
-        model_dir: the folder of an experiment's script.
-        given: the keyword arguments.
-
     Raises:
         UserInputError: a value is wrong.
         TypeError: there is no such keyword, as for any function.
@@ -81,11 +75,8 @@ def search_settings(
     """Make settings of the arguments of `dsat.tune`.
 
     Args:
-        target: a script, a command, or an experiment configuration.
-        model_dir: the folder of an experiment's script.
         method: the search, or a command of DeepSpeed's autotuner.
         search_options: of a search that has no declared options.
-        given: the keyword arguments.
         engines: names that `engine` may have besides the declared ones.
 
     Raises:

@@ -67,11 +67,9 @@ class LocalSearch:
                 self.folder = run_folders.of_results(ready.native, opened)
             else:
                 self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
-            earlier: list[Run] = []
-            if ready.native is not None or ready.settings.resume:
-                earlier = run_folders.earlier_runs(
-                    self.folder, ready.plan, ready.info, takes_over=ready.native is not None
-                )
+            earlier = run_folders.earlier_runs(
+                self.folder, ready.plan, ready.info, takes_over=ready.native is not None
+            )
             ended = leftovers.end_processes(self.folder)
             if ended:
                 _log.info(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
@@ -31,34 +30,25 @@ def version(name: str) -> str | None:
         return None
 
 
-def command_for(requirement: Requirement) -> str:
-    """Return the command that installs a package."""
-    return f"pip install '{requirement.name}{requirement.specifier}'"
-
-
 def check() -> None:
     """Check that torch and DeepSpeed are in this environment, in versions that trials work with.
 
     Raises:
         UserInputError: they are not.
     """
-    unfit = sorted(_unfit(), key=lambda pair: TRAINING.index(pair[0].name))
-    if unfit:
-        wanted = " ".join(f"'{each.name}{each.specifier}'" for each, _ in unfit)
+    needed = {each.name: each.specifier for each in requirements()}
+    problems = {}
+    for name in TRAINING:
+        found = version(name)
+        if found is None:
+            problems[name] = f"{name} is not installed"
+        elif not needed[name].contains(found, prereleases=True):
+            problems[name] = f"{name} {found} is installed, and dsat needs {needed[name]}"
+    if problems:
+        wanted = " ".join(f"'{name}{needed[name]}'" for name in problems)
         raise UserInputError(
-            " and ".join(problem for _, problem in unfit),
+            " and ".join(problems.values()),
             where="environment",
             hint=f"Run pip install {wanted}, or install dsat in the environment that you train in. "
             "`dsat doctor` checks everything.",
         )
-
-
-def _unfit() -> Iterator[tuple[Requirement, str]]:
-    for each in requirements():
-        found = version(each.name)
-        if each.name not in TRAINING:
-            continue
-        if found is None:
-            yield each, f"{each.name} is not installed"
-        elif not each.specifier.contains(found, prereleases=True):
-            yield each, f"{each.name} {found} is installed, and dsat needs {each.specifier}"

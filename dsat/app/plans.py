@@ -39,8 +39,6 @@ def plan_of(
     """Make the plan of a search.
 
     Args:
-        settings: the user's.
-        experiment: the target.
         slots: of a trial.
         args: of the script, which may hold batch sizes.
         device: of a slot; empty if it is not known.

@@ -35,7 +35,6 @@ from dsat.values.files import digest
 from dsat.values.text import words_without_secrets
 
 _log = logging.getLogger(__name__)
-_LONGEST_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,7 @@ class Prepared:
 
 @contextlib.contextmanager
 def prepared(settings: Settings, argv: Sequence[str] | None = None) -> Iterator[Prepared]:
-    """Read and check everything the user gave; end the first run and release the hosts afterwards.
-
-    Args:
-        argv: the command line, if there was one.
-    """
+    """Read and check all that the user gave; end the first run and release the hosts afterwards."""
     with contextlib.ExitStack() as acquired:
         try:
             ready = _prepare(settings, argv, acquired)
@@ -107,17 +102,13 @@ def prepared(settings: Settings, argv: Sequence[str] | None = None) -> Iterator[
 def _prepare(
     settings: Settings, argv: Sequence[str] | None, acquired: contextlib.ExitStack
 ) -> Prepared:
-    if settings.search_runner_config is not None:
-        raise UserInputError(
-            "is for a Determined cluster, and trials run on this machine",
-            where=f"--search-runner-config {settings.search_runner_config}",
-            hint="Leave it out, or use --engine determined.",
-        )
     began_s = time.monotonic()
     source, first = sources.read(settings), None
     engine = settings.engine
     if engine == places.AUTO:
         engine = places.detect(places.Environment(os.environ, dict(source.program.launch.hosts)))
+        if engine != "local":
+            _log.info("--engine %s was detected (--engine local takes this machine alone)", engine)
     _check_before_running(settings, source, engine)
     _check_packages(settings, source)
     # Before the devices are looked at: what is wrong with the command is shown at once.
@@ -125,7 +116,8 @@ def _prepare(
     in_use: dict[str, str] = {}
     if is_recorded and not settings.resume:
         in_use = device_use.as_of_now()  # by others than the command
-        _log.info("running your command as it is: %s", _shown(settings.command))
+        shown = shlex.join(words_without_secrets(settings.command))
+        _log.info("running your command as it is: %s", shown)
         first = source.first_run(settings.trial_options(1), settings.slots)
         acquired.callback(first.close)
         source = source.as_recorded(first)
@@ -134,7 +126,7 @@ def _prepare(
     _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
     with slow.logged(_log, "looking at the accelerators"):
-        place = hosts_of.acquired(settings.engine, source.program, settings.place_options, in_use)
+        place = hosts_of.acquired(engine, source.program, settings.place_options, in_use)
         hosts = acquired.enter_context(place)
     if source.program.needs_command and len(hosts) > 1:
         raise UserInputError(
@@ -161,8 +153,7 @@ def _prepare(
         **_of_machine(machine, slots),
     )
     if section is not None:
-        plan = autotuning.without_found_switches(plan)
-        plan = autotuning.with_smallest_batch(plan, section.min_train_batch_size)
+        plan = autotuning.adapted(plan, section)
     return Prepared(argv, settings, experiment, program, hosts, plan, section, first, began_s)
 
 
@@ -177,6 +168,12 @@ def _of_machine(machine: Machine, slots: int) -> dict[str, Any]:
 
 def _check_before_running(settings: Settings, source: Source, engine: str) -> None:
     """Raise UserInputError for what is wrong whatever a run of the command shows."""
+    if settings.search_runner_config is not None:
+        raise UserInputError(
+            "is for a Determined cluster, and trials run on this machine",
+            where=f"--search-runner-config {settings.search_runner_config}",
+            hint="Leave it out, or use --engine determined.",
+        )
     if engine == "local" and source.program.launch.nodes > 1:
         raise UserInputError(
             f"starts ranks on {source.program.launch.nodes} machines, and trials run on this one",
@@ -212,11 +209,6 @@ def _check_packages(settings: Settings, source: Source) -> None:
     is_here = source.unknown != sources.PROGRAM and not source.program.interpreter
     if is_here and settings.engine in ENGINE_NAMES and settings.engine != "ray":
         packages.check()
-
-
-def _shown(command: Sequence[str]) -> str:
-    """Return the beginning of a command, on one line."""
-    return " ".join(shlex.join(words_without_secrets(command)).split())[:_LONGEST_SHOWN]
 
 
 def _is_recorded(settings: Settings, source: Source, engine: str) -> bool:

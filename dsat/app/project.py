@@ -207,8 +207,6 @@ def trace(
     """Simulate one step of the user's configuration and of other strategies.
 
     Args:
-        base: the user's DeepSpeed configuration.
-        simulator: of the script.
         slots: about which is asked.
         choose: returns the strategies, by what is known of the model before.
         accumulates: there are trials with several micro steps, whatever the configuration says.
@@ -246,8 +244,6 @@ def _worthwhile(found: Traced, card: Card, count: int, *, always: bool) -> list[
     that are asked about, since it is slower.
 
     Args:
-        found: what is known of the model.
-        card, count: that are asked about.
         always: whether they hold it or not, the user's own is among them.
     """
 

@@ -143,7 +143,6 @@ def earlier_runs(
     counts is taken from the old one.
 
     Args:
-        plan, info: of the run that is to begin or to go on.
         takes_over: the folder may hold a run of another plan.
     """
     journal = folder / FILE_NAME
@@ -219,17 +218,11 @@ def _delete_results(results: Path, experiments: Path) -> None:
     """Delete the results, and the trials that the journals name; all else stays."""
     journals = [results / FILE_NAME, *_set_aside_in(results)]
     journals = [path for path in journals if path.is_file()]
-    for name in {name for path in journals for name in _trial_names(path)}:
-        if not (results / name).is_symlink():
-            shutil.rmtree(results / name, ignore_errors=True)
-        (experiments / f"{name}.json").unlink(missing_ok=True)
+    for journal in journals:
+        with contextlib.suppress(JournalError):  # a damaged one names no trials
+            for trial in read_run(journal).trials.values():
+                shutil.rmtree(results / trial.name, ignore_errors=True)  # follows no link
+                (experiments / f"{trial.name}.json").unlink(missing_ok=True)
     ours = [results / name for name in _RESULT_FILES] if journals else []
     for path in [*ours, *journals]:  # the journals last: they name the trials
         path.unlink(missing_ok=True)
-
-
-def _trial_names(journal: Path) -> list[str]:
-    """Return the names of a journal's trials; none if it is damaged."""
-    with contextlib.suppress(JournalError):
-        return [trial.name for trial in read_run(journal).trials.values()]
-    return []

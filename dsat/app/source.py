@@ -152,8 +152,6 @@ def read(target: Target) -> Source:
         program = entrypoints.parse(experiment.entrypoint, experiment.model_dir)
         check_config_path(experiment, program)
         return Source(experiment, program)
-    if any("\x00" in word for word in target.command):
-        raise UserInputError("holds a NUL character", where="command")
     folder = Path.cwd()
     try:
         program = entrypoints.parse(target.command, folder)

@@ -50,20 +50,23 @@ _JSON, _TEXT, _HTML = "application/json", "text/plain; charset=utf-8", "text/htm
 class Server(socketserver.ThreadingTCPServer):
     """The pages of one run, or of all runs in a folder.
 
-    Args:
-        folder: of the run, or of the runs.
-        port: 0 for any that is free.
-
     Attributes:
         token: secret that every request must carry.
+
+    Raises:
+        UserInputError: the port is taken.
     """
 
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = _MOST_CONNECTIONS
 
-    def __init__(self, folder: Path, port: int) -> None:
-        super().__init__((LOOPBACK, port), _Handler)
+    def __init__(self, folder: Path, port: int | None) -> None:
+        try:
+            super().__init__((LOOPBACK, port or 0), _Handler)
+        except (OSError, OverflowError) as error:
+            problem = getattr(error, "strerror", None) or str(error)
+            raise UserInputError(problem, where=f"--port {port}") from None
         self.folder = folder
         self.token = secrets.token_urlsafe(24)
 
@@ -237,23 +240,6 @@ def where(url: str) -> list[str]:
         f"Watch it at {url}",
         f"From another machine, first: ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}",
     ]
-
-
-def open_server(folder: Path, port: int | None = None) -> Server:
-    """Make the server of a run, or of a folder with runs.
-
-    Args:
-        folder: of the run or the runs.
-        port: by default any that is free.
-
-    Raises:
-        UserInputError: the port is taken.
-    """
-    try:
-        return Server(folder, port or 0)
-    except (OSError, OverflowError) as error:
-        problem = getattr(error, "strerror", None) or str(error)
-        raise UserInputError(problem, where=f"--port {port}") from None
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ def _watch(settings: WatchSettings) -> None:
     given = settings.run
     holds_runs = given is not None and given.is_dir() and bool(past_runs.folders(given))
     folder = given if given is not None and holds_runs else past_runs.find(given)
-    server = watch.open_server(folder, settings.port)
+    server = watch.Server(folder, settings.port)
     if settings.json:  # with the token: whoever opens the page needs it
         print(json.dumps({"url": server.url}, indent=2))
     else:

@@ -77,9 +77,8 @@ def test_an_allocation_of_one_node_is_this_machine(monkeypatch: pytest.MonkeyPat
     for name, value in {**JOB, "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "n1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(this_machine, "find_machine", lambda *_: cpu_machine(2))
-    for engine in ("auto", "slurm"):
-        with acquired(engine) as hosts:
-            assert hosts == (Host(cpu_machine(2)),)
+    with acquired("slurm") as hosts:
+        assert hosts == (Host(cpu_machine(2)),)
 
 
 def test_hosts_must_be_equal() -> None:
