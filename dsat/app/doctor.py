@@ -34,8 +34,6 @@ class Finding:
     """A part of the environment.
 
     Attributes:
-        part: its name.
-        found: what is there.
         state: "ok"; "warning" if trials run, but something else does not work; "fails" if no trial
             can run.
         problem: what does not work, and why; empty if all does.
@@ -51,8 +49,6 @@ class Finding:
 
 def examine(cluster: str | None) -> list[Finding]:
     """Check this process's environment without changing it.
-
-    The accelerators are looked at in a process that imports DeepSpeed, which takes some seconds.
 
     Args:
         cluster: address of the Determined master that is configured; None if none is.

@@ -23,7 +23,6 @@ class Fit:
     """Memory of a configuration against that of the cards.
 
     Attributes:
-        name: of the experiment, or of the command's script.
         slots, card_bytes: number of cards, and the memory of each.
         strategy, batch: of the user's configuration.
         needed_bytes: predicted peak of a card, without its context and the communication library.

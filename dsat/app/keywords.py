@@ -103,12 +103,7 @@ def search_settings(
 
 
 def settings_of(values: Mapping[str, Any], search_options: Mapping[str, Any] = {}) -> Settings:
-    """Make settings of values by the names of settings, and by keyword for searches and places.
-
-    Args:
-        values: those that are missing have their defaults.
-        search_options: further ones, of a search that has no declared options.
-    """
+    """Make settings of values by the names of settings, and by keyword for searches and places."""
     left = dict(values)
     own_options = options_of_search(left["method"])
     own = {name: left.pop(one.keyword, one.initial) for name, one in own_options.items()}

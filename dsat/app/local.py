@@ -45,14 +45,6 @@ class LocalSearch:
 
     Opening it makes or finds the run's folder and reads its journal; closing it ends whatever runs.
 
-    Args:
-        ready: what to tune; its `settings.engine` says where trials run.
-
-    Attributes:
-        run: what is known so far.
-        folder: of the run.
-        interrupted: whether Ctrl-C ended it.
-
     Raises:
         UserInputError: the folder holds another run, or none to resume.
         JournalLocked: another process works there.
@@ -92,30 +84,12 @@ class LocalSearch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        try:
-            if self._engine is not None:
-                self._engine.close()
-        finally:
-            self._opened.close()
+        self._opened.close()
 
     @property
     def trials(self) -> Path:
         """Folder of the trials' folders."""
         return run_folders.of_trials(self.ready.native, self.folder)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots that trials may use at once, as far as is known now."""
-        slots = self.ready.num_slots if self._engine is None else self._engine.num_slots
-        return min(slots, self.ready.settings.max_slots or slots)
-
-    @property
-    def at_once(self) -> int:
-        """Trials of the search that may run at a time."""
-        if self.ready.program.needs_command:
-            return 1
-        room = self.num_slots // self.ready.plan.slots_per_trial
-        return max(1, min(room, self.ready.settings.max_concurrent_trials))
 
     def search(self, *observers: Observer) -> None:
         """Run the trials that are not done yet; Ctrl-C ends it early, and ends the trials.
@@ -141,6 +115,7 @@ class LocalSearch:
         ready = self.ready
         make_engine = ENGINES.get(ready.settings.engine, self._local_engine)
         self._engine = make_engine(ready, self.folder)
+        self._opened.callback(self._engine.close)
         drive(
             self._tuner,
             cached.CachedEngine(self._engine, self._known, ready.plan),
@@ -166,9 +141,15 @@ class LocalSearch:
 
     def status(self) -> Status:
         """Return what the journal does not hold of a run that goes on."""
+        ready, settings = self.ready, self.ready.settings
+        slots = ready.num_slots if self._engine is None else self._engine.num_slots
+        slots = min(slots, settings.max_slots or slots)
+        at_once = min(slots // ready.plan.slots_per_trial, settings.max_concurrent_trials)
+        if ready.program.needs_command:
+            at_once = 1
         found = self.run.best is not None
-        line = train_command.line(self.ready, self.run, self.folder) if found else ""
-        return Status(self.num_slots, self.at_once, self._tuner.decisions.outlook, line)
+        line = train_command.line(ready, self.run, self.folder) if found else ""
+        return Status(slots, max(1, at_once), self._tuner.decisions.outlook, line)
 
     def _has_work(self) -> bool:
         """Return whether anything is to be run; if not, known results are shown again."""
@@ -189,19 +170,15 @@ class LocalSearch:
             return _failure(self.run, self.trials)
         return None
 
-    def train(self) -> Path | None:
-        """Train in full length with the best configuration, if the user wants that.
-
-        Returns:
-            The folder with checkpoints and reports.
-        """
+    def train(self) -> None:
+        """Train in full length with the best configuration, if the user wants that."""
         best = self.run.best
         if not self.ready.settings.run_full_experiment or best is None or self.interrupted:
-            return None
+            return
         engine = _local(self._engine)
         if engine is None:
             raise UserInputError("needs the local engine", where="--run-full-experiment")
-        return _train(engine, best)
+        _train(engine, best)
 
 
 def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner:
@@ -292,8 +269,7 @@ def _survey(ready: Prepared, engine: Engine | None, tuner: Tuner) -> Basis:
     return Basis.of_profile(profile, ready.plan.switches, note=why_not)
 
 
-def _train(engine: LocalEngine, best: Trial) -> Path:
-    """Train in full length; return the folder."""
+def _train(engine: LocalEngine, best: Trial) -> None:
     folder = engine.train(best)
     _log.info("training with %s; output in %s", best.name, folder / "stdout.log")
     while True:
@@ -302,7 +278,7 @@ def _train(engine: LocalEngine, best: Trial) -> Path:
                 continue
             if outcome.kind is OutcomeKind.OK:
                 _log.info("trained; checkpoints and reports in %s", folder)
-                return folder
+                return
             raise SearchFailed(
                 f"{outcome.said_of('the full-length run')}. Its log is {folder / 'stderr.log'}.",
                 outcome.detail,

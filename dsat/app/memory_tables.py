@@ -48,8 +48,6 @@ class Estimate:
     """Memory of each rung of the ladder.
 
     Attributes:
-        name: of the experiment, or of the command's script.
-        model: its parameters and activations.
         lines: one for every strategy and number of slots.
         cards: the fewest cards of each usual size.
         sequence_length: tokens of a sample; None if it is no sequence of tokens.

@@ -133,10 +133,6 @@ class Answer:
 def rewritten(words: Sequence[str], folder: Path, answer: Answer) -> Rewriting | None:
     """Return a command with copies of the configuration files that it names.
 
-    Args:
-        words: of the command, without variables in front of it.
-        folder: where it is started.
-
     Returns:
         None if no argument, file or launcher takes the DeepSpeed configuration.
     """
@@ -155,7 +151,6 @@ class Rewriting:
     """A command that trains with the best configuration, and the files that it names.
 
     Attributes:
-        words: of the command.
         copies: texts of the user's own files with the answer in them, by name.
         takes_config: an argument, a file or the launcher takes the DeepSpeed configuration.
     """

@@ -20,7 +20,6 @@ class PastRun:
     """A run, read from its folder.
 
     Attributes:
-        run: what is known so far.
         goes_on: a process works on it.
         changed_s: when something last happened, in seconds since the epoch.
     """

@@ -7,7 +7,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -229,7 +229,7 @@ def _with_slots(
     program, available = source.program, all_slots(hosts, source.program)
     if section is None:
         if settings.run_full_experiment and program.trial_class and not source.command:
-            _check_full_length(source.experiment)
+            searcher_of_full_run(source.experiment, "metric", "max_length")
         slots = source.slots_per_trial(settings.slots, available)
         given, where = settings.arg_mappings, "--arg-mapping"
     else:
@@ -245,16 +245,21 @@ def _with_slots(
     return replace(source, experiment=experiment, program=program), chosen, slots
 
 
-def _check_full_length(experiment: Experiment) -> None:
-    """Raise UserInputError if Determined's harness could not train a Trial class to its end."""
-    searcher = experiment.config.get("searcher") or {}
-    for key, example in (("metric", "metric: loss"), ("max_length", "max_length: {batches: 100}")):
-        if key not in searcher:
-            raise UserInputError(
-                "is missing, and a full-length run of a Trial class needs it",
-                where=f"{experiment.path}: searcher.{key}",
-                hint=f"Add one, for example {example}.",
-            )
+def searcher_of_full_run(experiment: Experiment, *needed: str) -> Mapping[str, Any]:
+    """Return the searcher of an experiment, by which Determined trains it in full length.
+
+    Raises:
+        UserInputError: a key is missing.
+    """
+    searcher: Mapping[str, Any] = experiment.config.get("searcher") or {}
+    missing = [key for key in needed if key not in searcher]
+    if missing:
+        raise UserInputError(
+            f"there is no {missing[0]}",
+            where=f"{experiment.path}: searcher",
+            hint="--run-full-experiment trains by it.",
+        )
+    return searcher
 
 
 def check_max_slots(settings: Settings, slots: int, *, where: str = "--max-slots") -> None:

@@ -41,7 +41,6 @@ class Source:
     """An experiment, or a command as one.
 
     Attributes:
-        program: the entrypoint, taken apart.
         unknown: what only a run of the command shows: `PROGRAM`, `CONFIG` or nothing.
         ds_config: the configuration that the user names beside the command.
     """
@@ -72,12 +71,7 @@ class Source:
         )
 
     def first_run(self, options: TrialOptions, slots: int | None) -> FirstRun:
-        """Begin the user's command as the first trial.
-
-        Args:
-            options: of the measurement.
-            slots: that the user gave; a command without a launcher is started so many times.
-        """
+        """Begin the user's command as the first trial; a plain script is started `slots` times."""
         ranks = self._ranks(slots)
         return FirstRun(
             self.command, Path.cwd(), timeout_s=options.timeout_s, options=options, ranks=ranks

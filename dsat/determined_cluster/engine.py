@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from dsat.determined_cluster import hyperparameters, trial_result
-from dsat.determined_cluster.job import Job
+from dsat.determined_cluster import trial_result
+from dsat.determined_cluster.job import VARIED, Job, varied
 from dsat.errors import EngineError
 from dsat.in_trial import cluster_rank
 from dsat.in_trial.meter_spec import MeterSpec
@@ -86,7 +86,7 @@ class ClusterEngine:
         meter = MeterSpec.of_trial(trial, self._job.trial, slots=self._job.plan.slots_per_trial)
         hparams = {
             **trial_hparams(self._job.hparams, trial.overrides),
-            hyperparameters.KEY: hyperparameters.of_trial(trial),
+            VARIED: varied(trial),
             ds_config.DSAT_MODE_KEY: True,
             ds_config.DSAT_TRIAL_KEY: cluster_rank.spec_for_hparams(
                 meter, trial.id, self._runner_id

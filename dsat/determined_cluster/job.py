@@ -11,17 +11,19 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat.determined_cluster import hyperparameters
 from dsat.inputs import ds_config
 from dsat.inputs.experiment import Experiment, trial_hparams
+from dsat.space.overrides import GAS
 from dsat.space.plan import Plan
+from dsat.tuning.strategies import make_space, rungs
 from dsat.values.codec import Recorded
-from dsat.values.trial import TrialOptions
+from dsat.values.trial import Trial, TrialOptions
+from dsat.values.zero_strategy import of_config
 
 JOB_FILE = "dsat_job.json"
 MODEL_FOLDER = "model"
@@ -30,6 +32,7 @@ RUNNER_NAME = "(DSAT) "  # before the user's own
 RUNNER_MODULE = "dsat.determined_cluster.runner"
 SAID = "[dsat] "  # in front of each line of the runner that is for the person who waits
 RUNNER_LENGTH = 100  # its progress is in percent
+VARIED = "_dsat"  # key of the hyperparameters that vary
 
 _ENVIRONMENT_SECRETS = ("environment_variables", "registry_auth")
 _STORAGE = "checkpoint_storage"
@@ -61,14 +64,11 @@ class Job(Recorded):
     """Input of the search runner.
 
     Attributes:
-        plan: what to tune.
         info: for people, into the journal's first line.
         config: the user's experiment configuration without possible secrets.
         hparams: as in `Experiment`.
         trial: how trials are measured.
-        max_concurrent_trials: at once.
         max_slots: that trials may use at once, if limited.
-        run_full_experiment: whether to train with the best configuration at the end.
     """
 
     plan: Plan
@@ -202,7 +202,7 @@ def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[s
     config["hyperparameters"] = {
         **_constants(job.hparams),
         ds_config.DSAT_MODE_KEY: True,
-        hyperparameters.KEY: hyperparameters.declared(job.plan),
+        VARIED: _varied(job.plan),
     }
     # A trial that ran out of memory would only do so again.
     config.setdefault("max_restarts", 0)
@@ -239,3 +239,45 @@ def _users(job: Job, tag: str, runner: Mapping[str, Any]) -> dict[str, Any]:
     slots = {"slots_per_trial": job.plan.slots_per_trial}
     config["resources"] = {**(config.get("resources") or {}), **slots}
     return config
+
+
+def _varied(plan: Plan) -> dict[str, Any]:
+    """Return types and ranges of what varies between trials, for the plots of the web UI.
+
+    They leave out constants, and a nested DeepSpeed configuration counts as one.
+    """
+    space = make_space(plan)
+    strategies = {of_config(plan.base_config), *space.strategies, *rungs(plan)}
+    allowed = space.micro_batches  # ascending, perhaps a million
+    sizes = {plan.own_batch.micro_batch, *allowed[:1], *allowed[-1:]}
+    listed = [values for branch in space.branches for key, values in branch.knobs if key == GAS]
+    settings = [{GAS: gas} for values in listed for gas in values] or [{}]
+    return {
+        "strategy": _categorical({strategy.name for strategy in strategies}),
+        "stage": _categorical({strategy.stage for strategy in strategies}),
+        "micro_batch": _integer(sizes),
+        "gradient_accumulation": _integer(  # the smallest micro batch has the most
+            {1, plan.own_batch.gas, *(space.batch(min(sizes), each).gas for each in settings)}
+        ),
+    }
+
+
+def varied(trial: Trial) -> dict[str, Any]:
+    """Return a trial's values of the hyperparameters that vary, for the plots of the web UI."""
+    return {
+        "strategy": trial.strategy,
+        "stage": trial.stage,
+        "micro_batch": trial.batch.micro_batch,
+        "gradient_accumulation": trial.batch.gas,
+    }
+
+
+def _categorical(values: Collection[Any]) -> dict[str, Any]:
+    return {"type": "categorical", "vals": sorted(values)}
+
+
+def _integer(values: Collection[int]) -> dict[str, Any]:
+    least, most = min(values), max(values)
+    if least == most:
+        return {"type": "const", "val": least}
+    return {"type": "int", "minval": least, "maxval": most}

@@ -62,8 +62,7 @@ class Runner:
     """Search of one experiment, driven by the events of the master.
 
     Args:
-        runner_id: the runner's own experiment.
-        folder: the context of that experiment.
+        runner_id, folder: the runner's own experiment, and its context.
         context: determined's, of `core.init`.
         operation: the runner's own, by which its experiment shows progress.
     """

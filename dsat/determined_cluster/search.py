@@ -40,10 +40,8 @@ class ClusterSearch:
     """Decides which operations answer each event of the master.
 
     Args:
-        job: the plan, among other things.
         engine: fresh; it adopts the trials in `events`.
         events: the journal of an earlier process, to continue from.
-        say: prints a line.
         clock: seconds since the epoch, for the time between the deaths of a runner.
 
     Attributes:

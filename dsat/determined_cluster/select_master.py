@@ -16,12 +16,7 @@ _DEFAULT_HOSTS = ("localhost:8080", "127.0.0.1:8080")
 
 @dataclass(frozen=True)
 class Choice:
-    """Place of the trials.
-
-    Attributes:
-        master: its address; None for this machine.
-        reason: why, for people.
-    """
+    """Address of the master, None for this machine, and the reason for people."""
 
     master: str | None
     reason: str
@@ -31,7 +26,6 @@ def choose(engine: str, *, fits: bool) -> Choice:
     """Decide by the option, then by the configuration of determined.
 
     Args:
-        engine: `auto`, `determined` or one of dsat's own places.
         fits: a cluster can run it.
     """
     if engine in PROVIDERS:

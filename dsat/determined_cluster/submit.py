@@ -13,7 +13,7 @@ from typing import Any
 from dsat import __version__
 from dsat.app import run_folders, source
 from dsat.app.plans import plan_of
-from dsat.app.prepare import check_max_slots
+from dsat.app.prepare import check_max_slots, searcher_of_full_run
 from dsat.determined_cluster import client as clients
 from dsat.determined_cluster import job, upload
 from dsat.determined_cluster.job import Job
@@ -41,12 +41,10 @@ class Submission:
     """Input of a submission to the master.
 
     Attributes:
-        master: its address.
-        reason: why trials run there, for people.
+        master, reason: see `Choice`.
         name: of the user's experiment.
         config: of the search runner's experiment.
         files: what trials find in their folder, by relative path.
-        size_bytes: of these files.
         script: the user's, among them.
     """
 
@@ -274,14 +272,13 @@ def _with_max_slots(settings: Settings, experiment: experiments.Experiment, slot
 
 def _check_full_run(experiment: experiments.Experiment) -> None:
     """Raise UserInputError unless the user's searcher describes one training in full length."""
-    searcher = experiment.config.get("searcher") or {}
-    missing = [key for key in ("name", "metric", "max_length") if key not in searcher]
-    where, hint = f"{experiment.path}: searcher", "--run-full-experiment trains by it."
-    if missing:
-        raise UserInputError(f"there is no {missing[0]}", where=where, hint=hint)
-    if searcher["name"] != "single":
-        problem = f"is {searcher['name']!r}, which makes many trials"
-        raise UserInputError(problem, where=f"{where}.name", hint=f"Make it single. {hint}")
+    name = searcher_of_full_run(experiment, "name", "metric", "max_length")["name"]
+    if name != "single":
+        raise UserInputError(
+            f"is {name!r}, which makes many trials",
+            where=f"{experiment.path}: searcher.name",
+            hint="Make it single. --run-full-experiment trains by it.",
+        )
 
 
 def _log_how_to_follow(master: Master, number: int) -> None:

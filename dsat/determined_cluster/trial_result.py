@@ -41,7 +41,6 @@ def of_log(messages: Sequence[str], *, failed: bool) -> Outcome:
     """Return the outcome of a trial that ended without a report.
 
     Args:
-        messages: of its log, oldest first.
         failed: whether the master calls it failed; it may also just have come to an end.
     """
     lines = [line for message in messages for line in _without_prefix(message)]

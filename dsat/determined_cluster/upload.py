@@ -115,9 +115,6 @@ def stage(found: Files, job: str, folder: Path, script: Path = Path()) -> None:
     """Lay out the search runner's context in an empty folder.
 
     Args:
-        found: of `files`.
-        job: text of the job file.
-        folder: the empty one.
         script: the user's, in the model folder. Python looks for packages beside it.
     """
     package = _package()

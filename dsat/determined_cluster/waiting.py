@@ -37,13 +37,7 @@ def in_background(ask: Callable[[], T]) -> Future[T]:
 
 
 class StateWatch:
-    """State of the trials' experiment, and a line in the log if they wait for long.
-
-    Args:
-        ask: requests the state; `RUNNING` if any trial runs.
-        say: prints a line.
-        clock: seconds.
-    """
+    """State of the trials' experiment, by `ask`, and a line in the log if they wait for long."""
 
     def __init__(
         self,

@@ -47,14 +47,6 @@ def is_empty(folder: Path) -> bool:
     return (folder / FILE_NAME).read_bytes() == b""
 
 
-def test_a_profile_that_failed_is_run_again(tmp_path: Path) -> None:
-    early = replace(failed("ERROR", "No module named 'nonsense'"), before_engine=True)
-    a_run(tmp_path / "run", profile=early)
-    [earlier] = run_folders.earlier_runs(tmp_path / "run", PLAN, {}, takes_over=False)
-    assert is_empty(tmp_path / "run")
-    assert history.known_outcomes([earlier], PLAN, {}) == {}
-
-
 def test_what_another_device_measured_is_not_reused(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     a100, h100 = (replace(PLAN, measured={"device": device}) for device in ("A100", "H100"))
@@ -97,15 +89,22 @@ def test_suggestions_that_came_since_are_none_of_a_run_that_goes_on(tmp_path: Pa
     assert not is_empty(tmp_path / "run")
 
 
-def test_a_run_goes_on_whose_journal_was_set_aside_by_a_process_that_was_killed(
-    tmp_path: Path,
+@pytest.mark.parametrize("kind", ["ERROR", "OOM"])
+def test_a_profile_that_failed_is_run_again_unless_memory_ran_out(
+    kind: str, tmp_path: Path
 ) -> None:
-    settings = Settings(method="asha", run_dir=tmp_path / "run", resume=True)
-    early = replace(failed("ERROR", "No module named 'nonsense'"), before_engine=True)
-    a_run(tmp_path / "run", profile=early)
-    assert begins_anew(tmp_path / "run")
+    """Also by the next process, if this one is killed before it has begun anew."""
+    folder = tmp_path / "run"
+    profile = replace(failed(kind, "No module named 'nonsense'"), before_engine=kind == "ERROR")
+    a_run(folder, profile=profile)
+    assert begins_anew(folder) is (kind == "ERROR")
+    if kind == "OOM":
+        return
+    [earlier] = run_folders.earlier_runs(folder, PLAN, {}, takes_over=False)
+    assert history.known_outcomes([earlier], PLAN, {}) == {}
+    settings = Settings(method="asha", run_dir=folder, resume=True)
     with contextlib.ExitStack() as locks:
-        assert run_folders.of_run(settings, "name", locks) == tmp_path / "run"
+        assert run_folders.of_run(settings, "name", locks) == folder
     with contextlib.ExitStack() as locks, pytest.raises(UserInputError, match="already holds a"):
         run_folders.of_run(replace(settings, resume=False), "name", locks)
 
@@ -119,11 +118,6 @@ def test_journals_that_were_set_aside_are_read_by_their_numbers(tmp_path: Path) 
     earlier = run_folders.earlier_runs(tmp_path / "run", PLAN, {}, takes_over=False)
     known = [len(run.trials) + len(run.outcomes) for run in earlier]
     assert known == sorted(known) and len(set(known)) == 3
-
-
-def test_memory_that_ran_out_is_believed(tmp_path: Path) -> None:
-    a_run(tmp_path / "run", profile=failed("OOM"))
-    assert not begins_anew(tmp_path / "run")
 
 
 def cut_after(folder: Path, count: int) -> None:

@@ -74,6 +74,9 @@ def test_a_refusal_names_the_file_and_the_key(cache: Path) -> None:
 
     wrong = {"zero_optimization": {"wrong": 1}}
     assert refused(experiment(**wrong)).startswith("ds.json: zero_optimization.wrong: is wrong")
+    with pytest.MonkeyPatch.context() as patch:  # a cache that cannot be written hides no answer
+        patch.setenv("XDG_CACHE_HOME", "/proc")
+        assert "is wrong" in refused(experiment(**wrong))
     listed = experiment(zero_optimization={"overlap_comm": [True, "wrong"]})
     assert refused(listed).startswith("ds.json: zero_optimization.wrong: is wrong")
     place = "exp.yaml: hyperparameters.overwrite_deepspeed_args"
@@ -83,14 +86,6 @@ def test_a_refusal_names_the_file_and_the_key(cache: Path) -> None:
     check(experiment(None, **own))
     check(experiment(own, **own))
     assert refused(experiment(own)).startswith(f"{place}.my_script: DeepSpeed 0.99 reads no")
-
-
-def test_a_cache_that_cannot_be_written_hides_no_answer(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
-    with pytest.raises(UserInputError, match="wrong: is wrong"):
-        check(experiment(zero_optimization={"wrong": 1}))
 
 
 def test_nothing_is_refused_where_deepspeed_does_not_answer(

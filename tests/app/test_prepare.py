@@ -21,6 +21,13 @@ from testing.local import cpu_machine
 SCRIPT = ("train.py", "--deepspeed_config", "ds_config.json")
 
 
+@pytest.fixture(autouse=True)
+def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    Path("ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+
+
 @contextlib.contextmanager
 def two_nodes(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
     """A job of two nodes with two slots each."""
@@ -62,11 +69,8 @@ def plan_of(command: str, engine: str) -> tuple[int, int]:
     ],
 )
 def test_a_launcher_is_told_of_the_machines_that_a_job_has(
-    command: str, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
-    Path("ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
     monkeypatch.setitem(PROVIDERS, "slurm", PROVIDERS["slurm"]._replace(acquire=two_nodes))
     assert plan_of(command, "slurm") == (slots, 2)
     if slots > 2:
@@ -83,23 +87,15 @@ def test_a_launcher_is_told_of_the_machines_that_a_job_has(
     ],
 )
 def test_ranks_that_are_asked_for_may_share_a_quota_of_processor_time(
-    command: str, slots: int, of_host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, slots: int, of_host: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
-    Path("ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
     monkeypatch.setitem(PROVIDERS, "local", PROVIDERS["local"]._replace(acquire=within_a_quota))
     assert plan_of(command, "local") == (slots, of_host)
     with pytest.raises(UserInputError, match="needs 5 slots"):
         plan_of("torchrun --nproc_per_node 5", "local")
 
 
-def test_a_trial_on_some_devices_has_those_of_one_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
-    Path("ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+def test_a_trial_on_some_devices_has_those_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROVIDERS, "local", PROVIDERS["local"]._replace(acquire=unequal_devices))
     for slots, memory_bytes in ((1, 40 * 2**30), (2, 2**30)):
         wanted = Settings(

@@ -9,9 +9,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import ExitStack, closing, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -28,7 +29,7 @@ from testing.simulated import SimulatedEngine
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, str, Run]]:
-    """A run's folder, the address and token of its server, and the run, two trials of which run."""
+    """A run's folder, its page's address and token, and the run, of which two trials run."""
     folder = tmp_path_factory.mktemp("runs") / "model-1"
     write_run(folder, Steady(), trials=12)
     lines = (folder / "journal.jsonl").read_text().splitlines(keepends=True)
@@ -36,16 +37,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
     (folder / "journal.jsonl").write_text("".join(lines[: begun[8] + 1]))
     run = Run(map(json.loads, lines[: begun[8] + 1]))
     assert run.running
-    with watch.serving(folder) as url:
+    with watch.serving(folder.parent) as url:
         base, _, token = url.partition("?token=")
-        yield folder, base, token, run
+        yield folder, f"{base}runs/model-1/", token, run
 
 
 def answer(
     url: str, *, data: Any = None, headers: dict[str, str] | None = None
 ) -> tuple[int, str, Any]:
     """Status, text and headers."""
-    body = None if data is None else json.dumps(data).encode()
+    body = data if data is None or isinstance(data, bytes) else json.dumps(data).encode()
     request = urllib.request.Request(url, body, headers or {})
     try:
         with urllib.request.urlopen(request, timeout=60) as found:
@@ -55,28 +56,23 @@ def answer(
 
 
 @pytest.mark.parametrize("path", ["", "state", "events", "trials/x/stdout.log"])
-@pytest.mark.parametrize("token", ["", "?token=", "?token=wrong", "?token=\u00e9"])
-def test_nothing_is_told_without_the_token(
-    served: tuple[Path, str, str, Run], path: str, token: str
-) -> None:
+def test_nothing_is_told_without_the_token(served: tuple[Path, str, str, Run], path: str) -> None:
     _, base, right, _ = served
-    status, text, _ = answer(base + path + token.replace("\u00e9", "%C3%A9"))
-    assert status == 403 and right not in text and "tmbspg" not in text
+    for token in ("", "?token=", "?token=wrong", "?token=%C3%A9"):
+        status, text, _ = answer(base + path + token)
+        assert status == 403 and right not in text and "tmbspg" not in text
 
 
-def test_it_answers_by_its_own_name_alone(served: tuple[Path, str, str, Run]) -> None:
+def test_the_page_is_for_browsers_of_this_machine(served: tuple[Path, str, str, Run]) -> None:
+    """It answers by its own name alone, and may load nothing from elsewhere."""
     _, base, token, _ = served
     assert base.startswith("http://127.0.0.1:")
-    status, _, _ = answer(f"{base}?token={token}", headers={"Host": "attacker.example"})
-    assert status == 400
-
-
-def test_the_page_may_load_nothing_from_elsewhere(served: tuple[Path, str, str, Run]) -> None:
-    _, base, token, _ = served
     status, _, headers = answer(f"{base}?token={token}")
     assert status == 200
     assert headers["Content-Security-Policy"].startswith("default-src 'none';")
     assert headers["Referrer-Policy"] == "no-referrer" and headers["Cache-Control"] == "no-store"
+    status, _, _ = answer(f"{base}?token={token}", headers={"Host": "attacker.example"})
+    assert status == 400
 
 
 @pytest.mark.parametrize(
@@ -104,8 +100,7 @@ def test_files_of_trials_and_no_others(
 
 def test_only_the_token_in_a_header_may_ask(served: tuple[Path, str, str, Run]) -> None:
     folder, base, token, _ = served
-    lock = FolderLock(folder)
-    try:
+    with closing(FolderLock(folder)):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": token}):
             # The token in the address is not enough: a foreign form could send there.
             status, text, _ = answer(
@@ -113,8 +108,6 @@ def test_only_the_token_in_a_header_may_ask(served: tuple[Path, str, str, Run]) 
             )
             assert status == 403 and "Refused" in text
         assert mailbox.take(folder) == []
-    finally:
-        lock.close()
 
 
 @pytest.mark.parametrize(
@@ -130,6 +123,7 @@ def test_only_the_token_in_a_header_may_ask(served: tuple[Path, str, str, Run]) 
         ({"kind": "budget", "max_trials": "many"}, True, 400, "no request"),
         ({"kind": "explode"}, True, 400, "no request"),
         ([1, 2], True, 400, "no request"),
+        (b"[" * 4000, True, 400, "no request"),
         ("x" * 5000, True, 413, "too long"),
     ],
 )
@@ -139,9 +133,7 @@ def test_what_may_be_asked(
     folder, base, token, run = served
     if isinstance(asked, dict) and asked.get("trial_id") == "running":
         asked = {**asked, "trial_id": run.running[0].id}
-    with ExitStack() as locks:
-        if goes_on:
-            locks.callback(FolderLock(folder).close)
+    with closing(FolderLock(folder)) if goes_on else nullcontext():
         headers = {"Authorization": f"Bearer {token}"}
         found, text, _ = answer(f"{base}requests", data=asked, headers=headers)
     assert (found, json.loads(text)["message"].count(said)) == (status, 1)
@@ -154,12 +146,9 @@ def test_what_may_be_asked(
 def test_a_run_that_is_over_takes_no_requests(tmp_path: Path) -> None:
     """Its process may still live: it trains in full length, or writes the report."""
     write_run(tmp_path, Steady(), trials=3)
-    lock = FolderLock(tmp_path)
-    try:
+    with closing(FolderLock(tmp_path)):
         assert watch._leave(tmp_path, Request(RequestKind.STOP))[0] == 409
         assert mailbox.take(tmp_path) == []
-    finally:
-        lock.close()
 
 
 def test_the_page_has_the_command_to_train_with(served: tuple[Path, str, str, Run]) -> None:
@@ -184,34 +173,21 @@ def test_the_page_has_the_command_as_soon_as_a_trial_is_the_best(
     assert Status.of_run(tmp_path) == status
 
 
-def test_a_nested_request_is_refused(served: tuple[Path, str, str, Run]) -> None:
+def test_a_run_that_is_not_there_is_not_found(served: tuple[Path, str, str, Run]) -> None:
     _, base, token, _ = served
-    body = b"[" * 4000
-    request = urllib.request.Request(
-        f"{base}requests", body, {"Authorization": f"Bearer {token}"}, method="POST"
-    )
-    with pytest.raises(urllib.error.HTTPError, match="400"):
-        urllib.request.urlopen(request, timeout=60)
-
-
-def test_a_run_that_is_not_there_is_not_found(tmp_path: Path) -> None:
-    write_run(tmp_path / "model-1", Steady(), trials=3)
-    with watch.serving(tmp_path) as url:
-        base, _, token = url.partition("?token=")
-        for path in ("", "state", "events"):
-            status, _, _ = answer(f"{base}runs/model-2/{path}?token={token}")
-            assert status == 404
-        headers = {"Authorization": f"Bearer {token}"}
-        asked = answer(f"{base}runs/model-2/requests", data={"kind": "stop"}, headers=headers)
-        assert asked[0] == 404
+    gone = base.replace("model-1", "model-2")
+    for path in ("", "state", "events"):
+        assert answer(f"{gone}{path}?token={token}")[0] == 404
+    headers = {"Authorization": f"Bearer {token}"}
+    assert answer(f"{gone}requests", data={"kind": "stop"}, headers=headers)[0] == 404
 
 
 def test_connections_beyond_many_are_closed(served: tuple[Path, str, str, Run]) -> None:
     _, base, token, _ = served
-    host, _, port = base.removeprefix("http://").rstrip("/").partition(":")
+    port = urlsplit(base).port or 0
     with ExitStack() as opened:
         idle = [
-            opened.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            opened.enter_context(socket.create_connection((watch.LOOPBACK, port), timeout=60))
             for _ in range(watch._MOST_CONNECTIONS + 20)
         ]
         assert idle[-1].recv(1) == b""
@@ -223,14 +199,13 @@ def test_connections_beyond_many_are_closed(served: tuple[Path, str, str, Run]) 
     pytest.fail("the page does not answer after idle connections were closed")
 
 
-def test_a_taken_port_is_told(served: tuple[Path, str, str, Run], tmp_path: Path) -> None:
+def test_a_taken_port_is_told(
+    served: tuple[Path, str, str, Run], capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, base, _, _ = served
-    port = base.rsplit(":", 1)[1].strip("/")
-    err = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.stderr", err)
-        assert main(["watch", str(folder), "--port", port]) == 2
-    assert f"--port {port}: Address already in use" in err.getvalue()
+    port = urlsplit(base).port
+    assert main(["watch", str(folder), "--port", str(port)]) == 2
+    assert f"--port {port}: Address already in use" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -21,27 +21,56 @@ TRIALS = 6
 OPTIONS = ("--max-trials", TRIALS, "--max-concurrent-trials", 2, "--max-micro-batch", 16)
 
 
-def is_whole(there: OnCluster) -> None:
+def is_whole(there: OnCluster, trials: int = TRIALS) -> None:
     """The search made each of its trials once and came to its end."""
     run = there.run()
-    assert len(run.outcomes) == TRIALS and run.stop_reason is not None
-    assert len(there.created()) == len(set(there.created())) == TRIALS
+    assert len(run.outcomes) == trials and run.stop_reason is not None
+    assert len(there.created()) == len(set(there.created())) == trials
     assert len(there.master.experiments) == 2
     assert there.master.wait_ended(SEARCH) == "STATE_COMPLETED"
     assert there.result()["over"] is True
 
 
-def test_a_runner_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+ENDS = {  # of trials, by what they do; the first is the user's own configuration
+    "runs": (OutcomeKind.OK, ""),
+    "crashes": (OutcomeKind.ERROR, "KeyError: 'no such thing'"),
+    "runs out of memory": (OutcomeKind.OOM, "out of memory, by its log"),
+    "rejects": (OutcomeKind.INVALID, "the script raised InvalidHP"),
+    "leaves": (OutcomeKind.INVALID, "the trial ended without a report"),
+    "leaves with a status": (OutcomeKind.ERROR, "the trial failed"),
+    "is killed": (OutcomeKind.HOST_OOM, "a rank was killed with SIGKILL"),
+    "reports its own": (OutcomeKind.INVALID, "the script reported its own searcher metric, 0"),
+}
+
+
+def test_a_runner_that_is_killed_goes_on_where_it_was_however_trials_end(tmp_path: Path) -> None:
+    behaviours = ["runs", *ENDS]
+    program = changed("pretend", tmp_path, hyperparameters={"behaviours": behaviours})
     with cluster(tmp_path) as there:
-        process = there.begin_search("pretend", *OPTIONS)
-        for reports in (0, 1, 3):
+        most = ("--max-trials", len(behaviours), "--finals", 0)
+        process = there.begin_search(program, *OPTIONS[2:], *most, "--json")
+        for reports in range(3):
             there.until_reported(reports)
             there.kill_runner()
         told = ended(process)
         assert told.status == 0, told
-        is_whole(there)
+        is_whole(there, len(behaviours))
         assert there.master.trials(RUNNER)[0].restarts == 3
-        assert told.err == ""
+        result, run = json.loads(told.out), there.run()
+        assert result["best"]["name"] == getattr(run.best, "name", None)
+        assert (result["experiment_id"], result["search_experiment_id"]) == (RUNNER, SEARCH)
+        found = [outcome for _, outcome in sorted(run.outcomes.items())]  # two run at a time
+        assert [row["outcome"] for row in result["trials"]] == [o.kind.value for o in found]
+        assert result["stop_reason"] == run.stop_reason and result["gain"] is not None
+        for file in ("best_ds_config.json", "best_ds_metrics.json", "summary.md"):
+            text = (there.home / result["run_dir"] / file).read_text()
+            assert text == (there.files() / file).read_text()
+        own, *_ = there.master.trials(SEARCH)
+        assert own.hparams["_dsat"]["micro_batch"] == 2
+        for behaviour, outcome in zip(behaviours, found, strict=True):
+            kind, message = ENDS[behaviour]
+            assert (outcome.kind, outcome.message[: len(message)]) == (kind, message), behaviour
+        assert there.master.experiment(SEARCH).config["max_restarts"] == 0
 
 
 @pytest.mark.nightly
@@ -91,6 +120,7 @@ def test_a_master_that_is_away_for_a_while(tmp_path: Path) -> None:
             assert noise not in said
 
 
+@pytest.mark.nightly
 def test_answers_that_a_search_outlives_and_a_refusal_that_ends_it(tmp_path: Path) -> None:
     with cluster(tmp_path) as there:
         process = there.begin_search("pretend", *OPTIONS, "--max-trials", 60)
@@ -109,19 +139,6 @@ def test_answers_that_a_search_outlives_and_a_refusal_that_ends_it(tmp_path: Pat
         assert run.best is not None and verdict in told.out, "the best so far is told"
         assert there.master.trials(RUNNER)[0].restarts == 1
         assert there.master.wait_ended(SEARCH) == "STATE_CANCELED"
-
-
-@pytest.mark.nightly
-def test_trials_of_more_slots_than_the_cluster_has(tmp_path: Path) -> None:
-    """The user sees the master's reason at once; the runner gives up after two minutes."""
-    wide = changed("pretend", tmp_path, resources={"slots_per_trial": 4})
-    with cluster(tmp_path) as there:
-        told = there.search(wide, *OPTIONS)
-        assert told.status == 1, told
-        reason = "slots requested exceeds cluster capacity"
-        for line in (f"an error ({reason}); trying again", f"an error: {reason}"):
-            assert f"the master answers with {line}" in told.out
-        assert there.master.trials(RUNNER)[0].restarts == 0
 
 
 @pytest.mark.nightly
@@ -154,23 +171,6 @@ def test_what_users_do_in_the_web_ui(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_runner_that_is_canceled_takes_its_trials_with_it(tmp_path: Path) -> None:
-    with cluster(tmp_path, poll_s=60.0) as there:
-        slow = changed("pretend", tmp_path, hyperparameters={"lasts_s": 2.0})
-        process = there.begin_search(slow, *OPTIONS)
-        there.until_said("; best ")
-        client_of(there).get_experiment(RUNNER).cancel()
-        told = ended(process)
-        assert told.status == 1, told
-        assert there.master.wait_ended(SEARCH) == "STATE_CANCELED"
-        run = there.run()
-        verdict = RunView.of(run).verdict.headline
-        assert run.best is not None and verdict in told.out, "the best so far is told"
-        assert there.result()["best"]["name"] == run.best.name
-        assert f"canceled; {verdict}" in there.master.experiment(RUNNER).config["description"]
-
-
-@pytest.mark.nightly
 def test_a_script_that_fails_before_its_engine(tmp_path: Path) -> None:
     """It is run once, and people see why wherever they look, but no secret of theirs."""
     hparams = {"behaviours": ["crashes"], "auth_token": "hunter2"}
@@ -193,20 +193,30 @@ def test_a_script_that_fails_before_its_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_search_that_is_killed_from_outside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ended_by", ["cancel of the runner", "kill of the search"])
+def test_a_search_that_is_ended_early_tells_the_best_so_far(ended_by: str, tmp_path: Path) -> None:
     with cluster(tmp_path, poll_s=60.0) as there:
         slow = changed("pretend", tmp_path, hyperparameters={"lasts_s": 2.0})
         process = there.begin_search(slow, *OPTIONS)
         there.until_said("; best ")
-        client_of(there).get_experiment(SEARCH).kill()
+        if ended_by == "cancel of the runner":
+            client_of(there).get_experiment(RUNNER).cancel()
+        else:
+            client_of(there).get_experiment(SEARCH).kill()
         told = ended(process)
         assert told.status == 1, told
-        assert "experiment 2 was ended from outside" in told.out
         run = there.run()
-        assert run.best is not None and RunView.of(run).verdict.headline in told.out
+        verdict = RunView.of(run).verdict.headline
+        assert run.best is not None and verdict in told.out
+        assert there.result()["best"]["name"] == run.best.name
         assert (there.files() / "best_ds_config.json").exists()
-        assert there.master.wait_ended(RUNNER) == "STATE_COMPLETED"
+        assert there.master.wait_ended(SEARCH) == "STATE_CANCELED"
         assert there.master.trials(RUNNER)[0].restarts == 0
+        if ended_by == "cancel of the runner":
+            assert f"canceled; {verdict}" in there.master.experiment(RUNNER).config["description"]
+        else:
+            assert "experiment 2 was ended from outside" in told.out
+            assert there.master.wait_ended(RUNNER) == "STATE_COMPLETED"
 
 
 @pytest.mark.nightly
@@ -235,41 +245,6 @@ def test_a_command_that_leaves_does_not_end_the_search_but_a_runner_that_is_gone
         assert told.status == 1, told
         assert "ended the trials of the search, experiment 4, too" in told.out
         assert there.master.wait_ended(SEARCH + 2) == "STATE_CANCELED"
-
-
-def test_how_trials_end(tmp_path: Path) -> None:
-    """Behaviours by trial number; the first is the user's own configuration."""
-    expected = {
-        "runs": (OutcomeKind.OK, ""),
-        "crashes": (OutcomeKind.ERROR, "KeyError: 'no such thing'"),
-        "runs out of memory": (OutcomeKind.OOM, "out of memory, by its log"),
-        "rejects": (OutcomeKind.INVALID, "the script raised InvalidHP"),
-        "leaves": (OutcomeKind.INVALID, "the trial ended without a report"),
-        "leaves with a status": (OutcomeKind.ERROR, "the trial failed"),
-        "is killed": (OutcomeKind.HOST_OOM, "a rank was killed with SIGKILL"),
-        "reports its own": (OutcomeKind.INVALID, "the script reported its own searcher metric, 0"),
-    }
-    behaviours = ["runs", *expected]
-    program = changed("pretend", tmp_path, hyperparameters={"behaviours": behaviours})
-    with cluster(tmp_path) as there:
-        most = ("--max-trials", len(behaviours), "--finals", 0)
-        told = there.search(program, *OPTIONS[2:], *most, "--json")
-        assert told.status == 0, told
-        result = json.loads(told.out)
-        assert result["best"]["name"] == getattr(there.run().best, "name", None)
-        assert (result["experiment_id"], result["search_experiment_id"]) == (RUNNER, SEARCH)
-        found = [outcome for _, outcome in sorted(there.outcomes().items())]  # two run at a time
-        assert [row["outcome"] for row in result["trials"]] == [o.kind.value for o in found]
-        assert result["stop_reason"] == there.run().stop_reason and result["gain"] is not None
-        for file in ("best_ds_config.json", "best_ds_metrics.json", "summary.md"):
-            text = (there.home / result["run_dir"] / file).read_text()
-            assert text == (there.files() / file).read_text()
-        own, *_ = there.master.trials(SEARCH)
-        assert own.hparams["_dsat"]["micro_batch"] == 2
-        for behaviour, outcome in zip(behaviours, found, strict=True):
-            kind, message = expected[behaviour]
-            assert (outcome.kind, outcome.message[: len(message)]) == (kind, message), behaviour
-        assert there.master.experiment(SEARCH).config["max_restarts"] == 0
 
 
 def client_of(there: OnCluster) -> Any:

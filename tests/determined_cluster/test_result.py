@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dsat.determined_cluster import hyperparameters, result
+from dsat.determined_cluster import job as jobs
+from dsat.determined_cluster import result
+from dsat.determined_cluster.engine import SHUTDOWN
 from dsat.report.run_view import RunView, best_config
 from dsat.tuning.run import Run
-from testing.cluster import FakeMaster, search_of
+from testing.cluster import FakeMaster, job_of, search_of
 from testing.helpers import plan_of
 from tests.determined_cluster.test_search import Theatre, drain
 
@@ -70,6 +72,7 @@ def test_a_search_that_failed_says_so_where_its_state_does_not() -> None:
     master.fail(profile, detail)
     drain(search, master)
     run = search.run
+    assert master.posted[-1] == (SHUTDOWN, "True")
     assert result.for_people(RunView.of(run))[:3] == detail.splitlines()
     said = result.description("my try", RunView.of(run), over=True)
     assert said.startswith("my try - FAILED: the profile trial failed: KeyError")
@@ -89,11 +92,11 @@ def test_a_search_that_found_something_says_what() -> None:
 
 
 def test_what_varies_is_declared_and_each_trial_has_a_value_of_it() -> None:
-    run = Theatre(plan_of("random", max_trials=12, slots_per_trial=2)).play().run
-    declared = hyperparameters.declared(run.plan)
-    assert declared["stage"]["vals"] == sorted(declared["stage"]["vals"])
+    plan = plan_of("random", max_trials=12, slots_per_trial=2)
+    run = Theatre(plan).play().run
+    declared = jobs.custom_config(job_of(plan), 1, {})["hyperparameters"][jobs.VARIED]
     for trial in run.trials.values():
-        values = hyperparameters.of_trial(trial)
+        values = jobs.varied(trial)
         assert values.keys() == declared.keys()
         for name, value in values.items():
             kind = declared[name]
@@ -101,5 +104,4 @@ def test_what_varies_is_declared_and_each_trial_has_a_value_of_it() -> None:
                 assert value in kind["vals"], (name, value)
             elif kind["type"] == "int":
                 assert kind["minval"] <= value <= kind["maxval"], (name, value)
-    sizes = {hyperparameters.of_trial(t)["micro_batch"] for t in run.trials.values()}
-    assert len(sizes) > 2
+    assert len({jobs.varied(trial)["micro_batch"] for trial in run.trials.values()}) > 2

@@ -13,7 +13,7 @@ from dsat.determined_cluster.engine import CLOSE, CREATE, SHUTDOWN, VALIDATE
 from dsat.determined_cluster.search import ClusterSearch
 from dsat.report import format as fmt
 from dsat.space.plan import Plan
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
 from testing.cluster import Event, FakeMaster, answer, metric_of, search_of
 from testing.helpers import World, plan_of, ran
@@ -166,11 +166,8 @@ def drain(search: ClusterSearch, master: FakeMaster) -> None:
         master.post(event.id, answer(search, event))
 
 
-def outcomes(search: ClusterSearch) -> dict[int, Outcome]:
-    return search.run.outcomes
-
-
-def test_the_same_event_gets_the_same_answer() -> None:
+def test_only_news_changes_anything() -> None:
+    """An event gets the same answer again; under another number, or of a stranger, it is none."""
     search, master, [request_id, _] = begun()
     master.report(request_id, metric_of(ran(3.0)))
     [event] = master.events
@@ -178,26 +175,9 @@ def test_the_same_event_gets_the_same_answer() -> None:
     assert [*map(list, first)] == [[CLOSE], [CREATE], [VALIDATE]]
     journal = list(search.journal.events)
     assert answer(search, event) == first
-    assert search.journal.events == journal
-
-
-def test_the_same_news_under_another_number_change_nothing() -> None:
-    search, master, [request_id, _] = begun()
-    master.report(request_id, metric_of(ran(3.0)))
-    drain(search, master)
-    journal = list(search.journal.events)
-    for kind in ("validated", "failed", "canceled", "closed"):
-        event = Event(99, kind, request_id, metric_of(ran(1e9)))
-        assert answer(search, event) == []
-    assert search.journal.events == journal
-
-
-def test_news_of_a_stranger_change_nothing() -> None:
-    search, _, _ = begun()
-    journal = list(search.journal.events)
-    stranger = "00000000-0000-0000-0000-000000000000"
-    for kind in ("created", "validated", "failed", "canceled", "closed"):
-        assert answer(search, Event(99, kind, stranger, metric_of(ran(1e9)))) == []
+    for request in (request_id, "00000000-0000-0000-0000-000000000000"):
+        for kind in ("validated", "failed", "canceled", "closed"):
+            assert answer(search, Event(99, kind, request, metric_of(ran(1e9)))) == []
     assert search.journal.events == journal
 
 
@@ -205,46 +185,9 @@ def test_a_trial_that_a_user_kills_is_lost_and_the_search_goes_on() -> None:
     search, master, [request_id, _] = begun()
     master.kill(master.active[request_id])
     drain(search, master)
-    [lost] = [o for o in outcomes(search).values() if o.kind is OutcomeKind.CANCELED]
+    [lost] = [o for o in search.run.outcomes.values() if o.kind is OutcomeKind.CANCELED]
     assert "user" in lost.message
     assert len(master.active) == 2
-
-
-def test_a_trial_that_only_closes_is_read_from_its_log() -> None:
-    search, master, [first, second] = begun()
-    master.leave(first, "INFO: [1] determined.core: InvalidHP detected during Trial init")
-    drain(search, master)
-    master.leave(second, "bye")
-    drain(search, master)
-    kinds = [(o.kind, o.message) for number, o in outcomes(search).items() if number]
-    assert kinds[0] == (OutcomeKind.INVALID, "the script raised InvalidHP")
-    assert kinds[1][0] is OutcomeKind.INVALID and "without a report" in kinds[1][1]
-
-
-def test_a_close_that_comes_too_late_is_harmless() -> None:
-    """The trial fails at its exit, after its report and before the close is posted."""
-    search, master, [request_id, _] = begun()
-    master.report(request_id, metric_of(ran(3.0)))
-    master.tell("failed", request_id)
-    master.tell("closed", request_id)
-    for _ in range(3):
-        event = master.events[0]
-        master.post(event.id, answer(search, event))
-    assert [o.kind for n, o in outcomes(search).items() if n] == [OutcomeKind.OK]
-
-
-def test_a_failed_profile_ends_the_experiment_as_failed() -> None:
-    master, said = FakeMaster(), list[str]()
-    plan = plan_of()
-    search = search_of(plan, master, say=said.append)
-    drain(search, master)
-    [profile] = master.active
-    # Of a script that fails before its engine no second one is made.
-    master.fail(profile, "Traceback (most recent call last):\nKeyError: 'x'")
-    drain(search, master)
-    assert master.posted[-1] == (SHUTDOWN, "True")
-    assert search.run.stop_reason == "the profile trial failed: KeyError: 'x'"
-    assert search.run.outcomes[0].detail.startswith("Traceback")
 
 
 def test_the_time_of_a_search_goes_on_while_its_runner_is_dead_but_not_while_it_pauses() -> None:
