@@ -114,6 +114,21 @@ def play(search: Search, script: str, *, metric: str = "throughput") -> None:
             search.tell(running.pop(what), outcome)
 
 
+def walk(search: Search, trials: str) -> None:
+    """Play one lineage: `8 OK, 12 OOM, end` for each trial in turn, `end` if that was the last.
+
+    The larger a micro batch, the slower it is.
+    """
+    for trial in trials.split(", "):
+        proposal = search.ask()
+        if trial == "end":
+            assert proposal is None
+            return
+        size, kind = trial.split()
+        assert proposal is not None and proposal.micro_batch == int(size), trial
+        search.tell(proposal, ran(1 / int(size)) if kind == "OK" else failed(kind))
+
+
 def proposals_of(
     search: Search,
     outcome: Callable[[Proposal], Outcome],

@@ -58,7 +58,6 @@ class ASHASearch(Search):
         "search_range_factor": RANGE_FACTOR,
     }
     ramps = True
-    draws = True
 
     def __init__(
         self,
@@ -76,8 +75,9 @@ class ASHASearch(Search):
         self._ready: list[tuple[int, int, int]] = []  # the next first
 
     def ask(self) -> Proposal | None:
-        rung_waiting = -self._ready[0][0] if self._ready else -1
-        lineage = self._promote(above=rung_waiting) or self._next_ready()
+        lineage = self._promote(above=-self._ready[0][0] if self._ready else -1)
+        if lineage is None and self._ready:
+            lineage = self._lineages[self._ready.pop(0)[2]]
         if lineage is None:
             lineage = self._draw_lineage()
             if lineage is None:
@@ -93,9 +93,6 @@ class ASHASearch(Search):
         else:
             bisect.insort(self._ready, (-rung, -lineage.trials, lineage.id))
 
-    def _next_ready(self) -> Lineage | None:
-        return self._lineages[self._ready.pop(0)[2]] if self._ready else None
-
     def _complete(self, lineage: Lineage, rung: int) -> None:
         loss = None if lineage.best is None else self.objective.loss(lineage.best)
         self._rungs[rung].complete(lineage.id, loss)
@@ -106,21 +103,18 @@ class ASHASearch(Search):
         A lineage whose bisection is over cannot use what it is promoted to: it completes the next
         rung at once, and the place is free for the next one.
         """
-        promoted = True
-        while promoted:
-            promoted = False
+        while True:
             for rung in reversed(range(max(above, 0), len(self._rungs) - 1)):
                 lineage_id = self._rungs[rung].promote()
-                if lineage_id is None:
-                    continue
-                lineage = self._lineages[lineage_id]
-                self._rung_of[lineage_id] = rung + 1
-                if not lineage.finished:
-                    return lineage
-                self._complete(lineage, rung + 1)
-                promoted = True
-                break
-        return None
+                if lineage_id is not None:
+                    break
+            else:
+                return None
+            lineage = self._lineages[lineage_id]
+            self._rung_of[lineage_id] = rung + 1
+            if not lineage.finished:
+                return lineage
+            self._complete(lineage, rung + 1)
 
 
 class Rung:

@@ -100,10 +100,9 @@ class Search(abc.ABC):
     Attributes:
         summary: one line for `--help`.
         options: its own options, by the parameters of its constructor that take their values.
-        ramps: the user's own micro batch is doubled before it begins.
+        ramps: the user's own micro batch is doubled before it begins, and more micro batches of the
+            best settings are tried once it proposes nothing new.
         patience: end the search after so many trials without a new best; None for never.
-        draws: its settings are drawn, so that more micro batches of the best ones may be tried once
-            nothing new can be drawn.
         weighs_costs: it proposes nothing that would take too long as long as there is anything
             else; of others such a proposal is answered as one that timed out.
     """
@@ -112,7 +111,6 @@ class Search(abc.ABC):
     options: ClassVar[Mapping[str, Option]] = {}
     ramps: ClassVar[bool] = False
     patience: int | None = None
-    draws: ClassVar[bool] = False
     weighs_costs: ClassVar[bool] = False
 
     def __init__(
@@ -169,12 +167,8 @@ class Search(abc.ABC):
             micro_batch: its samples per slot and micro step.
             outcome: how it ended; predictions may use it as well.
         """
-        if branch is not None and self._is_allowed(micro_batch):
+        if branch is not None and micro_batch <= self.space.micro_batches[-1]:
             self._unasked[branch].append((micro_batch, outcome))
-
-    def _is_allowed(self, micro_batch: int) -> bool:
-        """Check that a micro batch is not above the largest of the space."""
-        return micro_batch <= self.space.micro_batches[-1]
 
     def limit(self, micro_batch: int) -> None:
         """Exclude larger micro batches."""
@@ -245,10 +239,7 @@ class Search(abc.ABC):
             lineage.limit(self._oom_limit(number))
             if index == 0:
                 for micro_batch, outcome in self._unasked[number]:
-                    value, shrinks = outcome.value(self.objective), outcome.smaller_may_run
-                    lineage.learn(
-                        micro_batch, outcome.kind, value, self.objective, smaller_may_run=shrinks
-                    )
+                    lineage.learn(micro_batch, outcome, self.objective)
             if lineage.finished:
                 continue
             self._lineages.append(lineage)
@@ -270,22 +261,17 @@ class Search(abc.ABC):
         return lineage
 
     def _record(self, lineage: Lineage, micro_batch: int, outcome: Outcome) -> None:
-        """Record an outcome in a lineage."""
-        self._note_memory(lineage.branch, micro_batch, outcome)
-        value, shrinks = outcome.value(self.objective), outcome.smaller_may_run
-        lineage.record(micro_batch, outcome.kind, value, self.objective, smaller_may_run=shrinks)
-        if outcome.most_samples is not None:
-            self._most_samples = min(outcome.most_samples, self._most_samples)
-            lineage.limit(self._most_samples)
-
-    def _note_memory(self, branch: int, micro_batch: int, outcome: Outcome) -> None:
-        """Record if memory was enough in a branch."""
-        history = self._oom_history[branch]
+        """Record an outcome in a lineage, and if memory was enough in its branch."""
+        history = self._oom_history[lineage.branch]
         if outcome.ok:
             history.anything_ran = True
         elif outcome.kind.is_out_of_memory:
             history.least = min(history.least, micro_batch)
             history.at_smallest += micro_batch == self.space.micro_batches[0]
+        lineage.record(micro_batch, outcome, self.objective)
+        if outcome.most_samples is not None:
+            self._most_samples = min(outcome.most_samples, self._most_samples)
+            lineage.limit(self._most_samples)
 
     def _oom_limit(self, branch: int) -> float:
         """Return the largest micro batch for new settings while nothing ran in their branch.
@@ -325,21 +311,20 @@ class Undrawn:
     """Draws without replacement from 0..count-1, 0 first.
 
     A Fisher-Yates shuffle in a sparse dict: a draw costs O(1) however large the space.
+
+    Attributes:
+        count: how many are left.
+        is_whole: nothing was taken yet.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.is_whole = True
         self._moved: dict[int, int] = {}
-        self._taken = False
-
-    @property
-    def is_whole(self) -> bool:
-        """True if nothing was taken yet."""
-        return not self._taken
 
     def take(self, rng: np.random.Generator) -> int:
-        position = int(rng.integers(self.count)) if self._taken else 0
-        self._taken = True
+        position = 0 if self.is_whole else int(rng.integers(self.count))
+        self.is_whole = False
         self.count -= 1
         last = self._moved.pop(self.count, self.count)
         if position == self.count:

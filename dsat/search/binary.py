@@ -23,7 +23,6 @@ class BinarySearch(Search):
     summary = "bisects the micro batch of randomly drawn configurations"
     options: ClassVar[Mapping[str, Option]] = {"search_range_factor": RANGE_FACTOR}
     ramps = True
-    draws = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

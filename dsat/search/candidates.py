@@ -6,7 +6,7 @@ import bisect
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,36 +28,31 @@ _MOST_SETTINGS = 24  # of a branch
 _ANY_OTHER = ""  # value of a switch
 
 
-class MicroBatches:
-    """The micro batches that are compared, out of those that are allowed."""
+def compared_positions(
+    micro_batches: Sequence[int], *, edges: Sequence[float], best: Sequence[float]
+) -> list[int]:
+    """Return which micro batches are compared, as positions in the allowed ones, ascending.
 
-    def __init__(self, micro_batches: Sequence[int]) -> None:
-        self._all = micro_batches
+    They are powers of two with one step between, up to twice the largest given size and down to a
+    sixteenth of the smallest, and multiples of 8 where memory ends and beside the best.
 
-    def positions(self, *, edges: Iterable[float], best: Iterable[float]) -> list[int]:
-        """Return positions in the allowed micro batches, ascending.
-
-        They are powers of two with one step between, up to twice the largest given size and down
-        to a sixteenth of the smallest, and multiples of 8 where memory ends and beside the best.
-
-        Args:
-            edges: where memory should end.
-            best: the micro batch of the best so far; without one, sizes from 1 on are compared.
-        """
-        if len(self._all) <= _FEW:
-            return list(range(len(self._all)))
-        edges = list(edges)
-        best = list(best)
-        most = max(1.0, 2 * max([*edges, *best]))
-        least = max(1.0, min([*edges, *best])) if best else 1.0
-        first = max(0, math.floor(math.log2(least)) - _OCTAVES)
-        octaves = range(first, math.ceil(math.log2(most)) + 1)
-        sizes = [part * 2.0**octave for octave in octaves for part in (1.0, 1.5)]
-        near = [part * edge for edge in edges for part in _NEAR_THE_EDGE]
-        near += [part * size for size in best for part in _NEAR_THE_BEST]
-        sizes += near + [size // _TILE * _TILE for size in near if size > 2 * _TILE]
-        found = {bisect.bisect_right(self._all, size) - 1 for size in sizes if size <= most}
-        return sorted(position for position in found if position >= 0) or [0]
+    Args:
+        micro_batches: the allowed ones, ascending.
+        edges: where memory should end.
+        best: the micro batch of the best so far; without one, sizes from 1 on are compared.
+    """
+    if len(micro_batches) <= _FEW:
+        return list(range(len(micro_batches)))
+    most = max(1.0, 2 * max([*edges, *best]))
+    least = max(1.0, min([*edges, *best])) if best else 1.0
+    first = max(0, math.floor(math.log2(least)) - _OCTAVES)
+    octaves = range(first, math.ceil(math.log2(most)) + 1)
+    sizes = [part * 2.0**octave for octave in octaves for part in (1.0, 1.5)]
+    near = [part * edge for edge in edges for part in _NEAR_THE_EDGE]
+    near += [part * size for size in best for part in _NEAR_THE_BEST]
+    sizes += near + [size // _TILE * _TILE for size in near if size > 2 * _TILE]
+    found = {bisect.bisect_right(micro_batches, size) - 1 for size in sizes if size <= most}
+    return sorted(position for position in found if position >= 0) or [0]
 
 
 @dataclass(frozen=True)
@@ -161,20 +156,21 @@ class Settings:
         first = len(fit.theta) - self.num_values
         effects = np.append(fit.theta[first:], 0.0)
         variance = np.append(np.diag(fit.covariance)[first:], 0.0)
+        values = []  # of each knob: its stride, their effects and what they may reach
         for knob, stride in zip(knobs, strides, strict=True):
             if knob.key in best:
                 at_best += stride * knob.digits.get(_text(best[knob.key]), 0)
             effect = effects[knob.columns].sum(axis=1)
-            sd = np.sqrt(variance[knob.columns].sum(axis=1))
+            reach = effect - np.sqrt(variance[knob.columns].sum(axis=1))
             likeliest += stride * int(np.argmin(effect))
-            hoped += stride * int(np.argmin(effect - sd))
+            hoped += stride * int(np.argmin(reach))
+            values.append((stride, effect, reach))
 
         def changes(start: int) -> Iterator[int]:
             by_knob = []
-            for knob, stride in zip(knobs, strides, strict=True):
-                own = start // stride % len(knob.columns)
-                effect = effects[knob.columns].sum(axis=1)
-                gain = effect - np.sqrt(variance[knob.columns].sum(axis=1)) - effect[own]
+            for stride, effect, reach in values:
+                own = start // stride % len(effect)
+                gain = reach - effect[own]
                 digits = [int(digit) for digit in _smallest(gain) if digit != own]
                 by_knob.append([(gain[digit], start + stride * (digit - own)) for digit in digits])
             for turn in itertools.zip_longest(*by_knob):

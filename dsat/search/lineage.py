@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsat.values.objective import Objective
-from dsat.values.outcome import OutcomeKind
+from dsat.values.outcome import Outcome, OutcomeKind
 
 
 @dataclass
@@ -65,15 +65,7 @@ class Lineage:
         """Return the position of a micro batch among the allowed ones."""
         return bisect.bisect_left(self.micro_batches, micro_batch)
 
-    def record(
-        self,
-        micro_batch: int,
-        kind: OutcomeKind,
-        value: float | None,
-        objective: Objective,
-        *,
-        smaller_may_run: bool = False,
-    ) -> None:
+    def record(self, micro_batch: int, outcome: Outcome, objective: Objective) -> None:
         """Narrows the bounds by the outcome of a trial.
 
         Out of memory (or of data) shrinks from above, a success raises the floor. A time-out says
@@ -81,15 +73,13 @@ class Lineage:
         lineage. Any other failure abandons the lineage.
         """
         self.trials += 1
+        self.learn(micro_batch, outcome, objective)
         position = self.position(micro_batch)
-        if kind is OutcomeKind.OK:
+        if outcome.ok:
             self.lo = max(self.lo, position + 1)
-            if value is not None and objective.is_better(value, self.best):
-                self.best = value
-        elif kind.is_out_of_memory or smaller_may_run:
-            self.out_of_memory |= kind.is_out_of_memory
-            self.hi = min(self.hi, position - 1)
-        elif kind is OutcomeKind.TIMEOUT:
+        elif outcome.kind.is_out_of_memory or outcome.smaller_may_run:
+            self.out_of_memory |= outcome.kind.is_out_of_memory
+        elif outcome.kind is OutcomeKind.TIMEOUT:
             self.timeouts += 1
             # Of several that ran at once, another may have failed before.
             self._slow_from = min(position, self.open_hi + 1)
@@ -97,24 +87,17 @@ class Lineage:
         else:
             self.abandoned = True
 
-    def learn(
-        self,
-        micro_batch: int,
-        kind: OutcomeKind,
-        value: float | None,
-        objective: Objective,
-        *,
-        smaller_may_run: bool = False,
-    ) -> None:
+    def learn(self, micro_batch: int, outcome: Outcome, objective: Objective) -> None:
         """Update the bounds with a trial of another source.
 
         Nothing below the best that ran is tried, nor above the smallest that did not fit.
         """
+        value, position = outcome.value(objective), self.position(micro_batch)
         if value is not None and objective.is_better(value, self.best):
             self.best = value
-            self.lo = max(self.lo, self.position(micro_batch) + 1)
-        elif kind.is_out_of_memory or smaller_may_run:
-            self.hi = min(self.hi, self.position(micro_batch) - 1)
+            self.lo = max(self.lo, position + 1)
+        elif outcome.kind.is_out_of_memory or outcome.smaller_may_run:
+            self.hi = min(self.hi, position - 1)
 
     def limit(self, micro_batch: float) -> None:
         """Exclude larger micro batches, for which there are too few data."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from dsat.inputs.option import FRACTION, Option, search_option
 from dsat.search.base import NO_NEW_BEST, Outlook, Search
-from dsat.search.candidates import MicroBatches
+from dsat.search.candidates import compared_positions
 from dsat.search.lineage import Lineage
 from dsat.search.normal import Array, log_cdf, log_expected_gain
 from dsat.search.predictions import Predictions
@@ -122,13 +122,14 @@ class ModelSearch(Search):
             profile, objective, space, self._largest, predicted=self._predict is not None
         )
         self.speed = self._predictions.speed
-        self._sizes = MicroBatches(space.micro_batches)
+        # Lineages of each branch, by the numbers of their settings.
+        self._known: list[dict[int, Lineage]] = [{} for _ in space.branches]
         self._running: dict[tuple[int, int], Points] = {}  # by lineage and micro batch
         self._openings = [0] * len(space.branches)  # first trials of each strategy
         self._starved: list[tuple[int, int]] = []  # micro batches and gas that lacked data
         self._is_too_dear = False  # whatever is left to try
-        self._latest: _Choice | None = None  # for people
-        self._next: tuple[_Choice | None] | None = None  # while nothing changes
+        self._latest: _Choice | None = None  # of the last decision
+        self._is_current = False  # `_latest`, until something changes
 
     def ask(self) -> Proposal | None:
         choice = self._choice()
@@ -142,7 +143,7 @@ class ModelSearch(Search):
         self._openings[branch] += branch in self._unopened()
         proposal = self._propose(lineage, position)
         self._running[lineage.id, proposal.micro_batch] = candidates.points.only(np.array([at]))
-        self._next = None
+        self._is_current = False
         return proposal
 
     @in_one_thread
@@ -152,12 +153,12 @@ class ModelSearch(Search):
         self._update(lineage, proposal.micro_batch, outcome)
 
     def limit(self, micro_batch: int) -> None:
-        self._next = None
+        self._is_current = False
         self._starved.append((micro_batch + 1, 1))
 
     @in_one_thread
     def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
-        self._next = None
+        self._is_current = False
         if branch is None:
             return
         lineage = self._open(branch, 0)
@@ -205,7 +206,7 @@ class ModelSearch(Search):
 
     def _update(self, lineage: Lineage, micro_batch: int, outcome: Outcome) -> None:
         """Update the models with the outcome of a trial."""
-        self._next = None
+        self._is_current = False
         if outcome.smaller_may_run:
             gas = self.space.accumulation(micro_batch, lineage.settings)
             self._starved.append((micro_batch, gas))
@@ -215,23 +216,18 @@ class ModelSearch(Search):
 
     def _open(self, branch: int, index: int) -> Lineage:
         """The lineage of a branch's settings number `index`."""
-        known = self._of(branch).get(index)
-        if known is not None:
-            return known
-        lineage = Lineage(
-            id=len(self._lineages),
-            branch=branch,
-            index=index,
-            settings=self._predictions.settings.of(branch, index),
-            micro_batches=self.space.micro_batches,
-            ceiling=self.space.micro_batches[-1],
-        )
-        self._lineages.append(lineage)
-        return lineage
-
-    def _of(self, branch: int) -> dict[int, Lineage]:
-        """The lineages of a branch, by the numbers of their settings."""
-        return {each.index: each for each in self._lineages if each.branch == branch}
+        known = self._known[branch]
+        if index not in known:
+            known[index] = Lineage(
+                id=len(self._lineages),
+                branch=branch,
+                index=index,
+                settings=self._predictions.settings.of(branch, index),
+                micro_batches=self.space.micro_batches,
+                ceiling=self.space.micro_batches[-1],
+            )
+            self._lineages.append(known[index])
+        return known[index]
 
     # -- what to try
 
@@ -249,10 +245,9 @@ class ModelSearch(Search):
         return found
 
     def _choice(self) -> _Choice | None:
-        if self._next is None:
-            self._latest = self._choose()
-            self._next = (self._latest,)
-        return self._next[0]
+        if not self._is_current:
+            self._latest, self._is_current = self._choose(), True
+        return self._latest
 
     @in_one_thread
     def _choose(self) -> _Choice | None:
@@ -328,7 +323,7 @@ class ModelSearch(Search):
             The configurations, the numbers of their settings, the positions of their micro batches
             and the logarithms of their chances; None if there is none.
         """
-        predictions, sizes, known = self._predictions, self.space.micro_batches, self._of(branch)
+        predictions, sizes, known = self._predictions, self.space.micro_batches, self._known[branch]
         closed = {
             each.index
             for each in known.values()
@@ -342,35 +337,33 @@ class ModelSearch(Search):
         near = [] if reference is None else [float(reference.micro_batch[0])]
         most = self._oom_limit(branch)
         ends = [min(most, edge) for edge in (edges[indexes[0]], max(edges.values()))]
-        positions = self._sizes.positions(edges=ends, best=near)
-        found: list[list[int]] = []
+        positions = np.array(compared_positions(sizes, edges=ends, best=near))
+        size_at = np.array([sizes[position] for position in positions.tolist()])
+        is_open = np.empty((len(indexes), len(positions)), bool)
+        for row, number in enumerate(indexes):
+            is_open[row] = size_at <= min(most, edges[number] if self._gated else math.inf)
+            lineage = known.get(number)
+            if lineage is not None:
+                is_open[row] &= positions <= lineage.open_hi
+                is_open[row] &= ~np.isin(positions, list(lineage.asked))
+            if self._starved:
+                is_open[row] &= ~self._lacks_data(branch, number, size_at)
+        if not is_open.any():
+            return None
+        rows, columns = np.nonzero(is_open)
+        index, at, micro_batches = np.array(indexes)[rows], positions[columns], size_at[columns]
+        points = predictions.points(branch, index, micro_batches, edges)
+        fits, sound = predictions.log_runs(branch, points, index)
         for number in indexes:
             lineage = known.get(number)
-            asked: set[int] = set() if lineage is None else lineage.asked
-            top = math.inf if lineage is None else lineage.open_hi
-            largest = min(most, edges[number] if self._gated else math.inf)
-            found.append(
-                [
-                    each
-                    for each in positions
-                    if each <= top
-                    and sizes[each] <= largest
-                    and each not in asked
-                    and not (self._starved and self._lacks_data(branch, number, sizes[each]))
-                ]
-            )
-        if not any(found):
-            return None
-        at = np.concatenate(found).astype(int)
-        index = np.repeat(indexes, [len(each) for each in found])
-        points = predictions.points(branch, index, np.array([sizes[each] for each in at]), edges)
-        fits, sound = predictions.log_runs(branch, points, index)
-        for lineage in known.values():
-            if lineage.lo:
-                ran = points.micro_batch < sizes[lineage.lo - 1]
-                fits[(index == lineage.index) & ran] = 0.0
+            if lineage is not None and lineage.lo:
+                fits[(index == number) & (micro_batches < sizes[lineage.lo - 1])] = 0.0
         return points, index, at, fits + sound
 
-    def _lacks_data(self, branch: int, index: int, micro_batch: int) -> bool:
-        gas = self.space.accumulation(micro_batch, self._predictions.settings.of(branch, index))
-        return any(micro_batch >= size and gas >= steps for size, steps in self._starved)
+    def _lacks_data(self, branch: int, index: int, micro_batches: Array) -> Array:
+        """Return for which micro batches of some settings there were too few data, (n,)."""
+        settings = self._predictions.settings.of(branch, index)
+        gas = self.space.accumulation(micro_batches, settings)
+        lacking = [(micro_batches >= size) & (gas >= steps) for size, steps in self._starved]
+        found: Array = np.any(lacking, axis=0)
+        return found

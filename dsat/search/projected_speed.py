@@ -120,13 +120,9 @@ class ProjectedSpeed:
         return {"kernels": scale * kernels, "launches": scale * (before - kernels), **parts}
 
     def _physical(self, points: Points) -> float:
+        hardware, theta = self._layout.job.hardware, self._fit.theta[: len(TERMS)]
         total, _ = step_time.seconds(
-            self._layout.job.hardware,
-            self._fit.theta[: len(TERMS)],
-            points.work,
-            points.micro_batch,
-            points.gas,
-            points.room,
+            hardware, theta, points.work, points.micro_batch, points.gas, points.room
         )
         return float(total.s[0])
 

@@ -40,7 +40,6 @@ class RandomSearch(Search):
         "search_range_factor": RANGE_FACTOR,
     }
     ramps = True
-    draws = True
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class RandomSearch(Search):
     def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
         super().learn(branch, micro_batch, outcome)
         value = outcome.value(self.objective)
-        if branch is not None and value is not None and self._is_allowed(micro_batch):
+        if branch is not None and value is not None and micro_batch <= self.space.micro_batches[-1]:
             position = bisect.bisect_left(self.space.micro_batches, micro_batch)
             self._note_success(branch, position, position, value)
 

@@ -16,10 +16,10 @@ numpy only: the container of Determined's search runner has no SciPy.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -98,7 +98,7 @@ class Layout:
     priors: Mapping[str, tuple[float, float]] = field(default_factory=lambda: TERMS)
     of_whole: Sequence[bool] = ()
 
-    @functools.cached_property
+    @cached_property
     def whole(self) -> Array:
         """1 for each column of knobs that acts on the whole step, (num_values,)."""
         return np.array(self.of_whole or [False] * self.num_values, float)
@@ -122,42 +122,28 @@ class Layout:
         return np.append(terms[:, 0], means), np.append(terms[:, 1], others)
 
 
-class Design:
-    """Configurations as the parameters act on them."""
-
-    def __init__(self, layout: Layout, points: Points) -> None:
-        self._layout, self._points = layout, points
-        count, rows = len(layout.strategies), np.arange(len(points))
-        octave = np.log2(points.micro_batch)
-        corrections = np.zeros((len(points), 2 * count + _OCTAVES))
-        corrections[rows, points.strategy] = 1.0
-        corrections[rows, count + points.strategy] = octave
-        corrections[:, 2 * count :] = np.clip(octave[:, None] - np.arange(_OCTAVES), 0.0, 1.0)
-        self._corrections = corrections
-
-    def predict(self, theta: Array) -> tuple[Array, Array]:
-        """Return the logarithm of the seconds, (n,), and its gradient, (n, parameters)."""
-        points, whole = self._points, self._layout.whole
-        total, kernels = step_time.seconds(
-            self._layout.job.hardware,
-            theta[: len(TERMS)],
-            points.work,
-            points.micro_batch,
-            points.gas,
-            points.room,
-        )
-        computing = kernels.s / total.s
-        slopes = total.slopes() / total.s[:, None]
-        effects = theta[len(theta) - len(whole) :]
-        ordinary = points.knobs @ (effects * (1 - whole))
-        less = kernels.slopes() / total.s[:, None] - computing[:, None] * slopes
-        share = np.where(whole > 0, 1.0, 1 - computing[:, None] + _ANYWHERE)
-        learned = self._corrections @ theta[len(TERMS) : len(theta) - len(whole)]
-        learned = learned + (share * points.knobs) @ effects
-        terms = slopes - less * ordinary[:, None]
-        return np.log(total.s) + learned, np.hstack(
-            (terms, self._corrections, share * points.knobs)
-        )
+def log_seconds(layout: Layout, points: Points, theta: Array) -> tuple[Array, Array]:
+    """Predict the logarithm of the seconds, (n,), and its gradient, (n, parameters)."""
+    count, rows, whole = len(layout.strategies), np.arange(len(points)), layout.whole
+    octave = np.log2(points.micro_batch)
+    corrections = np.zeros((len(points), 2 * count + _OCTAVES))
+    corrections[rows, points.strategy] = 1.0
+    corrections[rows, count + points.strategy] = octave
+    corrections[:, 2 * count :] = np.clip(octave[:, None] - np.arange(_OCTAVES), 0.0, 1.0)
+    physical = theta[: len(TERMS)]
+    total, kernels = step_time.seconds(
+        layout.job.hardware, physical, points.work, points.micro_batch, points.gas, points.room
+    )
+    computing = kernels.s / total.s
+    slopes = total.slopes() / total.s[:, None]
+    effects = theta[len(theta) - len(whole) :]
+    ordinary = points.knobs @ (effects * (1 - whole))
+    less = kernels.slopes() / total.s[:, None] - computing[:, None] * slopes
+    share = np.where(whole > 0, 1.0, 1 - computing[:, None] + _ANYWHERE)
+    learned = corrections @ theta[len(TERMS) : len(theta) - len(whole)]
+    learned = learned + (share * points.knobs) @ effects
+    terms = slopes - less * ordinary[:, None]
+    return np.log(total.s) + learned, np.hstack((terms, corrections, share * points.knobs))
 
 
 @dataclass(frozen=True)
@@ -206,9 +192,9 @@ class Fit:
         Returns:
             Mean and standard deviation, both (n,).
         """
-        mean, gradient = Design(self.layout, points).predict(self.theta)
+        mean, gradient = log_seconds(self.layout, points, self.theta)
         if reference is not None:
-            gradient = gradient - Design(self.layout, reference).predict(self.theta)[1]
+            gradient = gradient - log_seconds(self.layout, reference, self.theta)[1]
             gradient[:, : len(TERMS)] *= self._downwards(gradient[:, : len(TERMS)])
         variance = ((gradient @ self.covariance) * gradient).sum(axis=1)
         return mean, np.sqrt(np.maximum(variance, 1e-12))
@@ -224,7 +210,7 @@ class Fit:
 
     def beside(self, points: Points) -> Fit:
         """Return the fit as if all n configurations took as long as predicted."""
-        gradient = Design(self.layout, points).predict(self.theta)[1]
+        gradient = log_seconds(self.layout, points, self.theta)[1]
         towards = gradient @ self.covariance
         expected = towards @ gradient.T
         expected[np.diag_indices(len(points))] += self.run_sd**2 + self.own_sd**2
@@ -241,10 +227,10 @@ class Fit:
         """
         layout, theta, run_sd = self.layout, self.theta, self.run_sd
         scales = (self.knob_scale, self.switch_scale)
-        design, mean = Design(layout, points), layout.prior(*scales)[0]
+        predict, mean = partial(log_seconds, layout, points), layout.prior(*scales)[0]
         if theta[COMPUTE] == 0.0:  # the first: what hardware it is
             theta = theta.copy()
-            theta[COMPUTE] = float(np.median(log_s - design.predict(theta)[0]))
+            theta[COMPUTE] = float(np.median(log_s - predict(theta)[0]))
         mean[COMPUTE] = theta[COMPUTE]
         outlier = _OUTLIER if len(points) >= _MANY else math.inf
 
@@ -254,7 +240,7 @@ class Fit:
             squares = counted * (2 - counted) * z**2
             return float(squares.sum() + ((at - mean) ** 2 / variance).sum())
 
-        following = design.predict(theta)
+        following = predict(theta)
         for _ in range(_ITERATIONS):
             variance = layout.prior(*scales)[1] ** 2
             noise = np.sqrt(run_sd**2 + standard_error**2)
@@ -267,7 +253,7 @@ class Fit:
             now = misfit(theta, error)
             for part in _PARTS:
                 at = theta + part * step
-                following = design.predict(at)
+                following = predict(at)
                 if misfit(at, log_s - following[0]) <= now:
                     break
             theta = at
@@ -337,7 +323,6 @@ class SpeedModel:
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.layout = layout
         self.fit = Fit.prior(layout)
         self.measured: Points | None = None
         self.log_s: list[float] = []

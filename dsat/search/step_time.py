@@ -123,6 +123,11 @@ class Job:
     @classmethod
     def of_profile(cls, profile: ModelProfile, *, slots: int, slots_per_host: int = 0) -> Job:
         """Return the job of a profiled model; slots without a host are processor cores."""
+        card = cards.of_device(profile.device_name)
+        if card is not None:
+            hardware = hardware_of(card, profile.param_bytes)
+        else:
+            hardware = Hardware() if profile.host_memory_bytes else CPU_CORE
         return cls(
             params=profile.num_params,
             trainable=profile.trainable_params,
@@ -131,16 +136,8 @@ class Job:
             slots=slots,
             slots_per_host=slots_per_host,
             parallelism=profile.parallelism,
-            hardware=_hardware_of(profile),
+            hardware=hardware,
         )
-
-
-def _hardware_of(profile: ModelProfile) -> Hardware:
-    """Return a slot's hardware, by the table of cards if its card is there."""
-    card = cards.of_device(profile.device_name)
-    if card is None:
-        return Hardware() if profile.host_memory_bytes else CPU_CORE
-    return hardware_of(card, profile.param_bytes)
 
 
 def hardware_of(card: Card, itemsize: int) -> Hardware:

@@ -143,7 +143,7 @@ class SearchPhase:
             trial = self._try(proposal)
             if trial is not None:
                 return trial
-        may_go_on = self._plan.ramp and self._search.draws and not self._run.running
+        may_go_on = self._plan.ramp and self._search.ramps and not self._run.running
         return self._next_beside_the_best() if may_go_on else None
 
     def _next_beside_the_best(self) -> Trial | None:

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from dsat.search import SEARCHES, ModelSearch
-from dsat.search.candidates import MicroBatches
-from dsat.search.feasibility import Feasibility
-from dsat.space.knobs import KNOBS
+from dsat.search.candidates import compared_positions
 from dsat.space.space import Freedom, Space
 from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind, ScriptSwitch
@@ -50,23 +48,22 @@ _ALL = tuple(
     }
 )
 
-_INSTALLED = {knob.path: knob.values[0] for knob in KNOBS}
-
 # -- the opening
 
 
 def test_it_begins_with_each_strategy_near_the_end_of_memory() -> None:
-    search = model_of(stages(3, 0, 1), ceiling=40)
+    """Stage 2 should not fit."""
+    fit = {0: 40, 1: 40, 2: 0, 3: 40}
+    search = model_of(stages(3, 0, 1, 2), ceiling=40, predict=lambda s: fit[s["stage"]])
     first = proposals_of(search, lambda p: ran(p.micro_batch / (p.micro_batch + 5)), limit=3)
     assert {p.settings["stage"] for p in first} == {0, 1, 3}
     assert all(32 <= p.micro_batch <= 40 for p in first)
 
 
-@pytest.mark.slow
 def test_it_knows_the_users_own_configuration() -> None:
     search = model_of(space_of(1), ceiling=40)
     search.learn(0, 8, ran(70.0))
-    asked = proposals_of(search, lambda _: ran(1.0), limit=70)
+    asked = proposals_of(search, lambda _: ran(1.0), limit=20)
     assert asked[0].micro_batch > 20
     assert 8 not in {proposal.micro_batch for proposal in asked}
 
@@ -92,18 +89,6 @@ def test_a_larger_size_comes_before_other_strategies_where_time_is_short() -> No
     assert {proposal.settings["stage"] for proposal in asked(math.inf)} == {0, 1, 2}
     first, second, _ = asked(1.0)
     assert first.settings == second.settings and second.micro_batch > first.micro_batch
-
-
-def test_a_strategy_that_should_not_fit_is_not_the_first() -> None:
-    search = ModelSearch(
-        _profile(),
-        THROUGHPUT,
-        stages(1, 3),
-        seed=0,
-        predict=lambda settings: 0 if settings["stage"] == 1 else 12,
-    )
-    first = search.ask()
-    assert first is not None and first.settings["stage"] == 3
 
 
 def test_the_opening_goes_smaller_after_all_kinds_of_failures() -> None:
@@ -144,7 +129,7 @@ def _reached(seed: int, slots: int, trials: int = 10) -> tuple[float, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("slots", "trials"), [(1, 10), (2, 12), (8, 12)])
+@pytest.mark.parametrize(("slots", "trials"), [(1, 10), (8, 12)])
 def test_some_ten_trials_reach_the_best_of_a_large_space(slots: int, trials: int) -> None:
     """Several slots have seven knobs more, of which two matter by a few percent."""
     results = [_reached(seed, slots, trials) for seed in range(8)]
@@ -166,7 +151,7 @@ def test_smaller_micro_batches_are_found_where_they_are_faster() -> None:
     assert outcome(best).value(THROUGHPUT) == pytest.approx(8 / 9, rel=0.05)
 
 
-@pytest.mark.parametrize("metric", ["latency", "forward", "backward", "step"])
+@pytest.mark.parametrize("metric", ["latency", "step"])
 def test_times_are_made_short(metric: str) -> None:
     """Of an exact global batch: fewer, larger micro steps, up to where memory ends."""
     sizes = (1, 2, 4, 8, 16, 32, 64)
@@ -356,15 +341,14 @@ def test_what_would_not_be_launched_is_not_proposed() -> None:
     assert most[True] <= 100 and most[True] <= most[False]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_to_look_at_it_changes_nothing(seed: int) -> None:
+def test_to_look_at_it_changes_nothing() -> None:
     """Who asks for its reason to stop, and when, is not decided by a journal."""
-    machine = Machine(seed, slots=2)
-    options: dict[str, Any] = {"seed": seed, "predict": machine.predicted, "stop_when": 0.3}
+    machine = Machine(0, slots=2)
+    options: dict[str, Any] = {"seed": 0, "predict": machine.predicted, "stop_when": 0.3}
     unseen, seen = (
         SEARCHES["model"](machine.profile, THROUGHPUT, machine.space, **options) for _ in range(2)
     )
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     running: list[Proposal] = []
     for _ in range(6):
         while len(running) < 3:
@@ -388,13 +372,6 @@ def test_it_does_not_end_before_anything_ran() -> None:
         proposal = search.ask()
         assert proposal is not None
         search.tell(proposal, failed("OOM"))
-
-
-def test_a_small_space_is_tried_to_its_end() -> None:
-    space = Space(strategies=plain(1, 2), micro_batches=(1, 2, 4), slots=2, num_params=10**6)
-    asked = proposals_of(model_of(space, ceiling=8), lambda p: ran(p.micro_batch))
-    configurations = {(json.dumps(p.settings), p.micro_batch) for p in asked}
-    assert len(configurations) == len(asked) == 3 * sum(b.count for b in space.branches)
 
 
 @pytest.mark.parametrize("predict", [None, lambda settings: 64])
@@ -446,44 +423,13 @@ def test_values_that_are_no_rates_are_no_measurements() -> None:
 
 
 def test_micro_batches_are_compared_closely_near_the_edge() -> None:
-    sizes = [at + 1 for at in MicroBatches(range(1, 2**20)).positions(edges=[1000.0], best=[400])]
+    positions = compared_positions(range(1, 2**20), edges=[1000.0], best=[400])
+    sizes = [at + 1 for at in positions]
     assert sizes == sorted(set(sizes)) and max(sizes) <= 2000 and 1000 in sizes and 400 in sizes
     assert sum(900 <= size <= 1000 for size in sizes) >= 5
     assert sum(900 <= size <= 1000 and size % 8 == 0 for size in sizes) >= 3
-    assert MicroBatches((3, 6, 9)).positions(edges=[1.0], best=[]) == [0, 1, 2]
-
-
-def test_micro_batches_far_below_the_best_are_compared_only_without_a_best() -> None:
-    allowed = MicroBatches(range(1, 2**20))
-    assert allowed.positions(edges=[2.0**12], best=[])[:3] == [0, 1, 2]
-    for edge, best in ((2**12, 2**10), (2**10, 2**12)):
-        least = allowed.positions(edges=[float(edge)], best=[float(best)])[0] + 1
-        assert least == 2**10 / 16
-
-
-def test_feasibility_learns_where_memory_ends() -> None:
-    known = Feasibility(2, predicted=True, on_device=True)
-
-    def chance(octaves: float, branch: int = 0, of: Feasibility = known) -> float:
-        return float(of.fits(branch, np.array([octaves]))[0])
-
-    assert chance(-0.3) > 0.9 > chance(0.0) > 0.5 > chance(0.3)
-    known.update(0, (), -0.1, ran())
-    assert chance(-0.05) > 0.9 and chance(-0.05, branch=1) > 0.9
-    known.update(1, (), -0.5, failed("OOM"))
-    assert chance(-0.49, branch=1) < 0.02 and chance(-1.0, branch=1) > 0.8
-    bound = Feasibility(2, predicted=False, on_device=True)
-    assert 0.1 < chance(-1.0, of=bound) < 0.9, "a bound is no prediction"
-
-
-def test_feasibility_learns_which_values_do_not_run() -> None:
-    known = Feasibility(1, predicted=True, on_device=True)
-    off, on = (("overlap_comm", "false"),), (("overlap_comm", "true"),)
-    for _ in range(4):
-        known.update(0, (*on, ("stage", "1")), -1.0, failed("INVALID"))
-        known.update(0, (*off, ("stage", "1")), -1.0, ran())
-    assert known.runs((*on, ("stage", "1"))) < 0.3
-    assert known.runs((*off, ("stage", "1"))) > 0.45
+    assert sizes[0] == 16, "none far below the best"
+    assert compared_positions(range(1, 2**20), edges=[2.0**12], best=[])[:3] == [0, 1, 2]
 
 
 def _profile(*, activations: int = 1000, memory: int = 100_000) -> ModelProfile:
@@ -516,9 +462,10 @@ SLOWER_FIRST: Switches = {
 }
 
 
-@pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize(
-    "own", [FASTER, TWICE, SLOWER_FIRST], ids=["faster", "twice", "slower first"]
+    ("own", "slots"),
+    [(FASTER, 4), (TWICE, 1), (SLOWER_FIRST, 1)],
+    ids=["faster", "twice", "slower first"],
 )
 def test_switches_of_the_script_are_each_tried_soon(own: Switches, slots: int) -> None:
     """A switch acts on the whole step, of which the physical model knows nothing."""

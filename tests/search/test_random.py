@@ -11,7 +11,7 @@ from dsat.space.space import Freedom, Space
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
-from testing.helpers import play, proposals_of, ran, search_of, space_of
+from testing.helpers import play, proposals_of, ran, search_of, space_of, walk
 
 
 class _HalfwayDraws:
@@ -45,34 +45,22 @@ def _two_stages(first: int, second: int, *, lineages: int = 1) -> Space:
     )
 
 
-def test_random_ends_a_lineage_without_memory_at_its_smallest() -> None:
-    play(
-        _halfway(space_of(2), ceiling=3),
-        """
-        ask 0@2
-        tell 0@2 OOM
-        ask 0@1
-        tell 0@1 HOST_OOM
-        ask 1@1     # nothing runs: more is not tried
-        tell 1@1 OOM
-        ask nothing
-        """,
-    )
-
-
-def test_random_ends_a_lineage_that_used_up_its_trials() -> None:
-    play(
-        _halfway(space_of(2), trials_per_config=3),
-        """
-        ask 0@8
-        tell 0@8 OOM
-        ask 0@4
-        tell 0@4 TIMEOUT
-        ask 0@2
-        tell 0@2 OOM
-        ask 1@1
-        """,
-    )
+@pytest.mark.parametrize(
+    ("lineages", "ceiling", "trials_per_config", "trials"),
+    [
+        (2, 3, 5, "2 OOM, 1 HOST_OOM, 1 OOM, end"),  # nothing runs: more is not tried
+        (2, 15, 3, "8 OOM, 4 TIMEOUT, 2 OOM, 1 OK"),  # its trials are used up
+        # The prediction was too low: all that should fit does, up to 6, then up to 12.
+        (1, 3, 6, "2 OK, 3 OK, 5 OK, 6 OK, 9 OOM, 7 OK, end"),
+        # The next one begins between 3 and 11, which ran.
+        (2, 3, 6, "2 OK, 3 OK, 5 OK, 6 OK, 9 OK, 11 OK, 7 OK"),
+    ],
+)
+def test_random_walks_through_micro_batches_until_a_lineage_ends(
+    lineages: int, ceiling: int, trials_per_config: int, trials: str
+) -> None:
+    space = space_of(lineages)
+    walk(_halfway(space, ceiling=ceiling, trials_per_config=trials_per_config), trials)
 
 
 def test_random_ends_stage_3_once_a_lower_stage_ran() -> None:
@@ -126,29 +114,6 @@ def test_random_does_not_draw_stage_3_once_a_lower_stage_ran(stage: int) -> None
         ask nothing
         """,
     )
-    play(
-        _halfway(_two_stages(stage, 3, lineages=2), trials_per_config=1),
-        f"""
-        ask 0@8 stage {stage}
-        tell 0@8 OOM
-        ask 1@8 stage 3
-        """,
-    )
-
-
-def test_random_ends_a_lineage_below_what_ran_in_its_stage() -> None:
-    play(
-        _halfway(space_of(3)),
-        """
-        ask 0@8
-        ask 1@8
-        tell 0@8 OOM        # 7 at most from here on
-        tell 1@8 OK 1
-        ask 1@12
-        ask 2@13
-        ask nothing
-        """,
-    )
 
 
 def test_random_ends_a_lineage_that_can_only_equal_what_ran_in_its_stage() -> None:
@@ -172,92 +137,29 @@ def test_random_ends_a_lineage_that_can_only_equal_what_ran_in_its_stage() -> No
     )
 
 
-def test_random_starts_above_the_best_of_the_stage() -> None:
+@pytest.mark.parametrize(
+    ("metric", "values"), [("throughput", (10, 9, 8, 11)), ("latency", (10, 11, 12, 9))]
+)
+def test_random_starts_above_the_best_of_the_stage(metric: str, values: tuple[int, ...]) -> None:
     play(
-        _halfway(space_of(3), trials_per_config=2),
-        """
+        _halfway(space_of(3), metric=metric, trials_per_config=2),
+        f"""
         ask 0@8
-        tell 0@8 OK 10
+        tell 0@8 OK {values[0]}
         ask 0@12
-        tell 0@12 OK 9
+        tell 0@12 OK {values[1]}
         ask 1@13            # 8 was the best: between 9 and 17
-        tell 1@13 OK 8
+        tell 1@13 OK {values[2]}
         ask 1@15
-        tell 1@15 OK 11
+        tell 1@15 OK {values[3]}
         ask 2@23            # between 16 and 31
         """,
-    )
-
-
-def test_random_starts_below_the_largest_of_the_stage() -> None:
-    play(
-        _halfway(space_of(2), ceiling=3, trials_per_config=6),
-        """
-        ask 0@2
-        tell 0@2 OK 50
-        ask 0@3
-        tell 0@3 OK 1
-        ask 0@5
-        tell 0@5 OK 1
-        ask 0@6
-        tell 0@6 OK 1
-        ask 0@9
-        tell 0@9 OK 1
-        ask 0@11
-        tell 0@11 OK 1
-        ask 1@7             # 3 to 11, which ran
-        """,
-    )
-
-
-def test_random_minimises_a_latency() -> None:
-    play(
-        _halfway(space_of(2), metric="latency", trials_per_config=2),
-        """
-        ask 0@8
-        tell 0@8 OK 10
-        ask 0@12
-        tell 0@12 OK 9
-        ask 1@19            # 12 was the best: between 13 and 25
-        """,
-        metric="latency",
-    )
-
-
-def test_random_looks_further_when_the_prediction_was_too_low() -> None:
-    play(
-        _halfway(space_of(1), ceiling=3, trials_per_config=6),
-        """
-        ask 0@2
-        tell 0@2 OK 1
-        ask 0@3
-        tell 0@3 OK 1       # all that should fit does: up to 6
-        ask 0@5
-        tell 0@5 OK 1
-        ask 0@6
-        tell 0@6 OK 1       # up to 12
-        ask 0@9
-        tell 0@9 OOM
-        ask 0@7
-        tell 0@7 OK 1
-        ask nothing
-        """,
+        metric=metric,
     )
 
 
 def test_random_does_not_look_further_than_the_allowed_micro_batches() -> None:
-    play(
-        _halfway(space_of(1, micro_batches=(1, 2, 3)), ceiling=2),
-        """
-        ask 0@1
-        tell 0@1 OK 1
-        ask 0@2
-        tell 0@2 OK 1
-        ask 0@3
-        tell 0@3 OK 1
-        ask nothing
-        """,
-    )
+    walk(_halfway(space_of(1, micro_batches=(1, 2, 3)), ceiling=2), "1 OK, 2 OK, 3 OK, end")
 
 
 def test_random_does_not_look_further_than_what_ran_out_of_memory() -> None:
@@ -275,14 +177,13 @@ def test_random_does_not_look_further_than_what_ran_out_of_memory() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_random_tries_other_settings_where_the_data_set_ends(seed: int) -> None:
+def test_random_tries_other_settings_where_the_data_set_ends() -> None:
     def outcome(proposal: Proposal) -> Outcome:
         if proposal.micro_batch > 6:
             return Outcome(OutcomeKind.INVALID, smaller_may_run=True, most_samples=6)
         return ran(proposal.micro_batch)
 
-    asked = proposals_of(search_of("random", space_of(8), seed=seed), outcome)
+    asked = proposals_of(search_of("random", space_of(8)), outcome)
     at_the_end = {str(p.settings) for p in asked if p.micro_batch == 6}
     assert len(at_the_end) > 4
 

@@ -38,16 +38,11 @@ def test_a_search_decides_in_one_thread_and_changes_nothing_for_others() -> None
 
 def test_what_fails_in_one_thread_leaves_the_others_as_they_were() -> None:
     @in_one_thread
-    def outer() -> None:
-        inner()
-        assert threads() == {1}, "still"
-        raise KeyError
-
-    @in_one_thread
-    def inner() -> None:
+    def failing() -> None:
         assert threads() == {1}
+        raise KeyError
 
     with threadpool_limits(2, user_api="blas"):
         with pytest.raises(KeyError):
-            outer()
+            failing()
         assert threads() == {2}
