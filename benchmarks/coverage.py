@@ -1,30 +1,28 @@
 """Whether the intervals of measured step times hold: `python3 -m benchmarks.coverage`.
 
 Steps are drawn from processes whose mean is known, measured until the rule of the meter stops, and
-it is counted how often the interval holds the mean. "before" is the rule that this project began
-with: Student's t of independent steps, from the third step on.
+it is counted how often the interval holds the mean.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from dsat.in_trial.steps import CI_TARGET, steps_wanted, summarize
-from dsat.values.student import half_width
 
 EXPLANATION = (
     "Steps are drawn from processes whose mean is known, and measured until the meter's rule stops "
     "(at most 20 steps). Told are how often the 95 % interval holds the mean and how many steps "
-    'that takes in the median; "before" is Student\'s t of independent steps from the third on.',
+    "that takes in the median.",
 )
-MOST_STEPS = 20
+FIRST_STEPS, MOST_STEPS = 5, 20
 TRUE_MEAN = 1.0
-Estimate = tuple[float, float]  # mean, and half-width of its interval as a fraction of it
 
 
 @dataclass(frozen=True)
@@ -75,43 +73,24 @@ NOISES = (
 )
 
 
-def before(values: Sequence[float]) -> Estimate:
-    """Student's t of independent steps."""
-    count, mean = len(values), float(np.mean(values))
-    return mean, half_width(0.95, count - 1) * float(np.std(values, ddof=1)) / math.sqrt(
-        count
-    ) / mean
-
-
-def after(values: Sequence[float]) -> Estimate:
-    """That of the meter."""
-    found = summarize(values)
-    return found.mean, found.ci95
-
-
-def measure(
-    steps: Iterator[float], estimate: Callable[[Sequence[float]], Estimate], first: int
-) -> tuple[float, float, int]:
+def measure(steps: Iterator[float]) -> tuple[float, float, int]:
     """Measures until the interval is narrow: its mean, its half-width and the number of steps."""
     values: list[float] = []
-    wanted = first
+    wanted = FIRST_STEPS
     while True:
-        while len(values) < wanted:
-            values.append(next(steps))
-        mean, ci95 = estimate(values)
-        if ci95 <= CI_TARGET or len(values) >= MOST_STEPS:
-            return mean, ci95, len(values)
-        wanted = steps_wanted(len(values), ci95, MOST_STEPS)
+        values += itertools.islice(steps, wanted - len(values))
+        found = summarize(values)
+        if found.ci95 <= CI_TARGET or len(values) >= MOST_STEPS:
+            return found.mean, found.ci95, len(values)
+        wanted = steps_wanted(len(values), found.ci95, MOST_STEPS)
 
 
-def coverage(
-    noise: Noise, estimate: Callable[[Sequence[float]], Estimate], first: int, runs: int
-) -> tuple[float, float]:
+def coverage(noise: Noise, runs: int) -> tuple[float, float]:
     """How often the interval holds the mean, and the steps that it takes in the middle."""
     rng = np.random.default_rng(0)
     held, counts = 0, []
     for _ in range(runs):
-        mean, ci95, count = measure(noise.steps(rng), estimate, first)
+        mean, ci95, count = measure(noise.steps(rng))
         held += abs(mean - TRUE_MEAN) <= ci95 * mean
         counts.append(count)
     return held / runs, float(np.median(counts))
@@ -121,11 +100,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=1000)
     runs = parser.parse_args().runs
-    print("| noise of a step | held before | steps | held after | steps |")
-    print("|---|---|---|---|---|")
+    print("| noise of a step | held | steps |")
+    print("|---|---|---|")
     for noise in NOISES:
-        old, new = coverage(noise, before, 3, runs), coverage(noise, after, 5, runs)
-        print(f"| {noise.name} | {old[0]:.3f} | {old[1]:.0f} | {new[0]:.3f} | {new[1]:.0f} |")
+        held, steps = coverage(noise, runs)
+        print(f"| {noise.name} | {held:.3f} | {steps:.0f} |")
 
 
 if __name__ == "__main__":

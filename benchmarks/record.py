@@ -1,13 +1,12 @@
 """Records tables of real trials: every setting of a grid at every micro batch, up to out of memory.
 
-    python -m benchmarks.record [--list] [--passes N] [--concurrent N] [--again] [--data DIR]
-        [NAME ...]
+    python -m benchmarks.record [--list] [--passes N] [--concurrent N] [--data DIR] [NAME ...]
 
 Without names, all tables of this machine's accelerator. A recording that was killed goes on where
-it was; one that was begun with `--again` does with `--again`. The micro batches of each setting
-double until one is out of memory; then the edge is bisected until it is known to a sixth. Larger
-ones are not run: they need more memory. Further passes measure all that ran once more, one after
-the other, so that a machine's slow spells meet all of them alike.
+it was; a table that is there stays as it is. The micro batches of each setting double until one is
+out of memory; then the edge is bisected until it is known to a sixth. Larger ones are not run: they
+need more memory. Further passes measure all that ran once more, one after the other, so that a
+machine's slow spells meet all of them alike.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import argparse
 import importlib.metadata
 import itertools
 import json
-import os
 import platform
 import shutil
 import sys
@@ -55,7 +53,6 @@ OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
 MIB, GIB = 2**20, 2**30
 # One warm-up step, then two measured ones, or three where these differ: passes do the rest.
 START_STEP, END_STEP, MAX_STEPS = 2, 3, 3
-AGAIN = "again"
 _FIRST_PROFILE = 10**6  # number of a trial, above those of the grid
 VERSIONS = ("torch", "deepspeed", "transformers", "torchvision")
 
@@ -220,14 +217,6 @@ def finish(spec: Spec, machine: Machine, folder: Path, *, concurrent: int = 1) -
         predict(spec, machine, path)
         print(f"{path}: simulated in {duration(time.monotonic() - began)}", flush=True)
     return path
-
-
-def again(spec: Spec, machine: Machine, folder: Path, *, concurrent: int = 1) -> None:
-    """Records a table anew in a folder of its own, then replaces the old one, if there is one."""
-    path = finish(spec, machine, folder / AGAIN, concurrent=concurrent)
-    os.replace(path, folder / path.name)
-    if not any(path.parent.iterdir()):
-        path.parent.rmdir()
 
 
 def predict(spec: Spec, machine: Machine, path: Path) -> None:
@@ -425,11 +414,6 @@ def main(argv: Iterable[str] | None = None) -> None:
         help="how often each trial that runs is measured; the table has the median (default: "
         f"{' or '.join(map(str, sorted({spec.passes for spec in SPECS})))}, see --list)",
     )
-    parser.add_argument(
-        "--again",
-        action="store_true",
-        help="record tables anew that are finished, and replace them once the new ones are",
-    )
     parser.add_argument("--list", action="store_true", help="say what there is, record nothing")
     parser.add_argument("--concurrent", type=int, default=1, metavar="N", help="trials at once")
     parser.add_argument("--data", type=Path, default=tables.DATA, metavar="DIR")
@@ -448,8 +432,6 @@ def main(argv: Iterable[str] | None = None) -> None:
             print(_estimate(spec, args.concurrent))
         elif spec.accelerator != machine.accelerator:
             sys.exit(f"{spec.name} is for {spec.accelerator}, and this is {machine.describe()}")
-        elif args.again:
-            again(spec, machine, args.data, concurrent=args.concurrent)
         else:
             finish(spec, machine, args.data, concurrent=args.concurrent)
 

@@ -27,8 +27,6 @@ _PEERS: dict[str, tuple[str, str | None]] = {
     "no search": ("no_search", None),
 }
 PEERS = tuple(_PEERS)
-# Whatever the seed, these do the same where measurements are exact.
-UNSEEDED = ("DeepSpeed fast", "dsat gridsearch", "dsat model", "no search")
 
 
 def player(name: str) -> Play:

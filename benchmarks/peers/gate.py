@@ -5,32 +5,13 @@ from __future__ import annotations
 import bisect
 from typing import Any
 
-from benchmarks.ledger import STAGES, Ledger, Workload
+from benchmarks.ledger import Ledger
 from benchmarks.peers.ours import plan_of
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
-from dsat.space.knobs import KNOB_NAMES
 from dsat.space.overrides import overrides_for, script_args_for
-from dsat.space.space import Freedom, Space
+from dsat.tuning.strategies import make_space
 from dsat.values.outcome import Outcome
-from dsat.values.zero_strategy import plain
-
-
-def space_of(table: Workload) -> Space:
-    """The settings that a workload tells apart, with the micro batches that dsat has."""
-    return Space(
-        strategies=plain(*STAGES),
-        micro_batches=plan_of(table, "model").allowed_micro_batches,
-        slots=table.header.slots,
-        freedom=Freedom(
-            base_config=table.header.ds_config,
-            choices={k: v for k, v in table.choices.items() if k not in table.header.switches},
-            fix=tuple(name for name in KNOB_NAMES if name not in table.choices),
-            switches=table.header.switches,
-        ),
-        train_batch_size=table.header.train_batch_size,
-        num_params=table.header.profile.num_params,
-    )
 
 
 class Gated:
@@ -44,18 +25,15 @@ class Gated:
     """
 
     def __init__(self, ledger: Ledger) -> None:
-        self.space = space_of(ledger.table)
-        self._ledger = ledger
-        table = ledger.table
-        profile = ledger.profile().profile
+        self._ledger, header = ledger, ledger.table.header
+        profile, plan = ledger.profile().profile, plan_of(ledger.table, "model")
         assert profile is not None
-        header = table.header
+        self.space = make_space(plan, profile)
         basis = (
             Basis.of_profile(profile, header.switches)
             if header.memory is None
             else Basis.from_json(dict(header.memory))
         )
-        plan = plan_of(table, "model")
         self._forecast = Forecast(basis, plan, profile, self.space)
         ledger.run({**header.ds_config, **plan.own_batch.config()})
 

@@ -64,13 +64,6 @@ def test_the_rows_are_what_the_formula_says_today(
             )
 
 
-def test_the_commands_of_the_rows_are_those_of_dsat() -> None:
-    for command in {row.command for row in rows()}:
-        settings = settings_from_argv.parse(shlex.split(command)[1:])
-        assert isinstance(settings, EstimateSettings) and settings.hf_config is not None
-        assert (gallery.ROOT / settings.hf_config).is_file()
-
-
 def test_a_shared_run_is_a_row_that_was_measured(tmp_path: Path) -> None:
     run = run_of_world(Steady(), method="random", finals=None, trials=20)
     share.write(SharedRun.of(RunView.of(run)), tmp_path / "run.json")

@@ -11,7 +11,7 @@ from benchmarks.made_up_cluster import Cluster, all_clusters
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple
 
-GPT, VIT, LARGE = all_clusters()
+SMALL, _, LARGE = all_clusters()
 
 
 def outcome(cluster: Cluster, size: int, gas: int = 1, **settings: Any) -> Outcome:
@@ -30,7 +30,7 @@ def test_seven_billion_parameters_need_their_states_partitioned() -> None:
     assert outcome(LARGE, 1, stage=1).ok
 
 
-@pytest.mark.parametrize("cluster", all_clusters(), ids=lambda cluster: cluster.header.name)
+@pytest.mark.parametrize("cluster", [SMALL, LARGE], ids=lambda cluster: cluster.header.name)
 def test_the_best_is_no_corner(cluster: Cluster) -> None:
     """The largest micro batch of any settings is slower than the best."""
     size, best = cluster.largest_micro_batch, cluster.best(OBJECTIVE)
@@ -38,23 +38,7 @@ def test_the_best_is_no_corner(cluster: Cluster) -> None:
     assert outcome(cluster, size + 1, stage=3).kind is OutcomeKind.OOM
 
 
-def test_multiples_of_eight_are_faster_where_tokens_are_odd() -> None:
-    assert speed(VIT, 64, stage=1) > 1.05 * speed(VIT, 65, stage=1)
-
-
-def test_overlap_hides_what_the_backward_pass_is_longer_than() -> None:
-    hidden = speed(LARGE, 4, stage=2, overlap_comm=True, reduce_bucket_size=5 * 10**7)
-    shown = speed(LARGE, 4, stage=2, overlap_comm=False, reduce_bucket_size=5 * 10**7)
-    assert hidden > 1.05 * shown
-
-
 def test_accumulation_saves_what_comes_once_a_step() -> None:
     """Stage 2 reduces in every micro step, stage 1 in the last one alone."""
     gains = [speed(LARGE, 2, 8, stage=stage) / speed(LARGE, 2, stage=stage) for stage in (1, 2)]
     assert gains[0] > gains[1] > 1
-
-
-def test_a_full_memory_slows_down() -> None:
-    largest = max(size for size in range(1, 20) if outcome(GPT, size, stage=2).ok)
-    per_sample = [speed(GPT, size, stage=2) for size in (largest - 1, largest)]
-    assert per_sample[1] < per_sample[0]

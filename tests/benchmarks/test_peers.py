@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.ledger import OBJECTIVE, BudgetSpent, Ledger
-from benchmarks.peers import PEERS, UNSEEDED, player
+from benchmarks.peers import PEERS, player
 from benchmarks.replay import play
 from benchmarks.tables import Table
 from dsat.values.outcome import Outcome
@@ -67,9 +67,6 @@ def test_every_tuner_runs_and_finds_something(table: Table, name: str) -> None:
     assert episode.slot_s > 0
     repeated = play(table, name, 1, 30, noisy=False)
     assert repeated.values == episode.values
-    # Enough trials for what is drawn: each strategy's defaults come first, whatever the seed.
-    seeds = {play(table, name, seed, 45, noisy=False).values for seed in (1, 2)}
-    assert (len(seeds) == 1) == (name in UNSEEDED)
 
 
 @pytest.mark.parametrize("method", ["asha", "binary"])
@@ -91,10 +88,6 @@ def test_deepspeed_walks_through_the_stages_as_its_fast_mode_does(table: Table) 
     assert asked[:3] == [(-1, 0, 0), (0, 1, 1), (0, largest, 1)]
     assert (0, largest // 2, 2) in asked, "half the micro batch, accumulated twice"
     assert len(asked) < 50
-
-
-def test_deepspeed_stops_when_the_budget_is_spent(table: Table) -> None:
-    assert len(_asked(table, "DeepSpeed fast", max_trials=3)) == 3
 
 
 @pytest.mark.parametrize("name", ["Optuna TPE", "no search"])

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import bars, picture, results
 from benchmarks.by_hand import Compared
-from benchmarks.ledger import OBJECTIVE
 from benchmarks.native import Tuned
 from benchmarks.peers import PEERS
 from benchmarks.replay import Episode, Summary, summaries
@@ -71,15 +70,6 @@ def test_bars_hold_on_every_table_or_not_at_all() -> None:
     assert [name for name, holds in met.items() if not holds] == ["asha needs", "asha loses"]
     never = _summary("dsat random", median_trials_to=(math.inf, math.inf))
     assert not _bars(never)["random needs"]
-
-
-def test_a_tuner_that_was_left_out_meets_no_bar() -> None:
-    of_each = bars.of_replay([_summary("dsat asha", median_trials_to=(4.0, 4.0))])
-    said = {" ".join(bar.text.replace("`", "").split()[:2]): bar.measured for bar in of_each}
-    assert said["asha needs"] == "made-up 4 to -"
-    assert said["binary needs"] == "made-up - to -"
-    assert said["model reaches"] == said["model loses"] == "made-up -"
-    assert [bar.text.split()[:2] for bar in of_each if bar.met] == [["`asha`", "loses"]]
 
 
 def _tuned(name: str, wall_s: float, *throughputs: float) -> Tuned:
@@ -153,9 +143,7 @@ def test_the_report_says_what_was_measured(table: Table, tmp_path: Path) -> None
     assert "| 8 s of 16 s: 0.50 | **missed** |" in text
     assert "| **missed** |" in text and "| met |" in text
     picture.draw(episodes, tmp_path / "one.svg")
-    picture.draw(episodes, tmp_path / "two.svg")
     drawn = (tmp_path / "one.svg").read_bytes()
-    assert drawn == (tmp_path / "two.svg").read_bytes()
     assert b"made-up" in drawn and len(drawn) < 150_000
 
 
@@ -167,8 +155,3 @@ def test_a_report_of_a_part_has_only_that_part(table: Table) -> None:
     both = _tuned("dsat", 8, 3), _tuned("deepspeed", 16, 3)
     text = results.report({"native_16": part}, [table], [], {"native_16": both})
     assert "16 tokens" in text and "128 tokens" not in text
-
-
-def test_the_best_is_that_of_all_recorded_trials(table: Table) -> None:
-    values = [row.outcome.value(OBJECTIVE) for row in table.rows]
-    assert table.best(OBJECTIVE) == max(value for value in values if value is not None)

@@ -11,13 +11,10 @@ import pytest
 
 from benchmarks import grid, record, tables
 from benchmarks.grid import Cell, Grid
-from benchmarks.ledger import OBJECTIVE
 from benchmarks.tables import Header, Table
 from benchmarks.tables import Row as Recorded
-from dsat.engines.local.machine import Machine
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple
-from testing.local import cpu_machine
 from tests.benchmarks.made_up_table import (
     HEADER,
     config_of,
@@ -27,20 +24,16 @@ from tests.benchmarks.made_up_table import (
 # -- recording
 
 
-def test_the_edge_is_bisected_once_doubling_has_passed_it() -> None:
-    known: dict[int, bool] = {}
-    asked = []
-    while (size := grid.next_size(known, 1024)) is not None:
-        asked.append(size)
-        known[size] = size <= 53
-    assert asked == [1, 2, 4, 8, 16, 32, 64, 48, 56]
-
-
 @pytest.mark.parametrize(
     ("edge", "largest", "asked"),
-    [(0, 1024, [1]), (1, 1024, [1, 2]), (5, 1024, [1, 2, 4, 8, 6, 5]), (99, 8, [1, 2, 4, 8])],
+    [
+        (0, 1024, [1]),
+        (5, 1024, [1, 2, 4, 8, 6, 5]),
+        (53, 1024, [1, 2, 4, 8, 16, 32, 64, 48, 56]),
+        (99, 8, [1, 2, 4, 8]),
+    ],
 )
-def test_a_grid_ends_where_nothing_more_is_to_be_learned(
+def test_the_edge_is_bisected_once_doubling_has_passed_it(
     edge: int, largest: int, asked: list[int]
 ) -> None:
     known: dict[int, bool] = {}
@@ -132,50 +125,6 @@ def test_of_several_passes_a_table_has_the_median(table: Table, tmp_path: Path) 
     compressed = tables.read(tables.compress(path))
     assert tables.read(path).rows == compressed.rows == (two,)
     assert compressed.header.about[tables.APART] == "40.0%"
-
-
-def test_how_many_trials_are_close_to_the_best(table: Table) -> None:
-    values = sorted(v for row in table.rows if (v := row.outcome.value(OBJECTIVE)) is not None)
-    best = values[-1]
-    for part in (0.0, 0.05, 0.5):
-        close = [value for value in values if value >= best * (1 - part)]
-        assert table.close_to_best(OBJECTIVE, part) == len(close)
-
-
-def test_a_table_is_replaced_once_the_new_one_is_finished(
-    table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = replace(record.SPECS[0], name="made-up")
-    machine = cpu_machine(1)
-    recorded: list[Path] = []
-
-    def fake(spec: record.Spec, machine: Machine, folder: Path, *, concurrent: int) -> Path:
-        path = folder / "made-up.jsonl"
-        path.write_text(json.dumps(HEADER.to_json()) + "\n")
-        recorded.append(tables.compress(path))
-        path.unlink()
-        return recorded[-1]
-
-    def killed(spec: record.Spec, machine: Machine, path: Path) -> None:
-        raise KeyboardInterrupt
-
-    def predicted(spec: record.Spec, machine: Machine, path: Path) -> None:
-        tables.with_memory(path, {"simulated": []})
-
-    old = tmp_path / "made-up.jsonl.gz"
-    tables._write(old, replace(HEADER, memory={"old": 1}), table.rows)
-    before = old.read_bytes()
-    monkeypatch.setattr(record, "record", fake)
-    monkeypatch.setattr(record, "predict", killed)
-    assert record.finish(spec, machine, tmp_path) == old and not recorded
-    with pytest.raises(KeyboardInterrupt):
-        record.again(spec, machine, tmp_path)
-    assert old.read_bytes() == before and len(recorded) == 1
-    monkeypatch.setattr(record, "predict", predicted)
-    record.again(spec, machine, tmp_path)
-    assert len(recorded) == 1, "only the simulation was left to do"
-    assert [path.name for path in tmp_path.iterdir()] == [old.name]
-    assert tables.read(old).header.memory == {"simulated": []}
 
 
 def test_a_table_is_read_as_it_was_written(table: Table, tmp_path: Path) -> None:
