@@ -1,6 +1,6 @@
 """Tests and searches with the versions of python, torch and DeepSpeed that people have.
 
-    python3 -m testing.compat [--keep] [--short] [--workers N] [PAIR ...]
+    python3 -m testing.compat [--keep] [--short] [PAIR ...]
 
 Each pair gets a fresh environment of its own under `.cache/compat`, which is deleted afterwards
 unless it is to be kept: with the libraries that torch brings along it takes about 6 GB, and the
@@ -85,12 +85,11 @@ PAIRS: Mapping[str, Pair] = {
 }
 
 
-def check(name: str, *, workers: int, short: bool, keep: bool) -> dict[str, str]:
+def check(name: str, *, short: bool, keep: bool) -> dict[str, str]:
     """Install a pair and try it.
 
     Args:
         name: of `PAIRS`.
-        workers: processes that run tests; 0 for this one alone.
         short: one search and a small model's memory alone.
         keep: use the environment of an earlier check, and leave it.
 
@@ -104,7 +103,7 @@ def check(name: str, *, workers: int, short: bool, keep: bool) -> dict[str, str]
     _in(folder, "-c", _COMPILING)
     row = {
         **_versions(python),
-        "tests": "" if short else _tests(folder, workers),
+        "tests": "" if short else _tests(folder),
         "searches": _searches(folder, _SHORT if short else _FRAMEWORKS),
         "examples": "" if short else _examples(folder),
         "memory": _memory(folder, "gpt"),
@@ -210,11 +209,11 @@ def _in(folder: Path, *arguments: str, cwd: Path = ROOT) -> tuple[str, int]:
     return "".join(lines), process.returncode
 
 
-def _tests(folder: Path, workers: int) -> str:
+def _tests(folder: Path) -> str:
     report = folder / "tests.xml"
     # Libraries of another time warn of one another.
     warnings = ("-o", "filterwarnings=default")
-    chosen = ("-n", str(workers), "--dist", "loadfile", "-m", "not nightly and not cluster")
+    chosen = ("-n", "2", "--dist", "loadfile", "-m", "not nightly and not cluster")
     _in(folder, "-m", "pytest", *chosen, *warnings, f"--junitxml={report}", *TESTS)
     suite = ET.parse(report).getroot().find("testsuite")
     assert suite is not None
@@ -268,7 +267,6 @@ def main() -> int:
     """Try the pairs that the command line names, or all; 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pairs", nargs="*", metavar="PAIR", help=f"of {', '.join(PAIRS)}")
-    parser.add_argument("--workers", type=int, default=2, help="processes that run tests")
     parser.add_argument("--short", action="store_true", help="one search and one simulation each")
     parser.add_argument("--keep", action="store_true", help="use environments again")
     given = parser.parse_args()
@@ -277,7 +275,7 @@ def main() -> int:
     rows = []
     for name in given.pairs or PAIRS:
         began = time.monotonic()
-        rows.append(check(name, workers=given.workers, short=given.short, keep=given.keep))
+        rows.append(check(name, short=given.short, keep=given.keep))
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     print(_line(list(HEAD)), _line(["---"] * len(HEAD)), sep="\n")
     print(*(_line([row[key] for key in HEAD]) for row in rows), sep="\n")

@@ -230,16 +230,10 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")}
 
 
-def ports_of(folder: Path) -> set[str]:
-    """The ports of all trials of a run, as they stand in the names of the buffers."""
-    texts = [path.read_text() for path in folder.glob("trials/*/cmd.txt")]
-    words = [word for text in texts for word in text.split() if word.startswith("MASTER_PORT=")]
-    return {word.removeprefix("MASTER_PORT=") for word in words}
-
-
 def buffers_of(folder: Path) -> list[str]:
-    """Buffers of a run's trials that are still there."""
-    ports = ports_of(folder)
+    """Buffers of a run's trials that are still there: their names end with the trials' ports."""
+    words = [w for path in folder.glob("trials/*/cmd.txt") for w in path.read_text().split()]
+    ports = {word[len("MASTER_PORT=") :] for word in words if word.startswith("MASTER_PORT=")}
     return [name for name in shared_memory() if name.split("_")[-2] in ports]
 
 

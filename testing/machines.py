@@ -83,9 +83,7 @@ class Machine:
         once = (2.0, 2.0, 1.0, 0.0)[stage] * self.traffic_s * exposed
         once += self.optimizer_s / (slots if stage else 1)
         factor = math.exp(
-            sum(
-                self._effects.get((stage, key, _key(value)), 0.0) for key, value in settings.items()
-            )
+            sum(self._effects.get((stage, key, str(value)), 0.0) for key, value in settings.items())
         )
         return (gas * (compute + every) + once) * factor
 
@@ -135,7 +133,7 @@ class Machine:
         return best
 
     def _effect(self, branch: Any, key: str, value: Any) -> float:
-        return self._effects.get((branch.strategy.stage, key, _key(value)), 0.0)
+        return self._effects.get((branch.strategy.stage, key, str(value)), 0.0)
 
     def _draw_effects(self, rng: np.random.Generator) -> dict[tuple[int, str, str], float]:
         effects: dict[tuple[int, str, str], float] = {}
@@ -150,12 +148,12 @@ class Machine:
                     # Small ones need more operations.
                     for value in values:
                         cost = scale / 2 * max(0.0, 8.5 - math.log10(value))
-                        effects[branch.strategy.stage, key, _key(value)] = cost
+                        effects[branch.strategy.stage, key, str(value)] = cost
                     continue
                 for value in values[1:]:
-                    drawn = shared.setdefault((key, _key(value)), float(rng.normal(0.7, 0.7)))
+                    drawn = shared.setdefault((key, str(value)), float(rng.normal(0.7, 0.7)))
                     effect = scale * (drawn + 0.3 * float(rng.normal()))
-                    effects[branch.strategy.stage, key, _key(value)] = max(effect, -0.03)
+                    effects[branch.strategy.stage, key, str(value)] = max(effect, -0.03)
         return effects
 
 
@@ -163,10 +161,6 @@ def _state_bytes(params: int, stage: int, slots: int) -> int:
     """Return the bytes of parameters, gradients and Adam's state of a slot, in 16 bits."""
     shard = -(-params // slots)
     return (18 * params, 4 * params + 12 * shard, 2 * params + 14 * shard, 16 * shard)[stage]
-
-
-def _key(value: Any) -> str:
-    return str(value)
 
 
 def _profile(params: int, activations: int, slot_memory: int) -> ModelProfile:

@@ -29,20 +29,16 @@ class SimulatedEngine:
         self.now_s = 0.0
         self.busy_slot_s = 0.0
         self._outcome_of = outcome_of
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._slots_per_trial = slots_per_trial
         self._known: set[int] = set()
         self._running: dict[int, tuple[float, Outcome]] = {}  # when it began, what it will be
         self._ends: list[tuple[float, int]] = []
 
-    @property
-    def num_slots(self) -> int:
-        return self._num_slots
-
     def launch(self, trial: Trial) -> None:
         if trial.id in self._known:
             return
-        if (len(self._running) + 1) * self._slots_per_trial > self._num_slots:
+        if (len(self._running) + 1) * self._slots_per_trial > self.num_slots:
             raise EngineError(f"no free slots for trial {trial.id}")
         self._known.add(trial.id)
         outcome = self._outcome_of(trial)

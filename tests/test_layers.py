@@ -153,22 +153,13 @@ def test_searches_and_engines_know_nothing_of_each_other() -> None:
     [
         ("values.new", "import dsat.space", ["dsat.values.new imports dsat.space"]),
         ("values.new", "from dsat import space", ["dsat.values.new imports dsat.space"]),
-        ("values.new", "from dsat.space import Space", ["dsat.values.new imports dsat.space"]),
         ("values.new", "from ..space import Space", ["dsat.values.new imports dsat.space"]),
-        ("values.new", "from .. import space", ["dsat.values.new imports dsat.space"]),
         ("values", "from .. import space", ["dsat.values imports dsat.space"]),
-        (
-            "values.new",
-            "def f():\n  from dsat import space",
-            ["dsat.values.new imports dsat.space"],
-        ),
-        ("values.new", "from dsat import __version__", ["dsat.values.new imports dsat."]),
+        ("values.new", "def f(): import dsat.space", ["dsat.values.new imports dsat.space"]),
         ("values.new", "import json, dsatellite.space", []),
         ("space.new", "from dsat.values import trial\nfrom .knobs import KNOBS", []),
-        ("engines.local.new", "import dsat.tuning", ["dsat.engines.local.new imports dsat.tuning"]),
         ("", "from dsat.api import tune", ["dsat. imports dsat.api"]),
         ("new", "", ["dsat.new has no place in FLOORS"]),
-        ("cli", "from dsat import engines, tuning", []),
     ],
 )
 def test_the_check_finds_what_it_should(module: str, text: str, found: list[str]) -> None:
@@ -229,21 +220,19 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 def _attributes(node: ast.ClassDef) -> set[str]:
     """Return the names of a class's fields and of what its methods set on `self`."""
-    found = set()
-    for each in ast.walk(node):
-        targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
-        for target in (
-            targets if isinstance(each, (ast.Assign, ast.AnnAssign, ast.AugAssign)) else ()
-        ):
-            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-                found |= {target.attr} if target.value.id == "self" else set()
-            elif (
-                isinstance(target, ast.Name)
-                and each in node.body
-                and not isinstance(each, ast.Assign)
-            ):
-                found.add(target.id)
-    return found
+    fields = {
+        each.target.id
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    return fields | {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+    }
 
 
 def test_nothing_is_too_large() -> None:

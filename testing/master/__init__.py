@@ -35,10 +35,9 @@ all on this machine. Containers end with the process that holds the stand-in.
 
 `states`, `allocation`, `trial`, `experiment`, `cluster` are the state machine, after the master's
 Go sources; `requests`, `client_api`, `task_api`, `views` are the REST API on it; `server` is HTTP
-with `faults`; `processes` and `container/` are the agents; `standin` holds it all.
+with faults; `processes` and `container/` are the agents; `standin` holds it all.
 """
 
-from testing.master.faults import Fault
 from testing.master.standin import StandIn
 
-__all__ = ["Fault", "StandIn"]
+__all__ = ["StandIn"]

@@ -9,7 +9,10 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from testing.master.cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -28,18 +31,6 @@ class Exit:
 
 
 PREEMPTION_TIMEOUT_S = 3600.0  # an allocation asked to stop is killed after this
-
-
-class Host(Protocol):
-    """Interface of the cluster for allocations."""
-
-    def kill_container(self, allocation: Allocation) -> None: ...
-
-    def release(self, allocation: Allocation) -> None: ...
-
-    def later(self, delay_s: float, call: Callable[[], None]) -> None: ...
-
-    def log(self, task_id: str, text: str, level: str = ...) -> None: ...
 
 
 class Allocation:
@@ -64,7 +55,7 @@ class Allocation:
         task_id: str,
         name: str,
         slots: int,
-        host: Host,
+        host: Cluster,
         on_exit: Callable[[Exit], None],
     ) -> None:
         self.id = id

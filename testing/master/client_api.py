@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import base64
+import io
+import tarfile
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from testing.master import archive, views
+from testing.master import views
 from testing.master.errors import FAILED_PRECONDITION, ApiError, not_found
 from testing.master.requests import Answer, Master, Request, Route, Stream
 from testing.master.states import State
 
 Json = dict[str, Any]
+_DIRECTORY = 53  # the tar type '5'; 48, or '0', is a file
 
 
 def info(master: Master, request: Request) -> Answer:
@@ -46,7 +50,7 @@ def create_experiment(master: Master, request: Request) -> Answer:
         raise ApiError(FAILED_PRECONDITION, "the stand-in validates only by creating")
     experiment = master.cluster.create_experiment(
         body["config"],
-        archive.pack(files) if files else b"",
+        _archive(files) if files else b"",
         request.user,
         activate=bool(body.get("activate")),
     )
@@ -55,6 +59,23 @@ def create_experiment(master: Master, request: Request) -> Answer:
         "config": experiment.config,
         "warnings": [],
     }
+
+
+def _archive(files: Iterable[Mapping[str, Any]]) -> bytes:
+    """A gzipped tar archive of v1File items."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for file in files:
+            content = base64.b64decode(file.get("content") or "")
+            info = tarfile.TarInfo(file["path"])
+            info.mode = int(file.get("mode") or 0o644)
+            info.mtime = int(file.get("mtime") or 0)
+            if int(file["type"]) == _DIRECTORY:
+                info.type = tarfile.DIRTYPE
+            else:
+                info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
 
 
 def get_experiments(master: Master, request: Request) -> Answer:

@@ -10,7 +10,7 @@ import itertools
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from testing.master import config as configs
 from testing.master.allocation import Allocation, Exit
@@ -20,17 +20,10 @@ from testing.master.logs import LogLine
 from testing.master.states import State
 from testing.master.trial import INVALID_HP, Trial
 
+if TYPE_CHECKING:
+    from testing.master.standin import StandIn
+
 Json = dict[str, Any]
-
-
-class World(Protocol):
-    """Interface of the machine for the cluster."""
-
-    def start_container(self, allocation: Allocation) -> None: ...
-
-    def kill_container(self, allocation: Allocation) -> None: ...
-
-    def later(self, delay_s: float, call: Callable[[], None]) -> None: ...
 
 
 class Cluster:
@@ -48,7 +41,7 @@ class Cluster:
 
     def __init__(
         self,
-        world: World,
+        world: StandIn,
         nodes: Sequence[int],
         checkpoints: str,
         projects: Sequence[tuple[str, str]],

@@ -8,23 +8,17 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from testing.master import trial as trials
 from testing.master.config import point_of
 from testing.master.errors import INTERNAL, ApiError, invalid
 from testing.master.states import END_OF, EXPERIMENT_MOVES, State
-from testing.master.trial import SearcherState, Trial
+from testing.master.trial import ERRORED, USER_CANCELED, SearcherState, Trial
+
+if TYPE_CHECKING:
+    from testing.master.cluster import Cluster
 
 Json = dict[str, Any]
-
-
-class Host(trials.Host, Protocol):
-    """Interface of the cluster for experiments."""
-
-    def new_trial_id(self) -> int: ...
-
-    def now(self) -> str: ...
 
 
 class EventQueue:
@@ -69,7 +63,7 @@ class Experiment:
         original_config: str,
         model_def: bytes,
         owner: str,
-        host: Host,
+        host: Cluster,
     ) -> None:
         self.id = id
         self.config = config
@@ -254,7 +248,7 @@ class Experiment:
         trial = self.trials.pop(request_id)
         if reason is not None:
             trial.searcher.complete = trial.searcher.closed = True
-            exits = {trials.ERRORED: self._failures, trials.USER_CANCELED: self._cancels}
+            exits = {ERRORED: self._failures, USER_CANCELED: self._cancels}
             exits[reason].add(request_id)
             self._put("trialExitedEarly", request_id, exitedReason=reason)
         self._closed.add(request_id)

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+import tarfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
 
-from testing.master import archive
 from testing.master.accounts import Accounts
 from testing.master.allocation import Allocation
 from testing.master.cluster import Cluster
 from testing.master.experiment import Experiment
-from testing.master.faults import Fault
 from testing.master.logs import LogLine
 from testing.master.processes import Launch, Processes
 from testing.master.requests import Master
-from testing.master.server import HttpServer, Seen
+from testing.master.server import Fault, HttpServer, Seen
 from testing.master.trial import Trial
 
 Json = dict[str, Any]
@@ -77,15 +76,7 @@ class StandIn:
     def __enter__(self) -> StandIn:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.http.stop()
         for timer in self._timers:
             timer.cancel()
@@ -151,7 +142,8 @@ class StandIn:
     def context_files(self, experiment_id: int) -> list[str]:
         """The paths that were uploaded."""
         model_def = self.experiment(experiment_id).model_def
-        return archive.names(model_def) if model_def else []
+        with tarfile.open(fileobj=io.BytesIO(model_def), mode="r:gz") as archive:
+            return archive.getnames()
 
     def posted(self, experiment_id: int) -> list[Json]:
         """Every accepted POST of searcher operations."""

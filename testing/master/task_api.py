@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
-from testing.master import archive
 from testing.master.errors import not_found
 from testing.master.requests import Answer, Master, Request, Route
 from testing.master.trial import Trial
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 def context_directory(master: Master, request: Request) -> Answer:
     trial = master.cluster.trial_of_task(request.parts["id"])
     model_def = master.cluster.experiments[trial.experiment_id].model_def
-    return {"b64Tgz": archive.text(model_def)}
+    return {"b64Tgz": base64.b64encode(model_def).decode("ascii")}
 
 
 def accepted(master: Master, request: Request) -> Answer:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from testing.master.allocation import Allocation, Exit
 from testing.master.states import END_OF, TRIAL_DEGRADES, State
+
+if TYPE_CHECKING:
+    from testing.master.cluster import Cluster
 
 ERRORED = "EXITED_REASON_UNSPECIFIED"
 USER_CANCELED = "EXITED_REASON_USER_CANCELED"
@@ -34,14 +37,6 @@ class SearcherState:
     closed: bool = False
 
 
-class Host(Protocol):
-    """Interface of the cluster for trials."""
-
-    def allocate(self, trial: Trial, on_exit: Callable[[Exit], None]) -> Allocation: ...
-
-    def later(self, delay_s: float, call: Callable[[], None]) -> None: ...
-
-
 @dataclass
 class Trial:
     """One trial of an experiment.
@@ -59,7 +54,7 @@ class Trial:
     hparams: Mapping[str, Any]
     seed: int
     max_restarts: int
-    host: Host
+    host: Cluster
     on_end: Callable[[str | None], None]
     state: State
     searcher: SearcherState = field(default_factory=SearcherState)

@@ -131,10 +131,6 @@ class NullCuda:
         """Of a device, as NVML and CUDA_VISIBLE_DEVICES have it."""
         return bytes(self._books.device[index].uuid).decode()
 
-    def fired(self) -> list[int]:
-        """How often each fault came up, in the order in which they were given."""
-        return list(self._books.fired)
-
     def held(self) -> Mapping[tuple[int, int], int]:
         """Bytes by process and device, of processes that live."""
         return {

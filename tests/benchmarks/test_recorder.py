@@ -99,10 +99,10 @@ OUT_OF_MEMORY = Outcome(OutcomeKind.OOM)
 @pytest.mark.parametrize(
     "lines",
     [
-        [replace(BEGUN, command="train.py --model gpt-5m --side 128")],
+        [replace(BEGUN, slot_memory_bytes=2**40)],
         [BEGUN, Row({"stage": 3}, 1, 1, 1, OUT_OF_MEMORY)],
     ],
-    ids=["program", "grid"],
+    ids=["memory", "grid"],
 )
 def test_a_table_that_was_begun_with_other_settings_is_left_alone(
     tmp_path: Path, lines: Sequence[Header | Row]

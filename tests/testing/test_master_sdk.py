@@ -69,31 +69,21 @@ def until_logged(master: StandIn, trial_id: int, text: str) -> None:
 # Logins.
 
 
-def test_login(master: StandIn, home: Path) -> None:
-    assert client_of(master).whoami().username == "tester"
+def test_logins(master: StandIn, home: Path) -> None:
+    client = client_of(master)
+    assert client.whoami().username == "tester"
     assert "tester" in (home / "auth.json").read_text()
     # The second time the cached token is enough, whatever the password.
     assert Determined(master.url, "tester", "wrong").whoami().username == "tester"
     assert [seen.path for seen in master.seen].count("/api/v1/auth/login") == 1
-
-
-def test_login_after_the_cached_token_expired(master: StandIn) -> None:
-    client_of(master)
-    master.expire_tokens()
-    assert client_of(master).whoami().username == "tester"
-
-
-@pytest.mark.parametrize("user", ["tester", "nobody"])
-def test_wrong_credentials(master: StandIn, user: str) -> None:
-    with pytest.raises(errors.ForbiddenException, match="invalid credentials"):
-        Determined(master.url, user, "wrong")
-
-
-def test_without_a_login(master: StandIn) -> None:
-    client = client_of(master)
     master.expire_tokens()
     with pytest.raises(errors.UnauthenticatedException):
         client.get_experiment(1)
+    assert client_of(master).whoami().username == "tester"
+    master.expire_tokens()
+    for user in ("tester", "nobody"):
+        with pytest.raises(errors.ForbiddenException, match="invalid credentials"):
+            Determined(master.url, user, "wrong")
 
 
 # One trial.
