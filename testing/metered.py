@@ -97,6 +97,13 @@ def attach(engine: Any, spec: MeterSpec = SPEC) -> Meter:
     return meter
 
 
+def attached(clock: Clock, spec: MeterSpec = SPEC) -> FakeEngine:
+    """An engine that is measured."""
+    engine = FakeEngine(clock, gas=spec.gas)
+    attach(engine, spec)
+    return engine
+
+
 def train(
     engine: FakeEngine,
     *,
@@ -124,6 +131,13 @@ def measured_by(loop: Callable[[], None]) -> Outcome:
     with pytest.raises(TrialComplete) as complete:
         loop()
     return complete.value.outcome
+
+
+def measure(engine: FakeEngine, **options: Any) -> Outcome:
+    """What was measured of the user's loop, which `train` is."""
+    measured = train(engine, **options)
+    assert measured is not None
+    return measured
 
 
 def metrics_of(outcome: Outcome | None) -> Metrics:

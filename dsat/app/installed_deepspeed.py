@@ -71,12 +71,12 @@ def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
             if problem["path"]:
                 place += f"{'.' if ': ' in place else ': '}{problem['path']}"
             raise UserInputError(problem["message"], where=place, hint=problem["hint"].strip())
-        for key in verdict["ignored"]:
+        for key, hint in verdict["ignored"].items():
             if question.own is not None and key not in question.own:
                 raise UserInputError(
                     f"DeepSpeed {answer['version']} reads no setting {key!r}",
                     where=f"{place}.{key}",
-                    hint=verdict["hints"][key].strip(),
+                    hint=hint.strip(),
                 )
     ignored = ", ".join(answer["verdicts"][0]["ignored"])
     if ignored:

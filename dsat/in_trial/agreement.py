@@ -40,15 +40,11 @@ class Ranks:
 
     def maximum(self, values: list[float]) -> list[float]:
         """Return the elementwise maximum."""
-        import torch.distributed as dist
-
-        return self._reduced(values, dist.ReduceOp.MAX)[0]
+        return self._reduced(values, "MAX")[0]
 
     def mean(self, values: list[float]) -> list[float]:
         """Return the elementwise mean."""
-        import torch.distributed as dist
-
-        total, ranks = self._reduced(values, dist.ReduceOp.SUM)
+        total, ranks = self._reduced(values, "SUM")
         return [value / ranks for value in total]
 
     def slowest(self, rows: list[list[float]]) -> list[list[float]]:
@@ -57,7 +53,7 @@ class Ranks:
         width = len(rows[0])
         return [flat[i : i + width] for i in range(0, len(flat), width)]
 
-    def _reduced(self, values: list[float], how: Any) -> tuple[list[float], int]:
+    def _reduced(self, values: list[float], how: str) -> tuple[list[float], int]:
         """Return the reduced values and the number of ranks."""
         import torch
         import torch.distributed as dist
@@ -69,5 +65,5 @@ class Ranks:
         group = getattr(self._engine, "data_parallel_group", None)
         if dist.get_world_size(group) < dist.get_world_size():  # others share this one's samples
             group = None
-        dist.all_reduce(tensor, op=how, group=group)
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, how), group=group)
         return [float(value) for value in tensor.tolist()], dist.get_world_size()

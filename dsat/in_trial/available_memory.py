@@ -20,10 +20,6 @@ def adapt(limit_bytes: int | None, warn: Callable[[str], None]) -> None:
 
     With pynvml DeepSpeed asks NVML, by a number that it reads from CUDA_VISIBLE_DEVICES, where
     there may be UUIDs or MIG devices.
-
-    Args:
-        limit_bytes: what a rank may use of the device, if that is less than there is.
-        warn: takes a message for the user.
     """
     from deepspeed.accelerator import get_accelerator
 

@@ -130,13 +130,7 @@ class BatchCounter:
     def lengths(
         self, module: Any, maximum: Callable[[list[float]], list[float]], *, parts: int = 1
     ) -> SequenceLengths | None:
-        """Return the lengths of sequences so far; a collective call.
-
-        Args:
-            module: the model.
-            maximum: the elementwise maximum over ranks.
-            parts: slots that have a part of each sequence.
-        """
+        """Return the lengths of sequences that so many slots share; a collective call."""
         own = [-math.inf, 0.0, 0.0]
         if self._lengths:
             own = [-min(self._lengths), max(self._lengths), float(longest_of(module))]
@@ -157,11 +151,12 @@ class BatchCounter:
             if carriers:  # of a batch of texts with images, the texts
                 texts = {p: d for p, d in carriers.items() if _name(p) == "input_ids"}
                 return texts or carriers
-        if self._feeds_own(shapes.values()):
+        own = self._own
+        if own is not None and self._feeds(own, shapes.values()):
             raise InvalidTrial(
-                f"the script feeds {self._own} samples, its own micro batch, although the trial's "
-                f"train_micro_batch_size_per_gpu is {self._micro_batch}: {_advice(self._own or 0)}",
-                most_samples=self._fewer(self._own),
+                f"the script feeds {own} samples, its own micro batch, although the trial's "
+                f"train_micro_batch_size_per_gpu is {self._micro_batch}: {_advice(own)}",
+                most_samples=own if own < self._micro_batch else None,
             )
         self.warning = UNCOUNTED
         # A single row is for all samples, or has all of them, packed.
@@ -177,7 +172,9 @@ class BatchCounter:
                 rows=samples, micro_batch=self._micro_batch, advice=_advice(samples)
             )
             if self._micro_batch != self._own:
-                raise InvalidTrial(self.warning, most_samples=self._fewer(samples))
+                raise InvalidTrial(
+                    self.warning, most_samples=samples if samples < self._micro_batch else None
+                )
             at = {place: self._dimension(place) for place in shapes}
             return {p: d for p, d in at.items() if _size(shapes[p], d) == samples}
         if samples < self._micro_batch:
@@ -194,19 +191,15 @@ class BatchCounter:
         candidates = (self._known[place],) if place in self._known else (0, 1)
         return [d for d in candidates if _size(shape, d) == self._micro_batch]
 
-    def _feeds_own(self, shapes: Iterable[Shape]) -> bool:
+    def _feeds(self, own: int, shapes: Iterable[Shape]) -> bool:
         """Return whether the rows are certainly those of the user's own micro batch.
 
         Twice the trial's micro batch may be pairs (a chosen and a rejected answer), which do not
         make throughput too high.
         """
-        own = self._own
-        if own is None or own in (self._micro_batch, 2 * self._micro_batch):
+        if own in (self._micro_batch, 2 * self._micro_batch):
             return False
         return {shape[0] for shape in shapes} in ({own}, {own, 1})
-
-    def _fewer(self, samples: int | None) -> int | None:
-        return samples if samples is not None and samples < self._micro_batch else None
 
     def _dimension(self, place: str) -> int:
         return self._known.get(place, 0)
@@ -250,12 +243,7 @@ def leaves_of(values: Iterable[Any]) -> Leaves:
 
 
 def batch_flag(args: Sequence[str], fed: int) -> str | None:
-    """Return the flag of a script that sets its batch size, by name; None if it was given none.
-
-    Args:
-        args: of the script.
-        fed: samples that it feeds; a flag with this value comes first.
-    """
+    """Return the script's flag for its batch size, one with the value `fed` first; None without."""
     named = {}
     for word, after in zip(args, [*args[1:], ""], strict=False):
         flag, has_value, value = word.partition("=")

@@ -76,7 +76,6 @@ class MemoryWatch:
     """Peaks of the device's allocator and of the resident set, by phase.
 
     Args:
-        accelerator: DeepSpeed's.
         before: the process when there was no model yet.
 
     Attributes:
@@ -135,7 +134,9 @@ class MemoryWatch:
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
         if self.has_allocator or limit == resource.RLIM_INFINITY:
             return 0
-        return max(0, _peak_data_bytes() - self._before.data_bytes)
+        # The kernel has the peak of all mappings only.
+        peak = _of_status("VmPeak:") - _of_status("VmSize:") + _of_status("VmData:")
+        return max(0, peak - self._before.data_bytes)
 
     def _context_bytes(self) -> int:
         if not self.has_allocator:
@@ -163,11 +164,6 @@ class ProcessMemory:
     @classmethod
     def now(cls) -> ProcessMemory:
         return cls(_of_status("VmRSS:"), _of_status("VmData:"))
-
-
-def _peak_data_bytes() -> int:
-    """Return the peak of the data segment; the kernel has the peak of all mappings only."""
-    return _of_status("VmPeak:") - _of_status("VmSize:") + _of_status("VmData:")
 
 
 def _of_status(key: str) -> int:

@@ -65,14 +65,7 @@ def attach(hparams: Mapping[str, Any] | None) -> Task | None:
 
 
 class Task:
-    """One rank of a trial.
-
-    Args:
-        meter: installed in this process.
-
-    Attributes:
-        runner: watch of the search runner, if this is the chief.
-    """
+    """One rank of a trial, whose chief watches the search runner."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter

@@ -47,9 +47,7 @@ begun: CommandRank | None = None  # in this process
 def begin(folder: str, start: Mapping[str, Any], effects: SideEffects | None) -> None:
     """Prepare this process to be a rank of the trial in the folder; does nothing twice.
 
-    Args:
-        start: see `start_record.install`.
-        effects: adapted before the script began; None in a full-length run.
+    `start` is as of `start_record.install`; `effects` were adapted before the script began.
     """
     global begun
     if begun is not None:
@@ -112,12 +110,14 @@ class CommandRank:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             self.ended()
             return
+        import torch.distributed as dist
+
         # multiprocessing's own ends the process that way behind an error of the script's.
         hidden = error.__context__ if isinstance(error, SystemExit) else None
         found = failures.outcome(hidden or error)
         if self._has_engine:
             # Whatever the configuration is: without a launcher DeepSpeed looks for MPI's package.
-            has_begun = (self._meter is not None and self._meter.watches) or _is_joined()
+            has_begun = (self._meter is not None and self._meter.watches) or dist.is_initialized()
             self._report(replace(found, before_engine=self._spec.own and not has_begun))
         elif self._engine_in is None and not any(self._folder.glob(result_file("*"))):
             # The launcher of ranks that failed fails as well, after them.
@@ -187,13 +187,6 @@ def _with_own_devices(spec: RankSpec) -> RankSpec:
         threads=1 if on_cpu else None,
         cpu_memory_bytes=spec.cpu_memory_bytes if on_cpu else None,
     )
-
-
-def _is_joined() -> bool:
-    """Return whether this process has joined the other ranks."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
 
 
 def _limit(budget_bytes: int) -> None:

@@ -47,15 +47,10 @@ class Problem:
 
 @dataclass
 class Verdict:
-    """The result for one configuration: its first problem, and keys that DeepSpeed ignores.
-
-    Attributes:
-        hints: the nearest known key of each ignored one, if there is one.
-    """
+    """The first problem of a configuration, and keys that DeepSpeed ignores, with known ones."""
 
     problem: Problem | None = None
-    ignored: list[str] = field(default_factory=list)
-    hints: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
 
 
 class _Section(dict[str, Any]):
@@ -104,14 +99,10 @@ class _Section(dict[str, Any]):
 
 
 def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
-    """Return the verdict of DeepSpeed on a configuration.
+    """Return the verdict of DeepSpeed on a configuration, in which "auto" counts as not given.
 
-    Each key is read by itself, so that the place of a problem is known, then all of them together.
-
-    Args:
-        config: without lists of values to try; "auto" counts as not given.
-        whole: it is a whole configuration and not only a part of one.
-        version: of DeepSpeed, for messages.
+    Each key is read by itself, so that the place of a problem is known, then all of them together
+    if it is a whole configuration and not only a part of one.
     """
     found = Verdict()
     kept = _without_auto(config)
@@ -127,8 +118,7 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
         if found.problem is not None:
             return found
         if error is None and key not in (*section.defaults, SEQUENCE_SIZE):
-            found.ignored.append(key)
-            found.hints[key] = did_you_mean(key, section.defaults)
+            found.ignored[key] = did_you_mean(key, section.defaults)
     if whole:
         error = _read(kept)[1]
         if error is not None:

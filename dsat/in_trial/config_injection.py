@@ -35,11 +35,10 @@ SEVERAL_ENGINES = (
 
 @dataclass(frozen=True)
 class Passed:
-    """The configuration that a call of `deepspeed.initialize` names.
+    """The configuration in a call of `deepspeed.initialize`.
 
-    Attributes:
-        name: the argument, or the attribute of the argument `args`, that holds it.
-        content: the very object, if it was passed as a dict.
+    `name` is the argument, or the attribute of the argument `args`, that holds it; `content` is the
+    very object, if it was passed as a dict.
     """
 
     name: str
@@ -84,16 +83,11 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> None:
-    """Make engines that train use a trial's configuration.
+    """Make engines that train use a trial's configuration, unless they have all its overrides.
 
     A second engine whose configuration is not that of the first keeps its own: it is another
     model's, and only one configuration is tuned. If its batch sizes are those of the first it gets
     the trial's, since both are fed the same micro batches.
-
-    Args:
-        config: the trial's whole configuration.
-        overrides: the settings of it that the trial decides; a configuration that has them is kept.
-        path: the file that holds `config`.
     """
     first: list[dict[str, Any]] = []
 
@@ -120,10 +114,6 @@ def keep_models_whole(config: Mapping[str, Any], warn: Callable[[str], None]) ->
     Scripts make their model under it for their own stage 3. Lower stages cannot train such a model,
     and an engine of stage 3 partitions a whole one itself. Libraries open it by the stage of their
     configuration (`from_pretrained`), so that they train as trials do.
-
-    Args:
-        config: of the trial.
-        warn: takes a message for the user if the script's own code opens it.
     """
     if (config.get("zero_optimization") or {}).get("stage", 0) >= 3:
         return
@@ -148,12 +138,9 @@ def keep_models_whole(config: Mapping[str, Any], warn: Callable[[str], None]) ->
 def replace(
     arguments: dict[str, Any], passed: Passed, config: Mapping[str, Any], path: Path
 ) -> None:
-    """Replace the configuration in the arguments of `deepspeed.initialize`.
+    """Replace the configuration that a call passes by that of a trial, which the file holds.
 
-    Args:
-        passed: the one that they name.
-        config: the new one; its "auto" values are taken from the old.
-        path: the file that holds it.
+    Values "auto" of the new one are taken from the old.
     """
     if passed.name == _BY_ATTRIBUTE:
         arguments["args"].deepspeed_config = str(path)

@@ -21,13 +21,9 @@ ULYSSES = (
 def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
     """Check the arguments of `deepspeed.initialize`, of whose consequences DeepSpeed complains.
 
-    Args:
-        arguments: by name.
-        slots: of the trial; 0 if that is not known yet.
-
     Raises:
-        InvalidTrial: there is another number of ranks than slots, or the script divides them in
-            ways that no setting of DeepSpeed names.
+        InvalidTrial: there is another number of ranks than slots (0 if that is not known yet), or
+            the script divides them in ways that no setting of DeepSpeed names.
     """
     _, ranks = rank_and_size()
     if slots and ranks != slots:

@@ -86,7 +86,7 @@ _FOR_SCRIPTS = tuple(f"{_DSAT}in_trial/{name}.py" for name in ("script_api", "de
 # Where dsat passes on what is not its own: wrappers name it `original`, torch's modes `func`; the
 # simulation calls DeepSpeed's `initialize`, a rank runs the script.
 _HANDS_ON = re.compile(
-    r"\boriginal\(|\bfunc\)?\(|\bsuper\(\)\.__torch_dispatch__\(|\b_initialize\("
+    r"\boriginal\w*\(|\bfunc\)?\(|\bsuper\(\)\.__torch_dispatch__\(|\b_initialize\("
     r"|\brunpy\.run_|\bharness\.main\("
 )
 _LIBRARIES = ("<", f"{Path(os.__file__).parent}{os.sep}")

@@ -17,10 +17,6 @@ def install(gas: int, warn: Callable[[str], None]) -> None:
 
     It counts them by `accumulate_grad_batches`, and so ends the training and schedules the learning
     rate. Read for it: lightning 2.6.
-
-    Args:
-        gas: accumulation steps of the trial.
-        warn: takes a message for the user if the script has other ones.
     """
 
     def setup(original: Callable[..., Any], _: Any, positional: Any, keywords: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 # What is known of a loader: the batch size, and the most samples of an epoch on this rank.
@@ -25,9 +24,35 @@ def watch() -> None:
     from torch.utils.data import DataLoader
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    DataLoader.__iter__ = _noting(DataLoader.__iter__)  # type: ignore[method-assign]
-    timed: Any = _timed(_BaseDataLoaderIter.__next__)
-    _BaseDataLoaderIter.__next__ = timed  # type: ignore[method-assign]
+    original_iter, original_next = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+
+    @functools.wraps(original_iter)
+    def iterate(self: Any) -> Any:
+        global _in_store
+        _in_store = max(_in_store, self.num_workers * (self.prefetch_factor or 0))
+        iterator: Any = original_iter(self)
+        if "dsat_kind" not in self.__dict__:  # to ask a script's own sampler may cost much
+            self.dsat_kind = _kind_of(self.batch_sampler)
+        if self.dsat_kind is not None:
+            _begun[self.dsat_kind] += 1
+        if isinstance(iterator, _BaseDataLoaderIter):
+            iterator.dsat_kind = self.dsat_kind  # type: ignore[attr-defined]
+        return iterator
+
+    @functools.wraps(original_next)
+    def get_batch(self: Any) -> Any:
+        global _waited_s
+        begin = time.perf_counter()
+        try:
+            batch = original_next(self)
+        finally:
+            _waited_s += time.perf_counter() - begin
+        if (kind := getattr(self, "dsat_kind", None)) is not None:
+            _read[kind] += 1
+        return batch
+
+    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+    _BaseDataLoaderIter.__next__ = get_batch  # type: ignore[method-assign]
 
 
 def batches_in_store() -> int:
@@ -59,25 +84,6 @@ def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
     return of_epoch or None, of_all
 
 
-def _noting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    @functools.wraps(original)
-    def iterate(self: Any) -> Any:
-        global _in_store
-        _in_store = max(_in_store, self.num_workers * (self.prefetch_factor or 0))
-        iterator = original(self)
-        if "dsat_kind" not in self.__dict__:  # to ask a script's own sampler may cost much
-            self.dsat_kind = _kind_of(self.batch_sampler)
-        if self.dsat_kind is not None:
-            _begun[self.dsat_kind] += 1
-        if isinstance(iterator, _BaseDataLoaderIter):
-            iterator.dsat_kind = self.dsat_kind  # type: ignore[attr-defined]
-        return iterator
-
-    return iterate
-
-
 def _kind_of(batch_sampler: Any) -> Kind | None:
     """Return what is known of a loader's batches; None of data without a length."""
     from torch.utils.data import BatchSampler
@@ -90,19 +96,3 @@ def _kind_of(batch_sampler: Any) -> Kind | None:
     except Exception:  # of any kind: torch does not ask for it
         return None
     return size, most
-
-
-def _timed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(original)
-    def get_batch(self: Any) -> Any:
-        global _waited_s
-        begin = time.perf_counter()
-        try:
-            batch = original(self)
-        finally:
-            _waited_s += time.perf_counter() - begin
-        if (kind := getattr(self, "dsat_kind", None)) is not None:
-            _read[kind] += 1
-        return batch
-
-    return get_batch

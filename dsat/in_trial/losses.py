@@ -42,12 +42,7 @@ class _Step:
 
 
 class LossWatch:
-    """Records the losses that go into backward passes.
-
-    Args:
-        engine: a DeepSpeed engine; losses are taken from `engine.backward(loss)`, or from
-            `loss.backward()` of the script's own.
-    """
+    """Records the losses of `engine.backward(loss)`, or of the script's own `loss.backward()`."""
 
     def __init__(self, engine: Any) -> None:
         global _watch

@@ -9,13 +9,7 @@ from dataclasses import replace
 
 from dsat.errors import Diverged, InvalidTrial
 from dsat.in_trial import compiling, loaders
-from dsat.in_trial.agreed_steps import (
-    AgreedStep,
-    agree,
-    times_of,
-    tokens_error,
-    usual_micro_steps,
-)
+from dsat.in_trial.agreed_steps import AgreedStep, agree, times_of, tokens_error, usual_micro_steps
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.batches import OWN_ACCUMULATION, UNSEEN
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
@@ -71,12 +65,6 @@ HOST_ACCIDENTS = (
 
 class Measurement:
     """Measurement of one engine; makes the same decisions on all ranks.
-
-    Args:
-        spec: what to measure.
-        recorder: of the engine.
-        ranks: its reductions.
-        warnings: messages for the user; more may come.
 
     Attributes:
         outcome: the measurement so far; equal on every rank but for warnings and profile.

@@ -40,16 +40,7 @@ def install(
     on_complete: Callable[[Outcome], None],
     on_step: Callable[[int], None] = lambda steps: None,
 ) -> Meter:
-    """Make a meter watch the engines that `deepspeed.initialize` returns.
-
-    Args:
-        spec: what to measure.
-        on_complete: called on every rank with the outcome, before the script is ended.
-        on_step: called after each optimizer step with how many there were.
-
-    Returns:
-        The meter.
-    """
+    """Return a meter that watches the engines that `deepspeed.initialize` returns."""
     from deepspeed.accelerator import get_accelerator
 
     meter = Meter(spec, on_complete, on_step)
@@ -228,7 +219,9 @@ class Meter:
         self, engine: Any, name: str, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         if self._engine is None and (name != "forward" or in_training(engine)):
-            self._attach_in(engine, name)
+            self.attach(engine, first_step=1 if name == "forward" else 2)
+            if name != "forward":  # the script calls the model itself, and what it fed is not known
+                self._recorder.follow_module()
         if self._engine is None:
             return original(*args, **kwargs)
         if self._engine is not engine:  # whose loss this is not
@@ -242,15 +235,6 @@ class Meter:
             return getattr(self._recorder, name)(original, args, kwargs)
         finally:
             self._inside.discard(name)
-
-    def _attach_in(self, engine: Any, name: str) -> None:
-        """Measure an engine from its first call on, which need not be `forward`."""
-        if name == "forward":
-            self.attach(engine)
-            return
-        # The script calls the model itself. What the first step was fed is not known.
-        self.attach(engine, first_step=2)
-        self._recorder.follow_module()
 
     def _take(self, marks: StepMarks, skipped: bool) -> None:
         measurement = self._measurement

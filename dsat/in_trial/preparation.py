@@ -45,14 +45,8 @@ def prepare(
 ) -> Meter | None:
     """Adapt the libraries that a script uses to the trial.
 
-    Args:
-        folder: of the trial.
-        progress: shows compilations of DeepSpeed's operators.
-        on_complete: takes the measurement.
-        on_step: takes the number of optimizer steps, after each.
-
     Returns:
-        The meter; None if the script is not measured.
+        The meter, which calls `on_complete` and `on_step`; None if the script is not measured.
     """
     import torch
 
@@ -97,10 +91,7 @@ def prepare(
 def prevent_side_effects(spec: RankSpec, folder: Path, effects: SideEffects | None = None) -> None:
     """Keep a trial from changing anything outside its folder; a full-length run may.
 
-    Registered after the recorder of the configuration that the script passes.
-
-    Args:
-        effects: those of this process, if it was adapted before.
+    The recorder of the configuration that the script passes comes first.
     """
     if not spec.is_full_run:
         effects = effects or SideEffects(folder)

@@ -26,10 +26,6 @@ _BY_ELEMENT = """
 class ModelProfiler:
     """Counts parameters, FLOPs and activations in the first micro step.
 
-    Args:
-        engine: a DeepSpeed engine.
-        spec: of the measurement, with the engine's micro batch.
-
     Attributes:
         flops_per_sample: forward and backward, without recomputation; 0 until they are counted.
         switches: of the script.
@@ -82,6 +78,7 @@ class ModelProfiler:
         from deepspeed.accelerator import get_accelerator
 
         accelerator = get_accelerator()
+        of_host = _part_of_host(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         storages = [0, *self._storages.values()]
         parameters = list(self._engine.module.parameters())
         sizes = [self._whole_size(parameter) for parameter in parameters]
@@ -95,11 +92,11 @@ class ModelProfiler:
             flops_per_sample=self.flops_per_sample,
             switches=dict(self.switches),
             slot_memory_bytes=self._slot_memory(accelerator),
-            host_memory_bytes=_host_memory(accelerator),
+            host_memory_bytes=0 if accelerator.is_synchronized_device() else of_host,
             device_name=device_name(accelerator),
             parallelism=self._spec.parallelism,
             attention_heads=attention_heads(self._engine.module),
-            optimizer=_own_optimizer(getattr(self._engine, "basic_optimizer", None)),
+            optimizer=_own_optimizer(self._engine.basic_optimizer),
         )
 
     def _whole_size(self, parameter: Any) -> int:
@@ -110,10 +107,7 @@ class ModelProfiler:
 
     def _slot_memory(self, accelerator: Any) -> int:
         if accelerator.is_synchronized_device():
-            import psutil
-
-            own = psutil.Process().memory_info().rss
-            has = int(host_memory.available_bytes() / max(1, self._spec.host_slots) + own)
+            has = _part_of_host(max(1, self._spec.host_slots))
         else:
             has = int(accelerator.total_memory())
         return min(has, self._spec.options.slot_memory_bytes or has)
@@ -158,8 +152,6 @@ def _own_optimizer(optimizer: Any) -> OwnOptimizer:
     """
     import torch
 
-    if optimizer is None:
-        return OwnOptimizer()
     kind = type(optimizer).__name__
     torchs = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
     has_equivalent = type(optimizer) in torchs or kind.startswith("DeepSpeedCPU")
@@ -170,15 +162,12 @@ def _own_optimizer(optimizer: Any) -> OwnOptimizer:
     )
 
 
-def _host_memory(accelerator: Any) -> int:
-    """Memory of the host for each rank of this trial, in bytes; 0 if slots are part of it."""
-    if accelerator.is_synchronized_device():
-        return 0
+def _part_of_host(sharers: int) -> int:
+    """Return the memory of the host for each of so many processes like this one, in bytes."""
     import psutil
 
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     own = psutil.Process().memory_info().rss
-    return int(host_memory.available_bytes() / ranks + own)
+    return int(host_memory.available_bytes() / sharers + own)
 
 
 def _count_flops() -> Any:

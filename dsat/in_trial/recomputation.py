@@ -24,15 +24,7 @@ _IS_ON = ("is_activation_checkpointing", "is_gradient_checkpointing")
 
 
 def switch(model: Any, wanted: bool | str) -> bool:
-    """Switch checkpointing as the script could have.
-
-    Args:
-        model: a `torch.nn.Module`.
-        wanted: off, on, or one of `dsat.inputs.switches.checkpointing`.
-
-    Returns:
-        False if the model has no switch.
-    """
+    """Switch checkpointing off, on or to one of its ways; return False if a model cannot."""
     inside: set[int] = set()
     for module, (enable, disable, off) in _switchable(model):
         if id(module) in inside:  # switched with the module that contains it

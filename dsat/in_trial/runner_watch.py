@@ -24,13 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunnerWatch:
-    """Watch of the search runner of a trial.
-
-    Args:
-        master: see `Master`.
-        runner_id: of the runner's experiment.
-        experiment_id, trial_id: of this trial.
-    """
+    """Watch of a trial's search runner, by the ID of its experiment, through a `Master`."""
 
     def __init__(self, master: Any, *, runner_id: int, experiment_id: int, trial_id: int) -> None:
         self._master = master

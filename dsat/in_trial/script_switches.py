@@ -70,7 +70,9 @@ class ScriptSwitches:
             if name == CHECKPOINTING:
                 _set_checkpointing(args, value)
             elif field is not None and value is not None:
-                _set_field(args, field, value)
+                if not hasattr(args, field):
+                    raise InvalidTrial(f"{type(args).__name__} has no field {field}")
+                setattr(args, field, value)
 
     # -- the model and its engine
 
@@ -101,22 +103,18 @@ class ScriptSwitches:
                     wanted[CHECKPOINTING] = False
         else:
             self.found.setdefault(COMPILE, ScriptSwitch((False, True)))
+            for name in wanted.keys() - {CHECKPOINTING, COMPILE, LIGER}:
+                if known.field_of(name) is not None:
+                    raise InvalidTrial(
+                        f"{name} is a field of TrainingArguments, and the script makes none"
+                    )
         switch_model(model, wanted)
-        missing = [name for name in wanted if self._is_missing(name)]
-        if missing:
-            raise InvalidTrial(
-                f"{missing[0]} is a field of TrainingArguments, and the script makes none"
-            )
 
     def after_engine(self, engine: Any) -> None:
         """Compile the model of an engine, if the trial needs it and nobody has."""
         is_wanted = self._wanted.get(COMPILE) is True and not self._has_arguments
         if (is_wanted or self._deep_compiles) and not engine.is_compiled:
             engine.compile()
-
-    def _is_missing(self, name: str) -> bool:
-        is_field = known.field_of(name) is not None
-        return is_field and name not in (CHECKPOINTING, COMPILE, LIGER) and not self._has_arguments
 
 
 def _of_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -129,9 +127,10 @@ def _of_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, 
     if hasattr(args, known.NEWER_CHECKPOINTING) and not of_trl:
         others.append(known.EVERY_SECOND)
     workers = int(args.dataloader_num_workers)
+    cores_of_a_rank = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     values: dict[str, tuple[Any, ...]] = {
         CHECKPOINTING: (own, *others),
-        WORKERS: (workers, *(n for n in _WORKERS if n <= max(2, _cores_of_a_rank()))),
+        WORKERS: (workers, *(n for n in _WORKERS if n <= max(2, cores_of_a_rank))),
     }
     names = ["dataloader_pin_memory", COMPILE]
     if workers:
@@ -152,7 +151,6 @@ def of_model(model: Any, *, may_flash: bool) -> dict[str, tuple[Any, ...]]:
     """Return the switches of a library's model, their own values first.
 
     Args:
-        model: a `torch.nn.Module`.
         may_flash: flash attention runs here if it is installed.
     """
     found: dict[str, tuple[Any, ...]] = {}
@@ -235,21 +233,10 @@ def _set_checkpointing(args: Any, value: Any) -> None:
         setattr(args, f"{name}_kwargs", {**own, **known.checkpointing(value)})
 
 
-def _set_field(args: Any, field: str, value: Any) -> None:
-    if not hasattr(args, field):
-        raise InvalidTrial(f"{type(args).__name__} has no field {field}")
-    setattr(args, field, value)
-
-
 def _is_half(config: Mapping[str, Any]) -> bool:
     """Return whether DeepSpeed trains in half precision."""
     sections = [config.get(name) or {} for name in ("bf16", "bfloat16", "fp16")]
     return any(section.get("enabled") is True for section in sections)
-
-
-def _cores_of_a_rank() -> int:
-    """Return the processor cores that each rank of this host has on average."""
-    return (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _text(value: Any) -> Any:

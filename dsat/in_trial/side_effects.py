@@ -78,9 +78,6 @@ class SideEffects:
     Savers are adapted as soon as they are imported: the script may bind them to names of its own,
     before it imports DeepSpeed. They act as ever until `deepspeed.initialize` is called, for what
     a script writes before that is prepared data, which it reads again.
-
-    Args:
-        folder: of the trial, where anything may be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -182,9 +179,6 @@ def client_state(folder: Path, tag: str | None) -> tuple[str | None, dict[str, A
 
     Model and optimizer stay as they are: a checkpoint fits one ZeRO stage, and trials have others.
 
-    Args:
-        folder, tag: of the checkpoint; without a tag the latest.
-
     Returns:
         The path of a file, and the client state; None for both if there is no checkpoint.
     """
@@ -233,9 +227,7 @@ def _owner(module: Any, name: str) -> tuple[Any, str]:
 class _Function:
     """A function in place of a builtin one, which like that becomes no method in a class.
 
-    Args:
-        module, name: where it is; pickles name it, so that another process finds its own.
-        call: what is done instead.
+    Pickles name it, so that another process finds its own.
     """
 
     def __init__(self, module: Any, name: str, call: Callable[..., Any]) -> None:
@@ -252,10 +244,6 @@ class _Function:
 
 class _Files:
     """Files outside of the trial's folder, which a training neither writes nor takes away.
-
-    Args:
-        folder: of the trial.
-        skip: takes the name of a function that did nothing.
 
     Attributes:
         begun: set when the training begins; until then files are as if there were no dsat.

@@ -28,10 +28,9 @@ _SPAWNED = "--multiprocessing-fork"  # of a process that multiprocessing starts 
 
 
 def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
-    """Write a record when this process calls `deepspeed.initialize` for an engine that trains.
+    """Write a record of the first run when this process calls `deepspeed.initialize` to train.
 
     Args:
-        folder: of the first run; nothing is recorded in others.
         start: of the process: pid, argv, cwd, cores and env at that time.
         waits: the process does not train then, but waits to be ended.
     """
@@ -59,10 +58,7 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
 def refuse_nodes(folder: str, module: ModuleType) -> None:
     """End launchers that start a training on several nodes, in the first run.
 
-    Args:
-        folder: of the run.
-        module: torch's launcher, which `torchrun` and `accelerate launch` use and which would wait
-            for the nodes, or that with DeepSpeed's runners.
+    That of `torchrun` and `accelerate launch` would wait for them.
     """
     records = Path(folder) / RECORDS_FOLDER
     if not records.is_dir():

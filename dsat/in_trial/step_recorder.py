@@ -14,7 +14,6 @@ from dsat.in_trial.clocks import Clock, MemoryWatch, ProcessMemory, clock_for
 from dsat.in_trial.losses import LossWatch, in_backward, in_training
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.profiler import ModelProfiler
-from dsat.values.outcome import ModelProfile
 
 PHASES = ("forward", "backward", "step")
 
@@ -59,11 +58,6 @@ class StepMarks:
         """
         seen = [n for n in (len(self.calls), self.losses or len(self.phases["backward"])) if n]
         return min(seen, default=0)
-
-    @property
-    def elements(self) -> int:
-        """Elements of all tensors that the model was called with."""
-        return sum(call.elements for call in self.calls)
 
     def is_full(self, spec: MeterSpec) -> bool:
         """Return False if a micro step or a sample is missing, as at the end of an epoch."""
@@ -245,23 +239,18 @@ class StepRecorder:
     def observed(self, ranks: Ranks, spec: MeterSpec) -> dict[str, Any]:
         """Return fields of an `Outcome`: what was observed beside the times; a collective call."""
         self.memory.note_measured_steps()
+        profile = None if self.profiler is None else self.profiler.result()
+        if profile is not None:
+            dimensions, fed_instead = self.counter.dimensions, self.counter.fed_instead
+            profile = replace(profile, batch_dimensions=dimensions, fed_instead=fed_instead)
         return {
             "memory": self.memory.over_ranks(ranks.maximum),
-            "profile": self._profile(),
+            "profile": profile,
             "training": self.losses.curve(),
             "sequences": self.counter.lengths(
                 self._engine.module, ranks.maximum, parts=spec.parallelism.sequence
             ),
         }
-
-    def _profile(self) -> ModelProfile | None:
-        if self.profiler is None:
-            return None
-        return replace(
-            self.profiler.result(),
-            batch_dimensions=self.counter.dimensions,
-            fed_instead=self.counter.fed_instead,
-        )
 
     def _begin_forward(self, args: Any, kwargs: Any) -> None:
         self._close_backward()

@@ -27,10 +27,9 @@ STAND_IN = """
     for question in asked["configs"]:
         zero = question["config"].get("zero_optimization", {})
         problem = {"path": "zero_optimization.wrong", "message": "is wrong", "hint": ""}
-        ignored = [key for key in question["config"] if key != "zero_optimization"]
+        ignored = {key: "" for key in question["config"] if key != "zero_optimization"}
         problem = problem if "wrong" in zero.values() or "wrong" in zero else None
-        hints = dict.fromkeys(ignored, "")
-        verdicts.append({"problem": problem, "ignored": ignored, "hints": hints})
+        verdicts.append({"problem": problem, "ignored": ignored})
     answer = {"version": "0.99", "verdicts": verdicts, "defaults": {"a.b": 7}}
     json.dump(answer, open(sys.argv[2], "w"))
 """

@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsat.in_trial import clocks
-from testing.metered import (
-    Clock,
-    FakeAccelerator,
-    use_accelerator,
-)
+from testing.metered import Clock, FakeAccelerator, use_accelerator
 
 
 @pytest.fixture

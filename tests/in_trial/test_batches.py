@@ -213,5 +213,5 @@ def test_lengths_over_the_micro_steps() -> None:
     for length in (7, 30, 12):
         counter.count(leaves_of([torch.ones(4, length, dtype=torch.long)]))
     model = nn.Sequential(nn.Linear(2, 2))  # as PEFT wraps a transformers model
-    model[0].config = SimpleNamespace(max_position_embeddings=512)
+    model[0].config = SimpleNamespace(max_position_embeddings=512)  # type: ignore[assignment]
     assert counter.lengths(model, lambda values: values) == SequenceLengths(7, 30, 512)

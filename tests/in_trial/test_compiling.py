@@ -6,7 +6,7 @@ import sys
 from collections import Counter, deque
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from dsat.in_trial import compiling
 from dsat.in_trial.measurement import ALWAYS_COMPILES, COMPILED
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.outcome import Outcome
-from testing.metered import SPEC, Clock, FakeEngine, attach, metrics_of, train
+from testing.metered import SPEC, Clock, attached, metrics_of, train
 
 COMPILES_MS, STEP_MS = 30_000.0, 10.0
 
@@ -33,14 +33,13 @@ class Dynamo:
 
 @pytest.fixture
 def dynamo(monkeypatch: pytest.MonkeyPatch) -> Dynamo:
-    dynamo: Any = Dynamo()
-    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", dynamo)
+    dynamo = Dynamo()
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", cast(Any, dynamo))
     return dynamo
 
 
 def measured(clock: Clock, latency_ms: Any, spec: MeterSpec = SPEC) -> Outcome:
-    engine = FakeEngine(clock)
-    attach(engine, spec)
+    engine = attached(clock, spec)
 
     def script(step: int) -> None:
         engine.times_ms = (latency_ms(step), 0.0, 0.0)

@@ -109,7 +109,7 @@ def test_problems_have_their_place_and_a_close_match(what: str, answers: dict[st
 def test_what_deepspeed_takes_is_taken(answers: dict[str, Any]) -> None:
     *taken, part, whole = answers["verdicts"][len(REFUSED) :]
     assert [verdict["problem"] for verdict in taken] == [None] * len(TAKEN)
-    assert taken[-1]["ignored"] == ["my_own"]
+    assert list(taken[-1]["ignored"]) == ["my_own"]
     # Conditions on several settings count for whole configurations only.
     assert part["problem"] is None
     assert "Stage 3" in whole["problem"]["message"]

@@ -26,8 +26,9 @@ from dsat.in_trial import agreement, failures, loaders, loopback
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.rank_files import PORTS_FILE, Progress, RankSpec
 from dsat.in_trial.simulation.borrowed_model import BorrowedModel
-from dsat.values.outcome import Metrics, Outcome, OutcomeKind
+from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.helpers import ran
 from testing.local import cpu_machine
 
 KILLED = -signal.SIGKILL
@@ -205,13 +206,8 @@ def test_a_command_that_leaves_in_the_midst_of_its_training(tmp_path: Path) -> N
 
 
 def test_what_was_measured_counts_and_not_how_the_processes_ended(tmp_path: Path) -> None:
-    metrics = dict.fromkeys(
-        "throughput latency forward backward step FLOPS_per_gpu num_steps ci95".split(), 1
-    )
-    told = Outcome(OutcomeKind.OK, metrics=Metrics(**metrics), warnings=("w",), step_ms=(1.0,))
-    (tmp_path / "metrics.json").write_text(json.dumps(told.to_json()))
-    outcome = judge(tmp_path, [None], [7])
-    assert outcome.ok and outcome.warnings == ("w",)
+    (tmp_path / "metrics.json").write_text(json.dumps(ran(5.0).to_json()))
+    assert judge(tmp_path, [None], [7]).metrics == ran(5.0).metrics
 
 
 def test_the_end_of_a_long_log_is_the_detail(tmp_path: Path) -> None:
@@ -220,25 +216,16 @@ def test_the_end_of_a_long_log_is_the_detail(tmp_path: Path) -> None:
     assert judge(tmp_path, [None], [7]).detail.splitlines() == lines[-20:]
 
 
-def test_what_cublas_says_for_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "_is_nearly_full", lambda: True)
-    error = RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
-    assert failures.classify(error) is OutcomeKind.OOM
-
-
 def test_pinned_memory_is_the_hosts(tmp_path: Path) -> None:
     """`Tensor.pin_memory` is written in C and leaves no frame: the source line tells."""
     path = tmp_path / "script.py"
-    path.write_text("def fail(x):\n    x.pin_memory()\n")
-    space: dict[str, object] = {}
+    path.write_text("x.pin_memory()\n")
 
     def fail() -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    exec(compile(path.read_text(), str(path), "exec"), space)
-    tensor = SimpleNamespace(pin_memory=fail)
     with pytest.raises(RuntimeError) as caught:
-        space["fail"](tensor)  # type: ignore[operator]
+        exec(compile(path.read_text(), path, "exec"), {"x": SimpleNamespace(pin_memory=fail)})
     assert failures.classify(caught.value) is OutcomeKind.HOST_OOM
 
 
@@ -246,6 +233,10 @@ def test_host_memory_beside_a_device_is_not_the_devices(monkeypatch: pytest.Monk
     monkeypatch.setattr(failures, "_uses_cuda", lambda: True)
     for error in (MemoryError(), CPU_ALLOCATOR):
         assert failures.classify(error) is OutcomeKind.HOST_OOM
+    # What cuBLAS says for want of memory.
+    monkeypatch.setattr(failures, "_is_nearly_full", lambda: True)
+    error = RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED when calling cublasCreate")
+    assert failures.classify(error) is OutcomeKind.OOM
 
 
 class Engine:

@@ -16,14 +16,15 @@ from dsat.in_trial.batches import UNSEEN
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.in_trial.measurement import STORE_NOT_USED_UP
 from dsat.in_trial.meter import Meter, install
-from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
+from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS
 from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.metered import (
     SPEC,
     Clock,
     FakeEngine,
     attach,
+    attached,
+    measure,
     measured_by,
     metrics_of,
     train,
@@ -35,8 +36,7 @@ from testing.metered import (
 def test_measures_the_mean_step_and_its_phases(clock: Clock) -> None:
     engine = FakeEngine(clock)
     meter = attach(engine)
-    measured = train(engine)
-    assert measured is not None
+    measured = measure(engine)
     metrics = metrics_of(measured)
     assert (metrics.forward, metrics.backward, metrics.step) == pytest.approx((3, 5, 2))
     assert metrics.latency == pytest.approx(10)
@@ -66,10 +66,8 @@ def test_a_step_that_lacks_micro_steps_is_not_measured(clock: Clock) -> None:
 
 
 def test_what_the_loop_does_between_two_steps_counts_in_the_latency_alone(clock: Clock) -> None:
-    engine = FakeEngine(clock, gas=2)
-    attach(engine, replace(SPEC, gas=2))
-    measured = train(engine, loading_ms=50)
-    assert measured is not None
+    engine = attached(clock, replace(SPEC, gas=2))
+    measured = measure(engine, loading_ms=50)
     metrics = metrics_of(measured)
     assert metrics.latency == pytest.approx(2 * (50 + 3 + 5) + 2)
     assert (metrics.forward, metrics.backward, metrics.step) == pytest.approx((6, 10, 2))
@@ -77,8 +75,7 @@ def test_what_the_loop_does_between_two_steps_counts_in_the_latency_alone(clock:
 
 def test_a_backward_pass_without_the_engine_is_timed_by_what_surrounds_it(clock: Clock) -> None:
     """`loss.backward()` instead of `engine.backward(loss)`."""
-    engine = FakeEngine(clock, gas=2)
-    attach(engine, replace(SPEC, gas=2))
+    engine = attached(clock, replace(SPEC, gas=2))
     inputs = torch.zeros(4, 2)
 
     def loop() -> None:
@@ -143,46 +140,25 @@ def test_an_evaluation_that_runs_out_of_memory_is_the_scripts_own_affair(clock: 
             engine.forward(torch.zeros(4, 2))
         engine.training = True
 
-    measured = train(engine, before=evaluate)
-    assert measured is not None and measured.ok and measured is meter.outcome
-
-
-def test_evaluation_is_no_training_step(clock: Clock) -> None:
-    engine = FakeEngine(clock)
-    attach(engine)
-
-    def evaluate(step: int) -> None:
-        with torch.no_grad():
-            engine.forward(torch.zeros(99, 2))
-        engine.training = False
-        engine.forward(torch.zeros(99, 2))
-        engine.training = True
-
-    measured = train(engine, before=evaluate)
-    assert measured is not None
-    assert metrics_of(measured).forward == pytest.approx(3)
-    assert metrics_of(measured).num_steps == 3
-    assert measured.warnings == ()
+    measured = measure(engine, before=evaluate)
+    assert measured.ok and measured is meter.outcome
 
 
 def test_steps_that_fp16_skipped_are_not_measured(clock: Clock) -> None:
-    engine = FakeEngine(clock)
-    attach(engine)
+    engine = attached(clock)
 
     def overflow(step: int) -> None:
         engine.overflows = step <= 7 or step in (9, 12)
         engine.times_ms = (3.0, 5.0, 0.1) if engine.overflows else (3.0, 5.0, 2.0)
 
-    measured = train(engine, before=overflow)
-    assert measured is not None
+    measured = measure(engine, before=overflow)
     # Steps 8 and 10 are the first that count; 11, 13 and 14 are measured.
     assert engine.global_steps == 14
     assert measured.step_ms == pytest.approx((10, 10, 10))
 
 
 def test_a_loss_that_is_never_finite_is_said_so(clock: Clock) -> None:
-    engine = FakeEngine(clock)
-    attach(engine)
+    engine = attached(clock)
     engine.overflows = True
     with pytest.raises(Diverged, match="the loss is not finite"):
         train(engine, steps=1000)
@@ -190,8 +166,7 @@ def test_a_loss_that_is_never_finite_is_said_so(clock: Clock) -> None:
 
 
 def test_the_operation_is_long_enough_for_skipped_steps(clock: Clock) -> None:
-    engine = FakeEngine(clock)
-    attach(engine)
+    engine = attached(clock)
 
     def worst(step: int) -> None:
         engine.overflows = step <= MAX_SKIPPED_STEPS
@@ -231,6 +206,7 @@ def test_measures_the_first_engine_that_trains(clock: Clock) -> None:
     reference.forward(inputs)
     assert not meter.warnings, "only one has made a backward pass"
     assert train(second, steps=30) is None
+    assert "of the engine that trains first" in str(meter.shortfall)
     trained.backward(inputs)
     trained.step()
     assert train(trained) is told[0]
@@ -285,21 +261,6 @@ def test_a_script_that_begins_again_is_measured_by_its_last_engine(
         )
 
 
-def test_an_engine_that_is_made_when_another_trains_is_not_measured(clock: Clock) -> None:
-    """As a critic or a discriminator with an accumulation of its own."""
-    deepspeed: Any = sys.modules["deepspeed"]
-    deepspeed.initialize = lambda gas: (FakeEngine(clock, gas=gas), None, None, None)
-    told: list[Outcome] = []
-    meter = install(SPEC, told.append)
-    actor = deepspeed.initialize(1)[0]
-    assert train(actor, steps=1) is None
-    critic = deepspeed.initialize(2)[0]
-    assert train(critic, steps=1) is None
-    assert "of the engine that trains first" in str(meter.shortfall)
-    assert train(actor, before=lambda _: critic.step()) is told[0]
-    assert told[0].warnings == (SEVERAL_ENGINES,)
-
-
 def test_a_script_may_leave_out_the_engines_forward(clock: Clock) -> None:
     deepspeed: Any = sys.modules["deepspeed"]
     deepspeed.initialize = lambda: (FakeEngine(clock), None, None, None)
@@ -344,25 +305,10 @@ def test_what_loaders_have_in_store_is_used_up_first(
     def before(step: int) -> None:
         engine.times_ms = (1, 1, 0) if step <= cheap else of_step
 
-    measured = train(engine, before=before)
-    assert measured is not None and measured.warnings == warnings
+    measured = measure(engine, before=before)
+    assert measured.warnings == warnings
     assert metrics_of(measured).latency == pytest.approx(sum(of_step[:2]) * gas + of_step[2])
     assert meter.steps_seen == steps + 3
-
-
-def test_the_profile_trials_peaks_are_of_a_later_step() -> None:
-    """An optimizer's moments are there after the first."""
-    batch = BatchTriple(4, 4, 1)
-    spec = MeterSpec.of_trial(
-        Trial(0, TrialKind.PROFILE, "t0", 1, batch, {}),
-        replace(SPEC.options, start_step=1),
-        slots=1,
-    )
-    assert (spec.profile, spec.options.start_step, spec.options.end_step) == (True, 3, 3)
-    other = MeterSpec.of_trial(
-        Trial(1, TrialKind.SEARCH, "t1", 1, batch, {}), SPEC.options, slots=1
-    )
-    assert (other.profile, other.options) == (False, SPEC.options)
 
 
 def test_a_script_that_calls_its_model_itself_is_counted_from_the_second_step(

@@ -21,6 +21,7 @@ from testing.metered import (
     Clock,
     FakeEngine,
     attach,
+    attached,
     facts_of,
     measured_by,
     metrics_of,
@@ -43,8 +44,7 @@ def feed(engine: FakeEngine, rows: Callable[[int], int], *, per_step: int = 1) -
 
 
 def test_a_first_batch_that_is_short_is_refused(clock: Clock) -> None:
-    engine = FakeEngine(clock)
-    attach(engine)
+    engine = attached(clock)
     with pytest.raises(InvalidTrial, match="has 3 samples, fewer than the micro batch of 4") as e:
         feed(engine, lambda batch: 3)
     assert e.value.most_samples == 3 and e.value.smaller_may_run
@@ -53,8 +53,7 @@ def test_a_first_batch_that_is_short_is_refused(clock: Clock) -> None:
 @pytest.mark.parametrize("every", [2, 5])
 def test_steps_that_are_not_full_are_not_measured(clock: Clock, every: int) -> None:
     """The last batch of an epoch is short, and quick."""
-    engine = FakeEngine(clock)
-    attach(engine)
+    engine = attached(clock)
 
     def rows(batch: int) -> int:
         short = batch % every == every - 1
@@ -69,8 +68,7 @@ def test_steps_that_are_not_full_are_not_measured(clock: Clock, every: int) -> N
 
 def test_too_few_data_for_a_step_are_told(clock: Clock) -> None:
     """96 samples in batches of 40, three of them a step."""
-    engine = FakeEngine(clock, gas=3)
-    attach(engine, replace(SPEC, gas=3))
+    engine = attached(clock, replace(SPEC, gas=3))
     with pytest.raises(InvalidTrial, match="none of 3 optimizer steps was full") as error:
         feed(engine, lambda batch: 1 if batch % 3 == 2 else 4)
     assert error.value.smaller_may_run
@@ -78,8 +76,7 @@ def test_too_few_data_for_a_step_are_told(clock: Clock) -> None:
 
 def test_accumulation_of_the_scripts_own_is_measured_by_real_steps(clock: Clock) -> None:
     k = 4
-    engine = FakeEngine(clock)
-    attach(engine)
+    engine = attached(clock)
     measured = feed(engine, lambda batch: 4, per_step=k)
     assert metrics_of(measured).latency == pytest.approx(8 * k + 2)
     assert metrics_of(measured).throughput == pytest.approx(4 * k / (8 * k + 2) * 1e3)
@@ -99,8 +96,7 @@ def test_accumulation_of_the_scripts_own_is_measured_by_real_steps(clock: Clock)
 def test_accumulation_that_is_a_constant_of_the_script_is_refused(
     clock: Clock, gas: int, own_gas: int, own: int, refusal: str
 ) -> None:
-    engine = FakeEngine(clock, gas=gas)
-    attach(engine, replace(SPEC, gas=gas, own_steps=StepFacts(own_gas, own)))
+    engine = attached(clock, replace(SPEC, gas=gas, own_steps=StepFacts(own_gas, own)))
 
     def loop() -> None:
         for batch in range(1000):
@@ -121,8 +117,7 @@ def test_accumulation_that_is_a_constant_of_the_script_is_refused(
 
 def test_one_step_of_more_micro_batches_is_no_habit(clock: Clock) -> None:
     """A Trainer carries over what is left of an epoch whose length it does not know."""
-    engine = FakeEngine(clock, gas=2)
-    attach(engine, replace(SPEC, gas=2))
+    engine = attached(clock, replace(SPEC, gas=2))
 
     def loop() -> None:
         for step in range(100):
@@ -136,8 +131,7 @@ def test_one_step_of_more_micro_batches_is_no_habit(clock: Clock) -> None:
 
 def test_a_pair_of_calls_for_one_loss_is_one_micro_step(clock: Clock) -> None:
     """Chosen and rejected answers, say."""
-    engine = FakeEngine(clock)
-    attach(engine)
+    engine = attached(clock)
 
     def loop() -> None:
         for _ in range(100):
@@ -187,17 +181,6 @@ def test_what_is_fed_to_the_model_itself_is_counted(clock: Clock, evaluates: boo
     assert metrics.throughput == pytest.approx(4 / latency * 1e3)
     assert metrics.forward == pytest.approx(3)
     assert outcome.warnings == (SHORT_BATCHES,)
-
-
-def test_a_batch_of_its_own_is_refused_where_the_model_itself_is_called(clock: Clock) -> None:
-    engine = FakeEngine(clock)
-    engine.module = Timed(clock)
-    options = replace(SPEC.options, own_micro_batch=9)
-    Meter(replace(SPEC, options=options), print).watch(engine)
-    engine.backward(engine.module(torch.zeros(9, 3)).sum())
-    engine.step()
-    with pytest.raises(InvalidTrial, match="feeds 9 samples, its own micro batch"):
-        engine.module(torch.zeros(9, 3))
 
 
 # -- tokens

@@ -21,22 +21,21 @@ from testing.metered import (
     Clock,
     FakeEngine,
     attach,
+    attached,
     facts_of,
+    measure,
     metrics_of,
     train,
 )
 
 
 def steps_of(clock: Clock, spec: MeterSpec, latency_ms: Callable[[int], float]) -> Outcome:
-    engine = FakeEngine(clock)
-    attach(engine, spec)
+    engine = attached(clock, spec)
 
     def script(step: int) -> None:
         engine.times_ms = (0.0, 0.0, latency_ms(step))
 
-    measured = train(engine, before=script)
-    assert measured is not None
-    return measured
+    return measure(engine, before=script)
 
 
 def test_noise_is_measured_up_to_the_most_steps(clock: Clock) -> None:
@@ -116,16 +115,16 @@ def test_a_first_step_that_compiles_does_not_cut_it_short(clock: Clock) -> None:
 def test_measures_on_after_a_check_without_counting_the_check(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = FakeEngine(clock)
-    attach(engine)
+    engine = attached(clock)
 
     def slow_check(_: Ranks, values: list[float]) -> list[float]:
         clock.advance(10_000)
         return values
 
     monkeypatch.setattr(Ranks, "maximum", slow_check)
-    measured = train(engine, before=lambda step: setattr(engine, "times_ms", (0, 0, 9 + step % 3)))
-    assert measured is not None
+    measured = measure(
+        engine, before=lambda step: setattr(engine, "times_ms", (0, 0, 9 + step % 3))
+    )
     assert max(measured.step_ms) == pytest.approx(11)
 
 
@@ -144,7 +143,7 @@ def test_the_slowest_rank_decides_in_each_step(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine(clock)
-    meter = attach(engine, replace(SPEC, slots=2))
+    meter = attach(engine, replace(SPEC, slots=2, flops_per_sample=1e9))
     theirs = [
         [latency, 4.0, 1.0, 1.0, 2.0, 8.0, 0.0, 0.0, 0.0, 1.0] for latency in (8.0, 12.0, 12.0)
     ]
@@ -169,15 +168,7 @@ def test_the_slowest_rank_decides_in_each_step(
     assert metrics_of(measured).forward == pytest.approx(4)
     assert metrics_of(measured).backward == pytest.approx(5)
     assert metrics_of(measured).throughput == pytest.approx(8 / (34 / 3) * 1e3)
-
-
-def test_flops_are_the_profiles_per_sample(clock: Clock) -> None:
-    engine = FakeEngine(clock)
-    attach(engine, replace(SPEC, slots=4, flops_per_sample=1e9))
-    measured = train(engine)
-    assert measured is not None
-    assert metrics_of(measured).throughput == pytest.approx(1600)
-    assert metrics_of(measured).FLOPS_per_gpu == pytest.approx(400e9)
+    assert metrics_of(measured).FLOPS_per_gpu == pytest.approx(1e9 * 4 / (34 / 3) * 1e3)
 
 
 def test_accidents_of_the_host_are_counted_apart(clock: Clock) -> None:
@@ -196,7 +187,7 @@ def test_accidents_of_the_host_are_counted_apart(clock: Clock) -> None:
     assert measured.metrics.lost_to_accidents == pytest.approx(39.6 / (10.4 * count), rel=0.02)
 
 
-@pytest.mark.parametrize(("every", "mean_ms"), [(13, 100.0), (3, 100.0 + 5000.0 / 3)])
+@pytest.mark.parametrize(("every", "mean_ms"), [(13, 100.0), (3, 100.0 + 5000 / 3), (1, 5100.0)])
 def test_an_evaluation_now_and_then_is_left_out(clock: Clock, every: int, mean_ms: float) -> None:
     engine = FakeEngine(clock)
     options = replace(SPEC.options, end_step=SPEC.options.start_step + 38, max_steps=39)
@@ -209,11 +200,10 @@ def test_an_evaluation_now_and_then_is_left_out(clock: Clock, every: int, mean_m
             with torch.no_grad():
                 engine.forward(torch.zeros(4, 2))
 
-    measured = train(engine, before=script)
-    assert measured is not None
+    measured = measure(engine, before=script)
     assert metrics_of(measured).latency == pytest.approx(mean_ms, rel=0.05)
     assert (EVALUATED in measured.warnings) == (every == 13)
-    assert facts_of(measured).evaluated == pytest.approx(0 if every == 13 else 1 / 3)
+    assert facts_of(measured).evaluated == pytest.approx(0 if every == 13 else 1 / every)
 
 
 class Generating(torch.nn.Linear):
@@ -236,8 +226,7 @@ def test_a_generation_that_leaves_the_engine_out_is_seen(clock: Clock, inside: b
         if step % 2:
             model.generate(torch.zeros(4, 2))
 
-    measured = train(engine, before=generates)
-    assert measured is not None
+    measured = measure(engine, before=generates)
     assert facts_of(measured).evaluated == pytest.approx(0.5, abs=0.2)
 
 

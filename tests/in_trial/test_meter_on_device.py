@@ -15,6 +15,7 @@ from testing.metered import (
     FakeAccelerator,
     FakeEngine,
     attach,
+    measure,
     memory_of,
     metrics_of,
     train,
@@ -77,8 +78,8 @@ def test_on_a_device_nothing_waits_inside_the_steps(device: Device) -> None:
     engine = FakeEngine(device.clock)
     attach(engine)
     waits_at: dict[int, int] = {}
-    measured = train(engine, before=lambda step: waits_at.update({step: len(device.waits)}))
-    assert measured is not None and measured.metrics is not None
+    measured = measure(engine, before=lambda step: waits_at.update({step: len(device.waits)}))
+    assert measured.metrics is not None
     # Steps of 10 ms: 1 s of warm-up and 2 s measured, and the first look after 3 of them.
     assert [s for s in waits_at if waits_at[s] != waits_at.get(s - 1, 0)] == [3, 104]
     assert measured.metrics.num_steps >= 200
@@ -176,8 +177,7 @@ def test_on_a_device_memory_is_told_by_phase(
     attach(engine, replace(SPEC, gas=2))
     if whose == "loss.backward":
         monkeypatch.setattr(engine, "backward", backward)
-    measured = train(engine)
-    assert measured is not None
+    measured = measure(engine)
     phases = {"init": 100, "forward": 300, "backward": 700, "step": 400}
     assert memory_of(measured).allocated_bytes == phases
     assert memory_of(measured).reserved_bytes == {name: 2 * peak for name, peak in phases.items()}

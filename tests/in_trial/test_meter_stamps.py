@@ -56,18 +56,6 @@ SCRIPTS = {
         "        if self.path and state.global_step",
         f"        {HERE}\n        if self.path and state.global_step",
     ),
-    "Core API": (
-        "tiny",
-        "train.py",
-        "                steps += 1\n",
-        f"                steps += 1\n                {HERE}\n",
-    ),
-    "DeepSpeedTrial": (
-        "deepspeed_trial",
-        "model_def.py",
-        "        self.samples.update(len(inputs))\n        self.writer",
-        f"        self.samples.update(len(inputs))\n        {HERE}\n        self.writer",
-    ),
 }
 
 

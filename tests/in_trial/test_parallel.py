@@ -52,7 +52,7 @@ def alone(bench: Bench) -> Outcome:
 @pytest.mark.parametrize(
     ("shared", "stage"),
     [
-        pytest.param(shared, stage, marks=[] if stage % 2 else pytest.mark.nightly)
+        pytest.param(shared, stage, marks=[] if stage == 3 else pytest.mark.nightly)
         for shared in (TENSOR, SEQUENCE)
         for stage in range(4)
     ],
@@ -66,7 +66,7 @@ def test_losses_and_counts_are_those_of_data_parallelism(
 def assert_the_same(outcome: Outcome, alone: Outcome) -> None:
     """The training is that of data parallelism alone, and its samples and tokens count once."""
     assert outcome.training is not None and alone.training is not None
-    assert outcome.training.losses == pytest.approx(alone.training.losses, rel=1e-4)
+    assert outcome.training.losses == pytest.approx(alone.training.losses, rel=2e-4)
     assert outcome.metrics is not None and outcome.sequences is not None
     step_s = outcome.metrics.latency / 1000
     assert outcome.metrics.throughput * step_s == pytest.approx(4)
@@ -94,12 +94,7 @@ def test_the_trainer_divides_layers_and_sequences_by_itself(tmp_path: Path) -> N
                 trained(bench, each, stage, 1) for each in (DATA_ONLY, SEQUENCE, TENSOR)
             )
             for outcome in shared:
-                assert outcome.training is not None and alone.training is not None
-                assert outcome.training.losses == pytest.approx(alone.training.losses, rel=2e-4)
-                assert outcome.metrics is not None
-                assert outcome.metrics.tokens_per_second is not None
-                step_s = outcome.metrics.latency / 1000
-                assert outcome.metrics.tokens_per_second * step_s == pytest.approx(4 * LENGTH)
+                assert_the_same(outcome, alone)
 
 
 def test_a_script_that_leaves_the_size_out_is_told_so(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import dsat
 from dsat.in_trial.meter import TrialComplete
-from testing.metered import Clock, FakeEngine, attach, metrics_of, train
+from testing.metered import Clock, attached, measure, metrics_of
 
 
 class FakeCore:
@@ -36,10 +36,8 @@ class FakeOperation:
 
 @pytest.fixture
 def complete(clock: Clock) -> TrialComplete:
-    engine = FakeEngine(clock)
-    attach(engine)
-    measured = train(engine)
-    assert measured is not None
+    engine = attached(clock)
+    measured = measure(engine)
     return TrialComplete(measured)
 
 

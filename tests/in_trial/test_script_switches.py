@@ -79,27 +79,22 @@ def test_arguments_are_set() -> None:
 
 
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
-@pytest.mark.parametrize("own", ['{"use_reentrant": false}', {"use_reentrant": False}])
-def test_keyword_arguments_may_be_text_of_the_command_line(own: Any, name: str) -> None:
-    args = arguments(**{f"{name}_kwargs": own})
-    switches = ScriptSwitches({"gradient_checkpointing": "every_2_layers"}, on_cpu=True)
-    switches.set_arguments(args, CONFIG)
-    wanted = {"use_reentrant": False, "every_n_layers": 2}
-    assert args.activation_checkpointing_kwargs == wanted
+def test_keyword_arguments_may_be_text_of_the_command_line(name: str) -> None:
+    for own in ('{"use_reentrant": false}', {"use_reentrant": False}):
+        args = arguments(**{f"{name}_kwargs": own})
+        switches = ScriptSwitches({"gradient_checkpointing": "every_2_layers"}, on_cpu=True)
+        switches.set_arguments(args, CONFIG)
+        wanted = {"use_reentrant": False, "every_n_layers": 2}
+        assert args.activation_checkpointing_kwargs == wanted
 
 
-def test_the_kernel_in_which_ulysses_is_stays() -> None:
+def test_what_a_script_cannot_be_switched_to_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
-    groups = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
     call = {"model": model, "model_parameters": model.parameters(), "config": CONFIG}
+    groups = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
     switches = ScriptSwitches({"attn_implementation": "eager"}, on_cpu=True)
     with pytest.raises(InvalidTrial, match="where it is Ulysses'"):
         switches.before_engine({**call, "mpu": groups})
-
-
-def test_a_script_without_arguments_cannot_have_them_set() -> None:
-    model = torch.nn.Linear(2, 2)
-    call = {"model": model, "model_parameters": model.parameters(), "config": CONFIG}
     switches = ScriptSwitches({"dataloader_num_workers": 2, "--seed": "3"}, on_cpu=True)
     with pytest.raises(InvalidTrial, match="is a field of TrainingArguments"):
         switches.before_engine(call)
@@ -108,14 +103,18 @@ def test_a_script_without_arguments_cannot_have_them_set() -> None:
     assert {name: s.values for name, s in plain.found.items()} == {"torch_compile": (False, True)}
 
 
-@pytest.mark.slow
-def test_a_model_of_transformers_is_switched() -> None:
+@pytest.fixture
+def gpt2() -> Any:
     transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers.PreTrainedModel, "set_attn_implementation"):
-        pytest.skip("this transformers chooses the attention kernel when it makes a model")
     sizes = {"vocab_size": 8, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    whole = torch.nn.Sequential(torch.nn.Linear(2, 2), model)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_switched(gpt2: Any) -> None:
+    if not hasattr(gpt2, "set_attn_implementation"):
+        pytest.skip("this transformers chooses the attention kernel when it makes a model")
+    whole = torch.nn.Sequential(torch.nn.Linear(2, 2), gpt2)
     assert of_model(whole, may_flash=False) == {
         "gradient_checkpointing": (False, True),
         "attn_implementation": ("sdpa", "eager"),
@@ -129,21 +128,15 @@ def test_a_model_of_transformers_is_switched() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", [None, False])
-def test_a_model_that_the_script_itself_lets_recompute(chosen: bool | None) -> None:
+@pytest.mark.parametrize("wanted", [{}, {"gradient_checkpointing": False}])
+def test_a_model_that_the_script_itself_lets_recompute(gpt2: Any, wanted: dict[str, bool]) -> None:
     """Its arguments say nothing of it, as with LLaMA-Factory."""
-    wanted = {} if chosen is None else {"gradient_checkpointing": chosen}
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 8, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    recomputation.switch(model, True)
+    recomputation.switch(gpt2, True)
     switches = ScriptSwitches(wanted, on_cpu=True)
     switches.set_arguments(arguments(gradient_checkpointing=False), CONFIG)
-    switches.before_engine(
-        {"model": model, "model_parameters": model.parameters(), "config": CONFIG}
-    )
+    switches.before_engine({"model": gpt2, "model_parameters": gpt2.parameters(), "config": CONFIG})
     assert switches.found["gradient_checkpointing"].values == (True, False)
-    assert recomputation.is_on(model) is (chosen is None)
+    assert recomputation.is_on(gpt2) is not bool(wanted)
 
 
 @pytest.mark.parametrize(
