@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -88,6 +89,32 @@ class FakeEngine:
         self.clock.advance(self.times_ms[2])
         self.global_steps += 1
         self.skipped_steps += self.overflows
+
+
+@dataclass
+class CoreContext:
+    """A `core.Context`, its train and searcher contexts, and an operation, all in one."""
+
+    rank: int = 0
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    length = 77
+    steps_completed = -1
+
+    @property
+    def distributed(self) -> CoreContext:
+        return self
+
+    train = distributed
+
+    def report_validation_metrics(self, steps_completed: int, metrics: Any) -> None:
+        self.steps_completed = steps_completed
+        self.calls.append(("metrics", metrics))
+
+    def report_progress(self, length: float) -> None:
+        self.calls.append(("progress", length))
+
+    def report_completed(self, metric: Any) -> None:
+        self.calls.append(("completed", metric))
 
 
 def attach(engine: Any, spec: MeterSpec = SPEC) -> Meter:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,34 +18,10 @@ from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.outcome import MemoryUse, Outcome, OutcomeKind
 from dsat.values.trial import TrialOptions
 from testing.helpers import ran, weightless
+from testing.metered import CoreContext
 from tests.conftest import ROOT
 
 SPEC = MeterSpec(TrialOptions(timeout_s=60.0), micro_batch=4, gas=1, stage=1, slots=2)
-
-
-@dataclass
-class Recorder:
-    """A `core.Context`, its train and searcher contexts, and an operation, all in one."""
-
-    rank: int = 0
-    calls: list[tuple[str, Any]] = field(default_factory=list)
-
-    @property
-    def distributed(self) -> Recorder:
-        return self
-
-    @property
-    def train(self) -> Recorder:
-        return self
-
-    def report_validation_metrics(self, steps_completed: int, metrics: Any) -> None:
-        self.calls.append(("metrics", metrics))
-
-    def report_progress(self, length: float) -> None:
-        self.calls.append(("progress", length))
-
-    def report_completed(self, metric: Any) -> None:
-        self.calls.append(("completed", metric))
 
 
 class FakeMeter:
@@ -75,14 +51,14 @@ def measured(meter: Any) -> Outcome:
     return found
 
 
-def reported(context: Recorder) -> Outcome:
+def reported(context: CoreContext) -> Outcome:
     """What the searcher gets, after the way through JSON."""
     [metric] = [what for kind, what in context.calls if kind == "completed"]
     return Outcome.from_json(json.loads(json.dumps(metric))[OUTCOME_KEY])
 
 
 def test_a_measurement_is_reported_to_be_plotted_and_to_be_searched(meter: Any) -> None:
-    context, rank = Recorder(), Task(meter)
+    context, rank = CoreContext(), Task(meter)
     expected = measured(meter)
     rank.report(context, context, rank.ended(), 7)
     assert [kind for kind, _ in context.calls] == ["metrics", "completed"]
@@ -95,7 +71,7 @@ def test_a_measurement_is_reported_to_be_plotted_and_to_be_searched(meter: Any) 
 
 def test_only_the_chief_reports_and_only_once(meter: Any) -> None:
     measured(meter)
-    worker, chief = Recorder(rank=1), Recorder()
+    worker, chief = CoreContext(rank=1), CoreContext()
     for context in (worker, chief):
         rank = Task(meter)
         rank.report(context, context, rank.ended(), 7)
@@ -116,7 +92,7 @@ def test_only_the_chief_reports_and_only_once(meter: Any) -> None:
 def test_a_failure_that_would_only_repeat_itself_is_reported(
     meter: Any, error: BaseException, kind: OutcomeKind | None
 ) -> None:
-    context, rank = Recorder(), Task(meter)
+    context, rank = CoreContext(), Task(meter)
     rank.report_failure(context, context, error, 7)
     assert [name for name, _ in context.calls] == ["completed"] * (kind is not None)
     if kind is not None:
@@ -136,7 +112,7 @@ def test_a_failure_is_the_scripts_own_until_it_asks_for_an_engine(meter: Any) ->
 def test_a_script_that_completes_the_operation_itself_reports_what_was_measured(
     meter: Any, enough: bool
 ) -> None:
-    context, rank = Recorder(), Task(meter)
+    context, rank = CoreContext(), Task(meter)
     rank.follow(context, context, 7)
     rank.follow(context, context, 7)  # the context is entered once a step, perhaps
     meter.watches = True

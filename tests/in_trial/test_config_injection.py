@@ -68,12 +68,6 @@ class Calls:
         model: Any = None,
         optimizer: Any = None,
         model_parameters: Any = None,
-        training_data: Any = None,
-        lr_scheduler: Any = None,
-        distributed_port: int = 29500,
-        mpu: Any = None,
-        dist_init_required: bool | None = None,
-        collate_fn: Any = None,
         config: Any = None,
         config_params: Any = None,
     ) -> tuple[str, ...]:
@@ -116,9 +110,7 @@ WAYS: dict[str, Callable[[Path], Any]] = {
     "dict": lambda _: initialize(model="model", config=copy.deepcopy(OWN)),
     "path": lambda folder: initialize(model="model", config=own_file(folder)),
     "config_params": lambda _: initialize(model="model", config_params=copy.deepcopy(OWN)),
-    "positional": lambda _: initialize(
-        None, "model", *[None] * 4, 29500, None, None, None, copy.deepcopy(OWN)
-    ),
+    "positional": lambda _: initialize(None, "model", None, None, copy.deepcopy(OWN)),
     "args": lambda folder: initialize(
         SimpleNamespace(deepspeed_config=own_file(folder)), "model", model_parameters=[1]
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -66,8 +66,8 @@ def test_a_loss_that_is_not_finite_fails_the_trial(pair: Bench) -> None:
 class Engine:
     """As much of an engine as losses need."""
 
-    def __init__(self, training: bool = True) -> None:
-        self.training = training
+    def __init__(self) -> None:
+        self.training = True
         self.module = torch.nn.Linear(1, 1)
         self.device = torch.device("cpu")
 
@@ -111,33 +111,34 @@ def test_an_overflow_that_fp16_skipped_is_not_the_end() -> None:
     assert watch.curve().skipped == (2,)
 
 
-def test_what_fp16_multiplies_the_loss_with_is_not_in_it() -> None:
-    """`engine.scale(loss).backward()`."""
-    engine = Engine()
-    watch = LossWatch(engine)
+def scaled(engine: Engine) -> None:
     loss = torch.tensor(3.0, requires_grad=True) * 1
     engine.scale(loss).backward()  # type: ignore[no-untyped-call]
-    watch.end_step(micro_steps=1, applied=True)
-    watch.read(alone)
-    assert watch.curve().losses == (3.0,)
 
 
-def test_backward_passes_that_are_no_training_are_not_heard() -> None:
-    watch = LossWatch(Engine(training=False))
-    (torch.ones(1, requires_grad=True) * 2).backward()  # type: ignore[no-untyped-call]
-    watch.end_step(micro_steps=1, applied=True)
-    watch.read(alone)
-    assert watch.curve().losses == (None,)
-
-
-def test_a_checkpoints_own_backward_pass_is_no_loss() -> None:
-    watch = LossWatch(Engine())
+def checkpointed(engine: Engine) -> None:
+    """The checkpoint has a backward pass of its own."""
     weights = torch.ones((), requires_grad=True)
-    loss = torch.utils.checkpoint.checkpoint(lambda x: x * 5, weights, use_reentrant=True)
-    loss.backward()
+    torch.utils.checkpoint.checkpoint(lambda x: x * 5, weights, use_reentrant=True).backward()
+
+
+def evaluated(engine: Engine) -> None:
+    engine.training = False
+    (torch.ones(1, requires_grad=True) * 2).backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("passes", "loss"), [(scaled, 3.0), (checkpointed, 5.0), (evaluated, None)]
+)
+def test_losses_of_backward_passes_that_the_script_begins(
+    passes: Callable[[Engine], None], loss: float | None
+) -> None:
+    engine = Engine()
+    watch = LossWatch(engine)
+    passes(engine)
     watch.end_step(micro_steps=1, applied=True)
     watch.read(alone)
-    assert watch.curve().losses == (5.0,)
+    assert watch.curve().losses == (loss,)
 
 
 def test_a_curve_is_no_longer_than_its_two_ends() -> None:

@@ -16,44 +16,29 @@ from dsat.in_trial.meter import Meter
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.outcome import ModelProfile, OwnOptimizer
 from dsat.values.trial import TrialOptions
-from testing.metered import attach, measured_by, metrics_of
+from testing.metered import Clock, FakeEngine, attach, measured_by, metrics_of
 
 
-class RealEngine:
+class RealEngine(FakeEngine):
     """As much of a DeepSpeedEngine as it takes to train a module."""
 
-    basic_optimizer: object = "SGD"
-
-    def __init__(self, module: nn.Module, gas: int = 1) -> None:
-        self.module = module
-        self.training = True
-        self.global_steps = self.skipped_steps = self.micro_steps = 0
-        self.device = torch.device("cpu")
-        self.gas = gas
-        trained = [p for p in module.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.SGD(trained, 0.1)
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return BATCH
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.gas
-
-    def zero_optimization_stage(self) -> int:
-        return 1
+    def __init__(self, module: nn.Module, gas: int, own: object) -> None:
+        super().__init__(Clock(), BATCH, gas)
+        self.module, self.basic_optimizer = module, own
+        self.sgd = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         return self.module(*inputs)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor) -> Any:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        self.micro_steps += 1
-        if self.micro_steps % self.gas == 0:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.global_steps += 1
+        before = self.global_steps
+        super().step()
+        if self.global_steps > before:
+            self.sgd.step()
+            self.sgd.zero_grad()
 
 
 BATCH, WIDE, HIDDEN, OUT = 6, 10, 24, 3
@@ -90,12 +75,13 @@ def profile_of(
     evaluate_first: bool = False,
     calls_engine: bool = True,
     slot_memory_bytes: int | None = None,
+    own: object = "SGD",
 ) -> ModelProfile:
     options = TrialOptions(
         timeout_s=60.0, start_step=2, end_step=2, max_steps=1, slot_memory_bytes=slot_memory_bytes
     )
     spec = MeterSpec(options, micro_batch=BATCH, gas=gas, stage=1, slots=1, profile=True)
-    engine = RealEngine(module, gas)
+    engine = RealEngine(module, gas, own)
     if calls_engine:
         attach(engine, spec)
     else:
@@ -176,8 +162,7 @@ class TestCounts:
         monkeypatch.setitem(sys.modules, "accelerate.state", state)
         model = Perceptron()
         own = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
-        monkeypatch.setattr(RealEngine, "basic_optimizer", own)
-        assert profile_of(model).optimizer == expected
+        assert profile_of(model, own=own).optimizer == expected
 
     @pytest.mark.parametrize("frozen", [False, True])
     def test_parameters(self, frozen: bool) -> None:
