@@ -46,12 +46,10 @@ def of_run(
     """Simulate a configuration of each strategy, with each setting of the script's switches.
 
     Args:
-        engine: runs the script; none of its slots are used.
-        plan: what is tuned.
-        profile: of the model, the basis where the script cannot be simulated.
+        engine: none of its slots are used.
+        profile: the basis where the script cannot be simulated.
         configs: whole DeepSpeed configurations, one of each strategy.
         as_cpu: trials run on a CPU.
-        say: prints a line.
     """
     if _is_plenty(plan, profile, configs):
         note = f"all micro batches up to {plan.allowed_micro_batches[-1]} have plenty of room"
@@ -64,7 +62,7 @@ def of_run(
                 with Simulator(
                     engine, as_cpu=as_cpu, script_args=switches, timeout_s=TIMEOUT_S
                 ) as simulator:
-                    found = variant_of(
+                    own = variant_of(
                         simulator,
                         configs,
                         switches,
@@ -73,7 +71,7 @@ def of_run(
                         on_device=not as_cpu,
                         say=say,
                     )
-                    variants.append(found)
+                    variants.append(own)
                     variants += _of_levers(
                         simulator, configs[0], switches, levers(plan, profile.switches)
                     )

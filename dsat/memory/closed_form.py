@@ -190,11 +190,7 @@ def estimate(
     slots: int,
     micro_batch: int,
 ) -> MemoryEstimate:
-    """Memory of a whole DeepSpeed configuration on a number of slots.
-
-    Args:
-        micro_batch: samples per rank and micro step.
-    """
+    """Memory of a whole DeepSpeed configuration on a number of slots."""
     phases = lines(facts, config, slots=slots)
     init, forward, backward, step = (round(highest(phases[name], micro_batch)) for name in PHASES)
     pinned, pageable = host(facts, config, slots=slots)

@@ -219,14 +219,7 @@ class Formula:
 def _passes(
     model: Decoder, size: int, lora: Mapping[str, str] | None, *, recompute: bool
 ) -> dict[str, Any]:
-    """Return the bytes of each token at the peaks of the forward and the backward pass.
-
-    Args:
-        model: its sizes.
-        size: bytes of a parameter.
-        lora: settings of adapters, the only trained parameters; None without.
-        recompute: activations are recomputed in the backward pass.
-    """
+    """Return the bytes of each token at the peaks of the forward and the backward pass."""
     h, inner, layer = model.hidden, model.chosen * model.inner, _kept(model, size, lora)
     # The inputs of all layers are kept, or all activations.
     held = model.layers * (size * h if recompute else layer)

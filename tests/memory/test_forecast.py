@@ -15,11 +15,11 @@ from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Anchor, Basis, Variant
 from dsat.search import SEARCHES
 from dsat.space.plan import Plan
-from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import MemoryUse, ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
-from testing.helpers import Event, FakeClock, failed, plan_of, ran
+from testing.helpers import failed, plan_of, ran
+from testing.tuners import tuner_of
 
 MIB, GIB = 2**20, 2**30
 PROFILE = ModelProfile(
@@ -60,11 +60,6 @@ def basis(tuner: Tuner) -> Basis:
     return Basis((Variant({}, FACTS, tuple(anchors)),))
 
 
-def begun(plan: Plan, events: list[Event] | None = None) -> tuple[Tuner, MemoryJournal]:
-    journal = MemoryJournal(list(events or []))
-    return Tuner(plan, journal, events=events, clock=FakeClock()), journal
-
-
 def drive(tuner: Tuner) -> None:
     while not tuner.finished:
         if tuner.decisions.needs_memory_basis:
@@ -85,7 +80,7 @@ def plan(method: str, memory_model: str, **more: Any) -> Plan:
 def test_hardly_a_trial_is_lost(method: str) -> None:
     lost = {}
     for memory_model in (BY_SIMULATION, NO_MEMORY_MODEL):
-        tuner, _ = begun(plan(method, memory_model))
+        tuner, _ = tuner_of(plan(method, memory_model))
         drive(tuner)
         lost[memory_model] = [o.kind for o in tuner.run.outcomes.values()].count(OutcomeKind.OOM)
         assert len(tuner.run.outcomes) > 4
@@ -95,7 +90,7 @@ def test_hardly_a_trial_is_lost(method: str) -> None:
 
 @pytest.mark.parametrize("method", SEARCHES)
 def test_the_largest_that_fits_is_found(method: str) -> None:
-    tuner, _ = begun(plan(method, BY_SIMULATION, max_trials=40, **_only(1)))
+    tuner, _ = tuner_of(plan(method, BY_SIMULATION, max_trials=40, **_only(1)))
     drive(tuner)
     assert tuner.run.best is not None
     full = 3 * GIB
@@ -105,12 +100,12 @@ def test_the_largest_that_fits_is_found(method: str) -> None:
 @pytest.mark.parametrize("method", SEARCHES)
 def test_a_run_cut_off_anywhere_continues_the_same(method: str) -> None:
     wanted = plan(method, BY_SIMULATION, max_trials=12)
-    tuner, journal = begun(wanted)
+    tuner, journal = tuner_of(wanted)
     drive(tuner)
     whole = journal.events
     assert sum(event["event"] == "foreseen" for event in whole) == 1
     for count in np.random.default_rng(len(whole)).choice(len(whole) + 1, 2, replace=False):
-        tuner, journal = begun(wanted, whole[:count])
+        tuner, journal = tuner_of(wanted, whole[:count])
         drive(tuner)
         assert journal.events == whole
 
@@ -118,25 +113,25 @@ def test_a_run_cut_off_anywhere_continues_the_same(method: str) -> None:
 def test_a_run_on_many_slots_continues_on_one() -> None:
     """Several trials end then with no decision between, and what follows is decided the same."""
     wanted = plan("model", BY_SIMULATION, max_trials=14)
-    tuner, journal = begun(wanted)
+    tuner, journal = tuner_of(wanted)
     while not tuner.finished and len(tuner.run.trials) < 8:
         if tuner.decisions.needs_memory_basis:
             tuner.set_memory_basis(basis(tuner))
         tuner.next_trials(4 - len(tuner.run.running))
         trial = tuner.run.running[0]
         tuner.record(trial.id, outcome_of(trial))
-    tuner, journal = begun(wanted, journal.events)
+    tuner, journal = tuner_of(wanted, journal.events)
     while not tuner.finished:
         for trial in tuner.run.running or tuner.next_trials(1):
             tuner.record(trial.id, outcome_of(trial))
     tuner.stop()
-    again, _ = begun(wanted, journal.events)
+    again, _ = tuner_of(wanted, journal.events)
     assert again.finished and again.run.outcomes.keys() == tuner.run.outcomes.keys()
 
 
 def forecast_of(plan: Plan) -> Forecast:
     """What is predicted after the profile trial."""
-    tuner, _ = begun(plan)
+    tuner, _ = tuner_of(plan)
     tuner.next_trials(1)
     tuner.record(0, outcome_of(tuner.run.trials[0]))
     assert tuner.decisions.forecast is not None and not tuner.decisions.needs_memory_basis
@@ -163,7 +158,7 @@ def test_the_largest_may_accumulate_nothing_where_smaller_ones_must() -> None:
 def test_what_took_no_trial_does_not_count_for_early_stopping(method: str, seed: int) -> None:
     options = {"early_stopping": 4}
     wanted = plan(method, BY_SIMULATION, seed=seed, max_trials=60, search_options=options)
-    tuner, _ = begun(wanted)
+    tuner, _ = tuner_of(wanted)
     drive(tuner)
     run = tuner.run
     assert run.stop_reason == "no better configuration in the last 4 trials"
@@ -171,7 +166,7 @@ def test_what_took_no_trial_does_not_count_for_early_stopping(method: str, seed:
 
 
 def test_trials_say_what_was_predicted_for_them() -> None:
-    tuner, _ = begun(plan("binary", BY_SIMULATION))
+    tuner, _ = tuner_of(plan("binary", BY_SIMULATION))
     drive(tuner)
     profile, *others = tuner.run.trials.values()
     assert profile.predicted_bytes is None
@@ -182,7 +177,7 @@ def test_trials_say_what_was_predicted_for_them() -> None:
 
 def test_the_formula_needs_no_simulation_and_learns_what_the_profile_does_not_show() -> None:
     """Here a third of what the backward pass needs."""
-    tuner, _ = begun(plan("binary", BY_FORMULA))
+    tuner, _ = tuner_of(plan("binary", BY_FORMULA))
     drive(tuner)
     last = list(tuner.run.trials.values())[-1]
     assert last.predicted_bytes == pytest.approx(max(memory_of(last).values()), rel=0.1)
@@ -190,7 +185,7 @@ def test_the_formula_needs_no_simulation_and_learns_what_the_profile_does_not_sh
 
 def test_a_prediction_that_nothing_fits_is_not_believed() -> None:
     """The profile trial ran, on a machine that does not tell what it used."""
-    tuner, _ = begun(plan("binary", BY_SIMULATION))
+    tuner, _ = tuner_of(plan("binary", BY_SIMULATION))
     tuner.next_trials(1)
     tuner.record(0, replace(outcome_of(tuner.run.trials[0]), memory=None))
     huge = replace(FACTS, backward_bytes_per_sample=9.0 * GIB)

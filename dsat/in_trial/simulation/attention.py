@@ -47,10 +47,8 @@ def kernel_for(
 
     Args:
         query: batch x heads x tokens x head size.
-        key: as the query, with its own tokens.
-        value: as the key.
+        key, value: as the query, with tokens of their own.
         mask: added to the scores, or boolean.
-        is_causal: no token looks at a later one.
         enable_gqa: several heads of the query share one of key and value.
     """
     tensors = (query, key, value)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, script_switches
@@ -87,7 +87,9 @@ class BorrowedModel:
             )
         self._snapshot.put_back(fakes)
         self._engine = result[0]
-        self._engine.device = _device_of_this_process()
+        accelerator = get_accelerator()
+        on_host = accelerator.device_name() == "cpu"
+        self._engine.device = torch.device("cpu" if on_host else accelerator.device_name(0))
         return result
 
     def on_first_training_forward(self, serve: Callable[..., Any]) -> None:
@@ -175,8 +177,6 @@ class BorrowedModel:
 
         Args:
             request: the attributes of `Question`, of which `switches` differ from the script's own.
-            args: positional arguments of the call.
-            kwargs: its keyword arguments.
             end: called with the result at the end of the script's micro step.
         """
         candidate = Question(**{name: request[name] for name in Question._fields})
@@ -246,11 +246,6 @@ def _of_stand_in(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(found.get(key), Mapping):
             found[key] = {k: v for k, v in found[key].items() if not k.endswith(_OF_STATE)}
     return {**found, "zero_optimization": {"stage": 0}}
-
-
-def _device_of_this_process() -> torch.device:
-    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    return torch.device(accelerator.device_name(0) if accelerator.device_name() != "cpu" else "cpu")
 
 
 def _plain_list(trained: Any) -> list[torch.Tensor]:

@@ -37,12 +37,7 @@ class SimulationUnsupported(Exception):
 
 
 class FunctionRules(TorchFunctionMode):
-    """Replacement of the script's own tensors in any function by fake ones of the simulation.
-
-    Args:
-        adopt: turns a tensor of the script's into a fake one.
-        device: the simulation's.
-    """
+    """Replacement of the script's own tensors in any function by fake ones of the simulation."""
 
     def __init__(self, adopt: Callable[[torch.Tensor], torch.Tensor], device: str) -> None:
         super().__init__()
