@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from dsat.app import packages
 from dsat.engines import places
 from dsat.engines.local.machine import find_machine
+from dsat.engines.places.base import Environment
 from dsat.errors import EngineError
 from dsat.values.memory_size import readable
 
@@ -175,7 +176,7 @@ def _shared_memory() -> Finding:
 
 
 def _place(cluster: str | None) -> Finding:
-    place = places.detect(places.Environment(os.environ))
+    place = places.detect(Environment(os.environ))
     here = "this machine" if place == "local" else f"--engine {place}"
     if cluster is None:
         return Finding("trials run on", here)

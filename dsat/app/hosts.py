@@ -11,7 +11,8 @@ from typing import Any
 from dsat.engines.local.accelerators import NAMED, ids_chosen
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import are_close
-from dsat.engines.places import PROVIDERS, Environment
+from dsat.engines.places import PROVIDERS
+from dsat.engines.places.base import Environment
 from dsat.errors import UserInputError
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.placement import VISIBLE

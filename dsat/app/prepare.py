@@ -23,6 +23,7 @@ from dsat.engines.local.first_run import FirstRun
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import Machine
 from dsat.engines.places import ENGINE_NAMES
+from dsat.engines.places.base import Environment
 from dsat.errors import UserInputError
 from dsat.inputs import script_args
 from dsat.inputs.autotuning_section import Autotuning
@@ -106,7 +107,7 @@ def _prepare(
     source, first = sources.read(settings), None
     engine = settings.engine
     if engine == places.AUTO:
-        engine = places.detect(places.Environment(os.environ, dict(source.program.launch.hosts)))
+        engine = places.detect(Environment(os.environ, dict(source.program.launch.hosts)))
         if engine != "local":
             _log.info("--engine %s was detected (--engine local takes this machine alone)", engine)
     _check_before_running(settings, source, engine)

@@ -13,7 +13,8 @@ import pytest
 from dsat.app import prepare
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import Machine
-from dsat.engines.places import PROVIDERS, Environment
+from dsat.engines.places import PROVIDERS
+from dsat.engines.places.base import Environment
 from dsat.errors import UserInputError
 from dsat.inputs.settings import Settings
 from testing.local import cpu_machine

@@ -18,7 +18,7 @@ from dsat.app.hosts import acquired
 from dsat.engines.local import heartbeats
 from dsat.engines.local.hosts import Host
 from dsat.engines.places import detect, given_options
-from dsat.engines.places.base import Environment, Node
+from dsat.engines.places.base import Environment
 from dsat.engines.places.ray import reserved as reserved_nodes
 from dsat.engines.ray.choice import NodeResources, Parts, ResourceRequest, choose
 from dsat.engines.ray.node_actor import NodeActor
@@ -34,7 +34,6 @@ from testing.command import (
     inline,
     run_of,
 )
-from testing.hosts_contract import HostsContract
 from testing.local import (
     PATIENCE_S,
     bench_of,
@@ -225,7 +224,7 @@ def three() -> Iterator[RayCluster]:
 
 
 @contextlib.contextmanager
-def kept(cluster: RayCluster, nodes: int) -> Iterator[list[Node]]:
+def kept(cluster: RayCluster, nodes: int) -> Iterator[list[Host]]:
     """So many of its nodes, whatever they are for."""
     with reserved_nodes(cluster.address, ResourceRequest(nodes), say=print) as (found, _):
         yield found
@@ -260,16 +259,6 @@ def of_node(process: psutil.Process, cluster: RayCluster) -> tuple[psutil.Proces
     above = process.parents()
     [daemon] = [each for each in above if each in cluster.nodes]
     return daemon, above[above.index(daemon) - 1]
-
-
-@pytest.mark.slow
-@pytest.mark.cluster
-class TestEngineOverRay(HostsContract):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def hosts(cls, three: RayCluster) -> Iterator[Sequence[Host]]:
-        with reserved(three, 2) as hosts:
-            yield hosts
 
 
 @pytest.mark.slow

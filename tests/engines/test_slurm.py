@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from dsat.errors import EngineError, UserInputError
 from dsat.values.outcome import OutcomeKind
 from testing import slurm as cluster
 from testing.command import FAST, command_of, events_of, experiment_of, inline, run_of
-from testing.hosts_contract import HostsContract
 from testing.local import buffers_of, cpu_machine, processes_of, wait_until
 from testing.slurm import Slurm
 
@@ -182,24 +181,6 @@ def job_of(run_dir: Path, *options: object) -> str:
 def assert_nothing_is_left(run_dir: Path) -> None:
     wait_until(lambda: not processes_of(run_dir), "the end of all processes", 10)
     assert buffers_of(run_dir) == []
-
-
-@pytest.mark.slow
-@pytest.mark.cluster
-class TestEngineOverSlurm(HostsContract):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def hosts(cls, three: Slurm) -> Iterator[Sequence[Host]]:
-        with pytest.MonkeyPatch.context() as patched, three.allocation(2) as variables:
-            for name, value in variables.items():
-                patched.setenv(name, value)
-            allocation = Allocation.of(variables)
-            assert allocation is not None
-            machines = [cpu_machine(2).only([str(position)], ()) for position in (0, 1)]
-            yield [
-                Host(machine, node.name, node.prefix, node.address, is_here=node.is_here)
-                for node, machine in zip(allocation.find_nodes(), machines, strict=True)
-            ]
 
 
 @pytest.mark.slow

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dsat.engines.local.machine import Machine
-from dsat.in_trial.loopback import ADDRESS, is_loopback
+from dsat.in_trial.loopback import ADDRESS
+
+_UNSEEN = Machine("", "", (), (), 0)
 
 
 @dataclass(frozen=True)
@@ -14,23 +16,18 @@ class Host:
     """A host on which dsat starts processes, and holds their three pipes.
 
     Attributes:
-        machine: its slots.
+        machine: its slots; none before its accelerators are looked at.
         name: for people; empty if it is the only one.
         prefix: words before a command that run it there; none for this machine.
         address: by which ranks on other hosts reach it.
         is_here: whether this process runs on it.
     """
 
-    machine: Machine
+    machine: Machine = _UNSEEN
     name: str = ""
     prefix: tuple[str, ...] = ()
     address: str = ADDRESS
     is_here: bool = True
-
-    @property
-    def is_loopback(self) -> bool:
-        """Return whether no other host can reach its address."""
-        return is_loopback(self.address)
 
 
 def without_segments(hosts: Iterable[Host]) -> tuple[Host, ...]:

@@ -55,15 +55,3 @@ def given_options(values: Mapping[str, Any], engine: str) -> dict[str, Any]:
 def detect(environment: Environment) -> str:
     """Return the name of the first place that detects itself."""
     return next(name for name, provider in PROVIDERS.items() if provider.detect(environment))
-
-
-__all__ = [
-    "AUTO",
-    "ENGINE_NAMES",
-    "PROVIDERS",
-    "Environment",
-    "complete",
-    "detect",
-    "given_options",
-    "options",
-]

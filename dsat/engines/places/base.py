@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from dsat.engines.local.hosts import Host
@@ -30,23 +30,6 @@ class Environment:
     master_address: str = ""
 
 
-@dataclass(frozen=True)
-class Node:
-    """A host that a place gives, before its accelerators are known.
-
-    Attributes:
-        name: for people.
-        address: by which ranks on other hosts reach it.
-        prefix: words before a command that run it there, with our pipes; none for this machine.
-        is_here: whether this process runs on it.
-    """
-
-    name: str
-    address: str
-    prefix: tuple[str, ...]
-    is_here: bool
-
-
 class Provider(NamedTuple):
     """A place where hosts come from.
 
@@ -69,10 +52,7 @@ def place_option(flag: str, help: str, **attributes: Any) -> Option:
     return Option((flag,), help, group=Group.PLACE, **attributes)
 
 
-def hosts_on(nodes: Sequence[Node]) -> list[Host]:
-    """Look at the accelerators of all nodes, at the same time."""
-    machines = find_machines({node.name: node.prefix for node in nodes})
-    return [
-        Host(machine, node.name, node.prefix, node.address, is_here=node.is_here)
-        for node, machine in zip(nodes, machines, strict=True)
-    ]
+def with_machines(hosts: Sequence[Host]) -> list[Host]:
+    """Look at the accelerators of all hosts, at the same time."""
+    machines = find_machines({host.name: host.prefix for host in hosts})
+    return [replace(host, machine=each) for host, each in zip(hosts, machines, strict=True)]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.engines.local.hosts import Host
-from dsat.engines.places.base import Environment, Node, hosts_on, place_option
+from dsat.engines.places.base import Environment, place_option, with_machines
 from dsat.engines.ray.choice import ResourceRequest
 from dsat.errors import EngineError, UserInputError
 from dsat.inputs.option import WORD, at_least
@@ -68,13 +68,13 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
         )
     with reserved(address, request, say=_log.info) as (nodes, text):
         _log.info("tuning on free parts of a Ray cluster, %s", text)
-        yield hosts_on(nodes)
+        yield with_machines(nodes)
 
 
 @contextlib.contextmanager
 def reserved(
     address: str | None, request: ResourceRequest, *, say: Callable[[str], object]
-) -> Iterator[tuple[list[Node], str]]:
+) -> Iterator[tuple[list[Host], str]]:
     """Reserve equal parts of nodes, until the context or this process ends.
 
     Args:
@@ -121,7 +121,7 @@ def reserved(
                 raise EngineError(f"Ray's driver ended before anything was reserved: {why}")
             run = (sys.executable, "-m", "dsat.engines.ray.run", socket)
             nodes = [
-                Node(node["name"], node["address"], (*run, str(number)), node["is_here"])
+                Host(prefix=(*run, str(number)), **node)
                 for number, node in enumerate(found["nodes"])
             ]
             yield nodes, found["text"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from dsat.engines.local.hosts import Host
 from dsat.engines.places import local
-from dsat.engines.places.base import Environment, Node, hosts_on
+from dsat.engines.places.base import Environment, with_machines
 from dsat.errors import EngineError, UserInputError
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
         allocation.job,
         allocation.nodes,
     )
-    yield hosts_on(allocation.find_nodes())
+    yield with_machines(allocation.find_nodes())
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Allocation:
         """Return whether the allocation is one node, on which this process runs."""
         return self.count == 1 and bool(self.node)
 
-    def find_nodes(self) -> list[Node]:
+    def find_nodes(self) -> list[Host]:
         """Return the nodes; the one that this process runs on comes first.
 
         Raises:
@@ -123,14 +123,14 @@ class Allocation:
         described = _ask("scontrol", "--oneliner", "show", "node", self.nodes)
         addresses = dict(re.findall(r"^NodeName=(\S+) .*?\bNodeAddr=(\S+)", described, re.M))
         cpus = _expanded(self.cpus)
-        if len(cpus) != len(names):
-            raise EngineError(
-                f"Slurm names {len(names)} nodes ({self.nodes}) and processors of {len(cpus)} "
-                f"({self.cpus})"
-            )
         gres = self._gres()
         found = [
-            Node(name, addresses.get(name, name), self._prefix(name, n, gres), name == self.node)
+            Host(
+                name=name,
+                prefix=self._prefix(name, n, gres),
+                address=addresses.get(name, name),
+                is_here=name == self.node,
+            )
             for name, n in zip(names, cpus, strict=True)
         ]
         return sorted(found, key=lambda node: not node.is_here)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from dsat.engines.local.hosts import Host
-from dsat.engines.places.base import Environment, Node, hosts_on
+from dsat.engines.places.base import Environment, with_machines
 from dsat.engines.ssh_run import ssh_to
 from dsat.errors import EngineError, UserInputError
 from dsat.in_trial import loopback
@@ -45,7 +45,7 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
             hint="As in: -- deepspeed --hostfile hosts train.py ...",
         )
     _log.info("tuning on the machines of the hostfile, %s", ", ".join(positions))
-    hosts = hosts_on(reach(list(positions), environment.ssh_port))
+    hosts = with_machines(reach(list(positions), environment.ssh_port))
     for host in hosts:
         chosen = positions[host.name]
         if chosen and max(chosen) >= host.machine.num_slots:
@@ -65,7 +65,7 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
     ]
 
 
-def reach(names: Sequence[str], port: int | None) -> list[Node]:
+def reach(names: Sequence[str], port: int | None) -> list[Host]:
     """Return the hosts of these names; the one that this process runs on comes first.
 
     Args:
@@ -105,8 +105,11 @@ def reach(names: Sequence[str], port: int | None) -> list[Node]:
     options = [] if port is None else ["--port", str(port)]
     run = (sys.executable, "-m", "dsat.engines.ssh_run", *options)
     return [
-        *(Node(name, own_address, (), is_here=True) for name in here),
-        *(Node(name, address, (*run, name), is_here=False) for name, address in others.items()),
+        *(Host(name=name, address=own_address) for name in here),
+        *(
+            Host(name=name, prefix=(*run, name), address=address, is_here=False)
+            for name, address in others.items()
+        ),
     ]
 
 
