@@ -23,9 +23,8 @@ class Behaviour(str, enum.Enum):
     HANGS = "hangs"
 
 
-class TrialContract(abc.ABC):
-    """Outcomes of trials. Inherit this, or the next class, in a class that pytest collects, and
-    implement `make`.
+class EngineContract(abc.ABC):
+    """Inherit this in a class that pytest collects, and implement `make`.
 
     Attributes:
         patience_s: the longest that a trial which does not hang may take.
@@ -115,10 +114,6 @@ class TrialContract(abc.ABC):
         engine.close()
         assert engine.poll(0.05) == []
         engine.close()
-
-
-class EngineContract(TrialContract):
-    """Outcomes of trials, and an engine's bookkeeping of them."""
 
     def test_does_not_start_a_trial_twice_and_has_nothing_to_cancel_when_it_ended(
         self, engine: Engine

@@ -1,4 +1,4 @@
-"""The engine contract over hosts, of whatever kind, with a slot each."""
+"""The engine contract over hosts, of whatever kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from testing.local import engine_of
 
 
 class HostsContract(EngineContract):
-    """Inherit this in a class that pytest collects, with a fixture `hosts`: two, with a slot each.
+    """Inherit this in a class that pytest collects, with a fixture `hosts`: with two slots in all.
 
     One engine serves all tests that do not close it.
     """
@@ -40,7 +40,6 @@ class HostsContract(EngineContract):
         self.first_id = 100 * next(self._tests)
 
     def make(self, num_slots: int) -> LocalEngine:
-        assert num_slots == len(self.hosts_now)
         return engine_of("behaviours", self.folder, hosts=self.hosts_now)
 
     @pytest.fixture

@@ -156,7 +156,8 @@ class Bench:
 
     def supervisor(self, host: int = 0) -> psutil.Process:
         """Asks it, for what was started may only have started it elsewhere."""
-        answers = self.engine._supervisors._look([], self.folder)
+        supervisors, look = self.engine._supervisors, {"op": "look", "files": [], "folder": "/"}
+        answers = supervisors._ask(dict.fromkeys(supervisors._clients, look), PATIENCE_S)
         return psutil.Process(answers[host]["pid"])
 
 
@@ -170,6 +171,21 @@ def bench_of(
         yield Bench(engine, folder, slots_per_trial)
     finally:
         engine.close()
+
+
+def launch_request(folder: Path, *command: str) -> dict[str, Any]:
+    """A request to a supervisor to run a command as the only rank of a trial."""
+    return {
+        "op": "launch",
+        "trial": 0,
+        "folder": str(folder),
+        "cwd": str(folder),
+        "port": 1,
+        "command": command,
+        "ranks": [{"env": dict(os.environ), "cores": []}],
+        "logs": ["out", "err"],
+        "linger_s": None,
+    }
 
 
 def environment_of_a_rank(**variables: str) -> dict[str, str]:

@@ -43,7 +43,8 @@ def _inspect() -> Machine:
     if name == "cpu":
         return replace(machine_of_cores(), software=_software())
     variables = _visible_devices_variables(accelerator)
-    ids = visible_ids(accelerator.device_count(), variables)
+    count = accelerator.device_count()
+    ids = ids_chosen(variables)[:count] or [str(index) for index in range(count)]
     found, broken = [], []
     for index, device in enumerate(ids):
         try:
@@ -126,11 +127,6 @@ def has_nvml() -> bool:
     c10/cuda/PeerToPeerAccess.cpp calls a null pointer). Some containers have none.
     """
     return has_library("libnvidia-ml.so.1")
-
-
-def visible_ids(count: int, variables: Sequence[str]) -> list[str]:
-    """Return the names of `count` devices, as the user's own choice of devices has them."""
-    return ids_chosen(variables)[:count] or [str(index) for index in range(count)]
 
 
 def ids_chosen(variables: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:

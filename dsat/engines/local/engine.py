@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +44,6 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 _log = logging.getLogger(__name__)
 _SIMULATION_POLL_S = 0.05
-_AGAIN = "-again"  # of the folder of a trial that runs again because it has lost a host
 # What ends a host or a rank from outside, such as the end of an allocation, may be about to end
 # other hosts and this process as well: a trial is not to be blamed for that.
 _RETRY_AFTER_S = 1.0
@@ -233,7 +231,7 @@ class LocalEngine:
         which = f"{len(modules)} modules of your script" if modules else "torch and DeepSpeed"
         with slow.logged(_log, f"importing {which} once"):
             imported = modules or self._options.imported
-            self._retries.on_warm_up(self._supervisors.warm_up(imported, broken=self._slots.broken))
+            self._retries.on_warm_up(self._supervisors.warm_up(imported))
 
     def _start_waiting(self) -> None:
         """Start what has been requested, in that order, as far as there is room."""
@@ -297,9 +295,7 @@ class LocalEngine:
 
     def _on_ranks_ended(self, host: int, message: Mapping[str, Any]) -> None:
         """Take in that a trial's ranks on a host have ended."""
-        running = self._running.get(message["trial"])
-        if running is None or host not in running.hosts_going_on:
-            return  # it was launched on a host that is lost
+        running = self._running[message["trial"]]
         running.ended[host] = message
         if not running.hosts_going_on:
             self._on_trial_ended(running)
@@ -346,7 +342,6 @@ class LocalEngine:
         if running.trial.profiles and outcome.ok:
             self.import_modules_of(running.folder)
             outcome = trial_result.with_smallest_device(outcome, self._hosts)
-        _rename_to_trial(running.folder)
         outcome = self._retries.final(running, outcome)
         warnings, self._lost = (*outcome.warnings, *self._lost), []
         self._ended.append((running.trial.id, replace(outcome, warnings=warnings)))
@@ -357,12 +352,8 @@ class LocalEngine:
         if again is Again.ELSEWHERE:
             time.sleep(_RETRY_AFTER_S)
         _log.info("%s failed (%s); %s", running.trial.name, outcome.message, again.value)
-        start = running.start
-        alone = again is Again.ALONE or start.alone
-        folder = start.folder
-        if running.lost:  # where its ranks may still write, on a host that is only cut off
-            folder = folder.with_name(folder.name + _AGAIN)
-        self._waiting.append(Start(start.trial, folder, start.meter, alone=alone))
+        alone = again is Again.ALONE or running.start.alone
+        self._waiting.append(replace(running.start, alone=alone))
 
 
 def _ways(program: Entrypoint, options: LocalOptions, hosts: Sequence[Host]) -> list[Way]:
@@ -381,13 +372,3 @@ def _end(supervisors: Supervisors, running: Running, *, grace_s: float) -> None:
     for host in running.hosts_going_on:
         request = {"op": "kill", "trial": running.trial.id, "grace_s": grace_s}
         supervisors.send(host, request)
-
-
-def _rename_to_trial(folder: Path) -> None:
-    """Give the folder of a trial that ran elsewhere the name that trials' folders have."""
-    home = folder.with_name(folder.name.removesuffix(_AGAIN))
-    if home != folder:
-        left = home.with_name(f"{home.name}-lost")
-        home.rename(left)
-        folder.rename(home)
-        shutil.rmtree(left, ignore_errors=True)  # of which one that is cut off may hold files open

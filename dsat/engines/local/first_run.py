@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import shlex
 import shutil
@@ -29,7 +28,7 @@ from dsat.engines.local.ports import free_ports
 from dsat.engines.local.rank_settings import ALLOCATOR_SETTINGS, allocator_is_set
 from dsat.engines.local.running import Running, Start, Way, slow_activities
 from dsat.engines.local.supervisors import LOST, Supervisors
-from dsat.errors import EngineError, ScriptFailed, UserInputError
+from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import command_hook, side_effects, start_record
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
 from dsat.in_trial.meter_spec import MeterSpec
@@ -44,7 +43,7 @@ from dsat.values.text import words_without_secrets
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 _log = logging.getLogger(__name__)
-_POLL_S, _TELL_AFTER_S = 0.1, 30.0
+_POLL_S = 0.1
 _HERE = 0
 _OWN = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
 # The command starts before the devices are looked at, so that its own errors are shown at once.
@@ -130,7 +129,7 @@ class FirstRun:
             UserInputError: it is not one training on one machine, or none that can be tuned.
             ScriptFailed: it ended, or took too long, without a call of `deepspeed.initialize`.
         """
-        began_s, tell_at_s = time.monotonic(), _TELL_AFTER_S
+        began_s = time.monotonic()
         while not self._recorded:
             self._receive(_POLL_S)
             self._check_nodes()
@@ -141,14 +140,8 @@ class FirstRun:
                 check_one_training(found)
             if found and len(found) >= found[0].on_this_node:
                 self._recorded = found
-            elif found and time.monotonic() - began_s > tell_at_s:
-                tell_at_s = math.inf
-                _log.info("waiting for ranks: %d of %d so far", len(found), found[0].size)
             elif is_over:
-                report = next(iter(trial_result.reported(self.folder, 0.0)), None)
-                if report is not None and report.kind is OutcomeKind.INVALID:
-                    raise UserInputError(report.message, where="command")
-                raise self._failure(report, found)
+                raise self._failure(found)
         for path in self._record_files():  # they hold variables
             path.unlink(missing_ok=True)
         return self._recorded
@@ -259,14 +252,13 @@ class FirstRun:
     def _kill(self) -> None:
         self._supervisors.send(_HERE, {"op": "kill", "trial": _OWN.id, "grace_s": 0})
 
-    def _failure(self, report: Outcome | None, ranks: Sequence[RankStart]) -> ScriptFailed:
-        """Return the error of a command that did not reach its training.
-
-        Args:
-            report: of a rank that failed; the command may have written its log to a file.
-            ranks: those that reached it.
-        """
+    def _failure(self, ranks: Sequence[RankStart]) -> DsatError:
+        """Return the error of a command of which only some ranks, or none, reached the training."""
         log = trial_result.log_tail(self.folder)
+        # The command may have written its log to a file.
+        report = next(iter(trial_result.reported(self.folder, 0.0)), None)
+        if report is not None and report.kind is OutcomeKind.INVALID:
+            return UserInputError(report.message, where="command")
         if not self._has_ended:
             problem = (
                 f"did not call deepspeed.initialize within {self._timeout_s:g} s (--trial-timeout)"

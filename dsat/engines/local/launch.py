@@ -16,7 +16,7 @@ from dsat.engines.local.hosts import Share
 from dsat.engines.local.machine import Machine
 from dsat.engines.local.rank_settings import cores_of, settings_of_ranks
 from dsat.engines.local.running import FULL_RUN_ID, Start
-from dsat.in_trial.loopback import ADDRESS, INTERFACES
+from dsat.in_trial.loopback import ADDRESS, INTERFACES, is_loopback
 from dsat.in_trial.rank_files import RankSpec
 from dsat.inputs import accelerate_env, ds_config, switches
 from dsat.inputs.entrypoint import Entrypoint
@@ -116,7 +116,7 @@ class Launch:
         """Return all variables of a rank."""
         cross_rank, local_rank = divmod(rank, self._ranks_per_host)
         share, hosts = self.shares[cross_rank], str(len(self.shares))
-        among_themselves = INTERFACES if self.shares[0].host.is_loopback or hosts == "1" else {}
+        among_themselves = INTERFACES if is_loopback(self._addresses[0]) else {}
         env = {**among_themselves, **os.environ, **self.experiment.env, **self.program.env}
         env.update(
             RANK=str(rank),

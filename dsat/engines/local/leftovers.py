@@ -20,8 +20,6 @@ from dsat.values.files import home
 
 # In the environment of supervisors, and so of all that they fork.
 RUN_VARIABLE = "DSAT_RUN_DIR"
-# The number of its host, if a run has several; also in the environment of ranks.
-HOST_VARIABLE = "DSAT_HOST"
 TRIAL_VARIABLE = "DSAT_TRIAL_DIR"
 _PORTS_FILE = "used-ports"
 _ROUNDS, _PAUSE_S = 200, 0.02
@@ -34,19 +32,18 @@ _OF_ONE_HOST = frozenset("bcachefs btrfs ext2 ext3 ext4 f2fs overlay ramfs tmpfs
 # -- processes
 
 
-def end_processes(run: Path, host: int | None = None) -> list[int]:
+def end_processes(run: Path) -> list[int]:
     """End processes of a run on this machine, and return them.
 
     Only for the process that holds the run's lock, and has ended its own supervisors.
 
     Args:
         run: folder of the run.
-        host: end only what the supervisor of this host started; the host is lost.
     """
     run = run.resolve()
     ended: set[int] = set()
     for _ in range(_ROUNDS):
-        found = _processes_of(run, host)
+        found = _processes_of(run)
         if not found:
             break
         for pid in found:
@@ -54,12 +51,13 @@ def end_processes(run: Path, host: int | None = None) -> list[int]:
                 os.kill(pid, signal.SIGKILL)
         ended |= found
         time.sleep(_PAUSE_S)
-    if host is None:
-        _unlink_shared_memory_of(run)
+    unlink_shared_memory(run / _PORTS_FILE)
+    with contextlib.suppress(OSError):  # the folder has turned read-only
+        (run / _PORTS_FILE).unlink(missing_ok=True)
     return sorted(ended)
 
 
-def _processes_of(run: Path, host: int | None) -> set[int]:
+def _processes_of(run: Path) -> set[int]:
     own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found = set()
     for process in psutil.process_iter():
@@ -69,8 +67,7 @@ def _processes_of(run: Path, host: int | None) -> set[int]:
             variables = process.environ()
             trial = variables.get(TRIAL_VARIABLE, "")  # the run itself, of a first run
             is_below = trial == str(run) or trial.startswith(f"{run}{os.sep}")
-            on_host = host is None or variables.get(HOST_VARIABLE) == str(host)
-            if on_host and (is_below or variables.get(RUN_VARIABLE) == str(run)):
+            if is_below or variables.get(RUN_VARIABLE) == str(run):
                 found.add(process.pid)
     return found
 
@@ -84,24 +81,23 @@ def note_port(run: Path, port: int) -> None:
         file.write(f"{port}\n")
 
 
-def unlink_shared_memory(port: int) -> None:
+def unlink_shared_memory(file: Path, *ports: int) -> None:
     """Remove buffers that DeepSpeed's CPU backend never unlinks: 66 MiB a rank.
 
     The port of a trial is in their names (csrc/cpu/comm/shm.cpp).
+
+    Args:
+        file: with a port in each line; it may be missing, and scripts may write to it.
+        ports: further ones.
     """
-    pattern = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"  # noqa: S108
-    for path in glob.glob(pattern):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-
-
-def _unlink_shared_memory_of(run: Path) -> None:
-    path = run / _PORTS_FILE
-    with contextlib.suppress(OSError):  # there is none, or the folder has turned read-only
-        for line in path.read_text().splitlines():
-            if line.isdigit():
-                unlink_shared_memory(int(line))
-        path.unlink()
+    lines = [str(port) for port in ports]
+    with contextlib.suppress(OSError, ValueError):
+        lines += file.read_text().splitlines()
+    for port in filter(str.isdigit, lines):
+        pattern = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"  # noqa: S108
+        for path in glob.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 # -- swap folders
@@ -149,21 +145,18 @@ class CompilerLocks:
         self._folder = _extensions_folder(env)
         self._first = self._times_ns()
 
-    def remove(self, *, own: bool = False) -> list[Path]:
-        """Remove and return abandoned locks.
+    def remove(self, *, own: bool = False) -> None:
+        """Remove abandoned locks.
 
         Args:
             own: locks that were made since this began belong to ended processes.
         """
-        found = []
         before_s = time.time() - _ABANDONED_AFTER_S if _may_be_shared(self._folder) else math.inf
         for path, made_ns in self._times_ns().items():
             is_own = own and made_ns != self._first.get(path)
             if (is_own or made_ns < before_s * 1e9) and not _is_open(path):
                 with contextlib.suppress(OSError):
                     path.unlink()
-                    found.append(path)
-        return found
 
     def _times_ns(self) -> dict[Path, int]:
         """Return when each lock was made, by the clock of its file system."""

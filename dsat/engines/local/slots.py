@@ -53,11 +53,6 @@ class Slots:
         """Number of working slots that trials can use at once."""
         return self._room([self._working(host) for host in range(len(self._hosts))])
 
-    @property
-    def broken(self) -> dict[int, set[int]]:
-        """Slots that were taken out, by host."""
-        return {host: set(slots) for host, slots in enumerate(self._broken)}
-
     def check_free(self, *, waiting: int) -> None:
         """Raise EngineError if there is no room for one more trial.
 

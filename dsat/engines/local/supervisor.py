@@ -12,19 +12,18 @@ standard input does: dsat may be killed at any time.
 
 Requests:
     {"op": "warm", "modules": [...],
-     "device": variables by which a process sees one that works, or null if none does}
+     "device": variables by which a process sees one device}
     {"op": "launch", "trial": id, "folder": path, "cwd": path, "port": n,
      "command": [...] or null (fork), "ranks": [{"env": {...}, "cores": [...]}],
      "logs": [name, name] of their standard output and standard error,
      "linger_s": how long ranks may go on after one has ended well, or null,
-     "done": optional name of a file in the folder: the trial is ended once it is there,
-     "ports": optional name of a file in the folder: more ports that ranks use, a line each}
+     "done": optional name of a file in the folder: the trial is ended once it is there}
     {"op": "kill", "trial": id, "grace_s": seconds in which it may end by itself}
     {"op": "look", "files": [path, ...], "folder": path}
     {"op": "ping", "limit_s": optional; this process ends with everything that it started when
      trials run and no further ping comes for so long: it is cut off}
 Answers, each after `MARK`:
-    {"event": "warm", "ok": bool, "reason": text}
+    {"event": "warm", "reason": why ranks cannot be forked; empty if they can be}
     {"event": "look", "digests": [of each file, empty if it cannot be read],
      "is_folder": whether the folder is there, "pid": of this process}
     {"event": "pong"}
@@ -52,7 +51,7 @@ from typing import Any
 import psutil
 
 from dsat.engines.local.heartbeats import ListeningClock
-from dsat.engines.local.leftovers import HOST_VARIABLE, TRIAL_VARIABLE, unlink_shared_memory
+from dsat.engines.local.leftovers import TRIAL_VARIABLE, unlink_shared_memory
 from dsat.engines.local.rank_process import (
     FOR_DSAT,
     PR_SET_CHILD_SUBREAPER,
@@ -61,6 +60,7 @@ from dsat.engines.local.rank_process import (
     prctl,
 )
 from dsat.engines.local.warm_up import warm_up
+from dsat.in_trial.rank_files import PORTS_FILE
 from dsat.values.files import digest
 
 # Before each answer: a login on another host may print anything.
@@ -84,7 +84,6 @@ class _Group:
     port: int
     linger_s: float | None
     done: Path | None = None
-    ports: Path | None = None
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     killed_ranks: set[int] = field(default_factory=set)
@@ -98,6 +97,7 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._groups: dict[int, _Group] = {}
+        self._helpers = set[int]()  # processes that imports have started, such as a tracker
         self._selector = selectors.DefaultSelector()
         self._buffer = b""
         self._clock = ListeningClock(_LOOK_AROUND_EVERY_S)
@@ -133,15 +133,20 @@ class Supervisor:
                 self._reap()
                 self._kill_overdue()
                 # After a stop the time is over before the pings that came meanwhile are read.
-                if self._is_orphaned() and not self._selector.select(0):
+                now_s, at_s = self._clock.now_s(), self._orphaned_at_s
+                is_orphaned = bool(self._groups) and at_s is not None and now_s >= at_s
+                if is_orphaned and not self._selector.select(0):
                     return
         finally:
             until = time.monotonic() + _TRACKED_WITHIN_S  # for all of them
             for group in list(self._groups.values()):
                 self._kill(group, until)
-            _kill_until_gone(lambda: _descendants([os.getpid()]) - _own_tracker())
+            # Trackers end with what they track, and with this process.
+            _kill_until_gone(
+                lambda: {pid for pid in _descendants([os.getpid()]) if not _is_tracker(pid)}
+            )
             for group in self._groups.values():
-                _unlink_shared_memory(group)
+                unlink_shared_memory(Path(group.folder, PORTS_FILE), group.port)
 
     # -- requests
 
@@ -159,9 +164,10 @@ class Supervisor:
         if op == "warm":
             # During imports the end of the requests is not noticed.
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            found = warm_up(request["modules"], request["device"])
+            reason = warm_up(request["modules"], request["device"])
             prctl(PR_SET_PDEATHSIG, 0)
-            self._answer({"event": "warm", **found})
+            self._helpers = _descendants([os.getpid()])
+            self._answer({"event": "warm", "reason": reason})
         elif op == "launch":
             self._launch(request)
         elif op == "kill":
@@ -187,18 +193,15 @@ class Supervisor:
     # -- processes
 
     def _launch(self, request: Mapping[str, Any]) -> None:
-        group = _Group(request["trial"], request["folder"], request["port"], request["linger_s"])
-        for name in ("done", "ports"):
-            if request.get(name):
-                setattr(group, name, Path(group.folder) / request[name])
+        folder, done = request["folder"], request.get("done")
+        group = _Group(request["trial"], folder, request["port"], request["linger_s"])
+        group.done = Path(folder, done) if done else None
         self._groups[group.trial] = group
         sys.stdout.flush()
         sys.stderr.flush()
         own_pid = os.getpid()
         descriptors = (self._requests, self._answers, self._wakeup)
-        host = {name: os.environ[name] for name in (HOST_VARIABLE,) if name in os.environ}
         for rank in request["ranks"]:
-            rank["env"].update(host)
             leader = group.pids[0] if group.pids else 0
             pid = os.fork()
             if pid == 0:
@@ -235,7 +238,7 @@ class Supervisor:
         _let_trackers_clean_up(group.descendants | self._strays(group))
         _kill_all(group.pids[0], group.descendants)
         _kill_until_gone(lambda: group.descendants | self._strays(group))
-        _unlink_shared_memory(group)
+        unlink_shared_memory(Path(group.folder, PORTS_FILE), group.port)
         ranks = range(len(group.pids))
         ended = {
             "event": "ended",
@@ -275,15 +278,10 @@ class Supervisor:
     def _strays(self, ended: _Group) -> set[int]:
         """Return processes that an ended trial left to this process, their subreaper."""
         ranks = {pid for group in (ended, *self._groups.values()) for pid in group.pids}
-        strays = _descendants([os.getpid()], recursive=False) - ranks - _own_tracker()
+        strays = _descendants([os.getpid()], recursive=False) - ranks - self._helpers
         if self._groups:  # which may have left some as well
             strays = {pid for pid in strays if _started_by(pid, ended.folder)}
         return strays | _descendants(strays)
-
-    def _is_orphaned(self) -> bool:
-        """Return whether trials run that nobody waits for any more."""
-        now_s, at_s = self._clock.now_s(), self._orphaned_at_s
-        return bool(self._groups) and at_s is not None and now_s >= at_s
 
     def _timeout_s(self) -> float | None:
         groups = self._groups.values()
@@ -295,20 +293,6 @@ class Supervisor:
             left_s = max(0.0, self._orphaned_at_s - self._clock.now_s())
             left.append(min(left_s, _LOOK_AROUND_EVERY_S))
         return min(left, default=None)
-
-
-def _unlink_shared_memory(group: _Group) -> None:
-    """Unlink buffers of the trial's port, and of the ports that its ranks chose themselves."""
-    lines = [] if group.ports is None else (_text(group.ports) or "").splitlines()
-    for port in {group.port, *(int(line) for line in lines if line.isdigit())}:
-        unlink_shared_memory(port)
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except (OSError, ValueError):
-        return None
 
 
 def _descendants(pids: Iterable[int], *, recursive: bool = True) -> set[int]:
@@ -329,12 +313,6 @@ def _started_by(pid: int, folder: str) -> bool:
     except (psutil.Error, OSError):
         return False
     return any(os.path.dirname(output) == folder for output in outputs)
-
-
-def _own_tracker() -> set[int]:
-    """Return this process's resource tracker, if an import has started it; it ends by itself."""
-    module: Any = sys.modules.get("multiprocessing.resource_tracker")
-    return {module._resource_tracker._pid} - {None} if module else set()
 
 
 def _let_trackers_clean_up(pids: Collection[int], until: float = math.inf) -> None:

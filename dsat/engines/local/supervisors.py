@@ -7,7 +7,6 @@ import json
 import os
 import queue
 import secrets
-import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from dsat.engines.local import heartbeats, leftovers
-from dsat.engines.local.heartbeats import Heartbeats
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.supervisor import MARK
 from dsat.errors import EngineError
@@ -70,19 +68,15 @@ class Supervisors:
         self._folder = folder.resolve()
         self._env = env
         self._kept: _Messages = []  # for `receive`
+        self._ping_at_s = 0.0
         self._start(range(len(hosts)))
 
     def send(self, host: int, request: Mapping[str, Any]) -> None:
-        """Send a request to a host without waiting; a launch on a lost host ends at once."""
-        is_launch = request["op"] == "launch"
+        """Send a request to a host without waiting; nothing if it is lost, as `receive` says."""
         if host in self._clients:
-            if is_launch and request["port"]:
+            if request.get("port"):
                 leftovers.note_port(self._folder, request["port"])
             self._clients[host].send(request)
-        elif is_launch:
-            ranks = len(request["ranks"])
-            ended = {"statuses": [-signal.SIGKILL] * ranks, "killed": [True] * ranks}
-            self._kept.append((host, {"event": "ended", "trial": request["trial"], **ended}))
 
     def receive(self, timeout_s: float) -> _Messages:
         """Return messages, each with its host, after waiting at most this long for one.
@@ -95,13 +89,10 @@ class Supervisors:
             return kept
         if len(self._hosts) == 1:  # its trials could run nowhere else: it may take its time
             return self._read(timeout_s)
-        found = self._read(min(timeout_s, self._heartbeats.left_s()))
-        silent, asked = self._heartbeats.due()
-        reason = f"it has not answered for {heartbeats.SILENT_AFTER_S:g} s"
-        found += [self._abandon(host, reason) for host in silent]
-        for host in asked:
-            limit_s = None if self._hosts[host].is_here else _ORPHANED_AFTER_S
-            self.send(host, {"op": "ping", "limit_s": limit_s})
+        found = self._read(min(timeout_s, max(0.0, self._ping_at_s - time.monotonic())))
+        if time.monotonic() >= self._ping_at_s:
+            self._ping_at_s = time.monotonic() + heartbeats.PING_EVERY_S
+            found += self._ping()
         return found
 
     def check_files(self, folder: Path, files: Sequence[Path]) -> None:
@@ -118,8 +109,9 @@ class Supervisors:
         seen = self._folder / f".seen-{token[:8]}"
         seen.write_text(token)
         shared, *own = map(digest, (seen, *files))
+        request = {"op": "look", "files": [str(seen), *map(str, files)], "folder": str(folder)}
         try:
-            answers = self._look((seen, *files), folder)
+            answers = self._ask(dict.fromkeys(self._clients, request), _LOOK_LIMIT_S)
         finally:
             seen.unlink()
         for host, answer in answers.items():
@@ -138,19 +130,13 @@ class Supervisors:
                         f"host {name} has {has}: put it on a file system that all hosts have"
                     )
 
-    def warm_up(
-        self,
-        modules: Sequence[str] = (),
-        *,
-        broken: Mapping[int, Collection[int]] | None = None,
-    ) -> str:
+    def warm_up(self, modules: Sequence[str] = ()) -> str:
         """Import the modules that ranks need, or more modules later on; nothing may be running.
 
         If a supervisor can no longer fork afterwards, all are started again without them.
 
         Args:
             modules: to import; the needs of every rank by default.
-            broken: slots whose devices no longer work, by host: forking is tried on another one.
 
         Returns:
             Why no ranks can be forked even with only torch and DeepSpeed imported; empty if they
@@ -158,15 +144,15 @@ class Supervisors:
         """
         reason = ""
         for names in (modules, WARM_MODULES) if modules else (WARM_MODULES,):
+            request = {"op": "warm", "modules": list(names)}
             requests = {
-                number: _warm_request(names, host, without=(broken or {}).get(number, ()))
+                number: {**request, "device": host.machine.variables_of((0,))}
                 for number, host in enumerate(self._hosts)
             }
             answers = self._ask(requests, _WARM_UP_LIMIT_S)
-            reasons = [answer["reason"] for answer in answers.values() if not answer["ok"]]
-            if not reasons:
-                return ""
-            reason = reasons[0]
+            reason = next(filter(None, (answer["reason"] for answer in answers.values())), "")
+            if not reason:
+                break
             hosts = list(self._clients)
             self.close()
             self._start(hosts)
@@ -189,21 +175,15 @@ class Supervisors:
         """End the supervisors at once, even while they import."""
         for client in self._clients.values():
             client.kill()
-        for client in self._clients.values():
-            client.wait_for_end()
-        self._clients.clear()
-        leftovers.end_processes(self._folder)
+        self.close()
 
     def _start(self, hosts: Collection[int]) -> None:
         self._inbox: _Inbox = queue.Queue()
         self._clients: dict[int, _Client] = {}
         for number in hosts:
             env = {**self._env, leftovers.RUN_VARIABLE: str(self._folder)}
-            if len(self._hosts) > 1:
-                env[leftovers.HOST_VARIABLE] = str(number)
             log = self._folder / "supervisor.log"
             self._clients[number] = _Client(number, self._hosts[number], log, env, self._inbox)
-        self._heartbeats = Heartbeats(hosts)
 
     def _read(self, timeout_s: float) -> _Messages:
         """Read messages, as `receive` returns them."""
@@ -213,12 +193,27 @@ class Supervisors:
                 host, answer = self._inbox.get(timeout=0.0 if found else timeout_s)
                 if host not in self._clients:  # lost a moment ago
                     continue
-                self._heartbeats.heard(host)
+                self._clients[host].unanswered = 0
                 if answer is None:
                     found.append((host, {"event": LOST, "reason": self._drop(host)}))
                 elif answer["event"] != "pong":
                     found.append((host, answer))
         return found
+
+    def _ping(self) -> _Messages:
+        """Ask hosts for signs of life; give up those that left too many requests unanswered.
+
+        Requests are counted, not seconds: a process that is stopped or busy hears nobody.
+        """
+        most = heartbeats.SILENT_AFTER_S / heartbeats.PING_EVERY_S
+        silent = [host for host, client in self._clients.items() if client.unanswered >= most]
+        reason = f"it has not answered for {heartbeats.SILENT_AFTER_S:g} s"
+        lost = [self._abandon(host, reason) for host in silent]
+        for host, client in self._clients.items():
+            client.unanswered += 1
+            limit_s = None if self._hosts[host].is_here else _ORPHANED_AFTER_S
+            client.send({"op": "ping", "limit_s": limit_s})
+        return lost
 
     def _abandon(self, host: int, reason: str) -> tuple[int, dict[str, Any]]:
         """Give up a host that does not answer; return its last message.
@@ -230,18 +225,12 @@ class Supervisors:
         return host, {"event": LOST, "reason": reason}
 
     def _drop(self, host: int) -> str:
-        """End everything that a lost host left on this machine; return how its supervisor ended."""
-        self._heartbeats.forget(host)
+        """Let go of a lost host; return how its supervisor ended."""
         client = self._clients.pop(host)
         client.ask_to_end()
         status = client.wait_for_end()
-        leftovers.end_processes(self._folder, host if len(self._hosts) > 1 else None)
         log = self._folder / "supervisor.log"
         return f"the process that runs trials ended (exit status {status}; see {log})"
-
-    def _look(self, files: Sequence[Path], folder: Path) -> dict[int, dict[str, Any]]:
-        request = {"op": "look", "files": list(map(str, files)), "folder": str(folder)}
-        return self._ask(dict.fromkeys(self._clients, request), _LOOK_LIMIT_S)
 
     def _ask(
         self, requests: Mapping[int, Mapping[str, Any]], limit_s: float
@@ -273,7 +262,6 @@ class Supervisors:
                     answers[host] = answer
                 else:
                     kept.append((host, answer))
-        self._heartbeats.restart()
         self._kept += kept
         return answers
 
@@ -288,6 +276,7 @@ class _Client:
     def __init__(
         self, number: int, host: Host, log: Path, env: Mapping[str, str], inbox: _Inbox
     ) -> None:
+        self.unanswered = 0  # requests for a sign of life since the last answer
         self._requests = queue.SimpleQueue[Mapping[str, Any] | None]()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         with open(os.open(log, flags, PRIVATE_FILE), "ab") as file:
@@ -299,7 +288,6 @@ class _Client:
                 env=_environment(host.machine.accelerator, env),
                 start_new_session=True,
             )
-        self.pid = self._process.pid
         threading.Thread(target=self._write, daemon=True).start()
         threading.Thread(target=self._read, args=(number, inbox), daemon=True).start()
 
@@ -329,7 +317,6 @@ class _Client:
 
     def kill(self) -> None:
         self._process.kill()
-        self.ask_to_end()
 
     def _write(self) -> None:
         assert self._process.stdin is not None
@@ -359,12 +346,3 @@ def _environment(accelerator: str, own: Mapping[str, str]) -> dict[str, str]:
         **({"DS_ACCELERATOR": accelerator} if accelerator else {}),
         "PYTHONSAFEPATH": "1",
     }
-
-
-def _warm_request(
-    modules: Sequence[str], host: Host, *, without: Collection[int] = ()
-) -> dict[str, Any]:
-    """Make a request to import modules, and to try a fork on the first device that works."""
-    working = [slot for slot in range(host.machine.num_slots) if slot not in without]
-    device = host.machine.variables_of(working[:1]) if working else None
-    return {"op": "warm", "modules": list(modules), "device": device}

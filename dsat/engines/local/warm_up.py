@@ -11,22 +11,21 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 # jemalloc's own handlers restart it after a fork (`background_thread_prefork0`); pyarrow, which
 # pandas imports, brings it.
 _THREADS_THAT_MAY_FORK = frozenset({"jemalloc_bg_thd"})
-_PROBE_LIMIT_S = 60.0
+_PROBE_LIMIT_S = 60
 _THREADS_END_WITHIN_S = 2.0
-_DEVICE_IS_FULL = 3
 
 
-def warm_up(modules: Sequence[str], device: Mapping[str, str] | None) -> dict[str, Any]:
-    """Import modules; return whether the process can still fork ranks, and a reason if not.
+def warm_up(modules: Sequence[str], device: Mapping[str, str]) -> str:
+    """Import modules; return why the process can no longer fork ranks, empty if it can.
 
     Args:
         modules: to import.
-        device: variables by which a process sees a device that works; None without one.
+        device: variables by which a process sees one device.
     """
     import numpy  # noqa: F401
 
@@ -49,34 +48,27 @@ def warm_up(modules: Sequence[str], device: Mapping[str, str] | None) -> dict[st
     if not reason:
         gc.collect()
         gc.freeze()  # forked ranks then share these objects instead of copying them
-    return {"ok": not reason, "reason": reason}
+    return reason
 
 
-def _check_fork_safe(accelerator: str, device: Mapping[str, str] | None) -> str:
-    """Return why a forked process cannot use a device that works; empty if it can.
+def _check_fork_safe(accelerator: str, device: Mapping[str, str]) -> str:
+    """Return why a forked process cannot use a device; empty if it can.
 
     An import may spoil it unseen: asking for the number of devices is enough.
     """
-    if accelerator == "cpu" or device is None or "torch" not in sys.modules:
+    if accelerator == "cpu" or "torch" not in sys.modules:
         return ""
     pid = os.fork()
     if pid == 0:
         _probe_device(accelerator, device)
-    deadline = time.monotonic() + _PROBE_LIMIT_S
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            status = os.waitstatus_to_exitcode(status)
-            if status in (0, _DEVICE_IS_FULL):  # a full device says nothing of forks
-                return ""
-            return f"after the imports, a forked process cannot use {accelerator} (status {status})"
-        time.sleep(0.01)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    return f"a forked process that uses {accelerator} does not come back"
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status == 0:
+        return ""
+    return f"after the imports, a forked process cannot use {accelerator} (status {status})"
 
 
 def _probe_device(accelerator: str, device: Mapping[str, str]) -> NoReturn:
+    signal.alarm(_PROBE_LIMIT_S)  # which ends a process that hangs
     status = 1
     try:
         os.environ.update(device)
@@ -85,8 +77,7 @@ def _probe_device(accelerator: str, device: Mapping[str, str]) -> NoReturn:
         torch.empty(1, device=accelerator)
         status = 0
     except Exception as error:
-        full = type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error)
-        status = _DEVICE_IS_FULL if full else 1
+        status = int("out of memory" not in str(error))  # a full device says nothing of forks
         sys.stderr.write(f"no device in a forked process: {error}\n")
     finally:
         sys.stderr.flush()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +17,11 @@ from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.machine import Machine
 from dsat.engines.local.running import Running, Start, Way
-from dsat.engines.local.supervisor import MARK
 from dsat.errors import EngineError
 from dsat.inputs import entrypoint, experiment
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 from testing.helpers import ran
-from testing.local import PATIENCE_S, PROGRAMS, is_alive, wait_until
+from testing.local import PATIENCE_S, PROGRAMS
 
 GPUS = Machine("cuda", "test", ("0", "1", "2", "3"), ("CUDA_VISIBLE_DEVICES",), 8 * 2**30)
 A100, T4 = ("A100", 80 * 2**30), ("T4", 15 * 2**30)
@@ -173,7 +169,6 @@ def test_of_a_trial_only_the_device_is_left_whose_rank_is_stuck(
     [(_, outcome)] = engine.poll(1)
     assert outcome.ok
     assert supervisor.launched[1] == ["0,1", "0,2"]
-    assert engine._slots.broken == {0: {1}}
     [warning] = outcome.warnings
     assert warning.startswith("cuda 1 is not used any more")
 
@@ -184,18 +179,6 @@ def test_all_devices_are_left_of_a_command_that_is_stuck() -> None:
     stuck: dict[int, Mapping[str, Any]] = {1: {"stuck": [True]}}
     running = Running(Start(trial(1), Path(), None), (share,), Way.COMMAND, ended=stuck)
     assert running.stuck == {1: {1, 3}}
-
-
-def test_a_device_is_left_whose_rank_gets_stuck_after_its_trial_was_measured(
-    supervisor: Scripted, engine: LocalEngine
-) -> None:
-    supervisor.stuck, supervisor.measures = {"0"}, {1}
-    engine.launch(trial(1))
-    [(_, outcome)] = engine.poll(1)
-    assert outcome.ok
-    assert supervisor.launched[1] == ["0"], "it is not run again"
-    assert engine.num_slots == 3
-    assert "a rank waits for the device's driver" in outcome.warnings[0]
 
 
 def test_a_configuration_that_breaks_every_device_is_given_up_before_there_are_none(
@@ -246,96 +229,9 @@ def test_devices_are_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) ->
         machine.find_machines({"this machine": ("sh", "-c", "exec sleep 600")})
 
 
-ONE_NEVER_ANSWERS = """
-import os, sys, time
-from dsat.engines.local import accelerators
-def check(accelerator, variables, device):
-    time.sleep(60 if device == "1" else 0)
-    return {"problem": ""}
-accelerators._check = check
-accelerators.answer_to(sys.argv[1:])
-"""
-
-
-@pytest.mark.slow
-def test_a_look_at_devices_does_not_wait_for_one_that_is_stuck(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "_FIND_LIMIT_S", 15.0)
-    code = tmp_path / "look.py"
-    code.write_text(ONE_NEVER_ANSWERS)
-    # In place of `python -m dsat.engines.local.accelerators`.
-    prefix = ("sh", "-c", 'code=$1; shift 4; exec "$0" "$code" "$@"', sys.executable, str(code))
-    gpus = Machine("cuda", "test", ("1", "2"), ("DEVICES",), 8 * 2**30)
-    found = machine.problems_with(gpus, (0, 1), prefix)
-    assert found == {0: "no answer within 15 s: imports are that slow, or a driver is stuck"}
-
-
 def test_a_choice_of_amd_devices_follows_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """ROCm looks at its own variable first: ranks would share what that names."""
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0,1,2,3")
     rocm = SimpleNamespace(visible_devices_envs=lambda: ["CUDA_VISIBLE_DEVICES"])
     variables = accelerators._visible_devices_variables(rocm)
     assert variables == ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]
-    assert accelerators.visible_ids(2, variables) == ["0", "1"]
-
-
-UNKILLABLE = """
-from dsat.engines.local import supervisor
-supervisor._STUCK_AFTER_S = 0.5
-supervisor._kill_all = lambda group, pids: None
-supervisor.Supervisor().run()
-"""
-
-
-WITH_A_TRACKER = """
-from multiprocessing import resource_tracker
-from dsat.engines.local import supervisor
-resource_tracker.ensure_running()
-open("tracker", "w").write(str(resource_tracker._resource_tracker._pid))
-supervisor.Supervisor().run()
-"""
-
-
-@contextlib.contextmanager
-def supervised(program: str, folder: Path) -> Iterator[Callable[..., Any]]:
-    """A function that has a supervisor's program run a command, and returns the answer."""
-    process: Any = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder
-    )
-
-    def answer_to(number: int, *command: str, naps: Sequence[str] = ("",)) -> Any:
-        env = {"PATH": "/usr/bin:/bin"}
-        ranks = [{"env": {**env, "NAP": nap}, "cores": []} for nap in naps]
-        where = {"folder": str(folder), "cwd": str(folder), "logs": ["out", "err"]}
-        more = {"command": command, "ranks": ranks, "port": 1, "linger_s": 1}
-        request = {"op": "launch", "trial": number, **where, **more}
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        process.stdin.flush()
-        return json.loads(process.stdout.readline().removeprefix(MARK))
-
-    with process:
-        yield answer_to
-        process.stdin.close()
-        assert process.wait(PATIENCE_S) == 0
-
-
-@pytest.mark.slow
-def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> None:
-    """SIGKILL does nothing to a process that waits in the kernel, for a driver that is stuck."""
-    with supervised(UNKILLABLE, tmp_path) as answer_to:
-        naps = ("600", "0.1", "600")
-        answer = answer_to(1, "/bin/sh", "-c", "exec sleep $NAP", naps=naps)
-        assert (answer["trial"], answer["statuses"]) == (1, [-9, 0, -9])
-        assert answer["stuck"] == answer["killed"] == [True, False, True]
-        answer = answer_to(2, "/bin/true")
-        assert (answer["trial"], answer["stuck"], answer["statuses"]) == (2, [False], [0])
-
-
-def test_a_supervisors_own_resource_tracker_is_no_trials(tmp_path: Path) -> None:
-    """A library that is imported in advance may start it; it ends with the supervisor."""
-    with supervised(WITH_A_TRACKER, tmp_path) as answer_to:
-        assert answer_to(1, "/bin/true")["statuses"] == [0]
-        tracker = int((tmp_path / "tracker").read_text())
-        assert is_alive(tracker)
-    wait_until(lambda: not is_alive(tracker), "the tracker's end")

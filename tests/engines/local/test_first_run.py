@@ -28,12 +28,32 @@ from testing.helpers import starts_of
 from testing.local import PATIENCE_S, PROGRAMS, processes_of, wait_until
 
 BIN = Path(sys.executable).parent
+OPTIONS = ("-X", "utf8", "-W", "ignore")
+
+
+# Each passes on what follows its own options, in the environment that the real one makes.
+STAND_INS = {
+    "srun": "#!/bin/bash\nshift 1; export SLURM_NTASKS=2\n"
+    'SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait\n',
+    "pipx-like": f"#!{sys.executable}\nimport runpy, sys\n"
+    "sys.path.insert(0, '.')\nrunpy.run_path('train.py', run_name='__main__')\n",
+}
+
+
+def runnable(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder with a script, and the stand-in for DeepSpeed beside it."""
     shutil.copytree(PROGRAMS / "launched", tmp_path / "work")
+    for name, text in STAND_INS.items():
+        runnable(tmp_path / "bin" / name, text)
+    path = [str(tmp_path / "bin"), str(BIN), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(path))
     return tmp_path / "work"
 
 
@@ -49,38 +69,13 @@ def seen(
     return recorded_start.program_of(ranks, command, run.env, os.sched_getaffinity(0))
 
 
-def runnable(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-
-def named(place: Path, programs: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts programs of these names in front of all others."""
-    for name, text in programs.items():
-        runnable(place.parent / "bin" / name, text)
-    path = [str(place.parent / "bin"), str(BIN), os.environ["PATH"]]
-    monkeypatch.setenv("PATH", os.pathsep.join(path))
-
-
-# Each passes on what follows its own options, in the environment that the real one makes.
-STAND_INS = {
-    "conda": '#!/bin/bash\nshift 3; CONDA_PREFIX=/opt/conda exec "$@"\n',
-    "srun": "#!/bin/bash\nshift 1; export SLURM_NTASKS=2\n"
-    'SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait\n',
-    "pipx-like": f"#!{sys.executable}\nimport runpy, sys\n"
-    "sys.path.insert(0, '.')\nrunpy.run_path('train.py', run_name='__main__')\n",
-}
-
-
 @pytest.mark.parametrize(
     ("command", "script", "args", "slots"),
     [
-        (["env", "COLOUR=blue", "python3", "-u", "train.py"], "train.py", (), 1),
+        (["env", "COLOUR=blue", "python3", "-u", *OPTIONS, "train.py"], "train.py", (), 1),
         (["bash", "run.sh", "7"], "train.py", ("--steps", "7"), 1),
         (["bash", "-c", "cd .. && python3 work/train.py"], "work/train.py", (), 1),
         (["make", "train"], "train.py", ("--steps", "3"), 1),
-        (["conda", "run", "-n", "mine", "python3", "train.py"], "train.py", (), 1),
         (["srun", "-N1", "python3", "train.py"], "train.py", (), 2),
         (["pipx-like", "--steps", "2"], "pipx-like", ("--steps", "2"), 1),
     ],
@@ -91,9 +86,7 @@ def test_what_a_command_starts_is_seen(
     args: tuple[str, ...],
     slots: int,
     place: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    named(place, STAND_INS, monkeypatch)
     (place / "run.sh").write_text("set -e\nexport COLOUR=red\npython3 train.py --steps $1\n")
     (place / "Makefile").write_text("train:\n\tpython3 train.py --steps 3\n\ttouch went_on\n")
     program = seen(place, *command)
@@ -103,7 +96,7 @@ def test_what_a_command_starts_is_seen(
     assert "PYTHONPATH" not in program.env, "what records is no part of the command"
     assert not (place / "went_on").exists(), "the command saw its training fail"
     if "COLOUR=blue" in command:
-        assert program.env["COLOUR"] == "blue" and program.python_options == ()
+        assert program.env["COLOUR"] == "blue" and program.python_options == OPTIONS
 
 
 BOUND = """
@@ -115,41 +108,33 @@ done; wait
 """
 
 
-def test_the_cores_that_ranks_are_bound_to_are_seen(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cores_that_ranks_are_bound_to_are_seen(place: Path) -> None:
     """As `deepspeed --bind_cores_to_rank` does it with numactl, here inside a script."""
     own = sorted(os.sched_getaffinity(0))
     if len(own) < 2 or shutil.which("taskset") is None:
         pytest.skip("takes two cores, and taskset")
-    named(place, {}, monkeypatch)
     (place / "bound.sh").write_text(BOUND)
     program = seen(place, "bash", "bound.sh", str(own[1]), str(own[0]))
     assert (program.slots, program.launch.passes_local_rank) == (2, True)
     assert (program.launch.binds_cores, program.launch.core_list) == (True, (own[1], own[0]))
 
 
-def test_one_of_several_nodes_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    named(place, {}, monkeypatch)
+def test_one_of_several_nodes_is_refused(place: Path) -> None:
     command = "LOCAL_WORLD_SIZE=1 WORLD_SIZE=4 RANK=0 python3 train.py"
     with pytest.raises(UserInputError, match="1 of its 4 ranks") as caught:
         seen(place, "bash", "-c", command)
     assert "\n" not in str(caught.value) and "torchrun" in str(caught.value)
 
 
-def test_a_rank_that_never_begins_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    named(place, {}, monkeypatch)
+def test_a_rank_that_never_begins_is_told(place: Path) -> None:
     one = "WORLD_SIZE=2 RANK=0 LOCAL_WORLD_SIZE=2 python3 train.py"
     there = "until ls $DSAT_TRIAL_DIR/records/rank-*.json; do sleep 0.1; done"
     with pytest.raises(ScriptFailed, match=r"exit status 3 before .* in all of its ranks"):
         seen(place, "bash", "-c", f"{one} & {there}; kill $!; exit 3")
 
 
-def test_what_a_daemon_started_for_a_command_ends_with_it(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_daemon_started_for_a_command_ends_with_it(place: Path) -> None:
     """As `srun`'s and Docker's daemons start a task: it is no descendant of the command."""
-    named(place, {}, monkeypatch)
     run = FirstRun(["bash", "-c", "sleep 2000"], place, timeout_s=PATIENCE_S)
     daemon = subprocess.Popen(["sleep", "2000"], env=run.env, start_new_session=True)
     try:
@@ -162,7 +147,6 @@ def test_what_a_daemon_started_for_a_command_ends_with_it(
 def test_what_its_training_waits_for_is_told(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    named(place, {}, monkeypatch)
     monkeypatch.setattr(slow, "LONG_S", -1)
     caplog.set_level("INFO", logger="dsat")
     run = FirstRun(["bash", "-c", "sleep 2000"], place, timeout_s=PATIENCE_S)
@@ -200,10 +184,7 @@ def test_ports_are_found_where_the_kernel_takes_any(
     assert len(set(ports.free_ports(3))) == 3
 
 
-def test_a_script_that_names_no_shell_is_run_by_one(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named(place, {}, monkeypatch)
+def test_a_script_that_names_no_shell_is_run_by_one(place: Path) -> None:
     runnable(
         place / "run.sh", "mkdir -p lib && export PYTHONPATH=lib:$PYTHONPATH && python3 train.py\n"
     )
@@ -215,10 +196,7 @@ def test_a_script_that_names_no_shell_is_run_by_one(
 
 
 @pytest.mark.slow
-def test_a_scripts_own_error_is_shown_as_soon_as_it_is_there(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named(place, {}, monkeypatch)
+def test_a_scripts_own_error_is_shown_as_soon_as_it_is_there(place: Path) -> None:
     (place / "broken.py").write_text("import missing\n")
     with pytest.raises(ScriptFailed, match="exit status 2 before") as caught:
         seen(place, "bash", "-c", "python3 train.py --no-such-flag")
@@ -290,9 +268,7 @@ def test_why_ranks_cannot_be_started_by_themselves(
     args: tuple[str, ...],
     slots: int,
     place: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    named(place, {}, monkeypatch)
     (place / "trains.py").write_text(TRAINS)
     (place / "spawns.py").write_text(SPAWNS)
     program = seen(place, *command)
@@ -301,21 +277,11 @@ def test_why_ranks_cannot_be_started_by_themselves(
     assert program.started_by == tuple(command)
 
 
-def test_options_of_the_interpreter_with_values_are_no_script(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named(place, {}, monkeypatch)
-    program = seen(place, "env", "python3", "-X", "utf8", "-W", "ignore", "train.py")
-    assert (program.script, program.needs_command) == ("train.py", "")
-    assert program.python_options == ("-X", "utf8", "-W", "ignore")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "slots"),
     [
         (["torchrun", "--nproc-per-node", "2", "train.py"], 2),
-        (["accelerate", "launch", "--cpu", "--num_processes", "1", "train.py"], 1),
         (["uv", "run", "--no-project", "python", "train.py"], 1),
         (
             ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "python", "train.py"],
@@ -324,10 +290,7 @@ def test_options_of_the_interpreter_with_values_are_no_script(
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_real_launchers(
-    command: list[str], slots: int, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named(place, {}, monkeypatch)
+def test_real_launchers(command: list[str], slots: int, place: Path) -> None:
     program = seen(place, *command)
     assert (program.script, program.args, program.slots) == ("train.py", (), slots)
     assert not [name for name in program.env if name.startswith(("OMPI_", "TORCHELASTIC_"))]
@@ -352,17 +315,13 @@ def test_trackers_that_are_off_in_trials_are_not_the_commands_own_variables(
     launcher = "import os, sys, transformers; os.execlp('python', 'python', *sys.argv[1:])"
     (place / "launcher.py").write_text(launcher)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    named(place, {}, monkeypatch)
     command = ["env", "WANDB_ENTITY=us", "python", "launcher.py", "train.py"]
     program = seen(place, *command, options=TrialOptions(timeout_s=PATIENCE_S))
     assert (program.script, program.env) == ("train.py", {"WANDB_ENTITY": "us"})
 
 
 @pytest.mark.slow
-def test_several_nodes_are_refused_before_they_are_waited_for(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named(place, {}, monkeypatch)
+def test_several_nodes_are_refused_before_they_are_waited_for(place: Path) -> None:
     with pytest.raises(UserInputError, match="on 2 nodes"):
         seen(place, "env", "torchrun", "--nnodes", "2", "--nproc-per-node", "1", "train.py")
 
@@ -394,7 +353,6 @@ def test_a_choice_of_devices_in_the_command_is_kept(
 def test_devices_that_a_script_chooses_itself_are_those_of_all_trials(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named(place, {}, monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     own = 'import os; os.environ["CUDA_VISIBLE_DEVICES"] = "1"; os.environ["COLOUR"] = "red"'
     (place / "chooses.py").write_text(f"{own}\n{TRAINS}\n")
@@ -436,11 +394,8 @@ def test_a_first_run_that_lost_its_port_to_another_program_runs_again(place: Pat
 
 
 @pytest.mark.slow  # Lightning, twice
-def test_lightning_starts_its_ranks_where_no_launcher_does(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lightning_starts_its_ranks_where_no_launcher_does(place: Path) -> None:
     pytest.importorskip("lightning")
-    named(place, {}, monkeypatch)
     (place / "alone.py").write_text(STARTS_ITS_RANKS)
     run = FirstRun(("python3", "alone.py"), place, timeout_s=PATIENCE_S, ranks=1)
     try:

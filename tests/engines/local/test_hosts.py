@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from dsat.engines.local import heartbeats
@@ -111,7 +110,8 @@ def test_the_other_devices_of_a_trial_with_a_stuck_one_are_looked_at(
     assert shares is not None
     slots.check(shares, Outcome(OutcomeKind.TIMEOUT), stuck={0: {0, 1, 2, 3}, 1: {2}})
     assert looks == [("b", [0, 1, 3])], "none is left to be looked at on a"
-    assert slots.broken == {0: {0, 1, 2, 3}, 1: {2, 3}}
+    with pytest.raises(EngineError, match="2 of 8 still work"):
+        slots.check_enough()
 
 
 def test_the_interface_to_an_address_is_found() -> None:
@@ -162,7 +162,6 @@ def test_a_trial_over_two_hosts(across: Bench) -> None:
     ("behaviour", "kind", "message"),
     [
         ("crashes on 1", "ERROR", "rank 1: ValueError: the data set has no labels"),
-        ("exit on 1", "ERROR", "rank 1 ended with exit status 3"),
         ("exhausts memory on 1", "OOM", "rank 1: out of memory"),
     ],
 )
@@ -213,43 +212,12 @@ def test_hosts_that_stop_or_die_leave_the_run_and_a_trial_runs_elsewhere(
     assert buffers_of(tmp_path) == []
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_nothing_is_left_on_any_host_when_the_engines_process_is_killed(tmp_path: Path) -> None:
-    code = (
-        "import pathlib, sys, time\n"
-        "from testing.local import bench_of, hosts_here\n"
-        "folder = pathlib.Path(sys.argv[1])\n"
-        "with bench_of('behaviours', folder, slots_per_trial=2, hosts=hosts_here(2)) as bench:\n"
-        "    bench.engine.launch(bench.trial('leaves and hangs: daemon'))\n"
-        "    time.sleep(1000)\n"
-    )
-    owner = psutil.Popen([sys.executable, "-c", code, str(tmp_path)])
-    wait_until(lambda: len(list(tmp_path.glob("trials/*/left?.json"))) == 2, "both ranks")
-    pids = [pid for path in tmp_path.glob("trials/*/left?.json") for pid in read_json(path)]
-    below = owner.children(recursive=True)
-    owner.kill()
-    owner.wait(PATIENCE_S)
-    wait_until(lambda: not any(is_alive(process.pid) for process in below), "the end of all")
-    assert not any(map(is_alive, pids))
-    assert processes_of(tmp_path) == []
-    assert buffers_of(tmp_path) == []
-
-
-SEES_NOTHING = """
-import json, sys
-for line in sys.stdin:
-    seen = {"digests": ["" for _ in json.loads(line)["files"]], "is_folder": False, "pid": 1}
-    print("dsat-answer " + json.dumps({"event": "look", **seen}), flush=True)
-"""
-
-
 # A supervisor for which other files are there.
 SEES = """
 import pathlib
 from dsat.engines.local import supervisor
 digest = supervisor.digest
-changed = lambda path: {answer} if path.name == "{name}" else digest(path)
+changed = lambda path: {answer} if path.name.startswith("{name}") else digest(path)
 supervisor.digest = changed
 supervisor.Supervisor().run()
 """
@@ -258,8 +226,8 @@ supervisor.Supervisor().run()
 @pytest.mark.parametrize(
     ("name", "answer", "told"),
     [
+        (".seen-", "''", r"host1 does not share the run's folder .*--run-dir"),
         ("train.py", "''", "host1 has no .*/train.py: put it on a file system"),
-        ("train.py", "'f00'", "host1 has another .*/train.py than this machine"),
         ("ds_config.json", "'f00'", "host1 has another .*/ds_config.json than this machine"),
     ],
 )
@@ -270,13 +238,5 @@ def test_hosts_with_other_files_are_refused(
     code = SEES.format(name=name, answer=answer)
     there = replace(there, prefix=(sys.executable, "-c", code))
     with pytest.raises(EngineError, match=told):
-        engine_of("behaviours", tmp_path, hosts=[here, there])
-    assert processes_of(tmp_path) == []
-
-
-def test_hosts_that_do_not_share_the_folder_are_refused(tmp_path: Path) -> None:
-    here, there = hosts_here(2)
-    there = replace(there, prefix=(sys.executable, "-c", SEES_NOTHING))
-    with pytest.raises(EngineError, match=r"host1 does not share the run's folder .*--run-dir"):
         engine_of("behaviours", tmp_path, hosts=[here, there])
     assert processes_of(tmp_path) == []

@@ -2,65 +2,96 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dsat.engines.local import warm_up
-from testing.local import PATIENCE_S, is_alive, wait_until
+from dsat.engines.local.supervisor import MARK
+from testing.local import PATIENCE_S, is_alive, launch_request, wait_until
 
-# As `torch._inductor.async_compile` of torch 2.4 and 2.7 does.
-WARMS_A_POOL = """
-import os, threading
-if os.environ.get("TORCH_WARM_POOL", "1") == "1":
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-"""
-STARTS_A_THREAD = """
-import threading
-threading.Thread(target=threading.Event().wait, daemon=True).start()
-"""
+WARM = {"op": "warm", "modules": ["library"], "device": {}}
 
 
-def warmed(folder: Path, code: str, **environment: str) -> tuple[dict[str, Any], str]:
-    """What the supervisor answers after it has imported a module, and what it printed."""
-    (folder / "library.py").write_text(code)
-    plain = {key: value for key, value in os.environ.items() if key != "TORCH_WARM_POOL"}
-    path = os.pathsep.join([str(folder), *sys.path])
-    found = subprocess.run(
-        [sys.executable, "-m", "dsat.engines.local.supervisor"],
-        input=json.dumps({"op": "warm", "modules": ["library"], "device": {}}) + "\n",
-        env={**plain, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
-    return json.loads(found.stdout.removeprefix("dsat-answer ")), found.stderr
+class Supervised:
+    """A supervisor's process in a folder, from which it can import."""
+
+    def __init__(self, folder: Path, *program: str) -> None:
+        env = {name: value for name, value in os.environ.items() if name != "TORCH_WARM_POOL"}
+        self.process: Any = subprocess.Popen(
+            [sys.executable, *(program or ("-m", "dsat.engines.local.supervisor"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=folder,
+            env={**env, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+        )
+
+    def send(self, request: dict[str, Any]) -> None:
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.send(request)
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline().removeprefix(MARK))
+        return answer
+
+    def children(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = psutil.Process(self.process.pid).children()
+        return found
 
 
-@pytest.mark.slow
-def test_an_import_that_starts_a_thread_forbids_to_fork(tmp_path: Path) -> None:
-    answer, _ = warmed(tmp_path, STARTS_A_THREAD)
-    assert (answer["ok"], answer["reason"]) == (False, "an import started threads")
+@contextlib.contextmanager
+def supervised(folder: Path, *program: str) -> Iterator[Supervised]:
+    """A supervisor that ends well with its standard input."""
+    found = Supervised(folder, *program)
+    with found.process as process:
+        yield found
+        process.stdin.close()
+        assert process.wait(PATIENCE_S) == 0
 
 
-def test_an_import_that_initialises_cuda_forbids_to_fork(tmp_path: Path) -> None:
-    torch = "cuda = types.SimpleNamespace(is_initialized=lambda: True)"
-    stands_for_it = f"import sys, types\nclass torch: {torch}\nsys.modules['torch'] = torch"
-    answer, _ = warmed(tmp_path, stands_for_it)
-    assert (answer["ok"], answer["reason"]) == (False, "an import initialised CUDA")
+# -- imports
 
 
-def test_torch_starts_no_compile_workers_in_advance(tmp_path: Path) -> None:
-    answer, _ = warmed(tmp_path, WARMS_A_POOL)
-    assert answer["ok"], answer
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (
+            "import threading\n"
+            "threading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "an import started threads",
+        ),
+        (
+            "import sys, types\n"
+            "class torch: cuda = types.SimpleNamespace(is_initialized=lambda: True)\n"
+            "sys.modules['torch'] = torch",
+            "an import initialised CUDA",
+        ),
+        # As `torch._inductor.async_compile` of torch 2.4 and 2.7 does.
+        (
+            "import os, threading\n"
+            "if os.environ.get('TORCH_WARM_POOL', '1') == '1':\n"
+            "    threading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "",
+        ),
+    ],
+    ids=["thread", "CUDA", "compile workers"],
+)
+def test_what_an_import_does_may_forbid_to_fork(tmp_path: Path, code: str, reason: str) -> None:
+    (tmp_path / "library.py").write_text(code)
+    with supervised(tmp_path) as supervisor:
+        assert supervisor.ask(WARM) == {"event": "warm", "reason": reason}
 
 
 OWNER = """
@@ -76,12 +107,11 @@ time.sleep(2000)
 def test_whoever_is_killed_while_it_imports_leaves_no_supervisor(tmp_path: Path) -> None:
     says_so = "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\n"
     (tmp_path / "library.py").write_text(f"{says_so}time.sleep(2000)")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=tmp_path, env=env)
+    owner = Supervised(tmp_path, "-c", OWNER).process
     found = tmp_path / "pid"
     wait_until(lambda: found.exists() and found.read_text(), "the import")
     owner.kill()
-    owner.wait()
+    owner.communicate()
     wait_until(lambda: not is_alive(int(found.read_text())), "the supervisor's end")
 
 
@@ -105,3 +135,65 @@ def test_a_thread_that_goes_round_a_fork_by_itself_is_no_reason_against_it() -> 
         named.clear()
         stop.clear()
     assert counts == [0, 1]
+
+
+# -- ends of trials, and of the supervisor
+
+
+def test_a_supervisors_own_resource_tracker_is_no_trials(tmp_path: Path) -> None:
+    """A library that is imported in advance may start it; it ends with the supervisor."""
+    (tmp_path / "library.py").write_text(
+        "from multiprocessing import resource_tracker\nresource_tracker.ensure_running()\n"
+    )
+    with supervised(tmp_path) as supervisor:
+        supervisor.ask(WARM)
+        [tracker] = supervisor.children()
+        assert supervisor.ask(launch_request(tmp_path, "/bin/true"))["statuses"] == [0]
+        assert is_alive(tracker.pid)
+    wait_until(lambda: not is_alive(tracker.pid), "the tracker's end")
+
+
+def test_a_supervisor_that_is_cut_off_ends_with_its_trials(tmp_path: Path) -> None:
+    supervisor = Supervised(tmp_path)
+    supervisor.send(launch_request(tmp_path, "/bin/sleep", "2000"))
+    assert supervisor.ask({"op": "ping", "limit_s": 2.0}) == {"event": "pong"}
+    [trial] = supervisor.children()
+    assert supervisor.process.wait(PATIENCE_S) == 0
+    assert not is_alive(trial.pid)
+    supervisor.process.communicate()
+
+
+def test_signals_to_the_whole_job_end_no_supervisor_and_ranks_have_their_defaults(
+    tmp_path: Path,
+) -> None:
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    with supervised(tmp_path) as supervisor:
+        supervisor.ask({"op": "ping", "limit_s": None})
+        for own in signals:
+            for number in signals:
+                supervisor.process.send_signal(number)
+            request = launch_request(tmp_path, "/bin/sh", "-c", f"kill -{own} $$")
+            assert supervisor.ask(request)["statuses"] == [-own]
+
+
+UNKILLABLE = """
+from dsat.engines.local import supervisor
+supervisor._STUCK_AFTER_S = 0.5
+supervisor._kill_all = lambda group, pids: None
+supervisor.Supervisor().run()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path: Path) -> None:
+    """SIGKILL does nothing to a process that waits in the kernel, for a driver that is stuck."""
+    request = launch_request(tmp_path, "/bin/sh", "-c", "exec sleep $NAP")
+    [rank] = request["ranks"]
+    naps = ("600", "0.1", "600")
+    request["ranks"] = [{**rank, "env": {**rank["env"], "NAP": nap}} for nap in naps]
+    with supervised(tmp_path, "-c", UNKILLABLE) as supervisor:
+        answer = supervisor.ask({**request, "linger_s": 1})
+        assert answer["statuses"] == [-9, 0, -9]
+        assert answer["stuck"] == answer["killed"] == [True, False, True]
+        answer = supervisor.ask(launch_request(tmp_path, "/bin/true"))
+        assert (answer["stuck"], answer["statuses"]) == ([False], [0])
