@@ -298,7 +298,7 @@ def test_interrupted_while_the_machine_is_looked_at(
     dsat.tune(TINY, run_dir="run", **SMALL)
     monkeypatch.setattr(this_machine, "find_machine", press)
     for more in ({"run_dir": None}, {"resume": True}, {"run_dir": None, "dry_run": True}):
-        settings = replace(pretend[0].settings, **more)  # type: ignore[arg-type]
+        settings = replace(pretend[0].settings, **more)
         with pytest.raises(KeyboardInterrupt), prepared(settings):
             pass
     assert [each for each in caplog.messages if each.startswith("interrupted before")] == [

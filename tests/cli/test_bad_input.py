@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from testing.made_up_runs import Steady, write_run
 
 Folder = Path
 STAMP = installed_deepspeed._stamp
-Change = Callable[[Folder], None]
 
 
 @pytest.fixture
@@ -45,102 +44,79 @@ def _no_engine(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("trials would be run")
 
 
-def edit_yaml(folder: Folder, change: Callable[[dict[str, Any]], None]) -> None:
+def edit(folder: Folder, experiment: Mapping[str, Any] = {}, **config: Any) -> None:
+    """Change keys of the experiment and of its DeepSpeed configuration."""
     path = folder / "deepspeed.yaml"
-    data = yaml.safe_load(path.read_text())
-    change(data)
-    path.write_text(yaml.safe_dump(data))
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **experiment}))
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
 
 
-def with_yaml(**changes: Any) -> Change:
-    def change(folder: Folder) -> None:
-        edit_yaml(folder, lambda data: data.update(changes))
-
-    return change
-
-
-def with_hparams(**changes: Any) -> Change:
-    def change(folder: Folder) -> None:
-        edit_yaml(folder, lambda data: data["hyperparameters"].update(changes))
-
-    return change
-
-
-def with_text(name: str, text: str) -> Change:
-    def change(folder: Folder) -> None:
-        (folder / name).write_text(text)
-
-    return change
-
-
-def with_ds_config(**changes: Any) -> Change:
-    def change(folder: Folder) -> None:
-        path = folder / "ds_config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return change
-
-
-BAD_FILES: dict[str, tuple[Change, list[str]]] = {
-    "json is nested": (with_text("ds_config.json", '{"a":' * 20_000), ["nested too deeply"]),
-    "the entrypoint chooses devices": (
-        with_yaml(entrypoint="deepspeed --include localhost:999 train.py"),
-        ["there is no device 999"],
-    ),
-    "another config in the entrypoint": (
-        with_yaml(entrypoint="deepspeed train.py --deepspeed_config other.json"),
+BAD_EXPERIMENTS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"entrypoint": "deepspeed --include localhost:999 train.py"}, ["there is no device 999"]),
+    (
+        {"entrypoint": "deepspeed train.py --deepspeed_config other.json"},
         ["entrypoint", "other.json", "ds_config.json"],
     ),
-    "more slots than the machine has": (
-        with_yaml(resources={"slots_per_trial": 3}),
-        ["3 slots", "2 cpu slots", "--slots 2"],
-    ),
-    "the entrypoint asks for other slots": (
-        with_yaml(entrypoint="deepspeed --num_gpus 4 train.py"),
-        ["4 ranks", "2 slots"],
-    ),
-}
+    ({"resources": {"slots_per_trial": 3}}, ["3 slots", "2 cpu slots", "--slots 2"]),
+    ({"entrypoint": "deepspeed --num_gpus 4 train.py"}, ["4 ranks", "2 slots"]),
+]
 
 
-@pytest.mark.parametrize("case", BAD_FILES)
-def test_bad_files(folder: Folder, case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    change, expected = BAD_FILES[case]
-    change(folder)
+@pytest.mark.parametrize(("changes", "expected"), BAD_EXPERIMENTS, ids=str)
+def test_bad_experiments(
+    folder: Folder,
+    changes: dict[str, Any],
+    expected: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    edit(folder, changes)
     assert main.main(["asha", "deepspeed.yaml", "."]) == 2
     check_one_line(capsys.readouterr(), expected)
     assert not (folder / "dsat_runs").exists()
 
 
-BY_DEEPSPEED: dict[str, tuple[Change, list[str]]] = {
-    "a ZeRO setting that does not exist": (
-        with_ds_config(zero_optimization={"stage": 1, "reduce_bucket": 10**6}),
+HPARAMS = {"deepspeed_config": "ds_config.json"}
+BY_DEEPSPEED: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"zero_optimization": {"stage": 1, "reduce_bucket": 10**6}},
         ["ds_config.json: zero_optimization.reduce_bucket:", "no setting", "'reduce_bucket_size'"],
     ),
-    "a listed value of another type": (
-        with_ds_config(zero_optimization={"stage": 2, "overlap_comm": [True, "often"]}),
+    (
+        {"zero_optimization": {"stage": 2, "overlap_comm": [True, "often"]}},
         ["ds_config.json: zero_optimization.overlap_comm:", "must be a valid boolean", "'often'"],
     ),
-    "an unknown key in the overrides": (
-        with_hparams(overwrite_deepspeed_args={"gradient_cliping": 1}),
+    (
+        {
+            "experiment": {
+                "hyperparameters": {
+                    **HPARAMS,
+                    "overwrite_deepspeed_args": {"gradient_cliping": 1},
+                }
+            }
+        },
         ["overwrite_deepspeed_args.gradient_cliping", "gradient_clipping"],
     ),
-}
+]
 
 
 @pytest.mark.slow  # imports DeepSpeed
 @pytest.mark.parametrize(
-    "case",  # all problems, asked in one process: tests/in_trial/test_config_check.py
+    ("changes", "expected"),  # all problems, in one process: tests/in_trial/test_config_check.py
     [
-        pytest.param(case, marks=pytest.mark.nightly if number else [])
+        pytest.param(*case, marks=pytest.mark.nightly if number else [])
         for number, case in enumerate(BY_DEEPSPEED)
     ],
 )
 def test_settings_that_deepspeed_refuses(
-    folder: Folder, case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Folder,
+    changes: dict[str, Any],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(installed_deepspeed, "_stamp", STAMP)
-    change, expected = BY_DEEPSPEED[case]
-    change(folder)
+    edit(folder, **changes)
     assert main.main(["asha", "deepspeed.yaml", "."]) == 2
     check_one_line(capsys.readouterr(), expected)
 
@@ -248,25 +224,28 @@ def check_one_line(captured: Any, expected: list[str]) -> None:
     assert captured.out == ""
 
 
-BAD_SECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
-    "a flag that the script does not get": (
-        {"arg_mappings": {"train_micro_batch_size_per_gpu": "batch"}},
-        {},
-        ["autotuning.arg_mappings", "train_micro_batch_size_per_gpu to --batch"],
-    ),
-    "more slots than there are": ({"num_gpus": 4}, {}, ["autotuning.num_gpus", "4 slots"]),
-    "no micro batch for the smallest batch": (
-        {"min_train_batch_size": 64, "max_train_micro_batch_size_per_gpu": 16},
-        {},
-        ["train_micro_batch_size_per_gpu", "exclude each other on 2 slots"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_SECTIONS)
-def test_bad_sections(folder: Folder, case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    section, changes, expected = BAD_SECTIONS[case]
-    with_ds_config(autotuning={"enabled": True, **section}, **changes)(folder)
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (
+            {"arg_mappings": {"train_micro_batch_size_per_gpu": "batch"}},
+            ["autotuning.arg_mappings", "train_micro_batch_size_per_gpu to --batch"],
+        ),
+        ({"num_gpus": 4}, ["autotuning.num_gpus", "4 slots"]),
+        (
+            {"min_train_batch_size": 64, "max_train_micro_batch_size_per_gpu": 16},
+            ["train_micro_batch_size_per_gpu", "exclude each other on 2 slots"],
+        ),
+    ],
+    ids=str,
+)
+def test_bad_sections(
+    folder: Folder,
+    section: dict[str, Any],
+    expected: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    edit(folder, autotuning={"enabled": True, **section})
     before = sorted(folder.rglob("*"))
     assert main.main(["tune", *SCRIPT]) == 2
     check_one_line(capsys.readouterr(), expected)
@@ -348,7 +327,7 @@ def test_auto_stands_for_the_trainers_flags(
         ("", 8, 1),
         ("--per-device-train-batch-size=3 --gradient_accumulation_steps 2", 3, 2),
     ):
-        with_yaml(entrypoint=f"{command} {flags}")(folder)
+        edit(folder, {"entrypoint": f"{command} {flags}"})
         assert main.main(argv) == 0
         own = json.loads(capsys.readouterr().out)["plan"]["own_batch"]
         assert own == _batch(micro_batch * gas * 2, micro_batch, gas)
@@ -366,10 +345,8 @@ def test_a_trial_class_cannot_be_trained_to_no_end(
 ) -> None:
     searcher = {"name": "single", "metric": "loss", "max_length": {"batches": 9}}
     del searcher[key]
-    with_yaml(
-        entrypoint="python3 -m determined.launch.deepspeed --trial model_def:Mine",
-        searcher=searcher,
-    )(folder)
+    trial = "python3 -m determined.launch.deepspeed --trial model_def:Mine"
+    edit(folder, {"entrypoint": trial, "searcher": searcher})
     assert main.main(["asha", "deepspeed.yaml", ".", "--run-full-experiment"]) == 2
     check_one_line(capsys.readouterr(), [f"deepspeed.yaml: searcher.{key}", "full-length run"])
     assert main.main(["asha", "deepspeed.yaml", ".", "--dry-run"]) == 0

@@ -289,6 +289,7 @@ def test_constants_inside_of_others_are_their_values() -> None:
         (b'{"a": 1e999} // large', "a number that is too large"),
         (b"\xff\xfe", "it is not UTF-8 text"),
         (b"[1]", "does not hold a mapping"),
+        (b'{"a":' * 20_000, "is nested too deeply"),
     ],
 )
 def test_configurations_that_deepspeed_refuses(content: bytes, problem: str) -> None:
