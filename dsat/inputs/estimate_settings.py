@@ -81,13 +81,6 @@ class EstimateSettings(ModelSettings):
     """Settings of `dsat estimate`.
 
     Attributes:
-        summary: one line for `--help`.
-        slot_memories: memory of a slot, in bytes; one column of the table for each.
-        slot_counts: numbers of data-parallel slots; a table for each.
-        exact: simulate every line of the tables.
-        longest_sequence: in place of the tables, the longest sequence with each strategy.
-        switches: of the model; the longest sequence is simulated with every combination of values.
-        card: whose memory a slot has, and whose speed the longest sequences are told with.
         fits: number and memory, in bytes, of the cards that the configuration is held against; None
             for tables of all strategies.
     """

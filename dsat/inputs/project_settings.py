@@ -14,14 +14,7 @@ PROJECT = "project"
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectSettings(ModelSettings):
-    """Settings of `dsat project`.
-
-    Attributes:
-        summary: one line for `--help`.
-        to: number and name of the cards that are asked about.
-        network: Gbit/s of each card to other hosts.
-        price: of a card's hour.
-    """
+    """Settings of `dsat project`; `to` is the number and the name of the cards."""
 
     summary: ClassVar[str] = (
         "predicts from one simulated step what training will do on so many cards of a named kind: "

@@ -11,13 +11,14 @@ import yaml
 
 from dsat.errors import UserInputError
 from dsat.inputs import experiment
-from dsat.inputs.experiment import Experiment, trial_hparams
+from dsat.inputs.experiment import Experiment
 
 DS: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
 DATA: dict[str, Any] = {
     "entrypoint": "python3 train.py",
     "hyperparameters": {"deepspeed_config": "ds.json"},
 }
+HPARAMS = "exp.yaml: hyperparameters"
 
 
 @pytest.fixture(autouse=True)
@@ -47,41 +48,44 @@ def refused(where: str, problem: str, data: Any = DATA, **changes: Any) -> str:
 
 def test_the_least_that_is_needed() -> None:
     user = read()
-    assert user.name == "model"
-    assert user.entrypoint == "python3 train.py"
-    assert user.slots_per_trial == 1
+    assert (user.name, user.entrypoint, user.slots_per_trial) == ("model", "python3 train.py", 1)
     assert user.ds_config_name == str(Path("model/ds.json"))
     assert user.ds_config == DS == user.base_config
     assert (user.overrides, user.env, user.includes) == ({}, {}, ())
+    Path("exp.json").write_text(json.dumps(DATA))
+    assert experiment.read(Path("exp.json"), Path("model")).ds_config == DS
 
 
 def test_all_of_it() -> None:
     overrides = {"zero_optimization": {"overlap_comm": True}, "gradient_clipping": 1.0}
+    lr = {"type": "const", "val": 0.5}
+    hparams: dict[str, Any] = {
+        "deepspeed_config": {"type": "const", "val": "ds.json"},
+        "overwrite_deepspeed_args": overrides,
+        "optimizer": {"lr": lr, "kind": "a"},
+    }
     user = read(
         name="my experiment",
         entrypoint=["python3", "train.py", 3],
         resources={"slots_per_trial": 4},
-        hyperparameters={
-            "deepspeed_config": {"type": "const", "val": "ds.json"},
-            "overwrite_deepspeed_args": overrides,
-            "lr": {"type": "const", "val": 0.5},
-            "nested": {"a": 1},
-        },
+        hyperparameters=hparams,
         environment={"environment_variables": ["A=1", "B=x=y", "EMPTY="]},
-        searcher={"name": "custom", "max_length": {"batches": 100}},
     )
-    assert user.name == "my experiment"
+    assert (user.name, user.slots_per_trial) == ("my experiment", 4)
     assert list(user.entrypoint) == ["python3", "train.py", 3]
-    assert user.slots_per_trial == 4
     assert user.env == {"A": "1", "B": "x=y", "EMPTY": ""}
-    assert user.hparams["lr"] == 0.5
-    assert user.hparams["nested"] == {"a": 1}
-    assert user.base_config == {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": 1, "overlap_comm": True},
-        "gradient_clipping": 1.0,
-    }
+    assert user.hparams["optimizer"] == {"lr": 0.5, "kind": "a"}
+    zero = {"stage": 1, "overlap_comm": True}
+    own = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0}
+    assert user.base_config == {**own, "zero_optimization": zero}
     assert user.ds_config == DS, "as it is in the file"
+    chosen = {"zero_optimization": {"stage": 2, "overlap_comm": False}}
+    assert experiment.trial_hparams(user.hparams, chosen) == {
+        **user.hparams,
+        "overwrite_deepspeed_args": {**overrides, **chosen},
+    }
+    hparams["optimizer"]["kind"] = {"type": "categorical", "vals": ["a", "b"]}
+    refused(f"{HPARAMS}.optimizer.kind", "is a range", hyperparameters=hparams)
 
 
 def test_variables_by_device_and_a_configuration_inline() -> None:
@@ -104,12 +108,6 @@ def test_deprecated_settings_are_read_as_what_replaces_them() -> None:
     assert passed.ds_config == passed.hparams["deepspeed_config"] == current
 
 
-def test_the_experiment_may_be_json() -> None:
-    Path("exp.json").write_text(json.dumps(DATA))
-    user = experiment.read(Path("exp.json"), Path("model"))
-    assert user.ds_config == DS
-
-
 def test_the_configuration_may_be_among_the_includes() -> None:
     Path("elsewhere").mkdir()
     Path("elsewhere/shared.json").write_text(json.dumps(DS))
@@ -130,25 +128,7 @@ def test_the_configuration_is_json_whatever_its_name() -> None:
     )
 
 
-def test_a_trials_hyperparameters() -> None:
-    own = {"gradient_clipping": 1.0, "zero_optimization": {"overlap_comm": True}}
-    user = read(
-        hyperparameters={"deepspeed_config": "ds.json", "lr": 1, "overwrite_deepspeed_args": own}
-    )
-    chosen = {"zero_optimization": {"stage": 2, "overlap_comm": False}}
-    assert experiment.trial_hparams(user.hparams, chosen) == {
-        "deepspeed_config": "ds.json",
-        "lr": 1,
-        "overwrite_deepspeed_args": {
-            "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": 2, "overlap_comm": False},
-        },
-    }
-
-
 # -- what is refused
-
-HPARAMS = "exp.yaml: hyperparameters"
 
 
 DS_CONFIG, STAGE = "hyperparameters.deepspeed_config", "zero_optimization.stage"
@@ -237,7 +217,7 @@ def test_lists_are_what_may_be_searched() -> None:
         },
     }
     # The script must not read the lists from the file.
-    assert trial_hparams(found.hparams, {})["deepspeed_config"] == {
+    assert experiment.trial_hparams(found.hparams, {})["deepspeed_config"] == {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 0, "overlap_comm": True},
     }
@@ -269,15 +249,6 @@ def test_yaml_is_read_as_the_master_reads_it() -> None:
     found = experiment.read_mapping(Path("exp.yaml"))
     inner = {"e": 5e8, "f": [False, "no", "nO"]}
     assert found == {"a": 1e-4, "b": True, "c": "on", "d": inner, "g": "yes\n"}
-
-
-def test_constants_inside_of_others_are_their_values() -> None:
-    own = {"lr": {"type": "const", "val": 0.1}, "kind": "a"}
-    hparams = {"deepspeed_config": DS, "optimizer": own}
-    assert read(hyperparameters=hparams).hparams["optimizer"] == {"lr": 0.1, "kind": "a"}
-    own["kind"] = {"type": "categorical", "vals": ["a", "b"]}
-    with pytest.raises(UserInputError, match=r"hyperparameters\.optimizer\.kind: is a range"):
-        read(hyperparameters=hparams)
 
 
 @pytest.mark.parametrize(
