@@ -366,6 +366,7 @@ def test_an_own_search(pretend: list[Prepared], monkeypatch: pytest.MonkeyPatch)
         dsat.tune(TINY, method="strict", search_options={"trials_per_config": 2}, **SMALL)
     with pytest.raises(UserInputError, match="search_options: method 'mine' takes no 'tries'"):
         dsat.tune(TINY, method="mine", search_options={"tries": 2}, **SMALL)
+    dsat.register_search("mine", Mine)  # a notebook's cell runs again
     with pytest.raises(ValueError, match="dsat has a method 'random' itself"):
         dsat.register_search("random", Mine)
     for wrong in (Search, dict):

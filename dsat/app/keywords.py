@@ -97,9 +97,13 @@ def search_settings(
     if method in (TUNE, RUN):
         wanted["command"] = _launched(wanted, method)
         values["run_full_experiment"] = method == RUN
-    further = {} if search_options is None else search_options
-    _check_search_options(further, method)
-    return settings_of({**wanted, **values, "method": method}, further)
+    known = parameters_of(method)
+    if unknown := [name for name in search_options or {} if name not in known]:
+        raise UserInputError(
+            f"method {method!r} takes no {unknown[0]!r} (choose from {', '.join(sorted(known))})",
+            where="search_options",
+        )
+    return settings_of({**wanted, **values, "method": method}, search_options or {})
 
 
 def settings_of(values: Mapping[str, Any], search_options: Mapping[str, Any] = {}) -> Settings:
@@ -110,18 +114,6 @@ def settings_of(values: Mapping[str, Any], search_options: Mapping[str, Any] = {
     of_places = {one.keyword: left.pop(one.keyword, None) for one in places.options()}
     place_options = places.given_options(of_places, left.get("engine", places.AUTO))
     return Settings(**left, search_options={**own, **search_options}, place_options=place_options)
-
-
-def _check_search_options(given: Any, method: str) -> None:
-    """Raise UserInputError if options are no arguments of the search, before anything runs."""
-    if not isinstance(given, Mapping):
-        raise UserInputError(f"must be a dictionary, not {given!r}", where="search_options")
-    known = parameters_of(method)
-    if unknown := [name for name in given if name not in known]:
-        raise UserInputError(
-            f"method {method!r} takes no {unknown[0]!r} (choose from {', '.join(sorted(known))})",
-            where="search_options",
-        )
 
 
 def help_of(own: Option) -> str:

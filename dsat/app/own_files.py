@@ -241,8 +241,8 @@ class Rewriting:
         end = next((len(each) for each in _LAUNCHERS if begin[: len(each)] == each), None)
         if end is None:
             return
-        starts = (i for i, word in enumerate(self.words) if i >= end and _starts(word))
-        script = next(starts, end)
+        begins = (i for i, word in enumerate(self.words) if i >= end and _begins_script(word))
+        script = next(begins, end)
         path, gas = str(self._answer.path), self._answer.config.get(_GAS)
         best = {_DEEPSPEED_FILE: path, _GAS_FLAG: gas}
         flags = {flag: flag for flag in best}
@@ -268,8 +268,7 @@ def _named_as(values: Mapping[str, Any], given: Collection[str]) -> dict[str, An
     }
 
 
-def _starts(word: str) -> bool:
-    """Return whether the script or module begins with a word of a launcher's command."""
+def _begins_script(word: str) -> bool:
     return word.endswith(".py") or word in ("-m", "--module")
 
 

@@ -45,18 +45,7 @@ def of_run(settings: Settings, name: str, locks: ExitStack) -> Path:
     """Return the folder of the run: a new one, or the one to continue."""
     folder = check(settings, name) or _new_folder(_stem(name))
     locks.callback(FolderLock(folder).close)
-    if settings.run_dir is not None and not settings.resume:
-        _check_holds_no_run(folder)  # another process may have made one since
     return folder
-
-
-def _check_holds_no_run(folder: Path) -> None:
-    if (folder / FILE_NAME).exists():
-        raise UserInputError(
-            "already holds a run",
-            where=str(folder),
-            hint="Add --resume to continue it, or choose another folder.",
-        )
 
 
 def check(settings: Settings, name: str) -> Path | None:
@@ -74,10 +63,14 @@ def check(settings: Settings, name: str) -> Path | None:
                 f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume"
             )
         folder = RUNS_FOLDER / f"{stem}-{max(numbers)}"
-    elif folder is not None and not settings.resume:
-        _check_holds_no_run(folder)
-    elif folder is not None and not (folder / FILE_NAME).exists():
-        raise UserInputError("holds no run to resume", where=str(folder))
+    elif folder is not None and (folder / FILE_NAME).exists() is not settings.resume:
+        if settings.resume:
+            raise UserInputError("holds no run to resume", where=str(folder))
+        raise UserInputError(
+            "already holds a run",
+            where=str(folder),
+            hint="Add --resume to continue it, or choose another folder.",
+        )
     _check_can_be_made(RUNS_FOLDER if folder is None else folder)
     return folder
 

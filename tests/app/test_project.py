@@ -36,8 +36,6 @@ from dsat.values.step_trace import (
 from dsat.values.zero_strategy import of_config
 from testing import warm_command, warm_host
 
-pytestmark = pytest.mark.slow
-
 CPU = {"device": "cpu"}
 CONFIG = {
     "model_type": "llama",
@@ -51,8 +49,8 @@ CONFIG = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _imported(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch) -> None:
     warm_command.use(warm_host.prefix(), monkeypatch.setattr)
 
 
@@ -63,7 +61,9 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
+@pytest.mark.usefixtures("imported")
 def test_a_configuration_is_projected_to_other_cards(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +85,8 @@ def test_a_configuration_is_projected_to_other_cards(
     assert "16 x A100-40GB" in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
 def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
     config: Path, tmp_path: Path
 ) -> None:
@@ -109,7 +111,9 @@ def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
     assert formula.init == pytest.approx(on_host.init, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
+@pytest.mark.usefixtures("imported")
 def test_long_samples_are_no_packed_ones_that_need_a_mask(tmp_path: Path) -> None:
     length, width = 16_384, 64
     sizes = {"n_embd": width, "n_head": 2, "n_layer": 1, "n_positions": length, "vocab_size": 64}
@@ -189,9 +193,10 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(UserInputError, match="known cards"):
-        dsat.project(hf_config="config.json", to="8xK80")
-    with pytest.raises(UserInputError, match="64xH100"):
-        dsat.project(hf_config="config.json", to="H100")
-    with pytest.raises(UserInputError, match="--tokens"):
-        dsat.project(hf_config="config.json", price=2)
+    for options, said in (
+        ({"to": "8xK80"}, "known cards"),
+        ({"to": "H100"}, "64xH100"),
+        ({"price": 2}, "--tokens"),
+    ):
+        with pytest.raises(UserInputError, match=said):
+            dsat.project(hf_config="config.json", **options)

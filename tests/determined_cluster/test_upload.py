@@ -27,31 +27,27 @@ def names(found: Files) -> list[str]:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
-    for name in ("train.py", "lib/net.py", "data/big.bin", "data/small.txt", ".git/config"):
+    names = "train.py lib/net.py data/big.bin data/small.txt .git/config __pycache__/train.pyc"
+    for name in [*names.split(), "dsat_runs/model-1/journal.jsonl"]:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("import dsat\n" if name == "train.py" else "x")
-    (folder / "__pycache__").mkdir()
-    (folder / "__pycache__" / "train.pyc").write_text("x")
     return folder
 
 
 def test_the_model_folder_without_what_determined_leaves_out(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor earlier runs, nor what links lead to; however the folder is named."""
     monkeypatch.chdir(model)
     (tmp_path / "link").symlink_to(model)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "huge.bin").write_text("x")
+    (model / "link").symlink_to(tmp_path / "disk")
+    (model / "broken").symlink_to(tmp_path / "nowhere")
     whole = [*("data/big.bin", "data/small.txt", "lib/net.py", "train.py")]
     for named in (model, Path(), tmp_path / "link", Path("..") / model.name):
         assert names(entries(named)) == whole
-
-
-def test_earlier_runs_stay_here(model: Path) -> None:
-    whole = entries(model)
-    run = model / "dsat_runs" / "model-1"
-    run.mkdir(parents=True)
-    (run / "journal.jsonl").write_text("")
-    assert entries(model) == whole
 
 
 def test_a_detignore_is_honoured(model: Path) -> None:
@@ -88,15 +84,6 @@ def test_nothing_may_hide_the_package(model: Path, name: str) -> None:
         entries(model)
 
 
-def test_links_to_folders_are_not_followed(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "disk" / "huge.bin").write_text("x")
-    (model / "link").symlink_to(tmp_path / "disk")
-    (model / "broken").symlink_to(tmp_path / "nowhere")
-    assert "link/huge.bin" not in names(entries(model))
-    assert "broken" not in names(entries(model))
-
-
 def test_too_much_is_refused_and_the_largest_files_are_named(model: Path) -> None:
     (model / "data" / "big.bin").write_bytes(bytes(3 * 2**20))
     (model / "lib" / "w.bin").write_bytes(bytes(2**20))
@@ -111,13 +98,18 @@ def test_too_much_is_refused_and_the_largest_files_are_named(model: Path) -> Non
     assert ".detignore" in text and "\n" not in text
 
 
-def test_the_staged_folder_holds_all_that_the_runner_needs(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [Path(), Path("scripts/train.py")])
+def test_the_staged_folder_holds_all_that_the_runner_needs(
+    model: Path, tmp_path: Path, script: Path
+) -> None:
     folder = tmp_path / "staged"
     folder.mkdir()
-    stage(entries(model), "{}", folder)
+    stage(entries(model), "{}", folder, script)
     assert (folder / "dsat_job.json").read_text() == "{}"
     assert (folder / "model" / "lib" / "net.py").read_text() == "x"
     assert (folder / "dsat" / "determined_cluster" / "runner.py").is_file()
+    beside = folder / "model" / "scripts" / "dsat" / "__init__.py"
+    assert beside.is_file() is (script != Path()), "a script in a folder below finds the package"
     assert not list(folder.rglob("__pycache__"))
 
 
@@ -163,12 +155,3 @@ def test_code_that_cannot_be_read_here_is_warned_of(
     with pytest.raises(UserInputError) if refused else contextlib.nullcontext():
         check_script(entries(model), model, program)
     assert ("nothing in the code uses dsat" in caplog.text) is not refused
-
-
-def test_a_script_in_a_folder_below_finds_the_package_beside_it(
-    model: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "staged"
-    folder.mkdir()
-    stage(entries(model), "{}", folder, Path("scripts/train.py"))
-    assert (folder / "model" / "scripts" / "dsat" / "__init__.py").is_file()
