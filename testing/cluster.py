@@ -21,6 +21,7 @@ from dsat.determined_cluster.engine import (
     Operation,
 )
 from dsat.determined_cluster.job import Job
+from dsat.determined_cluster.master import RemoteCluster
 from dsat.determined_cluster.search import ClusterSearch
 from dsat.in_trial.cluster_rank import OUTCOME_KEY
 from dsat.inputs.ds_config import DSAT_TRIAL_KEY
@@ -53,7 +54,7 @@ class Event:
 
 
 @dataclass
-class FakeMaster:
+class FakeMaster(RemoteCluster):
     """The master's side of a custom experiment.
 
     Attributes:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from dsat.determined_cluster import trial_result
 from dsat.determined_cluster.job import VARIED, Job, varied
+from dsat.determined_cluster.master import RemoteCluster
 from dsat.errors import EngineError
 from dsat.in_trial import cluster_rank
 from dsat.in_trial.meter_spec import MeterSpec
@@ -26,18 +27,6 @@ from dsat.values.trial import Trial
 # An instruction to the master, as its JSON: one of these keys, and its arguments.
 Operation = dict[str, Any]
 CREATE, VALIDATE, CLOSE, SHUTDOWN = "createTrial", "trialOperation", "closeTrial", "shutDown"
-
-
-class Cluster(Protocol):
-    """Requests of the engine to the master, besides events and operations."""
-
-    def log(self, trial_id: int) -> Sequence[str]:
-        """Return the messages of a trial's log, oldest first."""
-        ...
-
-    def kill(self, trial_id: int) -> None:
-        """End a trial; do nothing if there is none."""
-        ...
 
 
 class ClusterEngine:
@@ -52,7 +41,7 @@ class ClusterEngine:
         self,
         job: Job,
         runner_id: int,
-        cluster: Cluster,
+        cluster: RemoteCluster,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._job = job
