@@ -249,7 +249,7 @@ class Rewriting:
         options = list(script_args.rewrite(self.words[end:script], best, flags, add=False))
         default = _default_file()
         if not self.takes_config and default.is_file():
-            options[:0] = [_CONFIG_FILE, self._copy(default)[0]]
+            options[:0] = [_CONFIG_FILE, self._copy(default)[0] or str(default)]
         elif not self.takes_config and _DEEPSPEED_FILE not in options:
             options[:0] = [_DEEPSPEED_FILE, path]
         if _GAS_FLAG not in options and isinstance(gas, int):

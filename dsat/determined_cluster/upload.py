@@ -25,7 +25,9 @@ LIMIT_BYTES = 95 * 2**20  # determined.common.constants.MAX_CONTEXT_SIZE
 _SHOWN = 5
 _OURS = Path(__file__).resolve().parents[1]  # this package
 _USES = re.compile(rb"(?m)(?:^|[;:])[ \t]*(?:from[ \t]+|import[ \t]+(?:[\w. ]+,[ \t]*)*)dsat\b")
-_USES_ANCESTOR = re.compile(rb"determined\.pytorch(?:\.dsat\b|[ \t]+import\b.*\bdsat\b)")
+_USES_ANCESTOR = re.compile(
+    rb"(?m)^[ \t]*(?:from|import)[ \t]+determined\.pytorch(?:\.dsat\b|[ \t]+import\b.*\bdsat\b)"
+)
 _log = logging.getLogger(__name__)
 
 Files = Mapping[Path, Path]  # sources by their relative path in the context
