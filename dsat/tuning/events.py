@@ -80,16 +80,14 @@ def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def raise_as_corrupt_journal(number: int, name: str = "the journal") -> Iterator[None]:
-    """Raise what goes wrong while an event is applied as a corrupt journal.
-
-    Reading a journal checks its values one by one; applying the events shows if they fit together.
+    """Raise what goes wrong while an event is decoded or applied as a corrupt journal.
 
     Args:
         number: of the event, from 1.
         name: of the file.
 
     Raises:
-        JournalError: the event does not fit.
+        JournalError: a value is damaged, or the event does not fit those before it.
     """
     try:
         yield
@@ -102,7 +100,9 @@ def raise_as_corrupt_journal(number: int, name: str = "the journal") -> Iterator
         TypeError,
         ValueError,
     ) as error:
+        problem = f"does not fit what is before it ({type(error).__name__}: {error})"
+        if isinstance(error, DecodeError):
+            problem = f"is damaged: {error}"
         raise JournalError(
-            f"line {number} of {name} does not fit what is before it ({type(error).__name__}: "
-            f"{error}). Start a new run, or restore the file."
+            f"line {number} of {name} {problem}. Start a new run, or restore the file."
         ) from error

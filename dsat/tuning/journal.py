@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import JournalError, JournalLocked
-from dsat.tuning.events import EVENT_FINISHED, EVENT_PROPOSED, EVENT_START, VALUES_OF, event_of
-from dsat.values.codec import DecodeError, decode
 from dsat.values.files import PRIVATE_FILE, sync_folder
 
 SCHEMA_VERSION = 1
@@ -100,7 +98,7 @@ class MemoryJournal:
 
 
 def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
-    """Parse the content of a journal.
+    """Parse the content of a journal; whoever folds the events checks their values.
 
     Args:
         content: the whole file; its last line may be torn.
@@ -110,60 +108,32 @@ def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
         The events, and how many bytes of the content hold them.
 
     Raises:
-        JournalError: a line before the last is damaged or holds a value that is none, or the
-            schema is newer than ours.
+        JournalError: a line before the last is no event, or of a newer schema than ours.
     """
     events: list[dict[str, Any]] = []
     intact = 0
-    proposed: set[int] = set()
     lines = content.split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
             event = json.loads(line)
             if not isinstance(event, dict) or "event" not in event:
                 raise ValueError
+            is_newer = event.get("schema", 0) > SCHEMA_VERSION
             if b"\\ud" in line.lower():  # of a path perhaps that is no text; but no half of a pair
                 json.dumps(event, ensure_ascii=False).encode("utf-8", "surrogateescape")
-        except (ValueError, RecursionError):
+        except (ValueError, TypeError, RecursionError):
             raise JournalError(
                 f"{name}: line {number} is damaged, or the file is no journal of a run. Start a "
                 "new run, or restore the file."
             ) from None
-        try:
-            schema = decode(int, event.get("schema", SCHEMA_VERSION), "schema")
-            if schema > SCHEMA_VERSION:
-                raise JournalError(
-                    f"{name}: written by a newer dsat (schema {schema}, this one reads up to "
-                    f"{SCHEMA_VERSION}). Update dsat, or start a new run."
-                )
-            _check(event, proposed, is_first=number == 1)
-        except DecodeError as error:
+        if is_newer:
             raise JournalError(
-                f"{name}: line {number}: {error}. Start a new run, or restore the file."
-            ) from None
+                f"{name}: written by a newer dsat (schema {event['schema']}, this one reads up to "
+                f"{SCHEMA_VERSION}). Update dsat, or start a new run."
+            )
         events.append(event)
         intact += len(line) + 1
     return events, intact
-
-
-def _check(event: Mapping[str, Any], proposed: set[int], *, is_first: bool) -> None:
-    """Raise DecodeError for an event that a run cannot be folded from.
-
-    Args:
-        event: to check.
-        proposed: numbers of the trials before it; those of this event are added.
-        is_first: whether it is the first of all.
-    """
-    event = event_of(event)
-    kind = event["event"]
-    if kind == EVENT_PROPOSED:
-        proposed.add(event["trial"].id)
-    if kind in VALUES_OF and (kind == EVENT_START) != is_first:
-        raise DecodeError(
-            "event", f"is {kind!r} where a run " + ("begins" if is_first else "goes on")
-        )
-    if kind == EVENT_FINISHED and event["trial_id"] not in proposed:
-        raise DecodeError("trial_id", f"is {event['trial_id']}, and there is no such trial before")
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from dsat.errors import DecisionMismatch, JournalMismatch
 from dsat.space.plan import Plan, first_difference
-from dsat.space.space import Suggestion
 from dsat.tuning.decisions import Decisions
 from dsat.tuning.events import (
     EVENT_PROPOSED,
@@ -48,16 +47,12 @@ def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
 
     A run has the knobs of its recorded defaults.
     """
-    first = events[0] if events else {}
-    earlier = first.get("plan")
-    if first.get("event") != EVENT_START or not isinstance(earlier, Mapping):
+    if not events:
         return plan
-    today, defaults = plan.defaults, earlier.get("defaults", {})
-    return replace(
-        plan,
-        suggested=tuple(map(Suggestion.from_json, earlier.get("suggested", ()))),
-        defaults={path: today.get(path, own) for path, own in defaults.items()},
-    )
+    with raise_as_corrupt_journal(1):
+        earlier: Plan = event_of(events[0])["plan"]
+    defaults = {path: plan.defaults.get(path, own) for path, own in earlier.defaults.items()}
+    return replace(plan, suggested=earlier.suggested, defaults=defaults)
 
 
 def _check_plan(plan: Plan, earlier: Plan) -> None:
@@ -81,10 +76,6 @@ def _check_decision(decisions: Decisions, event: Mapping[str, Any]) -> None:
         raise DecisionMismatch(
             f"{'.'.join(path)} of trial {earlier.id} ({earlier.name}) was {was}, now {now}"
         )
-    said = "nothing" if decided is None else decided.name
-    if earlier is None:
-        assert decided is not None
-        began = f"the run waited before trial {decided.id}"
-    else:
-        began = f"trial {earlier.id} was {earlier.name}"
-    raise DecisionMismatch(f"{began}, but {said} is decided here")
+    was = "the run waited" if earlier is None else f"trial {earlier.id} was {earlier.name}"
+    now = "nothing" if decided is None else decided.name
+    raise DecisionMismatch(f"{was}, but {now} is decided here")
