@@ -41,6 +41,7 @@ def finals_of(table: Table, method: str, seed: int) -> tuple[float, int]:
         if trial.kind is TrialKind.PROFILE:
             return table.profile_outcome
         outcome = table.answer(plan.config(trial.overrides))
+        outcome = replace(outcome, profile=header.profile if trial.profiles else None)
         metrics, factor = outcome.metrics, math.exp(NOISE * rng.normal())
         if metrics is None:
             return outcome

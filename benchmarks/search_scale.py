@@ -18,6 +18,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dsat.search import SEARCHES
@@ -29,7 +30,7 @@ from dsat.tuning.loop import drive
 from dsat.tuning.tuner import Tuner
 from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
-from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
+from dsat.values.trial import BatchTriple, Proposal, Trial
 from dsat.values.zero_strategy import plain
 from testing.simulated import SimulatedEngine
 
@@ -47,9 +48,8 @@ PROFILE = ModelProfile(
 
 
 def outcome_of(trial: Trial) -> Outcome:
-    if trial.kind is TrialKind.PROFILE:
-        return Outcome(OutcomeKind.OK, profile=PROFILE, duration_s=1.0)
-    return simulated(trial.overrides.get("zero_optimization", {}), trial.batch.micro_batch)
+    found = simulated(trial.overrides.get("zero_optimization", {}), trial.batch.micro_batch)
+    return replace(found, profile=PROFILE if trial.profiles else None)
 
 
 def simulated(zero: Mapping[str, Any], micro_batch: int) -> Outcome:

@@ -151,8 +151,6 @@ class Machine:
         return self._speeds[int(zero.get("reduce_bucket_size", BUCKETS[0]))]
 
     def outcome(self, trial: Trial) -> Outcome:
-        if trial.kind is TrialKind.PROFILE:
-            return Outcome(OutcomeKind.OK, profile=PROFILE, duration_s=START_S)
         world, normal = self._world, self._rng.normal
         self._trials += 1
         self._wander = 0.8 * self._wander + 0.6 * world.wander * normal()
@@ -165,7 +163,8 @@ class Machine:
         latency_s, ci95, count = _measure(steps, None if to_beat is None else BATCH / to_beat)
         metrics = Metrics(BATCH / latency_s, 1e3 * latency_s, 1.0, 1.0, 1.0, None, count, ci95)
         duration_s = START_S + STEP_S * mean_s * (WARM_UP + count)
-        return Outcome(OutcomeKind.OK, metrics=metrics, duration_s=duration_s)
+        profile = PROFILE if trial.profiles else None
+        return Outcome(OutcomeKind.OK, metrics=metrics, profile=profile, duration_s=duration_s)
 
 
 def _measure(steps: Any, to_beat_s: float | None) -> tuple[float, float, int]:

@@ -168,6 +168,11 @@ def plan_of(method: str = "binary", **changes: Any) -> Plan:
     return replace(plan, **changes)
 
 
+def first_profiled(trial: Trial, outcome: Outcome, profile: ModelProfile) -> Outcome:
+    """The outcome, with the model's profile if it is that of the first trial and a success."""
+    return replace(outcome, profile=profile) if trial.profiles and outcome.ok else outcome
+
+
 class FakeClock:
     """One second passes with each look at it."""
 
@@ -198,8 +203,7 @@ class World:
     def outcome(self, trial: Trial) -> Outcome:
         if trial.kind is TrialKind.PROFILE:
             return profiled(self.profile)
-        found = self._measured(trial)
-        return replace(found, profile=self.profile) if trial.profiles and found.ok else found
+        return first_profiled(trial, self._measured(trial), self.profile)
 
     def _measured(self, trial: Trial) -> Outcome:
         chance = _digest(trial.name) % 100

@@ -12,7 +12,16 @@ from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import MemoryUse, Metrics, Outcome
 from dsat.values.trial import Trial, TrialKind
-from testing.helpers import FakeClock, World, drive, failed, plan_of, profiled, ran
+from testing.helpers import (
+    FakeClock,
+    World,
+    drive,
+    failed,
+    first_profiled,
+    plan_of,
+    profiled,
+    ran,
+)
 
 HOSTILE = "</script><script>document.body.dataset.hacked='yes'</script><img src=x onerror=alert(1)>"
 
@@ -57,7 +66,7 @@ class Steady(Measured):
         noise = 1 + (trial.id * 7 % 11 - 5) / 500
         size = trial.batch.micro_batch
         value = noise * 100.0 * size / (size + 5)
-        return measured(ran(value), trial)
+        return first_profiled(trial, measured(ran(value), trial), self.profile)
 
 
 class Lawful(World):
@@ -73,7 +82,7 @@ class Lawful(World):
         slow *= 1.05 if trial.stage == 2 else 1.0
         size = trial.batch.micro_batch
         value = size / (slow * (0.020 + 0.002 * size))
-        return measured(ran(value), trial)
+        return first_profiled(trial, measured(ran(value), trial), self.profile)
 
 
 def run_of_world(world: World | None = None, **options: Any) -> Run:

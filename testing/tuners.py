@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dsat.space.plan import Plan
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
+from dsat.values.outcome import Outcome
 from dsat.values.trial import TrialKind
 from testing.helpers import (
     Event,
@@ -17,6 +19,7 @@ from testing.helpers import (
     World,
     drive,
     profiled,
+    ran,
     weightless,
 )
 
@@ -38,11 +41,16 @@ def tuner_of(plan: Plan, events: list[Event] | None = None) -> tuple[Tuner, Memo
     return Tuner(plan, journal, events=events, clock=FakeClock()), journal
 
 
-def begun(plan: Plan, *, ceiling: int = 15) -> tuple[Tuner, MemoryJournal]:
-    """A tuner whose profile trial ended well."""
+def begun(
+    plan: Plan, own: Outcome | None = None, *, ceiling: int = 15
+) -> tuple[Tuner, MemoryJournal]:
+    """A tuner whose model is profiled, by the user's own configuration or after its failure."""
     tuner, journal = tuner_of(plan)
     tuner.next_trials(plan.slots_per_trial)
-    tuner.record(0, profiled(weightless(ceiling)))
+    tuner.record(0, replace(own or ran(), profile=weightless(ceiling)))
+    if not tuner.run.outcomes[0].ok:
+        tuner.next_trials(plan.slots_per_trial)
+        tuner.record(1, profiled(weightless(ceiling)))
     return tuner, journal
 
 

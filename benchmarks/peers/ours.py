@@ -67,7 +67,8 @@ def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:
         if trial.kind is TrialKind.PROFILE:
             return ledger.profile()
         again = trial.kind is TrialKind.FINAL
-        return (ledger.run_again if again else ledger.run)(config_of(trial))
+        outcome = (ledger.run_again if again else ledger.run)(config_of(trial))
+        return replace(outcome, profile=header.profile if trial.profiles else None)
 
     tuner = Tuner(plan, MemoryJournal())
     engine = SimulatedEngine(outcome_of, num_slots=header.slots, slots_per_trial=header.slots)

@@ -67,7 +67,6 @@ def plan_of(
     plan = Plan(
         **decided,
         longest_s=LONGEST_S,
-        own_first=True,
         ramp=_begins_with_ramp(settings) and not (any_batch and is_time),
         method=settings.method,
         slots_per_trial=slots,

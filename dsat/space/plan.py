@@ -52,8 +52,6 @@ class Plan(Recorded, BatchRule, Freedom):
         ramp: before the search the user's own micro batch is doubled as long as that is worth it.
         longest_s: a trial may measure for so many seconds, or for as long as 20 of the user's own
             optimizer steps take; None for as long as it takes.
-        own_first: the first trial is the user's own configuration, and profiles the model; runs of
-            earlier versions profiled it in a trial of its own.
         measured: what is run and how it is measured (entrypoint, hyperparameters, steps, and the
             device if it is known): results are comparable only while it stays the same.
     """
@@ -71,7 +69,6 @@ class Plan(Recorded, BatchRule, Freedom):
     indifference: float = 0.02
     ramp: bool = False
     longest_s: float | None = None
-    own_first: bool = False
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -133,7 +133,6 @@ class Decisions:
                 self._trials,
                 self._profiling.space,
                 self._basis,
-                baseline=not self._profiling.climbed,
             )
         return self._searching
 

@@ -101,8 +101,6 @@ def by_expectation(tried: Collection[Contestant], *, indifference: float = 0.0) 
     First the smallest of those that are expected to be slower than the fastest by no more than
     what is worth nothing, then the others by what is expected of them.
     """
-    if not tried:
-        return []
     expected = dict(zip(tried, _expected_again(list(tried)), strict=True))
     level = max(expected.values()) - math.log1p(indifference)
     first = min(

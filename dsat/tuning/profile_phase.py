@@ -32,8 +32,8 @@ class ProfilePhase:
         self._tried: set[int] = set()  # micro batches that failed in this strategy
         self._sharded: list[Strategy] = []  # to be searched, if stage 0 is refused
         self._rung = -1  # of the ladder; -1: the user's own strategy
-        self._own_is_next = plan.own_first
-        self._next_micro_batch: int | None = None if plan.own_first else self._smallest_micro_batch
+        self._own_is_next = True
+        self._next_micro_batch: int | None = None  # of the next profile trial
 
     @property
     def climbed(self) -> bool:

@@ -12,7 +12,7 @@ import bisect
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from dsat.space.plan import LONGEST_S, Plan
+from dsat.space.plan import LONGEST_S
 from dsat.space.space import Space
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
@@ -46,52 +46,47 @@ class Ramp:
     """Proposes micro batches of one branch of the space, one after the other.
 
     Args:
-        plan: what is tuned.
+        run: the run so far, whose model is profiled.
         space: what may be tried.
         branch: the number of the branch, with its first settings.
-        own_is_first: the user's own configuration is of this strategy and is measured before.
+        own: outcome of the user's own configuration, if it is of this branch's strategy.
 
     Attributes:
         branch: as given.
-        over: whether nothing more is proposed.
         limit: the largest micro batch that a search should look at; None if the ramp knows none.
     """
 
-    def __init__(self, plan: Plan, space: Space, branch: int, *, own_is_first: bool) -> None:
+    def __init__(self, run: Run, space: Space, branch: int, own: Outcome | None) -> None:
         self.branch = branch
-        self.over = False
         self.limit: int | None = None
+        self._run = run
         self._sizes = space.micro_batches
-        start, end, _ = plan.measured.get("steps", (3, 7, 0))
+        start, end, _ = run.plan.measured.get("steps", (3, 7, 0))
         self._steps = end - start + 1
-        own = plan.own_batch.micro_batch
-        position = max(0, bisect.bisect_right(self._sizes, own) - 1)
-        self._next: int | None = self._sizes[position]
-        if own_is_first and self._sizes[position] == own:
-            self._next = None  # until it is known
+        self._over = False
         self._last: tuple[int, float] | None = None  # micro batch, logarithm of its value
-        self._waits = own_is_first
+        micro_batch = run.plan.own_batch.micro_batch
+        position = max(0, bisect.bisect_right(self._sizes, micro_batch) - 1)
+        self._next: int | None = self._sizes[position]
+        if own is not None:
+            if self._next == micro_batch:
+                self._next = None
+            self.update(micro_batch, own)
 
     def ask(self) -> int | None:
         """The next micro batch; None while the one before runs, or if the ramp is over."""
         found, self._next = self._next, None
         return found
 
-    def update_own(self, run: Run, outcome: Outcome) -> None:
-        """The user's own configuration has ended."""
-        if self._waits:
-            assert run.baseline is not None
-            self.update(run, run.baseline.batch.micro_batch, outcome)
-
-    def update(self, run: Run, micro_batch: int, outcome: Outcome) -> None:
+    def update(self, micro_batch: int, outcome: Outcome) -> None:
         """Process the outcome of a micro batch of the ramp."""
-        value = outcome.value(run.plan.objective)
+        value = outcome.value(self._run.plan.objective)
         if value is None or outcome.metrics is None:
-            self.over = True
+            self._over = True
             if outcome.smaller_may_run:
                 self._limit_to(outcome.most_samples or micro_batch - 1)
             return
-        log_value = run.plan.objective.log_value(value)
+        log_value = self._run.plan.objective.log_value(value)
         latency_s = outcome.metrics.latency / 1000
         before, self._last = self._last, (micro_batch, log_value)
         factor = 4  # far from where growth ends, information comes sooner in larger steps
@@ -100,20 +95,20 @@ class Ramp:
             grown = log_value - before[1] + outcome.metrics.standard_error
             octaves = math.log2(micro_batch / before[0])
             if grown < WORTH_DOUBLING * octaves:
-                self.over = True
+                self._over = True
                 self.limit = BEYOND * micro_batch
             if grown < _STEEP * octaves:
                 factor = 2
-        longest_s = LONGEST_S if run.longest_s is None else run.longest_s
+        longest_s = self._run.longest_s or LONGEST_S
         affordable = int(micro_batch * longest_s / (latency_s * self._steps))
-        affordable = min(affordable, run.most_samples or affordable)
+        affordable = min(affordable, self._run.most_samples or affordable)
         self._limit_to(max(micro_batch, affordable))
         following = self._following(factor * micro_batch)
         if following > affordable:
             following = self._following(2 * micro_batch)
         if following > affordable or following <= micro_batch:
-            self.over = True
-        elif not self.over:
+            self._over = True
+        elif not self._over:
             self._next = following
 
     def _limit_to(self, micro_batch: int) -> None:

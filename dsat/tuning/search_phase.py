@@ -1,4 +1,4 @@
-"""Measures the user's own configuration, then what a search proposes."""
+"""Measures what a search proposes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TOO_LONG = Outcome(OutcomeKind.TIMEOUT, message="predicted to take long", small
 
 
 class SearchPhase:
-    """The user's own configuration if it may fit, then proposals of a search, none of them twice.
+    """Proposals of a search, none of which is measured twice.
 
     A proposal that equals an earlier trial gets that one's outcome, at once or when it ends. One
     that is predicted to run out of memory takes no trial.
@@ -39,7 +39,6 @@ class SearchPhase:
         trials: makes its trials.
         space: what may be tried.
         basis: what memory is predicted from; None to predict none.
-        baseline: measure the user's own configuration.
 
     Attributes:
         forecast: predicted memory, if it is predicted.
@@ -52,16 +51,15 @@ class SearchPhase:
         trials: TrialFactory,
         space: Space,
         basis: Basis | None,
-        *,
-        baseline: bool,
     ) -> None:
-        assert run.profile is not None
+        own = run.baseline
+        assert own is not None and run.profile is not None
         self._plan = plan
         self._run = run
         self._trials = trials
         self._space = space
-        self._baseline_due = baseline and not plan.own_first
-        self._trial_by_config: dict[str, int] = {}
+        digest = trials.fingerprint(own.overrides, own.script_args)
+        self._trial_by_config = {digest: own.id}
         self._proposals: dict[int, list[Proposal]] = {}  # by the trial that answers them
         self._settings_of: dict[int, Mapping[str, Any]] = {}  # of trials but the user's own
         self._skipped: list[str] = []
@@ -70,10 +68,10 @@ class SearchPhase:
         self._costs = TrialCosts(plan, run)
         self._ramp: Ramp | None = None
         if plan.ramp and searches.ramps:
-            strategies, own = list(space.strategies), of_config(plan.base_config)
-            is_searched = own in strategies
-            branch = strategies.index(own) if is_searched else 0
-            self._ramp = Ramp(plan, space, branch, own_is_first=baseline and is_searched)
+            strategies, strategy = list(space.strategies), of_config(plan.base_config)
+            is_searched = strategy in strategies
+            branch = strategies.index(strategy) if is_searched else 0
+            self._ramp = Ramp(run, space, branch, run.outcomes[own.id] if is_searched else None)
         self._search = searches(
             run.profile,
             plan.objective,
@@ -86,9 +84,7 @@ class SearchPhase:
         )
         self._suggested = list(_suggested(plan, run.profile, space))
         self._most_samples: int | None = None
-        self._limit_to_data()
-        if plan.own_first and run.baseline is not None:
-            self._take_in_baseline(run.baseline)
+        self._learn(own, run.outcomes[own.id])
 
     @property
     def stop_reason(self) -> str | None:
@@ -109,10 +105,6 @@ class SearchPhase:
 
     def next_trial(self) -> Trial | None:
         """Return the trial to start next, which counts as started; None to wait for an outcome."""
-        if self._baseline_due:
-            self._baseline_due = False
-            own = self._plan.own_batch
-            return self._trial(TrialKind.BASELINE, own.config(), own, self._plan.switches)
         if self._ramp is not None:
             return self._next_of_ramp(self._ramp)
         return self._next_of_search()
@@ -174,15 +166,9 @@ class SearchPhase:
             return None
         if self._takes_too_long(overrides, batch):
             return None
-        trial = self._trial(TrialKind.SEARCH, overrides, batch, script_args)
+        trial = self._trial(overrides, batch, script_args)
         self._settings_of[trial.id] = settings
         return trial
-
-    def _take_in_baseline(self, own: Trial) -> None:
-        """Learn from the user's own configuration, which ran before the search."""
-        digest = self._trials.fingerprint(own.overrides, own.script_args)
-        self._trial_by_config[digest] = own.id
-        self._learn(own, self._run.outcomes[own.id])
 
     def update(self, trial: Trial, outcome: Outcome) -> None:
         """Process the outcome of a trial of this phase, which the run holds already."""
@@ -198,10 +184,8 @@ class SearchPhase:
             metrics = outcome.metrics.at_least_as_uncertain(self._run.noise)
             outcome = replace(outcome, metrics=metrics)
         self._limit_to_data()
-        if self._ramp is not None and trial.kind is TrialKind.BASELINE:
-            self._ramp.update_own(self._run, outcome)
-        elif self._ramp is not None:
-            self._ramp.update(self._run, trial.batch.micro_batch, outcome)
+        if self._ramp is not None and trial.kind is not TrialKind.BASELINE:
+            self._ramp.update(trial.batch.micro_batch, outcome)
         proposals = self._proposals.pop(trial.id, [])
         for proposal in proposals:
             self._search.tell(proposal, outcome)
@@ -235,7 +219,7 @@ class SearchPhase:
         elif not self._search.weighs_costs and self._takes_too_long(overrides, batch):
             self._search.tell(proposal, _TOO_LONG)
         else:
-            trial = self._trial(TrialKind.SEARCH, overrides, batch, script_args, proposal)
+            trial = self._trial(overrides, batch, script_args, proposal)
             self._proposals[trial.id] = [proposal]
             self._settings_of[trial.id] = proposal.settings
             return trial
@@ -248,7 +232,6 @@ class SearchPhase:
 
     def _trial(
         self,
-        kind: TrialKind,
         overrides: Mapping[str, Any],
         batch: BatchTriple,
         script_args: Mapping[str, Any],
@@ -258,7 +241,7 @@ class SearchPhase:
         if self.forecast is not None:
             predicted_bytes = self.forecast.predicted_bytes(overrides, script_args)
         trial = self._trials.make(
-            kind,
+            TrialKind.SEARCH,
             overrides,
             batch,
             script_args,

@@ -43,7 +43,7 @@ def test_only_what_the_script_itself_did_is_its_own(
 
 @pytest.mark.parametrize("is_profiled", [False, True])
 def test_a_model_of_which_anything_ran_is_not_said_to_be_too_large(is_profiled: bool) -> None:
-    tuner, _ = tuner_of(plan_of(own_first=True, max_trials=4))
+    tuner, _ = tuner_of(plan_of(max_trials=4))
     tuner.next_trials(1)
     tuner.record(0, failed("OOM", "tried to allocate 1.86 GiB"))
     tuner.next_trials(1)

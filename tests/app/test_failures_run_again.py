@@ -24,16 +24,15 @@ PLAN = plan_of(max_trials=8)
 
 
 def a_run(folder: Path, *, profile: Outcome | None = None) -> Run:
-    """A run in a folder: of the made-up world, or with a profile that failed."""
+    """A run in a folder: of the made-up world, or in which nothing ran."""
     folder.mkdir()
     with Journal(folder / FILE_NAME) as journal:
         tuner = Tuner(PLAN, journal)
         if profile is None:
             drive(tuner, World())
         else:
-            tuner.next_trials(1)
-            tuner.record(0, profile)
-            tuner.next_trials(1)
+            while trials := tuner.next_trials(1):
+                tuner.record(trials[0].id, profile)
             tuner.stop()
         return tuner.run
 

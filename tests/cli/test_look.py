@@ -223,7 +223,7 @@ def test_a_run_is_shared_and_taken_in(
     assert "Read it before you give it away" in said(capsys, "export", "--share", "run.json")
     assert "exists already" in said(capsys, "export", "--share", "run.json", status=2)
     [row] = json.loads(said(capsys, "import", "run.json", "--json"))
-    assert row["schema"] == "dsat-run" and len(row["trials"]) == len(run.outcomes) - 1
+    assert row["schema"] == "dsat-run" and len(row["trials"]) == len(run.outcomes)
     assert "parameters" in said(capsys, "import", "run.json")
     (tmp_path / "other.json").write_text("{}")
     assert "is not a shared run" in said(capsys, "import", "other.json", status=2)

@@ -75,7 +75,7 @@ def test_a_search_that_failed_says_so_where_its_state_does_not() -> None:
     assert master.posted[-1] == (SHUTDOWN, "True")
     assert result.for_people(RunView.of(run))[:3] == detail.splitlines()
     said = result.description("my try", RunView.of(run), over=True)
-    assert said.startswith("my try - FAILED: the profile trial failed: KeyError")
+    assert said.startswith("my try - FAILED: your own configuration failed: KeyError")
     assert result.metrics(RunView.of(run), over=True) == {"search_failed": 1}
 
 

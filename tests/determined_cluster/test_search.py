@@ -149,13 +149,13 @@ def test_a_runner_that_dies_anywhere_leaves_no_trace(point: str, random_seed: in
 
 
 def begun(*, slots: int = 2) -> tuple[ClusterSearch, FakeMaster, list[str]]:
-    """A search whose profile trial is done, and the request ids of the trials that run."""
+    """A search whose model is profiled, and the request ids of the trials that run."""
     master = FakeMaster()
     search = search_of(plan_of("random", max_trials=9), master, num_slots=slots)
     master.post(1, answer(search, master.events[0]))
     drain(search, master)
-    [profile] = master.active
-    master.report(profile, metric_of(World().outcome(search.run.trials[0])))
+    [own] = master.active
+    master.report(own, metric_of(replace(ran(), profile=World.profile)))
     drain(search, master)
     return search, master, list(master.active)
 
@@ -201,8 +201,8 @@ def test_the_time_of_a_search_goes_on_while_its_runner_is_dead_but_not_while_it_
     drain(search, master)
     now[0] += 50.0  # it dies, and another process hears the next event
     search = search_at(list(search.journal.events))
-    [profile] = master.active
-    master.report(profile, metric_of(World().outcome(search.run.trials[0])))
+    [own] = master.active
+    master.report(own, metric_of(replace(ran(), profile=World.profile)))
     drain(search, master)
     assert search.run.running_s == 50.0
     assert search.run.changed_s == now[0]
@@ -232,7 +232,7 @@ def test_one_estimate_is_told_and_no_stage_is_called_unfit_that_ran() -> None:
     theatre.world = Tight()
     run = theatre.play().run
     lines = {line.partition(":")[0]: line for line in theatre.said if line.startswith("stage ")}
-    assert "predicted not to fit" in lines["stage 2"] and "micro batch 1 ran" in lines["stage 2"]
+    assert "predicted not to fit" in lines["stage 2"] and "micro batch 4 ran" in lines["stage 2"]
     assert "does not fit" in lines["stage 3"] and "ran" not in lines["stage 3"]
     [smallest] = [t for t in run.trials.values() if t.name == "z0_gas1_tmbspg1"]
     assert smallest.predicted_bytes is not None

@@ -18,7 +18,7 @@ from dsat.space.plan import Plan
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import MemoryUse, ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
-from testing.helpers import failed, plan_of, ran
+from testing.helpers import failed, first_profiled, plan_of, ran
 from testing.tuners import tuner_of
 
 MIB, GIB = 2**20, 2**30
@@ -48,7 +48,7 @@ def outcome_of(trial: Trial) -> Outcome:
     if memory.peak > PROFILE.slot_memory_bytes:
         return failed("OOM")
     size = trial.batch.micro_batch
-    return replace(ran(size / (size + 9)), memory=memory)
+    return first_profiled(trial, replace(ran(size / (size + 9)), memory=memory), PROFILE)
 
 
 def basis(tuner: Tuner) -> Basis:

@@ -12,6 +12,7 @@ import pytest
 
 from dsat.app import shared_runs
 from dsat.errors import UserInputError
+from dsat.inputs.settings import NO_MEMORY_MODEL
 from dsat.inputs.switches import ATTENTION
 from dsat.report import format as fmt
 from dsat.report import share
@@ -130,7 +131,7 @@ def test_what_others_found_for_the_same_model_is_tried_first(
     assert shared_runs.suggestions("", "NVIDIA A100", slots) == ()
     [found] = shared_runs.suggestions("", "NVIDIA H100", slots)
     for model, same in ((found, True), (replace(found, num_params=1), False)):
-        plan = plan_of("random", max_trials=12, suggested=(model,))
+        plan = plan_of("random", max_trials=12, suggested=(model,), memory_model=NO_MEMORY_MODEL)
         journal = MemoryJournal()
         drive(Tuner(plan, journal, info={}, clock=FakeClock()), Talkative(), slots=2)
         tried = [t for t in Run(journal.events).trials.values() if t.kind is TrialKind.SEARCH]

@@ -30,7 +30,7 @@ def _run(
     own: Outcome, *others: tuple[Mapping[str, Any], Outcome], config: Mapping[str, Any] = {}
 ) -> Run:
     """A run of the user's own configuration, and trials with switches of the script."""
-    plan = plan_of(own_first=True, metric="throughput", finals=0, base_config=config)
+    plan = plan_of(metric="throughput", finals=0, base_config=config)
     plan = replace(plan, own_batch=BATCH, slots_per_trial=1)
     start = {"event": "start", "plan": plan.to_json(), "info": {"name": "x"}}
     events: list[dict[str, Any]] = [start]

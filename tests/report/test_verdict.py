@@ -406,9 +406,7 @@ def test_an_interrupted_run_does_not_claim_to_have_searched() -> None:
     journal = MemoryJournal()
     tuner = Tuner(plan_of(own_batch=BatchTriple(4, 4, 1)), journal, clock=FakeClock())
     tuner.next_trials(1)
-    tuner.record(0, profiled(weightless(15)))
-    tuner.next_trials(1)
-    tuner.record(1, ran(3.0))
+    tuner.record(0, replace(ran(3.0), profile=weightless(15)))
     before_s = tuner.run.running_s
     tuner.pause()
     assert verdict(tuner.run).headline.endswith(": nothing else was measured yet.")

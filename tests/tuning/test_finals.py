@@ -81,7 +81,6 @@ def test_if_only_one_takes_part_it_is_the_smallest_that_is_as_fast() -> None:
     assert [c.trial_id for c in rules.by_expectation(tried)] == [2, 4, 3]
     assert [c.trial_id for c in rules.by_expectation(tried, indifference=0.01)] == [4, 2, 3]
     assert [c.trial_id for c in rules.by_expectation(tried, indifference=0.02)] == [3, 2, 4]
-    assert rules.by_expectation([]) == []
 
 
 @pytest.mark.parametrize(("error", "chosen"), [(0.03, 3), (0.002, 4)])

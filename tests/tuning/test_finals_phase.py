@@ -23,6 +23,7 @@ from testing.helpers import (
     World,
     drive,
     failed,
+    first_profiled,
     plan_of,
     profiled,
     ran,
@@ -59,7 +60,8 @@ class Buckets(World):
         chance = 1 + self._spread * (digest[0] / 128 - 1)
         lucky = 1.0 if trial.kind is TrialKind.FINAL else self._luck.get(bucket, 1.0)
         samples = trial.batch.micro_batch / (trial.batch.micro_batch + 1)
-        return ran(1000 * samples * self._speeds.get(bucket, 1.0) * chance * lucky)
+        value = 1000 * samples * self._speeds.get(bucket, 1.0) * chance * lucky
+        return first_profiled(trial, ran(value), weightless(64))
 
 
 def finals_plan(*, batches: bool = False, method: str = "random", **changes: Any) -> Plan:
@@ -321,7 +323,8 @@ def test_a_faster_own_batch_outside_of_what_was_demanded_does_not_end_the_search
             if trial.kind is TrialKind.PROFILE:
                 return profiled(weightless(64))
             size = trial.batch.micro_batch
-            return measured(ran(100.0 * size / (size + 10)), trial)
+            found = measured(ran(100.0 * size / (size + 10)), trial)
+            return first_profiled(trial, found, weightless(64))
 
     changes: dict[str, Any] = {"own_batch": BatchTriple(64, 64, 1), "micro_batches": (), demand: 16}
     options = {"stop_when": 0.003}
@@ -375,7 +378,7 @@ def test_what_trains_otherwise_cannot_win_and_the_setting_is_named() -> None:
 
 
 def test_what_trains_otherwise_does_not_win_while_the_search_goes_on() -> None:
-    plan = finals_plan(max_trials=15, finals=4)
+    plan = finals_plan(max_trials=13, finals=4)
     tuner, journal = tuner_of(plan)
     drive(tuner, Training(10, b10=1.5))
     assert tuner.run.disqualified

@@ -14,7 +14,7 @@ from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
-from testing.helpers import World, drive, failed, plan_of, profiled, weightless
+from testing.helpers import World, drive, failed, first_profiled, plan_of, profiled, weightless
 
 ROOM = 10**6  # samples for which there is memory: it says nothing here
 
@@ -34,7 +34,8 @@ class Machine(World):
         step_ms = self._overhead_ms + self._sample_ms * size
         value = 1000 * size / step_ms
         found = Metrics(value, step_ms, 0, 0, 0, None, num_steps=5, ci95=0.001)
-        return self._other(size) or Outcome(OutcomeKind.OK, metrics=found)
+        outcome = self._other(size) or Outcome(OutcomeKind.OK, metrics=found)
+        return first_profiled(trial, outcome, weightless(ROOM))
 
 
 class Dear(World):
@@ -46,7 +47,8 @@ class Dear(World):
         step_s = 0.1 * trial.batch.gas * trial.batch.micro_batch * (2 if trial.stage > 1 else 1)
         value = trial.batch.train_batch_size / step_s
         found = Metrics(value, 1000 * step_s, 0, 0, 0, None, num_steps=5, ci95=0.001)
-        return Outcome(OutcomeKind.OK, metrics=found, duration_s=1 + 7 * step_s)
+        outcome = Outcome(OutcomeKind.OK, metrics=found, duration_s=1 + 7 * step_s)
+        return first_profiled(trial, outcome, weightless(ROOM))
 
 
 @pytest.mark.parametrize("method", SEARCHES)
@@ -67,7 +69,7 @@ def test_what_would_take_long_by_what_is_known_is_not_tried(method: str) -> None
     drive(tuner, Dear())
     run = tuner.run
     seen: set[str] = set()
-    for trial in list(run.trials.values())[1:]:
+    for trial in run.trials.values():
         metrics = run.outcomes[trial.id].metrics
         assert metrics is not None
         # Of a strategy that is twice as slow as it should be, it takes a few trials to know.
@@ -97,7 +99,7 @@ def sizes_tried(
     sample_ms: float = 1.0,
     other: Callable[[int], Outcome | None] = lambda size: None,
 ) -> list[int]:
-    """The micro batches of a run's trials but the profile."""
+    """The micro batches of a run's trials."""
     plan = plan_of(
         method,
         ramp=True,
@@ -108,7 +110,7 @@ def sizes_tried(
     )
     tuner = Tuner(plan, MemoryJournal())
     drive(tuner, Machine(overhead_ms, sample_ms, other), slots=3)
-    return [trial.batch.micro_batch for trial in list(tuner.run.trials.values())[1:]]
+    return [trial.batch.micro_batch for trial in tuner.run.trials.values()]
 
 
 @pytest.mark.parametrize("method", ["asha", "binary", "random"])
@@ -139,7 +141,7 @@ def test_what_the_data_loader_tells_ends_it_without_a_failed_trial(method: str) 
     class Told(World):
         def outcome(self, trial: Trial) -> Outcome:
             found = machine.outcome(trial)
-            return found if trial.batch.micro_batch == 1 else replace(found, most_samples=50)
+            return replace(found, most_samples=50)
 
     plan = plan_of(method, ramp=method != "gridsearch", max_trials=14)
     tuner = Tuner(plan, MemoryJournal())
@@ -171,8 +173,8 @@ def test_what_the_ramp_showed_is_not_asked_again(method: str) -> None:
     drive(tuner, Machine(10.0, 1.0, lambda size: failed("OOM") if size > 100 else None))
     tried = [t.batch.micro_batch for t in tuner.run.trials.values() if t.stage == 1]
     ramp = [4, 16, 64, 128]
-    assert tried[1 : 1 + len(ramp)] == ramp  # the profile is before
-    assert all(64 < size < 128 for size in tried[1 + len(ramp) :])
+    assert tried[: len(ramp)] == ramp
+    assert all(64 < size < 128 for size in tried[len(ramp) :])
 
 
 def test_without_a_ramp_a_search_begins_where_the_ancestor_did() -> None:
@@ -180,20 +182,6 @@ def test_without_a_ramp_a_search_begins_where_the_ancestor_did() -> None:
     tuner = Tuner(plan, MemoryJournal())
     drive(tuner, Machine(10.0, 1.0, lambda size: None))
     assert max(trial.batch.micro_batch for trial in tuner.run.trials.values()) > ROOM / 4
-
-
-def test_a_run_is_resumed_in_the_middle_of_its_ramp() -> None:
-    plan = plan_of(ramp=True, base_config={"zero_optimization": {"stage": 1}})
-    journal, machine = MemoryJournal(), Machine(10.0, 1.0, lambda size: None)
-    drive(Tuner(plan, journal), machine)
-    names = [event["trial"]["name"] for event in journal.events if event["event"] == "proposed"]
-    for count in (4, 5, 6):
-        resumed = Tuner(plan, MemoryJournal(), events=journal.events[:count])
-        left = resumed.run.running
-        for trial in left:
-            resumed.record(trial.id, machine.outcome(trial))
-        drive(resumed, machine)
-        assert [trial.name for trial in resumed.run.trials.values()] == names
 
 
 @pytest.mark.parametrize("method", ["asha", "binary", "random"])
@@ -211,5 +199,5 @@ def test_a_search_with_one_lineage_goes_on_while_anything_may_be_learned(method:
     drive(tuner, machine)
     tried = [trial.batch.micro_batch for trial in tuner.run.trials.values()]
     assert tuner.run.best is not None and 97 <= tuner.run.best.batch.micro_batch <= 100
-    assert len(tried) == len(set(tried)) + (tried.count(1) > 1), "none twice but for the profile"
+    assert len(tried) == len(set(tried))
     assert tuner.run.stop_reason == "every configuration was tried"
