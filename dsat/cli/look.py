@@ -95,7 +95,7 @@ def _export(settings: ExportSettings) -> None:
         assert settings.to is not None
         name = past.folder.resolve().name
         target = settings.output or Path(f"{name}{exports.EXPORTERS[settings.to][1]}")
-        exports.export(past.run, settings.to, target, name, past.changed_s)
+        exports.export(past.run, settings.to, target, name)
     _print({"output": str(target)} if settings.json else None, [str(target), *notes])
 
 

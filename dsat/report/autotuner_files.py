@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import json
 from pathlib import Path
-from typing import Any
 
 from dsat.errors import UserInputError
 from dsat.report.run_view import RunView, TrialView
@@ -44,8 +43,13 @@ def write_files(run: Run, results_dir: Path, exps_dir: Path, command: str) -> No
         files[results_dir / OPTIMAL_CONFIG_FILE] = json.dumps(view.best_config, indent=2) + "\n"
         files[results_dir / OPTIMAL_COMMAND_FILE] = command + "\n"
     for each in view.trials:
-        description = json.dumps(experiment(view, each), indent=2) + "\n"
-        files[exps_dir / f"{each.trial.name}.json"] = description
+        experiment = {
+            "name": each.trial.name,
+            "ds_config": view.plan.config(each.trial.overrides),
+            "num_gpus": view.plan.slots_per_trial,
+            "num_nodes": 1,
+        }
+        files[exps_dir / f"{each.trial.name}.json"] = json.dumps(experiment, indent=2) + "\n"
     path = results_dir
     try:
         for path in (results_dir, exps_dir):
@@ -76,16 +80,6 @@ def summary_text(view: RunView) -> str:
     cost = f"Tuning completed in {duration}. Total number of experiments: {total}."
     table = Table(_HEADINGS, rows, numbers=("num_experiments", "best_metric_val"))
     return "\n".join([*table.markdown(), "", cost]) + "\n"
-
-
-def experiment(view: RunView, each: TrialView) -> dict[str, Any]:
-    """Return the description of one experiment: its whole configuration and where it runs."""
-    return {
-        "name": each.trial.name,
-        "ds_config": view.plan.config(each.trial.overrides),
-        "num_gpus": view.plan.slots_per_trial,
-        "num_nodes": 1,
-    }
 
 
 def _row(space: str, trials: int, best: TrialView | None, value: float | None) -> tuple[str, ...]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 from dsat.inputs.ds_config import flat
@@ -52,76 +50,37 @@ class Change:
     effect: str
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two trials that differ in one setting alone.
-
-    Attributes:
-        values: of the setting, by trial.
-        gain: of the second over the first.
-    """
-
-    key: str
-    values: tuple[Any, Any]
-    gain: float
-
-
 def changes(view: RunView, model: SpeedModel | None) -> list[Change]:
     """Return the settings in which the best configuration differs from the user's own."""
     if view.best is None:
         return []
-    found = list(pairs(view))
     return [
-        Change(
-            each.key,
-            *each.texts,
-            _REASONS.get(each.key, ""),
-            _effect(view, each, found, model),
-        )
+        Change(each.key, *each.texts, _REASONS.get(each.key, ""), _effect(view, each, model))
         for each in differences(view.plan, view.best.trial, view.own_switches)
     ]
 
 
-def pairs(view: RunView) -> Iterator[Pair]:
-    """Yield all pairs of trials that were measured and differ in one setting alone."""
-    plan, chosen = view.plan, {key for each in view.ranked for key in each.settings}
-    own = flat({**plan.config({}), **view.own_switches})
-    base = {key: own.get(key) for key in chosen - _following(view)}
-    tried = [(_settings(base, each), each.value) for each in view.ranked if each.value]
-    for (one, value), (other, second) in combinations(tried, 2):
-        keys = [key for key in one.keys() | other.keys() if one.get(key) != other.get(key)]
-        if len(keys) == 1:
-            [key] = keys
-            gain = view.plan.objective.gain(second, value)
-            yield Pair(key, (one.get(key), other.get(key)), gain)
+def paired_gain(view: RunView, key: str, own: Any, best: Any) -> tuple[float | None, int]:
+    """Return the gain of a setting's value `best` over `own`, and the number of pairs behind it.
 
-
-def paired_gain(found: list[Pair], key: str, own: Any, best: Any) -> tuple[float | None, int]:
-    """Return the geometric mean of a setting's gains from `own` to `best`, and their number."""
-    gains = [pair.gain for pair in found if pair.key == key and pair.values == (own, best)]
-    gains += [1 / pair.gain for pair in found if pair.key == key and pair.values == (best, own)]
-    return (statistics.geometric_mean(gains) if gains else None), len(gains)
-
-
-def importances(view: RunView) -> list[dict[str, Any]]:
-    """Return the effect of each setting, the largest first.
-
-    Returns:
-        Rows with `setting`, `pairs`, and `percent`: the median difference between the better and
-        the worse of a pair.
+    It is the geometric mean over all pairs of trials that differ in nothing else.
     """
-    factors: dict[str, list[float]] = {}
-    for pair in pairs(view):
-        factors.setdefault(pair.key, []).append(math.exp(abs(math.log(pair.gain))))
-    rows = [
-        {
-            "setting": key,
-            "percent": 100 * (statistics.median_high(found) - 1),
-            "pairs": len(found),
-        }
-        for key, found in factors.items()
+    chosen = {name for each in view.ranked for name in each.settings} - _following(view)
+    configuration = flat({**view.plan.config({}), **view.own_switches})
+    base = {name: configuration.get(name) for name in chosen}
+    tried = [(_settings(base, each), each.value) for each in view.ranked if each.value]
+
+    def with_value(wanted: Any) -> list[tuple[dict[str, Any], float]]:
+        return [({**its, key: None}, value) for its, value in tried if its.get(key) == wanted]
+
+    after = with_value(best)
+    gains = [
+        view.plan.objective.gain(faster, slower)
+        for settings, slower in with_value(own)
+        for others, faster in after
+        if settings == others
     ]
-    return sorted(rows, key=lambda row: row["percent"], reverse=True)
+    return (statistics.geometric_mean(gains) if gains else None), len(gains)
 
 
 def _following(view: RunView) -> set[str]:
@@ -129,15 +88,10 @@ def _following(view: RunView) -> set[str]:
     return {TRAIN_BATCH} if view.plan.train_batch_size is None else {TRAIN_BATCH, GAS}
 
 
-def _effect(
-    view: RunView,
-    each: Difference,
-    found: list[Pair],
-    model: SpeedModel | None,
-) -> str:
+def _effect(view: RunView, each: Difference, model: SpeedModel | None) -> str:
     if each.key in _following(view):
         return f"that of {'the micro batch' if each.key == GAS else 'micro batch and accumulation'}"
-    gain, count = paired_gain(found, each.key, each.own, each.its)
+    gain, count = paired_gain(view, each.key, each.own, each.its)
     if gain is not None:
         return f"{gain:.2f}x by {fmt.count(count, 'pair')} of trials"
     own = each.default if each.own is None else each.own
@@ -150,8 +104,5 @@ def _effect(
 
 def _settings(base: Mapping[str, Any], each: TrialView) -> dict[str, Any]:
     """Return the values of a trial for the settings of `base`."""
-    return {
-        **base,
-        **{k: v for k, v in each.settings.items() if k in base},
-        STAGE: each.trial.stage,
-    }
+    its = {key: value for key, value in each.settings.items() if key in base}
+    return {**base, **its, STAGE: each.trial.stage}

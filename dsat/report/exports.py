@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import json
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,18 +34,16 @@ def rows(view: RunView) -> list[dict[str, Any]]:
     for each in view.trials:
         row = each.to_json()
         config, script = values_without_secrets([row.pop("overrides"), row.pop("script_args")])
-        metrics = row.pop("metrics") or {}
+        below = {"config": flat(config), "script": script, "metrics": row.pop("metrics") or {}}
         row |= {"is_best": each.is_best, "message": row["message"][:_MOST_TEXT]}
-        row["took_s"] = each.took_s
-        row["ended_s"] = each.ended_s
-        row |= {f"config.{key}": _plain(value) for key, value in flat(config).items()}
-        row |= {f"script.{key}": _plain(value) for key, value in script.items()}
-        row |= {f"metrics.{key}": value for key, value in metrics.items()}
+        row |= {"took_s": each.took_s, "ended_s": each.ended_s}
+        for name, values in below.items():
+            row |= {f"{name}.{key}": _plain(value) for key, value in values.items()}
         found.append(row)
     return found
 
 
-def to_csv(view: RunView, output: Path, name: str, began_s: float) -> None:
+def to_csv(view: RunView, output: Path, name: str) -> None:
     """Write a table with a line for each trial."""
     table = rows(view)
     with open(output, "w", newline="", encoding="utf-8") as file:
@@ -54,7 +52,7 @@ def to_csv(view: RunView, output: Path, name: str, began_s: float) -> None:
         writer.writerows({key: _harmless(value) for key, value in row.items()} for row in table)
 
 
-def to_parquet(view: RunView, output: Path, name: str, began_s: float) -> None:
+def to_parquet(view: RunView, output: Path, name: str) -> None:
     """Write the same table in columns; settings whose values are of several types as text."""
     import pyarrow
     import pyarrow.parquet
@@ -67,7 +65,7 @@ def to_parquet(view: RunView, output: Path, name: str, began_s: float) -> None:
     pyarrow.parquet.write_table(pyarrow.table(columns), output)
 
 
-def to_optuna(view: RunView, output: Path, name: str, began_s: float) -> None:
+def to_optuna(view: RunView, output: Path, name: str) -> None:
     """Write one study into a SQLite storage.
 
     A trial that did not run is a failed one; a setting that a strategy does not have is no
@@ -101,13 +99,13 @@ def to_optuna(view: RunView, output: Path, name: str, began_s: float) -> None:
                 **({} if outcome.metrics is None else outcome.metrics.to_json()),
             },
         )
-        frozen.datetime_complete = datetime.datetime.fromtimestamp(_ended_at_s(each, began_s))
-        begin = datetime.timedelta(seconds=outcome.duration_s)
-        frozen.datetime_start = frozen.datetime_complete - begin
+        ended_at_s = _ended_at_s(each)
+        frozen.datetime_start = datetime.fromtimestamp(ended_at_s - outcome.duration_s)
+        frozen.datetime_complete = datetime.fromtimestamp(ended_at_s)
         study.add_trial(frozen)
 
 
-def to_mlflow(view: RunView, output: Path, name: str, began_s: float) -> None:
+def to_mlflow(view: RunView, output: Path, name: str) -> None:
     """Write a tracking store in SQLite with one experiment, a run of MLflow's for each trial."""
     from mlflow.entities import Metric, Param, RunTag
     from mlflow.tracking import MlflowClient
@@ -117,7 +115,7 @@ def to_mlflow(view: RunView, output: Path, name: str, began_s: float) -> None:
     place = output.parent.as_uri()
     experiment = client.create_experiment(name, artifact_location=place, tags=tags)
     for each, outcome in _compared(view):
-        ended_ms = round(1000 * _ended_at_s(each, began_s))
+        ended_ms = round(1000 * _ended_at_s(each))
         created = client.create_run(
             experiment,
             start_time=ended_ms - round(1000 * outcome.duration_s),
@@ -143,7 +141,7 @@ def to_mlflow(view: RunView, output: Path, name: str, began_s: float) -> None:
         client.set_terminated(created, status=status, end_time=ended_ms)
 
 
-def to_tensorboard(view: RunView, output: Path, name: str, began_s: float) -> None:
+def to_tensorboard(view: RunView, output: Path, name: str) -> None:
     """Write a folder of event files, a run for each trial.
 
     It has the trial's settings (the HPARAMS tab) and the times of its steps.
@@ -152,16 +150,15 @@ def to_tensorboard(view: RunView, output: Path, name: str, began_s: float) -> No
 
     output.mkdir()
     for each, outcome in _compared(view):
-        ended_s = _ended_at_s(each, began_s)
         measured = {} if each.value is None else {view.plan.metric: each.value}
         params = {**_params(each), "outcome": outcome.kind.value, "is_best": each.is_best}
         with SummaryWriter(str(output / each.trial.name)) as writer:
             writer.add_hparams(params, measured, run_name=".", global_step=0)
             for number, step_ms in enumerate(outcome.step_ms, start=1):
-                writer.add_scalar("step_ms", step_ms, number, walltime=ended_s)
+                writer.add_scalar("step_ms", step_ms, number, walltime=_ended_at_s(each))
 
 
-Exporter = Callable[[RunView, Path, str, float], None]
+Exporter = Callable[[RunView, Path, str], None]
 # By the words of `--to`: writer, ending of the file or folder, and package to install.
 EXPORTERS: Mapping[str, tuple[Exporter, str, str]] = {
     "optuna": (to_optuna, ".optuna.db", "optuna"),
@@ -172,7 +169,7 @@ EXPORTERS: Mapping[str, tuple[Exporter, str, str]] = {
 }
 
 
-def export(run: Run, to: str, output: Path, name: str, ended_at_s: float) -> None:
+def export(run: Run, to: str, output: Path, name: str) -> None:
     """Write a run for another tool.
 
     Args:
@@ -180,7 +177,6 @@ def export(run: Run, to: str, output: Path, name: str, ended_at_s: float) -> Non
         to: a name of `EXPORTERS`.
         output: file or folder to make.
         name: of the study or experiment.
-        ended_at_s: time of the run's last event, in seconds since the epoch.
 
     Raises:
         UserInputError: `output` exists, or the tool is not installed.
@@ -196,7 +192,7 @@ def export(run: Run, to: str, output: Path, name: str, ended_at_s: float) -> Non
         raise UserInputError("there is no such folder", where=str(output.parent))
     try:
         with written_atomically(output.resolve()) as temporary:
-            write(RunView.of(run), temporary, name, ended_at_s - run.running_s)
+            write(RunView.of(run), temporary, name)
     except ImportError as error:
         raise UserInputError(
             f"needs {package}: {error}", where=f"--to {to}", hint=f"pip install {package}"
@@ -214,11 +210,9 @@ def _compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:
             yield each, each.outcome
 
 
-def _ended_at_s(each: TrialView, began_s: float) -> float:
-    """Return when a trial ended, in seconds since the epoch."""
-    if each.ended_at_s is not None:
-        return each.ended_at_s
-    return began_s + (each.ended_s or 0.0)  # a journal of an earlier version
+def _ended_at_s(each: TrialView) -> float:
+    """Return when a trial ended, in seconds since the epoch, or since the run began (dsat 0.1)."""
+    return each.ended_at_s or each.ended_s or 0.0
 
 
 def _decision(view: RunView) -> dict[str, Any]:

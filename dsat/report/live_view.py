@@ -12,19 +12,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from dsat.memory.forecast import Forecast
 from dsat.report import progress, terminal
 from dsat.report.run_view import RunView
 from dsat.report.table import Table
+from dsat.tuning.loop import Observer
 from dsat.tuning.run import Run
-from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
 _LAST_TRIALS = 12
 
 
-class LiveView:
-    """Prints lines, and shows a run in a table while it goes on; an `Observer` of the loop.
+class LiveView(Observer):
+    """Prints lines, and shows a run in a table while it goes on.
 
     Args:
         stream: where to; a table only if it is a terminal.
@@ -58,15 +57,6 @@ class LiveView:
         for line in lines:
             self._console.print(Text(line))
 
-    def started(self, run: Run, trial: Trial) -> None:
-        self.waited(run)
-
-    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        self.waited(run)
-
-    def began(self, run: Run, forecast: Forecast | None) -> None:
-        self.waited(run)
-
     def waited(self, run: Run) -> None:
         if self._live is not None and run.has_begun:
             self._live.update(self._view(run), refresh=True)
@@ -80,7 +70,7 @@ class LiveView:
     def _view(self, run: Run) -> Group:
         view = RunView.of(run)
         cells = [
-            (each.label, self._doing(each.trial) if each.took_s is None else each.result)
+            (each.label, each.result if each.outcome else self._doing(each.trial))
             for each in view.trials[-_LAST_TRIALS:]
         ]
         bar = RichTable.grid()  # a bar by itself does not end its line

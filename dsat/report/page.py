@@ -83,16 +83,9 @@ def _compiled(which: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"address": _address, "strategy": fmt.strategy}
+    environment.filters["address"] = lambda path: quote(os.fsencode(path))
+    environment.filters["strategy"] = fmt.strategy
     return environment.get_template(which)
-
-
-def _address(path: str) -> str:
-    """Return a path as a link; its names may be any bytes."""
-    try:
-        return quote(os.fsencode(path))
-    except UnicodeEncodeError:  # no file system has this one
-        return quote(path, errors="surrogatepass")
 
 
 @in_one_thread
@@ -123,7 +116,7 @@ def _vega() -> str:
     """Vega, Vega-Lite and vega-embed as one script; empty without vl-convert."""
     try:
         import vl_convert
-    except (ImportError, NameError):  # the latter after an import that Ctrl-C has ended half way
+    except ImportError:
         return ""
     # To bundle it takes some seconds, more than a short trial.
     version = metadata.version("vl-convert-python")

@@ -12,7 +12,6 @@ from typing import Any
 
 from dsat.report import format as fmt
 from dsat.report import memory_parts, step_parts
-from dsat.report.changes import importances
 from dsat.report.projection import Projection
 from dsat.report.run_view import RunView, TrialView
 from dsat.report.speed_model import SpeedModel
@@ -26,7 +25,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 _BEST = "#e00000"
 _MOST_BARS = 24
-_FORMATS = {"gib": ".2f", "ms": ".3~r", "percent": ".1f", "minutes": ".1f"}
+_FORMATS = {"gib": ".2f", "ms": ".3~r", "minutes": ".1f"}
 _FORMATS |= dict.fromkeys(("value", "best"), ".4~s")
 _GIB = 2**30
 
@@ -37,7 +36,7 @@ def of_run(run: Run, view: RunView, model: SpeedModel | None) -> list[Spec]:
     `detail` marks the plots that follow the table of trials.
     """
     first = [_throughput(view, model), _step_times(view), _memory_by_part(run)]
-    details = [_finals(run, view), _memory(run, view), _importances(view)]
+    details = [_finals(run, view), _memory(run, view)]
     return [
         *(plot for plot in first if plot is not None),
         *({**plot, "detail": True} for plot in details if plot is not None),
@@ -210,20 +209,6 @@ def _step_times(view: RunView) -> Spec | None:
     title = "where the time of a step goes"
     text = "Milliseconds per sample of the fastest trials, the best first."
     return _plot(title, text, {"step": 16}, _layer(rows, "bar", encoding)) if rows else None
-
-
-def _importances(view: RunView) -> Spec | None:
-    """Effect of each setting, by trials that differ in nothing else."""
-    rows = importances(view)[:_MOST_BARS]
-    encoding = {
-        "y": _bars("setting"),
-        "x": _number("percent", "median difference (%)"),
-        "tooltip": _tips("setting", "percent", "pairs"),
-    }
-    bar = {"type": "bar", "color": COLOURS[0]}
-    text = "By pairs of trials that differ in one setting alone; few pairs say little."
-    layer = _layer(rows, bar, encoding)
-    return _plot("what each setting changed", text, {"step": 18}, layer) if rows else None
 
 
 def of_projection(shown: Projection) -> list[Spec]:

@@ -139,15 +139,10 @@ class Projection:
         }
 
     def __str__(self) -> str:
-        return "\n".join(text(self))
-
-
-def text(shown: Projection) -> list[str]:
-    """Lay out the answers for people."""
-    lines = [summary(shown), ""]
-    for heading, table in sections(shown):
-        lines += [f"{heading}:", "", *table.markdown(), ""]
-    return [*lines, *notes(shown)]
+        lines = [summary(self), ""]
+        for heading, table in sections(self):
+            lines += [f"{heading}:", "", *table.markdown(), ""]
+        return "\n".join([*lines, *notes(self)])
 
 
 def summary(shown: Projection) -> str:

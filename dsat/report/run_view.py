@@ -16,7 +16,7 @@ from dsat.report.verdict import GainView, Verdict, verdict
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run, own_switches
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.text import values_without_secrets
 from dsat.values.trial import Trial, TrialKind
 
@@ -174,6 +174,12 @@ class RunView:
     def title(self) -> str:
         """`my-model: asha search`."""
         return f"{self.info.get('name', 'dsat')}: {self.plan.method} search"
+
+    @property
+    def profile(self) -> ModelProfile | None:
+        """Profile of the model, once it is known."""
+        found = (view.outcome.profile for view in self.ended if view.outcome)
+        return next((profile for profile in found if profile is not None), None)
 
     @property
     def ended(self) -> list[TrialView]:

@@ -88,8 +88,7 @@ class SharedRun(Recorded):
         metric: that was optimised.
         trials: those that ended, the profile's left out.
         best: position of the recommended trial in `trials`; None if there is none.
-        best_value: of the metric; the median of its runs in the finals, if there were any. None in
-            files of earlier versions.
+        best_value: of the metric; the median of its runs in the finals, if there were any.
         slots, slots_per_host: of a trial, and of each host; 0 if all are on one.
         accelerator, device: DeepSpeed's name of the slots, and their product name.
         software: versions of Python, torch and DeepSpeed.
@@ -133,14 +132,13 @@ class SharedRun(Recorded):
             UserInputError: its model was not profiled.
         """
         ended = [(each, each.outcome) for each in view.trials if each.outcome is not None]
-        profile = next((o.profile for _, o in ended if o.profile is not None), None)
-        if profile is None:
+        if view.profile is None:
             raise UserInputError("has no trial that ran to its end", where="run")
         kept = [pair for pair in ended if pair[0].trial.kind is not TrialKind.PROFILE]
         lengths = [o.sequences.longest for _, o in kept if o.sequences is not None]
         told = {key: str(value) for key, value in view.info.items()}
         return cls(
-            _without_names(profile),
+            _without_names(view.profile),
             view.plan.metric,
             tuple(SharedTrial.of(view, each, outcome) for each, outcome in kept),
             next((at for at, (each, _) in enumerate(kept) if each.is_best), None),
@@ -179,17 +177,13 @@ def table(runs: Sequence[SharedRun]) -> Table:
     for run in runs:
         best = run.best_trial
         config = {} if best is None else best.config
-        metrics = None if best is None else best.metrics
-        value = run.best_value
-        if value is None and metrics is not None:
-            value = metrics.value(run.metric)
         rows.append(
             (
                 f"{run.slots} x {run.device or 'unknown device'}",
                 f"{run.model.num_params:,}",
                 str(config.get("zero_optimization.stage", "-")),
                 str(config.get(BATCH_KEYS[1], "-")),
-                fmt.metric(run.metric, value),
+                fmt.metric(run.metric, run.best_value),
                 fmt.memory(None if best is None else best.used_bytes),
             )
         )

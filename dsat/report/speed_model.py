@@ -17,7 +17,6 @@ from dsat.report.run_view import RunView, TrialView
 from dsat.search.normal import Array
 from dsat.search.speed import Fit, Layout, Points
 from dsat.search.step_time import Job, acts_on_whole_step, work
-from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import Strategy, of_config
 
 _LEAST = 4  # trials that ran, before anything is said
@@ -39,10 +38,9 @@ class SpeedModel:
         settings = [self._settings(each) for each in self._trials]
         own = [self._strategy(each) for each in self._trials]
         self._strategies, self._columns = list(dict.fromkeys(own)), _columns(settings)
-        profile = _profile(view)
-        assert profile is not None
+        assert view.profile is not None
         self._job = Job.of_profile(
-            profile, slots=view.plan.slots_per_trial, slots_per_host=view.plan.slots_per_host
+            view.profile, slots=view.plan.slots_per_trial, slots_per_host=view.plan.slots_per_host
         )
         batches = [each.trial.batch for each in self._trials]
         micro_batches, gas = [b.micro_batch for b in batches], [b.gas for b in batches]
@@ -59,7 +57,7 @@ class SpeedModel:
     def of(cls, view: RunView) -> SpeedModel | None:
         """Return the model of a run; None with too few trials, or with values that are zero."""
         ran = view.ranked
-        known = _profile(view) is not None and len(ran) >= _LEAST
+        known = view.profile is not None and len(ran) >= _LEAST
         return cls(view) if known and all(each.value for each in ran) else None
 
     def band(self) -> list[dict[str, Any]]:
@@ -169,11 +167,6 @@ class SpeedModel:
             for key, value in found.items()
             if key not in BATCH_KEYS and not key.startswith(_STRATEGY_KEYS)
         }
-
-
-def _profile(view: RunView) -> ModelProfile | None:
-    found = (each.outcome.profile for each in view.trials if each.outcome is not None)
-    return next((profile for profile in found if profile is not None), None)
 
 
 def _columns(configs: list[dict[str, Any]]) -> list[tuple[str, Any]]:

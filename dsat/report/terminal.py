@@ -110,8 +110,8 @@ def of_comparison(views: Views) -> list[RenderableType]:
     columns = [_column(view) for view in views.values()]
     rows = [(key, *(column[key] for column in columns)) for key in columns[0]]
     found: list[RenderableType] = [rich_table(Table(("", *views), rows))]
-    settings = [_best_settings(view) for view in views.values()]
-    if all(settings):
+    settings = [_settings(view, view.best) for view in views.values() if view.best is not None]
+    if len(settings) == len(views):
         differing = [
             (key, *(fmt.setting(each.get(key)) or "(not set)" for each in settings))
             for key in sorted({key for each in settings for key in each})
@@ -229,10 +229,6 @@ def _column(view: RunView) -> dict[str, str]:
 def _settings(view: RunView, each: TrialView) -> dict[str, Any]:
     config = values_without_secrets(view.plan.config(each.trial.overrides))
     return {**flat(config), **each.trial.script_args}
-
-
-def _best_settings(view: RunView) -> dict[str, Any]:
-    return {} if view.best is None else _settings(view, view.best)
 
 
 def _caveats(views: Views) -> list[str]:

@@ -41,7 +41,7 @@ def run() -> Run:
 
 def exported(run: Run, to: str, folder: Path) -> Path:
     path = folder / f"out.{to}"
-    exports.export(run, to, path, "model-1", ENDED_AT_S)
+    exports.export(run, to, path, "model-1")
     return path
 
 
