@@ -15,7 +15,7 @@ from dsat.report.speed_model import SpeedModel
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
-from testing.helpers import World, failed
+from testing.helpers import failed
 from testing.made_up_runs import HOSTILE, Lawful, Measured, Steady, events_of_world, run_of_world
 
 
@@ -78,16 +78,6 @@ def test_a_folder_whose_name_is_no_text_has_a_link() -> None:
     assert 'href="a%FF/' in page.html(run_of_world(), "a\udcff", "train")
 
 
-def test_a_message_of_megabytes_does_not_make_the_page_as_large() -> None:
-    class Long(Measured):
-        def outcome(self, trial: Trial) -> Outcome:
-            found = super().outcome(trial)
-            return failed("ERROR", "x" * 5_000_000) if not found.ok else found
-
-    small = len(page.html(run_of_world(), "trials", "train"))
-    assert len(page.html(run_of_world(Long()), "trials", "train")) < small + 200_000
-
-
 def test_without_vl_convert_the_page_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     page._vega.cache_clear()
@@ -106,14 +96,6 @@ def test_a_page_is_drawn_while_trials_run() -> None:
         if run.trials:
             html = page.html(run, "trials", "")
             assert html.count(">running<") == len(run.trials) - len(run.outcomes)
-
-
-def test_a_run_of_which_nothing_ran_has_a_page_too() -> None:
-    class Broken(World):
-        def outcome(self, trial: Trial) -> Outcome:
-            return failed("ERROR", "no")
-
-    assert "No configuration ran." in page.html(run_of_world(Broken()), "trials", "")
 
 
 def test_changes_name_both_values_and_what_the_setting_does() -> None:

@@ -76,6 +76,22 @@ def test_the_view_on_a_terminal(events: list[dict[str, object]], tmp_path: Path)
     )
 
 
+def test_a_trial_waits_for_slots_until_it_has_a_folder(
+    events: list[dict[str, object]], tmp_path: Path
+) -> None:
+    run = at(events, 14)
+    [trial] = run.running
+    assert progress.doing(tmp_path / trial.name) == "waits for slots"
+    status = progress.Status(num_slots=2, at_once=2)
+    assert "0 of 2 slots busy" in progress.lines(run, status, tmp_path)
+    (tmp_path / trial.name).mkdir()
+    assert progress.doing(tmp_path / trial.name) == "starts"
+    assert "1 of 2 slots busy" in progress.lines(run, status, tmp_path)
+    for text, doing in ((b"\x00\x00", "starts"), (b"       6", "step 6")):
+        (tmp_path / trial.name / "steps").write_bytes(text)
+        assert progress.doing(tmp_path / trial.name) == doing
+
+
 def test_what_the_model_search_thinks_comes_true() -> None:
     """The prediction of what it tries next, once it knows the machine, is near what that gives."""
     world, journal, errors = Lawful(), MemoryJournal(), []
@@ -93,19 +109,3 @@ def test_what_the_model_search_thinks_comes_true() -> None:
             errors.append(abs(outlook.value / outcome.metrics.throughput - 1))
         tuner.record(trial.id, outcome)
     assert errors and errors[-1] < 0.1
-
-
-def test_a_trial_waits_for_slots_until_it_has_a_folder(
-    events: list[dict[str, object]], tmp_path: Path
-) -> None:
-    run = at(events, 14)
-    [trial] = run.running
-    assert progress.doing(tmp_path / trial.name) == "waits for slots"
-    status = progress.Status(num_slots=2, at_once=2)
-    assert "0 of 2 slots busy" in progress.lines(run, status, tmp_path)
-    (tmp_path / trial.name).mkdir()
-    assert progress.doing(tmp_path / trial.name) == "starts"
-    assert "1 of 2 slots busy" in progress.lines(run, status, tmp_path)
-    for text, doing in ((b"\x00\x00", "starts"), (b"       6", "step 6")):
-        (tmp_path / trial.name / "steps").write_bytes(text)
-        assert progress.doing(tmp_path / trial.name) == doing

@@ -112,12 +112,6 @@ def test_the_configuration_is_for_use_as_it_is(tmp_path: Path) -> None:
     ]
 
 
-def test_without_a_best_there_is_only_the_summary(tmp_path: Path) -> None:
-    summary.write_files(run_of((1, 8, failed("OOM"))), tmp_path, "train it")
-    assert [path.name for path in tmp_path.iterdir()] == ["summary.md"]
-    assert "Train with it" not in (tmp_path / "summary.md").read_text()
-
-
 def test_the_result_for_programs(tmp_path: Path) -> None:
     warned = replace(ran(150), warnings=("look",))
     told = RunView.of(run_of((1, 8, warned), (1, 9, warned), baseline=ran(100))).to_json(tmp_path)
@@ -129,25 +123,13 @@ def test_the_result_for_programs(tmp_path: Path) -> None:
     assert len(told["trials"]) == 4
 
 
-def test_a_run_is_told_line_by_line() -> None:
-    run = run_of((1, 8, ran(150)), baseline=ran(100))
-    narrator, lines = Narrator(), []
-    for trial in run.trials.values():
-        lines += narrator.started(trial)
-        lines += narrator.ended(run, trial, run.outcomes[trial.id])
-    lines += narrator.search_began(run, None)
-    said = "\n".join(lines)
-    assert re.search(r"memory per slot \S+ GiB available, activations \S+ (MiB|KiB) per", said)
-    assert "memory predictions are off" in said
-    assert "t2: 150 samples/s" in said
-
-
 def test_a_view_that_is_no_terminal_prints_the_result_without_colours() -> None:
     stream = io.StringIO()
     run = run_of((1, 8, ran(150)), baseline=ran(100))
     with LiveView(stream) as view:
         for trial in run.trials.values():
             view.ended(run, trial, run.outcomes[trial.id])
+            view.waited(run)
         assert stream.getvalue() == ""
         view.show_result(run)
     said = stream.getvalue()
@@ -155,12 +137,16 @@ def test_a_view_that_is_no_terminal_prints_the_result_without_colours() -> None:
     assert "\x1b" not in said
 
 
-def test_a_warning_is_told_once() -> None:
+def test_a_run_is_told_line_by_line_and_a_warning_once() -> None:
     warned = replace(ran(150), warnings=("look",))
     run = run_of((1, 8, warned), (1, 9, replace(warned, warnings=("look", "again"))))
     narrator, lines = Narrator(), []
     for trial in run.trials.values():
+        lines += narrator.started(trial)
         lines += narrator.ended(run, trial, run.outcomes[trial.id])
+    said = "\n".join([*lines, *narrator.search_began(run, None)])
+    assert re.search(r"memory per slot \S+ GiB available, activations \S+ (MiB|KiB) per", said)
+    assert "memory predictions are off" in said and "t1: 150 samples/s" in said
     found = [line for line in lines if line.startswith("warning")]
     assert [line.rpartition(": ")[2] for line in found] == ["look", "again"]
 
@@ -216,11 +202,6 @@ def test_used_memory_is_told_as_it_was_predicted(
         assert told is None and ", 102.0 MiB predicted, took" in line
     else:
         assert told == used * MIB and f", {used}.0 MiB used of 102.0 MiB predicted" in line
-
-
-def test_nothing_is_said_of_memory_that_was_not_predicted() -> None:
-    run = run_of((1, 8, replace(ran(120), memory=MemoryUse({"step": 100}))))
-    assert not [line for line in RunView.of(run).facts if "memory" in line]
 
 
 @pytest.mark.parametrize(

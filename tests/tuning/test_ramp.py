@@ -134,7 +134,7 @@ def test_ends_where_the_data_or_the_memory_do() -> None:
     assert tried[:3] == [4, 16, 64]
 
 
-@pytest.mark.parametrize("method", SEARCHES)
+@pytest.mark.parametrize("method", ["model", "binary"])
 def test_what_the_data_loader_tells_ends_it_without_a_failed_trial(method: str) -> None:
     machine = Machine(10.0, 1.0, lambda size: None)
 
@@ -159,7 +159,7 @@ def test_no_trial_takes_long_beside_the_users_own() -> None:
     assert max(tried) * 0.001 * 5 / 1000 <= 60
 
 
-@pytest.mark.parametrize("method", ["asha", "binary", "random"])
+@pytest.mark.parametrize("method", ["asha", "random"])
 def test_what_the_ramp_showed_is_not_asked_again(method: str) -> None:
     plan = plan_of(
         method,
@@ -175,13 +175,6 @@ def test_what_the_ramp_showed_is_not_asked_again(method: str) -> None:
     ramp = [4, 16, 64, 128]
     assert tried[: len(ramp)] == ramp
     assert all(64 < size < 128 for size in tried[len(ramp) :])
-
-
-def test_without_a_ramp_a_search_begins_where_the_ancestor_did() -> None:
-    plan = plan_of("binary", ramp=False, base_config={"zero_optimization": {"stage": 1}})
-    tuner = Tuner(plan, MemoryJournal())
-    drive(tuner, Machine(10.0, 1.0, lambda size: None))
-    assert max(trial.batch.micro_batch for trial in tuner.run.trials.values()) > ROOM / 4
 
 
 @pytest.mark.parametrize("method", ["asha", "binary", "random"])

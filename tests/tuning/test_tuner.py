@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dsat.inputs import ds_config
-from dsat.search import SEARCHES
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.tuner import Tuner
 from dsat.values.trial import BatchTriple, Trial, TrialKind
@@ -22,7 +21,7 @@ from testing.helpers import (
     ran,
     weightless,
 )
-from testing.tuners import ONE_LINEAGE, begun, configs_of, tuner_of
+from testing.tuners import ONE_LINEAGE, begun, tuner_of
 
 
 def test_the_search_keeps_the_users_accumulation_and_knows_the_profile() -> None:
@@ -146,17 +145,6 @@ def test_a_second_outcome_of_a_trial_is_ignored() -> None:
     tuner.record(0, failed("ERROR"))
     assert journal.events == before
     assert tuner.run.outcomes[0].ok
-
-
-@pytest.mark.parametrize("method", SEARCHES)
-def test_the_seed_decides_the_trials(method: str) -> None:
-    def configs(seed: int) -> list[str]:
-        tuner, _ = tuner_of(plan_of(method, seed=seed))
-        drive(tuner, World(), slots=2)
-        return configs_of(tuner.run)
-
-    assert configs(1) == configs(1)
-    assert (configs(1) != configs(2)) == (method not in ("gridsearch", "model"))
 
 
 def test_what_the_user_set_by_hand_is_not_searched() -> None:
