@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,21 +40,36 @@ def command_of(
     run_dir: Path,
     *options: object,
     config: Path | None = None,
-    model_dir: Path | None = None,
     imported: bool = False,
 ) -> list[str]:
     """The command for a program; `imported` as of `testing.local.engine_of`."""
     config = config or PROGRAMS / program / "deepspeed.yaml"
-    words = [method, config, model_dir or PROGRAMS / program, "--run-dir", run_dir, *options]
+    words = [method, config, PROGRAMS / program, "--run-dir", run_dir, *options]
     start = warm_command.words() if imported else [sys.executable, "-m", "dsat"]
     return [*start, *map(str, words)]
 
 
 def dsat(method: str, program: str, run_dir: Path, *options: object, **more: Any) -> Told:
     """Runs the command to its end; arguments as of `command_of`, but imported unless told."""
-    command = command_of(method, program, run_dir, *options, **{"imported": True, **more})
+    return run_to_end(command_of(method, program, run_dir, *options, **{"imported": True, **more}))
+
+
+def typed(folder: Path, *words: object, **variables: str) -> Told:
+    """Run `dsat WORDS` in a folder, as a user types it there; its supervisors are imported."""
+    return run_to_end([*warm_command.words(), *map(str, words)], cwd=folder, **variables)
+
+
+def run_to_end(command: Sequence[str], cwd: Path | None = None, **variables: str) -> Told:
+    """Run a command to its end, with the programs of this environment on the path."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     process = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        command,
+        cwd=cwd,
+        env={**os.environ, "PATH": path, **variables},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     return Told(process.returncode, process.stdout, process.stderr)
 

@@ -2,66 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from dsat.values.outcome import OutcomeKind
-from testing import warm_command
-from testing.command import kinds_of, run_of
-from testing.local import PATIENCE_S, PROGRAMS, processes_of, read_json
+from testing.command import kinds_of, run_of, run_to_end, typed
+from testing.local import PROGRAMS, processes_of, read_json
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-_BIN = Path(sys.executable).parent
 
 
 def found(place: Path, options: str, command: Sequence[str]) -> str:
     """What a search says that ends well."""
-    told = searched(place, options, command)
-    assert told.returncode == 0, told.stderr + told.stdout
-    return " ".join(told.stdout.split())
-
-
-def searched(place: Path, options: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(_BIN), os.environ["PATH"]])
-    return subprocess.run(
-        [*warm_command.words(), "binary", *options.split(), "--", *command],
-        cwd=place,
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-
-
-@pytest.mark.nightly
-def test_accelerate_launch_with_a_configuration_file(tmp_path: Path) -> None:
-    shutil.copytree(PROGRAMS / "accelerated", tmp_path / "work")
-    options = "--max-trials 4 --finals 0 --memory-model formula -m throughput --zero-stages 1 2"
-    options += " --max-micro-batch 64 --run-dir run --arg-mapping"
-    options += " train_micro_batch_size_per_gpu=--per_device_train_batch_size"
-    # A shell's script, and the launcher in it.
-    (tmp_path / "work" / "run.sh").write_text(
-        "set -e\naccelerate launch --config_file accelerate.yaml train.py "
-        "--per_device_train_batch_size 4\ntouch went_on\n"
-    )
-    said = found(tmp_path / "work", options, ["bash", "run.sh"])
-    assert "Your command starts 1 rank of `python train.py --per_device_train_batch_size 4`" in said
-    assert not (tmp_path / "work" / "went_on").exists()
-    run = run_of(tmp_path / "work" / "run")
-    assert kinds_of(run) == [OutcomeKind.OK] * 3
-    sizes = [trial.batch.micro_batch for trial in run.trials.values()]
-    assert sizes[:3] == [4, 16, 64], "its own micro batch first, then more"
-    best = read_json(tmp_path / "work" / "run" / "best_ds_config.json")
-    assert best["zero_optimization"]["stage"] in (1, 2), "whichever was faster"
-    assert isinstance(best["train_batch_size"], int), 'no "auto" is left'
+    told = typed(place, "binary", *options.split(), "--", *command)
+    assert told.status == 0, told
+    return " ".join(told.out.split())
 
 
 def test_the_answer_to_accelerate_launch_is_its_own_configuration(tmp_path: Path) -> None:
@@ -86,16 +45,9 @@ def test_the_answer_to_accelerate_launch_is_its_own_configuration(tmp_path: Path
     assert "# mine" in copy and "# one" in copy and "best_ds_config.json" in copy
     assert "zero_stage" not in copy and "mixed_precision" not in copy
     line = (place / "run" / "summary.md").read_text().partition("Train with it: `")[2]
-    told = subprocess.run(
-        ["bash", "-c", line.partition("`")[0]],
-        env={**os.environ, "PATH": os.pathsep.join([str(_BIN), os.environ["PATH"]])},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    told = run_to_end(["bash", "-c", line.partition("`")[0]])
     assert run.best is not None
-    assert f"trained {run.best.batch.micro_batch} at {run.best.stage}\n" in told.stdout, told.stderr
+    assert f"trained {run.best.batch.micro_batch} at {run.best.stage}\n" in told.out, told
 
 
 @pytest.mark.nightly
@@ -118,21 +70,6 @@ def test_a_trainer_under_accelerate_launch_without_deepspeed_arguments(tmp_path:
     assert len({trial.batch.micro_batch for trial in run.trials.values()}) > 1
 
 
-@pytest.mark.nightly
-def test_a_trainer_whose_file_leaves_the_batch_to_it_and_nothing_else_is_said(
-    tmp_path: Path,
-) -> None:
-    place = tmp_path / "work"
-    shutil.copytree(ROOT / "examples" / "hf_trainer", place)
-    options = "--max-trials 2 --finals 0 --memory-model formula -m throughput --zero-stages 1"
-    options += " --max-micro-batch 9 --end-profile-step 4 --run-dir run"
-    found(place, options, ["train.py", "--deepspeed", "ds_config.json"])
-    run = run_of(place / "run")
-    assert set(kinds_of(run)) == {OutcomeKind.OK}
-    trained_with = [trial.batch for trial in run.trials.values()]
-    assert trained_with[0].train_batch_size == 8, "what Trainer fills in by itself"
-
-
 def test_what_cannot_be_tuned_is_told_by_the_first_run(tmp_path: Path) -> None:
     """Not the status of the process that was ended for it."""
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}}
@@ -141,11 +78,11 @@ def test_what_cannot_be_tuned_is_told_by_the_first_run(tmp_path: Path) -> None:
         "deepspeed.init_distributed(); net = PipelineModule([Linear(8, 8)], num_stages=1)\n"
         f"deepspeed.initialize(model=net, model_parameters=net.parameters(), config={config})\n"
     )
-    told = searched(tmp_path, "-m throughput", ["python", "train.py"])
-    assert told.returncode == 2
-    assert "error: command: rank 0: " in told.stderr
-    assert "pipeline parallel models cannot be tuned" in told.stderr
-    assert "exit status" not in told.stderr and "Traceback" not in told.stderr
+    told = typed(tmp_path, *"binary -m throughput -- python train.py".split())
+    assert told.status == 2
+    assert "error: command: rank 0: " in told.err
+    assert "pipeline parallel models cannot be tuned" in told.err
+    assert "exit status" not in told.err and "Traceback" not in told.err
 
 
 def test_a_command_that_lacks_a_launcher_fails_as_it_does_without_dsat(tmp_path: Path) -> None:
@@ -157,9 +94,9 @@ def test_a_command_that_lacks_a_launcher_fails_as_it_does_without_dsat(tmp_path:
         f"deepspeed.initialize(model=net, model_parameters=net.parameters(), config={config})\n"
     )
     command = ["bash", "-c", "echo $RANK$MASTER_ADDR > given; python train.py"]
-    told = searched(tmp_path, "-m throughput --run-dir run", command)
-    assert told.returncode == 1, told.stdout
-    assert "ImportError: there is no MPI. This is your script's own error" in told.stderr
+    told = typed(tmp_path, *"binary -m throughput --run-dir run --".split(), *command)
+    assert told.status == 1, told.out
+    assert "ImportError: there is no MPI. This is your script's own error" in told.err
     assert [path.name[:8] for path in (tmp_path / "run" / "trials").iterdir()] == ["baseline"]
     assert (tmp_path / "given").read_text() == "\n"
 

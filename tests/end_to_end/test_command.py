@@ -6,9 +6,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,12 +28,11 @@ from testing.command import (
     kinds_of,
     run_of,
     searched,
+    typed,
 )
 from testing.local import (
-    PATIENCE_S,
     PROGRAMS,
     buffers_of,
-    environment_of_a_rank,
     is_alive,
     processes_of,
     read_json,
@@ -42,13 +41,16 @@ from testing.local import (
 
 pytestmark = pytest.mark.slow
 
-SMALL_BUCKETS = {"stage": 2, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
+
+def own_configuration(**more: Any) -> Mapping[str, Any]:
+    """Hyperparameters with a configuration whose buckets are small."""
+    buckets = {"stage": 2, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
+    return inline(train_micro_batch_size_per_gpu=4, zero_optimization=buckets, **more)
 
 
-def assert_a_result(run_dir: Path, told: Told) -> Run:
+def assert_a_result(run_dir: Path, status: int, said: str) -> Run:
     """What every run that found something leaves."""
-    assert told.status == 0, told.err
-    assert "Traceback" not in told.out + told.err
+    assert status == 0 and "Traceback" not in said, said
     run = run_of(run_dir)
     assert run.best is not None and run.stop_reason is not None
     assert run.outcomes.keys() == run.trials.keys()
@@ -61,7 +63,7 @@ def assert_a_result(run_dir: Path, told: Told) -> Run:
     assert metrics[run.plan.metric] == max(value for value in values if value is not None)
     summary = (run_dir / "summary.md").read_text()
     assert all(trial.name in summary for trial in run.trials.values())
-    assert str(run_dir / "best_ds_config.json") in told.out
+    assert str(run_dir / "best_ds_config.json") in said
     names = [trial.name for trial in run.trials.values()]
     assert len(set(names)) == len(names)
     assert sorted(path.name for path in (run_dir / "trials").iterdir()) == sorted(names)
@@ -75,73 +77,70 @@ def assert_a_result(run_dir: Path, told: Told) -> Run:
 
 @pytest.fixture(scope="module")
 def asha(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
-    run_dir = tmp_path_factory.mktemp("asha") / "run"
+    """A search by processes of the command's own."""
+    folder = tmp_path_factory.mktemp("asha")
+    config = experiment_of(folder, "tiny", hyperparameters=own_configuration())
     # What older versions import in their first step takes more than half of FAST's memory.
-    options = [*FAST, "--slot-memory", "400MiB", "-mt", 5, "-m", "throughput"]
-    options += ["--run-full-experiment"]
-    return run_dir, dsat("asha", "tiny", run_dir, *options, imported=False)
+    options = [*FAST, "--slot-memory", "400MiB", "-mt", 5, "-m", "throughput", "--finals", 0]
+    options += ["--max-micro-batch", 16, "--run-full-experiment", "--json"]
+    run_dir = folder / "run"
+    return run_dir, dsat("asha", "tiny", run_dir, *options, config=config, imported=False)
 
 
-def test_asha_on_two_ranks(asha: tuple[Path, Told]) -> None:
+def test_asha_on_two_ranks_keeps_what_the_user_chose(asha: tuple[Path, Told]) -> None:
     run_dir, told = asha
-    run = assert_a_result(run_dir, told)
-    assert len(run.trials) == 5
-    own, profile, *others = run.trials.values()
-    # Its default buckets do not fit.
-    assert (own.kind, profile.kind) == (TrialKind.BASELINE, TrialKind.PROFILE)
-    assert all("rung" in trial.note for trial in others)
-    assert {trial.stage for trial in others} <= {0, 1, 2, 3}
+    run = assert_a_result(run_dir, told.status, told.err)  # with --json, people read this stream
+    assert len(run.trials) == 5 and run.trials[0].kind is TrialKind.BASELINE
+    assert any("rung" in trial.note for trial in searched(run))
+    assert {trial.stage for trial in searched(run)} <= {0, 1, 2, 3}
     assert OutcomeKind.OK in kinds_of(run)
     assert not {OutcomeKind.ERROR, OutcomeKind.INVALID} & set(kinds_of(run))
+    for trial in run.trials.values():
+        config = read_json(run_dir / "trials" / trial.name / "ds_config.json")
+        assert config["zero_optimization"]["reduce_bucket_size"] == 10**6
+
+
+def test_the_result_as_json(asha: tuple[Path, Told]) -> None:
+    run_dir, told = asha
+    result, run = json.loads(told.out), run_of(run_dir)
+    assert run.best is not None
+    assert result["best"]["name"] == run.best.name
+    assert result["best_ds_config"] == read_json(run_dir / "best_ds_config.json")
+    assert [trial["name"] for trial in result["trials"]] == [t.name for t in run.trials.values()]
+    assert result["gain"] > 0
 
 
 def test_the_full_length_run_trains_with_the_best(asha: tuple[Path, Told]) -> None:
     run_dir, told = asha
     run = run_of(run_dir)
     assert run.best is not None
-    assert f"training with {run.best.name}" in told.out
-    assert read_json(run_dir / "full" / "ds_config.json") == read_json(
-        run_dir / "best_ds_config.json"
-    )
-    lines = (run_dir / "full" / "reports.jsonl").read_text().splitlines()
-    reports = [json.loads(line) for line in lines]
+    assert f"training with {run.best.name}" in told.err
+    best = (run_dir / "best_ds_config.json").read_text()
+    assert "autotuning" not in best and "dsat" not in best and "overwrite" not in best
+    assert read_json(run_dir / "full" / "ds_config.json") == json.loads(best)
     # Ranks train 20 steps, as searcher.max_length says; the chief reports.
-    assert len(reports) == 1
-    assert reports[0]["steps_completed"] == 20
-    assert reports[0]["metrics"].keys() == {"loss"}
+    [line] = (run_dir / "full" / "reports.jsonl").read_text().splitlines()
+    report = json.loads(line)
+    assert report["steps_completed"] == 20
+    assert report["metrics"].keys() == {"loss"}
     assert not (run_dir / "full" / "metrics.json").exists()
 
 
 # -- binary, one rank, out of memory for real
 
 
-@pytest.fixture(scope="module")
-def binary(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
-    """A configuration as it was left by DeepSpeed's own autotuner, on a tiny card.
-
-    Memory is not predicted, so that trials run out of it; and its samples take memory but hardly
-    time, so that more of them are faster up to the edge however noisy the machine is.
-    """
-    folder = tmp_path_factory.mktemp("binary")
-    own = inline(
-        train_micro_batch_size_per_gpu=4,
-        zero_optimization=SMALL_BUCKETS,
-        autotuning={"enabled": True, "fast": False},
-    )
-    entrypoint = "python3 -m determined.launch.deepspeed python3 train.py --sample-bytes 20000"
-    config = experiment_of(folder, "tiny", hyperparameters=own, entrypoint=entrypoint)
-    options = [*FAST, "--memory-model", "none", "--slots", 1, "-mt", 14, "--finals", 0]
-    options += ["-m", "throughput"]
-    return folder / "run", dsat(
-        "binary", "tiny", folder / "run", *options, "-mct", 1, "--json", config=config
-    )
-
-
 @pytest.mark.nightly
-def test_binary_finds_the_edge_of_the_memory(binary: tuple[Path, Told]) -> None:
-    run_dir, told = binary
-    told = Told(told.status, told.err, "")  # with --json, people read the other stream
-    run = assert_a_result(run_dir, told)
+def test_binary_finds_the_edge_of_the_memory(tmp_path: Path) -> None:
+    """Memory is not predicted, so that trials run out of it; and samples take memory but hardly
+    time, so that more of them are faster up to the edge however noisy the machine is."""
+    run_dir = tmp_path / "run"
+    entrypoint = "python3 -m determined.launch.deepspeed python3 train.py --sample-bytes 20000"
+    own = own_configuration(autotuning={"enabled": True, "fast": False})
+    config = experiment_of(tmp_path, "tiny", hyperparameters=own, entrypoint=entrypoint)
+    options = [*FAST, "--memory-model", "none", "--slots", 1, "-mt", 14, "--finals", 0]
+    options += ["-m", "throughput", "-mct", 1]
+    told = dsat("binary", "tiny", run_dir, *options, config=config)
+    run = assert_a_result(run_dir, told.status, told.out)
     assert {OutcomeKind.OOM, OutcomeKind.OK} == set(kinds_of(run))
     assert run.profile is not None and run.profile.slot_memory_bytes == 150 * 2**20
     by_lineage: dict[int, dict[OutcomeKind, list[int]]] = {}
@@ -154,62 +153,9 @@ def test_binary_finds_the_edge_of_the_memory(binary: tuple[Path, Told]) -> None:
     assert both, "a lineage that met the edge"
     for kinds in both:
         assert max(kinds[OutcomeKind.OK]) < min(kinds[OutcomeKind.OOM])
+    assert "autotuning" not in (run_dir / "best_ds_config.json").read_text()
     rows = (run_dir / "summary.md").read_text().count("| OOM: ")
     assert rows == kinds_of(run).count(OutcomeKind.OOM)
-
-
-def test_what_the_user_chose_is_kept(binary: tuple[Path, Told]) -> None:
-    run_dir, _ = binary
-    for trial in run_of(run_dir).trials.values():
-        config = read_json(run_dir / "trials" / trial.name / "ds_config.json")
-        assert config["zero_optimization"]["reduce_bucket_size"] == 10**6
-        assert "autotuning" not in config
-
-
-def test_the_result_as_json(binary: tuple[Path, Told]) -> None:
-    run_dir, told = binary
-    result = json.loads(told.out)
-    run = run_of(run_dir)
-    assert run.best is not None
-    assert result["best"]["name"] == run.best.name
-    assert result["best_ds_config"] == read_json(run_dir / "best_ds_config.json")
-    assert [trial["name"] for trial in result["trials"]] == [t.name for t in run.trials.values()]
-    assert result["gain"] > 0
-
-
-TRAIN = """
-import sys, deepspeed, torch
-model = torch.nn.Linear(8, 1)
-engine, *_ = deepspeed.initialize(
-    model=model, model_parameters=model.parameters(), config=sys.argv[1]
-)
-size = engine.train_micro_batch_size_per_gpu()
-for _ in range(engine.gradient_accumulation_steps()):
-    engine.backward(engine(torch.randn(size, 8)).square().mean())
-    engine.step()
-assert engine.global_steps == 1
-print("stage", engine.zero_optimization_stage(), "size", size)
-"""
-
-
-def test_deepspeed_takes_the_result_as_it_is(binary: tuple[Path, Told], tmp_path: Path) -> None:
-    run_dir, _ = binary
-    best = run_dir / "best_ds_config.json"
-    text = best.read_text()
-    assert "autotuning" not in text and "dsat" not in text and "overwrite" not in text
-    process = subprocess.run(
-        [sys.executable, "-c", TRAIN, str(best)],
-        env=environment_of_a_rank(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert process.returncode == 0, process.stderr
-    found = json.loads(text)
-    stage, size = found["zero_optimization"]["stage"], found["train_micro_batch_size_per_gpu"]
-    assert f"stage {stage} size {size}" in process.stdout
 
 
 # -- random, an unmodified script, a batch size that must be kept
@@ -226,8 +172,9 @@ def test_random_with_determineds_own_helpers_and_a_demanded_batch_size(tmp_path:
     run_dir = tmp_path / "run"
     options = [*FAST, "--slots", 1, "-mt", 7, "-mct", 1, "-z", 0, 1, "-m", "throughput"]
     options += ["--train-batch-size", 48, "--divisible-by", 4]
-    told = dsat("random", "tiny", run_dir, *options, model_dir=tmp_path / "model")
-    run = assert_a_result(run_dir, told)
+    experiment = [tmp_path / "model" / "deepspeed.yaml", tmp_path / "model"]
+    told = typed(tmp_path, "random", *experiment, "--run-dir", run_dir, *options)
+    run = assert_a_result(run_dir, told.status, told.out)
     assert {run.outcomes[trial.id].kind for trial in searched(run)} == {OutcomeKind.OK}
     assert {trial.stage for trial in searched(run)} == {0, 1} and len(searched(run)) >= 5
     for trial in searched(run):
@@ -262,6 +209,7 @@ def test_a_script_that_crashes_shows_its_own_traceback(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "best_ds_config.json").exists()
 
 
+@pytest.mark.nightly
 def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:
     own = inline(train_micro_batch_size_per_gpu=2, behaviour="hangs")
     config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
@@ -298,8 +246,7 @@ def test_a_script_that_feeds_its_own_batch_is_told_so(tmp_path: Path) -> None:
 
 def test_ctrl_c_tells_the_best_so_far(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    own = inline(train_micro_batch_size_per_gpu=4, zero_optimization=SMALL_BUCKETS)
-    config = experiment_of(tmp_path, "tiny", hyperparameters=own)
+    config = experiment_of(tmp_path, "tiny", hyperparameters=own_configuration())
     options = [*FAST, "-mt", 50, "--slots", 1, "-mct", 1]
     background = Background(command_of("asha", "tiny", run_dir, *options, config=config))
     background.until_events(run_dir, 6)  # the third trial runs

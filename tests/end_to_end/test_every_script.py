@@ -9,15 +9,13 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dsat.tuning.run import Run
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
-from testing import warm_command
-from testing.command import FAST, Told, events_of, kinds_of, run_of, searched
+from testing.command import FAST, Told, events_of, kinds_of, run_of, searched, typed
 from testing.local import PATIENCE_S, buffers_of, environment_of_a_rank, processes_of, read_json
 
 pytestmark = pytest.mark.slow
@@ -27,15 +25,6 @@ ADAM = {"type": "AdamW", "params": {"lr": 0.0003, "torch_adam": True}}
 STEPS = FAST[: FAST.index("--memory-model")]
 SMALL = [*STEPS, *"--max-trials 3 --slot-memory 600MiB -m throughput".split()]
 SMALL_MODEL = "--width 64 --layers 1 --length 8 --steps 12".split()
-
-
-def dsat(folder: Path, *words: object) -> Told:
-    """The real command, typed in a folder."""
-    command = [*warm_command.words(), *map(str, words)]
-    process = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    return Told(process.returncode, process.stdout, process.stderr)
 
 
 @pytest.fixture
@@ -71,14 +60,14 @@ def documented_commands() -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-# The others' kinds of script are searched elsewhere in each run of the tests.
-NIGHTLY = ("DeepSpeedTrial", "Hugging Face Trainer")
+# The kinds of script of the others are searched elsewhere in each run of the tests.
+ALWAYS = "Coming from `deepspeed --autotuning`"
 
 
 def test_there_is_a_command_for_every_kind_of_script() -> None:
     assert list(documented_commands()) == [
         "Plain DeepSpeed",
-        "Coming from `deepspeed --autotuning`",
+        ALWAYS,
         "Hugging Face Trainer",
         "DeepSpeedTrial",
     ]
@@ -87,7 +76,7 @@ def test_there_is_a_command_for_every_kind_of_script() -> None:
 @pytest.mark.parametrize(
     "section",
     [
-        pytest.param(section, marks=[pytest.mark.nightly] if section in NIGHTLY else [])
+        pytest.param(section, marks=[] if section == ALWAYS else [pytest.mark.nightly])
         for section in documented_commands()
     ],
 )
@@ -106,7 +95,7 @@ def test_a_documented_command(tmp_path: Path, section: str) -> None:
         run_dir = tmp_path / "example" / "autotuning_results"
     if folder == "examples/plain":
         rest = [*rest, *SMALL_MODEL]
-    told = dsat(tmp_path / "example", method, *small, *rest)
+    told = typed(tmp_path / "example", method, *small, *rest)
     run = assert_found(run_dir, told)
     own = None if run.baseline is None else run.value(run.baseline)
     assert own is not None
@@ -121,7 +110,7 @@ def test_a_documented_command(tmp_path: Path, section: str) -> None:
 def test_a_command_with_its_configuration_in_its_arguments(plain: Path) -> None:
     words = ["--slots", 2, "-mt", 4, *FAST, "-m", "throughput", "--run-dir", "run"]
     script = ["train.py", "--deepspeed", "--deepspeed_config", "ds_config.json", *SMALL_MODEL]
-    told = dsat(plain, "binary", *words, "--ds-config", "ds_config.json", "--", *script)
+    told = typed(plain, "binary", *words, "--ds-config", "ds_config.json", "--", *script)
     run = assert_found(plain / "run", told)
     assert run.plan.slots_per_trial == 2
     # The user's file is as it was, and the command that is printed trains with the best.
@@ -168,7 +157,7 @@ def test_a_configuration_that_is_only_in_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(IN_CODE)
     options = ["-mt", 5, *FAST, "-m", "throughput", "--max-micro-batch", 64, "--run-dir", "run"]
     options += ["--finals", 0]
-    told = dsat(tmp_path, "random", *options, "--", "python3", "train.py")
+    told = typed(tmp_path, "random", *options, "--", "python3", "train.py")
     run = assert_found(tmp_path / "run", told)
     assert run.plan.base_config["gradient_clipping"] == 0.5
     assert run.plan.own_batch.micro_batch == 4
@@ -181,29 +170,12 @@ def test_a_configuration_that_is_only_in_the_script(tmp_path: Path) -> None:
 
 def test_a_script_that_fails_before_its_configuration_is_known(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch\nraise ValueError('no data here')\n")
-    told = dsat(tmp_path, "random", "--", "python3", "train.py")
+    told = typed(tmp_path, "random", "--", "python3", "train.py")
     assert told.status == 1
     *traceback, last = told.err.splitlines()
     assert "ValueError: no data here" in traceback
     assert last.startswith("dsat: error: ") and "no data here" in last
     assert not (tmp_path / "dsat_runs").exists()
-
-
-@pytest.mark.nightly
-def test_a_flag_follows_its_setting(tmp_path: Path) -> None:
-    """A script that feeds the batch of its own flag, in a configuration that it repeats."""
-    script = IN_CODE.replace("import deepspeed, torch", "import deepspeed, sys, torch").replace(
-        'config["train_micro_batch_size_per_gpu"], drop_last', "int(sys.argv[2]), drop_last"
-    )
-    (tmp_path / "train.py").write_text(script)
-    options = ["-mt", 3, *FAST, "-m", "throughput", "--max-micro-batch", 64]
-    command = ["--", "python3", "train.py", "--batch", 4]
-    mapped = ["--arg-mapping", "train_micro_batch_size_per_gpu=batch"]
-    told = dsat(tmp_path, "random", *options, *mapped, "--run-dir", "mapped", *command)
-    assert_found(tmp_path / "mapped", told)
-    told = dsat(tmp_path, "random", *options, "--run-dir", "not", *command)
-    assert told.status == 0, "your own configuration was measured"
-    assert "--arg-mapping train_micro_batch_size_per_gpu=" in told.out
 
 
 # -- what the model needs
@@ -222,7 +194,7 @@ def test_a_model_that_does_not_fit_is_tuned_in_a_higher_stage(plain: Path) -> No
     script = "train.py --deepspeed --deepspeed_config ds_config.json --width 1024 --layers 1"
     limits = ["--slot-memory", "560MiB", "--slots", 2, "-mt", 4, "--max-micro-batch", 2]
     steps = FAST[: FAST.index("--slot-memory")]
-    told = dsat(
+    told = typed(
         plain, "binary", *limits, *steps, "-m", "throughput", "--run-dir", "run", "--",
         *script.split(), "--length", 8,
     )  # fmt: skip
@@ -234,39 +206,6 @@ def test_a_model_that_does_not_fit_is_tuned_in_a_higher_stage(plain: Path) -> No
     assert [t.strategy for t in profiles] == ["z0", "z1", "z3"][: len(profiles)]
     assert run.best is not None and run.best.stage >= 1
     assert "your configuration runs out of memory (stage 0, micro batch" in told.out
-
-
-@pytest.mark.nightly
-def test_offloading_is_searched_when_it_is_asked_for(plain: Path) -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": ADAM,
-        "zero_optimization": {"stage": 2},
-    }
-    (plain / "ds_config.json").write_text(json.dumps(config))
-    told = dsat(
-        plain, "gridsearch", "-z", 2, 3, "--tune", "offload_optimizer", "offload_param",
-        "--run-dir", "run",
-        *("--max-micro-batch", 2, "--num-micro-batches", 1, "-mt", 12, "-m", "throughput"),
-        "--finals", 0,
-        *FAST[: FAST.index("--slot-memory")], "--fix", "reduce_bucket_size",
-        *"sub_group_size contiguous_gradients offload_optimizer.pin_memory".split(),
-        *"offload_param.pin_memory stage3_max_live_parameters".split(),
-        *"stage3_max_reuse_distance stage3_prefetch_bucket_size".split(),
-        *"stage3_param_persistence_threshold".split(), "--",
-        *"train.py --deepspeed --deepspeed_config ds_config.json".split(), *SMALL_MODEL,
-    )  # fmt: skip
-    run = assert_found(plain / "run", told)
-    assert {trial.strategy for trial in searched(run)} == {
-        *("z3", "z2_offload", "z3_offload", "z3_offload_param")
-    }, "stage 2 as it is is the user's own"
-    for trial in searched(run):
-        config = read_json(plain / "run" / "trials" / trial.name / "ds_config.json")
-        zero: dict[str, Any] = config["zero_optimization"]
-        offload = zero.get("offload_optimizer", {})
-        assert (offload.get("device", "none") == "cpu") is ("offload" in trial.strategy)
-        on_host = zero.get("offload_param", {}).get("device", "none") == "cpu"
-        assert on_host is trial.strategy.endswith("_param")
 
 
 # -- the vocabulary of DeepSpeed's autotuner
@@ -293,7 +232,7 @@ def test_the_autotuners_configuration_with_lists(plain: Path) -> None:
     (plain / "ds.json").write_text(json.dumps(config))
     script = ["train.py", "--deepspeed", "--deepspeed_config", "ds.json", *SMALL_MODEL]
     words = ["tune", "--memory-model", "formula", "--num_gpus", 1, *script]
-    told = dsat(plain, *words)
+    told = typed(plain, *words)
     run = assert_found(plain / "results", told)
     assert run.plan.metric == "FLOPS_per_gpu"
     assert run.plan.micro_batches == (2, 4)
@@ -324,7 +263,7 @@ def test_the_autotuners_configuration_with_lists(plain: Path) -> None:
 
     # Again: nothing is run, also after the space has grown, but for what is new in it.
     before = events_of(plain / "results")
-    again = dsat(plain, *words)
+    again = typed(plain, *words)
     assert again.status == 0
     assert events_of(plain / "results") == before
     config["train_micro_batch_size_per_gpu"] = [2, 4, 8]
@@ -333,7 +272,7 @@ def test_the_autotuners_configuration_with_lists(plain: Path) -> None:
         (plain / "results" / trial.name / "metrics.json").unlink()
     more = assert_found(
         plain / "results",
-        dsat(plain, *words),
+        typed(plain, *words),
     )
     ran = {path.parent.name for path in (plain / "results").glob("*/metrics.json")}
     finals = {t.name for t in more.trials.values() if t.kind is TrialKind.FINAL}
@@ -346,7 +285,7 @@ def test_the_autotuners_configuration_with_lists(plain: Path) -> None:
     # Asked to, it begins anew; and then trains.
     config["autotuning"] |= {"overwrite": True, "tuner_num_trials": 2}  # type: ignore[operator]
     (plain / "ds.json").write_text(json.dumps(config))
-    told = dsat(plain, "run", "--num_gpus", 1, *script)
+    told = typed(plain, "run", "--num_gpus", 1, *script)
     fresh = assert_found(plain / "results", told)
     assert len(fresh.trials) == 4
     assert not (plain / "results" / "journal-1.jsonl").exists()

@@ -140,6 +140,7 @@ def test_the_best_is_trained_with_by_hand(alone: tuple[Path, Told], tmp_path: Pa
 # -- two slots
 
 
+@pytest.mark.nightly
 def test_on_two_ranks_with_accumulation(tmp_path: Path) -> None:
     options = ["--slots", 2, "--max-trials", 6, "--train-batch-size", 48]
     options += ["--zero-stages", 0, 1, 2, 3]
@@ -210,25 +211,3 @@ def test_arguments_in_code_follow_the_trial(
         assert read_json(full / "seen.json") == seen
         assert "eval_loss" in (full / "stdout.log").read_text()
         assert list(fresh.glob("checkpoint-*"))
-
-
-@pytest.mark.nightly
-def test_gradient_checkpointing_is_switched(tmp_path: Path) -> None:
-    entry = f"python3 train.py --deepspeed ds_config.json --output_dir {tmp_path / 'output'}"
-    entry += " --record seen.json --gradient_checkpointing"
-    with bench_of("hf_trainer", tmp_path, slots=2, entry=entry, imported=True) as bench:
-        trials = [
-            replace(bench.trial(), script_args={"gradient_checkpointing": on})
-            for on in (True, False)
-        ]
-        for trial in trials:
-            bench.engine.launch(trial)
-        outcomes: dict[int, Any] = {}
-        while len(outcomes) < 2:
-            outcomes.update(bench.engine.poll(PATIENCE_S))
-        for trial, on in zip(trials, (True, False), strict=True):
-            assert outcomes[trial.id].ok, bench.log(trial)
-            assert warnings_of(outcomes[trial.id]) == ()
-            assert read_json(bench.path(trial) / "seen.json")["checkpointing"] is on
-            command = bench.read(trial, "cmd.txt").splitlines()[0].split()
-            assert ("--gradient_checkpointing" in command) is on

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import pytest
 import torch
 
 from dsat.in_trial import side_effects
-from testing import warm_command
-from testing.command import FAST
-from testing.local import PATIENCE_S, PROGRAMS
+from testing.command import FAST, typed
+from testing.local import PROGRAMS
 
 
 def snapshot(folder: Path) -> dict[str, str]:
@@ -47,14 +45,8 @@ def test_a_search_leaves_checkpoints_and_trackers_alone(tmp_path: Path) -> None:
     before = snapshot(folder)
     words = "model --max-trials 3 --run-dir run --slots 1 -m throughput --max-micro-batch 8".split()
     script = "train.py --deepspeed --deepspeed_config ds_config.json".split()
-    told = subprocess.run(
-        [*warm_command.words(), *words, *FAST, "--finals", "0", "--", *script],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert told.returncode == 0, told.stdout + told.stderr
+    told = typed(folder, *words, *FAST, "--finals", "0", "--", *script)
+    assert told.status == 0, told
     assert snapshot(folder) == before
     best = json.loads((folder / "run" / "best_ds_config.json").read_text())
     assert best["tensorboard"]["enabled"], "the result keeps what the user switched on"

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsat.values.outcome import OutcomeKind
-from testing import warm_command
-from testing.command import FAST, dsat, experiment_of, inline, run_of
-from testing.local import PATIENCE_S, processes_of
+from testing.command import FAST, Told, dsat, experiment_of, inline, run_of, typed
+from testing.local import processes_of
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
@@ -29,19 +27,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def estimate(*words: object, cwd: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-    command = [*warm_command.words(), "estimate", *map(str, words)]
+def estimate(*words: object, cwd: Path, cache: Path) -> Told:
     operators = cache / "operators"
-    environment = {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
-    environment["TORCH_EXTENSIONS_DIR"] = str(operators)
-    done = subprocess.run(
-        ["env", *(f"{k}={v}" for k, v in environment.items()), *command],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    variables = {"XDG_CACHE_HOME": str(cache), "TORCH_EXTENSIONS_DIR": str(operators)}
+    done = typed(cwd, "estimate", *words, **variables)
     assert not operators.exists()  # which take minutes to compile
     return done
 
@@ -63,8 +52,8 @@ def test_every_kind_of_script_is_estimated(
         own.write_text(json.dumps({**json.loads(own.read_text()), "bf16": {"enabled": "auto"}}))
     options = ["--slots", 1, 8, "--slot-memory", "1GiB", "16GiB", "--json"]
     done = estimate(*options, *words, cwd=folder, cache=cache)
-    assert done.returncode == 0, done
-    told = json.loads(done.stdout)
+    assert done.status == 0, done
+    told = json.loads(done.out)
     assert told["model"]["num_params"] == parameters
     assert told["model"]["param_bytes"] == 4
     assert [line["slots"] for line in told["lines"]] == [1] * 7 + [8] * 7
@@ -78,31 +67,14 @@ def test_every_kind_of_script_is_estimated(
     assert not processes_of(folder)
 
 
-@pytest.mark.nightly
-def test_a_table_for_people_of_a_script_with_nothing_of_dsat_in_it(
-    tmp_path: Path, cache: Path
-) -> None:
-    folder = tmp_path / "plain"
-    shutil.copytree(ROOT / "examples" / "plain", folder)
-    script = "train.py --deepspeed --deepspeed_config ds_config.json".split()
-    script += "--width 64 --layers 1 --length 8".split()
-    words = ["--slots", 2, "--slot-memory", "8GiB", "--exact", "--", *script]
-    done = estimate(*words, cwd=folder, cache=cache)
-    assert done.returncode == 0, done
-    assert "2 slots:" in done.stdout and "largest on 8.00 GiB" in done.stdout
-    assert re.search(r"\| stage 3, optimizer on cpu, parameters on cpu \|", done.stdout)
-    assert "First strategy that fits: 8.00 GiB: stage 0" in done.stdout
-    assert "Source: simulated" in done.stdout
-
-
 def test_a_script_that_cannot_be_simulated_says_why(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "train.py").write_text("raise KeyError('no data here')\n")
     (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1}))
     done = estimate("--ds-config", "ds.json", "--", "train.py", cwd=tmp_path, cache=cache)
-    assert done.returncode == 1
-    assert "memory cannot be estimated" in done.stderr and "no data here" in done.stderr
-    assert "`dsat model` also searches scripts that cannot be simulated" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.status == 1
+    assert "memory cannot be estimated" in done.err and "no data here" in done.err
+    assert "`dsat model` also searches scripts that cannot be simulated" in done.err
+    assert "Traceback" not in done.err
 
 
 def test_a_search_simulates_before_it_launches(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +13,8 @@ import pytest
 from dsat.cli.exit_status import EXIT_INTERRUPTED
 from dsat.values.outcome import OutcomeKind
 from testing import warm_command
-from testing.command import Background, run_of
-from testing.local import PATIENCE_S, PROGRAMS, processes_of, wait_until
+from testing.command import Background, run_of, typed
+from testing.local import PROGRAMS, processes_of, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -49,18 +48,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def words(command: str, *options: str) -> list[str]:
-    return [*warm_command.words(), "random", *OPTIONS.split(), *options, "--", *command.split()]
-
-
-def resumed(place: Path, command: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words(command, "--resume", *options),
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    return ["random", *OPTIONS.split(), *options, "--", *command.split()]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +65,7 @@ def test_ended_in_its_first_trial(
     command = "python plain.py"
     monkeypatch.setenv(_PAUSE, "2000")
     monkeypatch.chdir(place)
-    background = Background(words(command, "--max-trials", "2"))
+    background = Background([*warm_command.words(), *words(command, "--max-trials", "2")])
     trials = place / "run" / "trials"
     wait_until(lambda: trials.is_dir() and any(trials.iterdir()), "the first trial")
     os.killpg(background.process.pid, number)
@@ -88,8 +76,8 @@ def test_ended_in_its_first_trial(
         assert "interrupted" in (place / "run" / "summary.md").read_text()
         assert not any(trials.iterdir())
     monkeypatch.delenv(_PAUSE)
-    again = resumed(place, command, "--max-trials", "2")
-    assert again.returncode == 0, again.stderr
+    again = typed(place, *words(command, "--resume", "--max-trials", "2"))
+    assert again.status == 0, again
     run = run_of(place / "run")
     assert [outcome.kind for outcome in run.outcomes.values()] == [OutcomeKind.OK] * 2
 
@@ -97,7 +85,7 @@ def test_ended_in_its_first_trial(
 def test_interrupted_before_its_training(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "loading.py").write_text("import time; open('here', 'w').close(); time.sleep(2000)")
     monkeypatch.chdir(place)
-    background = Background(words("python loading.py"))
+    background = Background([*warm_command.words(), *words("python loading.py")])
     wait_until((place / "here").exists, "the script")
     os.killpg(background.process.pid, signal.SIGINT)
     told = background.end()
@@ -111,14 +99,12 @@ def test_interrupted_before_its_training(place: Path, monkeypatch: pytest.Monkey
 def test_a_trainer_that_fills_in_its_batch_size(place: Path) -> None:
     command = "torchrun --standalone --nproc_per_node 1 train.py --deepspeed ds_config.json"
     command += " --output_dir out --per_device_train_batch_size 2"
-    told = subprocess.run(
-        words(command, "--max-trials", "2"), cwd=place, timeout=PATIENCE_S, check=False
-    )
-    assert told.returncode == 0
+    told = typed(place, *words(command, "--max-trials", "2"))
+    assert told.status == 0, told
     run = run_of(place / "run")
     assert run.ended_s[0] >= run.outcomes[0].duration_s, "the wall time holds the first run"
-    again = resumed(place, command, "--max-trials", "3")
-    assert again.returncode == 0, again.stderr
+    again = typed(place, *words(command, "--resume", "--max-trials", "3"))
+    assert again.status == 0, again
     run = run_of(place / "run")
     assert [outcome.kind for outcome in run.outcomes.values()] == [OutcomeKind.OK] * 3
     assert run.baseline is not None and run.baseline.batch.micro_batch == 2

@@ -50,10 +50,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"stage": 0},
-        {"stage": 1, "zero": SMALL_BUCKET},
         {"stage": 2, "zero": RACING},  # that does not race
-        {"stage": 2, "zero": {"contiguous_gradients": False}},
         {"stage": 3},
         {"micro_batch": MICRO_BATCH // 2, "gas": 2},
     ],
@@ -77,19 +74,16 @@ def _apart(one: float | None, other: float | None) -> float:
     return abs(one - other) / abs(one)
 
 
-@pytest.mark.parametrize(
-    ("parameter", "stage"), [("embedding.weight", 1), ("norm.bias", 0), ("head.bias", 1)]
-)
+@pytest.mark.parametrize(("parameter", "stage"), [("embedding.weight", 1), ("norm.bias", 0)])
 def test_an_optimizer_that_drops_one_gradient(alone: Trainings, parameter: str, stage: int) -> None:
     found = alone.compare(f"forgets {parameter}", stage=stage)
     assert found.differs, found
     assert "its loss in step" in found.reason and "and rounding explains" in found.reason
 
 
-@pytest.mark.parametrize("every", [3, 10])
-def test_a_bucket_that_is_reduced_too_early(alone: Trainings, every: int) -> None:
+def test_a_bucket_that_is_reduced_too_early(alone: Trainings) -> None:
     """What a racing `overlap_comm` does, DeepSpeed's issues #7965 and #8061."""
-    found = alone.compare(f"races {every}", stage=2, zero=RACING)
+    found = alone.compare("races 10", stage=2, zero=RACING)
     assert found.differs, found
     assert alone.compare(stage=2, zero=SMALL_BUCKET) == Finding(Agreement.SAME)
     small = ("reduce_bucket_size", (1_000_000, 3000))

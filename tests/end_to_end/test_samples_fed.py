@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from statistics import median
 
@@ -11,9 +10,8 @@ import pytest
 
 from dsat.tuning.run import Run
 from dsat.values.outcome import OutcomeKind
-from testing import warm_command
-from testing.command import run_of
-from testing.local import PATIENCE_S, read_json
+from testing.command import run_of, typed
+from testing.local import read_json
 
 pytestmark = pytest.mark.slow
 
@@ -58,12 +56,9 @@ def tuned(folder: Path, *options: str, every: int) -> tuple[Run, str]:
     (folder / "train.py").write_text(SCRIPT % {"samples": SAMPLES, "every": every})
     words = "random --finals 0 -m throughput --memory-model formula --slot-memory 150MiB "
     words += "--max-profile-steps 8 --fix all -z 1 --run-dir run"
-    process = subprocess.run(
-        [*warm_command.words(), *words.split(), *options, "--", "python3", "train.py"],
-        cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stdout + process.stderr
-    return run_of(folder / "run"), process.stdout
+    told = typed(folder, *words.split(), *options, "--", "python3", "train.py")
+    assert told.status == 0, told
+    return run_of(folder / "run"), told.out
 
 
 def samples_per_s(folder: Path, run: Run) -> tuple[float, float]:

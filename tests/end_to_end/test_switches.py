@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,8 @@ import transformers
 from dsat.report.step_parts import gains_of_switch
 from dsat.tuning.run import Run
 from dsat.values.trial import Trial
-from testing import warm_command
-from testing.command import kinds_of, run_of, searched
-from testing.local import PATIENCE_S, PROGRAMS, read_json
+from testing.command import kinds_of, run_of, searched, typed
+from testing.local import PROGRAMS, read_json
 
 pytestmark = pytest.mark.slow
 
@@ -27,20 +24,11 @@ OPTIONS = """
 
 def tuned(program: str, run_dir: Path, *words: str) -> tuple[Run, str]:
     """A search, and what it says at its end."""
-    command = [*warm_command.words(), *OPTIONS, str(run_dir), *words]
-    done = subprocess.run(
-        command,
-        cwd=PROGRAMS / program,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    told = typed(PROGRAMS / program, *OPTIONS, run_dir, *words, HF_HUB_OFFLINE="1")
+    assert told.status == 0, told
     run = run_of(run_dir)
-    assert {kind.value for kind in kinds_of(run)} == {"OK"}, done.stdout
-    return run, done.stdout
+    assert {kind.value for kind in kinds_of(run)} == {"OK"}, told.out
+    return run, told.out
 
 
 def waits_for_data(run: Run, trial: Trial | None) -> bool:
@@ -50,6 +38,7 @@ def waits_for_data(run: Run, trial: Trial | None) -> bool:
     return metrics.data / metrics.latency >= 0.1
 
 
+@pytest.mark.nightly
 def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
     words = "--zero-stages 1 --max-trials 8 -- python train.py".split()
     run, said = tuned("no_flags", tmp_path / "run", *words)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
-from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.machine import find_machines
-from dsat.inputs import entrypoint, experiment
 from dsat.memory.simulation_client import Question, Simulator
 from dsat.space.overrides import overrides_for
 from dsat.values.parallelism import DATA_ONLY, Parallelism
-from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
-from testing.local import PROGRAMS, Bench
+from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.local import Bench, engine_of
 from testing.null_cuda import Device
 from tests.null_cuda.conftest import MachineOf
 
@@ -29,16 +27,18 @@ SIZES = "--width 512 --layers 6 --length 512 --unchecked"
 
 def test_memory_of_shared_devices_is_predicted(null_cuda: MachineOf, tmp_path: Path) -> None:
     null_cuda(*(Device() for _ in range(SLOTS)))
-    folder = PROGRAMS / "parallel"
-    user = experiment.read(folder / "deepspeed.yaml", folder)
-    program = entrypoint.parse(
-        f"deepspeed train.py {SIZES} --deepspeed_config ds_config.json", folder
+    entry = f"deepspeed train.py {SIZES} --deepspeed_config ds_config.json"
+    options: dict[str, Any] = {
+        "timeout_s": PATIENCE_S,
+        "max_steps": 4,
+        "warm_up_s": 0.1,
+        "measured_s": 0.1,
+    }
+    hosts = [Host(find_machines({"here": ()})[0])]
+    engine = engine_of(
+        "parallel", tmp_path, entry=entry, hosts=hosts, slots_per_trial=SLOTS, **options
     )
-    options = TrialOptions(timeout_s=PATIENCE_S, max_steps=4, warm_up_s=0.1, measured_s=0.1)
-    host = Host(find_machines({"here": ()})[0])
-    engine = LocalEngine(
-        user, program, [host], tmp_path, LocalOptions(options), slots_per_trial=SLOTS
-    )
+    base = engine._preparation.experiment.base_config
     bench = Bench(engine, tmp_path, SLOTS)
     try:
         trials = []
@@ -46,7 +46,7 @@ def test_memory_of_shared_devices_is_predicted(null_cuda: MachineOf, tmp_path: P
             batch = BatchTriple.on(SLOTS, shared, micro_batch=2)
             overrides = overrides_for({"stage": stage, **shared.settings}, batch)
             trials.append(Trial(number, TrialKind.SEARCH, f"t{number}", stage, batch, overrides))
-        configs = [{**user.base_config, **trial.overrides} for trial in trials]
+        configs = [{**base, **trial.overrides} for trial in trials]
         with Simulator(engine, as_cpu=False, timeout_s=PATIENCE_S) as simulator:
             predicted = simulator.estimates([Question(c, 2, SLOTS) for c in configs])
         for trial, found in zip(trials, predicted, strict=True):

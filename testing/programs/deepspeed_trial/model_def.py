@@ -141,16 +141,3 @@ class Variants(det_ds.DeepSpeedTrial):  # type: ignore[misc]
         if self.behaviour == "own loader":
             return torch.utils.data.DataLoader(data, size)
         return pytorch.DataLoader(data, batch_size=size, shuffle=True, drop_last=True)
-
-
-class NotATrial:
-    pass
-
-
-class PlainTrial(pytorch.PyTorchTrial):  # type: ignore[misc]
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        raise AssertionError("it must not be made")
-
-    train_batch = evaluate_batch = build_training_data_loader = build_validation_data_loader = (
-        lambda *_: None
-    )
