@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.utils import weak
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, script_switches
@@ -41,6 +43,7 @@ class BorrowedModel:
     """Arguments that a script passes to `deepspeed.initialize`, kept for simulations.
 
     Attributes:
+        earlier: all tensors of the process when the script called `deepspeed.initialize`.
         uses_zero_init: stage 3 partitions parameters while the script makes them.
 
     Raises:
@@ -63,6 +66,11 @@ class BorrowedModel:
         self._snapshot = ModuleSnapshot(model)
         self._after_forward: dict[str, Callable[..., Any]] = {}
         self._on_host: dict[int, torch.Tensor] = {}
+        self.earlier = weak.WeakTensorKeyDictionary()
+        for each in gc.get_objects():
+            # By type: an instance check asks lazily loaded objects for their attributes.
+            if issubclass(type(each), torch.Tensor):
+                self.earlier[each] = None
 
     def engine_for_the_script(self) -> Any:
         """Call `deepspeed.initialize` for stage 0 with a simple optimizer, on fake parameters.
@@ -192,6 +200,8 @@ class BorrowedModel:
             sequence_length=None if packed_length else self.sequence_length(args, kwargs),
             on_host=self._on_host,
             uses_zero_init=self.uses_zero_init,
+            # Of a batch that is made once, the script's other tensors are as old as it is.
+            earlier=() if any(t in self.earlier for t in tensors_in(args)) else self.earlier,
         )
         config = as_simulated(ds_config.completed(candidate.config, self._config))
         kind = ActivationPass if candidate.activations_only else Simulation

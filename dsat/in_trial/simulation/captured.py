@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Captured:
         sequence_length: tokens of a sample, if samples are sequences of tokens.
         on_host: copies of integers that it has on another device, by the `id` of each.
         uses_zero_init: stage 3 partitions parameters while the script makes them.
+        earlier: tensors that the script had before its engine.
     """
 
     initialize: Callable[..., Any]
@@ -41,14 +42,20 @@ class Captured:
     sequence_length: int | None
     on_host: Mapping[int, torch.Tensor]
     uses_zero_init: bool
+    earlier: Container[torch.Tensor]
 
     def shape_for(self, candidate: Question, tensor: torch.Tensor) -> list[int]:
-        """Return the shape of a tensor with a candidate's micro batch and part of a sequence."""
+        """Return the shape of a tensor with a candidate's micro batch and part of a sequence.
+
+        What the script had before its engine is of a batch only if it has just as many rows: a
+        weight for each class has others.
+        """
         wanted, shape = self._length_for(candidate), tensor.shape
         if self.packed_length:
             grown = wanted * candidate.micro_batch
             return [grown if size == self.packed_length else size for size in shape]
         samples, rest = divmod(shape[0], self.micro_batch)
+        rest = rest or (samples != 1 and tensor in self.earlier)
         first = shape[0] if rest else samples * candidate.micro_batch
         # Of what has no samples, positions alone are tokens.
         is_of_tokens = not rest or shape[0] == 1 or len(shape) == 1

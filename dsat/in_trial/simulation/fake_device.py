@@ -23,23 +23,6 @@ DEVICE_TYPE = "dsat"
 _TOTAL_BYTES = 2**50
 
 
-def _backend() -> types.SimpleNamespace:
-    """Backend module of the device, as torch expects it."""
-    return types.SimpleNamespace(
-        is_initialized=lambda: True,
-        is_available=lambda: True,
-        current_device=lambda: 0,
-        device_count=lambda: 1,
-        device=lambda *_: contextlib.nullcontext(),
-        synchronize=lambda *_: None,
-        manual_seed_all=lambda seed: None,
-        get_rng_state=lambda device=0: torch.zeros(8, dtype=torch.uint8),
-        set_rng_state=lambda state, device=0: None,
-        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
-        _is_in_bad_fork=lambda: False,
-    )
-
-
 class Stream:
     """A stream, or an event, in which everything is done at once."""
 
@@ -152,7 +135,20 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
 def register() -> None:
     """Make the device known to torch, for the rest of the process."""
-    device_types.register(DEVICE_TYPE, _backend())
+    backend = types.SimpleNamespace(
+        is_initialized=lambda: True,
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        device=lambda *_: contextlib.nullcontext(),
+        synchronize=lambda *_: None,
+        manual_seed_all=lambda seed: None,
+        get_rng_state=lambda device=0: torch.zeros(8, dtype=torch.uint8),
+        set_rng_state=lambda state, device=0: None,
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        _is_in_bad_fork=lambda: False,
+    )
+    device_types.register(DEVICE_TYPE, backend)
 
 
 def install(accelerator: CPU_Accelerator) -> None:

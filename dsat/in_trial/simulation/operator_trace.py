@@ -17,6 +17,7 @@ from dsat.values.step_trace import (
     ALL_GATHER,
     ALL_REDUCE,
     ATTENTION,
+    BACKWARD,
     CONVOLUTION,
     HOST,
     MATMUL,
@@ -37,17 +38,10 @@ _FREE = frozenset(
 # Those that write their first argument and do not read it; that read a small part of it.
 _OVERWRITES = frozenset("copy_ zero_ fill_".split())
 _GATHERS = frozenset("embedding index_select gather index nll_loss_forward".split())
-_BACKWARD_PHASES = {"first gradient": "backward"}
-_COLLECTIVES = {
-    **dict.fromkeys(
-        "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_".split(),
-        ALL_GATHER,
-    ),
-    **dict.fromkeys(
-        "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_".split(),
-        REDUCE_SCATTER,
-    ),
-    **dict.fromkeys("allreduce_ allreduce_coalesced_".split(), ALL_REDUCE),
+_COLLECTIVES = {  # by a part of their names
+    "allgather": ALL_GATHER,
+    "reduce_scatter": REDUCE_SCATTER,
+    "allreduce": ALL_REDUCE,
 }
 _Kernel = tuple[str, bool, str, int, float]
 _Group = tuple[str, bool, str, int, int, bool]
@@ -74,7 +68,8 @@ class OperatorTrace:
         self, phase: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> None:
         """Count an operator that ran in a phase of the simulation."""
-        phase = _BACKWARD_PHASES.get(phase, phase)
+        if phase == "first gradient":
+            phase = BACKWARD
         if phase not in PHASES:
             return
         if func.namespace == "c10d":
@@ -154,7 +149,8 @@ class OperatorTrace:
             return
         sizes = [sum(t.numel() * t.element_size() for t in _tensors(arg)) for arg in args]
         name = func._overloadpacket.__name__
-        kind = _COLLECTIVES.get(name, name.strip("_"))
+        kinds = (kind for part, kind in _COLLECTIVES.items() if part in name)
+        kind = next(kinds, name.strip("_"))
         stride = ranks[1] - ranks[0]
         key = (phase, self.is_last, kind, len(ranks), stride, self.overlaps)
         total = self._collectives.setdefault(key, [0.0, 0])

@@ -12,6 +12,8 @@ from torch.optim import SGD, Adam, AdamW
 
 from dsat.app import estimate
 from dsat.in_trial.simulation.borrowed_model import BorrowedModel
+from dsat.in_trial.simulation.captured import Captured, ModuleSnapshot
+from dsat.memory.simulation_client import Question
 
 
 class Own(Adam):
@@ -57,3 +59,23 @@ def test_the_hidden_size_is_found_where_a_trainer_looks_for_it(
     if config is not None:
         model.config = config
     assert BorrowedModel(lambda **_: None, {"model": model}, {}).hidden_size() == size
+
+
+def test_what_was_there_before_the_engine_is_no_batch() -> None:
+    weights, fixed = torch.ones(26), torch.ones(13, 4)
+    model = torch.nn.Linear(2, 2)
+    borrowed = BorrowedModel(lambda **_: None, {"model": model}, {})
+    captured = Captured(
+        lambda **_: None,
+        {"model": model},
+        ModuleSnapshot(model),
+        micro_batch=13,
+        packed_length=0,
+        sequence_length=None,
+        on_host={},
+        uses_zero_init=False,
+        earlier=borrowed.earlier,
+    )
+    candidate = Question({}, micro_batch=4, slots=1)
+    shapes = [captured.shape_for(candidate, t) for t in (weights, fixed, torch.ones(26, 4))]
+    assert shapes == [[26], [4, 4], [8, 4]]
