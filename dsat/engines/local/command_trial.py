@@ -15,7 +15,7 @@ from dsat.engines.local.launch import Launch, assignments
 from dsat.engines.local.rank_settings import ALLOCATOR_SETTINGS, allocator_is_set, cores_of
 from dsat.in_trial import command_hook
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
-from dsat.in_trial.rank_files import CHANGES_FILE, DONE_FILE, PORTS_FILE
+from dsat.in_trial.rank_files import CHANGES_FILE, DONE_FILE
 from dsat.in_trial.side_effects import trackers_off
 from dsat.inputs import accelerate_env
 from dsat.inputs.entrypoint import Entrypoint
@@ -71,7 +71,6 @@ class CommandLaunch(Launch):
                 **self._request(self._cwd(cwd), [{"env": env, "cores": cores}]),
                 "command": [shutil.which(command[0]) or command[0], *command[1:]],
                 "done": None if self.start.meter is None else DONE_FILE,
-                "ports": PORTS_FILE,
             }
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -352,6 +353,10 @@ class LocalEngine:
         if again is Again.ELSEWHERE:
             time.sleep(_RETRY_AFTER_S)
         _log.info("%s failed (%s); %s", running.trial.name, outcome.message, again.value)
+        if running.lost:  # a host that is only cut off may still write there
+            left = running.folder.with_name(f"{running.folder.name}-lost")
+            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(running.folder.rename(left), ignore_errors=True)
         alone = again is Again.ALONE or running.start.alone
         self._waiting.append(replace(running.start, alone=alone))
 

@@ -23,7 +23,7 @@ from dsat.engines.local.command_trial import with_hook
 from dsat.engines.local.hosts import Host, Share
 from dsat.engines.local.launch import COMMAND_FILE, log_files
 from dsat.engines.local.leftovers import CompilerLocks
-from dsat.engines.local.machine import Machine, machine_of_cores
+from dsat.engines.local.machine import machine_of_cores
 from dsat.engines.local.ports import free_ports
 from dsat.engines.local.rank_settings import ALLOCATOR_SETTINGS, allocator_is_set
 from dsat.engines.local.running import Running, Start, Way, slow_activities
@@ -32,7 +32,7 @@ from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import command_hook, side_effects, start_record
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.in_trial.rank_files import DONE_FILE, PORTS_FILE, RECORDS_FOLDER, SPEC_FILE, RankSpec
+from dsat.in_trial.rank_files import DONE_FILE, RECORDS_FOLDER, SPEC_FILE, RankSpec
 from dsat.inputs.ds_config import DSAT_MODE_KEY
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.recorded_start import ONE_NODE, RankStart, check_one_training
@@ -46,8 +46,6 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _HERE = 0
 _OWN = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
-# The command starts before the devices are looked at, so that its own errors are shown at once.
-_NOT_LOOKED_AT = Host(Machine("", "", (), (), 0))
 
 
 class FirstRun:
@@ -95,9 +93,11 @@ class FirstRun:
         hooked = self._hooked_env()
         self._locks = CompilerLocks(self.env)
         self._locks.remove()
-        shares = (Share(_HERE, _NOT_LOOKED_AT, ()),)
+        # The command starts before the devices are looked at: its own errors are shown at once.
+        host = Host()
+        shares = (Share(_HERE, host, ()),)
         self._running = Running(Start(_OWN, self.folder, None), shares, Way.COMMAND)
-        self._supervisors = Supervisors([_NOT_LOOKED_AT], self.folder, env={})
+        self._supervisors = Supervisors([host], self.folder, env={})
         request: dict[str, Any] = {
             "op": "launch",
             "trial": _OWN.id,
@@ -115,7 +115,6 @@ class FirstRun:
             "logs": log_files(0),
             "linger_s": None,
             "done": DONE_FILE,
-            "ports": PORTS_FILE,
         }
         self._supervisors.send(_HERE, request)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,15 +13,12 @@ import psutil
 import pytest
 
 from dsat.engines.local import leftovers
-from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
-from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.retries import BESIDE_OTHERS
 from dsat.errors import EngineError
-from dsat.inputs import entrypoint, experiment
 from dsat.values import slow
 from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.trial import Trial, TrialKind, TrialOptions
+from dsat.values.trial import Trial, TrialKind
 from testing import warm_host
 from testing.hosts_contract import HostsContract
 from testing.local import (
@@ -394,31 +389,6 @@ def test_a_script_may_start_processes(pair: Bench, behaviour: str) -> None:
     trial = pair.trial(behaviour)
     assert pair.run(trial).ok, pair.log(trial)
     assert_nothing_is_left(pair)
-
-
-def test_a_module_with_an_include(tmp_path: Path) -> None:
-    """`python3 -m package.main`, which needs a file from elsewhere beside it."""
-    model_dir, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
-    shutil.copytree("testing/programs/behaviours", model_dir)
-    (model_dir / "package").mkdir()
-    (model_dir / "package" / "__init__.py").write_text("")
-    (model_dir / "train.py").rename(model_dir / "package" / "training.py")
-    main = "import shared\nfrom package import training\nprint(shared.WORD)\ntraining.main()\n"
-    (model_dir / "package" / "main.py").write_text(main)
-    elsewhere.mkdir()
-    (elsewhere / "shared.py").write_text("WORD = 'from elsewhere'\n")
-    user = experiment.read(model_dir / "deepspeed.yaml", model_dir, [elsewhere / "shared.py"])
-    program = entrypoint.parse(
-        "python3 -m package.main --deepspeed_config ds_config.json", user.model_dir
-    )
-    options = LocalOptions(TrialOptions(timeout_s=PATIENCE_S))
-    hosts = [Host(cpu_machine(1), prefix=warm_host.prefix())]
-    engine = LocalEngine(user, program, hosts, tmp_path, options, slots_per_trial=1)
-    with contextlib.closing(engine):
-        bench = Bench(engine, tmp_path)
-        trial = bench.trial()
-        assert bench.run(trial).ok, bench.log(trial)
-        assert "from elsewhere" in bench.read(trial, "stdout.log")
 
 
 def test_a_trials_folder(pair: Bench) -> None:

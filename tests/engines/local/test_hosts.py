@@ -123,6 +123,7 @@ def test_the_interface_to_an_address_is_found() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # as on one host, in test_engine.py
 class TestEngineOverTwoHosts(HostsContract):
     """Both of them this machine."""
 

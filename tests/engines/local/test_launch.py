@@ -143,6 +143,21 @@ def test_only_a_training_in_full_length_sees_the_users_own_searcher(tmp_path: Pa
     assert shown(None, tmp_path) == (in_trials, 20)
 
 
+def test_a_folder_shows_the_model_and_the_includes_together(tmp_path: Path) -> None:
+    model, shared = tmp_path / "model", tmp_path / "elsewhere" / "shared.py"
+    for path in (model / "train.py", shared):
+        path.parent.mkdir()
+        path.write_text(f"# {path.name}")
+    user = experiment.of_command(["train.py"], "x", model, {"train_micro_batch_size_per_gpu": 1})
+    assert launch.working_folder(user, tmp_path) == model
+    for _ in range(2):  # also when it is resumed
+        together = launch.working_folder(replace(user, includes=(shared,)), tmp_path)
+    assert {path.name: path.read_text() for path in together.iterdir()} == {
+        "train.py": "# train.py",
+        "shared.py": "# shared.py",
+    }
+
+
 def test_a_lock_is_removed_only_if_nobody_holds_it(tmp_path: Path) -> None:
     stale, held = tmp_path / "fused_adam" / "lock", tmp_path / "cpu_adam" / "lock"
     for path in (stale, held):
