@@ -202,7 +202,7 @@ def check_together(settings: Any) -> None:
 def _measure(value: Any, units: Mapping[str, int]) -> float:
     """Return the number of `1.5GiB`, `10m` or `300B` in the smallest of its units; 0 for others."""
     match = re.fullmatch(
-        r"(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([A-Za-z]*)", _text(value).strip(), re.ASCII
+        r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)", _text(value).strip(), re.ASCII
     )
     return float(match[1]) * units.get(match[2].upper(), 0) if match else 0.0
 

@@ -29,6 +29,7 @@ OPTIONS = {own.name: own for own in options_of(Settings)}
         (DURATION, "1.5h", 5400.0),
         (AMOUNT, "300B", 3e11),
         (AMOUNT, "1.5e9", 1.5e9),
+        (AMOUNT, "1E9", 1e9),
     ],
 )
 def test_measures(kind: Kind, text: str, value: float) -> None:
