@@ -177,13 +177,6 @@ def test_bad_commands(folder: Folder, case: str, capsys: pytest.CaptureFixture[s
     check_one_line(capsys.readouterr(), expected)
 
 
-def test_a_folder_that_holds_a_run(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "run").mkdir()
-    (folder / "run" / "journal.jsonl").write_text("")
-    assert main.main(["asha", "deepspeed.yaml", ".", "--run-dir", "run"]) == 2
-    check_one_line(capsys.readouterr(), ["run", "already holds a run", "--resume"])
-
-
 def test_a_run_of_other_options(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(folder / "run", Steady(), trials=3)
     assert main.main(["asha", "deepspeed.yaml", ".", "--run-dir", "run", "--resume"]) == 2

@@ -110,7 +110,6 @@ def test_no_secret_is_assigned_whatever_it_begins_with(value: str) -> None:
             "wandb.api_key: DeepSpeed 0.19.8 has no such setting",
             "wandb.api_key: DeepSpeed 0.19.8 has no such setting",
         ),
-        ("password: hunter", "password: ***"),
         ("--wandb_api_key -iq19ikt --lr 3", "--wandb_api_key *** --lr 3"),
         ("--api_key --lr 3", "--api_key --lr 3"),
         ("KAGGLE_KEY=q7t6rpvlfv4j521o92ue", "KAGGLE_KEY=***"),
