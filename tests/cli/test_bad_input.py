@@ -341,7 +341,7 @@ def test_a_trial_class_cannot_be_trained_to_no_end(
     trial = "python3 -m determined.launch.deepspeed --trial model_def:Mine"
     edit(folder, {"entrypoint": trial, "searcher": searcher})
     assert main.main(["asha", "deepspeed.yaml", ".", "--run-full-experiment"]) == 2
-    check_one_line(capsys.readouterr(), [f"deepspeed.yaml: searcher.{key}", "full-length run"])
+    check_one_line(capsys.readouterr(), ["deepspeed.yaml: searcher", f"there is no {key}"])
     assert main.main(["asha", "deepspeed.yaml", ".", "--dry-run"]) == 0
 
 
