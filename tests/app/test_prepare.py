@@ -72,8 +72,10 @@ def plan_of(command: str, engine: str) -> tuple[int, int]:
 def test_a_launcher_is_told_of_the_machines_that_a_job_has(
     command: str, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(PROVIDERS, "slurm", PROVIDERS["slurm"]._replace(acquire=two_nodes))
-    assert plan_of(command, "slurm") == (slots, 2)
+    in_a_job = PROVIDERS["slurm"]._replace(acquire=two_nodes, detect=lambda _: True)
+    monkeypatch.setitem(PROVIDERS, "slurm", in_a_job)
+    for engine in ("slurm", "auto"):
+        assert plan_of(command, engine) == (slots, 2)
     if slots > 2:
         with pytest.raises(UserInputError, match="2 machines, and trials run on this one"):
             plan_of(command, "local")
