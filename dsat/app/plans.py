@@ -64,10 +64,11 @@ def plan_of(
     decided["nvme_path"] = settings.nvme_path or _nvme_path(base)
     # A time per optimizer step grows with the batch, unless the global batch is given.
     is_time = Objective(settings.metric).smaller_is_better
+    as_ancestor = settings.search_options.get("search_range_factor") is not None
     plan = Plan(
         **decided,
         longest_s=LONGEST_S,
-        ramp=_begins_with_ramp(settings) and not (any_batch and is_time),
+        ramp=SEARCHES[settings.method].ramps and not as_ancestor and not (any_batch and is_time),
         method=settings.method,
         slots_per_trial=slots,
         data_parallel=_data_parallel(base, slots, global_batch, tuned=decided["tune"]),
@@ -177,11 +178,6 @@ def of_launcher(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
     launch = program.launch
     is_free = launch.passes_local_rank and not (launch.binds_cores or program.needs_command)
     return {BIND_CORES: (False, True)} if is_free else {}
-
-
-def _begins_with_ramp(settings: Settings) -> bool:
-    as_ancestor = settings.search_options.get("search_range_factor") is not None
-    return SEARCHES[settings.method].ramps and not as_ancestor
 
 
 def _knobs_of(
