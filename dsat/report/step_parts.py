@@ -37,7 +37,8 @@ def advice(run: Run) -> list[str]:
 
 def _of_data(run: Run, own: Metrics, best: Metrics) -> Iterator[str]:
     """Name the wait for data: of the user's own step, and if it is still there of the best's."""
-    tried = [name for name in _switches(run) if _WORKERS in name]
+    names = dict.fromkeys(name for trial in run.trials.values() for name in trial.script_args)
+    tried = [name for name in names if _WORKERS in name]
     gains = [
         (gain, f"{name}={value}")
         for name in tried
@@ -86,15 +87,17 @@ def gains_of_switch(run: Run, name: str) -> dict[Any, float]:
     own_value = own_switches(run).get(name)
     ran = [trial for trial in run.trials.values() if run.value(trial)]
     without: dict[str, Contestant] = {}
+    others: list[tuple[str, Any, Contestant]] = []
     for trial in ran:
-        if trial.script_args.get(name, own_value) == own_value:
-            without.setdefault(_rest(run, trial, name), run.contestant(trial))
+        rest, value = _rest(run, trial, name), trial.script_args.get(name, own_value)
+        if value == own_value:
+            without.setdefault(rest, run.contestant(trial))
+        else:
+            others.append((rest, value, run.contestant(trial)))
     pairs: dict[Any, list[tuple[Contestant, Contestant]]] = {}
-    for trial in ran:
-        chosen = trial.script_args.get(name)
-        own = without.get(_rest(run, trial, name))
-        if chosen not in (None, own_value) and own is not None:
-            pairs.setdefault(chosen, []).append((own, run.contestant(trial)))
+    for rest, value, contestant in others:
+        if rest in without:
+            pairs.setdefault(value, []).append((without[rest], contestant))
     gains = {value: _gain(found) for value, found in pairs.items()}
     return {value: gain.ratio for value, gain in gains.items() if gain.low > 1}
 
@@ -112,10 +115,6 @@ def _rest(run: Run, trial: Trial, name: str) -> str:
     config["zero_optimization"] = {"stage": 0, **(config.get("zero_optimization") or {})}
     others = {k: v for k, v in trial.script_args.items() if k != name}
     return json.dumps([config, others], sort_keys=True, default=str)
-
-
-def _switches(run: Run) -> dict[str, None]:
-    return dict.fromkeys(name for trial in run.trials.values() for name in trial.script_args)
 
 
 def _metrics(run: Run, trial: Trial | None) -> Metrics | None:

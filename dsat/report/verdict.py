@@ -19,7 +19,7 @@ from dsat.report.longest_sequence import memory_warning
 from dsat.tuning.comparison import Gain
 from dsat.tuning.finals import LEAST_RUN
 from dsat.tuning.finals_phase import contenders
-from dsat.tuning.run import Run, own_switches, typical_outcome
+from dsat.tuning.run import Run, own_switches, searched, typical_outcome
 from dsat.tuning.same_training import Agreement
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
@@ -49,8 +49,9 @@ class GainView:
     @classmethod
     def of(cls, run: Run) -> GainView:
         """Return the gain of a run as it is now."""
-        found, once, own = gain(run), search_gain(run), _own_value(run)
-        finals = _finals_json(run)
+        found, once, finals = gain(run), search_gain(run), _finals_json(run)
+        outcome = None if run.baseline is None else typical_outcome(run, run.baseline)
+        own = None if outcome is None else outcome.value(run.plan.objective)
         if run.best is not None and run.best is run.baseline:
             return cls(1.0, "1.00x, your own", own, finals)
         if found is not None:
@@ -120,13 +121,6 @@ def search_gain(run: Run) -> float | None:
     if own is None or run.best_value is None:
         return None
     return run.plan.objective.gain(run.best_value, own)
-
-
-def _own_value(run: Run) -> float | None:
-    if run.baseline is None:
-        return None
-    outcome = typical_outcome(run, run.baseline)
-    return None if outcome is None else outcome.value(run.plan.objective)
 
 
 def gain(run: Run) -> Gain | None:
@@ -304,24 +298,22 @@ def _batch_advice(run: Run, best: Trial) -> list[str]:
 
 def _at_own_batch(run: Run, best: Trial) -> str:
     assert run.baseline is not None
-    finals = run.finals
+    finals, own = run.finals, run.plan.own_batch.train_batch_size
     if finals is not None and finals.over:
         found, trial = finals.same_batch_gain, run.same_batch_final
         if found is not None and trial is not None:
             return f"{trial.name} gains {say_gain(found)}"
         if best.id not in finals.with_same_batch:
-            larger = best.batch.train_batch_size > run.plan.own_batch.train_batch_size
+            larger = best.batch.train_batch_size > own
             return (
                 "nothing faster was found: the whole gain comes from the "
                 f"{'larger' if larger else 'smaller'} batch"
             )
     own_value = run.value(run.baseline)
     measured = {
-        value: trial
-        for trial in run.trials.values()
-        if trial.kind is TrialKind.SEARCH
-        and trial.batch.train_batch_size == run.plan.own_batch.train_batch_size
-        and (value := run.value(trial)) is not None
+        run.value(trial) or 0.0: trial
+        for trial in searched(run)
+        if trial.batch.train_batch_size == own
     }
     if not measured or own_value is None:
         return "nothing else was measured"

@@ -10,7 +10,7 @@ from dsat.space.plan import Plan
 from dsat.tuning import finals
 from dsat.tuning.events import EVENT_FINALS
 from dsat.tuning.finals import Role
-from dsat.tuning.run import Run
+from dsat.tuning.run import Run, searched
 from dsat.tuning.trial_factory import TrialFactory
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
@@ -35,12 +35,12 @@ class FinalsPhase:
             predicted: `SearchPhase.predicted`.
         """
         plan, run = self._plan, self._run
-        searched = len(run.trials) - run.num_finals
+        used = len(run.trials) - run.num_finals
         most = run.plan.max_trials - run.num_finals
         own = run.baseline
         if run.leader is None or own is None or run.value(own) is None:
             return None
-        count = finals.budget(most, searched, plan.finals, cost=self._cost(own, run.leader))
+        count = finals.budget(most, used, plan.finals, cost=self._cost(own, run.leader))
         tried = [run.contestant(trial, predicted(trial)) for trial in contenders(run)]
         if not count or not tried:
             return None
@@ -102,13 +102,8 @@ class FinalsPhase:
         own = plan.own_batch
         if pick.batch.train_batch_size == own.train_batch_size:
             return None
-        found = [
-            trial
-            for trial in run.trials.values()
-            if trial.kind is TrialKind.SEARCH
-            and trial.batch.train_batch_size == own.train_batch_size
-            and run.value(trial) is not None
-        ]
+        size = own.train_batch_size
+        found = [trial for trial in searched(run) if trial.batch.train_batch_size == size]
         if found:
             best = max(found, key=lambda trial: run.contestant(trial).log_value)
             return dict(best.overrides), best.batch, dict(best.script_args)
@@ -136,13 +131,7 @@ def contenders(run: Run) -> list[Trial]:
     While that is the best, only those whose interval holds a gain that is worth something.
     """
     least = 1 + run.plan.indifference
-    tried = [
-        trial
-        for trial in run.trials.values()
-        if trial.kind is TrialKind.SEARCH
-        and run.value(trial) is not None
-        and run.plan.admits(trial.batch)
-    ]
+    tried = [trial for trial in searched(run) if run.plan.admits(trial.batch)]
     if run.leader is not run.baseline:
         return tried
     return [trial for trial in tried if (gain := run.gain_of(trial)) and gain.high > least]

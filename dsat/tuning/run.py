@@ -289,10 +289,8 @@ class Run:
     @property
     def _surely_best(self) -> Trial | None:
         """The best of the search that beats the user's own surely, by enough for its batch."""
-        searched = [trial for trial in self.trials.values() if trial.kind is TrialKind.SEARCH]
-        values = [(self.value(trial), trial) for trial in searched if self.plan.admits(trial.batch)]
-        gains = [(self._objective.log_value(v), trial) for v, trial in values if v is not None]
-        for _, trial in sorted(gains, key=lambda pair: pair[0], reverse=True):
+        admitted = [trial for trial in searched(self) if self.plan.admits(trial.batch)]
+        for trial in sorted(admitted, key=lambda t: self._objective.loss(self.value(t) or 0.0)):
             found, own = self.gain_of(trial), self.plan.own_batch
             is_larger = trial.batch.train_batch_size > own.train_batch_size
             least = 1 + self.plan.indifference if is_larger else 1.0
@@ -368,6 +366,12 @@ class Run:
 def read_run(path: Path) -> Run:
     """Read a run from its journal, which another process may be writing."""
     return Run(read_events(path), name=str(path))
+
+
+def searched(run: Run) -> list[Trial]:
+    """Return the trials of the search that were measured."""
+    trials = [trial for trial in run.trials.values() if trial.kind is TrialKind.SEARCH]
+    return [trial for trial in trials if run.value(trial) is not None]
 
 
 def typical_outcome(run: Run, trial: Trial) -> Outcome | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 from dsat.space.plan import Plan
@@ -32,8 +32,8 @@ class TrialCosts:
         self._warm_up_steps = start - 1
         self._least_steps = end - start + 1
         self._plan, self._run = plan, run
-        self._besides_s: list[float] = []
-        self._steps: list[int] = []
+        self._besides_s = deque[float](maxlen=_MOST_KEPT)
+        self._steps = deque[int](maxlen=_MOST_KEPT)
         self._spent_s = 0.0
         # Seconds of a micro step, by its samples.
         self._micro_steps: dict[Strategy, dict[int, float]] = defaultdict(dict)
@@ -47,9 +47,8 @@ class TrialCosts:
             return
         step_s = outcome.metrics.latency / 1000
         steps = self._warm_up_steps + outcome.metrics.num_steps
-        self._besides_s = [*self._besides_s, max(0.0, outcome.duration_s - steps * step_s)]
-        self._besides_s = self._besides_s[-_MOST_KEPT:]
-        self._steps = [*self._steps, steps][-_MOST_KEPT:]
+        self._besides_s.append(max(0.0, outcome.duration_s - steps * step_s))
+        self._steps.append(steps)
         self._micro_steps[strategy][trial.batch.micro_batch] = step_s / trial.batch.gas
 
     def _cost_s(self, strategy: Strategy, trial: Trial, outcome: Outcome) -> float:

@@ -219,9 +219,9 @@ def test_a_run_whose_budget_was_raised_during_its_finals_is_resumed() -> None:
     assert list(resumed.run.trials) == list(tuner.run.trials) and resumed.finished
 
 
+@pytest.mark.slow
 def test_more_trials_are_nothing_to_a_search_that_expects_nothing_of_them() -> None:
-    options = {"stop_when": 0.05}
-    plan = finals_plan(method="model", batches=True, max_trials=60, search_options=options)
+    plan = finals_plan(method="model", batches=True, max_trials=60)
     tuner, journal = tuner_of(plan)
     drive(tuner, Buckets({3: 1.1}))
     assert len(tuner.run.trials) < 60 and finals_of(tuner.run)
