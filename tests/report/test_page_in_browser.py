@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,17 +34,15 @@ class Hostile(Measured):
         return failed("ERROR", HOSTILE) if found.kind is OutcomeKind.ERROR else found
 
 
-def opened(browser: Any, folder: Path, text: str) -> float:
-    """Opens a page; returns how many seconds it took until all plots were drawn."""
+def opened(browser: Any, folder: Path, text: str) -> None:
+    """Opens a page, and waits until all plots are drawn."""
     path = folder / "report.html"
     path.write_text(text, encoding="utf-8")
     browser.get_log("performance")
-    began_s = time.monotonic()
     browser.get(path.as_uri())
     WebDriverWait(browser, 60, poll_frequency=0.05).until(
         lambda b: b.execute_script("return document.body.dataset.drawn === 'yes'")
     )
-    return time.monotonic() - began_s
 
 
 def texts_of(browser: Any, selector: str) -> list[str]:
@@ -104,16 +101,3 @@ def test_it_prints_on_two_pages(browser: Any, tmp_path: Path) -> None:
     opened(browser, tmp_path, page.html(run_of_world(Steady(), finals=None), "trials", "train"))
     printed = browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})
     assert len(re.findall(rb"/Type /Page\b(?!s)", base64.b64decode(printed["data"]))) <= 2
-
-
-def test_a_thousand_trials_open_quickly(browser: Any, tmp_path: Path) -> None:
-    run = run_of_world(trials=40)
-    rows = list(run.trials.items())
-    for number in range(1000 - len(rows)):
-        trial_id, trial = rows[number % len(rows)]
-        run.trials[1000 + number] = trial
-        run.outcomes[1000 + number] = run.outcomes[trial_id]
-        run.ended_s[1000 + number] = float(number)
-    took_s = opened(browser, tmp_path, page.html(run, "trials", "torchrun train.py"))
-    assert len(browser.find_elements(By.CSS_SELECTOR, "#table tbody tr")) == len(run.trials) >= 990
-    assert took_s < 30  # a second on a quiet machine; here only that it is no matter of minutes
