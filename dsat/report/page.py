@@ -116,7 +116,7 @@ def _vega() -> str:
     """Vega, Vega-Lite and vega-embed as one script; empty without vl-convert."""
     try:
         import vl_convert
-    except ImportError:
+    except (ImportError, NameError):  # the latter after an import that Ctrl-C has ended half way
         return ""
     # To bundle it takes some seconds, more than a short trial.
     version = metadata.version("vl-convert-python")
