@@ -171,8 +171,8 @@ class Settings:
             for stride, effect, reach in values:
                 own = start // stride % len(effect)
                 gain = reach - effect[own]
-                digits = [int(digit) for digit in _smallest(gain) if digit != own]
-                by_knob.append([(gain[digit], start + stride * (digit - own)) for digit in digits])
+                order = np.argsort(gain, kind="stable").tolist()
+                by_knob.append([(gain[n], start + stride * (n - own)) for n in order if n != own])
             for turn in itertools.zip_longest(*by_knob):
                 yield from (number for _, number in sorted(each for each in turn if each))
 
@@ -191,15 +191,6 @@ class Settings:
         shared = self._shared.get(key, self.num_values)
         both = [[column, shared if column < self.num_values else column] for column in own]
         return _Knob(key, {text: digit for digit, text in enumerate(texts)}, np.array(both))
-
-
-def _smallest(values: Array) -> Array:
-    """Return the positions of the smallest values, ascending; of the few that matter."""
-    few = np.arange(len(values))
-    if len(few) > _MOST_SETTINGS:
-        few = np.argpartition(values, _MOST_SETTINGS)[:_MOST_SETTINGS]
-    order: Array = few[np.argsort(values[few], kind="stable")]
-    return order
 
 
 def _is_number(value: Any) -> bool:

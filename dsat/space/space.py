@@ -190,13 +190,13 @@ class Space:
 
     def accumulation(self, micro_batch: Any, settings: Mapping[str, Any] | None = None) -> Any:
         """Return the accumulation steps of a micro batch (also an array), as `batch` does."""
+        if self.train_batch_size is None and self.max_train_batch_size is None:
+            return int((settings or {}).get(GAS, self.gas))
         step = micro_batch * self.freedom.parallelism(settings).data(self.slots)
         if self.train_batch_size is not None:
             return self.train_batch_size // step
-        if self.max_train_batch_size is not None:
-            steps = self.max_train_batch_size // step
-            return steps + (steps < 1)
-        return int((settings or {}).get(GAS, self.gas))
+        steps = self.max_train_batch_size // step
+        return steps + (steps < 1)
 
     def describe(self) -> list[str]:
         """Return one line per branch with the knobs that are searched in it."""

@@ -227,7 +227,7 @@ def test_a_prediction_that_was_too_low_is_left_behind() -> None:
 def test_nothing_above_what_wanted_more_data_is_tried() -> None:
     starved = Outcome(OutcomeKind.INVALID, smaller_may_run=True)
     search = model_of(space_of(4), ceiling=40)
-    asked = proposals_of(search, lambda p: ran(1.0) if p.micro_batch < 20 else starved, limit=30)
+    asked = proposals_of(search, lambda p: ran(1.0) if p.micro_batch < 20 else starved, limit=15)
     assert sum(p.micro_batch >= 20 for p in asked) <= 4
     assert all(p.micro_batch < 38 for p in asked[1:])
 
@@ -336,7 +336,7 @@ def test_what_would_not_be_launched_is_not_proposed() -> None:
             predict=lambda settings: 100.0,
             gated=gated,
         )
-        asked = proposals_of(search, lambda p: ran(p.micro_batch), limit=20)
+        asked = proposals_of(search, lambda p: ran(p.micro_batch), limit=8)
         most[gated] = max(proposal.micro_batch for proposal in asked)
     assert most[True] <= 100 and most[True] <= most[False]
 
