@@ -234,7 +234,7 @@ class ModelSearch(Search):
     def _unopened(self) -> set[int]:
         """Strategies without offloading whose first trial is to come, or failed for its size."""
         found = set()
-        ran = self._predictions.branches_that_ran
+        ran = {branch for branch, _ in self._predictions.measured}
         running = {self._lineages[lineage].branch for lineage, _ in self._running}
         for branch, strategy in enumerate(self.space.strategies):
             tries = self._openings[branch]

@@ -35,6 +35,7 @@ class Predictions:
     Attributes:
         settings: of the space, by their numbers.
         speed: the model of speed, and what was measured.
+        measured: branch and settings of each of `speed.measured`.
     """
 
     def __init__(
@@ -60,11 +61,7 @@ class Predictions:
         # Of the memory, what a sample takes.
         self._sample_part = max(1, profile.activation_bytes_per_sample) / profile.slot_memory_bytes
         self._log_units: list[float] = []  # what makes seconds of the model's unit, by outcome
-        self._measured: list[tuple[int, int]] = []  # branch and settings of `speed.measured`
-
-    @property
-    def branches_that_ran(self) -> set[int]:
-        return {branch for branch, _ in self._measured}
+        self.measured: list[tuple[int, int]] = []
 
     def update(self, branch: int, index: int, micro_batch: int, outcome: Outcome) -> None:
         """Take in the end of a trial."""
@@ -80,7 +77,7 @@ class Predictions:
         log_s = float(self.log_work(points)[0]) + sign * math.log(value)
         self.speed.update(points, log_s, outcome.metrics.standard_error)
         self._log_units.append(math.log(outcome.metrics.latency / 1000) - log_s)
-        self._measured.append((branch, index))
+        self.measured.append((branch, index))
 
     def points(
         self,
@@ -172,7 +169,7 @@ class Predictions:
         own = points.strategy == branch
         if own.any():
             rates[~own] = -np.inf
-        return self.settings.of(*self._measured[int(np.argmax(rates))])
+        return self.settings.of(*self.measured[int(np.argmax(rates))])
 
     def _octaves(self, points: Points) -> Array:
         """Octaves of the micro batches above the largest that should fit."""

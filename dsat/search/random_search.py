@@ -60,7 +60,8 @@ class RandomSearch(Search):
             lineage = self._ready.popleft()
             if not self._should_end(lineage):
                 return self._random_step(lineage)
-        drawn = self._draw_lineage(self._worthwhile())
+        worthwhile = [n for n in range(len(self.space.branches)) if self._is_worthwhile(n)]
+        drawn = self._draw_lineage(worthwhile)
         if drawn is None:
             return None
         self._start_above_best(drawn)
@@ -118,9 +119,6 @@ class RandomSearch(Search):
                 >= lineage.micro_batches[max(lineage.hi, 0)]
             )
         )
-
-    def _worthwhile(self) -> list[int]:
-        return [n for n in range(len(self.space.branches)) if self._is_worthwhile(n)]
 
     def _start_above_best(self, lineage: Lineage) -> None:
         best = self._best_in_branch.get(lineage.branch)

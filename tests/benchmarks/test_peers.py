@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ledger import OBJECTIVE, BudgetSpent, Ledger
+from benchmarks.ledger import OBJECTIVE, Ledger
 from benchmarks.peers import PEERS, player
 from benchmarks.replay import play
 from benchmarks.tables import Table
@@ -107,10 +107,3 @@ def test_what_is_measured_varies_with_the_seed_and_not_what_counts(table: Table)
     assert {ledger.outcomes[0].value(OBJECTIVE) for ledger in ledgers} == {
         table.answer(config).value(OBJECTIVE)
     }
-
-
-def test_a_ledger_ends_a_search_that_does_not_end_itself(table: Table) -> None:
-    ledger = Ledger(table, 1)
-    ledger.profile()
-    with pytest.raises(BudgetSpent):
-        ledger.run(config_of(0, 1))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,10 +11,9 @@ import pytest
 
 from benchmarks import record, tables
 from benchmarks.record import Spec
-from benchmarks.tables import Header, Row
+from benchmarks.tables import Row
 from dsat.engines.local.hosts import Host
 from dsat.tuning.journal import Journal
-from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from testing import warm_host
 from testing.local import cpu_machine
 
@@ -89,29 +86,3 @@ def test_a_killed_recording_goes_on_in_its_pass(
 def _throughput(row: Row) -> float:
     assert row.outcome.metrics is not None
     return row.outcome.metrics.throughput
-
-
-PROFILE = ModelProfile(1, 1, 4, 1, 1.0, 2**40)
-BEGUN = record._header(SPEC, PROFILE, 1.0, {})
-OUT_OF_MEMORY = Outcome(OutcomeKind.OOM)
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        [replace(BEGUN, slot_memory_bytes=2**40)],
-        [BEGUN, Row({"stage": 3}, 1, 1, 1, OUT_OF_MEMORY)],
-    ],
-    ids=["memory", "grid"],
-)
-def test_a_table_that_was_begun_with_other_settings_is_left_alone(
-    tmp_path: Path, lines: Sequence[Header | Row]
-) -> None:
-    path = tmp_path / "small.jsonl"
-    path.write_text(
-        "".join(json.dumps({"event": "row", **line.to_json()}) + "\n" for line in lines)
-    )
-    before = path.read_bytes()
-    with pytest.raises(SystemExit, match="begun with other settings"):
-        record.record(SPEC, cpu_machine(1), tmp_path)
-    assert path.read_bytes() == before

@@ -7,10 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks import bars, picture, results
-from benchmarks.by_hand import Compared
 from benchmarks.native import Tuned
 from benchmarks.peers import PEERS
 from benchmarks.replay import Episode, Summary, summaries
@@ -77,15 +74,6 @@ def _tuned(name: str, wall_s: float, *throughputs: float) -> Tuned:
     return Tuned(name, f"{name} train.py", wall_s, 12, config, throughputs)
 
 
-@pytest.mark.parametrize(
-    ("wall_s", "throughput", "met"), [(10, 99, [True, True]), (11, 97, [False, False])]
-)
-def test_bars_of_the_real_comparison(wall_s: float, throughput: float, met: list[bool]) -> None:
-    ours = _tuned("dsat", wall_s, 1, throughput, 1000)
-    theirs = _tuned("deepspeed", 100, 90, 100, 110)
-    assert [bar.met for bar in bars.of_native("short", ours, theirs)] == met
-
-
 def _row(method: str, runs: int, **changes: Any) -> Row:
     one = Result(1.02, 1.02, True, 1.1, 1.02, True, 8, 0.2)
     return Row("steps 5 %", method, [replace(one, **changes)] * runs)
@@ -106,15 +94,6 @@ def test_bars_of_gains_hold_in_every_row_or_not_at_all() -> None:
     assert met(mixed) == [True, True, True], "100 runs cannot tell 92 % from 93 %"
     [bias, *_] = bars.of_curse([good, _row("model", 100, reported=1.04)])
     assert bias.measured == "steps 5 %, model: +2.00 points of 100 runs"
-
-
-def test_the_bar_of_the_printed_command() -> None:
-    near = Compared("a", 10.0, (100.0, 80.0, 90.0), (102.0, 40.0, 92.0))
-    far = replace(near, name="b", by_hand=(104.0, 84.0, 94.0))
-    [bar] = bars.of_by_hand([near])
-    assert bar.met and bar.measured == "a 1.020"
-    [bar] = bars.of_by_hand([near, far])
-    assert not bar.met and bar.measured.endswith("b 1.044")
 
 
 def test_the_report_says_what_was_measured(table: Table, tmp_path: Path) -> None:
@@ -145,13 +124,3 @@ def test_the_report_says_what_was_measured(table: Table, tmp_path: Path) -> None
     picture.draw(episodes, tmp_path / "one.svg")
     drawn = (tmp_path / "one.svg").read_bytes()
     assert b"made-up" in drawn and len(drawn) < 150_000
-
-
-def test_a_report_of_a_part_has_only_that_part(table: Table) -> None:
-    part = results.Part("fast\n", {"machine": "m", "host": "h", "date": "today"}, 1.0)
-    text = results.report({"scale": part}, [table], [], {})
-    assert "Cost of a decision" in text
-    assert "Replay" not in text and "For real" not in text
-    both = _tuned("dsat", 8, 3), _tuned("deepspeed", 16, 3)
-    text = results.report({"native_16": part}, [table], [], {"native_16": both})
-    assert "16 tokens" in text and "128 tokens" not in text
