@@ -45,20 +45,16 @@ class Costs(Protocol):
 
     def trial_s(self, step_s: Any) -> Any:
         """Seconds of whole trials, by the seconds of their optimizer steps (also an array)."""
-        ...
 
     @property
     def left_s(self) -> float:
         """Seconds that the search may still take."""
-        ...
 
     def are_too_long(self, step_s: Any) -> Any:
         """Return which trials would exceed the time limit, by the seconds of their steps."""
-        ...
 
     def are_unaffordable(self, step_s: Any) -> Any:
         """Return which trials cost more than a verdict may take, by the seconds of their steps."""
-        ...
 
 
 @dataclass(frozen=True)
