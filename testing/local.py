@@ -43,22 +43,18 @@ def cpu_machine(slots: int) -> Machine:
     )
 
 
-def hosts_here(count: int, *, slots: int = 1, imported: bool = False) -> list[Host]:
+def hosts_here(count: int, *, imported: bool = False) -> list[Host]:
     """So many hosts, all of them this machine, with processor cores of their own if it has them.
 
     Args:
         imported: as of `engine_of`.
     """
-    machine = cpu_machine(count * slots)
+    machine = cpu_machine(count)
     # What a step of a cluster is: a command that runs another.
     prefix = warm_host.prefix() if imported else ("env",)
     return [
-        Host(
-            replace(machine, devices=machine.devices[number * slots : (number + 1) * slots]),
-            name=f"host{number}",
-            prefix=prefix,
-        )
-        for number in range(count)
+        Host(replace(machine, devices=(device,)), name=f"host{number}", prefix=prefix)
+        for number, device in enumerate(machine.devices)
     ]
 
 

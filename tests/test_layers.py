@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import json
 import subprocess
@@ -35,9 +36,10 @@ FLOORS = (
 )
 
 
-def _sources(package: Path) -> dict[str, str]:
+@functools.cache
+def _sources() -> dict[str, str]:
     """The text of every module, by its name relative to `dsat`."""
-    sources = {}
+    package, sources = ROOT / "dsat", {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -89,9 +91,14 @@ def _import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
     }
 
 
-def _violations(sources: Mapping[str, str]) -> list[str]:
+@functools.cache
+def _graph() -> dict[str, set[str]]:
+    return _import_graph(_sources())
+
+
+def _violations(graph: Mapping[str, set[str]]) -> list[str]:
     found = []
-    for module, imported in _import_graph(sources).items():
+    for module, imported in graph.items():
         floor = _floor(module)
         if floor is None:
             found.append(f"dsat.{module} has no place in FLOORS")
@@ -104,11 +111,11 @@ def _violations(sources: Mapping[str, str]) -> list[str]:
 
 
 def test_imports_run_downward_only() -> None:
-    assert _violations(_sources(ROOT / "dsat")) == []
+    assert _violations(_graph()) == []
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    graph = _import_graph(_sources(ROOT / "dsat"))
+    graph = _graph()
     # A package's `__init__` hands on what is in its modules, which name the package to get there.
     graphlib.TopologicalSorter(
         {name: below - {name.rpartition(".")[0]} for name, below in graph.items()}
@@ -134,7 +141,7 @@ def test_few_things_stand_at_the_top() -> None:
 
 
 def test_searches_and_engines_know_nothing_of_each_other() -> None:
-    graph = _import_graph(_sources(ROOT / "dsat"))
+    graph = _graph()
 
     def reachable(top: str) -> set[str]:
         found = {name for name in graph if name.split(".")[0] == top}
@@ -164,7 +171,8 @@ def test_searches_and_engines_know_nothing_of_each_other() -> None:
 )
 def test_the_check_finds_what_it_should(module: str, text: str, found: list[str]) -> None:
     others = ("", "values", "values.trial", "space", "space.knobs", "engines", "tuning", "cli")
-    assert _violations({**dict.fromkeys(others, ""), module: text}) == found
+    graph = _import_graph({**dict.fromkeys(others, ""), module: text})
+    assert _violations(graph) == found
 
 
 @pytest.mark.parametrize(
@@ -236,7 +244,5 @@ def _attributes(node: ast.ClassDef) -> set[str]:
 
 
 def test_nothing_is_too_large() -> None:
-    sources = _sources(ROOT / "dsat")
-    assert {
-        found for name, text in sources.items() for found in _too_large(name, text)
-    } == TOO_LARGE
+    found = {each for name, text in _sources().items() for each in _too_large(name, text)}
+    assert found == TOO_LARGE

@@ -96,6 +96,7 @@ def test_bars_of_gains_hold_in_every_row_or_not_at_all() -> None:
     assert bias.measured == "steps 5 %, model: +2.00 points of 100 runs"
 
 
+@pytest.mark.slow
 def test_the_report_says_what_was_measured(table: Table, tmp_path: Path) -> None:
     episodes = [
         _episode(name, None, 0.5, 1.0, seed=seed)

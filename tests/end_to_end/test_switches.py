@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import transformers
 
 from dsat.report.step_parts import gains_of_switch
 from dsat.tuning.run import Run
@@ -40,6 +39,8 @@ def waits_for_data(run: Run, trial: Trial | None) -> bool:
 
 @pytest.mark.nightly
 def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
+    import transformers
+
     words = "--zero-stages 1 --max-trials 8 -- python train.py".split()
     run, said = tuned("no_flags", tmp_path / "run", *words)
     assert run.profile is not None

@@ -56,7 +56,7 @@ def test_trials_end_in_the_order_of_their_virtual_ends() -> None:
 @pytest.mark.parametrize("method", SEARCHES)
 def test_a_whole_run_repeats_itself(method: str) -> None:
     def journal() -> str:
-        plan = plan_of(method, max_trials=30)
+        plan = plan_of(method, max_trials=15)
         events = MemoryJournal([])
         tuner = Tuner(plan, events, clock=FakeClock())
         world = World()
@@ -69,7 +69,7 @@ def test_a_whole_run_repeats_itself(method: str) -> None:
                 engine.launch(trial)
             for trial_id, outcome in engine.poll(1000):
                 tuner.record(trial_id, outcome)
-        assert len(tuner.run.trials) == 30
+        assert len(tuner.run.trials) == 15
         assert tuner.run.best is not None
         return json.dumps(events.events)
 
