@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from benchmarks.ledger import OBJECTIVE
 from benchmarks.made_up_cluster import Cluster, all_clusters
 from dsat.values.outcome import Outcome, OutcomeKind

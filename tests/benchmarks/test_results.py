@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks import bars, picture, results
 from benchmarks.native import Tuned
 from benchmarks.peers import PEERS
