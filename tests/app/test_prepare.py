@@ -59,6 +59,7 @@ def plan_of(command: str, engine: str) -> tuple[int, int]:
         return ready.plan.slots_per_trial, ready.machine.num_slots
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "slots"),
     [

@@ -177,6 +177,7 @@ def test_without_ssh_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ssh.reach(["far"], None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 def test_a_hostfiles_machines_are_the_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -160,6 +160,7 @@ def test_an_engine_is_compiled_where_nobody_else_does_it(
     assert bool(calls) is is_compiled
 
 
+@pytest.mark.slow
 def test_mlps_in_parts_train_like_whole_ones() -> None:
     pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp")
     transformers = pytest.importorskip("transformers")

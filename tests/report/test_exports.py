@@ -149,6 +149,7 @@ def test_nothing_is_overwritten(run: Run, tmp_path: Path) -> None:
     assert path.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["csv", pytest.param("optuna", marks=pytest.mark.slow)])
 def test_a_full_disk_leaves_nothing_and_is_named_by_the_file(
     run: Run, tmp_path: Path, to: str

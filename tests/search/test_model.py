@@ -324,6 +324,7 @@ def test_nothing_that_takes_too_long_is_proposed_once_a_step_is_known() -> None:
     assert len(asked) > 10 and all(p.micro_batch <= 44 for p in asked[3:])
 
 
+@pytest.mark.slow
 def test_what_would_not_be_launched_is_not_proposed() -> None:
     machine = Machine(1, slots=2)
     most = {}

@@ -69,6 +69,7 @@ def seen(
     return recorded_start.program_of(ranks, command, run.env, os.sched_getaffinity(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "script", "args", "slots"),
     [
@@ -108,6 +109,7 @@ done; wait
 """
 
 
+@pytest.mark.slow
 def test_the_cores_that_ranks_are_bound_to_are_seen(place: Path) -> None:
     """As `deepspeed --bind_cores_to_rank` does it with numactl, here inside a script."""
     own = sorted(os.sched_getaffinity(0))
@@ -119,6 +121,7 @@ def test_the_cores_that_ranks_are_bound_to_are_seen(place: Path) -> None:
     assert (program.launch.binds_cores, program.launch.core_list) == (True, (own[1], own[0]))
 
 
+@pytest.mark.slow
 def test_one_of_several_nodes_is_refused(place: Path) -> None:
     command = "LOCAL_WORLD_SIZE=1 WORLD_SIZE=4 RANK=0 python3 train.py"
     with pytest.raises(UserInputError, match="1 of its 4 ranks") as caught:
@@ -126,6 +129,7 @@ def test_one_of_several_nodes_is_refused(place: Path) -> None:
     assert "\n" not in str(caught.value) and "torchrun" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_begins_is_told(place: Path) -> None:
     one = "WORLD_SIZE=2 RANK=0 LOCAL_WORLD_SIZE=2 python3 train.py"
     there = "until ls $DSAT_TRIAL_DIR/records/rank-*.json; do sleep 0.1; done"
@@ -184,6 +188,7 @@ def test_ports_are_found_where_the_kernel_takes_any(
     assert len(set(ports.free_ports(3))) == 3
 
 
+@pytest.mark.slow
 def test_a_script_that_names_no_shell_is_run_by_one(place: Path) -> None:
     runnable(
         place / "run.sh", "mkdir -p lib && export PYTHONPATH=lib:$PYTHONPATH && python3 train.py\n"
@@ -216,6 +221,7 @@ def test_a_scripts_own_error_is_shown_as_soon_as_it_is_there(place: Path) -> Non
         seen(place, "bash", "-c", "python3 late.py &> late.log")
 
 
+@pytest.mark.slow
 def test_a_sitecustomize_of_the_users_own_is_run_as_well(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +256,7 @@ if __name__ == "__main__":
 OLD_LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--nproc_per_node", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "why", "script", "args", "slots"),
     [
@@ -350,6 +357,7 @@ def test_a_choice_of_devices_in_the_command_is_kept(
     assert {n: v for n, v in program.env.items() if "VISIBLE" in n} == chosen
 
 
+@pytest.mark.slow
 def test_devices_that_a_script_chooses_itself_are_those_of_all_trials(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
