@@ -128,6 +128,7 @@ TINY = PROGRAMS / "tiny" / "deepspeed.yaml"
 SMALL: dict[str, Any] = {"engine": "pretend", "metric": "throughput", "max_trials": 6}
 
 
+@pytest.mark.slow
 def test_a_search_from_python(
     pretend: list[Prepared],
     tmp_path: Path,

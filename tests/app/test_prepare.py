@@ -82,6 +82,7 @@ def test_a_launcher_is_told_of_the_machines_that_a_job_has(
             plan_of(command, "local")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "slots", "of_host"),
     [

@@ -43,7 +43,7 @@ def _third_party(text: str) -> Iterator[str]:
 
 
 def test_nothing_else_is_imported() -> None:
-    sources = _sources(ROOT / "dsat")
+    sources = _sources()
     graph = _import_graph(sources)
     found = {
         (name, imported)

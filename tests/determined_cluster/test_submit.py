@@ -136,6 +136,7 @@ def test_a_search_is_followed_again(
     assert master.url in refused(capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "problem"),
     [

@@ -230,6 +230,7 @@ def test_a_generation_that_leaves_the_engine_out_is_seen(clock: Clock, inside: b
     assert facts_of(measured).evaluated == pytest.approx(0.5, abs=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["by its method", "by torch.compile", "a part"])
 def test_a_compiled_model_has_no_hook_that_is_compiled_with_it(clock: Clock, how: str) -> None:
     engine, model = FakeEngine(clock), Generating(2, 2)

@@ -98,6 +98,7 @@ def test_a_simulation_fits_below_any_temporary_folder(
         simulate()
 
 
+@pytest.mark.slow
 def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -259,6 +259,7 @@ def test_a_search_begins_below_what_is_predicted_or_activations_leave_room_for(
 # -- when to end
 
 
+@pytest.mark.slow
 def test_it_ends_when_nothing_is_likely_to_be_better() -> None:
     def outcome(proposal: Proposal) -> Outcome:
         return (

@@ -111,6 +111,7 @@ def test_a_trial_launched_on_a_host_that_was_just_lost_runs_on_another(tmp_path:
         assert bench.engine._running[trial.id].hosts == {1}
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_answer_a_question_is_lost_if_others_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def test_ranks_are_forked_only_if_that_works_on_each_host(tmp_path: Path) -> Non
             assert talk.warm_up() == reason
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_a_host_that_comes_back_ends_what_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ def supervised(folder: Path, *program: str) -> Iterator[Supervised]:
 # -- imports
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
@@ -153,6 +154,7 @@ def test_a_supervisors_own_resource_tracker_is_no_trials(tmp_path: Path) -> None
     wait_until(lambda: not is_alive(tracker.pid), "the tracker's end")
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_is_cut_off_ends_with_its_trials(tmp_path: Path) -> None:
     supervisor = Supervised(tmp_path)
     supervisor.send(launch_request(tmp_path, "/bin/sleep", "2000"))
