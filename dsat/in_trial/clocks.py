@@ -63,7 +63,11 @@ def wait_for_memory(accelerator: Any, index: int) -> None:
     began_s = last_change_s = time.monotonic()
     before = 0
     while (now_s := time.monotonic()) - began_s < _BACK_WITHIN_S:
-        free, total = torch.cuda.mem_get_info(index)
+        try:
+            free, total = torch.cuda.mem_get_info(index)
+        except RuntimeError:  # there is not even memory for a context
+            time.sleep(_POLL_S)
+            continue
         held = total - free - torch.cuda.memory_reserved(index)
         if held < _MAY_BE_HELD * total or now_s - last_change_s > _UNCHANGED_FOR_S:
             return
