@@ -11,6 +11,7 @@ from pathlib import Path
 import deepspeed
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--deepspeed_config", type=Path, required=True)
@@ -52,7 +53,7 @@ for step in range(10_000):
     inputs = torch.randn(size, arguments.width, device=engine.device, dtype=dtype)
     outputs = engine(inputs)
     if step == 2 and arguments.out_of_memory == "step":
-        torch.optim.optimizer.register_optimizer_step_pre_hook(ask_for_all)
+        register_optimizer_step_pre_hook(ask_for_all)
     elif step == 2 and arguments.out_of_memory:
         outputs = Fills.apply(outputs)
     engine.backward(outputs.float().square().mean())

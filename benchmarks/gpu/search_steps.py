@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import statistics
@@ -186,7 +185,7 @@ def _searched(
     run = Run(events)
     report.note("gain", api.load_run(run_dir).gain)
     predicted = {}
-    with contextlib.suppress(AssertionError):  # nothing was simulated
+    if run.memory_basis is not None:  # memory was simulated
         predicted = {each.trial.id: each for each in predicted_memory.of_run(run)}
     for trial in run.trials.values():
         outcome = run.outcomes[trial.id]
