@@ -8,7 +8,6 @@ wrapper knows the signatures of deepspeed 0.14 to 0.19.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import os
@@ -184,11 +183,16 @@ def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
 
 
 def without_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of `deepspeed.initialize` by name, without any configuration in them."""
+    """Return arguments of `deepspeed.initialize` by name, without any configuration in them.
+
+    DeepSpeed writes the rank into the script's own `args`, which stay otherwise as they are.
+    """
     found = {name: value for name, value in arguments.items() if name not in _BY_ARGUMENT}
     if getattr(found.get("args"), _BY_ATTRIBUTE, None) is not None:
-        found["args"] = copy.copy(found["args"])
-        found["args"].deepspeed_config = None
+        import wrapt
+
+        proxy = type("Args", (wrapt.ObjectProxy,), {_BY_ATTRIBUTE: None})
+        found["args"] = proxy(found["args"])
     return found
 
 

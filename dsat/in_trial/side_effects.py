@@ -154,11 +154,14 @@ def _without_reports(arguments: dict[str, Any]) -> None:
     passed = config_injection.passed_config(arguments)
     if passed is None:
         return
-    config = passed.content
+    config, off = passed.content, dict[str, Any]()
     for name in _SECTIONS:
-        if isinstance(config.get(name), Mapping):
-            config[name] = {**config[name], "enabled": False}
-    config.update({name: False for name in _SWITCHES if name in config})
+        if isinstance(config.get(name), Mapping) and config[name].get("enabled"):
+            off[name] = {**config[name], "enabled": False}
+    off.update({name: False for name in _SWITCHES if config.get(name)})
+    if not off:  # DeepSpeed itself reads a file that needs no change
+        return
+    config.update(off)
     if arguments.get(passed.name) is not config:  # it is a file's
         arguments.update({**config_injection.without_config(arguments), "config": config})
 

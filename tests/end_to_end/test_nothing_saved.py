@@ -54,12 +54,35 @@ def test_a_search_leaves_checkpoints_and_trackers_alone(tmp_path: Path) -> None:
     assert any("save_checkpoint did nothing" in log for log in logs)
 
 
-def test_reports_are_switched_off_and_nothing_else() -> None:
+class Fixed:
+    """Arguments with a configuration that cannot be set."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.local_rank = path, -1
+
+    @property
+    def deepspeed_config(self) -> str:
+        return str(self.path)
+
+
+def test_reports_are_switched_off_and_nothing_else(tmp_path: Path) -> None:
     own = {"zero_optimization": {"stage": 1}, "wandb": {"enabled": True, "project": "mine"}}
-    arguments: dict[str, Any] = {"config": {**own, "wall_clock_breakdown": True}}
-    side_effects._without_reports(arguments)
-    assert arguments["config"] == {
+    quiet = {
         "zero_optimization": {"stage": 1},
         "wandb": {"enabled": False, "project": "mine"},
         "wall_clock_breakdown": False,
     }
+    arguments: dict[str, Any] = {"config": {**own, "wall_clock_breakdown": True}}
+    side_effects._without_reports(arguments)
+    assert arguments["config"] == quiet
+    path = tmp_path / "ds_config.json"
+    args = Fixed(path)
+    for content in (quiet, {**own, "wall_clock_breakdown": True}):
+        path.write_text(json.dumps(content))
+        arguments = {"args": args}
+        side_effects._without_reports(arguments)
+        if content is quiet:
+            assert arguments == {"args": args}, "DeepSpeed itself reads it, and refuses no argument"
+    assert arguments["config"] == quiet and arguments["args"].deepspeed_config is None
+    arguments["args"].local_rank = 0  # as DeepSpeed writes it
+    assert args.local_rank == 0 and args.deepspeed_config == str(path)

@@ -26,6 +26,7 @@ hydra.main(lambda: None)()
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
 deepspeed.add_config_arguments(parser)
+parser.set_defaults(local_rank=-1)  # of a script that no launcher starts
 args = parser.parse_args()
 
 with tempfile.NamedTemporaryFile() as cache:  # of prepared data
@@ -39,6 +40,7 @@ with tempfile.TemporaryDirectory() as folder:  # a model that is prepared for th
 
 model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+assert args.local_rank == engine.local_rank, "DeepSpeed writes it there"
 path, state = engine.load_checkpoint("checkpoints")
 if os.environ.get("DSAT_TRIAL_DIR") and os.environ.get("WANDB_MODE") == "disabled":
     assert (path, state) == (None, None), "a trial resumed from another run's checkpoint"
