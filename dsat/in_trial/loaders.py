@@ -15,7 +15,7 @@ Kind = tuple[int, int]
 _in_store = 0
 _waited_s = 0.0
 _begun: Counter[Kind] = Counter()  # epochs
-_read: Counter[Kind] = Counter()  # batches
+_read: Counter[Kind] = Counter()  # batches, since the training's engine was made
 
 
 @functools.cache
@@ -65,21 +65,29 @@ def waited_s() -> float:
     return _waited_s
 
 
+def begin_training() -> None:
+    """Count batches for the training from here on: its engine is made."""
+    _read.clear()
+
+
 def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
     """Return the samples that the training's loader has on this rank, at most.
+
+    A loader may give each micro step a multiple of its samples, of which the script takes a part:
+    those of the whole optimizer step (TRL's GRPO, `GRPOTrainer.get_train_dataloader`).
 
     Args:
         batch_size: of the training.
         micro_steps: that it made; fewer where steps at the end of an epoch were short.
 
     Returns:
-        Those of an epoch, and those of all epochs that were begun; None and 0 if no loader of known
-        length has fed most of the steps.
+        Those that micro steps take of an epoch, and all of the epochs that were begun; None and 0
+        if no loader of known length has fed most of the steps.
     """
     of_epoch, of_all = 0, 0
     for (size, most), epochs in _begun.items():
-        if size == batch_size and 2 * _read[size, most] >= micro_steps:
-            of_epoch = max(most, of_epoch)
+        if size % batch_size == 0 and 2 * _read[size, most] >= micro_steps:
+            of_epoch = max(most * batch_size // size, of_epoch)
             of_all += epochs * most
     return of_epoch or None, of_all
 

@@ -146,6 +146,8 @@ class Meter:
         # A dummy at stage 3, and in bf16 at stage 0 (DeepSpeedEngine.__init__, since before 0.14).
         if getattr(engine, "basic_optimizer", None) is None:
             return
+        if not self.watches:
+            loaders.begin_training()
         self.watches = True
         for name in PHASES:
             setattr(engine, name, self._wrapped(engine, name))

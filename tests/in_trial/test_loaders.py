@@ -14,6 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dsat.in_trial import loaders
+from dsat.in_trial.meter import Meter
+from testing.metered import SPEC, Clock, FakeEngine
 
 
 @pytest.fixture(autouse=True)
@@ -52,12 +54,25 @@ def loader_of(samples: int, size: int, **options: Any) -> DataLoader[int]:
 
 
 def test_the_samples_are_those_of_the_loader_that_feeds_the_steps() -> None:
-    read(loader_of(9, 4), 1)  # an evaluation
+    evaluation = loader_of(9, 4)
+    read(evaluation, 6)
+    meter = Meter(SPEC, lambda outcome: None)
+    meter.watch(FakeEngine(Clock()))
+    read(evaluation, 1)
+    meter.watch(FakeEngine(Clock()))  # another, in the middle
     read(loader_of(30, 4, drop_last=True), 5)
     assert loaders.samples(4, 6) == (30, 5 * 30)
     assert loaders.samples(4, 11) == (None, 0), "most of the batches are made by hand"
     assert loaders.samples(5, 0) == (None, 0)
-    assert loaders.samples(4, 0) == (30, 9 + 5 * 30)
+    assert loaders.samples(4, 0) == (30, 7 * 9 + 5 * 30)
+
+
+def test_a_loader_may_give_each_step_the_samples_of_several() -> None:
+    """As TRL's GRPO has it generate for several micro steps at once."""
+    read(loader_of(60, 12), 5)
+    assert loaders.samples(4, 5) == (20, 5 * 60)
+    assert loaders.samples(5, 5) == (None, 0)
+    assert loaders.samples(4, 11) == (None, 0)
 
 
 def test_a_sampler_of_a_scripts_own_bounds_nothing() -> None:
