@@ -1,0 +1,108 @@
+"""A plain DeepSpeed script that times its own training loop, by a clock that dsat does not touch.
+
+Each rank appends one line of seconds per optimizer step to `stopwatch<rank>.jsonl`. Data take time
+to come, and rank 1 is the slower one.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+WIDTH = 512
+RANK = int(os.environ["RANK"])
+LOADING_S = 0.012
+EXTRA_ON_RANK_1_S = 0.02
+STEPS = 40
+
+
+# The last measured step ends the script from inside engine.step(): when that was done, the loop
+# cannot see.
+class End:
+    at_s = 0.0
+
+
+original = deepspeed.DeepSpeedEngine.step
+
+
+def step(self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    End.at_s = time.perf_counter()
+
+
+deepspeed.DeepSpeedEngine.step = step
+
+
+def now(complete: bool) -> float:
+    return time.perf_counter() if complete else End.at_s
+
+
+class Slower(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if RANK == 1:
+            time.sleep(EXTRA_ON_RANK_1_S)
+        return inputs
+
+
+class Loader:
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __next__(self) -> torch.Tensor:
+        time.sleep(LOADING_S)
+        return torch.randn(self._size, WIDTH)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int)
+    parser.add_argument("--deepspeed_config", required=True)
+    config = json.loads(Path(parser.parse_args().deepspeed_config).read_text())
+    layers = [nn.Linear(WIDTH, WIDTH), nn.GELU(), Slower(), nn.Linear(WIDTH, WIDTH)]
+    model = nn.Sequential(*layers)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    loader = Loader(engine.train_micro_batch_size_per_gpu())
+    with open(Path(os.environ["DSAT_TRIAL_DIR"]) / f"stopwatch{RANK}.jsonl", "w") as file:
+        last = time.perf_counter()
+        for _ in range(STEPS):
+            times = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+            complete = False
+            try:
+                for _ in range(engine.gradient_accumulation_steps()):
+                    micro_step(engine, loader, times)
+                complete = True
+            finally:
+                end = now(complete)
+                file.write(json.dumps({"latency": end - last, **times}) + "\n")
+                file.flush()
+                last = end
+
+
+def micro_step(engine: Any, loader: Loader, times: dict[str, float]) -> None:
+    inputs = next(loader)
+    begin = time.perf_counter()
+    outputs = engine(inputs)
+    times["forward"] += time.perf_counter() - begin
+    loss = outputs.square().mean()
+    begin = time.perf_counter()
+    engine.backward(loss)
+    end = time.perf_counter()
+    times["backward"] += end - begin
+    complete = False
+    try:
+        engine.step()
+        complete = True
+    finally:
+        times["step"] += now(complete) - end
+
+
+if __name__ == "__main__":
+    main()
