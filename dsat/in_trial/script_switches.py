@@ -103,8 +103,8 @@ class ScriptSwitches:
                     wanted[CHECKPOINTING] = False
         else:
             self.found.setdefault(COMPILE, ScriptSwitch((False, True)))
-            for name in wanted.keys() - {CHECKPOINTING, COMPILE, LIGER}:
-                if known.field_of(name) is not None:
+            for name in wanted:  # all ranks name the same
+                if known.field_of(name) and name not in (CHECKPOINTING, COMPILE, LIGER):
                     raise InvalidTrial(
                         f"{name} is a field of TrainingArguments, and the script makes none"
                     )

@@ -95,8 +95,9 @@ def test_what_a_script_cannot_be_switched_to_is_refused() -> None:
     switches = ScriptSwitches({"attn_implementation": "eager"}, on_cpu=True)
     with pytest.raises(InvalidTrial, match="where it is Ulysses'"):
         switches.before_engine({**call, "mpu": groups})
-    switches = ScriptSwitches({"dataloader_num_workers": 2, "--seed": "3"}, on_cpu=True)
-    with pytest.raises(InvalidTrial, match="is a field of TrainingArguments"):
+    fields = ("optim", "packing", "dataloader_pin_memory", "dataloader_num_workers")
+    switches = ScriptSwitches({"--seed": "3", **dict.fromkeys(fields, 2)}, on_cpu=True)
+    with pytest.raises(InvalidTrial, match="optim is a field of TrainingArguments"):  # on all ranks
         switches.before_engine(call)
     plain = ScriptSwitches({"--seed": "3"}, on_cpu=True)
     plain.before_engine(call)
