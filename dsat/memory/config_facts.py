@@ -153,7 +153,8 @@ def _unknown(config: Mapping[str, Any], needed: Sequence[str]) -> str:
         return f"no formula knows {heads[0]}, only language models (...ForCausalLM)"
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         return "no formula knows a model in which only some layers have experts"
-    missing = [name for name in needed if config.get(name) is None]
+    # Heads that are null are as many as those of queries.
+    missing = [n for n in needed if config.get(n) is None and (n != _HEADS or n not in config)]
     return f"{missing[0]} is missing" if missing else ""
 
 

@@ -66,6 +66,8 @@ def test_a_size_whose_default_is_the_familys_must_be_given() -> None:
     assert Decoder.of(without, "").keys == Decoder.of(without, "").queries
     with pytest.raises(UserInputError, match="num_key_value_heads is missing"):
         Decoder.of({**without, "model_type": "mistral"}, "")
+    without |= {"num_key_value_heads": None, "model_type": "mistral"}  # as many as heads
+    assert Decoder.of(without, "").keys == Decoder.of(without, "").queries
 
 
 # The widths of the layers that have adapters.
