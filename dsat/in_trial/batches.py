@@ -130,7 +130,7 @@ class BatchCounter:
     def lengths(
         self, module: Any, maximum: Callable[[list[float]], list[float]], *, parts: int = 1
     ) -> SequenceLengths | None:
-        """Return the lengths of sequences that so many slots share; a collective call."""
+        """Return the lengths of sequences, each shared by `parts` slots; a collective call."""
         own = [-math.inf, 0.0, 0.0]
         if self._lengths:
             own = [-min(self._lengths), max(self._lengths), float(longest_of(module))]

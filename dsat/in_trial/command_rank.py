@@ -47,7 +47,9 @@ begun: CommandRank | None = None  # in this process
 def begin(folder: str, start: Mapping[str, Any], effects: SideEffects | None) -> None:
     """Prepare this process to be a rank of the trial in the folder; does nothing twice.
 
-    `start` is as of `start_record.install`; `effects` were adapted before the script began.
+    Args:
+        start: see `start_record.install`.
+        effects: adapted before the script began; None in a full-length run.
     """
     global begun
     if begun is not None:

@@ -82,8 +82,9 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> None:
-    """Make engines that train use a trial's configuration, unless they have all its overrides.
+    """Make engines that train use a trial's configuration, which the file holds.
 
+    A configuration is kept that has all `overrides`, the settings that the trial decides.
     A second engine whose configuration is not that of the first keeps its own: it is another
     model's, and only one configuration is tuned. If its batch sizes are those of the first it gets
     the trial's, since both are fed the same micro batches.
