@@ -17,7 +17,8 @@ pytestmark = pytest.mark.slow
 
 SAMPLES = 96
 # The default DataLoader: the last batch of an epoch is short. Each optimizer step's samples and
-# seconds are written by the script itself.
+# seconds are written by the script itself. A batch takes as long however large it is, or noise
+# would decide whether larger ones are tried.
 SCRIPT = """
 import json, os, pathlib, time
 import deepspeed, torch
@@ -39,6 +40,7 @@ steps, fed, last, calls = [], 0, time.perf_counter(), 0
 try:
     for epoch in range(2000):
         for batch in loader:
+            time.sleep(0.05)
             engine.backward(engine(batch).square().mean())
             fed, calls = fed + len(batch), calls + 1
             if calls %% %(every)d == 0:
@@ -78,7 +80,7 @@ def test_no_micro_batch_is_larger_than_the_data(tmp_path: Path) -> None:
     assert SAMPLES / 4 <= max(sizes) <= SAMPLES, "its data loader tells how many there are"
     assert {outcome.kind for outcome in run.outcomes.values()} == {OutcomeKind.OK}
     reported, own = samples_per_s(tmp_path, run)
-    assert reported == pytest.approx(own, rel=0.5), "short batches are quick, and not in it"
+    assert reported == pytest.approx(own, rel=0.5), "short batches are not in it"
 
 
 @pytest.mark.nightly
