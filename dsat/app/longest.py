@@ -32,12 +32,10 @@ _MOST_SIMULATIONS, _SETTLED = 8, 0.05
 def longest(settings: EstimateSettings) -> LongestSequences:
     """Answer `dsat estimate --longest-sequence`."""
     card = None if settings.card is None else cards.find(settings.card)
-    if card is not None:
-        settings = replace(settings, slot_memories=(card.memory_bytes,))
     with estimates.simulated(settings) as (name, base, simulator):
         if isinstance(simulator, Formula) and (card or settings.switches):
             estimates.check_packages("--card" if card else "--switch")
-        found = rows(simulator, base, settings)
+        found = rows(simulator, base, settings, card)
         if card is not None:
             assert isinstance(simulator, Simulator)
             found = [_timed(row, base, simulator, card) for row in found]
@@ -46,7 +44,10 @@ def longest(settings: EstimateSettings) -> LongestSequences:
 
 
 def rows(
-    simulator: Simulator | Formula, base: Mapping[str, Any], settings: EstimateSettings
+    simulator: Simulator | Formula,
+    base: Mapping[str, Any],
+    settings: EstimateSettings,
+    card: Card | None = None,
 ) -> list[Longest]:
     """Return a row for every number of slots, strategy, combination of switches and memory.
 
@@ -61,7 +62,8 @@ def rows(
             where="--longest-sequence",
         )
     ladder, names = estimates.ladder(base), list(settings.switches)
-    exact = settings.exact or estimates.needs_simulation(base) or settings.card or names
+    exact = settings.exact or estimates.needs_simulation(base) or card or names
+    sizes = settings.slot_memories if card is None else (card.memory_bytes,)
     any_config = estimates.configuration(base, ladder[0], 1, Parallelism())
     models = []
     for values in itertools.product(*settings.switches.values()):
@@ -73,7 +75,7 @@ def rows(
             shared: estimates.configuration(base, strategy, slots, shared)
             for shared in _divisions(slots, simulator.script.attention_heads or 0)
         }
-        for (switches, facts), size in itertools.product(models, settings.slot_memories):
+        for (switches, facts), size in itertools.product(models, sizes):
             row = Longest(slots, strategy, size, Parallelism(), 0, 0, switches=switches)
             by_formula = [
                 _with(Basis.of_model(facts), config, replace(row, parallelism=shared))

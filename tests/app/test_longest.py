@@ -14,7 +14,8 @@ from dsat.app import longest
 from dsat.app.estimate import configuration
 from dsat.app.longest import UNIT_TOKENS
 from dsat.errors import UserInputError
-from dsat.inputs import hf_config
+from dsat.inputs import cards, hf_config
+from dsat.inputs.cards import Card
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import CLOSED_FORM, SIMULATED
 from dsat.memory.simulation_client import Simulator
@@ -37,11 +38,13 @@ LLAMA = {
 BF16 = {"bf16": {"enabled": True}}
 
 
-def rows(host: FakeSimulationHost, *, slots: int, exact: bool = False) -> list[Longest]:
+def rows(
+    host: FakeSimulationHost, *, slots: int, exact: bool = False, card: Card | None = None
+) -> list[Longest]:
     settings = EstimateSettings(exact=exact, slot_counts=(slots,), slot_memories=(8 * GIB,))
     with Simulator(host, as_cpu=False, workspace_bytes=0) as simulator:
         simulator.facts(BF16)
-        return longest.rows(simulator, BF16, settings)
+        return longest.rows(simulator, BF16, settings, card)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -97,6 +100,22 @@ def test_what_cannot_be_simulated_is_named() -> None:
     assert not LongestSequences("a model", failed).is_complete
     assert "no fake kernel" in text
     assert "sp2" in text
+
+
+def test_a_card_takes_the_place_of_memory_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, card = (
+        FakeSimulationHost(FACTS, by_formula(FACTS), sequence_length=512),
+        cards.find("H100"),
+    )
+    found = rows(host, slots=1, card=card)
+    assert {(row.memory_bytes, row.source) for row in found} == {(card.memory_bytes, SIMULATED)}
+    monkeypatch.setattr(hf_config, "missing_packages", lambda: ["torch"])
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    settings = EstimateSettings(hf_config=str(tmp_path), longest_sequence=True, card="H100")
+    with pytest.raises(UserInputError, match="torch"):
+        longest.longest(settings)
 
 
 def test_samples_must_be_sequences() -> None:
