@@ -133,7 +133,8 @@ def runner_config(
     storage = config.get(_STORAGE)
     if isinstance(storage, Mapping) and storage.get("save_trial_latest") == 0:
         config[_STORAGE] = {**storage, "save_trial_latest": 1}  # it is the result
-    config |= {key: _on_no_slot(config[key]) for key in _BATCH_SYSTEMS if config.get(key)}
+    sections = {key: config.get(key) for key in _BATCH_SYSTEMS}
+    config |= {k: _on_no_slot(v) for k, v in sections.items() if isinstance(v, Mapping)}
     resources = dict(config.get("resources") or {})
     for key in ("max_slots", "shm_size"):
         resources.pop(key, None)
@@ -158,19 +159,24 @@ def runner_config(
         max_restarts=max_restarts,
     )
     changed = ds_config.merge(config, changes)
-    if _secrets_of(changed) != _secrets_of(config):
-        changed[_DATA] = {**(changed.get(_DATA) or {}), _TRIALS_SECRETS: _secrets_of(user.config)}
+    data = changed.get(_DATA) or {}
+    if _secrets_of(changed) != _secrets_of(config) and isinstance(data, Mapping):
+        changed[_DATA] = {**data, _TRIALS_SECRETS: _secrets_of(user.config)}
     return changed
 
 
 def _on_no_slot(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of a batch system without those about GPUs."""
     return {
-        key: [each for each in value if not _OF_GPUS.match(str(each))]
+        key: [  # an option's value may be the next word
+            each
+            for before, each in zip(["", *value], value, strict=False)
+            if not _OF_GPUS.match(str(each if str(each).startswith("-") else before))
+        ]
         if isinstance(value, list)
         else value
         for key, value in section.items()
-        if not _OF_GPUS.match(key)
+        if not _OF_GPUS.match(str(key))
     }
 
 

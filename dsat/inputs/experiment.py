@@ -98,6 +98,8 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
             where=f"{where}: entrypoint",
             hint='Add one, for example "entrypoint: deepspeed train.py".',
         )
+    if isinstance(entrypoint, list):  # of which the master takes texts only
+        entrypoint = data["entrypoint"] = list(map(str, entrypoint))
     hparams = _hyperparameters(data, where)
     ds, ds_name = _ds_config(hparams[CONFIG_KEY], model_dir, includes, where)
     ds, listed = value_lists.split(ds, where=ds_name)

@@ -144,6 +144,23 @@ def test_the_runner_keeps_what_the_batch_system_needs_but_for_gpus(tmp_path: Pat
     told = job(tmp_path, config=jobs.without_secrets(found.config))
     trials = jobs.custom_config(told, 17, config)
     assert trials["slurm"] == slurm and trials["max_restarts"] == 2
+    apart = user(tmp_path, slurm={"sbatch_args": ["--gres", "gpu:4", "-G", 2, "-A", "abc", "x.sh"]})
+    config = jobs.runner_config(apart, plan_of(), max_restarts=5, changes={})
+    assert config["slurm"] == {"sbatch_args": ["-A", "abc", "x.sh"]}
+
+
+def test_a_section_that_is_no_mapping_is_left_for_the_master_to_refuse(tmp_path: Path) -> None:
+    found = user(tmp_path, slurm="text", pbs=["a"], data=3)
+    changes = {"checkpoint_storage": {"type": "shared_fs"}}
+    config = jobs.runner_config(found, plan_of(), max_restarts=5, changes=changes)
+    assert (config["slurm"], config["pbs"], config["data"]) == ("text", ["a"], 3)
+
+
+def test_words_of_an_entrypoint_are_texts_for_the_master(tmp_path: Path) -> None:
+    found = user(tmp_path, entrypoint=["python3", "train.py", "--lr", 0.5])
+    told = job(tmp_path, config=jobs.without_secrets(found.config))
+    config = jobs.full_run_config(told, 17, {}, {})
+    assert config["entrypoint"] == [*found.entrypoint] == ["python3", "train.py", "--lr", "0.5"]
 
 
 def test_the_full_run_is_the_users_with_the_best_configuration(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_all_of_it() -> None:
         environment={"environment_variables": ["A=1", "B=x=y", "EMPTY="]},
     )
     assert (user.name, user.slots_per_trial) == ("my experiment", 4)
-    assert list(user.entrypoint) == ["python3", "train.py", 3]
+    assert list(user.entrypoint) == ["python3", "train.py", "3"]
     assert user.env == {"A": "1", "B": "x=y", "EMPTY": ""}
     assert user.hparams["optimizer"] == {"lr": 0.5, "kind": "a"}
     zero = {"stage": 1, "overlap_comm": True}
