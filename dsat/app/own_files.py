@@ -195,7 +195,8 @@ class Rewriting:
                 data[_ACCELERATE] = self._accelerate_file(named)
         elif _is_of_accelerate(data):
             data.pop("mixed_precision", None)
-            section = data[_SECTION] = data.get(_SECTION) or {}
+            section = data.get(_SECTION)
+            section = data[_SECTION] = section if isinstance(section, dict) else {}
             for key in _IN_THE_DEEPSPEED_FILE:
                 section.pop(key, None)
             section["deepspeed_config_file"] = best

@@ -198,6 +198,15 @@ def test_accelerates_file_names_the_configuration(
     assert "# mine" in found.copies[path.name] and "# one" in found.copies[path.name]
 
 
+def test_a_file_of_the_scripts_own_may_look_like_accelerates(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("distributed_type: x\ndeepspeed_config: ds.json\n")
+    found = rewritten(["torchrun", "train.py", "own.yaml"], tmp_path, answer(tmp_path))
+    best = str(tmp_path / "run" / "best_ds_config.json")
+    assert found is not None
+    copy = yaml.safe_load(found.copies["own.yaml"])
+    assert copy["deepspeed_config"] == {"deepspeed_config_file": best}
+
+
 def test_without_a_file_of_its_own_accelerate_is_given_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
