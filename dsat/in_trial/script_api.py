@@ -30,7 +30,8 @@ def get_ds_config_from_hparams(
     """Return the DeepSpeed configuration of this trial, for `deepspeed.initialize(config=...)`.
 
     The file that `hparams["deepspeed_config"]` names, with `hparams["overwrite_deepspeed_args"]`
-    laid over it: dicts are merged key by key, anything else is replaced. Drop-in for
+    laid over it: dicts are merged key by key, anything else is replaced. The section of DeepSpeed's
+    own autotuning is left out, which would end the script early. Drop-in for
     `determined.pytorch.dsat.get_ds_config_from_hparams`.
 
     Args:
@@ -54,7 +55,7 @@ def get_ds_config_from_hparams(
         raise UserInputError(f"must be a path or a mapping, not {base!r}", where=CONFIG_KEY)
     if not isinstance(base, Mapping):
         base = ds_config.read(Path(base_dir) / base)
-    return ds_config.merge(base, _overrides(hparams))
+    return ds_config.for_use(base, _overrides(hparams))
 
 
 def _overrides(hparams: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -115,7 +116,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
             f"{_HF_CONFIG_FLAG} ds_config.json.",
         )
     base = ds_config.read(Path(path))
-    merged = ds_config.merge(base, overrides)
+    merged = ds_config.for_use(base, overrides)
     if merged != base:
         path = str(_file_of(merged))
     mappings = {**script_args.HF_BATCH_FLAGS, _HF_CONFIG_FLAG: _HF_CONFIG_FLAG}

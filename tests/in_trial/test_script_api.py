@@ -65,6 +65,17 @@ def test_the_file_is_another_one_and_the_flags_agree(base: Path, equals: bool) -
     assert [path.name for path in (base.parent / "tmp").iterdir()] == [Path(name).name]
 
 
+def test_no_configuration_starts_deepspeeds_own_autotuning(base: Path) -> None:
+    """It would end a training after a few steps."""
+    own = {**BASE, "autotuning": {"enabled": True}}
+    for given in (own, base.name):
+        base.write_text(json.dumps(own))
+        values = {"deepspeed_config": given, "overwrite_deepspeed_args": BATCH}
+        assert dsat.get_ds_config_from_hparams(values, base.parent) == {**BASE, **BATCH}
+    found = dsat.get_hf_args_with_overwrites(["--deepspeed", str(base)], hparams(**BATCH))
+    assert json.loads(Path(found[1]).read_text()) == {**BASE, **BATCH}
+
+
 def test_auto_never_reaches_the_command_line(base: Path) -> None:
     args = ["--deepspeed", str(base), "--per_device_train_batch_size", "8"]
     found = dsat.get_hf_args_with_overwrites(args, hparams(zero_optimization={"stage": 3}))
