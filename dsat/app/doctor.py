@@ -181,8 +181,8 @@ def _place(cluster: str | None) -> Finding:
     if cluster is None:
         return Finding("trials run on", here)
     found = f"{here} for a command after --; the cluster at {cluster} for an experiment file"
-    parts = urlsplit(cluster if "://" in cluster else f"http://{cluster}")
     try:  # determined's default ports (common/api/_util.py)
+        parts = urlsplit(cluster if "://" in cluster else f"http://{cluster}")
         port = parts.port or (443 if parts.scheme == "https" else 8080)
         socket.create_connection((parts.hostname or cluster, port), _MASTER_LIMIT_S).close()
     except (OSError, ValueError) as error:  # ValueError: no address
