@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +16,8 @@ from dsat.tuning.journal import FILE_NAME
 from dsat.tuning.run import Run, read_run
 
 _RESULTS_FOLDER = Path("autotuning_results")  # where `dsat tune` writes by default
+_DATE = re.compile(rb'"time_s": ?(\d{1,10}(?:\.\d+)?)[,}]')
+_TAIL_BYTES = 4096  # the date is the end of an event
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,18 @@ def folders(above: Path | None = None) -> list[Path]:
     below = RUNS_FOLDER if above is None else above
     candidates += sorted(below.iterdir()) if below.is_dir() else []
     found = [path for path in candidates if os.path.isfile(path / FILE_NAME)]
-    return sorted(found, key=lambda path: (path / FILE_NAME).stat().st_mtime, reverse=True)
+    return sorted(found, key=lambda path: _changed_s(path / FILE_NAME), reverse=True)
+
+
+def _changed_s(journal: Path) -> float:
+    """Return when something last happened, by the end of a journal; else the date of its file."""
+    stat = journal.stat()
+    with contextlib.suppress(OSError), open(journal, "rb") as file:
+        file.seek(max(0, stat.st_size - _TAIL_BYTES))
+        dates = [float(date) for date in _DATE.findall(file.read())]
+        if dates and dates[-1] <= time.time():  # not by a clock that was wrong
+            return dates[-1]
+    return stat.st_mtime
 
 
 def load(path: Path | None = None) -> PastRun:
@@ -72,8 +88,7 @@ def load(path: Path | None = None) -> PastRun:
         raise UserInputError("has not begun yet", where=str(folder))
     goes_on = is_locked(folder)
     run.paused = not goes_on  # also if it was killed
-    changed_s = run.changed_s or (folder / FILE_NAME).stat().st_mtime
-    return PastRun(folder, run, goes_on, changed_s)
+    return PastRun(folder, run, goes_on, _changed_s(folder / FILE_NAME))
 
 
 def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:

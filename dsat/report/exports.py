@@ -211,7 +211,7 @@ def _compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:
 
 
 def _ended_at_s(each: TrialView) -> float:
-    """Return when a trial ended, in seconds since the epoch, or since the run began (dsat 0.1)."""
+    """Return when a trial ended, in seconds since the epoch."""
     return each.ended_at_s or each.ended_s or 0.0
 
 

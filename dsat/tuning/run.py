@@ -54,8 +54,7 @@ class Run:
         paused: it was interrupted, and did not go on since.
         running_s: wall time from the command's start to the last event, pauses left out.
         ended_s: that time when a trial ended, by trial id.
-        changed_s, ended_at_s: seconds since the epoch at the last event, and when a trial ended;
-            None in journals of earlier versions.
+        ended_at_s: seconds since the epoch when a trial ended; None if the journal does not say.
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class Run:
         self.running_s = 0.0
         self.ended_s: dict[int, float] = {}
         self.ended_at_s: dict[int, float | None] = {}
-        self.changed_s: float | None = None
         for number, line in enumerate(lines, start=1):
             with events.raise_as_corrupt_journal(number, name):
                 event = events.event_of(line)
@@ -107,7 +105,6 @@ class Run:
         kind = event["event"]
         self.paused = kind == events.EVENT_PAUSED
         self.running_s += event.get("elapsed_s", 0.0)
-        self.changed_s = event.get("time_s")
         self.skipped += event.get("skipped", [])
         if kind == events.EVENT_START:
             self.has_begun = True
@@ -124,6 +121,7 @@ class Run:
                 self._enter_final(trial)
             self.stop_reason = None
         elif kind == events.EVENT_FINISHED:
+            self.ended_at_s[event["trial_id"]] = event.get("time_s")
             self._finish(event["trial_id"], event["outcome"])
         elif kind == events.EVENT_MEMORY_BASIS:
             self.memory_basis = event["basis"]
@@ -147,7 +145,6 @@ class Run:
     def _finish(self, trial_id: int, outcome: Outcome) -> None:
         self.outcomes[trial_id] = outcome
         self.ended_s[trial_id] = self.running_s
-        self.ended_at_s[trial_id] = self.changed_s
         trial = self.trials[trial_id]
         self._running.pop(trial_id, None)
         value = outcome.value(self._objective)
@@ -365,7 +362,10 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """Read a run from its journal, which another process may be writing."""
-    return Run(read_events(path), name=str(path))
+    run = Run(read_events(path), name=str(path))
+    began_s = path.stat().st_mtime - run.running_s  # for journals of dsat 0.1, without dates
+    run.ended_at_s = {n: at or began_s + run.ended_s[n] for n, at in run.ended_at_s.items()}
+    return run
 
 
 def searched(run: Run) -> list[Trial]:

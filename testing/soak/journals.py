@@ -58,7 +58,7 @@ def _show(path: Path, method: str) -> None:
     if run.has_begun:
         summary.markdown(RunView.of(run), "train").encode("utf-8", "surrogateescape")
         json.dumps(RunView.of(run).to_json(path.parent), allow_nan=False)
-        terminal.of_runs([(method, "over", run.changed_s or 0.0, run)])
+        terminal.of_runs([(method, "over", path.stat().st_mtime, run)])
         page.html(run, "trials", "train").encode("utf-8", "surrogateescape")
         verdict(run)
 

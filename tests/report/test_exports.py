@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import warnings
@@ -13,10 +14,11 @@ import pytest
 
 from dsat.errors import DsatError, UserInputError
 from dsat.report import exports
-from dsat.tuning.run import Run
+from dsat.tuning.journal import FILE_NAME
+from dsat.tuning.run import Run, read_run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
-from testing.made_up_runs import Steady, events_of_world
+from testing.made_up_runs import Steady, events_of_world, write_run
 
 ENDED_AT_S = 1.8e9
 NASTY = '=HYPERLINK(1)\n"quoted", \U0001f600'
@@ -101,6 +103,15 @@ def test_a_study_is_read_by_optuna(run: Run, tmp_path: Path) -> None:
     assert {t.name: datetime.fromtimestamp(run.ended_at_s[t.id] or 0.0) for t in compared(run)} == {
         name: trial.datetime_complete for name, trial in trials.items()
     }
+
+
+def test_a_journal_without_dates_is_dated_by_its_file(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    without = write_run(folder, trials=10)
+    os.utime(folder / FILE_NAME, (ENDED_AT_S, ENDED_AT_S))
+    found = read_run(folder / FILE_NAME).ended_at_s
+    began_s = ENDED_AT_S - without.running_s
+    assert found == {number: began_s + ended_s for number, ended_s in without.ended_s.items()}
 
 
 @pytest.mark.slow
