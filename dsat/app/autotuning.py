@@ -48,7 +48,7 @@ def settings_of(settings: Settings, section: Autotuning, experiment: Experiment)
         method=section.method,
         search_options=options,
         metric=section.metric,
-        max_trials=section.max_trials + 2,  # and the profile, and the user's own
+        max_trials=section.max_trials + 2,  # and the user's own, and a profile if it fails
         zero_stages=stages,
         fix=KNOB_NAMES if section.fast else (),
         start_profile_step=section.start_profile_step,

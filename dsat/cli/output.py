@@ -106,7 +106,7 @@ def print_submission(ready: Submission) -> None:
 def _print_search(name: str, plan: Plan, where: str) -> None:
     print(f"{name}: {plan.method} search, optimising {plan.metric}")
     print(f"{where}, {count(plan.slots_per_trial, 'slot')} per trial")
-    print(f"at most {plan.max_trials} trials: the model profile, your own configuration, then:")
+    print(f"at most {plan.max_trials} trials: your own configuration, then:")
     for line in make_space(plan).describe():
         print(f"  {line}")
 

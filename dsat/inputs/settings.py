@@ -318,8 +318,7 @@ class SearchSettings:
         kind=at_least(2),
         default=50,
         group=Group.FIRST,
-        help="maximum number of trials, including those of the profile and of your own "
-        "configuration",
+        help="maximum number of trials, including that of your own configuration",
     )
     metric: str = option(
         "-m",

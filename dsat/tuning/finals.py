@@ -44,7 +44,7 @@ def reserved(max_trials: int, asked: int | None = None) -> int:
         asked: what the user wants; by default a share of them.
     """
     if asked is not None:
-        return min(asked, max(0, max_trials - 3))  # the profile, their own, one to compare
+        return min(asked, max(0, max_trials - 3))  # their own, perhaps a profile, one to compare
     if max_trials < SHORT_RUN:
         return _PAIR if max_trials >= LEAST_RUN else 0
     return min(MOST_TRIALS, max(LEAST_TRIALS, int(SHARE * max_trials)))

@@ -70,15 +70,15 @@ class ProfilePhase:
                 self._on_failure(trial, outcome)
         elif self._plan.metric == "FLOPS_per_gpu" and not profile.flops_per_sample:
             self.failure = (
-                "the profile trial failed: no FLOPs of the model could be counted (custom "
-                "kernels?). Use --metric throughput"
+                "the model was not profiled: no FLOPs could be counted (custom kernels?). "
+                "Use --metric throughput"
             )
         elif (
             self._plan.metric == "tokens_per_second" and outcome.value(self._plan.objective) is None
         ):
             self.failure = (
-                "the profile trial failed: no tokens could be counted, because the model's inputs "
-                "have no integer tensor of batch x length. Use --metric throughput"
+                "the model was not profiled: no tokens could be counted, because its inputs have "
+                "no integer tensor of batch x length. Use --metric throughput"
             )
         else:
             self.profile = profile
