@@ -79,7 +79,8 @@ def assert_a_result(run_dir: Path, status: int, said: str) -> Run:
 def asha(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
     """A search by processes of the command's own."""
     folder = tmp_path_factory.mktemp("asha")
-    config = experiment_of(folder, "tiny", hyperparameters=own_configuration())
+    own = own_configuration(autotuning={"enabled": True})  # it must not end the full-length run
+    config = experiment_of(folder, "tiny", hyperparameters=own)
     # What older versions import in their first step takes more than half of FAST's memory.
     options = [*FAST, "--slot-memory", "400MiB", "-mt", 5, "-m", "throughput", "--finals", 0]
     options += ["--max-micro-batch", 16, "--run-full-experiment", "--json"]
