@@ -45,6 +45,7 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 _log = logging.getLogger(__name__)
 _SIMULATION_POLL_S = 0.05
+_AGAIN = "-again"  # of the folder of a trial that runs again because it has lost a host
 # What ends a host or a rank from outside, such as the end of an allocation, may be about to end
 # other hosts and this process as well: a trial is not to be blamed for that.
 _RETRY_AFTER_S = 1.0
@@ -172,8 +173,9 @@ class LocalEngine:
             script_args=script_args,
         )
         folder = self._preparation.run / "simulation"
-        self._waiting.append(Start(trial, folder, None, address))
-        self._start_waiting()
+        if 0 not in self._slots.lost:  # the socket is on it
+            self._waiting.append(Start(trial, folder, None, address))
+            self._start_waiting()
         return folder / result_file(0)
 
     def has_simulation_server(self) -> bool:
@@ -219,7 +221,8 @@ class LocalEngine:
 
     def import_modules_of(self, folder: Path) -> None:
         """Import in advance what the user's script imported in a trial, whose folder this is."""
-        if self._retries.way is not Way.FORKED:
+        # On a device that no longer works, the check after the imports would not come back.
+        if self._retries.way is not Way.FORKED or any(self._slots.broken):
             return
         try:
             modules = json.loads((folder / MODULES_FILE).read_text())
@@ -343,6 +346,7 @@ class LocalEngine:
         if running.trial.profiles and outcome.ok:
             self.import_modules_of(running.folder)
             outcome = trial_result.with_smallest_device(outcome, self._hosts)
+        _rename_to_trial(running.folder)
         outcome = self._retries.final(running, outcome)
         warnings, self._lost = (*outcome.warnings, *self._lost), []
         self._ended.append((running.trial.id, replace(outcome, warnings=warnings)))
@@ -353,12 +357,11 @@ class LocalEngine:
         if again is Again.ELSEWHERE:
             time.sleep(_RETRY_AFTER_S)
         _log.info("%s failed (%s); %s", running.trial.name, outcome.message, again.value)
+        folder = running.folder
         if running.lost:  # a host that is only cut off may still write there
-            left = running.folder.with_name(f"{running.folder.name}-lost")
-            shutil.rmtree(left, ignore_errors=True)
-            shutil.rmtree(running.folder.rename(left), ignore_errors=True)
+            folder = folder.with_name(folder.name + _AGAIN)
         alone = again is Again.ALONE or running.start.alone
-        self._waiting.append(replace(running.start, alone=alone))
+        self._waiting.append(replace(running.start, folder=folder, alone=alone))
 
 
 def _ways(program: Entrypoint, options: LocalOptions, hosts: Sequence[Host]) -> list[Way]:
@@ -377,3 +380,12 @@ def _end(supervisors: Supervisors, running: Running, *, grace_s: float) -> None:
     for host in running.hosts_going_on:
         request = {"op": "kill", "trial": running.trial.id, "grace_s": grace_s}
         supervisors.send(host, request)
+
+
+def _rename_to_trial(folder: Path) -> None:
+    """Give the folder of a trial that ran again the name that trials' folders have."""
+    home = folder.with_name(folder.name.removesuffix(_AGAIN))
+    if home != folder:
+        left = home.rename(home.with_name(f"{home.name}-lost"))
+        folder.rename(home)
+        shutil.rmtree(left, ignore_errors=True)  # one that is cut off may hold files open

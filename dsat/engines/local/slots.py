@@ -38,6 +38,10 @@ class Slots:
     """Slots of hosts that have equally many.
 
     A trial has slots of one host, or, if it needs more than a host has, whole hosts.
+
+    Attributes:
+        lost: why hosts are not used any more, by host.
+        broken: why slots are not, by slot, of each host.
     """
 
     def __init__(self, hosts: Sequence[Host], needed: int) -> None:
@@ -45,8 +49,8 @@ class Slots:
         self._needed = needed
         self._per_host = hosts[0].machine.num_slots
         self._free = [set(range(self._per_host)) for _ in hosts]
-        self._broken: list[dict[int, str]] = [{} for _ in hosts]
-        self._lost: dict[int, str] = {}
+        self.broken: list[dict[int, str]] = [{} for _ in hosts]
+        self.lost: dict[int, str] = {}
 
     @property
     def usable(self) -> int:
@@ -59,7 +63,7 @@ class Slots:
         After a device or a host has failed, trials that were on their way may wait.
         """
         free = self._room([len(slots) for slots in self._free])
-        any_broken = self._lost or any(self._broken)
+        any_broken = self.lost or any(self.broken)
         if free < self._needed * (waiting + 1) and not any_broken:
             raise EngineError(f"a trial needs {self._needed} slots and {free} are free")
 
@@ -104,8 +108,8 @@ class Slots:
     def give_back(self, shares: Sequence[Share]) -> None:
         """Free the slots of a trial that ended."""
         for share in shares:
-            if share.index not in self._lost:
-                self._free[share.index] |= set(share.slots) - self._broken[share.index].keys()
+            if share.index not in self.lost:
+                self._free[share.index] |= set(share.slots) - self.broken[share.index].keys()
 
     def check(
         self,
@@ -132,13 +136,13 @@ class Slots:
         )
         lines = []
         for share in shares:
-            if share.index in self._lost:
+            if share.index in self.lost:
                 continue
             problems = dict.fromkeys(stuck.get(share.index, ()), _STUCK)
             others = [slot for slot in share.slots if slot not in problems]
             if may_be_broken and others:
                 problems |= problems_with(share.host.machine, others, share.host.prefix)
-            self._broken[share.index].update(problems)
+            self.broken[share.index].update(problems)
             self._free[share.index] -= problems.keys()
             lines += [
                 f"{self._name(share.index, slot)} is not used any more: {problem}"
@@ -148,7 +152,7 @@ class Slots:
 
     def lose(self, host: int, reason: str) -> str:
         """Take a host out for the rest of the run; return a line for people."""
-        self._lost[host] = reason
+        self.lost[host] = reason
         self._free[host] = set()
         name = self._hosts[host].name
         return f"host {name} is not used any more: {reason}" if name else reason
@@ -157,12 +161,12 @@ class Slots:
         """Raise EngineError if too few are left for a trial."""
         if self.usable >= self._needed:
             return
-        if len(self._lost) == len(self._hosts) == 1:
-            raise EngineError(f"{self._lost[0]}. Continue with --resume.")
-        reasons = [f"host {self._hosts[host].name}: {why}" for host, why in self._lost.items()]
+        if len(self.lost) == len(self._hosts) == 1:
+            raise EngineError(f"{self.lost[0]}. Continue with --resume.")
+        reasons = [f"host {self._hosts[host].name}: {why}" for host, why in self.lost.items()]
         reasons += [
             f"{self._name(host, slot)}: {reason}"
-            for host, broken in enumerate(self._broken)
+            for host, broken in enumerate(self.broken)
             for slot, reason in sorted(broken.items())
         ]
         working = sum(self._working(host) for host in range(len(self._hosts)))
@@ -173,7 +177,7 @@ class Slots:
         )
 
     def _working(self, host: int) -> int:
-        return 0 if host in self._lost else self._per_host - len(self._broken[host])
+        return 0 if host in self.lost else self._per_host - len(self.broken[host])
 
     def _room(self, counts: Sequence[int]) -> int:
         """Return how many slots trials can use at once, of so many on each host."""

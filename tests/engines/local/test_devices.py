@@ -18,6 +18,7 @@ from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.machine import Machine
 from dsat.engines.local.running import Running, Start, Way
 from dsat.errors import EngineError
+from dsat.in_trial.rank_files import MODULES_FILE
 from dsat.inputs import entrypoint, experiment
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 from testing.helpers import ran
@@ -25,6 +26,7 @@ from testing.local import PATIENCE_S, PROGRAMS
 
 GPUS = Machine("cuda", "test", ("0", "1", "2", "3"), ("CUDA_VISIBLE_DEVICES",), 8 * 2**30)
 A100, T4 = ("A100", 80 * 2**30), ("T4", 15 * 2**30)
+TWO_HOSTS = [Host(GPUS, "a"), Host(GPUS, "b")]
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 
 
@@ -36,6 +38,8 @@ class Scripted:
         measures: trials that are measured before ranks of them get stuck.
         holds: ranks go on until they are let go.
         launched: by trial, the devices it was started on, one start after the other.
+        lost: hosts, whose loss is yet to be reported or was.
+        imported: modules that were imported in advance.
     """
 
     def __init__(self) -> None:
@@ -43,18 +47,24 @@ class Scripted:
         self.measures: set[int] = set()
         self.holds = False
         self.launched: dict[int, list[str]] = {}
-        self._requests: list[Mapping[str, Any]] = []
+        self.lost: set[int] = set()
+        self.imported: list[str] = []
+        self._requests: list[tuple[int, Mapping[str, Any]]] = []
+        self._reported: set[int] = set()
 
     def send(self, host: int, request: Mapping[str, Any]) -> None:
-        if request["op"] == "launch":
+        if request["op"] == "launch" and host not in self.lost:
             devices = request["ranks"][0]["env"]["CUDA_VISIBLE_DEVICES"]
             self.launched.setdefault(request["trial"], []).append(devices)
-            self._requests.append(request)
+            self._requests.append((host, request))
 
     def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
-        if self.holds:
-            return []
-        answers, self._requests = [(0, self._answer(r)) for r in self._requests], []
+        new, self._reported = self.lost - self._reported, set(self.lost)
+        answers: list[tuple[int, dict[str, Any]]]
+        answers = [(host, {"event": "lost", "reason": "it burnt"}) for host in new]
+        if not self.holds:
+            requests, self._requests = self._requests, []
+            answers += [(host, self._answer(r)) for host, r in requests if host not in self.lost]
         return answers
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,6 +83,7 @@ class Scripted:
         }
 
     def warm_up(self, modules: Sequence[str] = (), **more: Any) -> str:
+        self.imported += modules
         return ""
 
     def close(self) -> None:
@@ -92,13 +103,18 @@ def slots_per_trial() -> int:
 
 
 @pytest.fixture
-def engine(supervisor: Scripted, tmp_path: Path, slots_per_trial: int) -> Iterator[LocalEngine]:
+def hosts() -> list[Host]:
+    return [Host(GPUS)]
+
+
+@pytest.fixture
+def engine(
+    supervisor: Scripted, tmp_path: Path, slots_per_trial: int, hosts: list[Host]
+) -> Iterator[LocalEngine]:
     user = experiment.read(PROGRAMS / "tiny" / "deepspeed.yaml", PROGRAMS / "tiny")
     program = entrypoint.parse(user.entrypoint, user.model_dir)
     options = LocalOptions(TrialOptions(timeout_s=PATIENCE_S))
-    engine = LocalEngine(
-        user, program, [Host(GPUS)], tmp_path, options, slots_per_trial=slots_per_trial
-    )
+    engine = LocalEngine(user, program, hosts, tmp_path, options, slots_per_trial=slots_per_trial)
     yield engine
     engine.close()
 
@@ -158,6 +174,51 @@ def test_a_device_whose_driver_is_stuck_is_left_and_its_trial_runs_elsewhere(
     engine.launch(trial(2))
     [(_, outcome)] = engine.poll(1)
     assert (outcome.warnings, supervisor.launched[2]) == ((), ["1"]), "said once"
+
+
+def test_imports_are_not_checked_on_a_device_that_is_stuck(
+    supervisor: Scripted, engine: LocalEngine, tmp_path: Path
+) -> None:
+    """The check would wait for its driver until the run ends."""
+    (tmp_path / MODULES_FILE).write_text('["json"]')
+    engine.import_modules_of(tmp_path)
+    assert supervisor.imported == ["json"]
+    supervisor.stuck = {"0"}
+    engine.launch(trial(1))
+    engine.poll(1)
+    engine.import_modules_of(tmp_path)
+    assert supervisor.imported == ["json"]
+
+
+@pytest.mark.parametrize("hosts", [TWO_HOSTS])
+def test_no_simulation_is_waited_for_after_the_first_host_is_lost(
+    supervisor: Scripted, engine: LocalEngine, tmp_path: Path
+) -> None:
+    supervisor.lost = {0}
+    engine.launch(trial(1))
+    [(_, outcome)] = engine.poll(5)
+    assert outcome.ok and engine.num_slots == 4
+    engine.start_simulation_server(tmp_path / "s", {})
+    assert not engine.has_simulation_server()
+    engine.stop_simulation_server()
+
+
+@pytest.mark.parametrize("hosts", [TWO_HOSTS])
+def test_a_host_that_is_cut_off_cannot_write_into_the_trial_that_runs_again(
+    supervisor: Scripted, engine: LocalEngine, tmp_path: Path
+) -> None:
+    supervisor.holds = True
+    engine.launch(trial(1))
+    folder = tmp_path / "trials" / "t1"
+    supervisor.lost = {0}
+    engine.poll(2)  # it has begun again
+    assert len(supervisor.launched[1]) == 2
+    (folder / "metrics.json").write_text(json.dumps(ran(7.0).to_json()))
+    supervisor.stuck, supervisor.holds = {"0", "1", "2", "3"}, False
+    [(_, outcome)] = engine.poll(5)
+    assert not outcome.ok, "it was not measured"
+    assert [path.name for path in folder.parent.iterdir()] == ["t1"]
+    assert not (folder / "metrics.json").exists()
 
 
 @pytest.mark.parametrize("slots_per_trial", [2])

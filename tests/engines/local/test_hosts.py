@@ -200,7 +200,7 @@ def test_hosts_that_stop_or_die_leave_the_run_and_a_trial_runs_elsewhere(
             trial.name
         ]
         assert not any(map(is_alive, first))
-        assert all(map(is_alive, others)), "what the lost host left behind was ended, and no more"
+        assert all(map(is_alive, others)), "supervisors of other hosts go on"
         assert "# on host2\n" in bench.read(trial, "cmd.txt")
         assert bench.engine.num_slots == 2
         again = bench.trial("hangs")
