@@ -30,15 +30,18 @@ def read_text(path: Path) -> str:
         raise UserInputError(f"cannot be read: {reason}", where=str(path)) from None
 
 
-def as_json(data: Any) -> Any:
+def as_json(data: Any, at: str = "") -> Any:
     """Return a copy of a value as JSON has it: keys are text, and no two places share a value.
 
     Raises:
-        ValueError: JSON cannot hold it, as a date or NaN.
+        ValueError: JSON cannot hold it, as a date or NaN. The message says where.
         RecursionError: it is nested too deeply.
     """
     try:
         return json.loads(json.dumps(data, allow_nan=False))
     except (TypeError, ValueError) as error:
+        is_list = isinstance(data, list)
+        for key, value in enumerate(data) if is_list else getattr(data, "items", tuple)():
+            as_json(value, f"{at}.{key}")
         known = "holds a value that JSON does not know (NaN, or a date without quotes)"
-        raise ValueError(f"{known}: {error}") from None
+        raise ValueError(f"{known}{at and f' at {at[1:]}'}: {error}") from None

@@ -112,6 +112,7 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
     if listed:  # the script must not read the lists
         own = {OVERWRITE_KEY: overrides} if overrides else {}
         hparams = {**hparams, CONFIG_KEY: ds_config.for_use(ds), **own}
+    _check_searcher(data, where)
     slots = ds_config.at(data, _SLOTS)
     return Experiment(
         path=config,
@@ -285,6 +286,21 @@ def _ds_config(
         where=key,
         hint="The path is relative to the model folder.",
     )
+
+
+def _check_searcher(data: Mapping[str, Any], where: str) -> None:
+    """Check the length of a full-length run: a number, or `{unit: number}`."""
+    searcher = data.get("searcher") or {}
+    if not isinstance(searcher, Mapping):
+        raise UserInputError(f"must be a mapping, not {searcher!r}", where=f"{where}: searcher")
+    length = searcher.get("max_length", 1)
+    values = list(length.values()) if isinstance(length, Mapping) else [length]
+    if len(values) != 1 or isinstance(values[0], bool) or not isinstance(values[0], int):
+        raise UserInputError(
+            f"must be a whole number or a single unit with one, not {length!r}",
+            where=f"{where}: searcher.max_length",
+            hint="For example: max_length: {batches: 100}",
+        )
 
 
 def _environment(data: Mapping[str, Any], where: str) -> dict[str, str]:

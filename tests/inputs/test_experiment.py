@@ -133,6 +133,7 @@ def test_the_configuration_is_json_whatever_its_name() -> None:
 
 DS_CONFIG, STAGE = "hyperparameters.deepspeed_config", "zero_optimization.stage"
 BUCKET = "zero_optimization.reduce_bucket_size"
+LENGTH = "searcher.max_length"
 SLOTS, VARIABLES = "resources.slots_per_trial", "environment.environment_variables"
 WRONG: list[tuple[str, Any, str, str]] = [
     *(("entrypoint", bad, "entrypoint", "there is no entrypoint") for bad in (None, 5)),
@@ -163,6 +164,11 @@ WRONG: list[tuple[str, Any, str, str]] = [
     *(
         (f"{DS_CONFIG}.{BUCKET}", bad, f"{DS_CONFIG}: {BUCKET}", "must be an integer")
         for bad in ("most", -1)
+    ),
+    ("searcher", "single", "searcher", "must be a mapping"),
+    *(
+        (LENGTH, bad, LENGTH, "must be a whole number or a single unit with one")
+        for bad in (None, "100 batches", True, {}, {"batches": None}, {"batches": 1, "epochs": 2})
     ),
     *((VARIABLES, bad, VARIABLES, "must be a list") for bad in ("A=1", {"cuda": "A=1"})),
     *((VARIABLES, ["B=1", bad], VARIABLES, "not of the form NAME=VALUE") for bad in ("A", "=1")),
@@ -231,7 +237,8 @@ def test_lists_are_what_may_be_searched() -> None:
         ("a: 1\na: 2", "(line 2, column 1)"),
         ("", "does not hold a mapping"),
         ("- a", "does not hold a mapping"),
-        ("a: 2024-01-01", "does not know (NaN, or a date without quotes)"),
+        ("a: 2024-01-01", "does not know (NaN, or a date without quotes) at a: "),
+        ("a: {b: 1}\nc: {d: [1, .nan]}", "a date without quotes) at c.d.1: "),
         ("? [a, b]\n: c", "does not know"),
     ],
 )
@@ -256,7 +263,7 @@ def test_yaml_is_read_as_the_master_reads_it() -> None:
     [
         (b'{\n"a": 1,\n', "is not valid JSON: Bad key name (eof) (line 3, column 1)"),
         (b'{"a": {"b": 1,\n"b": 2, "c": 1}}', "gives a key more than once"),
-        (b'{"a": 1e999}', "a value that JSON does not know (NaN"),
+        (b'{"b": 1, "a": {"c": 1e999}}', "(NaN, or a date without quotes) at a.c: "),
         (b'{"a": 1e999} // large', "a number that is too large"),
         (b"\xff\xfe", "it is not UTF-8 text"),
         (b"[1]", "does not hold a mapping"),

@@ -277,8 +277,7 @@ def assignments(env: Mapping[str, str]) -> list[str]:
 
 def _max_length(config: Mapping[str, Any]) -> int:
     """Return the length of a full run: `searcher.max_length`, a number or `{unit: number}`."""
-    searcher = config.get("searcher")
-    length = searcher.get("max_length", 1) if isinstance(searcher, Mapping) else 1
+    length = ds_config.at(config, "searcher.max_length")
     if isinstance(length, Mapping):
-        length = next(iter(length.values()), 1)
-    return int(length)
+        [length] = length.values()
+    return 1 if length is None else int(length)
