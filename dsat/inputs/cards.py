@@ -19,6 +19,7 @@ _GIB = 2**30
 MEMORY_PART = 0.85  # of the memory's bandwidth that elementwise kernels reach
 _OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # slower ones of the same name
 _OF_ANY = re.compile(r"nvidia|amd|instinct|geforce|sxm\d*|hbm\w*")  # of drivers
+_OF_MANY = re.compile(r"\d+gb|pcie|rtx|nvl")  # which name no card on their own
 _USUAL_HOST = {"host_cores": 8, "host_bandwidth": 25.6}  # where a user's own file has none
 _PCIE_PART, _NETWORK_PART = 0.88, 0.9  # of the specification, that copies and collectives reach
 
@@ -111,7 +112,8 @@ def _named(name: str, known: Mapping[str, Card]) -> Card | None:
         if (own <= wanted and not (wanted - own) & _OTHER_KINDS) or _plain(key) == _plain(name)
     ]
     asked = {word for word in wanted if not _OF_ANY.fullmatch(word)}
-    around = [key for key, own in words.items() if asked and asked <= own]
+    tells = any(not _OF_MANY.fullmatch(word) for word in asked)
+    around = [key for key, own in words.items() if tells and asked <= own]
     if inside:
         return known[max(inside, key=len)]
     return max((known[key] for key in around), key=lambda card: card.memory_bytes, default=None)
@@ -156,6 +158,8 @@ def _card(name: str, entry: Mapping[str, Any]) -> Card:
             raise ValueError(f"{key} is {value!r}")
         return float(value)
 
+    if not entry["tflops"]:
+        raise ValueError("tflops has no size of elements")
     return Card(
         name=name,
         memory_bytes=int(number("memory_gib") * _GIB),

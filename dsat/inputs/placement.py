@@ -174,7 +174,7 @@ def chosen(
         for name, slots in found.items()
         if excluded.get(name) != ()
     }
-    found = {name: slots for name, slots in found.items() if slots or not there[name]}
+    found = {name: slots for name, slots in found.items() if slots or machines[name] is None}
     nodes, gpus = count(options, _NODES), count(options, "--num_gpus", "--num_accelerators")
     if nodes is not None:
         if nodes > len(found):

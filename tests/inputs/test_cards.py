@@ -31,7 +31,11 @@ def test_cards_are_found_as_people_and_drivers_name_them(given: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["A10", "L4", "L40", "H20", "GH200", "H100 NVL", "RTX 4090 Laptop GPU", "V100", "-"]
+    "given",
+    [
+        *("A10", "L4", "L40", "H20", "GH200", "H100 NVL", "RTX 4090 Laptop GPU", "V100", "-"),
+        *("RTX", "PCIe", "40GB", "80G PCIe"),  # of several cards
+    ],
 )
 def test_another_card_of_a_similar_name_is_not_taken_for_it(given: str) -> None:
     with pytest.raises(UserInputError, match=r"unknown card .*; known cards: A100-40GB"):
@@ -55,6 +59,7 @@ def test_users_add_cards_of_their_own(tmp_path: Path) -> None:
         ("per_host", {"per_host": "8"}),
         ("per_host", {"per_host": 0}),
         ("matmul", {"per_host": 8, "matmul": 80}),
+        ("tflops", {"per_host": 8, "tflops": {}}),
     ):
         own.write_text(json.dumps({"cards": {"H20": {**entry, **wrong}}}), encoding="utf-8")
         with pytest.raises(UserInputError, match=name):

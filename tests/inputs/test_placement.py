@@ -27,6 +27,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("twice").write_text("a slots=1\nb slots=1\na slots=1\n")
     Path("one").write_text("a slots=3\n")
     Path("mpi").write_text("a slots=2 max_slots=4\nb\tslots=2\n")
+    Path("none").write_text("a slots=2\nb slots=0\n")
     Path("without").write_text("a\nb max_slots=2\n")
     Path("train.py").touch()
 
@@ -50,6 +51,9 @@ def hosts_of(options: str) -> dict[str, tuple[int, ...]]:
         ("--hostfile unsaid --include a:1@b:2", {"a": (1,), "b": (2,)}),
         ("--hostfile unsaid --num_gpus 2", {"a": (0, 1), "b": (0, 1)}),
         ("--hostfile one", {}),
+        ("--hostfile none", {"a": (0, 1)}),
+        ("--hostfile none --exclude b", {"a": (0, 1)}),
+        ("--hostfile none --num_gpus 1", {"a": (0,)}),
         ("--hostfile mpi", {"a": (0, 1), "b": (0, 1)}),
         ("--hostfile missing --num_gpus 2", {}),
     ],
