@@ -24,7 +24,7 @@ from dsat.app.project import project as _project
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.engines.places import ENGINE_NAMES
-from dsat.errors import DsatError, SearchFailed
+from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.inputs.ds_config import flat
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.project_settings import ProjectSettings
@@ -166,6 +166,8 @@ def tune(
         target, model_dir, method, search_options, options, engines=local.ENGINES
     )
     calls = list(callbacks)
+    if not all(map(callable, calls)):
+        raise UserInputError(f"must be functions, not {calls!r}", where="callbacks")
     try:
         choice = submit.where(settings) if settings.engine not in local.ENGINES else None
         if choice is not None and choice.master is not None:

@@ -395,6 +395,8 @@ def test_errors_are_those_of_dsat(pretend: list[Prepared], tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(UserInputError, match="file: is not a folder"):
         dsat.tune(TINY, run_dir=tmp_path / "file" / "run", **SMALL)
+    with pytest.raises(UserInputError, match=r"callbacks: must be functions, not \[None\]"):
+        dsat.tune(TINY, callbacks=[None], **SMALL)  # type: ignore[list-item]
     with pytest.raises(ZeroDivisionError):
         dsat.tune(TINY, callbacks=[lambda row: 1 // 0], **SMALL)
     with pytest.raises(TypeError, match="not iterable"):

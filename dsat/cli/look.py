@@ -65,6 +65,8 @@ def _show(settings: ShowSettings) -> None:
 
 def _compare(settings: CompareSettings) -> None:
     loaded = {str(path): past_runs.load(path) for path in settings.runs}
+    if len({past.folder.resolve() for past in loaded.values()}) < len(settings.runs):
+        raise UserInputError("a run is named twice", where="compare")
     views = {name: RunView.of(past.run) for name, past in loaded.items()}
     folders = {name: past.folder for name, past in loaded.items()}
     told = terminal.comparison_to_json(views, folders) if settings.json else None

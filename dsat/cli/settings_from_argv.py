@@ -26,6 +26,11 @@ from dsat.inputs.settings import RUN, TUNE, Settings
 
 AnySettings = Settings | EstimateSettings | ProjectSettings | LookSettings
 
+_OF_MODEL = (
+    "{flag} is an option of dsat model -- COMMAND; dsat {method} takes bounds from section "
+    "autotuning of the DeepSpeed configuration (tuner_num_trials and others)"
+)
+
 
 def parse(argv: Sequence[str]) -> AnySettings:
     """Return the settings of a command line; exit with status 2 and one line if it is wrong."""
@@ -41,12 +46,19 @@ def parse(argv: Sequence[str]) -> AnySettings:
         argcomplete.autocomplete(parser)
     if own_argv and own_argv[0] not in METHODS and _is_program(own_argv[0]):
         parser.error(f"to tune a command, write it behind --: dsat model -- {own_argv[0]} ...")
+    if command and not own_argv:
+        parser.error(f"what to do with it is missing: dsat model -- {command[0]} ...")
     namespace, unknown = parser.parse_known_args(own_argv)
     values = vars(namespace)
     target = values.get("config")
     if target is not None and not command and _is_program(str(target)):
         parser.error(f"a command comes after --: dsat {values['method']} -- {target} ...")
     if unknown:
+        flag = unknown[0].partition("=")[0]
+        if values["method"] in (TUNE, RUN) and any(
+            flag in own.flags for own in options_of_command("model")
+        ):
+            parser.error(_OF_MODEL.format(flag=flag, method=values["method"]))
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return _settings(values, command)

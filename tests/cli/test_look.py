@@ -172,6 +172,8 @@ def test_runs_are_compared_by_the_median_of_what_ran_again() -> None:
         (("show", "model-9"), "model-9: is no run. `dsat runs` lists those that there are."),
         (("show", "--trial", "z9"), "--trial z9: is no trial of this run. `dsat show --trials`"),
         (("runs", "nowhere"), "nowhere: is not a folder"),
+        (("compare", "model-1", "dsat_runs/model-1"), "compare: a run is named twice"),
+        (("compare", "model-1", "model-1"), "compare: a run is named twice"),
     ],
 )
 def test_mistakes(
