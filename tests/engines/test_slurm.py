@@ -134,6 +134,16 @@ esac
 OVER = "JobId=7 JobName=sh JobState=RUNNING Nodes=n1 CPU_IDs=0 Mem=0 GRES="
 
 
+def test_numbers_of_nodes_that_disagree_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scontrol").write_text(SCONTROL.format(answer=f"echo '{OVER}'"))
+    (tmp_path / "scontrol").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(EngineError, match=r"names 2 nodes \(n\[1-2\]\) and processors of 3"):
+        Allocation("7", "n[1-2]", 2, "16(x3)", "").find_nodes()
+
+
 @pytest.mark.parametrize(
     ("answer", "told"),
     [

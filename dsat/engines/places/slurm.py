@@ -123,6 +123,11 @@ class Allocation:
         described = _ask("scontrol", "--oneliner", "show", "node", self.nodes)
         addresses = dict(re.findall(r"^NodeName=(\S+) .*?\bNodeAddr=(\S+)", described, re.M))
         cpus = _expanded(self.cpus)
+        if len(cpus) != len(names):
+            raise EngineError(
+                f"Slurm names {len(names)} nodes ({self.nodes}) and processors of {len(cpus)} "
+                f"({self.cpus})"
+            )
         gres = self._gres()
         found = [
             Host(
