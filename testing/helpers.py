@@ -115,18 +115,20 @@ def play(search: Search, script: str, *, metric: str = "throughput") -> None:
 
 
 def walk(search: Search, trials: str) -> None:
-    """Play one lineage: `8 OK, 12 OOM, end` for each trial in turn, `end` if that was the last.
+    """Play one trial after the other: `8 OK, 12 OOM, end`, `end` if that was the last.
 
-    The larger a micro batch, the slower it is.
+    The larger a micro batch, the slower it is. A lineage may be given, too: `1@7 OK`.
     """
     for trial in trials.split(", "):
         proposal = search.ask()
         if trial == "end":
             assert proposal is None
             return
-        size, kind = trial.split()
-        assert proposal is not None and proposal.micro_batch == int(size), trial
-        search.tell(proposal, ran(1 / int(size)) if kind == "OK" else failed(kind))
+        what, kind = trial.split()
+        *lineage, size = map(int, what.split("@"))
+        assert proposal is not None and proposal.micro_batch == size, trial
+        assert lineage in ([], [proposal.lineage]), trial
+        search.tell(proposal, ran(1 / size) if kind == "OK" else failed(kind))
 
 
 def proposals_of(

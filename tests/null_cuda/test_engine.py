@@ -119,7 +119,7 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
     def all_work(
         machine: Machine, slots: Sequence[int], prefix: Sequence[str] = ()
     ) -> dict[int, str]:
-        """A real look takes seconds; the next test has some."""
+        """A real look takes seconds; `test_eight_gpus.py` has some."""
         looks.append(slots)
         return {}
 

@@ -48,12 +48,12 @@ def _two_stages(first: int, second: int, *, lineages: int = 1) -> Space:
 @pytest.mark.parametrize(
     ("lineages", "ceiling", "trials_per_config", "trials"),
     [
-        (2, 3, 5, "2 OOM, 1 HOST_OOM, 1 OOM, end"),  # nothing runs: more is not tried
-        (2, 15, 3, "8 OOM, 4 TIMEOUT, 2 OOM, 1 OK"),  # its trials are used up
+        (2, 3, 5, "0@2 OOM, 0@1 HOST_OOM, 1@1 OOM, end"),  # nothing runs: more is not tried
+        (2, 15, 3, "0@8 OOM, 0@4 TIMEOUT, 0@2 OOM, 1@1 OK"),  # its trials are used up
         # The prediction was too low: all that should fit does, up to 6, then up to 12.
         (1, 3, 6, "2 OK, 3 OK, 5 OK, 6 OK, 9 OOM, 7 OK, end"),
         # The next one begins between 3 and 11, which ran.
-        (2, 3, 6, "2 OK, 3 OK, 5 OK, 6 OK, 9 OK, 11 OK, 7 OK"),
+        (2, 3, 6, "0@2 OK, 0@3 OK, 0@5 OK, 0@6 OK, 0@9 OK, 0@11 OK, 1@7 OK"),
     ],
 )
 def test_random_walks_through_micro_batches_until_a_lineage_ends(

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from dsat.report.verdict import verdict
+from dsat.search import SEARCHES, Search
 from dsat.space.plan import Plan
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import Outcome, TrainingCurve
-from dsat.values.trial import BatchTriple, Trial, TrialKind
+from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
 from testing.helpers import (
     Event,
     FakeClock,
@@ -182,6 +183,25 @@ def test_with_more_trials_the_search_goes_on_and_has_finals_anew() -> None:
     assert len(set(names)) == len(names)
 
 
+def test_noise_that_finals_have_shown_reaches_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, told = finals_plan(max_trials=12, finals=4), list[float | None]()
+    tuner, journal = tuner_of(plan)
+    drive(tuner, Buckets({3: 1.1}, spread=0.05))
+    resumed, _ = tuner_of(replace(plan, max_trials=24), journal.events)
+    tell = SEARCHES["random"].tell
+
+    def spy(search: Search, proposal: Proposal, outcome: Outcome) -> None:
+        assert outcome.metrics is not None
+        told.append(outcome.metrics.standard_error)
+        tell(search, proposal, outcome)
+
+    monkeypatch.setattr(SEARCHES["random"], "tell", spy)
+    [trial] = resumed.next_trials(1)
+    resumed.record(trial.id, Buckets({}).outcome(trial))
+    resumed.next_trials(1)
+    assert told[0] == pytest.approx(tuner.run.noise)
+
+
 def test_a_run_whose_budget_was_raised_during_its_finals_is_resumed() -> None:
     plan = finals_plan(method="model", batches=True, max_trials=12, finals=4)
     tuner, journal = tuner_of(plan)
@@ -326,6 +346,13 @@ def test_what_trains_otherwise_cannot_win_and_the_setting_is_named() -> None:
     assert "On the same data the losses agree" in verdict(run).confidence
     resumed, _ = tuner_of(tuner.plan, journal.events)
     assert resumed.run.disqualified == run.disqualified
+
+
+def test_if_all_leaders_train_otherwise_the_users_own_is_kept() -> None:
+    tuner, _ = tuner_of(finals_plan())
+    drive(tuner, Training(*range(2, 11), b10=1.5))
+    assert tuner.run.best is tuner.run.baseline
+    assert verdict(tuner.run).headline.startswith("Keep your configuration")
 
 
 def test_what_trains_otherwise_does_not_win_while_the_search_goes_on() -> None:

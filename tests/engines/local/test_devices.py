@@ -234,6 +234,15 @@ def test_of_a_trial_only_the_device_is_left_whose_rank_is_stuck(
     assert warning.startswith("cuda 1 is not used any more")
 
 
+def test_a_device_is_left_whose_rank_gets_stuck_after_its_trial_was_measured(
+    supervisor: Scripted, engine: LocalEngine
+) -> None:
+    supervisor.stuck, supervisor.measures = {"0"}, {1}
+    engine.launch(trial(1))
+    [(_, outcome)] = engine.poll(1)
+    assert outcome.ok and engine.num_slots == 3
+
+
 def test_all_devices_are_left_of_a_command_that_is_stuck() -> None:
     """What it has started, and where, is its own affair."""
     share = Share(1, Host(GPUS, "b"), (1, 3))
