@@ -203,7 +203,7 @@ def main() -> None:
         fail_beside_others()
         train(config)
     elif behaviour == "hangs at first":
-        mark = FOLDER.parent / f"{FOLDER.name}.began{rank}"
+        mark = FOLDER.parent / f"{FOLDER.name.removesuffix('-again')}.began{rank}"
         if not mark.exists():
             train(config, steps=1)
             mark.touch()
