@@ -190,11 +190,21 @@ def without_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = {name: value for name, value in arguments.items() if name not in _BY_ARGUMENT}
     if getattr(found.get("args"), _BY_ATTRIBUTE, None) is not None:
-        import wrapt
-
-        proxy = type("Args", (wrapt.ObjectProxy,), {_BY_ATTRIBUTE: None})
-        found["args"] = proxy(found["args"])
+        found["args"] = _WithoutConfig(found["args"])
     return found
+
+
+class _WithoutConfig:
+    """A script's `args` without their configuration; what is set here is set on them."""
+
+    def __init__(self, args: Any) -> None:
+        self.__dict__.update({"_args": args, _BY_ATTRIBUTE: None})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._args, name, value)
 
 
 def shared_sequences(arguments: Mapping[str, Any]) -> int:

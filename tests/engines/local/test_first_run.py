@@ -321,6 +321,7 @@ def test_trackers_that_are_off_in_trials_are_not_the_commands_own_variables(
     (place / "train.py").write_text(ENGINE)
     launcher = "import os, sys, transformers; os.execlp('python', 'python', *sys.argv[1:])"
     (place / "launcher.py").write_text(launcher)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(BIN), os.environ["PATH"]]))
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     command = ["env", "WANDB_ENTITY=us", "python", "launcher.py", "train.py"]
     program = seen(place, *command, options=TrialOptions(timeout_s=PATIENCE_S))
