@@ -1,1 +1,1 @@
-"""The first 20 minutes with a GPU, and the wheels that a machine without a network needs for it."""
+"""The first hour with a GPU, and the wheels that a machine without a network needs for it."""

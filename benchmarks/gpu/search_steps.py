@@ -107,8 +107,6 @@ def native_autotuner(report: Report) -> None:
         report.note("left out", "takes minutes, and devices that compute nothing have no speed")
         return
     ours, theirs = native.compare(512, "model_based", runs=1, rounds=3)
-    for row in native.lines(ours, theirs):
-        print(row)
     for tuned in (ours, theirs):
         answer = {
             key: value for key, value in tuned.config.items() if "batch" in key or "zero" in key

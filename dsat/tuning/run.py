@@ -363,7 +363,7 @@ class Run:
 def read_run(path: Path) -> Run:
     """Read a run from its journal, which another process may be writing."""
     run = Run(read_events(path), name=str(path))
-    began_s = path.stat().st_mtime - run.running_s  # for journals of dsat 0.1, without dates
+    began_s = path.stat().st_mtime - run.running_s  # for journals without dates
     run.ended_at_s = {n: at or began_s + run.ended_s[n] for n, at in run.ended_at_s.items()}
     return run
 
