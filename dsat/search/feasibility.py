@@ -83,7 +83,7 @@ class Feasibility:
 
     def runs(self, values: Values) -> float:
         """Return the chance to run but for memory: that of the worst of the values."""
-        return min(map(self._is_sound, values), default=1.0)
+        return min(map(self._is_sound, values), default=1.0) if self._unsound else 1.0
 
     def _is_sound(self, value: tuple[str, str]) -> float:
         """Return the chance of one value; of one that never ran it falls fast."""

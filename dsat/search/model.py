@@ -172,8 +172,8 @@ class ModelSearch(Search):
         lineage = next((each for each in self._lineages if each.settings == settings), None)
         if lineage is None:
             return None
-        index, size = np.array([lineage.index]), np.array([micro_batch])
-        points = self._predictions.points(lineage.branch, index, size)
+        first, size = np.array([0]), np.array([micro_batch])
+        points = self._predictions.points(lineage.branch, [lineage.index], first, size)
         return float(self._predictions.log_rate(points)[0])
 
     @property
@@ -333,32 +333,32 @@ class ModelSearch(Search):
         indexes = predictions.settings.promising(branch, best, self.speed.fit, closed)
         if not indexes:
             return None
-        edges = {number: predictions.edge(branch, number) for number in indexes}
+        edges = [predictions.edge(branch, number) for number in indexes]
         near = [] if reference is None else [float(reference.micro_batch[0])]
         most = self._oom_limit(branch)
-        ends = [min(most, edge) for edge in (edges[indexes[0]], max(edges.values()))]
+        ends = [min(most, edge) for edge in (edges[0], max(edges))]
         positions = np.array(compared_positions(sizes, edges=ends, best=near))
         size_at = np.array([sizes[position] for position in positions.tolist()])
         is_open = np.empty((len(indexes), len(positions)), bool)
         for row, number in enumerate(indexes):
-            is_open[row] = size_at <= min(most, edges[number] if self._gated else math.inf)
+            is_open[row] = size_at <= min(most, edges[row] if self._gated else math.inf)
             lineage = known.get(number)
             if lineage is not None:
                 is_open[row] &= positions <= lineage.open_hi
-                is_open[row] &= ~np.isin(positions, list(lineage.asked))
+                is_open[row] &= [at not in lineage.asked for at in positions.tolist()]
             if self._starved:
                 is_open[row] &= ~self._lacks_data(branch, number, size_at)
         if not is_open.any():
             return None
         rows, columns = np.nonzero(is_open)
-        index, at, micro_batches = np.array(indexes)[rows], positions[columns], size_at[columns]
-        points = predictions.points(branch, index, micro_batches, edges)
-        fits, sound = predictions.log_runs(branch, points, index)
-        for number in indexes:
+        micro_batches = size_at[columns]
+        points = predictions.points(branch, indexes, rows, micro_batches, edges)
+        fits, sound = predictions.log_runs(branch, points, indexes, rows)
+        for row, number in enumerate(indexes):
             lineage = known.get(number)
             if lineage is not None and lineage.lo:
-                fits[(index == number) & (micro_batches < sizes[lineage.lo - 1])] = 0.0
-        return points, index, at, fits + sound
+                fits[(rows == row) & (micro_batches < sizes[lineage.lo - 1])] = 0.0
+        return points, np.array(indexes)[rows], positions[columns], fits + sound
 
     def _lacks_data(self, branch: int, index: int, micro_batches: Array) -> Array:
         """Return for which micro batches of some settings there were too few data, (n,)."""

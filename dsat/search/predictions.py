@@ -65,7 +65,7 @@ class Predictions:
 
     def update(self, branch: int, index: int, micro_batch: int, outcome: Outcome) -> None:
         """Take in the end of a trial."""
-        points = self.points(branch, np.array([index]), np.array([micro_batch]))
+        points = self.points(branch, [index], np.array([0]), np.array([micro_batch]))
         octaves = float(self._octaves(points)[0])
         values = self.settings.row(branch, index).values
         self._feasibility.update(branch, values, octaves, outcome)
@@ -82,31 +82,33 @@ class Predictions:
     def points(
         self,
         branch: int,
-        index: Array,
+        numbers: Sequence[int],
+        where: Array,
         micro_batch: Array,
-        known_edges: Mapping[int, float] | None = None,
+        edges: Sequence[float] | None = None,
     ) -> Points:
-        """Return configurations of a branch by the numbers of settings and micro batches, (n,).
+        """Return n configurations of a branch.
 
         Args:
-            known_edges: `edge` of all these settings, where it is known already.
+            numbers: of settings.
+            where: position in `numbers` of each configuration's settings, (n,).
+            micro_batch: of each, (n,).
+            edges: `edge` of the settings, if it is known already.
         """
-        numbers, where = np.unique(index, return_inverse=True)
-        rows = [self.settings.row(branch, int(number)) for number in numbers]
-        found = known_edges or {int(number): self.edge(branch, int(number)) for number in numbers}
-        edges = np.array([found[int(number)] for number in numbers])
-        gas = np.ones(len(index))
+        rows = [self.settings.row(branch, number) for number in numbers]
+        most = np.array(edges or [self.edge(branch, number) for number in numbers])
+        gas = np.ones(len(where))
         for position, number in enumerate(numbers):
             here = where == position
-            settings = self.settings.of(branch, int(number))
+            settings = self.settings.of(branch, number)
             gas[here] = self._space.accumulation(micro_batch[here], settings)
         return Points(
-            strategy=np.full(len(index), branch),
+            strategy=np.full(len(where), branch),
             work=np.stack([row.work for row in rows])[where],
             knobs=np.stack([row.knobs for row in rows])[where],
             micro_batch=micro_batch.astype(float),
             gas=gas,
-            room=(edges[where] - micro_batch) * self._sample_part,
+            room=(most[where] - micro_batch) * self._sample_part,
         )
 
     def edge(self, branch: int, index: int) -> float:
@@ -121,7 +123,7 @@ class Predictions:
 
     def log_rate(self, points: Points) -> Array:
         """Return the predicted logarithms of the objective, larger is better, (n,)."""
-        rates: Array = self.log_work(points) - self.speed.fit.predict(points)[0]
+        rates: Array = self.log_work(points) - self.speed.fit.log_s(points)
         return rates
 
     def seconds(self, log_s: Array) -> Array | None:
@@ -131,11 +133,16 @@ class Predictions:
         seconds: Array = np.exp(log_s + float(np.median(self._log_units)))
         return seconds
 
-    def log_runs(self, branch: int, points: Points, index: Array) -> tuple[Array, Array]:
-        """Logarithms of the chances to have enough memory, and to run for all else, (n,) both."""
+    def log_runs(
+        self, branch: int, points: Points, numbers: Sequence[int], where: Array
+    ) -> tuple[Array, Array]:
+        """Logarithms of the chances to have enough memory, and to run for all else, (n,) both.
+
+        Args:
+            points, numbers, where: as of `points`.
+        """
         fits = np.log(self._feasibility.fits(branch, self._octaves(points)))
-        numbers, where = np.unique(index, return_inverse=True)
-        sound = [self._feasibility.runs(self.settings.row(branch, int(n)).values) for n in numbers]
+        sound = [self._feasibility.runs(self.settings.row(branch, n).values) for n in numbers]
         return fits, np.log(sound)[where]
 
     def learnable(self, fit: Fit, sd: Array) -> Array:

@@ -182,6 +182,10 @@ class Fit:
         """Standard deviation of a measurement, as a fraction."""
         return math.hypot(min(self.run_sd, _RUN_SD), self.own_sd)
 
+    def log_s(self, points: Points) -> Array:
+        """Predict the natural logarithm of the seconds of n configurations, (n,)."""
+        return log_seconds(self.layout, points, self.theta)[0]
+
     def predict(self, points: Points, reference: Points | None = None) -> tuple[Array, Array]:
         """Predict the natural logarithm of the seconds.
 
@@ -192,9 +196,10 @@ class Fit:
         Returns:
             Mean and standard deviation, both (n,).
         """
-        mean, gradient = log_seconds(self.layout, points, self.theta)
+        both = points if reference is None else Points.of([points, reference])
+        mean, gradient = log_seconds(self.layout, both, self.theta)
         if reference is not None:
-            gradient = gradient - log_seconds(self.layout, reference, self.theta)[1]
+            mean, gradient = mean[:-1], gradient[:-1] - gradient[-1]
             gradient[:, : len(TERMS)] *= self._downwards(gradient[:, : len(TERMS)])
         variance = ((gradient @ self.covariance) * gradient).sum(axis=1)
         return mean, np.sqrt(np.maximum(variance, 1e-12))
