@@ -65,6 +65,9 @@ def _of_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
         predicted, used = f"{fmt.memory(trial.predicted_bytes)} predicted", run.used_bytes(outcome)
         parts.append(predicted if used is None else f"{fmt.memory(used)} used of {predicted}")
     parts.append(f"took {fmt.duration(outcome.duration_s)}")
-    best = "" if run.best is None else f"; best {run.best.name}"
+    # While the finals run, the best is what the pairs so far say, back and forth.
+    best = ""
+    if run.best is not None and trial.kind is not TrialKind.FINAL:
+        best = f"; best {run.best.name}"
     count = f"[{len(run.outcomes)}/{run.plan.max_trials}]"
     return f"{count} {trial.name}: {', '.join(parts)}{best}"
