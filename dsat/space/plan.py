@@ -29,7 +29,7 @@ _LABELS = {
     "measured.device": "device",
 }
 _OPTIONS = {own.name: own for own in options_of(Settings)}
-LONGEST_S = 60.0  # what `Plan.longest_s` usually is
+LONGEST_S = 20.0  # what `Plan.longest_s` usually is
 _ABSENT = "not given"
 _MAY_DIFFER = ("max_trials", "finals", "indifference")
 

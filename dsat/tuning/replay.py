@@ -43,7 +43,7 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
 
 
 def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
-    """Return a plan with the suggestions and the knobs of the run that it continues.
+    """Return a plan with what the run that it continues had: suggestions, knobs, a trial's length.
 
     A run has the knobs of its recorded defaults.
     """
@@ -52,7 +52,9 @@ def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     with raise_as_corrupt_journal(1):
         earlier: Plan = event_of(events[0])["plan"]
     defaults = {path: plan.defaults.get(path, own) for path, own in earlier.defaults.items()}
-    return replace(plan, suggested=earlier.suggested, defaults=defaults)
+    return replace(
+        plan, suggested=earlier.suggested, defaults=defaults, longest_s=earlier.longest_s
+    )
 
 
 def _check_plan(plan: Plan, earlier: Plan) -> None:

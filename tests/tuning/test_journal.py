@@ -241,8 +241,8 @@ def test_a_journal_without_fields_that_came_later_is_read() -> None:
 
 def test_a_run_of_the_last_version_is_resumed() -> None:
     events = read_events(JOURNALS / "of_last_version.jsonl")
-    plan, last = plan_of("asha", max_trials=12), Run(events)
-    assert len(last.trials) == 12
+    plan, last = plan_of("asha", max_trials=12, longest_s=1.0), Run(events)  # it had another
+    assert len(last.trials) == 12 and last.plan.longest_s != plan.longest_s
     for count in (5, 12, 21, len(events)):
         tuner = Tuner(plan, MemoryJournal(), events=events[:count], clock=FakeClock())
         drive(tuner, World(), slots=2)
