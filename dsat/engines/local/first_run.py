@@ -131,6 +131,7 @@ class FirstRun:
         began_s = time.monotonic()
         while not self._recorded:
             self._receive(_POLL_S)
+            self._log_activities()
             self._check_nodes()
             is_over = self._has_ended or time.monotonic() - began_s > self._timeout_s
             found = self._read()
@@ -159,14 +160,17 @@ class FirstRun:
         self._receive(timeout_s)
         if self._has_ended:
             return trial_result.of(self._running, timeout_s=self._timeout_s)
-        for _, activity in slow_activities([self._running], ()):
-            if activity not in self._logged:
-                self._logged.add(activity)
-                _log.info("%s", activity)
+        self._log_activities()
         if time.monotonic() - self._running.began_s > self._timeout_s:
             self._running.timed_out = True
             self._kill()
         return None
+
+    def _log_activities(self) -> None:
+        for _, activity in slow_activities([self._running], ()):
+            if activity not in self._logged:
+                self._logged.add(activity)
+                _log.info("%s", activity)
 
     def cancel(self) -> None:
         """End the run; its outcome follows."""

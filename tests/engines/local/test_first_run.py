@@ -148,15 +148,20 @@ def test_what_a_daemon_started_for_a_command_ends_with_it(place: Path) -> None:
         daemon.kill()
 
 
+@pytest.mark.parametrize("has_engine", [False, True])
 def test_what_its_training_waits_for_is_told(
-    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    has_engine: bool, place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(slow, "LONG_S", -1)
     caplog.set_level("INFO", logger="dsat")
-    run = FirstRun(["bash", "-c", "sleep 2000"], place, timeout_s=PATIENCE_S)
+    run = FirstRun(["bash", "-c", "sleep 2000"], place, timeout_s=PATIENCE_S if has_engine else 0.0)
     try:
         Progress(run.folder).set_activity("compiling DeepSpeed's operator fused_adam")
-        assert run.poll(0.0) is None and run.poll(0.0) is None
+        if has_engine:
+            assert run.poll(0.0) is None and run.poll(0.0) is None
+        else:
+            with pytest.raises(ScriptFailed):
+                run.ranks()
     finally:
         run.close()
     assert caplog.messages.count("compiling DeepSpeed's operator fused_adam") == 1
