@@ -12,9 +12,9 @@ import bisect
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from dsat.space.plan import LONGEST_S
 from dsat.space.space import Space
 from dsat.tuning.run import Run
+from dsat.tuning.trial_costs import TOO_LONG_S
 from dsat.values.outcome import Outcome
 
 WORTH_DOUBLING = math.log(1.05)
@@ -99,7 +99,7 @@ class Ramp:
                 self.limit = BEYOND * micro_batch
             if grown < _STEEP * octaves:
                 factor = 2
-        longest_s = self._run.longest_s or LONGEST_S
+        longest_s = max(TOO_LONG_S, self._run.longest_s or 0.0)
         affordable = int(micro_batch * longest_s / (latency_s * self._steps))
         affordable = min(affordable, self._run.most_samples or affordable)
         self._limit_to(max(micro_batch, affordable))

@@ -17,6 +17,7 @@ _MOST_KEPT = 64  # of the latest trials, what each took besides its steps
 # Limits of one trial, which the finals repeat a few times, and of the whole search: times the
 # user's own trial, and at least seconds.
 _LONGEST, _LONGEST_S = 5.0, 20.0
+TOO_LONG_S = 60.0  # no trial begins whose fewest steps take longer, and longer than 20 of one's own
 _SEARCH, _SEARCH_S = 15.0, 60.0
 
 
@@ -71,7 +72,8 @@ class TrialCosts:
     def are_too_long(self, step_s: Any) -> Any:
         """Return which trials would exceed the time limit, by the seconds of their steps."""
         longest_s = self._run.longest_s
-        return self._least_steps * step_s > (math.inf if longest_s is None else longest_s)
+        too_long_s = math.inf if longest_s is None else max(TOO_LONG_S, longest_s)
+        return self._least_steps * step_s > too_long_s
 
     def are_unaffordable(self, step_s: Any) -> Any:
         """Return which trials cost more than a verdict may take, by the seconds of their steps.
