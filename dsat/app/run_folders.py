@@ -143,7 +143,7 @@ def earlier_runs(
         events = read_events(journal)
         run = Run(events, name=str(journal))
         begun = as_begun(plan, events)
-        other = run.has_begun and begun.difference(run.plan) is not None
+        other = begun.difference(run.plan) if run.has_begun else None
         changed = history.difference(run, plan, info) if run.has_begun else None
         goes_on = changed is not None and not _is_over(run, plan)
         if takes_over if other else goes_on or _has_errors_to_retry(run):
@@ -153,7 +153,9 @@ def earlier_runs(
                     "%s: the search begins again without what was measured before the change",
                     changed,
                 )
-            elif not other:
+            elif other:
+                _log.info("%s: a new search begins and reuses what was measured", other)
+            else:
                 _log.info("trials that failed are run again")
     return [read_run(path) for path in _set_aside_in(folder)]
 

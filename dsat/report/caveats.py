@@ -58,7 +58,8 @@ def _of_noise(run: Run, found: Gain | None) -> Iterator[str]:
     elif found is not None and found.high > _UNSURE * found.low:
         yield (
             f"the gain may be anything from {found.low:.2f}x to {found.high:.2f}x, because runs of "
-            f"the same configuration differ much. {_QUIETER} More pairs help too (--finals)."
+            f"the same configuration differ much. {_QUIETER} More pairs help too (--finals, with "
+            "enough --max-trials)."
         )
 
 

@@ -284,7 +284,7 @@ def _no_finals(run: Run) -> str:
         return "Finals would confirm it (--finals)."
     if run.plan.max_trials < LEAST_RUN:
         return f"Finals would confirm it (--max-trials {LEAST_RUN} or more)."
-    return "The finals have not begun (continue with --resume)."
+    return "The finals have not begun; if the run was ended, continue it with --resume."
 
 
 def _batch_advice(run: Run, best: Trial) -> list[str]:

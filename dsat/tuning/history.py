@@ -9,6 +9,7 @@ from dsat.engines import cached
 from dsat.space.plan import Plan, difference_of
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import TrialKind
 
 _HOLDS = (OutcomeKind.OK, OutcomeKind.OOM)
 _OF_INFO = ("software", "script_digest")  # which not every journal has
@@ -63,12 +64,12 @@ def _conditions(plan: Plan, other: Plan, info: Mapping[str, Any]) -> dict[str, A
 def known_outcomes(runs: Iterable[Run], plan: Plan, info: Mapping[str, Any]) -> dict[str, Outcome]:
     """Return outcomes of earlier runs that hold for a plan too.
 
-    Failures for another reason than memory are run again.
+    Failures for another reason than memory are run again; finals are repetitions without a profile.
     """
     return {
         cached.key(run.trials[trial_id], run.plan): outcome
         for run in runs
         if run.has_begun and difference(run, plan, info) is None
         for trial_id, outcome in run.outcomes.items()
-        if outcome.kind in _HOLDS
+        if outcome.kind in _HOLDS and run.trials[trial_id].kind is not TrialKind.FINAL
     }

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dsat.errors import DecisionMismatch, JournalMismatch
+from dsat.search import options_of
 from dsat.space.plan import Plan, first_difference
 from dsat.tuning.decisions import Decisions
 from dsat.tuning.events import (
@@ -45,15 +46,26 @@ def replay(decisions: Decisions, events: Iterable[Mapping[str, Any]]) -> None:
 def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     """Return a plan with what the run that it continues had: suggestions, knobs, a trial's length.
 
-    A run has the knobs of its recorded defaults.
+    A run has the knobs of its recorded defaults, and no option of its search that nobody has set
+    since and that it did not have.
     """
     if not events:
         return plan
     with raise_as_corrupt_journal(1):
         earlier: Plan = event_of(events[0])["plan"]
     defaults = {path: plan.defaults.get(path, own) for path, own in earlier.defaults.items()}
+    usual = {name: option.initial for name, option in options_of(plan.method).items()}
+    options = {
+        name: value
+        for name, value in plan.search_options.items()
+        if name in earlier.search_options or name not in usual or value != usual[name]
+    }
     return replace(
-        plan, suggested=earlier.suggested, defaults=defaults, longest_s=earlier.longest_s
+        plan,
+        search_options=options,
+        suggested=earlier.suggested,
+        defaults=defaults,
+        longest_s=earlier.longest_s,
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from dsat.app import run_folders
 from dsat.errors import UserInputError
 from dsat.inputs.settings import Settings
+from dsat.search import options_of
 from dsat.space.space import Suggestion
 from dsat.tuning import history
 from dsat.tuning.journal import FILE_NAME, Journal
@@ -81,11 +82,21 @@ def test_why_measurements_do_not_count(changes: dict[str, Any], said: str, tmp_p
     assert said in str(history.difference(run, PLAN, {}))
 
 
-def test_suggestions_that_came_since_are_none_of_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_what_came_since_is_none_of_a_run_that_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="dsat")
     a_run(tmp_path / "run")
-    today = replace(PLAN, suggested=(Suggestion(1, 1, "z1", {}, {}),))
+    name, option = next(iter(options_of(PLAN.method).items()))
+    suggested = (Suggestion(1, 1, "z1", {}, {}),)
+    today = replace(PLAN, suggested=suggested, search_options={name: option.initial})
     assert run_folders.earlier_runs(tmp_path / "run", today, {}, takes_over=True) == []
-    assert not is_empty(tmp_path / "run")
+    assert not is_empty(tmp_path / "run") and not caplog.messages
+    today = replace(PLAN, search_options={name: 9})
+    assert len(run_folders.earlier_runs(tmp_path / "run", today, {}, takes_over=True)) == 1
+    assert is_empty(tmp_path / "run")
+    assert f"option of the search {name} was" in caplog.messages[0]
+    assert caplog.messages[0].endswith("9: a new search begins and reuses what was measured")
 
 
 @pytest.mark.parametrize("kind", ["ERROR", "OOM"])

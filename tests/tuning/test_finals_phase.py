@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from dsat.engines import cached
 from dsat.report.verdict import verdict
 from dsat.search import SEARCHES, Search
 from dsat.space.plan import Plan
+from dsat.tuning.history import known_outcomes
 from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.run import Run
 from dsat.tuning.tuner import Tuner
@@ -110,6 +112,16 @@ def test_finals_follow_the_search_and_count_as_trials() -> None:
         assert len(finals_of(run)) <= most and bool(finals_of(run)) == bool(most)
         assert len(run.trials) <= max_trials
         assert run.stop_reason is not None
+
+
+def test_a_later_search_reuses_what_the_search_measured_and_no_final() -> None:
+    run = ran_to_the_end({}, {3: 1.01})
+    known = known_outcomes([run], run.plan, {})
+    finals = finals_of(run)
+    assert finals and len(known) == len(run.trials) - len(finals)
+    for trial in run.trials.values():
+        if trial not in finals:
+            assert known[cached.key(trial, run.plan)] is run.outcomes[trial.id]
 
 
 def test_a_final_runs_alone_and_to_its_full_length() -> None:
