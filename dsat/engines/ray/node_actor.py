@@ -1,7 +1,7 @@
 """Actor on each node: runs commands there, and streams their output.
 
 Ray sends the class as it is, so that nodes need no dsat for it: only the standard library is used.
-The pipes of a command belong to this process alone. When Ray ends it, with its driver or the node's
+The pipes of a command belong to this process alone. When it ends, with Ray's driver or the node's
 own daemon, the command's standard input ends.
 """
 
@@ -12,6 +12,8 @@ import os
 import selectors
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 # Variables with which Ray tells a process its devices, by kind of accelerator.
@@ -50,6 +52,12 @@ os._exit(status if status >= 0 else 128 - status)
 """
 
 
+def _end_with_parent(pid: int) -> None:
+    while os.getppid() == pid:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 class NodeActor:
     """Run commands on a node; the methods are called from several threads.
 
@@ -59,6 +67,8 @@ class NodeActor:
     """
 
     def __init__(self, cores: int | None) -> None:
+        # Ray 2.60 leaves an actor whose node's daemon was killed.
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._env = {name: os.environ[name] for name in _OF_DEVICES if name in os.environ}
         # Ray's processes are killed first where memory runs out, and run last; commands inherit it.
