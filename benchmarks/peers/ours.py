@@ -9,7 +9,7 @@ from benchmarks.ledger import OBJECTIVE, STAGES, Ledger, Workload
 from dsat.inputs import ds_config
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION
 from dsat.memory.predictor import Basis
-from dsat.search import SEARCHES
+from dsat.search import usual_options
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import LONGEST_S, Plan
 from dsat.tuning.finals import MOST_TRIALS, reserved
@@ -29,7 +29,7 @@ def plan_of(table: Workload, method: str, *, seed: int = 0, max_trials: int = 50
         method=method,
         metric=OBJECTIVE.metric,
         max_trials=max_trials,
-        search_options={name: own.initial for name, own in SEARCHES[method].options.items()},
+        search_options=usual_options(method),
         zero_stages=STAGES,
         seed=seed,
         slots_per_trial=header.slots,

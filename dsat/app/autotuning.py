@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from dsat.app.plans import check_micro_batches
 from dsat.app.source import Source
@@ -15,7 +14,7 @@ from dsat.inputs.experiment import Experiment
 from dsat.inputs.option import ANY
 from dsat.inputs.settings import Settings
 from dsat.inputs.switches import SWITCHES
-from dsat.search import options_of
+from dsat.search import usual_options
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan
 
@@ -37,10 +36,8 @@ def read(source: Source, method: str) -> Autotuning:
 
 def settings_of(settings: Settings, section: Autotuning, experiment: Experiment) -> Settings:
     """Return the settings of the search that a section asks for."""
-    options: dict[str, Any] = {
-        **{name: option.initial for name, option in options_of(section.method).items()},
-        "early_stopping": section.early_stopping or None,
-    }
+    options = usual_options(section.method)
+    options["early_stopping"] = section.early_stopping or None
     if section.method == "gridsearch":
         options["num_micro_batches"] = section.num_micro_batches
     zero = experiment.ds_config.get("zero_optimization") or {}

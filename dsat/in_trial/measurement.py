@@ -22,6 +22,7 @@ from dsat.values.outcome import Metrics, Outcome, OutcomeKind, StepFacts
 MORE_WHILE_COMPILING = 10  # steps beyond the most, if torch compiled in all of them
 LONGEST_STORE_S = 60.0  # of warm-up, until the batches that data loaders have prepared are used up
 _WAITS = 0.03  # of a step; where less is spent on waiting for data, workers can gain no more
+_TIMES_FOR_THE_FEWEST = 3.0
 CHECK_SKIPPED_EVERY = 5  # skipped steps between two checks of the losses
 
 CONSTANT_ACCUMULATION = (
@@ -89,7 +90,8 @@ class Measurement:
         self._skipped = 0
         self._began = recorder.marks.begin
         self._first_measured = spec.options.start_step
-        self._next_check = spec.options.end_step - spec.options.start_step + 1
+        self._fewest = spec.options.end_step - spec.options.start_step + 1
+        self._next_check = self._fewest
         self._steps: list[StepMarks] = []
         self._early: deque[StepMarks] = deque()  # the last steps before the first that is measured
 
@@ -175,11 +177,15 @@ class Measurement:
         return min(max(0, math.ceil(steps)), MAX_EXTRA_STEPS)
 
     def _affordable(self, wanted: int, step_s: float) -> int:
-        """Number of the wanted steps that may be measured, at least one."""
+        """Number of the wanted steps that may be measured, at least one.
+
+        The fewest may take three times as long: of one or two steps there is no interval.
+        """
         longest_s = self._spec.longest_s
         if longest_s is None or wanted * step_s <= longest_s:
             return max(wanted, 1)
-        return max(int(longest_s / step_s), 1)
+        fewest = min(wanted, self._fewest, int(_TIMES_FOR_THE_FEWEST * longest_s / step_s))
+        return max(int(longest_s / step_s), fewest, 1)
 
     def _next_check_after(self, usable: int, measured_s: float, metrics: Metrics) -> int | None:
         """Return the number of steps to have before the next check; None if these are enough."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 from dsat.inputs.option import Option
 from dsat.search.asha import ASHASearch
@@ -31,6 +32,11 @@ def options_of(method: str) -> Mapping[str, Option]:
     """
     found: Mapping[str, Option] = vars(SEARCHES.get(method, Search)).get("options", {})
     return found
+
+
+def usual_options(method: str) -> dict[str, Any]:
+    """Return the values that the options of a search have if nobody gives them."""
+    return {name: option.initial for name, option in options_of(method).items()}
 
 
 def parameters_of(method: str) -> set[str]:

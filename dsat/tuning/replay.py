@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dsat.errors import DecisionMismatch, JournalMismatch
-from dsat.search import options_of
+from dsat.search import usual_options
 from dsat.space.plan import Plan, first_difference
 from dsat.tuning.decisions import Decisions
 from dsat.tuning.events import (
@@ -54,7 +54,7 @@ def as_begun(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     with raise_as_corrupt_journal(1):
         earlier: Plan = event_of(events[0])["plan"]
     defaults = {path: plan.defaults.get(path, own) for path, own in earlier.defaults.items()}
-    usual = {name: option.initial for name, option in options_of(plan.method).items()}
+    usual = usual_options(plan.method)
     options = {
         name: value
         for name, value in plan.search_options.items()

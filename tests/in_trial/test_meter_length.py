@@ -95,7 +95,8 @@ def test_the_range_of_steps(clock: Clock, start: int, end: int, most: int, measu
 
 
 @pytest.mark.parametrize(
-    ("step_s", "longest_s", "measured"), [(1, None, 20), (1, 9.5, 9), (4, 9.5, 2), (50, 9.5, 1)]
+    ("step_s", "longest_s", "measured"),
+    [(1, None, 20), (1, 9.5, 9), (4, 9.5, 3), (12, 9.5, 2), (50, 9.5, 1)],
 )
 def test_it_measures_no_longer_than_it_may(
     clock: Clock, step_s: float, longest_s: float | None, measured: int
