@@ -146,6 +146,7 @@ class World:
 
     Attributes:
         slots: of every trial.
+        at_once: trials that there are devices for.
         seed: of the noise.
         run_sd, step_sd: standard deviations of a run's and of a step's time, relative.
         drift: each further trial is slower by this fraction, as on a machine that heats up.
@@ -162,6 +163,7 @@ class World:
     model: Model = GPT_300M
     gpu: Gpu = A100
     slots: int = 1
+    at_once: int = 1
     seed: int = 0
     run_sd: float = 0.01
     step_sd: float = 0.005
