@@ -472,7 +472,7 @@ def with_defaults(zero: Mapping[str, Any]) -> dict[str, Any]:
 def _offloads(zero: Mapping[str, Any], what: str) -> bool:
     """Return whether "param" or "optimizer" lives on the host."""
     section = zero.get(f"offload_{what}") or {}
-    return section.get("device", "none") != "none"
+    return bool(section.get("device", "none") != "none")
 
 
 def _matches(where: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
