@@ -15,7 +15,6 @@ import io
 import json
 import os
 import pty
-import resource
 import select
 import signal
 import struct
@@ -364,6 +363,10 @@ class Started:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    def is_running(self) -> bool:
+        """Return whether the process is there and has not ended."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
     def wait(self) -> Told:
         """Wait for the end and return the outputs; status -SIGALRM if it hangs."""
         found = {self._out: b"", **({} if self._err is None else {self._err: b""})}
@@ -405,11 +408,6 @@ def machine_of(world: World) -> Machine:
         device_memory_bytes=(world.gpu.memory_bytes,) * count,
         device_names=("NVIDIA A100-SXM4-40GB",) * count,
     )
-
-
-def few_descriptors(count: int = 40) -> None:
-    """Let this process open few files."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))
 
 
 def _resize(terminal: int, columns: int, lines: int) -> None:
