@@ -1,0 +1,17 @@
+"""A user in a fresh folder, for all scenarios."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from testing.scenarios import User
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> User:
+    """Return a user whose script trains with a micro batch of 1 on a device that holds 30."""
+    user = User(tmp_path)
+    user.has()
+    return user
