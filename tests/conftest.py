@@ -10,11 +10,20 @@ import pytest
 from dsat.engines.local.machine import Machine, find_machine
 
 ROOT = Path(__file__).parent.parent
+# Seconds that a test may take, by marker: many times what it takes on a busy machine.
+_LIMITS_S = {"nightly": 1800, "cluster": 1800, "slow": 900}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, so that two workers have something to do until the end."""
+    """Files with slow tests first, so that two workers have something to do until the end.
+
+    A test that hangs ends at a limit, with the stacks of all threads.
+    """
+    for item in items:
+        marked = [limit for name, limit in _LIMITS_S.items() if item.get_closest_marker(name)]
+        if marked and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(max(marked)))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
