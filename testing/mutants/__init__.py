@@ -1,6 +1,6 @@
 """The mutation gate: small changes that break a documented rule, which tests must catch.
 
-    python -m testing.mutants [--only ID ...] [--jobs N] [--quick]
+    python -m testing.mutants [--only ID ...] [--tests PATH ...] [--quick]
 
 `rules/*.yaml` has the mutations. The gate first runs the tests once in a copy of the repository
 that records which tests reach which mutated line, in the processes that they start too. Then it

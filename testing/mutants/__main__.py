@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="ID", help="these mutations alone")
     parser.add_argument("--jobs", type=int, default=2, help="tests at a time")
     parser.add_argument("--quick", action="store_true", help="without the slow tests")
+    parser.add_argument("--tests", nargs="+", default=[], metavar="PATH", help="these tests alone")
     parser.add_argument("--list", action="store_true", help="print the mutations, and run nothing")
     given = parser.parse_args()
     mutations = load()
@@ -61,7 +62,7 @@ def main() -> int:
         print("\n".join(f"{each.id}: {each.path}: {each.rule}" for each in chosen))
         return 0
     with tempfile.TemporaryDirectory(prefix="mut") as folder:
-        tests, results = _tests_of(mutations, Path(folder), given.jobs, quick=given.quick)
+        tests, results = _tests_of(mutations, Path(folder), given)
         verdicts = list(_run_all(chosen, tests, results, Path(folder), given.jobs))
     _print_table(verdicts)
     return any(each.state == "SURVIVED" for each in verdicts)
@@ -71,20 +72,20 @@ def main() -> int:
 
 
 def _tests_of(
-    mutations: Sequence[Mutation], folder: Path, jobs: int, *, quick: bool
+    mutations: Sequence[Mutation], folder: Path, given: argparse.Namespace
 ) -> tuple[dict[str, list[str]], Results]:
     """Return the tests that reach each mutation, and how each test ends without one."""
-    known = _CACHE / f"{_digest(mutations)}-{'quick' if quick else 'all'}.json"
+    options = ["-m", _QUICK if given.quick else _ALL, *given.tests]
+    known = _CACHE / f"{_digest(mutations, options)}.json"
     if known.exists():
         tests, results = json.loads(known.read_text(encoding="utf-8"))
         return tests, results
     copy, record, ended = folder / "r", folder / "record", folder / "ended.json"
     _copy(copy)
     instrument(copy, mutations, record)
-    markers = _QUICK if quick else _ALL
-    options = ["-n", str(jobs), "--dist", "loadfile", "-q", "-m", markers]
-    print("Running all tests once, to see which mutations each one reaches.", flush=True)
-    _pytest(copy, options, {RESULTS: str(ended)}, None)
+    print("Running the tests once, to see which mutations each one reaches.", flush=True)
+    workers = ["-n", str(given.jobs), "--dist", "loadfile", "-q"]
+    _pytest(copy, [*workers, *options], {RESULTS: str(ended)}, None)
     results = json.loads(ended.read_text(encoding="utf-8"))
     found = reached(record, mutations, results)
     _CACHE.mkdir(parents=True, exist_ok=True)
@@ -93,9 +94,10 @@ def _tests_of(
     return found, results
 
 
-def _digest(mutations: Sequence[Mutation]) -> str:
+def _digest(mutations: Sequence[Mutation], options: Sequence[str]) -> str:
     """Return a digest of all that decides which tests reach what."""
-    digest = hashlib.sha256(repr([(each.file, each.old) for each in mutations]).encode())
+    known = [(each.file, each.old) for each in mutations], options
+    digest = hashlib.sha256(repr(known).encode())
     for path in _files():
         if path.parts[0] in ("dsat", "tests", "testing"):
             digest.update(str(path).encode() + (ROOT / path).read_bytes())
