@@ -49,12 +49,13 @@ class Workload(Protocol):
 
 
 class Ledger:
-    """Answers trials from a workload and keeps account of them.
+    """Answer trials from a workload and keep account of them.
 
     Profile trials count like any other, for whoever runs one.
 
     Args:
-        noise: seed of what measurements are off by; None: they are exact.
+        noise: seed of the noise of measurements; None: they are exact.
+        sd: standard deviation of a measured time; None: as the workload has it.
 
     Attributes:
         table: what the answers are from.
@@ -64,21 +65,29 @@ class Ledger:
         recommended: configuration that is recommended in the end; None: what measured best.
     """
 
-    def __init__(self, table: Workload, max_trials: int, *, noise: int | None = None) -> None:
+    def __init__(
+        self,
+        table: Workload,
+        max_trials: int,
+        *,
+        noise: int | None = None,
+        sd: float | None = None,
+    ) -> None:
         self.table = table
         self.outcomes: list[Outcome] = []
         self.told: list[Outcome] = []
         self.finals: list[Outcome] = []
         self.recommended: Mapping[str, Any] | None = None
         self._max_trials = max_trials
+        self._sd = sd
         self._rng = None if noise is None else random.Random(noise)
 
     def profile(self) -> Outcome:
-        """Runs the model profile."""
+        """Run the model profile."""
         return self._enter(self.table.profile_outcome)
 
     def run(self, config: Mapping[str, Any]) -> Outcome:
-        """Runs a trial of a whole DeepSpeed configuration.
+        """Run a trial of a whole DeepSpeed configuration.
 
         Raises:
             BudgetSpent: it would be one too many.
@@ -86,7 +95,7 @@ class Ledger:
         return self._enter(self.table.answer(config))
 
     def run_again(self, config: Mapping[str, Any]) -> Outcome:
-        """Runs a trial of the finals, which the budget does not count."""
+        """Run a trial of the finals, which the budget does not count."""
         self.finals.append(self._measured(self.table.answer(config)))
         return self.finals[-1]
 
@@ -100,7 +109,8 @@ class Ledger:
     def _measured(self, outcome: Outcome) -> Outcome:
         if outcome.metrics is None or self._rng is None:
             return outcome
-        factor = math.exp(self._rng.gauss(0, self.table.run_sd(outcome)))
+        sd = self.table.run_sd(outcome) if self._sd is None else self._sd
+        factor = math.exp(self._rng.gauss(0, sd))
         m = outcome.metrics
         metrics = replace(
             m,

@@ -6,7 +6,7 @@ import bisect
 from typing import Any
 
 from benchmarks.ledger import Ledger
-from benchmarks.peers.ours import plan_of
+from benchmarks.searching import plan_of
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.space.overrides import overrides_for, script_args_for
