@@ -1,6 +1,6 @@
-"""Predicted against published GPU memory: prints a table.
+"""Print predicted against published GPU memory.
 
-    python3 -m benchmarks.published
+    python3 -m benchmarks.published [--only WORD]
 
 A table of docs/predicting.md. A model whose layers are published is simulated; of others the
 closed form tells what their sizes decide. Published are peaks of what torch has allocated, if
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import common
 from dsat.app.estimate import simulation_engine
 from dsat.app.source import Source
 from dsat.inputs import ds_config, entrypoint, experiment
@@ -28,7 +29,6 @@ from dsat.memory.simulation_client import Question, SimulationUnavailable, Simul
 
 FOLDER = Path(__file__).parent / "programs" / "published"
 _MODELS = Path(__file__).parent / "models"
-_GIB = 2**30
 _TIMEOUT_S = 600.0
 BAR = 0.03
 
@@ -141,38 +141,33 @@ _ADAPTERS = _LAYERS * 16 * ((4096 + 4096) + (4096 + 1024))
 ROWS = (
     *(
         Row(
-            f"{_MASTER_WEIGHTS}, 6.86 B, {name}",
-            "peak",
-            config,
-            4,
-            gib,
-            (*_LARGE, "--recompute"),
-            needs=_OF_ALL_BF16 if config is _ALL_BF16 else "deepspeed",
-        )
-        for name, config, gib in (
-            ("recomputed", _STAGE_3, 31.38),
-            ("recomputed, all in bf16", _ALL_BF16, 18.93),
-        )
-    ),
-    *(
-        Row(
             f"{_MASTER_WEIGHTS}, {name}",
             "peak",
-            ds_config.merge(config, _KEPT_WEIGHTS),
+            ds_config.merge(config, _KEPT_WEIGHTS if note else {}),
             slots,
             gib,
             words,
             micro_batch,
-            _OLDER,
+            note,
             _OF_ALL_BF16 if config is _ALL_BF16 else "deepspeed",
         )
-        for name, config, slots, gib, words, micro_batch in (
-            ("6.86 B", _STAGE_3, 4, 41.28, _LARGE, 1),
-            ("6.86 B, all in bf16", _ALL_BF16, 4, 33.20, _LARGE, 1),
-            ("254 M", _STAGE_3, 1, 5.93, _SMALL, 4),
-            ("254 M, all in bf16", _ALL_BF16, 1, 5.73, _SMALL, 4),
-            ("254 M", _STAGE_3, 4, 3.57, _SMALL, 4),
-            ("254 M, all in bf16", _ALL_BF16, 4, 4.44, _SMALL, 4),
+        for name, config, slots, gib, words, micro_batch, note in (
+            ("6.86 B, recomputed", _STAGE_3, 4, 31.38, [*_LARGE, "--recompute"], 1, ""),
+            (
+                "6.86 B, recomputed, all in bf16",
+                _ALL_BF16,
+                4,
+                18.93,
+                [*_LARGE, "--recompute"],
+                1,
+                "",
+            ),
+            ("6.86 B", _STAGE_3, 4, 41.28, _LARGE, 1, _OLDER),
+            ("6.86 B, all in bf16", _ALL_BF16, 4, 33.20, _LARGE, 1, _OLDER),
+            ("254 M", _STAGE_3, 1, 5.93, _SMALL, 4, _OLDER),
+            ("254 M, all in bf16", _ALL_BF16, 1, 5.73, _SMALL, 4, _OLDER),
+            ("254 M", _STAGE_3, 4, 3.57, _SMALL, 4, _OLDER),
+            ("254 M, all in bf16", _ALL_BF16, 4, 4.44, _SMALL, 4, _OLDER),
         )
     ),
     *(
@@ -220,24 +215,23 @@ def _is_there(module: str) -> bool:
 
 
 def main() -> None:
-    print("| source | what | slots | measured GiB | predicted GiB | error | note |")
-    print("|---|---|---:|---:|---:|---:|---|")
-    for row in ROWS:
+    parser = common.parser(__doc__)
+    parser.add_argument("--only", default="", metavar="WORD", help="rows whose source has this")
+    word, numbers = parser.parse_args().only, ("slots", "measured GiB", "predicted GiB", "error")
+    common.print_head("source", "what", *numbers, "note", numbers=numbers)
+    for row in (row for row in ROWS if word in row.source):
         if not _is_there(row.needs):
             print(f"{row.source}: the installed DeepSpeed has no {row.needs}", file=sys.stderr)
             continue
         try:
-            predicted_gib = float(getattr(row.predicted(), row.what)) / _GIB
+            predicted_gib = float(getattr(row.predicted(), row.what)) / common.GIB
         except SimulationUnavailable as reason:
             print(f"{row.source}: {reason}", file=sys.stderr)
             continue
         error = predicted_gib / row.measured_gib - 1
         within = "" if abs(error) <= BAR else " (beyond the bar)"
-        print(
-            f"| {row.source} | {row.what} | {row.slots} | {row.measured_gib:.2f} "
-            f"| {predicted_gib:.2f} | {error:+.1%}{within} | {row.note} |",
-            flush=True,
-        )
+        found = f"{row.measured_gib:.2f}", f"{predicted_gib:.2f}", f"{error:+.1%}{within}"
+        common.print_row(row.source, row.what, row.slots, *found, row.note)
 
 
 if __name__ == "__main__":
