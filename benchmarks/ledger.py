@@ -6,46 +6,20 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from benchmarks.tables import Header
+from benchmarks.made_up_cluster import Cluster
+from benchmarks.tables import Table
 from dsat.values.objective import Objective
 from dsat.values.outcome import Outcome
-from dsat.values.trial import BatchTriple
 
 OBJECTIVE = Objective("throughput")
 STAGES = (0, 1, 2, 3)
+Workload = Table | Cluster  # what a tuner is tried on
 
 
 class BudgetSpent(Exception):
     """More trials than a tuner may run."""
-
-
-class Workload(Protocol):
-    """What a tuner is tried on: a recorded table, or a made-up cluster."""
-
-    @property
-    def header(self) -> Header: ...
-
-    @property
-    def cap(self) -> int | None: ...
-
-    @property
-    def choices(self) -> dict[str, list[Any]]: ...
-
-    @property
-    def largest_micro_batch(self) -> int: ...
-
-    @property
-    def profile_outcome(self) -> Outcome: ...
-
-    def config(self, settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]: ...
-
-    def answer(self, config: Mapping[str, Any]) -> Outcome: ...
-
-    def run_sd(self, outcome: Outcome) -> float: ...
-
-    def best(self, objective: Objective) -> float: ...
 
 
 class Ledger:

@@ -1,6 +1,6 @@
 """Projected against published throughput: prints a table.
 
-    python3 -m benchmarks.projection [--only WORD] [--traces FOLDER]
+    python3 -m benchmarks.projection [--only WORD]
 
 Tokens/s of a card. Each model is simulated on a machine without a GPU. `by the table`: from the
 table of cards alone. `corrected`: after the rows of the same software that are marked as fitted (at
@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import json
 import statistics
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,18 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from benchmarks.traces import kept, traced
+from dsat.app import project
+from dsat.app.estimate import simulator_of
 from dsat.app.project import Traced
 from dsat.inputs import cards
+from dsat.inputs.project_settings import ProjectSettings
 from dsat.search.projected_speed import ProjectedSpeed
 from dsat.search.speed import Points
 from dsat.search.traced_work import Cluster, hardware_of
 from dsat.values.zero_strategy import NONE, Strategy
 
 DATA = Path(__file__).parent / "data" / "projection.json"
+SLOTS = 8  # that are simulated
 MEDIAN_BAR, WORST_BAR, PAIRS_BAR = 0.10, 0.20, 0.9
 _APART = 1.05  # pairs of strategies that differ by less are not compared
 _PUBLISHED_SD = 0.02  # of what was published
@@ -109,10 +112,10 @@ def _records(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(data["columns"], values, strict=True)) for values in data["rows"]]
 
 
-def compare(rows: Sequence[Row], models: Mapping[str, Any], folder: Path | None) -> list[Compared]:
+def compare(rows: Sequence[Row], models: Mapping[str, Any]) -> list[Compared]:
     """Project all rows, each by the table alone, and corrected by the fitted rows of its stack."""
     found = []
-    whole = _trace_all(rows, models, folder)
+    whole = _trace_all(rows, models)
     for row in rows:
         mine = [each for each in rows if each.fitted and each.stack == row.stack]
         mine = [each for each in mine if each.card == row.card] or mine
@@ -170,23 +173,38 @@ def _points(speed: ProjectedSpeed, row: Row, traced: Traced) -> Points:
     return speed.points(work, row.strategy, row.micro_batch, row.gas)
 
 
-def _trace_all(
-    rows: Sequence[Row], models: Mapping[str, Any], folder: Path | None
-) -> dict[Key, Traced]:
+def _trace_all(rows: Sequence[Row], models: Mapping[str, Any]) -> dict[Key, Traced]:
     """Trace each model once for all of its rows, with and without recomputation as they have it."""
     groups: dict[Key, list[Strategy]] = {}
     for row in rows:
         for on in (False, True):
             if row.recompute in (on, 0.5):
                 groups.setdefault((row.model, row.seq, on), []).append(row.strategy)
-    found = {}
-    for (model, seq, on), strategies in groups.items():
-        path = folder / f"{model}-{seq}-{on}.json" if folder is not None else None
-        trace = partial(
-            traced, models[model], seq, recompute=on, strategies=list(dict.fromkeys(strategies))
+    return {
+        (model, seq, on): _traced(models[model], seq, on, list(dict.fromkeys(strategies)))
+        for (model, seq, on), strategies in groups.items()
+    }
+
+
+def _traced(
+    model: Mapping[str, Any], seq: int, recompute: bool, strategies: Sequence[Strategy]
+) -> Traced:
+    """Simulate a model with some strategies on eight cards."""
+    with tempfile.TemporaryDirectory() as folder:
+        config, settings = Path(folder) / "config.json", Path(folder) / "ds.json"
+        config.write_text(json.dumps(model), encoding="utf-8")
+        zero = {"stage": 3, "overlap_comm": True}
+        gas = 2 if any(strategy.stage < 3 for strategy in strategies) else 1
+        batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": gas}
+        settings.write_text(json.dumps({**batch, "zero_optimization": zero}), encoding="utf-8")
+        asked = ProjectSettings(
+            hf_config=str(config),
+            seq_length=seq,
+            ds_config=settings,
+            activation_checkpointing="on" if recompute else "off",
         )
-        found[model, seq, on] = kept(path, trace)
-    return found
+        with simulator_of(asked) as (_, base, simulator):
+            return project.trace(base, simulator, SLOTS, lambda _: strategies)
 
 
 @dataclass(frozen=True)
@@ -306,12 +324,11 @@ def _told(name: str, rates: Sequence[Rate]) -> list[str]:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--only", default="", help="rows whose source or model has this word")
-    parser.add_argument("--traces", type=Path, help="folder that keeps what was simulated")
     args = parser.parse_args()
     rows, sources, models = read()
     chosen = [row for row in rows if args.only in f"{row.source} {row.model}"]
     common.print_explanation(__doc__)
-    found = compare(chosen, models, args.traces)
+    found = compare(chosen, models)
     numbers = ("memory", "measured", "by the table", "corrected", "error")
     common.print_head(*HEADINGS, numbers=numbers)
     for each in found:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.record [--data DIR] [NAME ...]
 
-Without names, all tables of this machine's accelerator. A recording that was killed goes on where
+Without names, all tables, on the cores of this machine. A recording that was killed goes on where
 it was; a table that is there stays as it is. The micro batches of each setting double until one is
 out of memory; then the edge is bisected until it is known to a sixth. Larger ones are not run: they
 need more memory. Further passes measure all that ran once more, one after the other, so that a
@@ -29,9 +29,8 @@ from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import Machine, find_machine
 from dsat.inputs.settings import BY_SIMULATION
-from dsat.inputs.switches import CHECKPOINTING, is_switch
 from dsat.memory import anchors
-from dsat.space.overrides import overrides_for, script_args_for
+from dsat.space.overrides import overrides_for
 from dsat.tuning.journal import Journal
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
@@ -72,9 +71,6 @@ TWO_SLOTS = tuple(
         stage3_param_persistence_threshold=[10**5, 0],
     )
 )
-CHECKPOINTED = tuple(
-    {**settings, CHECKPOINTING: is_on} for settings in TWO_SLOTS[:7:2] for is_on in (False, True)
-)
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,6 @@ class Spec:
     """A table to record.
 
     Attributes:
-        accelerator: where it is recorded.
         model, side: of the program (`--model`, `--side`).
         slot_memory_bytes: what the slot may use; small enough that the grid ends in out of memory.
         config: keys of the DeepSpeed configuration besides the optimizer.
@@ -95,7 +90,6 @@ class Spec:
     """
 
     name: str
-    accelerator: str
     model: str
     side: int
     slot_memory_bytes: int
@@ -111,41 +105,27 @@ class Spec:
     def ds_config(self) -> dict[str, Any]:
         return {"train_micro_batch_size_per_gpu": 1, "optimizer": OPTIMIZER, **self.config}
 
-    @property
-    def switches(self) -> dict[str, bool]:
-        """The script's own switches that the settings differ in, as its user has them."""
-        found = {key for settings in self.settings for key in settings if is_switch(key)}
-        return dict.fromkeys(found, False)
 
-
-# At least ten steps, and ever more of them until the interval is narrow.
-_LONG = (START_STEP, START_STEP + 9, 15)
-
-
-def _two_slots(name: str, model: str, side: int, memory_bytes: int, **rest: Any) -> Spec:
-    """Return a table with real communication."""
-    about = {"passes": 2, "slots": 2, "steps": _LONG, "interval": 0.03, "settings": TWO_SLOTS}
-    return Spec(name, "cpu", model, side, memory_bytes, **{**about, **rest})
-
-
-_BF16 = {"bf16": {"enabled": True}}
 SPECS = (
-    Spec("cpu-gpt2-small", "cpu", "gpt2-small", 16, int(3.5 * GIB), passes=3),
-    Spec("cpu-gpt-wide", "cpu", "gpt-wide", 16, int(2.65 * GIB), largest=32, passes=3),
-    Spec("cpu-resnet50", "cpu", "resnet50", 64, int(0.9 * GIB), passes=3),
-    Spec("cpu-gpt2-small-lora", "cpu", "gpt2-small-lora", 16, int(1.2 * GIB), passes=3),
-    # The gradients' accumulation is limited by the batch; all stages fit.
-    _two_slots(
-        "cpu2-gpt-fixed-batch", "gpt-5m", 32, 640 * MIB, config={"train_batch_size": 64}, largest=16
+    Spec("cpu-gpt2-small", "gpt2-small", 16, int(3.5 * GIB), passes=3),
+    Spec("cpu-gpt-wide", "gpt-wide", 16, int(2.65 * GIB), largest=32, passes=3),
+    Spec("cpu-resnet50", "resnet50", 64, int(0.9 * GIB), passes=3),
+    Spec("cpu-gpt2-small-lora", "gpt2-small-lora", 16, int(1.2 * GIB), passes=3),
+    # With real communication, and accumulation that is limited by the batch; all stages fit. At
+    # least ten steps, and ever more of them until the interval is narrow.
+    Spec(
+        "cpu2-gpt-fixed-batch",
+        "gpt-5m",
+        32,
+        640 * MIB,
+        config={"train_batch_size": 64},
+        settings=TWO_SLOTS,
+        largest=16,
+        passes=2,
+        slots=2,
+        steps=(START_STEP, START_STEP + 9, 15),
+        interval=0.03,
     ),
-    # Stage 0 does not fit, the stages above with ever more samples.
-    _two_slots("cpu2-gpt-stage3", "gpt-25m", 32, 480 * MIB, largest=16),
-    _two_slots("cpu2-gpt-checkpointing", "gpt-5m", 64, 400 * MIB, settings=CHECKPOINTED),
-    _two_slots("cpu2-gpt-lora", "gpt-25m-lora", 32, 400 * MIB, largest=32),
-    Spec("gpu-gpt2-small", "cuda", "gpt2-small", 512, 16 * GIB, _BF16),
-    Spec("gpu-gpt2-medium", "cuda", "gpt2-medium", 512, 24 * GIB, _BF16),
-    Spec("gpu-gpt-1.3b", "cuda", "gpt-1.3b", 512, 80 * GIB, _BF16),
-    Spec("gpu-resnet50", "cuda", "resnet50", 224, 16 * GIB, _BF16),
 )
 
 
@@ -260,8 +240,7 @@ def _profile(spec: Spec, engine: LocalEngine, numbers: Iterator[int]) -> Outcome
     outcome = Outcome(OutcomeKind.OOM)
     for stage in STAGES:
         own = next((one for one in spec.settings if one["stage"] == stage), {"stage": stage})
-        settings = {**own, **spec.switches}
-        trial = _trial(spec, next(numbers), TrialKind.PROFILE, settings, 1)
+        trial = _trial(spec, next(numbers), TrialKind.PROFILE, own, 1)
         outcome = _run(engine, trial, f"the profile in stage {stage}")
         if outcome.ok:
             break
@@ -295,7 +274,6 @@ def _header(
             "passes": spec.passes,
             "measured steps": f"{spec.steps[1] - spec.steps[0] + 1} to {spec.steps[2]}",
         },
-        switches=spec.switches,
     )
 
 
@@ -327,7 +305,6 @@ def _trial(
         int(settings.get("stage", 0)),
         batch,
         overrides_for(settings, batch),
-        script_args=script_args_for(settings),
     )
 
 
@@ -335,8 +312,7 @@ def _trial(
 def _engine(spec: Spec, machine: Machine) -> Iterator[LocalEngine]:
     """Give an engine whose folder is thrown away."""
     command = ["python3", str(PROGRAM), "--model", spec.model, "--side", str(spec.side)]
-    command += ["--steps", "1000", f"--{CHECKPOINTING}", "False"]
-    command += ["--deepspeed", "--deepspeed_config", "ds_config.json"]
+    command += ["--steps", "1000", "--deepspeed", "--deepspeed_config", "ds_config.json"]
     start, end, most = spec.steps
     options = TrialOptions(
         timeout_s=600.0,
@@ -363,13 +339,10 @@ def main() -> None:
     args = parser.parse_args()
     common.choose(args.names, known, parser)
     machine = find_machine()
-    for spec in SPECS:
+    if not machine.is_cpu:
+        sys.exit(f"the tables are of processor cores, and this is {machine.describe()}")
+    for spec in (spec for spec in SPECS if spec.name in (args.names or known)):
         path = args.data / f"{spec.name}{tables.SUFFIX}.gz"
-        is_here = spec.accelerator == machine.accelerator
-        if not (spec.name in args.names if args.names else is_here):
-            continue
-        if not is_here:
-            sys.exit(f"{spec.name} is for {spec.accelerator}, and this is {machine.describe()}")
         if path.exists():
             print(f"{path}: recorded before")
         else:

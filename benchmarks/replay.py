@@ -107,7 +107,7 @@ def play(table: Workload, tuner: str, seed: int, max_trials: int, *, noisy: bool
     if ledger.recommended is not None:
         recommended = (table.answer(ledger.recommended).value(OBJECTIVE) or 0.0) / best
     took_s = sum(outcome.duration_s for outcome in (*ledger.outcomes, *ledger.finals))
-    own_s = table.answer({**table.header.ds_config, **table.header.switches}).duration_s
+    own_s = table.answer(table.header.ds_config).duration_s
     return Episode(
         table=table.header.name,
         tuner=tuner,

@@ -68,8 +68,7 @@ def plan_of(table: Workload, method: str, *, seed: int = 0, max_trials: int = 50
         own_batch=ds_config.resolve_batch(header.ds_config, header.slots, where=header.name),
         slot_memory_bytes=header.slot_memory_bytes,
         max_micro_batch=table.cap,
-        choices={k: v for k, v in table.choices.items() if k not in header.switches},
-        switches=header.switches,
+        choices=table.choices,
         train_batch_size=header.train_batch_size,
         fix=tuple(name for name in KNOB_NAMES if name not in table.choices),
         ramp=True,
@@ -83,20 +82,17 @@ def search_ledger(ledger: Ledger, plan: Plan) -> Run:
     """Run a whole search whose trials are entered into a ledger, and what it recommends."""
     header = ledger.table.header
 
-    def config_of(trial: Trial) -> dict[str, Any]:
-        return {**plan.config(trial.overrides), **header.switches, **trial.script_args}
-
     def outcome_of(trial: Trial) -> Outcome:
         if trial.kind is TrialKind.PROFILE:
             return ledger.profile()
         again = trial.kind is TrialKind.FINAL
-        outcome = (ledger.run_again if again else ledger.run)(config_of(trial))
+        outcome = (ledger.run_again if again else ledger.run)(plan.config(trial.overrides))
         return replace(outcome, profile=header.profile if trial.profiles else None)
 
     basis = None if header.memory is None else Basis.from_json(dict(header.memory))
     run = search(plan, outcome_of, basis=basis)
     if run.best is not None:
-        ledger.recommended = config_of(run.best)
+        ledger.recommended = plan.config(run.best.overrides)
     return run
 
 

@@ -23,14 +23,14 @@ import os
 import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dsat.inputs import ds_config
 from dsat.space import knobs
-from dsat.space.overrides import overrides_for, script_args_for
+from dsat.space.overrides import overrides_for
 from dsat.values.objective import Objective
 from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple
@@ -60,7 +60,6 @@ class Header:
         about: for people: machine, versions, date, the steps that were measured.
         memory: what dsat predicts memory from (`dsat.memory.predictor.Basis`), simulated on
             the same machine; None if it was not.
-        switches: the script's own switches that settings may name, as its user has them.
     """
 
     name: str
@@ -72,7 +71,6 @@ class Header:
     profile_duration_s: float
     about: Mapping[str, Any]
     memory: Mapping[str, Any] | None = None
-    switches: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def train_batch_size(self) -> int | None:
@@ -223,8 +221,7 @@ class Table:
     @property
     def profile_outcome(self) -> Outcome:
         """The outcome of the profile trial, which used what one sample does in stage 0."""
-        first = {"stage": 0, **self.header.switches}
-        row = next((r for r in self.rows if (r.settings, r.micro_batch) == (first, 1)), None)
+        row = next((r for r in self.rows if (r.settings, r.micro_batch) == ({"stage": 0}, 1)), None)
         return Outcome(
             OutcomeKind.OK,
             memory=None if row is None else row.outcome.memory,
@@ -233,9 +230,8 @@ class Table:
         )
 
     def config(self, settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
-        """Return the DeepSpeed configuration of settings and batch sizes, with switches."""
-        config = ds_config.for_use(self.header.ds_config, overrides_for(settings, batch))
-        return {**config, **self.header.switches, **script_args_for(settings)}
+        """Return the DeepSpeed configuration of settings and batch sizes."""
+        return ds_config.for_use(self.header.ds_config, overrides_for(settings, batch))
 
     def answer(self, config: Mapping[str, Any]) -> Outcome:
         """Return the outcome of a trial of a whole DeepSpeed configuration.
@@ -246,7 +242,6 @@ class Table:
         batch = ds_config.resolve_batch(config, self.header.slots, where="the configuration")
         strategy = of_config(config)
         zero = {**knobs.defaults(strategy.stage), **(config.get("zero_optimization") or {})}
-        zero |= {name: config.get(name, own) for name, own in self.header.switches.items()}
         if strategy.stage > 0 and zero["contiguous_gradients"]:
             bucket_bytes = zero["reduce_bucket_size"] * self.header.profile.param_bytes
             if bucket_bytes > self.header.slot_memory_bytes:
