@@ -28,7 +28,10 @@ _ALL = "not nightly and not cluster"
 _CHUNK_S = 60.0  # of tests, as long as they took without a mutation, in one process
 _PATIENCE = 5  # times as long: other programs may be running
 _CACHE = ROOT / ".cache" / "mutants"
+# DeepSpeed compiles its operators once, not once per copy.
+_OPERATORS = {"TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions")}
 _OWN_TEST = Path("tests", "test_mutants.py")  # any mutation fails it
+_running = set[int]()  # process groups of tests
 _later_s = itertools.count(1)
 
 Results = Mapping[str, tuple[float, bool]]  # seconds and failure, by test
@@ -61,9 +64,13 @@ def main() -> int:
     if given.list:
         print("\n".join(f"{each.id}: {each.path}: {each.rule}" for each in chosen))
         return 0
-    with tempfile.TemporaryDirectory(prefix="mut") as folder:
-        tests, results = _tests_of(mutations, Path(folder), given)
-        verdicts = list(_run_all(chosen, tests, results, Path(folder), given.jobs))
+    with tempfile.TemporaryDirectory(prefix="mut", ignore_cleanup_errors=True) as folder:
+        try:
+            tests, results = _tests_of(mutations, Path(folder), given)
+            verdicts = list(_run_all(chosen, tests, results, Path(folder), given.jobs))
+        finally:  # interrupted, perhaps
+            for group in _running:
+                os.killpg(group, signal.SIGKILL)
     _print_table(verdicts)
     return any(each.state == "SURVIVED" for each in verdicts)
 
@@ -128,22 +135,22 @@ def _pytest(
     process = subprocess.Popen(
         command,
         cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy), **variables},
+        env={**_OPERATORS, **os.environ, "PYTHONPATH": str(copy), **variables},
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr if timeout_s is None else subprocess.DEVNULL,
         stderr=subprocess.STDOUT if timeout_s is None else subprocess.DEVNULL,
         start_new_session=True,
     )
+    _running.add(process.pid)
     try:
-        return process.wait(timeout_s)
-    except BaseException as error:
+        status = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        if isinstance(error, subprocess.TimeoutExpired):
-            return None
-        raise
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
+        status = None
+    _running.discard(process.pid)
+    shutil.rmtree(base, ignore_errors=True)
+    return status
 
 
 # -- mutants
