@@ -8,6 +8,7 @@ which it runs; the statements that read it are recorded in its place.
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,19 +39,19 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 def instrument(copy: Path, mutations: Sequence[Mutation], record: Path) -> None:
     """Make a copy of the repository record into a file which tests reach the mutated lines."""
     sources = {path: path.read_text(encoding="utf-8") for path in (copy / "dsat").rglob("*.py")}
-    modules = {path: _Module(text) for path, text in sources.items()}
+    parsed = functools.cache(lambda path: _Module(sources[path]))
     calls: dict[Path, set[tuple[int, int]]] = defaultdict(set)
     for number, mutation in enumerate(mutations):
         path = copy / mutation.path
-        line = mutation.line(sources[path]) + 1
-        statement = modules[path].statement(line)
-        if modules[path].is_in_function(statement):
-            calls[path].add((modules[path].place(statement), number))
+        module = parsed(path)
+        statement = module.statement(mutation.line(sources[path]) + 1)
+        if module.is_in_function(statement):
+            calls[path].add((module.place(statement), number))
             continue
         names = _assigned(statement)
-        for other, module in modules.items():
-            if other == path or any(name in sources[other] for name in names):
-                calls[other] |= {(place, number) for place in module.readers(set(names))}
+        for other, text in sources.items():
+            if any(name in text for name in names):
+                calls[other] |= {(place, number) for place in parsed(other).readers(names)}
     for path, found in calls.items():
         lines = sources[path].splitlines(keepends=True)
         for place, number in sorted(found, reverse=True):
@@ -88,9 +89,12 @@ class _Module:
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines()
         self._tree = ast.parse(text)
-        self._parents: dict[ast.AST, ast.AST] = {
-            child: node for node in ast.walk(self._tree) for child in ast.iter_child_nodes(node)
-        }
+        self._parents: dict[ast.AST, ast.AST] = {}
+        self._named: dict[str, list[ast.expr]] = defaultdict(list)
+        for node in ast.walk(self._tree):
+            self._parents |= dict.fromkeys(ast.iter_child_nodes(node), node)
+            if isinstance(node, (ast.Name, ast.Attribute)):
+                self._named[node.id if isinstance(node, ast.Name) else node.attr].append(node)
 
     def statement(self, line: int) -> ast.stmt:
         """Return the innermost statement with a line; an `elif` is part of its `if`."""
@@ -119,19 +123,18 @@ class _Module:
         body = node.body
         return _first_line(body[1 if ast.get_docstring(node) and len(body) > 1 else 0])
 
-    def readers(self, names: set[str]) -> Iterator[int]:
+    def readers(self, names: Iterable[str]) -> Iterator[int]:
         """Yield the places of statements in functions that read a constant, if only indirectly."""
-        names, reading = set(names), set[ast.stmt]()
-        size = -1
-        while len(names) > size:
-            size = len(names)
-            for node in ast.walk(self._tree):
-                if _name_of(node) in names:
-                    statement = self.statement(node.lineno)  # type: ignore[attr-defined]
-                    reading.add(statement)
-                    if not self.is_in_function(statement):
-                        names |= set(_assigned(statement))
-        return (self.place(node) for node in reading if self.is_in_function(node))
+        waiting, known = list(names), set(names)
+        while waiting:
+            for node in self._named[waiting.pop()]:
+                statement = self.statement(node.lineno)
+                if self.is_in_function(statement):
+                    yield self.place(statement)
+                else:
+                    more = set(_assigned(statement)) - known
+                    known |= more
+                    waiting += more
 
     def _ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         while node in self._parents:
@@ -142,12 +145,6 @@ class _Module:
 def _first_line(node: ast.stmt) -> int:
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     return min([node.lineno, *(each.lineno for each in decorators)])
-
-
-def _name_of(node: ast.AST) -> str | None:
-    if isinstance(node, ast.Name):
-        return node.id
-    return node.attr if isinstance(node, ast.Attribute) else None
 
 
 def _assigned(statement: ast.stmt) -> list[str]:
