@@ -263,12 +263,12 @@ class Row:
 
     @property
     def is_seldom_worse(self) -> bool:
-        return self.worse <= MOST_WORSE + _two_errors(MOST_WORSE, len(self.results))
+        return self.worse <= MOST_WORSE + two_errors(MOST_WORSE, len(self.results))
 
     @property
     def is_covered(self) -> bool:
         covered, count = self.covered, len(self.results)
-        return covered is None or covered >= LEAST_COVERED - _two_errors(LEAST_COVERED, count)
+        return covered is None or covered >= LEAST_COVERED - two_errors(LEAST_COVERED, count)
 
     @property
     def meets(self) -> bool:
@@ -301,7 +301,8 @@ HEADINGS = (
 )
 
 
-def _two_errors(share: float, count: int) -> float:
+def two_errors(share: float, count: int) -> float:
+    """Return two standard errors of a share of so many runs."""
     return 2 * math.sqrt(share * (1 - share) / count)
 
 
