@@ -10,7 +10,7 @@ from benchmarks.ledger import OBJECTIVE, Ledger
 from benchmarks.peers import PEERS, player
 from benchmarks.replay import play
 from benchmarks.tables import Table
-from tests.benchmarks.conftest import PARAMS, SAMPLE_BYTES, SLOT_BYTES, config_of
+from tests.benchmarks.conftest import HEADER, config_of
 
 # DeepSpeed's autotuner leaves files open, and Determined deprecates parts of its own.
 pytestmark = pytest.mark.filterwarnings(
@@ -54,8 +54,10 @@ def test_every_tuner_runs_and_finds_something(table: Table, name: str) -> None:
 @pytest.mark.parametrize("method", ["asha", "binary"])
 def test_determined_begins_in_the_middle_of_its_own_prediction(table: Table, method: str) -> None:
     (stage, size, gas), second, *_ = _asked(table, f"Determined {method}")
-    # 16 bytes for each parameter of a model in fp32, and one sample's activations.
-    predicted = (SLOT_BYTES - 16 * PARAMS - SAMPLE_BYTES) // SAMPLE_BYTES
+    # 16 bytes for each parameter, and one sample's activations.
+    profile = HEADER.profile
+    sample = profile.activation_bytes_per_sample
+    predicted = (profile.slot_memory_bytes - 16 * profile.num_params - sample) // sample
     assert (size, gas) == ((1 + predicted) // 2, 1)
     assert second[0] == stage and second[1] != size
 
