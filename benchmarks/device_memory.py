@@ -1,13 +1,13 @@
 """Predicted against allocated memory, of the examples and of two ranks: prints a table.
 
-    python -m benchmarks.gpu.predicted_memory [NAME ...] [--null] [--trials]
+    python -m benchmarks.device_memory [NAME ...] [--null]
 
 Bars: off by at most 1 % in the median and 3 % at worst, and no trial out of memory.
 
 Each script is estimated by `dsat estimate` and then searched by `random` with a limit of 2 GiB a
 slot. With --null devices keep books of their memory and compute nothing (`testing/null_cuda`):
 torch's allocator and DeepSpeed are real, what kernels take for themselves is left out. Told are
-errors relative to what the allocator held at its peak; with --trials of every trial as well:
+errors relative to what the allocator held at its peak:
 
 - predicted: by the search, which has learned from the trials before, the profile at least; the bars
   are for this.
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import common, searching
-from benchmarks.common import MIB, ROOT
+from benchmarks.common import ROOT
 from dsat.memory.predictor import MemoryModel
 from dsat.tuning.run import Run
 from dsat.values.outcome import OutcomeKind
@@ -142,7 +142,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SCRIPTS)}")
     parser.add_argument("--null", action="store_true", help="on a CUDA without a device")
-    parser.add_argument("--trials", action="store_true", help="a line for each trial")
     arguments = parser.parse_args(argv)
     common.choose(arguments.names, list(SCRIPTS), parser)
     common.print_explanation(__doc__)
@@ -154,11 +153,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         for script in arguments.names or SCRIPTS:
             folder = Path(tempfile.mkdtemp(dir=name))
-            ended_well &= _compare(script, folder, null=arguments.null, trials=arguments.trials)
+            ended_well &= _compare(script, folder, null=arguments.null)
     return 0 if ended_well else 1
 
 
-def _compare(name: str, folder: Path, *, null: bool, trials: bool) -> bool:
+def _compare(name: str, folder: Path, *, null: bool) -> bool:
     """Print the row of a script, and tell whether both commands ended well."""
     script, env, run_dir = SCRIPTS[name], {"XDG_CACHE_HOME": str(folder)}, folder / "run"
     if null:
@@ -173,9 +172,6 @@ def _compare(name: str, folder: Path, *, null: bool, trials: bool) -> bool:
         return False
     run = searching.run_in(run_dir)
     found = of_run(run)
-    for one in found if trials else ():
-        errors = ", ".join(f"{error:+.2%}" for error in one.errors)
-        print(f"{one.trial.name}: {one.allocated / MIB:.1f} MiB, {errors}", file=sys.stderr)
     predicted, simulated = zip(*(one.errors for one in found), strict=True)
     reserved = max(one.reserved / one.allocated for one in found)
     lost = [o.kind for o in run.outcomes.values()].count(OutcomeKind.OOM)
