@@ -22,8 +22,7 @@ _PEERS: dict[str, tuple[str, str | None]] = {
     **{f"dsat {method}": ("benchmarks.searching", method) for method in SEARCHES},
     **{f"Determined {method}": (f"{__name__}.determined_dsat", method) for method in _DETERMINED},
     "DeepSpeed fast": (f"{__name__}.deepspeed_autotuner", None),
-    "Optuna TPE": (f"{__name__}.optuna_samplers", "TPE"),
-    "Optuna GP": (f"{__name__}.optuna_samplers", "GP"),
+    "Optuna TPE": (f"{__name__}.optuna_sampler", None),
     "no search": (f"{__name__}.no_search", None),
 }
 PEERS = tuple(_PEERS)

@@ -19,9 +19,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning",
 )
 
-# The GP sampler needs SciPy, which `make bench` installs; it differs from TPE in a class name.
-PLAYED = [name for name in PEERS if name != "Optuna GP"]
-
 
 def _asked(table: Table, name: str, max_trials: int = 30) -> list[tuple[int, int, int]]:
     """Stage, micro batch and accumulation of the trials that follow the profile."""
@@ -42,7 +39,7 @@ def _asked(table: Table, name: str, max_trials: int = 30) -> list[tuple[int, int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLAYED)
+@pytest.mark.parametrize("name", PEERS)
 def test_every_tuner_runs_and_finds_something(table: Table, name: str) -> None:
     episode = play(table, name, 1, 30, noisy=False)
     assert episode.best_after(30) > 0.6

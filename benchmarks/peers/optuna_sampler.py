@@ -1,4 +1,4 @@
-"""Optuna's samplers with their defaults, over the space that dsat searches and behind its gate.
+"""Optuna's TPE sampler with its defaults, over the space that dsat searches and behind its gate.
 
 The micro batch is a part of the room that is predicted to be left, on a logarithmic axis. Out of
 memory counts as a throughput of zero.
@@ -6,20 +6,15 @@ memory counts as a throughput of zero.
 
 from __future__ import annotations
 
-import warnings
-
 import optuna
 
 from benchmarks.ledger import OBJECTIVE, BudgetSpent, Ledger
 from benchmarks.peers.gate import Gated
 
-_SAMPLERS = {"TPE": optuna.samplers.TPESampler, "GP": optuna.samplers.GPSampler}
 
-
-def play(sampler: str, ledger: Ledger, seed: int, max_trials: int) -> None:
-    """Runs a study of as many trials as the budget leaves after the profile and the own one."""
+def play(ledger: Ledger, seed: int, max_trials: int) -> None:
+    """Run a study of as many trials as the budget leaves after the profile and the own one."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     gated = Gated(ledger)
     space = gated.space
 
@@ -40,5 +35,6 @@ def play(sampler: str, ledger: Ledger, seed: int, max_trials: int) -> None:
             trial.study.stop()
             return 0.0
 
-    study = optuna.create_study(direction="maximize", sampler=_SAMPLERS[sampler](seed=seed))
+    sampler = optuna.samplers.TPESampler(seed=seed)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
     study.optimize(throughput, n_trials=4 * max_trials)
