@@ -123,7 +123,8 @@ def compare(case: Case, folder: Path, pairs: int) -> Compared:
     )
     with prepared(settings) as ready:
         pass  # nothing has been acquired that a trial needs
-    batch, found, steps_ms = ready.plan.own_batch, [], []
+    batch, steps_ms = ready.plan.own_batch, list[float]()
+    found: list[tuple[float, float]] = []
 
     def measure() -> float:
         number = len(steps_ms)

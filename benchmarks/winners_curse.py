@@ -19,7 +19,7 @@ import math
 import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -178,25 +178,22 @@ def search(method: str, world: World, seed: int, **changes: Any) -> Result:
     """
     machine = Machine(world, seed)
     zero = {"stage": 1, "reduce_bucket_size": BUCKETS[0], "contiguous_gradients": True}
-    options: dict[str, Any] = {
-        "max_trials": MOST_TRIALS,
-        "base_config": {"train_micro_batch_size_per_gpu": BATCH, "zero_optimization": zero},
-        "choices": {"reduce_bucket_size": BUCKETS},
-        "search_options": METHODS[method],
-        "finals": None,
-    }
     plan = Plan(
         method=method,
         metric="throughput",
+        max_trials=MOST_TRIALS,
         zero_stages=(1,),
         seed=seed,
         slots_per_trial=1,
+        base_config={"train_micro_batch_size_per_gpu": BATCH, "zero_optimization": zero},
         own_batch=BatchTriple(BATCH, BATCH, 1),
         micro_batches=(BATCH,),
+        choices={"reduce_bucket_size": BUCKETS},
         memory_model="none",
-        **{**options, **changes},
+        search_options=METHODS[method],
+        finals=None,
     )
-    run = searching.search(plan, machine.outcome)
+    run = searching.search(replace(plan, **changes), machine.outcome)
     assert run.best is not None and run.baseline is not None and run.leader is not None
     own, own_value = machine.speed(run.baseline), run.value(run.baseline)
     value = run.value(run.leader)

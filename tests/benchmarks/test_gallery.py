@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gallery
+from benchmarks import common, gallery
 from benchmarks.gallery import MEASURED, PREDICTED
 from dsat.app import estimate
 from dsat.cli import settings_from_argv
@@ -43,7 +43,7 @@ def test_the_rows_are_what_the_formula_says_today(
     for command in {row.command for row in gallery.known() if row.model == name}:
         settings = settings_from_argv.parse(shlex.split(command)[1:])
         assert isinstance(settings, EstimateSettings) and settings.hf_config is not None
-        config = str(gallery.ROOT / settings.hf_config)
+        config = str(common.ROOT / settings.hf_config)
         lines = {
             line.strategy.label: line
             for line in estimate.estimate(replace(settings, hf_config=config)).lines
