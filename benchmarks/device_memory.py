@@ -33,7 +33,6 @@ from benchmarks.common import ROOT
 from dsat.memory.predictor import MemoryModel
 from dsat.tuning.run import Run
 from dsat.values.outcome import OutcomeKind
-from dsat.values.trial import Trial
 from testing.null_cuda import Device, NullCuda, build
 
 _EXAMPLES = ROOT / "examples"
@@ -96,23 +95,22 @@ SCRIPTS: Mapping[str, Script] = {
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """What was predicted of a trial, and what it used, in bytes."""
+class Errors:
+    """Of predictions of a trial's memory, relative to what it allocated.
 
-    trial: Trial
-    predicted: int
-    simulated: int
-    allocated: int
-    reserved: int
+    Attributes:
+        predicted: by the search.
+        simulated: by the simulations alone.
+        reserved: by the allocator, beyond what was allocated.
+    """
 
-    @property
-    def errors(self) -> tuple[float, float]:
-        """Of what the search predicted, and of the simulations, relative to what was used."""
-        return self.predicted / self.allocated - 1, self.simulated / self.allocated - 1
+    predicted: float
+    simulated: float
+    reserved: float
 
 
-def of_run(run: Run) -> list[Predicted]:
-    """Return the trials of a search that ran and of which something was predicted."""
+def of_run(run: Run) -> dict[int, Errors]:
+    """Return the errors of the trials that ran and of which something was predicted, by id."""
     assert run.memory_basis is not None and run.profile is not None
     model = MemoryModel(
         run.memory_basis,
@@ -120,21 +118,16 @@ def of_run(run: Run) -> list[Predicted]:
         limit_bytes=run.profile.slot_memory_bytes,
         on_device=True,
     )
-    found = []
+    found = {}
     for trial in run.trials.values():
-        outcome = run.outcomes[trial.id]
-        if trial.predicted_bytes is None or outcome.memory is None:
+        memory = run.outcomes[trial.id].memory
+        if trial.predicted_bytes is None or memory is None:
             continue
+        allocated = max(memory.allocated_bytes.values())
         shape = model.shape(run.plan.config(trial.overrides), trial.script_args)
-        found.append(
-            Predicted(
-                trial,
-                trial.predicted_bytes,
-                model.predicted_bytes(shape, trial.batch.micro_batch),
-                max(outcome.memory.allocated_bytes.values()),
-                max(outcome.memory.reserved_bytes.values()),
-            )
-        )
+        simulated = model.predicted_bytes(shape, trial.batch.micro_batch)
+        sizes = trial.predicted_bytes, simulated, max(memory.reserved_bytes.values())
+        found[trial.id] = Errors(*(size / allocated - 1 for size in sizes))
     return found
 
 
@@ -171,13 +164,13 @@ def _compare(name: str, folder: Path, *, null: bool) -> bool:
         common.print_row(name, said, "the search failed", "", "", "", "", "**missed**")
         return False
     run = searching.run_in(run_dir)
-    found = of_run(run)
-    predicted, simulated = zip(*(one.errors for one in found), strict=True)
-    reserved = max(one.reserved / one.allocated for one in found)
+    found = list(of_run(run).values())
+    predicted, simulated = ([getattr(e, n) for e in found] for n in ("predicted", "simulated"))
+    reserved = max(each.reserved for each in found)
     lost = [o.kind for o in run.outcomes.values()].count(OutcomeKind.OOM)
     met = "met" if estimated and not lost and _is_met(predicted) else "**missed**"
     errors_of = _errors(predicted), _errors(simulated)
-    common.print_row(name, said, len(found), lost, *errors_of, f"{reserved - 1:.1%} more", met)
+    common.print_row(name, said, len(found), lost, *errors_of, f"{reserved:.1%} more", met)
     return estimated
 
 

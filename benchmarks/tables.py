@@ -20,7 +20,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +41,6 @@ SUFFIX = ".jsonl"
 START_STEP = 2  # the first one measured: there is no time to waste
 # Sizes that count for no more than the model has parameters.
 _AT_MOST_THE_MODEL = ("sub_group_size",)
-APART = "passes are apart by"
 _OUT_OF_MEMORY = "beyond what was recorded to run"
 
 
@@ -111,19 +109,6 @@ def fold(rows: Iterable[Row]) -> list[Row]:
     The lower one of an even number. Out of memory counts as the least.
     """
     return [sorted(same, key=_throughput)[(len(same) - 1) // 2] for same in _passes(rows)]
-
-
-def spread(rows: Iterable[Row]) -> float | None:
-    """Return how far the passes of a trial are apart, least to most, by the median.
-
-    In the middle of all trials that ran in several passes; None if there are none.
-    """
-    found = []
-    for same in _passes(rows):
-        values = sorted(value for row in same if (value := _throughput(row)) > 0)
-        if len(values) > 1:
-            found.append((values[-1] - values[0]) / statistics.median(values))
-    return statistics.median(found) if found else None
 
 
 def _passes(rows: Iterable[Row]) -> Iterable[list[Row]]:
@@ -375,9 +360,6 @@ def compress(path: Path) -> Path:
     """Fold and compress a finished table, to the same bytes each time; return the new file."""
     target = path.with_name(path.name + ".gz")
     header, rows = _read(path)
-    apart = spread(rows)
-    if apart is not None:
-        header = replace(header, about={**header.about, APART: f"{apart:.1%}"})
     _write(target, header, fold(rows))
     return target
 

@@ -170,9 +170,9 @@ def _searched(
     first_s = min(ended_s for ended_s in run.ended_at_s.values() if ended_s is not None)
     report.note("first figure of the own configuration (s)", round(first_s - began_s, 1))
     report.note("gain", dsat.load_run(run_dir).gain)
-    errors = {}
+    errors: dict[int, float] = {}
     if run.memory_basis is not None:  # memory was simulated
-        errors = {each.trial.id: each.errors[0] for each in device_memory.of_run(run)}
+        errors = {n: each.predicted for n, each in device_memory.of_run(run).items()}
     for trial in run.trials.values():
         outcome, batch = run.outcomes[trial.id], trial.batch
         name = f"{trial.name}, stage {trial.stage}, {batch.micro_batch} x {batch.gas}"

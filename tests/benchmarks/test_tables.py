@@ -96,8 +96,6 @@ def test_of_several_passes_a_table_has_the_median(table: Table) -> None:
     three, two = measured(3.0), measured(2.0)
     assert tables.fold([three, other, measured(5.0), two]) == [three, other]
     assert tables.fold([three, two]) == tables.fold([lost, three, two]) == [two]
-    assert tables.spread([three, two]) == pytest.approx(0.4)
-    assert tables.spread([three, other, lost]) is None
 
 
 def test_a_table_is_folded_and_read_as_it_was_written(table: Table, tmp_path: Path) -> None:
@@ -108,7 +106,7 @@ def test_a_table_is_folded_and_read_as_it_was_written(table: Table, tmp_path: Pa
     assert tables.compress(path).read_bytes() == first
     [again] = tables.read_all(tmp_path)
     assert again.rows == tables.read(path).rows == table.rows
-    assert again.header.about == {**HEADER.about, tables.APART: "0.0%"}
+    assert again.header == HEADER
 
 
 def test_what_was_recorded_is_answered_as_it_was(table: Table) -> None:
