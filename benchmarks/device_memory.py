@@ -1,13 +1,13 @@
 """Predicted against allocated memory, of the examples and of two ranks: prints a table.
 
-    python -m benchmarks.gpu.predicted_memory [NAME ...] [--null] [--trials]
+    python -m benchmarks.device_memory [NAME ...] [--null]
 
 Bars: off by at most 1 % in the median and 3 % at worst, and no trial out of memory.
 
 Each script is estimated by `dsat estimate` and then searched by `random` with a limit of 2 GiB a
 slot. With --null devices keep books of their memory and compute nothing (`testing/null_cuda`):
 torch's allocator and DeepSpeed are real, what kernels take for themselves is left out. Told are
-errors relative to what the allocator held at its peak; with --trials of every trial as well:
+errors relative to what the allocator held at its peak:
 
 - predicted: by the search, which has learned from the trials before, the profile at least; the bars
   are for this.
@@ -29,11 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import common, searching
-from benchmarks.common import MIB, ROOT
+from benchmarks.common import ROOT
 from dsat.memory.predictor import MemoryModel
 from dsat.tuning.run import Run
 from dsat.values.outcome import OutcomeKind
-from dsat.values.trial import Trial
 from testing.null_cuda import Device, NullCuda, build
 
 _EXAMPLES = ROOT / "examples"
@@ -96,23 +95,22 @@ SCRIPTS: Mapping[str, Script] = {
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """What was predicted of a trial, and what it used, in bytes."""
+class Errors:
+    """Of predictions of a trial's memory, relative to what it allocated.
 
-    trial: Trial
-    predicted: int
-    simulated: int
-    allocated: int
-    reserved: int
+    Attributes:
+        predicted: by the search.
+        simulated: by the simulations alone.
+        reserved: by the allocator, beyond what was allocated.
+    """
 
-    @property
-    def errors(self) -> tuple[float, float]:
-        """Of what the search predicted, and of the simulations, relative to what was used."""
-        return self.predicted / self.allocated - 1, self.simulated / self.allocated - 1
+    predicted: float
+    simulated: float
+    reserved: float
 
 
-def of_run(run: Run) -> list[Predicted]:
-    """Return the trials of a search that ran and of which something was predicted."""
+def of_run(run: Run) -> dict[int, Errors]:
+    """Return the errors of the trials that ran and of which something was predicted, by id."""
     assert run.memory_basis is not None and run.profile is not None
     model = MemoryModel(
         run.memory_basis,
@@ -120,21 +118,16 @@ def of_run(run: Run) -> list[Predicted]:
         limit_bytes=run.profile.slot_memory_bytes,
         on_device=True,
     )
-    found = []
+    found = {}
     for trial in run.trials.values():
-        outcome = run.outcomes[trial.id]
-        if trial.predicted_bytes is None or outcome.memory is None:
+        memory = run.outcomes[trial.id].memory
+        if trial.predicted_bytes is None or memory is None:
             continue
+        allocated = max(memory.allocated_bytes.values())
         shape = model.shape(run.plan.config(trial.overrides), trial.script_args)
-        found.append(
-            Predicted(
-                trial,
-                trial.predicted_bytes,
-                model.predicted_bytes(shape, trial.batch.micro_batch),
-                max(outcome.memory.allocated_bytes.values()),
-                max(outcome.memory.reserved_bytes.values()),
-            )
-        )
+        simulated = model.predicted_bytes(shape, trial.batch.micro_batch)
+        sizes = trial.predicted_bytes, simulated, max(memory.reserved_bytes.values())
+        found[trial.id] = Errors(*(size / allocated - 1 for size in sizes))
     return found
 
 
@@ -142,7 +135,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SCRIPTS)}")
     parser.add_argument("--null", action="store_true", help="on a CUDA without a device")
-    parser.add_argument("--trials", action="store_true", help="a line for each trial")
     arguments = parser.parse_args(argv)
     common.choose(arguments.names, list(SCRIPTS), parser)
     common.print_explanation(__doc__)
@@ -154,11 +146,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         for script in arguments.names or SCRIPTS:
             folder = Path(tempfile.mkdtemp(dir=name))
-            ended_well &= _compare(script, folder, null=arguments.null, trials=arguments.trials)
+            ended_well &= _compare(script, folder, null=arguments.null)
     return 0 if ended_well else 1
 
 
-def _compare(name: str, folder: Path, *, null: bool, trials: bool) -> bool:
+def _compare(name: str, folder: Path, *, null: bool) -> bool:
     """Print the row of a script, and tell whether both commands ended well."""
     script, env, run_dir = SCRIPTS[name], {"XDG_CACHE_HOME": str(folder)}, folder / "run"
     if null:
@@ -172,16 +164,13 @@ def _compare(name: str, folder: Path, *, null: bool, trials: bool) -> bool:
         common.print_row(name, said, "the search failed", "", "", "", "", "**missed**")
         return False
     run = searching.run_in(run_dir)
-    found = of_run(run)
-    for one in found if trials else ():
-        errors = ", ".join(f"{error:+.2%}" for error in one.errors)
-        print(f"{one.trial.name}: {one.allocated / MIB:.1f} MiB, {errors}", file=sys.stderr)
-    predicted, simulated = zip(*(one.errors for one in found), strict=True)
-    reserved = max(one.reserved / one.allocated for one in found)
+    found = list(of_run(run).values())
+    predicted, simulated = ([getattr(e, n) for e in found] for n in ("predicted", "simulated"))
+    reserved = max(each.reserved for each in found)
     lost = [o.kind for o in run.outcomes.values()].count(OutcomeKind.OOM)
     met = "met" if estimated and not lost and _is_met(predicted) else "**missed**"
     errors_of = _errors(predicted), _errors(simulated)
-    common.print_row(name, said, len(found), lost, *errors_of, f"{reserved - 1:.1%} more", met)
+    common.print_row(name, said, len(found), lost, *errors_of, f"{reserved:.1%} more", met)
     return estimated
 
 

@@ -1,11 +1,14 @@
-"""What dsat knows of memory, for tuners that have no such model: the same gate, the same start."""
+"""Tuners that have no memory model of their own: they get dsat's gate, start and size axis."""
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 from typing import Any
 
-from benchmarks.ledger import Ledger
+import optuna
+
+from benchmarks.ledger import OBJECTIVE, BudgetSpent, Ledger
 from benchmarks.searching import plan_of
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
@@ -51,3 +54,45 @@ class Gated:
         outcome = self._ledger.run(self._ledger.table.config(settings, batch))
         self._forecast.learn(overrides_for(settings, batch), {}, outcome)
         return outcome
+
+
+def play_no_search(ledger: Ledger, seed: int, max_trials: int) -> None:
+    """Run the largest micro batch that is predicted to fit in each stage, and no more."""
+    with contextlib.suppress(BudgetSpent):
+        gated = Gated(ledger)
+        for branch in gated.space.branches:
+            settings = branch.settings(0)
+            if largest := gated.largest(settings):
+                gated.run(settings, largest)
+
+
+def play_tpe(ledger: Ledger, seed: int, max_trials: int) -> None:
+    """Run a study of Optuna's TPE sampler with its defaults, over the space that dsat searches.
+
+    The micro batch is a part of the room that is predicted to be left, on a logarithmic axis. Out
+    of memory counts as a throughput of zero.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    gated = Gated(ledger)
+    space = gated.space
+
+    def throughput(trial: optuna.Trial) -> float:
+        number = trial.suggest_categorical("strategy", range(len(space.branches)))
+        branch = space.branches[number]
+        settings = {"stage": branch.strategy.stage, **branch.base}
+        for key, values in branch.knobs:
+            chosen = trial.suggest_categorical(f"{number} {key}", range(len(values)))
+            settings[key] = values[chosen]
+        largest = gated.largest(settings)
+        part = trial.suggest_float("part of the room", 0.0, 1.0)
+        if not largest:
+            return 0.0  # costs nothing
+        try:
+            return gated.run(settings, round(largest**part)).value(OBJECTIVE) or 0.0
+        except BudgetSpent:
+            trial.study.stop()
+            return 0.0
+
+    sampler = optuna.samplers.TPESampler(seed=seed)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    study.optimize(throughput, n_trials=4 * max_trials)
