@@ -209,6 +209,11 @@ def main() -> None:
             mark.touch()
             time.sleep(10_000)
         train(config)
+    elif behaviour == "cannot be forked":
+        parent = Path("/proc/self/cmdline").read_text()
+        if "dsat.engines.local.supervisor" in parent:
+            raise RuntimeError("this library cannot be forked")
+        train(config)
     elif behaviour == "refuses segments":
         # As vLLM's CuMemAllocator does.
         segments = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

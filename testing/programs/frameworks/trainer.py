@@ -2,13 +2,8 @@
 
 from dataclasses import dataclass
 
-from common import model, rows, tokenizer
-from transformers import (
-    DataCollatorForLanguageModeling,
-    HfArgumentParser,
-    Trainer,
-    TrainingArguments,
-)
+from common import Rows, model
+from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 
 @dataclass
@@ -17,16 +12,9 @@ class Choices:
 
 
 choices, args = HfArgumentParser((Choices, TrainingArguments)).parse_args_into_dataclasses()
-words = tokenizer()
-data = rows().map(lambda row: words(row["text"]), remove_columns=["text"])
 net = model()
 if choices.lora:
     from peft import LoraConfig, get_peft_model
 
     net = get_peft_model(net, LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM"))
-Trainer(
-    model=net,
-    args=args,
-    train_dataset=data,
-    data_collator=DataCollatorForLanguageModeling(words, mlm=False),
-).train()
+Trainer(model=net, args=args, train_dataset=Rows()).train()
