@@ -1,15 +1,13 @@
 """Training scripts, what their users type to start them, and what must become of it.
 
 `SCRIPTS` are tuned by `testing/tuned_scripts.py`, `tests/end_to_end` and `make real-scripts`;
-`STYLES` are simulated and measured by `testing/styles.py` and `python -m benchmarks.styles`;
-`documented_commands` reads what the documentation tells to type.
+`STYLES` are simulated and measured by `testing/styles.py` and `python -m benchmarks.styles`.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib.util
-import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -55,20 +53,6 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class OwnFile:
-    """A framework's own file, of which a search writes a changed copy.
-
-    Attributes:
-        micro_batch: the key of the micro batch.
-        variables: that the framework's command lacks on a machine without a GPU.
-    """
-
-    name: str
-    micro_batch: str = "per_device_train_batch_size"
-    variables: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Script:
     """A script as its users start it.
 
@@ -85,9 +69,11 @@ class Script:
         command: the framework's own, in place of `python`.
         needs: a package that is not in every environment.
         packages: of `PACKAGES`, installed beside the environment; in whose folder the script is.
-        make: a script of the folder that makes models and data.
+        make: words that start a script of the folder which makes models and data.
         prepares: patterns of what the script itself makes before its training begins.
-        own_file: that the command names.
+        own_file: that the command names, and of which a search writes a changed copy.
+        batch_key: of the micro batch in it.
+        variables: that the command lacks on a machine without a GPU.
         fails: None if it is tuned.
     """
 
@@ -105,14 +91,10 @@ class Script:
     packages: str = ""
     make: str = ""
     prepares: tuple[str, ...] = ()
-    own_file: OwnFile | None = None
+    own_file: str = ""
+    batch_key: str = "per_device_train_batch_size"
+    variables: Mapping[str, str] = field(default_factory=dict)
     fails: Failure | None = None
-
-    @property
-    def is_installed(self) -> bool:
-        return not self.packages and (
-            not self.needs or importlib.util.find_spec(self.needs) is not None
-        )
 
     def can_start(self, launcher: str, ranks: int) -> bool:
         """Tell if anybody starts such a script so, and it can train on processor cores."""
@@ -167,7 +149,7 @@ _FRAMEWORKS = (
         command="torchrun --nproc-per-node {ranks} -m trl.scripts.sft --config trl.yaml",
         launchers=("python",),
         packages="TRL",
-        own_file=OwnFile("trl.yaml"),
+        own_file="trl.yaml",
         **_OF_FILE,
     ),
     # Its file names a DeepSpeed configuration, which accelerate refuses beside its plugin's, and is
@@ -178,7 +160,7 @@ _FRAMEWORKS = (
         command="FORCE_TORCHRUN=1 NPROC_PER_NODE={ranks} llamafactory-cli train llamafactory.yaml",
         launchers=("python", "torchrun", _FILE, "bash run.sh", SRUN),
         packages="LLaMA-Factory",
-        own_file=OwnFile("llamafactory.yaml"),
+        own_file="llamafactory.yaml",
         **_OF_FILE,
     ),
     Script(
@@ -188,7 +170,9 @@ _FRAMEWORKS = (
         launchers=tuple(name for name in LAUNCHERS if name != _PLUGIN),
         most_ranks=1,  # it asks CUDA for its devices where there are two
         packages="Axolotl",
-        own_file=OwnFile("axolotl.yaml", "micro_batch_size", _AXOLOTL),
+        own_file="axolotl.yaml",
+        batch_key="micro_batch_size",
+        variables=_AXOLOTL,
         **_OF_FILE,
     ),
     Script(
@@ -197,23 +181,28 @@ _FRAMEWORKS = (
         command="NPROC_PER_NODE={ranks} swift sft swift.yaml",
         launchers=("python",),
         packages="ms-swift",
-        own_file=OwnFile("swift.yaml"),
+        own_file="swift.yaml",
         **_OF_FILE,
     ),
 )
 
 
-def _real(name: str, command: str, *prepares: str, suites: tuple[str, ...] = (NIGHTLY,)) -> Script:
-    options = "--max-micro-batch 32 --slots 1"
-    more: dict[str, Any] = {"command": command, "prepares": prepares, "options": options}
-    return Script(name, "", _REAL, launchers=("python",), suites=(REAL, *suites), **more)
+def _real(name: str, command: str, *prepares: str, suite: str = NIGHTLY, **more: Any) -> Script:
+    more = {"folder": _REAL, "options": "--max-micro-batch 32 --slots 1", **more}
+    more |= {"command": command, "prepares": prepares, "launchers": ("python",)}
+    return Script(name, "", suites=(REAL, suite), **more)
 
 
 _REAL_TRAINER = "--output_dir out --report_to none --deepspeed auto.json"
 _REAL_SCRIPTS = (
     _real("cifar", "deepspeed cifar.py --deepspeed"),
     _real("glue", f"python3 glue.py {_REAL_TRAINER} --{_BATCH} 8", "out"),
-    _real("clm", f"deepspeed clm.py {_REAL_TRAINER} --{_BATCH} 2", "out"),
+    _real(
+        "clm",
+        f"deepspeed trainer.py {_REAL_TRAINER} --{_BATCH} 2",
+        "out",
+        folder=PROGRAMS / "frameworks",
+    ),
     _real(
         "gpt",
         "torchrun --standalone --nproc_per_node 1 gpt.py --batch_size 12",
@@ -224,7 +213,27 @@ _REAL_SCRIPTS = (
         "hello",
         "bash hello.sh",
         *("experiments", "experiments/bert.????.??.??.??.??.??", "experiments/*/hparams.json"),
-        suites=(SLOW,),
+        suite=SLOW,
+    ),
+)
+
+_FILES = (  # in tests of their own
+    Script(
+        "checkpoints and trackers",
+        "train.py",
+        PROGRAMS / "saves",
+        config="--deepspeed --deepspeed_config ds_config.json",
+        launchers=("python",),
+        suites=(),
+        make="make.py",
+    ),
+    Script(
+        "files of its own",
+        "train.py",
+        PROGRAMS / "rotates",
+        launchers=("python",),
+        suites=(),
+        make="train.py --make",
     ),
 )
 
@@ -279,7 +288,9 @@ _FAILING = (
     ),
 )
 
-SCRIPTS: Mapping[str, Script] = {s.name: s for s in (*_FRAMEWORKS, *_REAL_SCRIPTS, *_FAILING)}
+SCRIPTS: Mapping[str, Script] = {
+    s.name: s for s in (*_FRAMEWORKS, *_REAL_SCRIPTS, *_FILES, *_FAILING)
+}
 
 
 def of_suite(suite: str, *, failing: bool = False) -> list[Script]:
@@ -380,17 +391,3 @@ STYLES = (
     Style("vision", _TRANSFORMERS, "vision", settings=_FP32),
     Style("vision and language", _TRANSFORMERS, "vision and language"),
 )
-
-
-def documented_commands() -> dict[str, tuple[str, list[str]]]:
-    """By title: the folder and the words after `python3 -m dsat` that the documentation shows."""
-    found, example = {}, r"^\| \[(\w+)\].*`python3 -m dsat (\w+ .*)` \|$"
-    for name, line in re.findall(example, (ROOT / "examples/README.md").read_text(), re.M):
-        found[name] = (f"examples/{name}", shlex.split(line))
-    for page in ("deepspeed", "trainer", "determined"):
-        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-        for section in re.split(r"^#{1,2} ", text, flags=re.M)[1:]:
-            block = re.search(r"^```\ncd (\S+)\npython3 -m dsat (.*?)\n```", section, re.M | re.S)
-            if block is not None:
-                found[section.splitlines()[0]] = (block[1], shlex.split(block[2]))
-    return found

@@ -30,8 +30,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from testing.catalogue import documented_commands
 from testing.command import run_of
+from testing.tuned_scripts import documented_commands
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".cache" / "compat"

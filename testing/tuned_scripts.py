@@ -15,8 +15,10 @@ import argparse
 import contextlib
 import fnmatch
 import hashlib
+import importlib.util
 import itertools
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -87,13 +89,19 @@ def prepare(script: Script, folder: Path, launcher: str, ranks: int) -> list[str
     for name, text in script.files.items():
         (folder / name).write_text(text)
     if script.make:
-        make = [sys.executable, script.make]
+        make = [sys.executable, *script.make.split()]
         subprocess.run(make, cwd=folder, check=True, capture_output=True)
     command = script.typed(launcher, ranks, packages_of(script))
     if launcher != "bash run.sh":
         return command
     (folder / "run.sh").write_text(f"set -e\n{shlex.join(command)}\n")
     return ["bash", "run.sh"]
+
+
+def is_installed(script: Script) -> bool:
+    """Return whether the package that a script needs is here, or beside the environment."""
+    needs = script.needs
+    return not needs or importlib.util.find_spec(needs) is not None or (_BESIDE / needs).exists()
 
 
 def packages_of(script: Script) -> Path:
@@ -134,12 +142,11 @@ def tune(
     """
     command = prepare(script, folder, launcher or script.launchers[0], ranks)
     before = snapshot(folder)
-    own = {} if script.own_file is None else script.own_file.variables
     options = [*OPTIONS.split(), *script.options.split()]
     done = subprocess.run(
         [*start, "model", *options, "--", *command],
         cwd=folder,
-        env={**environment(packages_of(script)), **(job or {}), **own},
+        env={**environment(packages_of(script)), **(job or {}), **script.variables},
         capture_output=True,
         text=True,
         check=False,
@@ -177,19 +184,33 @@ def fault_of(script: Script, told: Tuned) -> str:
 
 def fault_of_answer(script: Script, told: Tuned) -> str:
     """Return what is wrong with the changed copy of a framework's file, and with training by it."""
-    own, best = script.own_file, told.run.best
-    assert own is not None and best is not None
-    copy = (told.folder / "run" / own.name).read_text()
-    wanted = f"{own.micro_batch}: {best.batch.micro_batch}  # what fits"
+    best = told.run.best
+    assert best is not None
+    copy = (told.folder / "run" / script.own_file).read_text()
+    wanted = f"{script.batch_key}: {best.batch.micro_batch}  # what fits"
     if wanted not in copy or "best_ds_config.json" not in copy:
         return f"the copy of its file is {copy}"
     line = printed_in(told.folder / "run")
-    env = environment(packages_of(script)) | dict(own.variables)
+    env = environment(packages_of(script)) | dict(script.variables)
     trained = subprocess.run(
         ["bash", "-c", line], cwd=Path.home(), env=env, capture_output=True, text=True, check=False
     )
     end = trained.stderr.strip()[-600:]
     return f"{line}\nended with {trained.returncode}: {end}" if trained.returncode else ""
+
+
+def documented_commands() -> dict[str, tuple[str, list[str]]]:
+    """By title: the folder and the words after `python3 -m dsat` that the documentation shows."""
+    found, example = {}, r"^\| \[(\w+)\].*`python3 -m dsat (\w+ .*)` \|$"
+    for name, line in re.findall(example, (ROOT / "examples/README.md").read_text(), re.M):
+        found[name] = (f"examples/{name}", shlex.split(line))
+    for page in ("deepspeed", "trainer", "determined"):
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        for section in re.split(r"^#{1,2} ", text, flags=re.M)[1:]:
+            block = re.search(r"^```\ncd (\S+)\npython3 -m dsat (.*?)\n```", section, re.M | re.S)
+            if block is not None:
+                found[section.splitlines()[0]] = (block[1], shlex.split(block[2]))
+    return found
 
 
 def main() -> int:
@@ -230,7 +251,7 @@ def _fault(script: Script, launcher: str, ranks: int, job: Mapping[str, str]) ->
     with tempfile.TemporaryDirectory(prefix="dsat-scripts-") as above:
         told = tune(script, Path(above) / "work", launcher, ranks, job=job)
         fault = fault_of(script, told)
-        if not fault and script.own_file is not None and (launcher, ranks) == ("python", 1):
+        if not fault and script.own_file and (launcher, ranks) == ("python", 1):
             fault = fault_of_answer(script, told)
     print(f"{what}: {fault or 'tuned'} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
     return f"{what}: {fault}" if fault else ""

@@ -85,16 +85,9 @@ def test_the_model_sees_each_trials_batch(alone: tuple[Path, Told]) -> None:
     assert (run.baseline.batch.micro_batch, run.baseline.batch.gas) == (8, 1)
     ran = check_what_the_models_saw(alone[0])
     assert len({trial.batch.micro_batch for trial in ran}) >= 3
-    for outcome in run.outcomes.values():
-        assert warnings_of(outcome) == ()
-
-
-def test_a_trial_leaves_no_checkpoint(alone: tuple[Path, Told]) -> None:
-    assert list((alone[0].parent / "output").iterdir()) == []
-
-
-def test_a_trials_command_names_its_arguments(alone: tuple[Path, Told]) -> None:
-    for trial in run_of(alone[0]).trials.values():
+    assert all(warnings_of(outcome) == () for outcome in run.outcomes.values())
+    assert list((alone[0].parent / "output").iterdir()) == [], "no trial leaves a checkpoint"
+    for trial in run.trials.values():
         folder = alone[0] / "trials" / trial.name
         words = shlex.split((folder / "cmd.txt").read_text().splitlines()[0])
         assert words[words.index("--deepspeed") + 1] == str(folder / "ds_config.json")
@@ -187,10 +180,8 @@ def test_arguments_in_code_follow_the_trial(
         outcome = bench.run(own)
         assert outcome.ok, bench.log(own)
         assert warnings_of(outcome) == ()
-        assert read_json(bench.path(own) / "seen.json") == {
-            "shapes": [[4, 16]],
-            "checkpointing": False,
-        }
+        seen = read_json(bench.path(own) / "seen.json")
+        assert (seen["shapes"], seen["checkpointing"]) == ([[4, 16]], False)
 
         other = replace(
             bench.trial(micro_batch=3, gas=2, stage=3), script_args={"gradient_checkpointing": True}
@@ -198,8 +189,8 @@ def test_arguments_in_code_follow_the_trial(
         outcome = bench.run(other)
         assert outcome.ok, bench.log(other)
         assert warnings_of(outcome) == (OTHER_BATCH, OTHER_CONFIG)
-        seen = {"shapes": [[3, 16], [3, 16]], "checkpointing": True}
-        assert read_json(bench.path(other) / "seen.json") == seen
+        seen = read_json(bench.path(other) / "seen.json")
+        assert (seen["shapes"], seen["checkpointing"]) == ([[3, 16], [3, 16]], True)
         assert [path.name for path in output.iterdir()] == ["checkpoint-3"]
 
         fresh = tmp_path / "fresh"

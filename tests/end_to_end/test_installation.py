@@ -166,15 +166,9 @@ def test_distributions_hold_the_package_and_its_data_alone(wheel: Path, tmp_path
     assert folders == {"dsat", f"dsat-{dsat.__version__}.dist-info"}
 
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-}
+SIZES = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
+SIZES |= {"num_hidden_layers": 32, "num_attention_heads": 32}
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES}
 
 
 def test_a_model_is_estimated_without_torch(wheel: Path, tmp_path: Path) -> None:
@@ -225,18 +219,18 @@ def test_a_trainer_script_is_tuned_without_determined(wheel: Path, tmp_path: Pat
     assert (tmp_path / "run" / "best_ds_config.json").is_file()
 
 
-@pytest.mark.parametrize("example", ["core_api", "deepspeed_trial"])
-def test_what_needs_determined_says_how_to_get_it(bare: Environment, example: str) -> None:
-    told = bare.run(EXAMPLES / example, "dsat", "random", "deepspeed.yaml", ".")
-    assert told.returncode == 2
-    assert "pip install 'determined>=0.28,<0.38'" in told.stderr
-    assert told.stderr.count("\n") == 1, told.stderr
-
-
-def test_a_cluster_needs_determined(bare: Environment) -> None:
-    told = bare.run(
-        PROGRAMS / "tiny", "dsat", "random", "deepspeed.yaml", ".", "--engine", "determined"
-    )
+@pytest.mark.parametrize(
+    ("folder", "options"),
+    [
+        (EXAMPLES / "core_api", []),
+        (EXAMPLES / "deepspeed_trial", []),
+        (PROGRAMS / "tiny", ["--engine", "determined"]),
+    ],
+)
+def test_what_needs_determined_says_how_to_get_it(
+    bare: Environment, folder: Path, options: list[str]
+) -> None:
+    told = bare.run(folder, "dsat", "random", "deepspeed.yaml", ".", *options)
     assert told.returncode == 2
     assert "pip install 'determined>=0.28,<0.38'" in told.stderr
     assert told.stderr.count("\n") == 1, told.stderr

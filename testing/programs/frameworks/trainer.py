@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer; with --lora of PEFT's LoRA."""
+"""Hugging Face's Trainer, which saves its model; with --lora of PEFT's LoRA."""
 
 from dataclasses import dataclass
 
@@ -17,4 +17,6 @@ if choices.lora:
     from peft import LoraConfig, get_peft_model
 
     net = get_peft_model(net, LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM"))
-Trainer(model=net, args=args, train_dataset=Rows()).train()
+trainer = Trainer(model=net, args=args, train_dataset=Rows())
+trainer.train()
+trainer.save_model()
