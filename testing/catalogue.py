@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import shlex
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,15 +195,11 @@ def _real(name: str, command: str, *prepares: str, suite: str = NIGHTLY, **more:
 
 
 _REAL_TRAINER = "--output_dir out --report_to none --deepspeed auto.json"
+_CLM = f"deepspeed trainer.py {_REAL_TRAINER} --{_BATCH} 2"
 _REAL_SCRIPTS = (
     _real("cifar", "deepspeed cifar.py --deepspeed"),
     _real("glue", f"python3 glue.py {_REAL_TRAINER} --{_BATCH} 8", "out"),
-    _real(
-        "clm",
-        f"deepspeed trainer.py {_REAL_TRAINER} --{_BATCH} 2",
-        "out",
-        folder=PROGRAMS / "frameworks",
-    ),
+    _real("clm", _CLM, "out", folder=PROGRAMS / "frameworks"),
     _real(
         "gpt",
         "torchrun --standalone --nproc_per_node 1 gpt.py --batch_size 12",
@@ -317,8 +314,9 @@ class Style:
 
     Attributes:
         name: for people.
-        script: in `testing/programs/memory`, with its flags.
-        variant: of the script.
+        script: with its flags; `{config}` and `{size}` stand for configuration and micro batch.
+        variant: of a script whose flags name no configuration.
+        folder: of the script.
         stage: of ZeRO.
         settings: of the DeepSpeed configuration, beyond batch, stage and optimizer.
         needs: a package that is not in every environment.
@@ -329,6 +327,7 @@ class Style:
     name: str
     script: str = "train.py"
     variant: str = ""
+    folder: Path = PROGRAMS / "memory"
     stage: int = 2
     settings: Mapping[str, Any] = field(default_factory=lambda: _BF16)
     needs: str = ""
@@ -351,12 +350,20 @@ class Style:
             base["zero_force_ds_cpu_optimizer"] = False
         return ds_config.merge(base, copy.deepcopy(dict(self.settings)))
 
-    def words(self, config: str) -> list[str]:
-        return [*self.script.split(), f"--variant={self.variant}", "--deepspeed_config", config]
+    def words(self, config: str, micro_batch: int) -> list[str]:
+        values = {"config": config, "size": micro_batch, "out": tempfile.gettempdir()}
+        words = [word.format(**values) for word in self.script.split()]
+        own = ["--variant", self.variant, "--deepspeed_config", config]
+        return words if "{config}" in self.script else [*words, *own]
 
 
 _TRANSFORMERS = "transformers_models.py"
+_OF_FRAMEWORK: dict[str, Any] = {"folder": PROGRAMS / "frameworks"}
 _OWN: dict[str, Any] = {"settings": _OWN_OPTIMIZER, "own_optimizer": True}
+_ON_GPU = f"trainer.py --output_dir {{out}} --deepspeed {{config}} --{_BATCH} {{size}} --width 256"
+_ON_GPU += " --bf16 --learning_rate 1e-3 --max_steps 1000 --save_strategy no --report_to none"
+_ON_CPU, _RECOMPUTING = f"{_ON_GPU} --use_cpu", f"{_ON_GPU} --use_cpu --gradient_checkpointing"
+_LOOP = f"loop.py --deepspeed_config {{config}} --{_BATCH} {{size}} --width 256"
 STYLES = (
     Style("engine.backward(loss)"),
     Style("loss.backward()", variant="loss.backward", stage=3),
@@ -374,10 +381,10 @@ STYLES = (
     Style("torch.utils.checkpoint, non-reentrant", "train.py --model gpt_remat", stage=3),
     Style("deepspeed.zero.Init", variant="zero.Init", stage=3),
     Style("engine.compile()", variant="compile"),
-    Style("Trainer", "trainer.py"),
-    Style("Trainer that wants a GPU", "trainer.py", "gpu", on_cpu=False),
-    Style("Trainer, gradient checkpointing", "trainer.py", "gradient_checkpointing", stage=3),
-    Style("accelerate, optimizer of the script", "accelerated.py", **_OWN),
+    Style("Trainer", _ON_CPU, **_OF_FRAMEWORK),
+    Style("Trainer that wants a GPU", _ON_GPU, on_cpu=False, **_OF_FRAMEWORK),
+    Style("Trainer, gradient checkpointing", _RECOMPUTING, stage=3, **_OF_FRAMEWORK),
+    Style("accelerate, optimizer of the script", _LOOP, **_OF_FRAMEWORK, **_OWN),
     Style(
         "Lightning's DeepSpeedStrategy", "on_lightning.py", needs="lightning", on_cpu=False, **_OWN
     ),

@@ -18,7 +18,7 @@ from dsat.memory import MemoryEstimate
 from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
 from dsat.values.trial import TrialOptions
 from testing import warm_host
-from testing.allocator import FOLDER, counting_library, measured
+from testing.allocator import counting_library, measured
 from testing.catalogue import ROOT, Style
 from testing.local import PATIENCE_S, cpu_machine, environment_of_a_rank
 from testing.null_cuda import Device, NullCuda, build
@@ -40,12 +40,12 @@ def simulated(
         on_device: rather than on a CPU, if that could train it.
     """
     config = style.config(micro_batch)
-    entry = ["python3", *style.words("ds_config.json")]
-    user = experiment.of_command(entry, "style", FOLDER, config, "the style")
+    entry = ["python3", *style.words("ds_config.json", micro_batch)]
+    user = experiment.of_command(entry, "style", style.folder, config, "the style")
     as_cpu = style.on_cpu and not on_device
     if not as_cpu:
         user = replace(user, env={AS_IF_CUDA: "1"})
-    program = entrypoint.parse(entry, FOLDER)
+    program = entrypoint.parse(entry, style.folder)
     engine = LocalEngine(
         user,
         program,
@@ -93,4 +93,5 @@ def real_peaks(
         null = NullCuda(build(ROOT / ".cache" / "null_cuda"), folder / "books", [Device()])
         of_device = null.environment(DS_ACCELERATOR="cuda")
         environment |= {k: v for k, v in of_device.items() if os.environ.get(k) != v}
-    return measured(style.words(str(config)), FOLDER, environment, timeout_s=timeout_s)
+    words = style.words(str(config), micro_batch)
+    return measured(words, style.folder, environment, timeout_s=timeout_s)

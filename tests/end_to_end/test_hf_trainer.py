@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,15 +18,15 @@ from dsat.in_trial.hf_trainer import NO_CPU_RANKS
 from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
-from testing.command import FAST, Told, dsat, experiment_of, run_of, searched
+from testing.command import FAST, Told, dsat, experiment_of, run_of, run_to_end, searched
 from testing.local import (
     PATIENCE_S,
     PROGRAMS,
     bench_of,
-    environment_of_a_rank,
     read_json,
     warnings_of,
 )
+from testing.printed import printed_in
 
 pytestmark = pytest.mark.slow
 
@@ -108,23 +105,11 @@ def test_auto_stays_but_where_the_search_decided(alone: tuple[Path, Told]) -> No
 
 @pytest.mark.nightly
 def test_the_best_is_trained_with_by_hand(alone: tuple[Path, Told], tmp_path: Path) -> None:
-    best = run_of(alone[0]).best
-    [line] = re.findall(r"^Train with it: (.*)$", alone[1].out, re.MULTILINE)
-    cd, command = line.split(" && ")
-    words = shlex.split(command)
-    words = words[words.index("torchrun") :]  # before it, the conditions of a trial
-    assert words[:3] == ["torchrun", "--standalone", "--nproc-per-node=1"]
+    best, line = run_of(alone[0]).best, printed_in(alone[0])
     seen, output = tmp_path / "seen.json", tmp_path / "output"
-    words = [*words[3:], "--record", str(seen), "--output_dir", str(output), "--max_steps", "1"]
-    trained = subprocess.run(
-        [sys.executable, *words],
-        cwd=shlex.split(cd)[1],
-        env=environment_of_a_rank(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert trained.returncode == 0, trained.stderr
+    more = f"--record {seen} --output_dir {output} --max_steps 1"
+    trained = run_to_end(["bash", "-c", f"{line} {more}"])
+    assert trained.status == 0, trained.err
     assert best is not None
     assert read_json(seen)["shapes"] == [[best.batch.micro_batch, 16]] * best.batch.gas
     assert (output / "checkpoint-1").is_dir()

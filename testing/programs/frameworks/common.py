@@ -11,9 +11,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 WORDS = [f"w{number}" for number in range(200)]
 
 
-def model() -> GPT2LMHeadModel:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=256, bos_token_id=1, eos_token_id=1, **sizes))
+def model(width: int = 32) -> GPT2LMHeadModel:
+    sizes = {"n_embd": width, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 256}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=1, eos_token_id=1, **sizes, **dropout))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -1,18 +1,24 @@
-"""A training loop of accelerate's; prints its batch and stage when it has trained."""
+"""A training loop of accelerate's, by `accelerate launch` or with a plugin of its own.
+
+Prints its batch and stage when it has trained.
+"""
 
 import argparse
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DeepSpeedPlugin
 from common import Rows, model
 from torch.utils.data import DataLoader
 
 p = argparse.ArgumentParser()
 p.add_argument("--per_device_train_batch_size", type=int, default=2)
 p.add_argument("--epochs", type=int, default=3)
+p.add_argument("--deepspeed_config")
+p.add_argument("--width", type=int, default=32)
 a = p.parse_args()
-accelerator = Accelerator()
-net = model()
+plugin = DeepSpeedPlugin(hf_ds_config=a.deepspeed_config) if a.deepspeed_config else None
+accelerator = Accelerator(deepspeed_plugin=plugin)
+net = model(a.width)
 opt = torch.optim.AdamW(net.parameters(), 1e-3)
 net, opt, loader = accelerator.prepare(
     net, opt, DataLoader(Rows(), a.per_device_train_batch_size, shuffle=True)

@@ -9,10 +9,11 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 @dataclass
 class Choices:
     lora: bool = False
+    width: int = 32
 
 
 choices, args = HfArgumentParser((Choices, TrainingArguments)).parse_args_into_dataclasses()
-net = model()
+net = model(choices.width)
 if choices.lora:
     from peft import LoraConfig, get_peft_model
 

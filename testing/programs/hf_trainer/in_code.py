@@ -32,6 +32,7 @@ class Arguments(TrainingArguments):  # type: ignore[misc]
 
 def main() -> None:
     output, load_s = os.environ.get("OUTPUT_DIR", ""), float(os.environ.get("LOAD_S", "0"))
+    goes_on = os.path.isdir(output)
     args = Arguments(
         output_dir=output or tempfile.mkdtemp(),
         deepspeed=CONFIG,
@@ -52,7 +53,7 @@ def main() -> None:
         eval_dataset=Sentences(8),
         callbacks=[Record(model, "seen.json"), EarlyStoppingCallback(99)],
     )
-    trainer.train(resume_from_checkpoint=os.path.isdir(output))
+    trainer.train(resume_from_checkpoint=goes_on)
 
 
 if __name__ == "__main__":

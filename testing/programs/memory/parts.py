@@ -1,8 +1,6 @@
 """Parts of the scripts of many styles: arguments, data, a small model."""
 
 import argparse
-import itertools
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,28 +18,10 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def micro_batch(path: str) -> int:
-    """Configuration values of a script that makes its own batches."""
-    with open(path) as file:
-        return int(json.load(file)["train_micro_batch_size_per_gpu"])
-
-
-class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random tokens."""
-
-    def __init__(self, samples: int = 512) -> None:
-        self.tokens = torch.randint(0, VOCABULARY, (samples, LENGTH))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
-
-
-def batches(size: int) -> Iterator[dict[str, torch.Tensor]]:
-    loader = torch.utils.data.DataLoader(Sentences(), batch_size=size)
-    return itertools.chain.from_iterable(itertools.repeat(loader))
+def batches(size: int) -> Iterator[torch.Tensor]:
+    """Random tokens, without end."""
+    while True:
+        yield torch.randint(0, VOCABULARY, (size, LENGTH))
 
 
 class Language(GPT):  # type: ignore[misc]

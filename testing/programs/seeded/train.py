@@ -144,7 +144,8 @@ def backward_of(engine: Any, behaviour: str) -> Callable[[torch.Tensor], Any]:
             loss * (float("nan") if engine.global_steps >= 3 else 1)
         ),
     }
-    return ways.get(behaviour, engine.backward)
+    by_engine: Callable[[torch.Tensor], Any] = engine.backward
+    return ways.get(behaviour, by_engine)
 
 
 def log(loss: torch.Tensor) -> None:
