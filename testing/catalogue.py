@@ -188,8 +188,11 @@ _FRAMEWORKS = (
 )
 
 
+_SMALL = "--max-micro-batch 32 --slots 1"
+
+
 def _real(name: str, command: str, *prepares: str, suite: str = NIGHTLY, **more: Any) -> Script:
-    more = {"folder": _REAL, "options": "--max-micro-batch 32 --slots 1", **more}
+    more = {"folder": _REAL, "options": _SMALL, **more}
     more |= {"command": command, "prepares": prepares, "launchers": ("python",)}
     return Script(name, "", suites=(REAL, suite), **more)
 
@@ -197,7 +200,7 @@ def _real(name: str, command: str, *prepares: str, suite: str = NIGHTLY, **more:
 _REAL_TRAINER = "--output_dir out --report_to none --deepspeed auto.json"
 _CLM = f"deepspeed trainer.py {_REAL_TRAINER} --{_BATCH} 2"
 _REAL_SCRIPTS = (
-    _real("cifar", "deepspeed cifar.py --deepspeed"),
+    _real("cifar", "deepspeed cifar.py --deepspeed", options=f"{_SMALL} --min-micro-batch 32"),
     _real("glue", f"python3 glue.py {_REAL_TRAINER} --{_BATCH} 8", "out"),
     _real("clm", _CLM, "out", folder=PROGRAMS / "frameworks"),
     _real(

@@ -82,8 +82,11 @@ def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_slow_loader_with_a_flag_for_its_workers(tmp_path: Path) -> None:
     words = "--zero-stages 0 --max-trials 4 --end-profile-step 30 --max-profile-steps 60"
-    words += " --min-micro-batch 2 --switch --num-workers=2 --switch ENV:DSAT_TEST=1"
-    script = "-- python plain.py --deepspeed --deepspeed_config ds.json --load-s 0.02"
+    words += " --fix reduce_bucket_size contiguous_gradients gradient_checkpointing"
+    words += (
+        " attn_implementation --min-micro-batch 2 --switch --num-workers=2 --switch ENV:DSAT_TEST=1"
+    )
+    script = "-- python plain.py --deepspeed --deepspeed_config ds.json --load-s 0.04"
     script += " --num-workers 0"
     run, said = tuned("frameworks", tmp_path / "run", *words.split(), *script.split())
     best = run.best
