@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import shlex
 import tempfile
 from collections.abc import Mapping
@@ -118,6 +117,7 @@ _TRAINER += " --per_device_train_batch_size 2"
 _SHORT = "--num_generations 2 --max_completion_length 8"
 _TRAINED: dict[str, Any] = {"config": _AUTO_JSON, "prepares": ("out",)}
 _OF_FILE: dict[str, Any] = {"make": "make.py", "prepares": ("out", "prepared*")}
+_SMALL = "--max-micro-batch 32 --slots 1"
 _AXOLOTL = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "RANK": "0", "WORLD_SIZE": "1"}
 _BATCH = "per_device_train_batch_size"
 
@@ -186,9 +186,6 @@ _FRAMEWORKS = (
         **_OF_FILE,
     ),
 )
-
-
-_SMALL = "--max-micro-batch 32 --slots 1"
 
 
 def _real(name: str, command: str, *prepares: str, suite: str = NIGHTLY, **more: Any) -> Script:
@@ -336,10 +333,6 @@ class Style:
     needs: str = ""
     own_optimizer: bool = False
     on_cpu: bool = True
-
-    @property
-    def is_installed(self) -> bool:
-        return not self.needs or importlib.util.find_spec(self.needs) is not None
 
     def config(self, micro_batch: int) -> dict[str, Any]:
         base: dict[str, Any] = {

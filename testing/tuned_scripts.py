@@ -98,9 +98,8 @@ def prepare(script: Script, folder: Path, launcher: str, ranks: int) -> list[str
     return ["bash", "run.sh"]
 
 
-def is_installed(script: Script) -> bool:
-    """Return whether the package that a script needs is here, or beside the environment."""
-    needs = script.needs
+def is_installed(needs: str) -> bool:
+    """Return whether a package that a script needs is here, or beside the environment."""
     return not needs or importlib.util.find_spec(needs) is not None or (_BESIDE / needs).exists()
 
 

@@ -30,7 +30,7 @@ def rows() -> list[object]:
 
 
 def searched(script: Script, folder: Path, launcher: str = "") -> Tuned:
-    if not is_installed(script):
+    if not is_installed(script.needs):
         pytest.skip(f"{script.needs} is not installed")
     return tune(script, folder, launcher, start=warm_command.words())
 

@@ -91,9 +91,7 @@ def test_the_model_sees_each_trials_batch(alone: tuple[Path, Told]) -> None:
         micro_batch = words[words.index("--per_device_train_batch_size") + 1]
         assert micro_batch == str(trial.batch.micro_batch)
         assert f"--gradient-accumulation-steps={trial.batch.gas}" in words
-
-
-def test_auto_stays_but_where_the_search_decided(alone: tuple[Path, Told]) -> None:
+    # "auto" stays, but where the search decided.
     own, best = read_json(TRAINER / "ds_config.json"), read_json(alone[0] / "best_ds_config.json")
     for section in ("gradient_clipping", "fp16", "bf16", "optimizer", "scheduler"):
         assert best[section] == own[section]
