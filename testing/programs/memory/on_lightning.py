@@ -2,11 +2,12 @@
 
 import json
 import warnings
+from typing import Any
 
 import lightning  # type: ignore[import-not-found,unused-ignore]
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy  # type: ignore[import-not-found,unused-ignore]
-from parts import Language, Sentences, arguments, loss_of, micro_batch  # type: ignore[import-not-found]
+from parts import LENGTH, VOCABULARY, Language, arguments, loss_of  # type: ignore[import-not-found]
 
 warnings.filterwarnings("ignore")
 args = arguments()
@@ -17,8 +18,8 @@ class Module(lightning.LightningModule):  # type: ignore[misc,unused-ignore]
         super().__init__()
         self.model = Language()
 
-    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-        loss: torch.Tensor = loss_of(self.model(batch["input_ids"]), batch["input_ids"])
+    def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = loss_of(self.model(tokens), tokens)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -40,7 +41,6 @@ trainer = lightning.Trainer(
     enable_checkpointing=False,
     enable_progress_bar=False,
 )
-loader = torch.utils.data.DataLoader(
-    Sentences(), batch_size=micro_batch(args.deepspeed_config), shuffle=True
-)
-trainer.fit(Module(), loader)
+rows: Any = torch.randint(0, VOCABULARY, (512, LENGTH))
+size = config["train_micro_batch_size_per_gpu"]
+trainer.fit(Module(), torch.utils.data.DataLoader(rows, size, shuffle=True))

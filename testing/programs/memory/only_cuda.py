@@ -11,8 +11,8 @@ model = Language().cuda()
 engine, *_ = deepspeed.initialize(
     model=model, model_parameters=model.parameters(), config=args.deepspeed_config
 )
-for batch in batches(engine.train_micro_batch_size_per_gpu()):
-    tokens = batch["input_ids"].to(device, non_blocking=True)
+for tokens in batches(engine.train_micro_batch_size_per_gpu()):
+    tokens = tokens.to(device, non_blocking=True)
     weights = torch.ones(len(tokens), device="cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = loss_of(engine(tokens), tokens) * weights.mean()
