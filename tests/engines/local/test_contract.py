@@ -23,6 +23,7 @@ done
 wait -n || exit; wait -n || exit
 """
 SCRIPT = ("train.py", "--deepspeed_config", "ds_config.json")
+ALONE = ("env", "RANK=0", "LOCAL_RANK=0", "WORLD_SIZE=1", sys.executable, *SCRIPT)
 COMMAND = ("bash", "-c", LAUNCHER, sys.executable, *SCRIPT)
 
 
@@ -56,7 +57,7 @@ class TestColdEngine(HostsContract):
 @pytest.mark.nightly
 class TestCommandEngine(HostsContract):
     trials_at_once = 1
-    options = {"command": (sys.executable, *SCRIPT), "entry": f"python3 {' '.join(SCRIPT)}"}
+    options = {"command": ALONE, "entry": f"python3 {' '.join(SCRIPT)}"}
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -204,7 +204,6 @@ train(make_engine())
         # The settings' own fault.
         ("raise AssertionError('3 is not a multiple of 2')", 1),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 1),
     ],
 )
 def test_only_what_is_no_fault_of_the_settings_is_run_again(
@@ -277,7 +276,7 @@ def test_close_ends_everything(tmp_path: Path) -> None:
 
 
 def test_an_engine_whose_supervisor_died_says_so(tmp_path: Path) -> None:
-    with bench_of("behaviours", tmp_path, slots=2, imported=True) as bench:
+    with bench_of("behaviours", tmp_path, slots=2) as bench:
         launched(bench, *(f"leaves and hangs: {left}" for left in ("session", "worker")))
         wait_until(lambda: len(list(tmp_path.glob("trials/*/left0.json"))) == 2, "both trials")
         supervisor = bench.supervisor()
