@@ -167,11 +167,24 @@ def watched(make: Callable[..., Any], **settings: Any) -> Measured:
     """Have a trial's settings measured in the engines that a function makes for the script.
 
     Args:
-        make: is what `deepspeed.initialize` does; needs the fixture `accelerator` or the like.
+        make: takes the model and the optimizer that `deepspeed.initialize` is given, if any;
+            needs the fixture `accelerator` or the like.
         settings: of the trial (`gas`, `to_beat`, ...) or of all trials of the run (`max_steps`).
     """
     deepspeed: Any = sys.modules["deepspeed"]
-    deepspeed.initialize = lambda *args, **kwargs: (make(*args, **kwargs), None, None, None)
+
+    def initialize(
+        args: Any = None,
+        model: Any = None,
+        optimizer: Any = None,
+        mpu: Any = None,
+        config: Any = None,
+        mesh_param: Any = None,
+    ) -> tuple[Any, ...]:
+        given = {"model": model, "optimizer": optimizer}
+        return make(**{name: each for name, each in given.items() if each}), None, None, None
+
+    deepspeed.initialize = initialize
     return Measured(**settings)
 
 

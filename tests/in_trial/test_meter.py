@@ -180,15 +180,15 @@ def test_the_operation_is_long_enough_for_skipped_steps(clock: Clock) -> None:
 def test_measures_the_first_engine_that_trains(clock: Clock) -> None:
     """Reference models may be initialised before it, with an optimizer or a dummy of one."""
 
-    def make(optimizer: object) -> FakeEngine:
+    def make(optimizer: object = None) -> FakeEngine:
         engine = FakeEngine(clock)
         engine.basic_optimizer = optimizer
         return engine
 
     meter = watched(make)
-    without = initialize(None)
+    without = initialize()
     assert "without calling deepspeed.initialize" in meter.at_its_end().message
-    reference, trained, second = (initialize("adam") for _ in range(3))
+    reference, trained, second = (initialize(optimizer="adam") for _ in range(3))
     assert "after 0 optimizer steps" in meter.at_its_end().message
     inputs = torch.zeros(4)
     for engine in (without, reference):

@@ -145,10 +145,11 @@ def test_a_script_that_ends_early_leaves_what_was_measured(clock: Clock) -> None
 
 
 def test_the_slowest_rank_decides_in_each_step(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, ranks: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine(clock)
-    meter = attach(engine, flops_per_sample=1e9)
+    ranks(2)
+    meter = attach(engine, slots=2, flops_per_sample=1e9)
     theirs = [
         [latency, 4.0, 1.0, 1.0, 2.0, 8.0, 0.0, 0.0, 0.0, 1.0] for latency in (8.0, 12.0, 12.0)
     ]
@@ -172,7 +173,7 @@ def test_the_slowest_rank_decides_in_each_step(
     assert metrics_of(measured).latency == pytest.approx(34 / 3)
     assert metrics_of(measured).forward == pytest.approx(4)
     assert metrics_of(measured).backward == pytest.approx(5)
-    assert metrics_of(measured).throughput == pytest.approx(4 / (34 / 3) * 1e3)
+    assert metrics_of(measured).throughput == pytest.approx(8 / (34 / 3) * 1e3)
     assert metrics_of(measured).FLOPS_per_gpu == pytest.approx(1e9 * 4 / (34 / 3) * 1e3)
 
 
