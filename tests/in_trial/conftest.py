@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dsat.in_trial import clocks
 from testing.metered import Clock, FakeAccelerator, use_accelerator
+from testing.scripts import Scripts, scripts_in
 
 
 @pytest.fixture
@@ -41,3 +42,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr(dist, "all_reduce", all_reduce)
 
     return join
+
+
+@pytest.fixture(scope="session")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
+    """A folder for training scripts of one rank, each of which takes about a second."""
+    with scripts_in(tmp_path_factory.mktemp("scripts")) as found:
+        yield found
