@@ -115,11 +115,13 @@ class RanksContract(abc.ABC):
     def test_a_failure_on_one_rank_ends_the_trial_at_once(
         self, pair: Bench, behaviour: str, kind: str, said: tuple[str, ...]
     ) -> None:
-        _, outcome = self.fails(pair, behaviour)
+        trial, outcome = self.fails(pair, behaviour)
         assert outcome.kind is OutcomeKind(kind), outcome
         assert all(word in outcome.message for word in said), outcome.message
         assert "\n" not in outcome.message
         assert outcome.smaller_may_run is (behaviour == "ends early")  # it ran out of data
+        for report in pair.path(trial).glob("rank*.json"):  # a lost connection, of the other rank
+            assert "inside dsat" not in report.read_text()
 
     def test_a_script_that_makes_no_engine_is_told_so(self, pair: Bench) -> None:
         _, outcome = self.fails(pair, "never initializes")

@@ -59,6 +59,7 @@ class ScriptedHosts:
         stuck: devices on which every rank gets stuck; "" for a command that chooses none.
         measures: trials that are measured before ranks of them get stuck.
         holds: ranks go on until this is false; or the trials that do.
+        ends: how the ranks of a trial end instead: exit statuses, and who was killed for another.
         given: by trial, what it was started with, one start after the other.
         lost: hosts, whose loss is yet to be reported or was.
         imported: modules that were imported in advance.
@@ -68,6 +69,7 @@ class ScriptedHosts:
         self.stuck: set[str] = set()
         self.measures: set[int] = set()
         self.holds: bool | set[int] = False
+        self.ends: dict[int, tuple[Sequence[int], Sequence[bool]]] = {}
         self.given: dict[int, list[Given]] = {}
         self.lost: set[int] = set()
         self.imported: list[str] = []
@@ -123,6 +125,10 @@ class ScriptedHosts:
 
     def _answer(self, host: int, request: Mapping[str, Any]) -> dict[str, Any]:
         trial, ranks = request["trial"], request["ranks"]
+        if trial in self.ends:
+            statuses, killed_by_us = self.ends[trial]
+            found = {"statuses": list(statuses), "killed": list(killed_by_us)}
+            return {"event": "ended", "trial": trial, **found, "stuck": [False] * len(ranks)}
         visible = ranks[0]["env"].get("CUDA_VISIBLE_DEVICES")
         devices = [""] * len(ranks) if visible is None else visible.split(",")
         stuck = [device in self.stuck for device in devices]
