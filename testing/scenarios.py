@@ -238,6 +238,10 @@ class User:
         """Return a file of the run's folder."""
         return (self.folder / "run" / name).read_text(encoding="utf-8")
 
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events of the run's journal."""
+        return [json.loads(line) for line in self.reads("journal.jsonl").splitlines()]
+
     def best_config(self) -> dict[str, Any]:
         """Return the configuration that the run leaves for training."""
         config = json.loads(self.reads("best_ds_config.json"))

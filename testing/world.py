@@ -157,7 +157,8 @@ class World:
         seeded: losses repeat from run to run, so that they can be compared.
         trains_otherwise: strategies (`z2`) whose losses differ.
         switches: of the script, by name, with the values that can be set.
-        tokens_of_data: whether the model's inputs are sequences of tokens.
+        counts_flops: whether the FLOPs of the model can be counted.
+        counts_tokens: whether the model's inputs are sequences of tokens.
     """
 
     model: Model = GPT_300M
@@ -177,6 +178,8 @@ class World:
     trains_otherwise: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     switches: Mapping[str, ScriptSwitch] = field(default_factory=dict)
+    counts_flops: bool = True
+    counts_tokens: bool = True
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> World:
@@ -258,10 +261,10 @@ class World:
             forward=1e3 * time.forward,
             backward=1e3 * time.backward,
             step=1e3 * time.step,
-            FLOPS_per_gpu=throughput * self.model.flops_per_sample / self.slots,
+            FLOPS_per_gpu=throughput * self._flops_per_sample / self.slots,
             num_steps=STEPS,
             ci95=2.26 * self.step_sd / math.sqrt(STEPS),
-            tokens_per_second=throughput * self.model.tokens,
+            tokens_per_second=throughput * self.model.tokens if self.counts_tokens else None,
         )
         allocated = round(memory / _FRAGMENTED)
         use = MemoryUse({"backward": allocated}, {"backward": round(memory)}, {}, _CONTEXT_BYTES)
@@ -276,11 +279,15 @@ class World:
             trainable_params=self.model.parameters,
             param_bytes=2,
             activation_bytes_per_sample=round(self._activation_bytes(1)),
-            flops_per_sample=self.model.flops_per_sample,
+            flops_per_sample=self._flops_per_sample,
             slot_memory_bytes=self.gpu.memory_bytes,
             host_memory_bytes=self.host_memory_bytes,
             switches=self.switches,
         )
+
+    @property
+    def _flops_per_sample(self) -> float:
+        return self.model.flops_per_sample if self.counts_flops else 0.0
 
     def largest_micro_batch(self, zero: Mapping[str, Any]) -> int:
         """Return the largest micro batch that fits with a complete ZeRO section; 0 if none."""
@@ -310,7 +317,7 @@ class World:
             backward=old.backward * factor,
             step=old.step * factor,
             FLOPS_per_gpu=(old.FLOPS_per_gpu or 0.0) / factor,
-            tokens_per_second=(old.tokens_per_second or 0.0) / factor,
+            tokens_per_second=old.tokens_per_second and old.tokens_per_second / factor,
             ci95=error,
         )
         duration_s = self.setup_s + (2 + STEPS) * mean / 1e3
