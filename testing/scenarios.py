@@ -131,7 +131,9 @@ class MadeUpEngine(SimulatedEngine):
     ) -> None:
         slots = ready.plan.slots_per_trial
         super().__init__(self._outcome, num_slots=slots * world.at_once, slots_per_trial=slots)
-        self._world = dataclasses.replace(world, slots=slots)
+        limit = ready.plan.slot_memory_bytes or world.gpu.memory_bytes
+        gpu = dataclasses.replace(world.gpu, memory_bytes=min(limit, world.gpu.memory_bytes))
+        self._world = dataclasses.replace(world, slots=slots, gpu=gpu)
         self._config_of = ready.plan.config
         self._trials = folder / "trials"
         self._signals = signals or {}

@@ -150,12 +150,13 @@ class World:
         seed: of the noise.
         run_sd, step_sd: standard deviations of a run's and of a step's time, relative.
         drift: each further trial is slower by this fraction, as on a machine that heats up.
+        lucky: factors of the measured speed by kind of trial, which no other run repeats.
         effects: factors of the step time by setting (`overlap_comm=False`) or strategy (`z2`).
         failures: the first one that matches a trial decides its outcome.
         samples: that a device has; a larger micro batch cannot be measured.
         host_memory_bytes: of the host for each rank.
         seeded: losses repeat from run to run, so that they can be compared.
-        trains_otherwise: strategies (`z2`) whose losses differ.
+        trains_otherwise: strategies (`z2`) whose losses fall more slowly.
         switches: of the script, by name, with the values that can be set.
         counts_flops: whether the FLOPs of the model can be counted.
         counts_tokens: whether the model's inputs are sequences of tokens.
@@ -170,6 +171,7 @@ class World:
     step_sd: float = 0.005
     drift: float = 0.0
     setup_s: float = SETUP_S
+    lucky: Mapping[str, float] = field(default_factory=dict)
     effects: Mapping[str, float] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
     samples: int | None = None
@@ -300,6 +302,7 @@ class World:
         assert true.metrics is not None
         rng = random.Random(f"{self.seed} {trial.id} {trial.name}")
         slower = math.exp(rng.gauss(0, self.run_sd)) * (1 + self.drift) ** trial.id
+        slower /= self.lucky.get(trial.kind.value, 1.0)
         steps = [
             true.metrics.latency * slower * math.exp(rng.gauss(0, self.step_sd))
             for _ in range(STEPS)
@@ -326,10 +329,10 @@ class World:
     def _training(self, trial: Trial) -> TrainingCurve:
         """Return losses that depend on the global batch, and on the run if it is not seeded."""
         start = 4.0 if self.seeded else 4.0 + random.Random(f"{self.seed} {trial.id}").random()
-        if trial.strategy in self.trains_otherwise:
-            start += 0.5
         numbers = tuple(range(1, STEPS + 1))
         rate = 0.01 + 1e-5 * trial.batch.train_batch_size
+        if trial.strategy in self.trains_otherwise:
+            rate *= 0.4
         losses = tuple(start * math.exp(-rate * number) for number in numbers)
         return TrainingCurve(steps=numbers, losses=losses, precision="bf16")
 
