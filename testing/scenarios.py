@@ -407,12 +407,12 @@ def machine_of(world: World) -> Machine:
     count = world.slots * world.at_once
     return Machine(
         accelerator="cuda",
-        device_name="NVIDIA A100-SXM4-40GB",
+        device_name=world.device_name,
         devices=tuple(str(number) for number in range(count)),
         visible_devices=("CUDA_VISIBLE_DEVICES",),
         memory_bytes=world.gpu.memory_bytes,
         device_memory_bytes=(world.gpu.memory_bytes,) * count,
-        device_names=("NVIDIA A100-SXM4-40GB",) * count,
+        device_names=(world.device_name,) * count,
     )
 
 

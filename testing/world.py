@@ -158,6 +158,7 @@ class World:
         seeded: losses repeat from run to run, so that they can be compared.
         trains_otherwise: strategies (`z2`) whose losses fall more slowly.
         switches: of the script, by name, with the values that can be set.
+        device_name: of every GPU.
         counts_flops: whether the FLOPs of the model can be counted.
         counts_tokens: whether the model's inputs are sequences of tokens.
     """
@@ -180,6 +181,7 @@ class World:
     trains_otherwise: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     switches: Mapping[str, ScriptSwitch] = field(default_factory=dict)
+    device_name: str = "NVIDIA A100-SXM4-40GB"
     counts_flops: bool = True
     counts_tokens: bool = True
 
@@ -333,7 +335,7 @@ class World:
         rate = 0.01 + 1e-5 * trial.batch.train_batch_size
         if trial.strategy in self.trains_otherwise:
             rate *= 0.4
-        losses = tuple(start * math.exp(-rate * number) for number in numbers)
+        losses = tuple(start * math.exp(-rate * (number - 1)) for number in numbers)
         return TrainingCurve(steps=numbers, losses=losses, precision="bf16")
 
     # -- memory
