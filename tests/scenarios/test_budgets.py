@@ -162,7 +162,7 @@ def test_an_own_batch_outside_of_what_was_asked_for_is_measured_and_replaced(
     tmp_path: Path,
 ) -> None:
     own = {"train_micro_batch_size_per_gpu": 24}
-    user, told = tuned(tmp_path, own, "--max-trials", 12, "--train-batch-size", 8, method="model")
+    _, told = tuned(tmp_path, own, "--max-trials", 12, "--train-batch-size", 8, method="model")
     assert told.trials[0]["train_batch_size"] == 24 and told.json["own_value"] > 0
     assert told.best["train_batch_size"] == 8
     assert told.json["best_value"] < told.json["own_value"]
@@ -179,7 +179,7 @@ def test_nothing_is_launched_that_was_predicted_not_to_fit(
 ) -> None:
     world = World(slots=4, gpu=replace(A100, memory_bytes=memory * GIB))
     own = {"train_micro_batch_size_per_gpu": 2}
-    user, told = tuned(tmp_path, own, "--max-trials", 24, method=method, world=world)
+    _, told = tuned(tmp_path, own, "--max-trials", 24, method=method, world=world)
     lost = 0
     for row in of_kind(told, "search"):
         assert row["predicted_bytes"] <= memory * GIB
@@ -214,7 +214,7 @@ def test_no_trial_takes_long_beside_ones_own(tmp_path: Path, method: str) -> Non
     """A trial may measure for as long as 20 steps of one's own take: three of its own, at least."""
     world = World(gpu=replace(A100, peak=3e11, bandwidth=1e10))
     own = {"train_micro_batch_size_per_gpu": 1}
-    user, told = tuned(tmp_path, own, "--max-trials", 16, method=method, world=world)
+    _, told = tuned(tmp_path, own, "--max-trials", 16, method=method, world=world)
     step_s = told.trials[0]["metrics"]["latency"] / 1000
     assert step_s > 5
     known: set[int] = set()

@@ -89,7 +89,7 @@ def test_intervals_hold_the_truth_and_hardly_a_tie_replaces_ones_own(tmp_path: P
     held, shown, replaced = 0, 0, 0
     for seed in range(12):
         tie = {f"z{stage}": effect for stage, effect in _ties()}
-        user, told = tuned(tmp_path / f"{seed}", *FIXED, run_sd=0.02, seed=seed, effects=tie)
+        _, told = tuned(tmp_path / f"{seed}", *FIXED, run_sd=0.02, seed=seed, effects=tie)
         if told.json["finals"] is not None:
             shown += 1
             gain = told.json["finals"]["gain"]
@@ -208,7 +208,7 @@ def test_losses_are_compared_only_where_they_repeat(tmp_path: Path) -> None:
     world: dict[str, Any] = {"effects": faster(1, 1.4), "trains_otherwise": ("z1",)}
     _, told = tuned(tmp_path / "unseeded", *FIXED, seeded=False, **world)
     assert told.best["stage"] == 1 and "not seeded" in "\n".join(told.json["verdict"])
-    user, told = tuned(tmp_path / "larger", own=1, method="model", **world)
+    _, told = tuned(tmp_path / "larger", own=1, method="model", **world)
     assert told.best["train_batch_size"] > 2
     assert "global batch size differs" in "\n".join(told.json["verdict"])
 
