@@ -175,12 +175,13 @@ def test_another_device_is_another_run(user: User) -> None:
 
 @pytest.mark.parametrize("method", ["model", "asha"])
 def test_errors_are_tried_again_and_what_was_measured_is_not(user: User, method: str) -> None:
-    """The machine was mended: a new search begins, and only finals repeat a measurement."""
+    """It was interrupted and the machine mended: only finals repeat a measurement."""
     mended = user.world
     failure = Failure("ERROR", {"strategy": "z1"}, "a full disk")
     user.world = replace(user.world, failures=(failure,))
     first = user.tunes("--max-trials", 14, "--finals", 0, method=method)
     assert first.status == 0 and any(row["outcome"] == "ERROR" for row in first.trials)
+    cut(user, len(user.events()) - 1)  # before it stopped
     shutil.rmtree(user.folder / "run" / "trials")
     user.world = mended
     second = user.tunes("--max-trials", 20, "--finals", 6, "--resume", method=method)
