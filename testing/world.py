@@ -159,6 +159,8 @@ class World:
         trains_otherwise: strategies (`z2`) whose losses fall more slowly.
         switches: of the script, by name, with the values that can be set.
         device_name: of every GPU.
+        seen_activations: that the first trial finds, as a part of what there are.
+        tells_memory: whether trials tell what they used.
         counts_flops: whether the FLOPs of the model can be counted.
         counts_tokens: whether the model's inputs are sequences of tokens.
     """
@@ -182,6 +184,8 @@ class World:
     warnings: tuple[str, ...] = ()
     switches: Mapping[str, ScriptSwitch] = field(default_factory=dict)
     device_name: str = "NVIDIA A100-SXM4-40GB"
+    seen_activations: float = 1.0
+    tells_memory: bool = True
     counts_flops: bool = True
     counts_tokens: bool = True
 
@@ -233,6 +237,7 @@ class World:
         return replace(
             self._with_noise(true, trial),
             profile=self.profile if trial.profiles else None,
+            memory=true.memory if self.tells_memory else None,
             training=self._training(trial),
             warnings=self.warnings,
         )
@@ -282,7 +287,7 @@ class World:
             num_params=self.model.parameters,
             trainable_params=self.model.parameters,
             param_bytes=2,
-            activation_bytes_per_sample=round(self._activation_bytes(1)),
+            activation_bytes_per_sample=round(self.seen_activations * self._activation_bytes(1)),
             flops_per_sample=self._flops_per_sample,
             slot_memory_bytes=self.gpu.memory_bytes,
             host_memory_bytes=self.host_memory_bytes,

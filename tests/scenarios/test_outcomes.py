@@ -198,6 +198,31 @@ def test_a_single_failure_for_other_reasons_costs_one_trial(tmp_path: Path, meth
     assert user.true_speed(user.best_config()) > 0.9 * best_speed(user.world)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("seen", [0.5, 2.0])
+def test_wrong_predictions_are_corrected_by_what_trials_use(
+    tmp_path: Path, method: str, seen: float
+) -> None:
+    """The script was seen to need half or twice the activations that it does."""
+    options = ("--finals", 0, "--stop-when", 0) if method == "model" else ("--finals", 0)
+    user, told = tuned(tmp_path, method=method, trials=20, options=options, seen_activations=seen)
+    check_result(user, told)
+    assert sum(row["outcome"] == "OOM" for row in told.trials) <= 3
+    last = [row for row in of_kind(told, "search") if row["outcome"] == "OK"][-1]
+    assert last["predicted_bytes"] == pytest.approx(last["used_bytes"], rel=0.15)
+    assert user.true_speed(user.best_config()) > 0.93 * best_of(user, method, 64)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prediction_that_nothing_fits_is_not_believed(tmp_path: Path, method: str) -> None:
+    """The first trial ran, on a machine that does not tell what it used."""
+    world: dict[str, Any] = {"seen_activations": 60.0, "tells_memory": False}
+    user, told = tuned(tmp_path, method=method, **world)
+    check_result(user, told)
+    assert len(of_kind(told, "search")) >= 2
+    assert all(row["predicted_bytes"] is None for row in told.trials)
+
+
 # -- the search
 
 
