@@ -158,6 +158,16 @@ def test_a_global_batch_is_filled_up_to_what_is_allowed(tmp_path: Path, method: 
     assert told.best["train_batch_size"] <= 100
 
 
+def test_no_step_exceeds_the_largest_global_batch(tmp_path: Path) -> None:
+    """But ones own is measured as it is, above it."""
+    world, own = World(slots=4), {"train_micro_batch_size_per_gpu": 4}
+    options = ("--max-trials", 12, "--max-train-batch-size", 8)
+    _, told = tuned(tmp_path, own, *options, method="asha", world=world)
+    assert told.trials[0]["train_batch_size"] == 16
+    assert all(row["train_batch_size"] in (4, 8) for row in of_kind(told, "search"))
+    assert told.best["train_batch_size"] <= 8
+
+
 def test_an_own_batch_outside_of_what_was_asked_for_is_measured_and_replaced(
     tmp_path: Path,
 ) -> None:

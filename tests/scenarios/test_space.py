@@ -118,6 +118,8 @@ def test_what_the_user_set_stays_unless_it_is_freed(
 def test_a_freed_bucket_begins_with_the_users_own_size(tmp_path: Path) -> None:
     user = user_of(tmp_path, zero={"stage": 2, "reduce_bucket_size": 7 * 10**6})
     assert "reduce_bucket_size" not in planned(user)["stage 2"]
+    is_open = user_of(tmp_path / "auto", zero={"stage": 2, "reduce_bucket_size": "auto"})
+    assert "reduce_bucket_size" in planned(is_open)["stage 2"]
     found = planned(user, "--tune", "reduce_bucket_size")["stage 2"]["reduce_bucket_size"]
     assert found[0] == "7e+06" and len(found) > 3
 

@@ -194,6 +194,15 @@ def test_a_micro_batch_that_ran_corrects_an_earlier_failure() -> None:
     assert memory.fits(0, np.array([-0.5]))[0] == 1.0
 
 
+def test_a_failure_is_blamed_on_what_has_never_run() -> None:
+    chances = Feasibility(2, predicted=True, on_device=True)
+    proven, new = ("overlap_comm", "true"), ("compile", "true")
+    for _ in range(3):
+        chances.update(0, (proven,), 0.0, ran())
+    chances.update(0, (proven, new), 0.0, failed("ERROR"))
+    assert chances.runs((proven,)) == 1.0 > 0.3 > chances.runs((proven, new))
+
+
 def test_a_strategy_that_only_fails_is_left() -> None:
     def outcome(proposal: Proposal) -> Outcome:
         if proposal.settings["stage"] == 1:

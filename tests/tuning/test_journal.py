@@ -87,8 +87,11 @@ def test_a_damaged_line_is_named_and_nothing_is_cut_off(path: Path, damage: byte
     Journal(path).close()  # a failed opening leaves no lock
 
 
-def test_a_journal_of_a_newer_dsat_is_left_alone(path: Path) -> None:
-    content = json.dumps({"event": "start", "schema": SCHEMA_VERSION + 1}).encode() + b"\n{"
+@pytest.mark.parametrize("before", [b"", b'{"event":"start","schema":1}\n'])
+def test_a_journal_of_a_newer_dsat_is_left_alone(path: Path, before: bytes) -> None:
+    """It may have gone on with a run that this version began."""
+    newer = {"event": "start", "schema": SCHEMA_VERSION + 1}
+    content = before + json.dumps(newer).encode() + b"\n{"
     path.write_bytes(content)
     with pytest.raises(JournalError, match=rf"newer dsat \(schema {SCHEMA_VERSION + 1}"):
         Journal(path)
