@@ -235,10 +235,10 @@ def test_nothing_above_the_end_of_the_data_is_proposed_again(method: str, told: 
     """Whether a trial that ran says where they end, or one that found too few."""
     few = replace(failed("INVALID"), smaller_may_run=True, most_samples=6)
     outcome = replace(ran(5.0), most_samples=6) if told == "ran" else few
-    search = Driven(method, wide_space(), ceiling=60)
+    search = Driven(method, wide_space(), ceiling=60, predict=lambda settings: 60.0)
     first = search.propose()
-    assert first is not None
-    search.end(first, outcome if told == "ran" or first.micro_batch > 6 else few)
+    assert first is not None and first.micro_batch > 6
+    search.end(first, outcome)
     later = proposals_of(search, lambda p: ran(float(p.micro_batch)), limit=25)
     assert len(later) > 3 and all(p.micro_batch <= 6 for p in later)
 
