@@ -150,14 +150,19 @@ class World:
         seed: of the noise.
         run_sd, step_sd: standard deviations of a run's and of a step's time, relative.
         drift: each further trial is slower by this fraction, as on a machine that heats up.
+        lucky: factors of the measured speed by kind of trial, which no other run repeats.
         effects: factors of the step time by setting (`overlap_comm=False`) or strategy (`z2`).
         failures: the first one that matches a trial decides its outcome.
         samples: that a device has; a larger micro batch cannot be measured.
         host_memory_bytes: of the host for each rank.
         seeded: losses repeat from run to run, so that they can be compared.
-        trains_otherwise: strategies (`z2`) whose losses differ.
+        trains_otherwise: strategies (`z2`) whose losses fall more slowly.
         switches: of the script, by name, with the values that can be set.
-        tokens_of_data: whether the model's inputs are sequences of tokens.
+        device_name: of every GPU.
+        seen_activations: that the first trial finds, as a part of what there are.
+        tells_memory: whether trials tell what they used.
+        counts_flops: whether the FLOPs of the model can be counted.
+        counts_tokens: whether the model's inputs are sequences of tokens.
     """
 
     model: Model = GPT_300M
@@ -169,6 +174,7 @@ class World:
     step_sd: float = 0.005
     drift: float = 0.0
     setup_s: float = SETUP_S
+    lucky: Mapping[str, float] = field(default_factory=dict)
     effects: Mapping[str, float] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
     samples: int | None = None
@@ -177,6 +183,11 @@ class World:
     trains_otherwise: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     switches: Mapping[str, ScriptSwitch] = field(default_factory=dict)
+    device_name: str = "NVIDIA A100-SXM4-40GB"
+    seen_activations: float = 1.0
+    tells_memory: bool = True
+    counts_flops: bool = True
+    counts_tokens: bool = True
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> World:
@@ -226,6 +237,7 @@ class World:
         return replace(
             self._with_noise(true, trial),
             profile=self.profile if trial.profiles else None,
+            memory=true.memory if self.tells_memory else None,
             training=self._training(trial),
             warnings=self.warnings,
         )
@@ -258,10 +270,10 @@ class World:
             forward=1e3 * time.forward,
             backward=1e3 * time.backward,
             step=1e3 * time.step,
-            FLOPS_per_gpu=throughput * self.model.flops_per_sample / self.slots,
+            FLOPS_per_gpu=throughput * self._flops_per_sample / self.slots,
             num_steps=STEPS,
             ci95=2.26 * self.step_sd / math.sqrt(STEPS),
-            tokens_per_second=throughput * self.model.tokens,
+            tokens_per_second=throughput * self.model.tokens if self.counts_tokens else None,
         )
         allocated = round(memory / _FRAGMENTED)
         use = MemoryUse({"backward": allocated}, {"backward": round(memory)}, {}, _CONTEXT_BYTES)
@@ -275,12 +287,16 @@ class World:
             num_params=self.model.parameters,
             trainable_params=self.model.parameters,
             param_bytes=2,
-            activation_bytes_per_sample=round(self._activation_bytes(1)),
-            flops_per_sample=self.model.flops_per_sample,
+            activation_bytes_per_sample=round(self.seen_activations * self._activation_bytes(1)),
+            flops_per_sample=self._flops_per_sample,
             slot_memory_bytes=self.gpu.memory_bytes,
             host_memory_bytes=self.host_memory_bytes,
             switches=self.switches,
         )
+
+    @property
+    def _flops_per_sample(self) -> float:
+        return self.model.flops_per_sample if self.counts_flops else 0.0
 
     def largest_micro_batch(self, zero: Mapping[str, Any]) -> int:
         """Return the largest micro batch that fits with a complete ZeRO section; 0 if none."""
@@ -293,6 +309,7 @@ class World:
         assert true.metrics is not None
         rng = random.Random(f"{self.seed} {trial.id} {trial.name}")
         slower = math.exp(rng.gauss(0, self.run_sd)) * (1 + self.drift) ** trial.id
+        slower /= self.lucky.get(trial.kind.value, 1.0)
         steps = [
             true.metrics.latency * slower * math.exp(rng.gauss(0, self.step_sd))
             for _ in range(STEPS)
@@ -310,7 +327,7 @@ class World:
             backward=old.backward * factor,
             step=old.step * factor,
             FLOPS_per_gpu=(old.FLOPS_per_gpu or 0.0) / factor,
-            tokens_per_second=(old.tokens_per_second or 0.0) / factor,
+            tokens_per_second=old.tokens_per_second and old.tokens_per_second / factor,
             ci95=error,
         )
         duration_s = self.setup_s + (2 + STEPS) * mean / 1e3
@@ -319,11 +336,11 @@ class World:
     def _training(self, trial: Trial) -> TrainingCurve:
         """Return losses that depend on the global batch, and on the run if it is not seeded."""
         start = 4.0 if self.seeded else 4.0 + random.Random(f"{self.seed} {trial.id}").random()
-        if trial.strategy in self.trains_otherwise:
-            start += 0.5
         numbers = tuple(range(1, STEPS + 1))
         rate = 0.01 + 1e-5 * trial.batch.train_batch_size
-        losses = tuple(start * math.exp(-rate * number) for number in numbers)
+        if trial.strategy in self.trains_otherwise:
+            rate *= 0.4
+        losses = tuple(start * math.exp(-rate * (number - 1)) for number in numbers)
         return TrainingCurve(steps=numbers, losses=losses, precision="bf16")
 
     # -- memory
