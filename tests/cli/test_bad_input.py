@@ -52,30 +52,6 @@ def edit(folder: Folder, experiment: Mapping[str, Any] = {}, **config: Any) -> N
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
 
 
-BAD_EXPERIMENTS: list[tuple[dict[str, Any], list[str]]] = [
-    ({"entrypoint": "deepspeed --include localhost:999 train.py"}, ["there is no device 999"]),
-    (
-        {"entrypoint": "deepspeed train.py --deepspeed_config other.json"},
-        ["entrypoint", "other.json", "ds_config.json"],
-    ),
-    ({"resources": {"slots_per_trial": 3}}, ["3 slots", "2 cpu slots", "--slots 2"]),
-    ({"entrypoint": "deepspeed --num_gpus 4 train.py"}, ["4 ranks", "2 slots"]),
-]
-
-
-@pytest.mark.parametrize(("changes", "expected"), BAD_EXPERIMENTS, ids=str)
-def test_bad_experiments(
-    folder: Folder,
-    changes: dict[str, Any],
-    expected: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    edit(folder, changes)
-    assert main.main(["asha", "deepspeed.yaml", "."]) == 2
-    check_one_line(capsys.readouterr(), expected)
-    assert not (folder / "dsat_runs").exists()
-
-
 HPARAMS = {"deepspeed_config": "ds_config.json"}
 BY_DEEPSPEED: list[tuple[dict[str, Any], list[str]]] = [
     (
@@ -121,91 +97,13 @@ def test_settings_that_deepspeed_refuses(
     check_one_line(capsys.readouterr(), expected)
 
 
-EXPERIMENT = ["asha", "deepspeed.yaml", "."]
 SCRIPT = ["train.py", "--deepspeed_config", "ds_config.json"]
-BAD_COMMANDS: dict[str, tuple[list[str], list[str]]] = {
-    "batch cannot be divided": (
-        [*EXPERIMENT, "--train-batch-size", "7"],
-        ["--train-batch-size", "7", "multiple of 2"],
-    ),
-    "batch and divisor exclude each other": (
-        [*EXPERIMENT, "--train-batch-size", "12", "--divisible-by", "4"],
-        ["--train-batch-size", "12", "multiple of 8"],
-    ),
-    "a knob that is freed and fixed": (
-        [*EXPERIMENT, "--tune", "overlap_comm", "--fix", "overlap_comm"],
-        ["overlap_comm cannot be given to both --tune and --fix"],
-    ),
-    "a runner's configuration on this machine": (
-        [*EXPERIMENT, "--search-runner-config", "r.yaml"],
-        ["--search-runner-config r.yaml", "Determined cluster"],
-    ),
-    "tune without a configuration": (["tune", "train.py"], ["tune", "--deepspeed_config FILE"]),
-    "a script that is not there": (["asha", "--", "no.py"], ["no.py"]),
-    "a command in quotes": (
-        ["asha", "--", "deepspeed train.py --x"],
-        ["no such command", "Leave out the quotes"],
-    ),
-    "two configurations that disagree": (
-        ["asha", "--ds-config", "other.json", "--", *SCRIPT],
-        ["--ds-config other.json", "ds_config.json", "Make both the same"],
-    ),
-    "an option's configuration that is not there": (
-        ["asha", "--ds-config", "no.json", "--", "train.py"],
-        ["--ds-config no.json", "no such file"],
-    ),
-    "a mapping to a flag that the script does not get": (
-        ["asha", "--arg-mapping", "train_micro_batch_size_per_gpu=--batch", "--", *SCRIPT],
-        ["--arg-mapping", "--batch"],
-    ),
-    "more ranks than slots": (
-        ["asha", "--slots", "1", "--", "deepspeed", "--num_gpus", "2", *SCRIPT],
-        ["2 ranks", "1 slots"],
-    ),
-    "another machine": (
-        ["tune", "-i", "one@two:0", *SCRIPT],
-        ["--include one@two:0", "names 2 machines"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_COMMANDS)
-def test_bad_commands(folder: Folder, case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv, expected = BAD_COMMANDS[case]
-    shutil.copy(folder / "ds_config.json", folder / "other.json")
-    assert main.main(argv) == 2
-    check_one_line(capsys.readouterr(), expected)
 
 
 def test_a_run_of_other_options(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(folder / "run", Steady(), trials=3)
     assert main.main(["asha", "deepspeed.yaml", ".", "--run-dir", "run", "--resume"]) == 2
     assert "dsat: error: Cannot resume: " in capsys.readouterr().err
-
-
-BEFORE_THE_COMMAND: dict[str, list[str]] = {
-    "--tune overlap": ["--tune", "no knob 'overlap'", "`dsat model --help` lists them"],
-    "--tune packing": ["--metric", "tokens_per_second"],
-    "--run-dir with_a_run": ["with_a_run", "already holds a run"],
-    "--run-dir train.py/run": ["train.py", "is not a folder"],
-    "--resume": ["--resume", "no run dsat_runs/train-*"],
-    "--resume --run-dir empty": ["empty", "holds no run"],
-    "--max-slots 1 --slots 2": ["--max-slots", "2 slots of one trial"],
-    "--train-batch-size 7 --divisible-by 2": ["--train-batch-size", "any number of slots"],
-    "--max-train-batch-size 3 --min-micro-batch 4": ["exclude each other"],
-}
-
-
-@pytest.mark.parametrize("options", BEFORE_THE_COMMAND)
-def test_wrong_options_are_told_before_the_command_runs(
-    folder: Folder, options: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "with_a_run").mkdir()
-    (folder / "with_a_run" / "journal.jsonl").touch()
-    before = sorted(folder.rglob("*"))
-    assert main.main(["model", *options.split(), "--", "python", "train.py"]) == 2
-    check_one_line(capsys.readouterr(), BEFORE_THE_COMMAND[options])
-    assert sorted(folder.rglob("*")) == before
 
 
 def check_one_line(captured: Any, expected: list[str]) -> None:
@@ -215,52 +113,6 @@ def check_one_line(captured: Any, expected: list[str]) -> None:
     for part in expected:
         assert part in lines[0]
     assert captured.out == ""
-
-
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        (
-            {"arg_mappings": {"train_micro_batch_size_per_gpu": "batch"}},
-            ["autotuning.arg_mappings", "train_micro_batch_size_per_gpu to --batch"],
-        ),
-        ({"num_gpus": 4}, ["autotuning.num_gpus", "4 slots"]),
-        (
-            {"min_train_batch_size": 64, "max_train_micro_batch_size_per_gpu": 16},
-            ["train_micro_batch_size_per_gpu", "exclude each other on 2 slots"],
-        ),
-    ],
-    ids=str,
-)
-def test_bad_sections(
-    folder: Folder,
-    section: dict[str, Any],
-    expected: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    edit(folder, autotuning={"enabled": True, **section})
-    before = sorted(folder.rglob("*"))
-    assert main.main(["tune", *SCRIPT]) == 2
-    check_one_line(capsys.readouterr(), expected)
-    assert sorted(folder.rglob("*")) == before
-
-
-USAGE_ERRORS = [
-    [],
-    ["guess", "deepspeed.yaml", "."],
-    ["asha", "deepspeed.yaml"],
-    [*EXPERIMENT, "-z", "4"],
-    [*EXPERIMENT, "--end-profile-step", "2"],
-    ["binary", "deepspeed.yaml", ".", "--divisor", "2"],
-]
-
-
-@pytest.mark.parametrize("argv", USAGE_ERRORS, ids=" ".join)
-def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main.main(argv)
-    assert stop.value.code == 2
-    assert "error: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_dry_run_tells_the_plan_and_leaves_nothing(

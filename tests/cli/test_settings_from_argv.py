@@ -165,41 +165,6 @@ def test_the_commands_of_deepspeeds_autotuner(name: str, words: str, command: st
     assert chosen.max_trials == 50 and chosen.search_options == {}
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("asha", "or a yaml file and its folder"),
-        ("estimate", "give -- COMMAND, a yaml file and its folder, or --hf-config"),
-        ("asha a.yaml . -- train.py", "a.yaml and a command after -- cannot both be tuned"),
-        ("asha train.py --deepspeed x.json", "a command comes after --: dsat asha -- train.py"),
-        ("asha python3 -u a.py -b 2", "a command comes after --: dsat asha -- python3"),
-        ("python3 train.py", "write it behind --: dsat model -- python3 ..."),
-        ("tune -- python3 train.py", "for a whole command: dsat model -- python3"),
-        ("asha --ds-config d.json a.yaml .", "--ds-config is for a command after --"),
-        ("asha -i x -- train.py", "--include is for an experiment configuration"),
-        ("asha --arg-mapping batch -- t.py", "'batch' is not of the form KEY=FLAG"),
-        ("asha --min-micro-batch 4 --max-micro-batch 3 -- t.py", "--max-micro-batch 3 is less"),
-        ("asha --train-batch-size 4 --max-train-batch-size 4 -- t.py", "exclude each other"),
-        ("tune --colour 2 t.py", "unrecognized arguments: --colour"),
-        ("tune --max-trials 5 t.py", "--max-trials is an option of dsat model -- COMMAND"),
-        ("run --max-trials=5 t.py", "autotuning of the DeepSpeed configuration (tuner_num_tr"),
-        ("-- python3 t.py", "what to do with it is missing: dsat model -- python3 ..."),
-        ("model --switch --dry-run -- t.py", "--switch: expected 1 argument"),
-        ("project --to 9999999999xH100 -- t.py", "9999999999 is too large"),
-        ("estimate --fits 8x80GiB --slots 8 -- t.py", "--fits: excludes --slots"),
-        ("estimate --fits 8x80 -- t.py", "'80' is 80 bytes only"),
-        ("show --trials --trial x", "--trial: excludes --trials"),
-        ("export --share f --output o", "--output: goes with --to"),
-    ],
-)
-def test_contradictions(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse(*words.split())
-    assert stop.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert said in last
-
-
 def test_fewer_steps_than_usual_take_one_option() -> None:
     settings = parse("asha", "d.yaml", ".", "--max-profile-steps", "3")
     assert (settings.start_profile_step, settings.end_profile_step) == (3, 5)
