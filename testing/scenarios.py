@@ -131,7 +131,9 @@ class MadeUpEngine(SimulatedEngine):
     ) -> None:
         slots = ready.plan.slots_per_trial
         super().__init__(self._outcome, num_slots=slots * world.at_once, slots_per_trial=slots)
-        self._world = dataclasses.replace(world, slots=slots)
+        limit = ready.plan.slot_memory_bytes or world.gpu.memory_bytes
+        gpu = dataclasses.replace(world.gpu, memory_bytes=limit)
+        self._world = dataclasses.replace(world, slots=slots, gpu=gpu)
         self._config_of = ready.plan.config
         self._trials = folder / "trials"
         self._signals = signals or {}
@@ -341,7 +343,7 @@ class User:
         machine = machine_of(self.world)
         with (
             mock.patch.object(this_machine, "find_machine", return_value=machine),
-            mock.patch.dict(local.ENGINES, {"local": make}),
+            mock.patch.dict(local.ENGINES, {"local": make, "auto": make}),
         ):
             try:
                 return dsat_main(argv)
