@@ -41,7 +41,10 @@ from dsat.values.outcome import (
     ModelProfile,
     Outcome,
     OutcomeKind,
+    OwnOptimizer,
     ScriptSwitch,
+    SequenceLengths,
+    StepFacts,
     TrainingCurve,
 )
 from dsat.values.student import half_width
@@ -128,6 +131,29 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """Something that the meter reports of some trials besides their time.
+
+    Attributes:
+        where: facts of the trials, as of a failure.
+        warnings: of the outcome.
+        waiting: part of each step that waits for data.
+        late: steps that took far longer, and were left out.
+        evaluated: part of the steps with a forward pass outside of training.
+        longer: tokens of a sample by those of the model.
+        step_sd: in place of the world's.
+    """
+
+    where: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    waiting: float = 0.0
+    late: tuple[int, ...] = ()
+    evaluated: float = 0.0
+    longer: float = 1.0
+    step_sd: float | None = None
+
+
+@dataclass(frozen=True)
 class Time:
     """Seconds of an optimizer step, by part."""
 
@@ -138,6 +164,9 @@ class Time:
     @property
     def total(self) -> float:
         return self.forward + self.backward + self.step
+
+    def scaled(self, factor: float) -> Time:
+        return Time(factor * self.forward, factor * self.backward, factor * self.step)
 
 
 @dataclass(frozen=True)
@@ -151,7 +180,8 @@ class World:
         run_sd, step_sd: standard deviations of a run's and of a step's time, relative.
         drift: each further trial is slower by this fraction, as on a machine that heats up.
         lucky: factors of the measured speed by kind of trial, which no other run repeats.
-        effects: factors of the step time by setting (`overlap_comm=False`) or strategy (`z2`).
+        effects: factors of the step time by setting (`overlap_comm=False`), switch of the script,
+            or strategy (`z2`).
         failures: the first one that matches a trial decides its outcome.
         samples: that a device has; a larger micro batch cannot be measured.
         host_memory_bytes: of the host for each rank.
@@ -163,6 +193,10 @@ class World:
         tells_memory: whether trials tell what they used.
         counts_flops: whether the FLOPs of the model can be counted.
         counts_tokens: whether the model's inputs are sequences of tokens.
+        findings: the first one that matches a trial holds for it.
+        sequences: shortest and longest sequence of the data, and positions of the model, in
+            tokens; None where nobody counts them.
+        by_element: the optimizer computes each element of a parameter by itself.
     """
 
     model: Model = GPT_300M
@@ -188,6 +222,9 @@ class World:
     tells_memory: bool = True
     counts_flops: bool = True
     counts_tokens: bool = True
+    findings: tuple[Finding, ...] = ()
+    sequences: tuple[int, int, int] | None = None
+    by_element: bool = True
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> World:
@@ -200,6 +237,8 @@ class World:
             "model": Model(**data["model"]),
             "gpu": Gpu(**data["gpu"]),
             "failures": tuple(Failure(**failure) for failure in data["failures"]),
+            "findings": tuple(Finding(**finding) for finding in data["findings"]),
+            "sequences": data["sequences"] and tuple(data["sequences"]),
             "trains_otherwise": tuple(data["trains_otherwise"]),
             "warnings": tuple(data["warnings"]),
             "switches": switches,
@@ -223,7 +262,7 @@ class World:
                     before_engine=failure.before_engine,
                     duration_s=self.setup_s,
                 )
-        true = self.answer(config)
+        true = self.answer(config, trial.script_args)
         if self.samples is not None and trial.batch.micro_batch > self.samples:
             return Outcome(
                 OutcomeKind.INVALID,
@@ -234,17 +273,20 @@ class World:
             )
         if not true.ok:
             return true
+        found = next((each for each in self.findings if _matches(each.where, facts)), Finding())
         return replace(
-            self._with_noise(true, trial),
+            self._with_noise(_with_finding(true, found), trial, found),
             profile=self.profile if trial.profiles else None,
             memory=true.memory if self.tells_memory else None,
-            training=self._training(trial),
-            warnings=self.warnings,
+            training=self._training(trial, found),
+            warnings=(*self.warnings, *found.warnings),
+            sequences=self.sequences and SequenceLengths(*self.sequences),
         )
 
     def facts(self, trial: Trial) -> dict[str, Any]:
         """Return the facts of a trial that a failure may name."""
         return {
+            **trial.script_args,
             "trial": trial.id,
             "kind": trial.kind.value,
             "stage": trial.stage,
@@ -253,7 +295,7 @@ class World:
             "gas": trial.batch.gas,
         }
 
-    def answer(self, config: Mapping[str, Any]) -> Outcome:
+    def answer(self, config: Mapping[str, Any], switches: Mapping[str, Any] = {}) -> Outcome:
         """Return the outcome of a whole DeepSpeed configuration without noise or failures."""
         batch = ds_config.resolve_batch(config, self.slots, where="the configuration")
         zero = with_defaults(config.get("zero_optimization") or {})
@@ -262,7 +304,8 @@ class World:
             return Outcome(OutcomeKind.OOM, message="out of memory", duration_s=self.setup_s)
         if self._host_bytes(zero) > self.host_memory_bytes:
             return Outcome(OutcomeKind.HOST_OOM, message="killed", duration_s=self.setup_s)
-        time = self.time(zero, batch.micro_batch, batch.gas)
+        slow = math.prod(self.effects.get(f"{name}={v}", 1.0) for name, v in switches.items())
+        time = self.time(zero, batch.micro_batch, batch.gas).scaled(slow)
         latency, throughput = 1e3 * time.total, batch.train_batch_size / time.total
         metrics = Metrics(
             throughput=throughput,
@@ -292,6 +335,7 @@ class World:
             slot_memory_bytes=self.gpu.memory_bytes,
             host_memory_bytes=self.host_memory_bytes,
             switches=self.switches,
+            optimizer=OwnOptimizer("AdamW" if self.by_element else "Adafactor", self.by_element),
         )
 
     @property
@@ -305,14 +349,14 @@ class World:
         room = self.gpu.memory_bytes - _CONTEXT_BYTES - fixed
         return max(0, math.floor(room / per_sample))
 
-    def _with_noise(self, true: Outcome, trial: Trial) -> Outcome:
+    def _with_noise(self, true: Outcome, trial: Trial, found: Finding) -> Outcome:
         assert true.metrics is not None
+        step_sd = self.step_sd if found.step_sd is None else found.step_sd
         rng = random.Random(f"{self.seed} {trial.id} {trial.name}")
         slower = math.exp(rng.gauss(0, self.run_sd)) * (1 + self.drift) ** trial.id
         slower /= self.lucky.get(trial.kind.value, 1.0)
         steps = [
-            true.metrics.latency * slower * math.exp(rng.gauss(0, self.step_sd))
-            for _ in range(STEPS)
+            true.metrics.latency * slower * math.exp(rng.gauss(0, step_sd)) for _ in range(STEPS)
         ]
         mean = sum(steps) / STEPS
         variance = sum((step - mean) ** 2 for step in steps) / (STEPS - 1)
@@ -328,20 +372,23 @@ class World:
             step=old.step * factor,
             FLOPS_per_gpu=(old.FLOPS_per_gpu or 0.0) / factor,
             tokens_per_second=old.tokens_per_second and old.tokens_per_second / factor,
+            data=old.data * factor,
             ci95=error,
         )
         duration_s = self.setup_s + (2 + STEPS) * mean / 1e3
         return replace(true, metrics=metrics, step_ms=tuple(steps), duration_s=duration_s)
 
-    def _training(self, trial: Trial) -> TrainingCurve:
+    def _training(self, trial: Trial, found: Finding) -> TrainingCurve:
         """Return losses that depend on the global batch, and on the run if it is not seeded."""
         start = 4.0 if self.seeded else 4.0 + random.Random(f"{self.seed} {trial.id}").random()
-        numbers = tuple(range(1, STEPS + 1))
         rate = 0.01 + 1e-5 * trial.batch.train_batch_size
         if trial.strategy in self.trains_otherwise:
             rate *= 0.4
+        numbers = tuple(range(1, STEPS + 1))
         losses = tuple(start * math.exp(-rate * (number - 1)) for number in numbers)
-        return TrainingCurve(steps=numbers, losses=losses, precision="bf16")
+        gas = trial.batch.gas
+        facts = StepFacts(gas, gas * STEPS, found.late, found.evaluated, tokens_error=0.01)
+        return TrainingCurve(steps=numbers, losses=losses, precision="bf16", facts=facts)
 
     # -- memory
 
@@ -492,8 +539,26 @@ def _offloads(zero: Mapping[str, Any], what: str) -> bool:
     return bool(section.get("device", "none") != "none")
 
 
+def _with_finding(true: Outcome, found: Finding) -> Outcome:
+    """Return an outcome with steps that wait for data, and longer samples."""
+    old = true.metrics
+    if old is None:
+        return true
+    slower, tokens = 1 / (1 - found.waiting), found.longer * (old.tokens_per_second or 0.0)
+    metrics = replace(
+        old,
+        latency=old.latency * slower,
+        data=old.latency * slower * found.waiting,
+        throughput=old.throughput / slower,
+        tokens_per_second=tokens / slower,
+    )
+    return replace(true, metrics=metrics)
+
+
 def _matches(where: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
     return all(
-        facts[name] in wanted if isinstance(wanted, (list, tuple)) else facts[name] == wanted
+        facts.get(name) in wanted
+        if isinstance(wanted, (list, tuple))
+        else facts.get(name) == wanted
         for name, wanted in where.items()
     )
