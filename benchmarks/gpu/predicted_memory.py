@@ -2,33 +2,41 @@
 
     python -m benchmarks.gpu.predicted_memory [NAME ...] [--null] [--trials]
 
---null takes a CUDA without a device, which needs no GPU but leaves out what kernels take for
-themselves (testing/null_cuda); --trials prints every trial as well. The exit status is 1 if a
-command failed.
+Bars: off by at most 1 % in the median and 3 % at worst, and no trial out of memory.
+
+Each script is estimated by `dsat estimate` and then searched by `random` with a limit of 2 GiB a
+slot. With --null devices keep books of their memory and compute nothing (`testing/null_cuda`):
+torch's allocator and DeepSpeed are real, what kernels take for themselves is left out. Told are
+errors relative to what the allocator held at its peak; with --trials of every trial as well:
+
+- predicted: by the search, which has learned from the trials before, the profile at least; the bars
+  are for this.
+- simulated: by the simulations alone.
+- reserved at most: by the allocator, beyond what was allocated.
+
+Searches of so few trials stay in stage 0, but for those of few samples: these begin far below the
+micro batch that was simulated, where the closed form tells the difference. The exit status is 1 if
+a command failed.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import common, searching
+from benchmarks.common import MIB, ROOT
 from dsat.memory.predictor import MemoryModel
-from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial
 from testing.null_cuda import Device, NullCuda, build
 
-ROOT = Path(__file__).parents[2]
 _EXAMPLES = ROOT / "examples"
-_MIB = 2**20
 _LIMIT_S = 900.0
 # By how much predictions may be off, relative to what was allocated.
 MEDIAN, WORST = 0.01, 0.03
@@ -36,25 +44,6 @@ _SEARCH = (
     "--max-trials 7 --finals 0 --slot-memory 2GiB --zero-stages 0 1 2 3 --random-seed 1 "
     "--max-concurrent-trials 1 --start-profile-step 2 --end-profile-step 3 --max-profile-steps 3"
 ).split()
-
-
-EXPLANATION = (
-    f"Bars: off by at most {MEDIAN:.0%} in the median and {WORST:.0%} at worst, and no trial out "
-    "of memory.",
-    "",
-    "Each script is estimated by `dsat estimate` and then searched by `random` with a limit of "
-    "2 GiB a slot, on devices that keep books of their memory and compute nothing "
-    "(`testing/null_cuda`): torch's allocator and DeepSpeed are real, cuDNN's workspaces are left "
-    "out. Told are errors relative to what the allocator held at its peak:",
-    "",
-    "- predicted: by the search, which has learned from the trials before, the profile at least; "
-    "the bars are for this.",
-    "- simulated: by the simulations alone.",
-    "- reserved at most: by the allocator, beyond what was allocated.",
-    "",
-    "Searches of so few trials stay in stage 0, but for those of few samples: these begin far "
-    "below the micro batch that was simulated, where the closed form tells the difference.",
-)
 
 
 @dataclass(frozen=True)
@@ -74,7 +63,7 @@ class Script:
     options: tuple[str, ...] = ()
 
     def command(self, *method: str) -> list[str]:
-        """`dsat METHOD` for it."""
+        """Return `dsat METHOD` for it."""
         is_command = len(self.words) > 1
         target = ["--", *self.words] if is_command else [*self.words, "."]
         first, *options = method
@@ -83,7 +72,7 @@ class Script:
 
 
 def _few_samples(stage: int) -> tuple[str, ...]:
-    """The search begins with the user's own micro batch, far below the one that is simulated."""
+    """Return options of a search that begins far below the micro batch that is simulated."""
     return "--zero-stages", str(stage), "--max-trials", "4"
 
 
@@ -123,7 +112,7 @@ class Predicted:
 
 
 def of_run(run: Run) -> list[Predicted]:
-    """The trials of a search that ran and of which something was predicted."""
+    """Return the trials of a search that ran and of which something was predicted."""
     assert run.memory_basis is not None and run.profile is not None
     model = MemoryModel(
         run.memory_basis,
@@ -150,20 +139,17 @@ def of_run(run: Run) -> list[Predicted]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SCRIPTS)}")
     parser.add_argument("--null", action="store_true", help="on a CUDA without a device")
     parser.add_argument("--trials", action="store_true", help="a line for each trial")
     arguments = parser.parse_args(argv)
-    if unknown := set(arguments.names) - SCRIPTS.keys():
-        parser.error(f"no such script: {', '.join(sorted(unknown))}")
-    print(
-        "| script | estimate | trials | out of memory | predicted: median, worst "
-        "| simulated: median, worst | reserved at most | |"
+    common.choose(arguments.names, list(SCRIPTS), parser)
+    common.print_explanation(__doc__)
+    common.print_head(
+        *("script", "estimate", "trials", "out of memory", "predicted: median, worst"),
+        *("simulated: median, worst", "reserved at most", ""),
     )
-    print("|---|---|---|---|---|---|---|---|")
     ended_well = True
     with tempfile.TemporaryDirectory() as name:
         for script in arguments.names or SCRIPTS:
@@ -173,56 +159,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(name: str, folder: Path, *, null: bool, trials: bool) -> bool:
-    """Prints the row of a script, and says whether both commands ended well."""
-    script = SCRIPTS[name]
-    env = {**os.environ, "XDG_CACHE_HOME": str(folder)}
+    """Print the row of a script, and tell whether both commands ended well."""
+    script, env, run_dir = SCRIPTS[name], {"XDG_CACHE_HOME": str(folder)}, folder / "run"
     if null:
         libraries = build(ROOT / ".cache" / "null_cuda")
         env |= NullCuda(libraries, folder / "books", [Device()] * script.slots).environment()
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    slots, run_dir = ["--slots", str(script.slots)], folder / "run"
+    slots = ["--slots", str(script.slots)]
     estimated = _ends_well(script.command("estimate", *slots), script, env)
+    said = "ends well" if estimated else "failed"
     options = [*slots, "--run-dir", str(run_dir), *_SEARCH, *script.options]
-    searched = _ends_well(script.command("random", *options), script, env)
-    if not searched:
-        print(f"| {name} | {_said(estimated)} | the search failed | | | | | **missed** |")
+    if not _ends_well(script.command("random", *options), script, env):
+        common.print_row(name, said, "the search failed", "", "", "", "", "**missed**")
         return False
-    run = Run(read_events(run_dir / FILE_NAME))
+    run = searching.run_in(run_dir)
     found = of_run(run)
     for one in found if trials else ():
         errors = ", ".join(f"{error:+.2%}" for error in one.errors)
-        print(f"{one.trial.name}: {one.allocated / _MIB:.1f} MiB, {errors}", file=sys.stderr)
+        print(f"{one.trial.name}: {one.allocated / MIB:.1f} MiB, {errors}", file=sys.stderr)
     predicted, simulated = zip(*(one.errors for one in found), strict=True)
     reserved = max(one.reserved / one.allocated for one in found)
     lost = [o.kind for o in run.outcomes.values()].count(OutcomeKind.OOM)
-    met = estimated and not lost and _is_met(predicted)
-    print(
-        f"| {name} | {_said(estimated)} | {len(found)} | {lost} | {_errors(predicted)} "
-        f"| {_errors(simulated)} | {reserved - 1:.1%} more | {'met' if met else '**missed**'} |",
-        flush=True,
-    )
+    met = "met" if estimated and not lost and _is_met(predicted) else "**missed**"
+    errors_of = _errors(predicted), _errors(simulated)
+    common.print_row(name, said, len(found), lost, *errors_of, f"{reserved - 1:.1%} more", met)
     return estimated
 
 
 def _ends_well(command: Sequence[str], script: Script, env: Mapping[str, str]) -> bool:
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=_EXAMPLES / script.folder,
-        env=env,
-        check=False,
-        timeout=_LIMIT_S,
-    )
-    told = done.stdout + done.stderr
-    if done.returncode or "by formula:" in told:
+    variables = common.environment(**env)
+    status, told, _ = common.run(command, _EXAMPLES / script.folder, variables, timeout_s=_LIMIT_S)
+    if status or "by formula:" in told:
         print(told, file=sys.stderr)
         return False
     return True
-
-
-def _said(estimated: bool) -> str:
-    return "ends well" if estimated else "failed"
 
 
 def _errors(errors: Sequence[float]) -> str:

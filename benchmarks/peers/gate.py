@@ -6,10 +6,10 @@ import bisect
 from typing import Any
 
 from benchmarks.ledger import Ledger
-from benchmarks.peers.ours import plan_of
+from benchmarks.searching import plan_of
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
-from dsat.space.overrides import overrides_for, script_args_for
+from dsat.space.overrides import overrides_for
 from dsat.tuning.strategies import make_space
 from dsat.values.outcome import Outcome
 
@@ -30,7 +30,7 @@ class Gated:
         assert profile is not None
         self.space = make_space(plan, profile)
         basis = (
-            Basis.of_profile(profile, header.switches)
+            Basis.of_profile(profile, {})
             if header.memory is None
             else Basis.from_json(dict(header.memory))
         )
@@ -49,5 +49,5 @@ class Gated:
         micro_batch = sizes[max(0, bisect.bisect_right(sizes, micro_batch) - 1)]
         batch = self.space.batch(micro_batch, settings)
         outcome = self._ledger.run(self._ledger.table.config(settings, batch))
-        self._forecast.learn(overrides_for(settings, batch), script_args_for(settings), outcome)
+        self._forecast.learn(overrides_for(settings, batch), {}, outcome)
         return outcome

@@ -11,7 +11,7 @@ from benchmarks.peers import PEERS, player
 from benchmarks.replay import play
 from benchmarks.tables import Table
 from dsat.values.outcome import Outcome
-from tests.benchmarks.made_up_table import (
+from tests.benchmarks.conftest import (
     PARAMS,
     SAMPLE_BYTES,
     SLOT_BYTES,
