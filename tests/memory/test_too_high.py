@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_three_trials_correct_a_slope_that_is_too_steep() -> None:
         first_gradient_bytes_per_sample=4.0 * GIB,
     )
     plain = closed_form.estimate(facts, CONFIG, slots=1, micro_batch=4)
-    peaks = dict.fromkeys(PHASES, 24 * GIB)
+    peaks: dict[str, Any] = dict.fromkeys(PHASES, 24 * GIB)
     anchor = Anchor(CONFIG, 4, replace(plain, **peaks, source=SIMULATED), 1)
     basis = Basis((Variant({}, facts, (anchor,)),))
     memory = MemoryModel(basis, slots=1, limit_bytes=76 * GIB)
