@@ -1,16 +1,16 @@
 """A made-up world: what becomes of a trial of a transformer on GPUs that do not exist.
 
-One world serves tests and benchmarks. It shares no code with the predictions of dsat, and its
-figures come from elsewhere:
+One world serves tests and benchmarks. It shares the list of DeepSpeed's collectives, which is held
+against traced steps, with the predictions of dsat, and nothing else. Its figures come from
+elsewhere:
 
 - Matrix products by tiles of 128 x 256 over the multiprocessors, in whole waves, at 0.6 of the peak
   where tokens are a multiple of 8, and 0.45 elsewhere (NVIDIA, "Matrix Multiplication Background
   User's Guide": tile and wave quantization, tensor core requirements). Attention at half of that.
 - Element-wise work reads and writes `_ELEMENTWISE` activations of a layer at 0.8 of the memory
   bandwidth; no layer takes less time than the launches of its kernels.
-- Collectives by a latency and a ring's bandwidth: an all-reduce moves 2 (n - 1) / n of its bytes,
-  gathers and reduce-scatters half of that (Rajbhandari et al. (2020), section 7). Between hosts
-  each GPU has a link of its own. What overlaps with the backward pass takes the longer time of the
+- Collectives as DeepSpeed 0.19.8 calls them, by rings with NCCL's latencies
+  (`dsat.search.collectives`). What overlaps with the backward pass takes the longer time of the
   two; the last bucket and the first gather are never hidden. Stage 3's hooks take `_HOOKS_S` of the
   host for each layer, which shows where kernels are shorter.
 - Memory: 2 + 2 + 12 bytes for each parameter, partitioned as the stage says (the same, section 3);
@@ -34,6 +34,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dsat.inputs import ds_config
+from dsat.inputs.cards import Card
+from dsat.search import collectives
+from dsat.search.collectives import Network
 from dsat.space import knobs
 from dsat.values.outcome import (
     MemoryUse,
@@ -47,6 +50,7 @@ from dsat.values.outcome import (
     StepFacts,
     TrainingCurve,
 )
+from dsat.values.step_trace import ALL_GATHER, BACKWARD, FORWARD, STEP, Collectives
 from dsat.values.student import half_width
 from dsat.values.trial import Trial
 
@@ -62,7 +66,6 @@ _HOOKS_S = 8e-4  # of a layer, in its forward pass
 _SUB_GROUP_S = 2e-4  # each sub-group of stage 3's optimizer step
 _ADAM_BYTES = 30  # read and written for each element
 _OF_LINK, _OF_NETWORK = 230 / 600, 22 / 25  # that a ring reaches
-_LATENCY_INSIDE_S, _LATENCY_BETWEEN_S = 2e-5, 6e-5
 _HOST_LINK, _HOST_ADAM = 25e9, 20e9  # bytes/s to the host, and of its optimizer, for each GPU
 _CONTEXT_BYTES = int(1.2e9)
 _FRAGMENTED = 1.03
@@ -425,26 +428,36 @@ class World:
 
     def time(self, zero: Mapping[str, Any], micro_batch: int, gas: int) -> Time:
         """Return the true time of an optimizer step of a complete ZeRO section."""
-        stage = zero["stage"]
-        forward = self._forward(micro_batch, host_s=_HOOKS_S if stage == 3 else 0.0)
-        backward = 2 * forward
-        reduced, boundary = self._reductions(zero)
-        gathered = self._gathers(zero)
-        if stage == 3:
-            forward = max(forward, gathered) + gathered / self.model.layers
-        hidden = zero.get("overlap_comm", False)
-        moved = reduced + (gathered if stage == 3 else 0.0)
-
-        def with_reductions(moved: float, buckets: int) -> float:
-            exposed = moved / max(1, buckets)
-            return max(backward, moved) + exposed if hidden else backward + moved
-
-        count = self._buckets(zero)
-        each = with_reductions(moved, count) if stage >= 2 else backward
-        last = with_reductions(boundary, count) if stage == 1 else each
-        step = self._optimizer(zero) + (boundary if stage == 0 else 0.0)
+        forward = self._forward(micro_batch, host_s=_HOOKS_S if zero["stage"] == 3 else 0.0)
+        passes = [self._passes(zero, forward, last=last) for last in (False, True)]
         slow = self._near_the_edge(zero, micro_batch) * self._effect(zero)
-        return Time(gas * forward * slow, ((gas - 1) * each + last) * slow, step)
+        forwards, backwards = (
+            ((gas - 1) * each + final) * slow for each, final in zip(*passes, strict=True)
+        )
+        return Time(forwards, backwards, self._optimizer(zero))
+
+    def _passes(
+        self, zero: Mapping[str, Any], forward: float, *, last: bool
+    ) -> tuple[float, float]:
+        """Return seconds of the forward and the backward pass of a micro step."""
+        backward = 2 * forward
+        found = dict.fromkeys((FORWARD, BACKWARD), 0.0)
+        exposed = dict(found)
+        for group in self._collectives(zero):
+            if group.last != last or group.phase == STEP:
+                continue
+            moved = self._seconds(group)
+            if not group.overlapped:
+                exposed[group.phase] += moved
+                continue
+            found[group.phase] += moved
+            # The first gather and the last bucket are never hidden.
+            parts = self.model.layers if group.kind == ALL_GATHER else group.count
+            exposed[group.phase] += moved / max(1, parts)
+        return (
+            max(forward, found[FORWARD]) + exposed[FORWARD],
+            max(backward, found[BACKWARD]) + exposed[BACKWARD],
+        )
 
     def _effect(self, zero: Mapping[str, Any]) -> float:
         names = [f"z{zero['stage']}", *(f"{name}={value}" for name, value in zero.items())]
@@ -466,37 +479,20 @@ class World:
     def _bandwidth(self) -> float:
         return 0.8 * self.gpu.bandwidth
 
-    def _collective(self, total: float, times: float, count: float = 1) -> float:
-        """Return seconds to move `times` (n - 1) / n of so many bytes in `count` collectives."""
-        n, over_hosts = self.slots, self.slots > SLOTS_PER_HOST
-        rate = _OF_NETWORK * self.gpu.network if over_hosts else _OF_LINK * self.gpu.link
-        latency = _LATENCY_BETWEEN_S if over_hosts else _LATENCY_INSIDE_S
-        return times * (n - 1) / n * total / rate + count * latency
+    def _collectives(self, zero: Mapping[str, Any]) -> list[Collectives]:
+        parameters = self.model.parameters
+        return collectives.of_step(
+            zero["stage"],
+            zero,
+            ranks=self.slots,
+            params=parameters,
+            trainable=parameters,
+            itemsize=2,
+        )
 
-    def _buckets(self, zero: Mapping[str, Any]) -> int:
-        if zero["stage"] == 0:
-            return 1
-        return math.ceil(self.model.parameters / int(zero["reduce_bucket_size"]))
-
-    def _reductions(self, zero: Mapping[str, Any]) -> tuple[float, float]:
-        """Return seconds of each micro step, and of the last one before the optimizer's step."""
-        moved, count = 2 * self.model.parameters, self._buckets(zero)
-        if zero["stage"] == 0:
-            return 0.0, self._collective(moved, 2)
-        if zero["stage"] == 1:
-            return 0.0, self._collective(moved, 1, count)
-        return self._collective(moved, 1, count), 0.0
-
-    def _gathers(self, zero: Mapping[str, Any]) -> float:
-        """Return seconds of gathering the parameters once, for stage 3."""
-        if zero["stage"] != 3:
-            return 0.0
-        model = self.model
-        small = zero["stage3_param_persistence_threshold"] < model.hidden
-        count = model.layers * (6 if small else 4)
-        grouped = model.layer / max(1, zero["stage3_prefetch_bucket_size"])
-        count += model.layers * math.ceil(grouped)
-        return self._collective(2 * model.parameters, 1, count)
+    def _seconds(self, group: Collectives) -> float:
+        link, network = _OF_LINK * self.gpu.link, _OF_NETWORK * self.gpu.network
+        return sum(Network(link, network, SLOTS_PER_HOST, Card.protocols).seconds(group))
 
     def _optimizer(self, zero: Mapping[str, Any]) -> float:
         stage, parameters = zero["stage"], self.model.parameters
@@ -507,9 +503,7 @@ class World:
             seconds = elements * _ADAM_BYTES / self._bandwidth
         if _offloads(zero, "param"):
             seconds += 4 * elements / _HOST_LINK
-        if stage in (1, 2):
-            count = math.ceil(parameters / zero["allgather_bucket_size"])
-            seconds += self._collective(2 * parameters, 1, count)
+        seconds += sum(map(self._seconds, (c for c in self._collectives(zero) if c.phase == STEP)))
         if stage == 3:
             seconds += _SUB_GROUP_S * math.ceil(elements / zero["sub_group_size"])
         return seconds
