@@ -117,7 +117,7 @@ real-scripts: setup
 frameworks: setup
 	$(INSTALL) --quiet --upgrade --target $(VENV)/frameworks --no-deps \
 		trl peft datasets dill multiprocess xxhash
-	$(PY) -m testing.frameworks $(FRAMEWORKS)
+	$(PY) -m testing.tuned_scripts $(FRAMEWORKS)
 
 # Every attack in full, an hour or two; SOAK_OPTIONS="--scale 0.1" makes a tenth.
 soak: setup

@@ -6,9 +6,7 @@ For each case dsat looks at a script's own configuration and prints how to train
 turns, a trial measures that configuration as a search's finals do, and a shell runs the printed
 command, whose script tells its throughput by its own clock. The order changes from pair to pair, so
 that a machine that slows down favours neither. Told is the ratio of both, hand to trial: the median
-of the pairs. Rare steps that the host disturbed are left out of both, by the same rule. The last
-column is the ratio of the processor's time per step, which other programs on the machine disturb
-less: on a busy machine it tells better whether both run under the same conditions.
+of the pairs. Rare steps that the host disturbed are left out of both, by the same rule.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ PROGRAM = Path(__file__).parent / "programs" / "own_clock.py"
 CLOCK = "OWN_CLOCK"
 OPTIMIZER = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}
 WARM_UP_STEPS = 20
-LEAST_WARM_UP = 2  # that of a trial
 MOST_APART = 0.03
 
 
@@ -79,35 +76,22 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Samples/s, and the first rank's processor time per step in seconds."""
-
-    throughput: float
-    busy_s: float
-
-
-@dataclass(frozen=True)
 class Compared:
     """What came of a case.
 
     Attributes:
         step_ms: of a trial.
-        pairs: each a trial and a training by hand.
+        pairs: throughputs of a trial and of a training by hand, samples/s.
     """
 
     name: str
     step_ms: float
-    pairs: Sequence[tuple[Speed, Speed]]
+    pairs: Sequence[tuple[float, float]]
 
     @property
     def ratio(self) -> float:
         """By hand to trial, in the middle of the pairs."""
-        return statistics.median(hand.throughput / trial.throughput for trial, hand in self.pairs)
-
-    @property
-    def busy_ratio(self) -> float:
-        """The same of the processor's time per step."""
-        return statistics.median(hand.busy_s / trial.busy_s for trial, hand in self.pairs)
+        return statistics.median(hand / trial for trial, hand in self.pairs)
 
     @property
     def met(self) -> bool:
@@ -115,15 +99,12 @@ class Compared:
 
     def cells(self) -> list[str]:
         """Return the row of a table for people; see `HEADINGS`."""
-        trial, hand = (
-            statistics.median(pair[which].throughput for pair in self.pairs) for which in (0, 1)
-        )
-        met = "met" if self.met else "missed"
+        trial, hand = (statistics.median(each) for each in zip(*self.pairs, strict=True))
         speeds = f"{self.step_ms:.1f}", f"{trial:.1f}", f"{hand:.1f}"
-        return [self.name, *speeds, f"{self.ratio:.3f}", met, f"{self.busy_ratio:.3f}"]
+        return [self.name, *speeds, f"{self.ratio:.3f}", "met" if self.met else "missed"]
 
 
-HEADINGS = ("script", "ms per step", "a trial, samples/s", "by hand", "ratio", "", "processor")
+HEADINGS = ("script", "ms per step", "a trial, samples/s", "by hand", "ratio", "")
 
 
 def compare(case: Case, folder: Path, pairs: int) -> Compared:
@@ -142,21 +123,22 @@ def compare(case: Case, folder: Path, pairs: int) -> Compared:
     )
     with prepared(settings) as ready:
         pass  # nothing has been acquired that a trial needs
-    batch, found, steps_ms = ready.plan.own_batch, [], []
+    batch, steps_ms = ready.plan.own_batch, list[float]()
+    found: list[tuple[float, float]] = []
 
-    def measure() -> Speed:
+    def measure() -> float:
         number = len(steps_ms)
         trial = Trial(number, TrialKind.SEARCH, f"t{number}", case.stage, batch, batch.config())
         outcome = common.run_trial(engine, trial)
         if outcome.metrics is None:
             raise SystemExit(f"the trial failed: {outcome.message}\n{outcome.detail}")
         steps_ms.append(outcome.metrics.latency)
-        return Speed(outcome.metrics.throughput, _per_step(clock, LEAST_WARM_UP)[1])
+        return outcome.metrics.throughput
 
-    def type_it() -> Speed:
+    def type_it() -> float:
         common.run_well(["bash", "-c", line], folder, common.environment())
-        seconds, busy_s = _per_step(clock, WARM_UP_STEPS)
-        return Speed(batch.train_batch_size / seconds, busy_s)
+        seconds = [wall for wall, _ in json.loads(clock.read_text())[WARM_UP_STEPS:]]
+        return batch.train_batch_size / summarize(seconds).mean
 
     run_dir = folder / "trials"
     run_dir.mkdir()
@@ -190,14 +172,6 @@ def _printed_command(case: Case, command: list[str], run_dir: Path) -> str:
     )
     assert result.train_command is not None and len(result.trials) == 1, result.verdict
     return result.train_command
-
-
-def _per_step(clock: Path, warm_up: int) -> tuple[float, float]:
-    """Return seconds per step by the wall and by the processor, as the script has noted them."""
-    noted = json.loads(clock.read_text())[warm_up:]
-    clock.unlink()
-    wall, busy = zip(*noted, strict=True)
-    return summarize(wall).mean, summarize(busy).mean
 
 
 def main() -> None:

@@ -40,9 +40,6 @@ TEMPLATE = Path(__file__).with_name("gallery_page.md")
 SEQUENCE = 4096
 SLOTS = 8  # that are simulated
 PREDICTED, MEASURED = "predicted", "measured"
-_Speed = tuple[float | None, float | None, float | None]  # with the ends of the interval
-_NO_SPEED: _Speed = (None, None, None)
-_SPEED = ("tokens_per_second", "low", "high")
 _EVERY_LAYER = "r=16,target=q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
 
 
@@ -88,7 +85,7 @@ MACHINES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One strategy of one model on one machine.
 
@@ -113,14 +110,14 @@ class Row:
     tier: str
     sequence: int
     card_gib: float | None
-    host_gib: float | None
+    host_gib: float | None = None
     largest_micro_batch: int
-    longest_sequence: int | None
-    tokens_per_second: float | None
-    low: float | None
-    high: float | None
+    longest_sequence: int | None = None
+    tokens_per_second: float | None = None
+    low: float | None = None
+    high: float | None = None
     source: str
-    command: str
+    command: str = ""
 
     @property
     def fits(self) -> bool:
@@ -170,7 +167,7 @@ def predicted(name: str, model: Model) -> Iterator[Row]:
         cards, gib, card = MACHINES[machine]
         first = _first(fits)
         for strategy, fit in fits.items():
-            speed = _NO_SPEED
+            speed: dict[str, float] = {}
             if strategy == first and strategy in traced.traces:
                 speed = _speed(Projector(traced, find(card), None), strategy, cards, int(fit.most))
             yield Row(
@@ -184,9 +181,9 @@ def predicted(name: str, model: Model) -> Iterator[Row]:
                 host_gib=round(fit.host_bytes / GIB, 2) if fit.host_bytes else None,
                 largest_micro_batch=int(fit.most),
                 longest_sequence=int(SEQUENCE * fit.most) if fit.most > 0 else None,
-                **dict(zip(_SPEED, speed, strict=True)),
                 source=model.source,
                 command=_command(path, model, cards, gib),
+                **speed,
             )
 
 
@@ -240,17 +237,16 @@ def _memory(
         yield machine, fits
 
 
-def _speed(projector: Projector, strategy: Strategy, cards: int, micro_batch: int) -> _Speed:
+def _speed(
+    projector: Projector, strategy: Strategy, cards: int, micro_batch: int
+) -> dict[str, float]:
     """Return tokens/s over all cards with the ends of its interval."""
     row = projector.row(strategy, cards, micro_batch)
     if row is None:
-        return _NO_SPEED
+        return {}
     tokens, (low, high) = SEQUENCE * row.samples_per_second, row.spread
-    return _digits(tokens), _digits(tokens * low), _digits(tokens * high)
-
-
-def _digits(number: float) -> float:
-    return float(f"{number:.3g}")
+    ends = {"tokens_per_second": tokens, "low": tokens * low, "high": tokens * high}
+    return {name: float(f"{number:.3g}") for name, number in ends.items()}
 
 
 def measured(path: Path) -> Row:
@@ -268,14 +264,11 @@ def measured(path: Path) -> Row:
         tier=MEASURED,
         sequence=run.longest_sequence or 0,
         card_gib=None if best.used_bytes is None else round(best.used_bytes / GIB, 2),
-        host_gib=None,
         largest_micro_batch=int(best.config.get("train_micro_batch_size_per_gpu", 0)),
-        longest_sequence=None,
         tokens_per_second=tokens,
         low=None if tokens is None else tokens / (1 + ci95),
         high=None if tokens is None else tokens / (1 - ci95),
         source=path.name,
-        command="",
     )
 
 
@@ -314,21 +307,16 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def _shown(row: Row) -> tuple[str, ...]:
-    card = "-" if row.card_gib is None else f"{row.card_gib:.1f} GiB"
     host = f", {row.host_gib:.0f} GiB of the host" if row.host_gib else ""
-    longest = "-" if row.longest_sequence is None else f"{row.longest_sequence:,}"
     speed = "-"
     if row.tokens_per_second is not None:
         speed = f"{row.tokens_per_second:,.0f} ({row.low:,.0f} to {row.high:,.0f})"
     return (
-        row.model,
-        row.machine,
-        row.strategy,
-        f"{card}{host}",
+        *(row.model, row.machine, row.strategy),
+        "-" if row.card_gib is None else f"{row.card_gib:.1f} GiB{host}",
         str(row.largest_micro_batch),
-        longest,
-        speed,
-        row.status,
+        "-" if row.longest_sequence is None else f"{row.longest_sequence:,}",
+        *(speed, row.status),
     )
 
 

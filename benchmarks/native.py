@@ -1,6 +1,6 @@
 """For real: `dsat tune` against `deepspeed --autotuning tune`, on this machine.
 
-    python -m benchmarks.native [--side 128] [--tuner TYPE] [--runs 3] [--rounds 5]
+    python -m benchmarks.native [--side 128] [--runs 3] [--rounds 5]
 
 Both get the same script, configuration file, slot and limits: a 5 M parameter GPT, sequences of as
 many tokens as `--side` says. With 128 a trial's steps take most of its time, with 16 its start.
@@ -48,6 +48,7 @@ AUTOTUNING = {
     "enabled": True,
     "fast": True,
     "metric": "throughput",
+    "tuner_type": "model_based",
     "max_train_micro_batch_size_per_gpu": CAP,
 }
 _RESULTS = "autotuning_results"
@@ -95,12 +96,11 @@ class Tuned:
 HEADINGS = ("", "wall time", "trials", "answer", "samples/s by one stopwatch")
 
 
-def compare(side: int, tuner: str, runs: int, rounds: int) -> tuple[Tuned, Tuned]:
+def compare(side: int, runs: int, rounds: int) -> tuple[Tuned, Tuned]:
     """Run both tuners, then measure both answers.
 
     Args:
         side: tokens of a sequence.
-        tuner: `tuner_type`; the other's fast mode knows only one way.
         runs: how often dsat is run, an odd number.
         rounds: how often each answer is measured.
 
@@ -112,11 +112,10 @@ def compare(side: int, tuner: str, runs: int, rounds: int) -> tuple[Tuned, Tuned
     with tempfile.TemporaryDirectory(prefix="dsat-native-") as scratch:
         folder = Path(scratch)
         all_of_ours = [
-            _dsat(_folder(folder / f"dsat{number}", tuner), script, machine)
-            for number in range(runs)
+            _dsat(_folder(folder / f"dsat{number}"), script, machine) for number in range(runs)
         ]
         ours = sorted(all_of_ours, key=lambda tuned: tuned.wall_s)[runs // 2]
-        theirs = _deepspeed(_folder(folder / "deepspeed", tuner), script, machine)
+        theirs = _deepspeed(_folder(folder / "deepspeed"), script, machine)
         times = _stopwatch(folder, script, machine, (ours.config, theirs.config), rounds)
     return (
         replace(ours, throughputs=times[0], walls_s=tuple(sorted(t.wall_s for t in all_of_ours))),
@@ -124,11 +123,11 @@ def compare(side: int, tuner: str, runs: int, rounds: int) -> tuple[Tuned, Tuned
     )
 
 
-def _folder(folder: Path, tuner: str) -> Path:
+def _folder(folder: Path) -> Path:
     folder.mkdir()
     shutil.copy(PROGRAM, folder)
-    config = {**CONFIG, SECTION: {**AUTOTUNING, "tuner_type": tuner}}
-    (folder / "ds_config.json").write_text(json.dumps(config, indent=2))
+    config = {**CONFIG, SECTION: AUTOTUNING}
+    (folder / "ds_config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -221,13 +220,11 @@ def bars(side: int, ours: Tuned, theirs: Tuned) -> list[Bar]:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    types = ("gridsearch", "random", "model_based")
     parser.add_argument("--side", type=int, default=128, metavar="N", help="tokens of a sequence")
-    parser.add_argument("--tuner", choices=types, default="model_based", metavar="TYPE")
     parser.add_argument("--runs", type=int, choices=(1, 3, 5), default=3, metavar="N")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     args = parser.parse_args()
-    ours, theirs = compare(args.side, args.tuner, args.runs, args.rounds)
+    ours, theirs = compare(args.side, args.runs, args.rounds)
     common.print_head(*HEADINGS)
     for tuned in (ours, theirs):
         common.print_row(*tuned.cells())

@@ -138,10 +138,13 @@ def _filled(row: Row, traced: Traced) -> float:
 Key = tuple[str, int, bool]
 
 
+def _keys(row: Row) -> list[Key]:
+    """Return what is traced of a row; with a part recomputed, the step is between two traces."""
+    return [(row.model, row.seq, on) for on in (False, True) if row.recompute in (on, 0.5)]
+
+
 def _parts(row: Row, whole: Mapping[Key, Traced]) -> list[Traced]:
-    """Return the traces of a row; with a part recomputed, the step is between two of them."""
-    switches = [on for on in (False, True) if row.recompute in (on, 0.5)]
-    return [whole[row.model, row.seq, on] for on in switches]
+    return [whole[key] for key in _keys(row)]
 
 
 def _both(
@@ -175,13 +178,12 @@ def _points(speed: ProjectedSpeed, row: Row, traced: Traced) -> Points:
 
 def _trace_all(rows: Sequence[Row], models: Mapping[str, Any]) -> dict[Key, Traced]:
     """Trace each model once for all of its rows, with and without recomputation as they have it."""
-    groups: dict[Key, list[Strategy]] = {}
+    groups: dict[Key, dict[Strategy, None]] = {}
     for row in rows:
-        for on in (False, True):
-            if row.recompute in (on, 0.5):
-                groups.setdefault((row.model, row.seq, on), []).append(row.strategy)
+        for key in _keys(row):
+            groups.setdefault(key, {})[row.strategy] = None
     return {
-        (model, seq, on): _traced(models[model], seq, on, list(dict.fromkeys(strategies)))
+        (model, seq, on): _traced(models[model], seq, on, list(strategies))
         for (model, seq, on), strategies in groups.items()
     }
 

@@ -10,9 +10,8 @@ error of 15 %.
 from __future__ import annotations
 
 import json
-import os
+import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -25,7 +24,6 @@ from benchmarks import common
 from dsat.app import probe, project
 from dsat.app.estimate import simulator_of
 from dsat.app.project import Traced
-from dsat.engines.local import ports
 from dsat.inputs.cards import Card
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.search.projected_speed import ProjectedSpeed
@@ -50,35 +48,15 @@ def measured(config: Mapping[str, Any], ranks: int, folder: Path) -> float:
     """Return the median seconds of a step of real ranks, with one thread each."""
     path = folder / "ds.json"
     path.write_text(json.dumps(config), encoding="utf-8")
-    variables = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(ports.free_ports(1)[0]),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_SIZE": str(ranks),
-        "OMP_NUM_THREADS": "1",
-    }
-    words = [sys.executable, str(SCRIPT), "--deepspeed_config", str(path), "--steps", str(_STEPS)]
-    processes = [
-        subprocess.Popen(
-            words,
-            env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=(folder / f"{rank}.err").open("w"),
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        said, _ = processes[0].communicate(timeout=_LIMIT_S)
-        return float(json.loads(said.strip().splitlines()[-1])["step_s"])
-    except (subprocess.TimeoutExpired, IndexError) as error:
-        last = [(folder / f"{rank}.err").read_text()[-600:] for rank in range(ranks)]
-        raise RuntimeError("\n".join([f"{ranks} ranks did not train", *last])) from error
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = [str(SCRIPT), "--deepspeed_config", str(path), "--steps", str(_STEPS)]
+    env = common.environment(OMP_NUM_THREADS="1", LOCAL_SIZE=str(ranks))
+    words = [*launcher, f"--nproc-per-node={ranks}", *script]
+    status, said, _ = common.run(words, folder, env, timeout_s=_LIMIT_S)
+    found = re.findall(r'^\{"step_s": (.*)\}$', said, flags=re.MULTILINE)
+    if status or not found:
+        raise SystemExit(f"{ranks} ranks did not train:\n{said[-2000:]}")
+    return float(found[-1])
 
 
 def projected(traced: Traced, strategy: Strategy, ranks: int, alone: Card, one_s: float) -> float:

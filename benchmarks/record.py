@@ -192,7 +192,9 @@ def record(spec: Spec, machine: Machine, folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / f"{spec.name}{tables.SUFFIX}"
     with Journal(path) as journal, _engine(spec, machine) as engine:
-        _check_same(spec, journal)
+        begun = journal.events[0]["ds_config"] if journal.events else spec.ds_config
+        if begun != spec.ds_config:
+            raise SystemExit(f"{path} was begun with other settings; delete it to begin anew")
         _fill(spec, machine, engine, journal)
     finished = tables.compress(path)
     path.unlink()
@@ -275,23 +277,6 @@ def _header(
             "measured steps": f"{spec.steps[1] - spec.steps[0] + 1} to {spec.steps[2]}",
         },
     )
-
-
-def _check_same(spec: Spec, journal: Journal) -> None:
-    """Refuse to go on with a recording of another program, configuration or grid.
-
-    Raises:
-        SystemExit: it is one.
-    """
-    if not journal.events:
-        return
-    begun = Header.from_json(journal.events[0])
-    same = begun == _header(spec, begun.profile, begun.profile_duration_s, begun.about)
-    rows = map(Row.from_json, journal.events[1:])
-    if not same or any(row.settings not in spec.settings for row in rows):
-        raise SystemExit(
-            f"{spec.name} was begun with other settings; delete {journal.path} to begin anew"
-        )
 
 
 def _trial(

@@ -9,7 +9,7 @@ say; what counts is the true speed of the configuration that measured best, or, 
 what dsat recommends after its finals. All trials but those of the finals count: the model profile
 that most begin with, the user's own configuration, repetitions, and what ran out of memory. A tuner
 that ends earlier keeps what it has. `own trials` is how many trials of the user's own configuration
-take as long as all of them and the finals. Optuna's samplers and `no search` (the largest micro
+take as long as all of them and the finals. Optuna's sampler and `no search` (the largest micro
 batch that is predicted to fit in each stage, and no more) have dsat's prediction of memory and its
 start.
 """

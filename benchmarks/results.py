@@ -61,7 +61,7 @@ PARTS: Mapping[str, Part] = {
         "Steps of CPU ranks, projected from one rank's", ("projection_on_cpu",)
     ),
     "device_memory": Part(
-        "Predicted memory on a CUDA without a device", ("gpu.predicted_memory", "--null")
+        "Predicted memory on a CUDA without a device", ("device_memory", "--null")
     ),
     "scale": Part("Cost of a decision", ("search_scale", "--trials", "10000"), is_block=True),
     "trial_start": Part("Start of a trial", ("trial_start",), is_block=True),

@@ -20,10 +20,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from typing import Any
 from dsat.inputs import ds_config
 from dsat.space import knobs
 from dsat.space.overrides import overrides_for
+from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
 from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple
@@ -38,16 +38,14 @@ from dsat.values.zero_strategy import of_config
 
 DATA = Path(__file__).parent / "data"
 SUFFIX = ".jsonl"
-SCHEMA = 1
 START_STEP = 2  # the first one measured: there is no time to waste
 # Sizes that count for no more than the model has parameters.
 _AT_MOST_THE_MODEL = ("sub_group_size",)
-APART = "passes are apart by"
 _OUT_OF_MEMORY = "beyond what was recorded to run"
 
 
 @dataclass(frozen=True)
-class Header:
+class Header(Recorded):
     """What a table is of.
 
     Attributes:
@@ -83,19 +81,9 @@ class Header:
         least, most = map(int, str(self.about["measured steps"]).split(" to "))
         return [START_STEP, START_STEP + least - 1, most]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"table": SCHEMA, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Header:
-        if data.get("table") != SCHEMA:
-            raise ValueError(f"not a table of schema {SCHEMA}: {data}")
-        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        return cls(**{**values, "profile": ModelProfile.from_json(data["profile"])})
-
 
 @dataclass(frozen=True)
-class Row:
+class Row(Recorded):
     """One trial: settings as in a proposal (`stage` and keys of `zero_optimization`)."""
 
     settings: Mapping[str, Any]
@@ -103,14 +91,6 @@ class Row:
     gas: int
     slots: int
     outcome: Outcome
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "outcome": self.outcome.to_json()}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Row:
-        values = {f.name: data[f.name] for f in fields(cls)}
-        return cls(**{**values, "outcome": Outcome.from_json(data["outcome"])})
 
 
 def of_pass(row: Row, number: int) -> dict[str, Any]:
@@ -131,19 +111,6 @@ def fold(rows: Iterable[Row]) -> list[Row]:
     return [sorted(same, key=_throughput)[(len(same) - 1) // 2] for same in _passes(rows)]
 
 
-def spread(rows: Iterable[Row]) -> float | None:
-    """Return how far the passes of a trial are apart, least to most, by the median.
-
-    In the middle of all trials that ran in several passes; None if there are none.
-    """
-    found = []
-    for same in _passes(rows):
-        values = sorted(value for row in same if (value := _throughput(row)) > 0)
-        if len(values) > 1:
-            found.append((values[-1] - values[0]) / statistics.median(values))
-    return statistics.median(found) if found else None
-
-
 def _passes(rows: Iterable[Row]) -> Iterable[list[Row]]:
     """Return the rows of each trial."""
     passes: dict[str, list[Row]] = {}
@@ -158,19 +125,12 @@ def _throughput(row: Row) -> float:
 
 
 class Table:
-    """A recorded table.
-
-    Raises:
-        ValueError: a row's slots are not the header's, or it accumulates gradients.
-    """
+    """A recorded table, of trials that do not accumulate gradients."""
 
     def __init__(self, header: Header, rows: Iterable[Row]) -> None:
         self.header = header
         self.rows = tuple(rows)
         self._nearest: dict[str, _Curve] = {}
-        for row in self.rows:
-            if (row.gas, row.slots) != (1, header.slots):
-                raise ValueError(f"{header.name}: {row}")
 
     @cached_property
     def _curves(self) -> list[_Curve]:
@@ -400,9 +360,6 @@ def compress(path: Path) -> Path:
     """Fold and compress a finished table, to the same bytes each time; return the new file."""
     target = path.with_name(path.name + ".gz")
     header, rows = _read(path)
-    apart = spread(rows)
-    if apart is not None:
-        header = replace(header, about={**header.about, APART: f"{apart:.1%}"})
     _write(target, header, fold(rows))
     return target
 

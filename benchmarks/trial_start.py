@@ -55,7 +55,7 @@ def main() -> None:
         began = time.perf_counter()
         kinds = {"dsat, warm": opened.enter_context(dsat_trials([Host(machine)], folder / "warm"))}
         warm_up_s = time.perf_counter() - began
-        for name, nodes in clusters(folder).items():
+        for name, nodes in clusters(folder):
             over_hosts = dsat_trials(opened.enter_context(nodes), folder / name.split()[-1])
             kinds[name] = opened.enter_context(over_hosts)
         cold = dsat_trials([Host(machine)], folder / "cold", cold=True)
@@ -82,19 +82,17 @@ def main() -> None:
         print(f"{row} {median / base:7.1f}")
 
 
-def clusters(folder: Path) -> dict[str, AbstractContextManager[Sequence[Host]]]:
-    """What is installed, by the name of its line."""
-    found: dict[str, AbstractContextManager[Sequence[Host]]] = {}
+def clusters(folder: Path) -> Iterator[tuple[str, AbstractContextManager[Sequence[Host]]]]:
+    """Yield what is installed, by the name of its line."""
     if not slurm.missing():
-        found["dsat, Slurm"] = slurm_nodes(folder / "slurm")
+        yield "dsat, Slurm", slurm_nodes(folder / "slurm")
     if ray_cluster.is_installed():
-        found["dsat, Ray"] = ray_nodes()
-    return found
+        yield "dsat, Ray", ray_nodes()
 
 
 @contextlib.contextmanager
 def slurm_nodes(folder: Path) -> Iterator[Sequence[Host]]:
-    """Two nodes with a processor core each."""
+    """Give two nodes with a processor core each."""
     folder.mkdir()
     with slurm.running(folder, 2) as cluster, cluster.allocation(2) as variables:
         os.environ.update(variables)
@@ -104,7 +102,7 @@ def slurm_nodes(folder: Path) -> Iterator[Sequence[Host]]:
 
 @contextlib.contextmanager
 def ray_nodes() -> Iterator[Sequence[Host]]:
-    """Two nodes with a processor core each."""
+    """Give two nodes with a processor core each."""
     with (
         ray_cluster.running(2) as cluster,
         hosts.acquired("ray", given={"ray_address": cluster.address}) as nodes,

@@ -19,7 +19,7 @@ import math
 import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -178,25 +178,22 @@ def search(method: str, world: World, seed: int, **changes: Any) -> Result:
     """
     machine = Machine(world, seed)
     zero = {"stage": 1, "reduce_bucket_size": BUCKETS[0], "contiguous_gradients": True}
-    options: dict[str, Any] = {
-        "max_trials": MOST_TRIALS,
-        "base_config": {"train_micro_batch_size_per_gpu": BATCH, "zero_optimization": zero},
-        "choices": {"reduce_bucket_size": BUCKETS},
-        "search_options": METHODS[method],
-        "finals": None,
-    }
     plan = Plan(
         method=method,
         metric="throughput",
+        max_trials=MOST_TRIALS,
         zero_stages=(1,),
         seed=seed,
         slots_per_trial=1,
+        base_config={"train_micro_batch_size_per_gpu": BATCH, "zero_optimization": zero},
         own_batch=BatchTriple(BATCH, BATCH, 1),
         micro_batches=(BATCH,),
+        choices={"reduce_bucket_size": BUCKETS},
         memory_model="none",
-        **{**options, **changes},
+        search_options=METHODS[method],
+        finals=None,
     )
-    run = searching.search(plan, machine.outcome)
+    run = searching.search(replace(plan, **changes), machine.outcome)
     assert run.best is not None and run.baseline is not None and run.leader is not None
     own, own_value = machine.speed(run.baseline), run.value(run.baseline)
     value = run.value(run.leader)
@@ -222,10 +219,7 @@ def search(method: str, world: World, seed: int, **changes: Any) -> Result:
 
 @dataclass(frozen=True)
 class Row:
-    """Many runs of one method in one world.
-
-    It keeps to the bars as far as its runs can tell, within two standard errors.
-    """
+    """Many runs of one method in one world."""
 
     world: str
     method: str
@@ -237,6 +231,12 @@ class Row:
     @property
     def bias(self) -> float:
         return self.mean(lambda r: r.reported - r.true)
+
+    @property
+    def bias_error(self) -> float:
+        """Standard error of the bias."""
+        spread = statistics.pstdev(r.reported - r.true for r in self.results)
+        return spread / math.sqrt(len(self.results))
 
     @property
     def bias_of_claims(self) -> float | None:
@@ -257,23 +257,8 @@ class Row:
         return statistics.median(r.cost for r in self.results)
 
     @property
-    def is_unbiased(self) -> bool:
-        spread = statistics.pstdev(r.reported - r.true for r in self.results)
-        return abs(self.bias) <= MOST_BIAS + 2 * spread / math.sqrt(len(self.results))
-
-    @property
-    def is_seldom_worse(self) -> bool:
-        return self.worse <= MOST_WORSE + _two_errors(MOST_WORSE, len(self.results))
-
-    @property
-    def is_covered(self) -> bool:
-        covered, count = self.covered, len(self.results)
-        return covered is None or covered >= LEAST_COVERED - _two_errors(LEAST_COVERED, count)
-
-    @property
     def meets(self) -> bool:
-        kept = self.is_unbiased and self.is_seldom_worse and self.is_covered
-        return kept and self.cost <= MOST_COST
+        return self.cost <= MOST_COST and all(demand.meets(self) for demand in DEMANDS)
 
     def cells(self) -> list[str]:
         """Return the row of a table for people; see `HEADINGS`."""
@@ -301,7 +286,8 @@ HEADINGS = (
 )
 
 
-def _two_errors(share: float, count: int) -> float:
+def two_errors(share: float, count: int) -> float:
+    """Return two standard errors of a share of so many runs."""
     return 2 * math.sqrt(share * (1 - share) / count)
 
 
@@ -324,47 +310,54 @@ def run_rows(seeds: int, worlds: Sequence[World], methods: Sequence[str]) -> Ite
                 yield Row(world.name, method, pool.starmap(search, tasks, chunksize=5))
 
 
+@dataclass(frozen=True)
+class Demand:
+    """What is demanded of every row, as far as its runs can tell (two standard errors)."""
+
+    text: str
+    badness: Callable[[Row], float]
+    say: Callable[[Row], str]
+    meets: Callable[[Row], bool]
+
+    def bar(self, rows: Sequence[Row]) -> Bar:
+        """Return the bar on rows: told are the worst, and those that miss it."""
+        missed = [row for row in rows if not self.meets(row)]
+        told = dict.fromkeys(
+            f"{row.world}, {row.method}: {self.say(row)} of {len(row.results)} runs"
+            for row in (max(rows, key=self.badness), *missed)
+        )
+        return Bar(self.text, "; ".join(told), not missed)
+
+
+_WITHIN = "(within two standard errors of each row's runs)"
+DEMANDS = (
+    Demand(
+        f"gains: biased by at most {MOST_BIAS:.0%} in every row {_WITHIN}",
+        badness=lambda row: abs(row.bias),
+        say=lambda row: f"{_points(row.bias)} points",
+        meets=lambda row: abs(row.bias) <= MOST_BIAS + 2 * row.bias_error,
+    ),
+    Demand(
+        f"gains: worse than the user's own in at most {MOST_WORSE:.0%} of runs",
+        badness=lambda row: row.worse,
+        say=lambda row: _share(row.worse),
+        meets=lambda row: row.worse <= MOST_WORSE + two_errors(MOST_WORSE, len(row.results)),
+    ),
+    Demand(
+        f"gains: in the interval in at least {LEAST_COVERED:.0%} {_WITHIN}",
+        badness=lambda row: -1.0 if row.covered is None else -row.covered,
+        say=lambda row: _share(row.covered),
+        meets=lambda row: (
+            row.covered is None
+            or row.covered >= LEAST_COVERED - two_errors(LEAST_COVERED, len(row.results))
+        ),
+    ),
+)
+
+
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """Return the bars; each holds only if it does in every row."""
-    if not rows:
-        return []
-    within = "(within two standard errors of each row's runs)"
-    return [
-        _in_every_row(
-            f"gains: biased by at most {MOST_BIAS:.0%} in every row {within}",
-            rows,
-            badness=lambda row: abs(row.bias),
-            say=lambda row: f"{_points(row.bias)} points",
-            meets=lambda row: row.is_unbiased,
-        ),
-        _in_every_row(
-            f"gains: worse than the user's own in at most {MOST_WORSE:.0%} of runs",
-            rows,
-            badness=lambda row: row.worse,
-            say=lambda row: _share(row.worse),
-            meets=lambda row: row.is_seldom_worse,
-        ),
-        _in_every_row(
-            f"gains: in the interval in at least {LEAST_COVERED:.0%} {within}",
-            rows,
-            badness=lambda row: -1.0 if row.covered is None else -row.covered,
-            say=lambda row: _share(row.covered),
-            meets=lambda row: row.is_covered,
-        ),
-    ]
-
-
-def _in_every_row(
-    text: str,
-    rows: Sequence[Row],
-    badness: Callable[[Row], float],
-    say: Callable[[Row], str],
-    meets: Callable[[Row], bool],
-) -> Bar:
-    """Return a bar on rows: told are the worst, and those that miss it."""
-    told = [max(rows, key=badness), *(row for row in rows if not meets(row))]
-    said = [f"{row.world}, {row.method}: {say(row)} of {len(row.results)} runs" for row in told]
-    return Bar(text, "; ".join(dict.fromkeys(said)), all(map(meets, rows)))
+    return [demand.bar(rows) for demand in DEMANDS] if rows else []
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from benchmarks import common
@@ -126,7 +127,8 @@ def offload(report: Report) -> None:
 def precisions(report: Report) -> None:
     """fp16, whose first steps are skipped, and bf16."""
     for name in ("bf16",) if report.short else ("bf16", "fp16"):
-        report.run(name, new_trial(**{name: {"enabled": True}}))
+        precision: dict[str, Any] = {name: {"enabled": True}}
+        report.run(name, new_trial(**precision))
 
 
 def side_by_side(report: Report) -> None:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import dsat
-from benchmarks import by_hand, native, searching
-from benchmarks.common import GIB, MIB, ROOT
-from benchmarks.gpu import predicted_memory
-from benchmarks.gpu.report import Report
+from benchmarks import by_hand, device_memory, native, searching
+from benchmarks.common import GIB
+from benchmarks.gpu.report import Report, line
 from dsat.values.host_memory import available_bytes
 
-_MODELS = ROOT / "benchmarks" / "models"
+_MODELS = Path(__file__).parents[1] / "models"
 _PROGRAM = Path(__file__).with_name("language_model.py")
 _BRIEF = (
     "--max-trials 2 --finals 0 --start-profile-step 2 --end-profile-step 3 --max-profile-steps 3 "
@@ -99,7 +98,7 @@ def native_autotuner(report: Report) -> None:
     """`dsat tune` against `deepspeed --autotuning tune` on the same script."""
     if report.has_no_speed():
         return
-    ours, theirs = native.compare(512, "model_based", runs=1, rounds=3)
+    ours, theirs = native.compare(512, runs=1, rounds=3)
     for tuned in (ours, theirs):
         report.note(tuned.name, ", ".join(tuned.cells()[1:]))
     report.note("wall time, ours / theirs", round(ours.wall_s / theirs.wall_s, 3))
@@ -171,24 +170,20 @@ def _searched(
     first_s = min(ended_s for ended_s in run.ended_at_s.values() if ended_s is not None)
     report.note("first figure of the own configuration (s)", round(first_s - began_s, 1))
     report.note("gain", dsat.load_run(run_dir).gain)
-    predicted = {}
+    errors: dict[int, float] = {}
     if run.memory_basis is not None:  # memory was simulated
-        predicted = {each.trial.id: each for each in predicted_memory.of_run(run)}
+        errors = {n: each.predicted for n, each in device_memory.of_run(run).items()}
     for trial in run.trials.values():
         outcome, batch = run.outcomes[trial.id], trial.batch
-        found = [outcome.kind.value, f"{outcome.duration_s:.1f} s"]
-        if outcome.metrics is not None:
-            found.append(f"{outcome.metrics.latency:.1f} ms +-{outcome.metrics.ci95:.1%}")
-        if outcome.memory is not None:
-            for name in ("allocated", "reserved"):
-                most = max(getattr(outcome.memory, f"{name}_bytes").values())
-                found.append(f"{name} {most / MIB:.0f} MiB")
-        if trial.id in predicted:
-            found.append(f"predicted {predicted[trial.id].errors[0]:+.2%}")
         name = f"{trial.name}, stage {trial.stage}, {batch.micro_batch} x {batch.gas}"
-        report.note(name, ", ".join(found))
-    if errors := [abs(each.errors[0]) for each in predicted.values()]:
-        told = f"{statistics.median(errors):.2%}, {max(errors):.2%}"
+        found = {"outcome": line(outcome), "predicted memory is off by": errors.get(trial.id)}
+        if outcome.memory is not None:
+            for kind in ("allocated_bytes", "reserved_bytes"):
+                found[kind] = max(getattr(outcome.memory, kind).values())
+        report.note(name, found)
+    if errors:
+        sizes = sorted(map(abs, errors.values()))
+        told = f"{statistics.median(sizes):.2%}, {sizes[-1]:.2%}"
         report.note("memory, median and worst", told)
     for path in run_dir.glob("trials/*/metrics.json"):
         shutil.copy(path, report.folder / f"{path.parent.name}.metrics.json")

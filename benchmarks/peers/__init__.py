@@ -16,21 +16,20 @@ from dsat.search import SEARCHES
 Play = Callable[[Ledger, int, int], None]
 """Run trials of a ledger, with a seed, at most so many."""
 
-_DETERMINED = ("asha", "binary", "random")
-# Name -> module with a function `play`, and what that is given first, if anything.
-_PEERS: dict[str, tuple[str, str | None]] = {
-    **{f"dsat {method}": ("benchmarks.searching", method) for method in SEARCHES},
-    **{f"Determined {method}": (f"{__name__}.determined_dsat", method) for method in _DETERMINED},
-    "DeepSpeed fast": (f"{__name__}.deepspeed_autotuner", None),
-    "Optuna TPE": (f"{__name__}.optuna_samplers", "TPE"),
-    "Optuna GP": (f"{__name__}.optuna_samplers", "GP"),
-    "no search": (f"{__name__}.no_search", None),
+_PEERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    **{f"dsat {method}": ("benchmarks.searching", "play", (method,)) for method in SEARCHES},
+    **{
+        f"Determined {method}": (f"{__name__}.determined_dsat", "play", (method,))
+        for method in ("asha", "binary", "random")
+    },
+    "DeepSpeed fast": (f"{__name__}.deepspeed_autotuner", "play", ()),
+    "Optuna TPE": (f"{__name__}.gated", "play_tpe", ()),
+    "no search": (f"{__name__}.gated", "play_no_search", ()),
 }
 PEERS = tuple(_PEERS)
 
 
 def player(name: str) -> Play:
-    """How to run one of `PEERS`; imports its package, which may be heavy."""
-    module, method = _PEERS[name]
-    play: Callable[..., None] = importlib.import_module(module).play
-    return play if method is None else partial(play, method)
+    """Return how to run one of `PEERS`; import its package, which may be heavy."""
+    module, play, first = _PEERS[name]
+    return partial(getattr(importlib.import_module(module), play), *first)
