@@ -78,7 +78,7 @@ def test_cores_and_variables_reach_ranks_as_the_launcher_gives_them(
 ) -> None:
     """Cores of its own and one thread for each, as of `deepspeed --bind_cores_to_rank`."""
     null_cuda(Device(), Device())
-    (tmp_path / "train.py").write_text(f"STYLES = {str(PROGRAMS / 'styles')!r}\n{BOUND}")
+    (tmp_path / "train.py").write_text(f"STYLES = {str(PROGRAMS / 'memory')!r}\n{BOUND}")
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     config = {**CONFIG, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
     (tmp_path / "ds.json").write_text(json.dumps({**config, "zero_allow_untested_optimizer": True}))
