@@ -73,7 +73,7 @@ class Allocation:
         self._exit_code: int | None = None
         self._host = host
         self._on_exit = on_exit
-        self._killed = False
+        self.killed = False
 
     @property
     def started(self) -> bool:
@@ -105,7 +105,7 @@ class Allocation:
         if not self.started:
             self._end(reason)
         elif self._exit_code is None:
-            self._killed = True
+            self.killed = True
             self._host.log(self.task_id, f"forcibly killing allocation (reason: {reason})")
             self._host.kill_container(self)
 
@@ -116,7 +116,7 @@ class Allocation:
 
     def _end(self, reason: str) -> None:
         self.ended_s = time.monotonic()
-        if not self.started or self._killed or self.acknowledged:
+        if not self.started or self.killed or self.acknowledged:
             end = Exit(None, False, f"allocation stopped after {reason}")
         elif self._exit_code:
             failure = (

@@ -16,7 +16,7 @@ from testing.master import config as configs
 from testing.master.allocation import Allocation, Exit
 from testing.master.errors import INTERNAL, ApiError, invalid, not_found
 from testing.master.experiment import Experiment
-from testing.master.logs import LogLine
+from testing.master.logs import LogLine, parse
 from testing.master.states import State
 from testing.master.trial import INVALID_HP, Trial
 
@@ -94,6 +94,16 @@ class Cluster:
     def log(self, task_id: str, text: str, level: str = "INFO") -> None:
         line = LogLine(timestamp=self.now(), log=f"{text}\n", level=level, source="master")
         self.logs.setdefault(task_id, []).append(line)
+
+    def print(self, allocation: Allocation, text: str) -> None:
+        """Add a line that a container printed."""
+        line = parse(
+            f"{text}\n",
+            timestamp=self.now(),
+            container_id=allocation.container_id,
+            agent_id=f"agent-{allocation.node}",
+        )
+        self.logs.setdefault(allocation.task_id, []).append(line)
 
     # What requests do.
 

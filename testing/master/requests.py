@@ -12,6 +12,7 @@ from typing import Any
 from testing.master.accounts import Accounts
 from testing.master.cluster import Cluster
 from testing.master.errors import not_found
+from testing.master.made_up import MadeUpTrials
 
 Json = dict[str, Any]
 
@@ -61,6 +62,7 @@ class Master:
         accounts: Accounts,
         version: str,
         poll_s: float,
+        made_up: MadeUpTrials | None,
     ) -> None:
         self.cluster = cluster
         self.accounts = accounts
@@ -68,13 +70,22 @@ class Master:
         self.poll_s = poll_s
         self.changed = threading.Condition(threading.RLock())
         self.stopping = False
+        self._made_up = made_up
         self.redelivered: dict[int, list[Json]] = {}
 
     def drive(self) -> None:
         """Start what fits now; called with the lock."""
         if not self.stopping:
+            if self._made_up is not None:
+                self._made_up.leave()
             self.cluster.schedule()
         self.changed.notify_all()
+
+    def let_time_pass(self) -> None:
+        """Let a made-up trial end; called with the lock."""
+        if self._made_up is not None:
+            self._made_up.let_one_end(self.cluster)
+            self.drive()
 
     def wait(self, holds: Callable[[], Any], timeout_s: float) -> None:
         """Waits, without the lock, until something holds; at most a while."""

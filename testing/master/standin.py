@@ -15,11 +15,13 @@ from typing import Any
 
 import psutil
 
+from dsat.determined_cluster.job import RUNNER_MODULE
 from testing.master.accounts import Accounts
 from testing.master.allocation import Allocation
 from testing.master.cluster import Cluster
 from testing.master.experiment import Experiment
 from testing.master.logs import LogLine
+from testing.master.made_up import MadeUpTrials
 from testing.master.processes import Launch, Processes
 from testing.master.requests import Master
 from testing.master.server import Fault, HttpServer, Seen
@@ -43,6 +45,7 @@ class StandIn:
         environment: Variables that every container has, as an image sets them.
         projects: Pairs of a workspace and a project in it.
         grace_s: How long launchers wait after the end of their workers; 5 s in reality.
+        made_up: Trials without processes; then search runners are forked, and time runs fast there.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class StandIn:
         environment: Mapping[str, str] | None = None,
         projects: Sequence[tuple[str, str]] = (),
         grace_s: float = 0.2,
+        made_up: MadeUpTrials | None = None,
     ) -> None:
         self.folder = folder
         self.users = dict(users)
@@ -66,7 +70,8 @@ class StandIn:
         self._environment = dict(environment or {})
         self._timers: list[threading.Timer] = []
         self._grace_s = grace_s
-        self._master = Master(self.cluster, self.accounts, version, poll_s)
+        self.made_up = made_up
+        self._master = Master(self.cluster, self.accounts, version, poll_s, made_up)
         self._processes = Processes(
             self.folder / "containers", self._logged, self._exited, self.cluster.now
         )
@@ -217,6 +222,12 @@ class StandIn:
         time.sleep(down_s)
         self.http.start()
 
+    def preempt(self, trial_id: int) -> None:
+        """Asks a trial to leave its slots, and gives it others when it has left."""
+        allocation = self.cluster.trial(trial_id).allocation
+        assert allocation is not None
+        self._call(lambda: allocation.terminate("preempted by the scheduler"))
+
     def expire_tokens(self) -> None:
         """Makes all users log in again."""
         self.accounts.end_all_sessions()
@@ -224,7 +235,14 @@ class StandIn:
     # What the cluster asks of the machine.
 
     def start_container(self, allocation: Allocation) -> None:
-        self._processes.start(allocation, self._launch(allocation))
+        trial = self.cluster.trial_of_task(allocation.task_id)
+        entrypoint = self.cluster.experiments[trial.experiment_id].config["entrypoint"]
+        if self.made_up is None:
+            self._processes.start(allocation, self._launch(allocation))
+        elif RUNNER_MODULE in entrypoint:
+            self._processes.start(allocation, self._launch(allocation), forked=entrypoint)
+        else:
+            self.made_up.start(trial, allocation)
 
     def kill_container(self, allocation: Allocation) -> None:
         self._processes.kill(allocation.id)
