@@ -26,7 +26,6 @@ def _ahead_s() -> float:
     return float(Path(path).read_text()) if path else 0.0
 
 
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for name in (

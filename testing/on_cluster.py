@@ -99,7 +99,7 @@ class OnCluster:
         """Let so many made-up trials end in all, or all of them, and wait until they have."""
         made_up = self.master.made_up
         assert made_up is not None
-        made_up.limit = count
+        self.master.do(lambda: setattr(made_up, "limit", count))
         if count is not None:
             self.master.wait_until(lambda: made_up.ended >= count, f"{count} ends", PATIENCE_S)
 
@@ -206,17 +206,20 @@ def cluster(
 
 def quick_cluster(
     folder: Path,
-    behave: Callable[[dict[str, Any]], Ending] | None = None,
+    behave: Callable[[dict[str, Any]], Ending | None] | None = None,
     *,
     limit: int | None = None,
     **more: Any,
 ) -> contextlib.AbstractContextManager[OnCluster]:
     """A cluster on which trials are made up, and a whole search takes a second or two.
 
+    Who asks for events and is not to wait for them for an hour has to notice other things itself.
+
     Args:
         behave, limit: as of `MadeUpTrials`; by default trials are those of `measured`.
     """
-    return cluster(folder, made_up=MadeUpTrials(behave or measured, limit), **more)
+    made_up = MadeUpTrials(behave or measured, limit)
+    return cluster(folder, made_up=made_up, poll_s=3600.0, **more)
 
 
 def measured(hparams: Mapping[str, Any], *, largest: int = 16, **changes: Any) -> Ending:

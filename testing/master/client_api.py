@@ -158,11 +158,9 @@ def searcher_events(master: Master, request: Request) -> Answer:
     experiment = master.cluster.experiment(request.id())
     again = master.redelivered.pop(experiment.id, [])
     if not again and not experiment.events():
-        master.let_time_pass()
-    if not again and not experiment.events():
-        count = experiment.queue.count
-        master.wait(lambda: experiment.queue.count > count, master.poll_s)
-        return {"searcherEvents": list(experiment.queue.events)}
+        queue, count = experiment.queue, experiment.queue.count
+        master.wait(lambda: master.has_news(queue, count), master.poll_s)
+        return {"searcherEvents": list(queue.events)}
     return {"searcherEvents": [*again, *experiment.events()]}
 
 

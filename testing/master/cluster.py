@@ -54,6 +54,7 @@ class Cluster:
         self.checkpoints: dict[str, Json] = {}
         self.logs: dict[str, list[LogLine]] = {}
         self.projects = [("Uncategorized", "Uncategorized"), *projects]
+        self.idle = False
         self._start_container = world.start_container
         self._nodes = nodes
         self._waiting: list[Allocation] = []
@@ -109,6 +110,8 @@ class Cluster:
 
     def schedule(self) -> None:
         """Start what fits."""
+        if self.idle:
+            return
         for allocation in list(self._waiting):
             for node, slots in enumerate(self._nodes):
                 free = [slot for slot in range(slots) if (node, slot) not in self._taken()]

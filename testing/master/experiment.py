@@ -99,7 +99,7 @@ class Experiment:
             return
         request_id = str(uuid.uuid4())
         hparams = point_of(self.config["hyperparameters"])
-        self._process(
+        self.process(
             [
                 {"createTrial": {"requestId": request_id, "hyperparams": json.dumps(hparams)}},
                 _validate_after(request_id, _length(self.config["searcher"]["max_length"])),
@@ -116,7 +116,7 @@ class Experiment:
         self._require_custom()
         self.queue.remove_up_to(int(request["triggeredByEvent"]["id"]))
         self.posted.append(request)
-        self._process(request.get("searcherOperations") or [])
+        self.process(request.get("searcherOperations") or [])
 
     def events(self) -> list[Json]:
         """The unacknowledged events, or that there is nothing to do."""
@@ -181,7 +181,7 @@ class Experiment:
         if not self.is_custom:
             raise ApiError(INTERNAL, "unsupported operation for this search method")
 
-    def _process(self, operations: Iterable[Mapping[str, Any]]) -> None:
+    def process(self, operations: Iterable[Mapping[str, Any]]) -> None:
         if self.state.is_stopping or self.state.is_terminal:
             return
         updated: dict[str, None] = {}

@@ -49,14 +49,14 @@ class MadeUpTrials:
     """The running trials of a cluster.
 
     Args:
-        behave: returns what a trial with such hyperparameters does.
+        behave: returns what a trial with such hyperparameters does; None: it goes on.
         limit: number of trials that may end; None for all.
 
     Attributes:
         most: the largest number of trials that ran at the same time.
     """
 
-    def __init__(self, behave: Callable[[Json], Ending], limit: int | None = None) -> None:
+    def __init__(self, behave: Callable[[Json], Ending | None], limit: int | None = None) -> None:
         self.limit = limit
         self.ended = 0
         self.most = 0
@@ -77,14 +77,17 @@ class MadeUpTrials:
                 each.allocation.acknowledged = True
                 self._exit(each, 0)
 
-    def let_one_end(self, cluster: Cluster) -> None:
-        """Let a trial come to its end, if one runs and may."""
-        running = [each for each in self._running if not each.reported]
-        if not running or (self.limit is not None and self.ended >= self.limit):
-            return
-        self.ended += 1
-        each = min(running, key=_order)
-        self._end(each, self._behave(dict(each.trial.hparams)), cluster)
+    def let_one_end(self, cluster: Cluster) -> bool:
+        """Let a trial come to its end; return whether there is one that runs and may."""
+        if self.limit is not None and self.ended >= self.limit:
+            return False
+        for each in sorted(self._running, key=_order):
+            end = None if each.reported else self._behave(dict(each.trial.hparams))
+            if end is not None:
+                self.ended += 1
+                self._end(each, end, cluster)
+                return True
+        return False
 
     def _end(self, each: _Running, end: Ending, cluster: Cluster) -> None:
         trial = each.trial

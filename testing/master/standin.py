@@ -46,6 +46,7 @@ class StandIn:
         projects: Pairs of a workspace and a project in it.
         grace_s: How long launchers wait after the end of their workers; 5 s in reality.
         made_up: Trials without processes; then search runners are forked, and time runs fast there.
+        idle: No container starts.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class StandIn:
         projects: Sequence[tuple[str, str]] = (),
         grace_s: float = 0.2,
         made_up: MadeUpTrials | None = None,
+        idle: bool = False,
     ) -> None:
         self.folder = folder
         self.users = dict(users)
@@ -71,6 +73,7 @@ class StandIn:
         self._timers: list[threading.Timer] = []
         self._grace_s = grace_s
         self.made_up = made_up
+        self.cluster.idle = idle
         self._master = Master(self.cluster, self.accounts, version, poll_s, made_up)
         self._processes = Processes(
             self.folder / "containers", self._logged, self._exited, self.cluster.now
@@ -144,11 +147,14 @@ class StandIn:
             checkpoints = self.cluster.checkpoints_of(self.cluster.trial(trial_id))
             return [self.cluster.checkpoint_path(each) for each in checkpoints]
 
-    def context_files(self, experiment_id: int) -> list[str]:
-        """The paths that were uploaded."""
+    def context(self, experiment_id: int) -> dict[str, str]:
+        """The texts of the files that were uploaded, by their paths."""
         model_def = self.experiment(experiment_id).model_def
         with tarfile.open(fileobj=io.BytesIO(model_def), mode="r:gz") as archive:
-            return archive.getnames()
+            files = {each.name: archive.extractfile(each) for each in archive if each.isfile()}
+            return {
+                name: file.read().decode(errors="replace") for name, file in files.items() if file
+            }
 
     def posted(self, experiment_id: int) -> list[Json]:
         """Every accepted POST of searcher operations."""
@@ -216,17 +222,19 @@ class StandIn:
         with self._master.changed:
             self._master.redelivered.setdefault(experiment_id, []).extend(events)
 
-    def restart(self, down_s: float = 0.0) -> None:
-        """Restarts the master: connections are dropped, containers go on, the state is kept."""
+    def stop(self) -> None:
+        """Stops the master: connections are dropped, containers go on, the state is kept."""
         self.http.stop()
-        time.sleep(down_s)
+
+    def start(self) -> None:
+        """Starts the master again."""
         self.http.start()
 
     def preempt(self, trial_id: int) -> None:
         """Asks a trial to leave its slots, and gives it others when it has left."""
         allocation = self.cluster.trial(trial_id).allocation
         assert allocation is not None
-        self._call(lambda: allocation.terminate("preempted by the scheduler"))
+        self.do(lambda: allocation.terminate("preempted by the scheduler"))
 
     def expire_tokens(self) -> None:
         """Makes all users log in again."""
@@ -248,12 +256,12 @@ class StandIn:
         self._processes.kill(allocation.id)
 
     def later(self, delay_s: float, call: Callable[[], None]) -> None:
-        timer = threading.Timer(delay_s, self._call, (call,))
+        timer = threading.Timer(delay_s, self.do, (call,))
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
 
-    def _call(self, call: Callable[[], None]) -> None:
+    def do(self, call: Callable[[], object]) -> None:
         with self._master.changed:
             call()
             self._master.drive()
@@ -264,7 +272,7 @@ class StandIn:
             self._master.changed.notify_all()
 
     def _exited(self, allocation: Allocation, exit_code: int) -> None:
-        self._call(lambda: allocation.container_exited(exit_code))
+        self.do(lambda: allocation.container_exited(exit_code))
 
     def _launch(self, allocation: Allocation) -> Launch:
         trial = self.cluster.trial_of_task(allocation.task_id)

@@ -14,8 +14,9 @@ import pytest
 from testing.forked import AHEAD
 from testing.on_cluster import RUNNER, SEARCH, Command, OnCluster, ended, quick_cluster
 
+TRIALS = 6
 OPTIONS = (
-    *("--max-trials", 8, "--finals", 2, "--max-concurrent-trials", 2, "--max-micro-batch", 16),
+    *("--max-trials", TRIALS, "--finals", 2, "--max-concurrent-trials", 2, "--max-micro-batch", 16),
     *("--max-search-runner-restarts", 1000, "--json"),
 )
 STRANGER = "00000000-0000-0000-0000-000000000000"
@@ -46,7 +47,7 @@ def without_times(result: Mapping[str, Any]) -> dict[str, Any]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """The result without a harm, and the trials that were made."""
     found, created, _ = search_with(lambda there: None, tmp_path_factory.mktemp("undisturbed"))
-    assert len(created) == len(found["trials"]) == 8
+    assert len(created) == len(found["trials"]) == TRIALS
     return found, created
 
 
@@ -73,10 +74,7 @@ def events_come_again(there: OnCluster) -> None:
         SEARCH,
         {"id": 1, "initialOperations": {"placeholder": 0}},
         {"id": 2, "trialCreated": {"requestId": known}},
-        *(
-            {"id": 2, "trialClosed": {"requestId": request_id}}
-            for request_id in (known, STRANGER)
-        ),
+        *({"id": 2, "trialClosed": {"requestId": request_id}} for request_id in (known, STRANGER)),
         *(
             {"id": 3, "validationCompleted": {"requestId": request_id, "metric": 1e9}}
             for request_id in (known, STRANGER)
@@ -91,14 +89,15 @@ def trial_is_gone_before_it_is_closed(there: OnCluster) -> None:
 
 
 def master_restarts(there: OnCluster) -> None:
-    there.master.restart(down_s=0.2)
+    there.master.stop()
+    there.until_said("the master does not answer (")
+    there.master.start()
 
 
 def search_is_paused(there: OnCluster) -> None:
     there.user.get_experiment(SEARCH).pause()
     there.until_said("is paused; waiting")
     there.user.get_experiment(SEARCH).activate()
-    there.until_said("continues")
 
 
 def runner_is_paused(there: OnCluster) -> None:
@@ -124,8 +123,8 @@ def token_expires(there: OnCluster) -> None:
     [
         (fails_at_first(*REPEATED, status=500), "the master answers with an error ("),
         (fails_at_first(*REPEATED, status=502), "the master does not answer (status 502)"),
-        (fails_at_first(*REPEATED, kind="drop"), "the master does not answer ("),
-        (fails_at_first(*REPEATED, kind="drop_answer"), "the master does not answer ("),
+        (fails_at_first(*REPEATED, kind="drop"), ""),
+        (fails_at_first(*REPEATED, kind="drop_answer"), ""),
         (master_restarts, "the master does not answer ("),
         (events_come_again, ""),
         (search_is_paused, "continues"),
@@ -162,21 +161,21 @@ def test_a_runner_that_dies_at_every_event_leaves_no_trace(
         told = there.search("pretend", *OPTIONS)
         assert told.status == 0, told
         assert (without_times(json.loads(told.out)), there.created()) == undisturbed
-        assert fault.hits == there.master.trials(RUNNER)[0].restarts > 8
+        assert fault.hits == there.master.trials(RUNNER)[0].restarts > TRIALS
         assert len(there.master.experiments) == 2
         assert (there.state(RUNNER), there.state(SEARCH)) == ("COMPLETED", "COMPLETED")
 
 
 def test_a_trial_that_a_user_kills_is_lost_and_the_search_goes_on(tmp_path: Path) -> None:
     with quick_cluster(tmp_path, limit=AT) as there:
-        process = there.begin_search("pretend", *OPTIONS)
+        process = there.begin_search("pretend", *OPTIONS, "--max-trials", 9)
         there.let_end(AT)
-        there.master.wait_until(lambda: len(there.master.trials(SEARCH)) == AT + 2)
+        there.master.wait_until(lambda: len(there.master.trials(SEARCH)) == AT + 2, timeout_s=60)
         there.user.get_trial(there.master.trials(SEARCH)[-1].id).kill()
         there.let_end()
         told = ended(process)
         rows = json.loads(told.out)["trials"]
-        assert told.status == 0 and len(rows) == 8 == len(there.created())
+        assert told.status == 0 and len(rows) == 9 == len(there.created())
         [lost] = [row for row in rows if row["outcome"] == "CANCELED"]
         assert lost == rows[AT + 1] and "user" in lost["message"]
 
@@ -266,7 +265,7 @@ def test_a_harm_that_ends_a_search_leaves_the_best_so_far(
     with quick_cluster(tmp_path, limit=AT) as there:
         process = there.begin_search("pretend", *OPTIONS)
         there.let_end(AT)
-        there.until_said(f"[{AT}/8]")
+        there.until_said(f"[{AT}/{TRIALS}]")
         harm(there, process)
         there.let_end()
         told = ended(process)
@@ -301,7 +300,7 @@ def test_ctrl_c_ends_the_command_and_not_the_search(tmp_path: Path) -> None:
     with quick_cluster(tmp_path, limit=AT) as there:
         process = there.begin_search("pretend", *OPTIONS)
         there.let_end(AT)
-        there.until_said(f"[{AT}/8]")
+        there.until_said(f"[{AT}/{TRIALS}]")
         there.master.wait_until(
             lambda: any(seen.path.endswith("/logs") for seen in there.master.seen)
         )
@@ -312,6 +311,5 @@ def test_ctrl_c_ends_the_command_and_not_the_search(tmp_path: Path) -> None:
             assert line in told.err
         there.let_end()
         told = there.dsat("watch", 1, "--json")
-        assert told.status == 0 and len(json.loads(told.out)["trials"]) == 8
+        assert told.status == 0 and len(json.loads(told.out)["trials"]) == TRIALS
         assert (there.state(RUNNER), there.state(SEARCH)) == ("COMPLETED", "COMPLETED")
-
