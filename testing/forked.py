@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
+
+from dsat.engines.local.rank_process import PR_SET_PDEATHSIG, prctl
 
 # Variable with a file of the seconds by which the machine's clock is ahead.
 AHEAD = "DSAT_TEST_AHEAD_FILE"
@@ -117,13 +120,13 @@ def _run(
     folder: str,
     outputs: Sequence[Connection],
 ) -> None:
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the fork server ends with the tests
     os.setsid()
     for number, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), number)
         output.close()
-    sys.stdout, sys.stderr = (
-        open(number, "w", buffering=1, encoding="utf-8", closefd=False) for number in (1, 2)
-    )
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

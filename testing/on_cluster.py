@@ -96,12 +96,14 @@ class OnCluster:
             return Determined(self.master.url, name, password)
 
     def let_end(self, count: int | None = None) -> None:
-        """Let so many made-up trials end in all, or all of them, and wait until they have."""
+        """Let so many made-up trials end in all, and wait until the search knows; None: all."""
         made_up = self.master.made_up
         assert made_up is not None
         self.master.do(lambda: setattr(made_up, "limit", count))
         if count is not None:
             self.master.wait_until(lambda: made_up.ended >= count, f"{count} ends", PATIENCE_S)
+            queue = self.master.experiment(SEARCH).queue
+            self.master.wait_until(lambda: not queue.events, "answers to all events", PATIENCE_S)
 
     def has_begun(self, experiment_id: int) -> bool:
         return experiment_id in [each.id for each in self.master.experiments]

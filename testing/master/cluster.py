@@ -60,7 +60,6 @@ class Cluster:
         self._waiting: list[Allocation] = []
         self._checkpoint_folder = checkpoints
         self._trial_ids = itertools.count(1)
-        self._metric_ids = itertools.count(1)
 
     # What experiments, trials and allocations need of their host.
 
@@ -87,10 +86,6 @@ class Cluster:
     def release(self, allocation: Allocation) -> None:
         if allocation in self._waiting:
             self._waiting.remove(allocation)
-
-    def on_slots_s(self, trial: Trial) -> float:
-        """Seconds for which all runs of a trial had their slots."""
-        return sum(self.allocations[each].on_slots_s for each in trial.allocation_ids)
 
     def log(self, task_id: str, text: str, level: str = "INFO") -> None:
         line = LogLine(timestamp=self.now(), log=f"{text}\n", level=level, source="master")
@@ -199,13 +194,9 @@ class Cluster:
     def report_metrics(self, trial: Trial, group: str, report: Json) -> None:
         self.metrics.setdefault(trial.id, []).append(
             {
-                "id": next(self._metric_ids),
                 "group": group,
                 "steps": int(report.get("stepsCompleted") or 0),
-                "run": int(report.get("trialRunId") or 0),
-                "time": report.get("reportTime") or self.now(),
                 "metrics": report["metrics"]["avgMetrics"],
-                "batches": report["metrics"].get("batchMetrics"),
             }
         )
 

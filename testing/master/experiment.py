@@ -72,7 +72,6 @@ class Experiment:
         self.owner = owner
         self.job_id = str(uuid.uuid4())
         self.start_time = host.now()
-        self.end_time: str | None = None
         self.state = State.ACTIVE
         self.progress = 0.0
         self.trials: dict[str, Trial] = {}
@@ -275,7 +274,6 @@ class Experiment:
     def _maybe_end(self) -> None:
         if self.state.is_stopping and not self.trials:
             self.state = END_OF[self.state]
-            self.end_time = self._host.now()
             if self.state is State.COMPLETED:
                 self.progress = 1.0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import tarfile
 import threading
 import time
@@ -28,7 +27,7 @@ from testing.master.server import Fault, HttpServer, Seen
 from testing.master.trial import Trial
 
 Json = dict[str, Any]
-DEFAULT_USERS = {"tester": "Standin-Passw0rd"}
+USERS = {"tester": "Standin-Passw0rd"}  # passwords by name
 
 
 class StandIn:
@@ -39,7 +38,6 @@ class StandIn:
     Args:
         folder: For containers and checkpoints.
         nodes: The number of (CPU) slots of every agent.
-        users: Passwords by name.
         version: What it says it is.
         poll_s: How long a long poll without news lasts; the real master's is 60 s.
         environment: Variables that every container has, as an image sets them.
@@ -54,7 +52,6 @@ class StandIn:
         folder: Path,
         *,
         nodes: Sequence[int] = (1,),
-        users: Mapping[str, str] = DEFAULT_USERS,
         version: str = "0.37.0",
         poll_s: float = 2.0,
         environment: Mapping[str, str] | None = None,
@@ -64,7 +61,7 @@ class StandIn:
         idle: bool = False,
     ) -> None:
         self.folder = folder
-        self.users = dict(users)
+        self.users = dict(USERS)
         checkpoints = self.folder / "checkpoints"
         checkpoints.mkdir(parents=True, exist_ok=True)
         self.cluster = Cluster(self, nodes, str(checkpoints), projects)
@@ -96,20 +93,11 @@ class StandIn:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http.port}"
 
-    def client_environment(self, home: Path, user: str | None = None) -> dict[str, str]:
-        """Variables with which a command of a user finds the master and may log in.
-
-        Args:
-            home: A folder for the user's cached tokens.
-            user: One of `users`; the first if None.
-        """
-        name = user or next(iter(self.users))
-        return {
-            "DET_MASTER": self.url,
-            "DET_USER": name,
-            "DET_PASS": self.users[name],
-            "DET_DEBUG_CONFIG_PATH": str(home),
-        }
+    def client_environment(self, home: Path) -> dict[str, str]:
+        """Variables with which a user's command finds the master; `home` is for cached tokens."""
+        [(name, password)] = self.users.items()
+        found = {"DET_MASTER": self.url, "DET_USER": name, "DET_PASS": password}
+        return {**found, "DET_DEBUG_CONFIG_PATH": str(home)}
 
     # What happened.
 
@@ -204,14 +192,6 @@ class StandIn:
         self.faults.append(fault)
         return fault
 
-    def signal(self, trial_id: int, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to all processes of a trial's containers, as by an OOM killer.
-
-        With SIGKILL, that is the end of the container with status 137.
-        """
-        for process in self.processes(trial_id):
-            process.send_signal(number)
-
     def processes(self, trial_id: int) -> list[psutil.Process]:
         """All living processes of a trial's container."""
         allocation = self.cluster.trial(trial_id).allocation
@@ -222,23 +202,11 @@ class StandIn:
         with self._master.changed:
             self._master.redelivered.setdefault(experiment_id, []).extend(events)
 
-    def stop(self) -> None:
-        """Stops the master: connections are dropped, containers go on, the state is kept."""
-        self.http.stop()
-
-    def start(self) -> None:
-        """Starts the master again."""
-        self.http.start()
-
     def preempt(self, trial_id: int) -> None:
         """Asks a trial to leave its slots, and gives it others when it has left."""
         allocation = self.cluster.trial(trial_id).allocation
         assert allocation is not None
         self.do(lambda: allocation.terminate("preempted by the scheduler"))
-
-    def expire_tokens(self) -> None:
-        """Makes all users log in again."""
-        self.accounts.end_all_sessions()
 
     # What the cluster asks of the machine.
 

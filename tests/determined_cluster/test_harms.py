@@ -83,15 +83,14 @@ def events_come_again(there: OnCluster) -> None:
 
 
 def trial_is_gone_before_it_is_closed(there: OnCluster) -> None:
-    """So the master refuses its end, at which the search does not give up."""
-    for after in range(6):
-        there.master.fault(POSTS, status=400, message="trial could not be found", after=5 * after)
+    """The second post about the next trial that ends is about its report, and closes it."""
+    there.master.fault(POSTS, status=400, message="trial could not be found", after=1)
 
 
 def master_restarts(there: OnCluster) -> None:
-    there.master.stop()
+    there.master.http.stop()
     there.until_said("the master does not answer (")
-    there.master.start()
+    there.master.http.start()
 
 
 def search_is_paused(there: OnCluster) -> None:
@@ -127,6 +126,7 @@ def token_expires(there: OnCluster) -> None:
         (fails_at_first(*REPEATED, kind="drop_answer"), ""),
         (master_restarts, "the master does not answer ("),
         (events_come_again, ""),
+        (trial_is_gone_before_it_is_closed, ""),
         (search_is_paused, "continues"),
         (runner_is_paused, "paused: running trials continue"),
         (runner_moves_to_another_agent, "continuing with experiment 2"),

@@ -13,7 +13,8 @@ from testing.master import StandIn
 CONFIG = """
 name: mine
 entrypoint: {entrypoint}
-hyperparameters: {{deepspeed_config: {{train_micro_batch_size_per_gpu: 2, optimizer: {{type: Adam}}}}}}
+hyperparameters:
+  deepspeed_config: {{train_micro_batch_size_per_gpu: 2, optimizer: {{type: Adam}}}}
 resources: {{slots_per_trial: 1}}
 """
 
