@@ -11,7 +11,6 @@ from pathlib import Path
 
 from testing.forked import AHEAD
 
-
 CLOCK = 100.0
 pauses = 10.0  # by how much pauses are shortened
 
@@ -37,6 +36,6 @@ with warnings.catch_warnings():
         "dsat.cli.commands",
         "dsat.cli.main",
         "dsat.determined_cluster.runner",
-        "testing.master.container.forked",
+        "testing.master.container.entrypoint",
     ):
         importlib.import_module(name)

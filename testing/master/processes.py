@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,7 +25,7 @@ import psutil
 from dsat.engines.local.ports import free_ports
 from testing.forked import Forked
 from testing.master.allocation import Allocation
-from testing.master.container.forked import main
+from testing.master.container.entrypoint import main
 from testing.master.logs import LogLine, parse
 
 IMAGE = Path(__file__).parent / "container"
@@ -58,7 +57,7 @@ class Running:
 
     allocation: Allocation
     folder: Path
-    process: subprocess.Popen[bytes] | Forked
+    process: Forked
 
 
 class Processes:
@@ -121,9 +120,8 @@ class Processes:
             running = self._running.get(allocation_id)
         if running is None:
             return []
-        if isinstance(running.process, Forked):  # whose variables other processes cannot see
-            return [psutil.Process(running.process.pid)]
-        return processes_in(running.folder)
+        # Other processes cannot see the variables of the first, which is forked.
+        return [psutil.Process(running.process.pid), *processes_in(running.folder)]
 
     def _attend(self, running: Running) -> None:
         """Read a container's output to its end, wait for it and report its status."""
@@ -141,16 +139,12 @@ class Processes:
                 left.kill()
         for reader in readers:
             reader.join(timeout=10)
-        if isinstance(process, subprocess.Popen):
-            assert process.stdin is not None
-            process.stdin.close()
         _clean_up(running.allocation.id)
         with self._lock:
             del self._running[running.allocation.id]
         self._on_exit(running.allocation, 128 - status if status < 0 else status)
 
-    def _read(self, running: Running, stream: IO[bytes] | None, stdtype: str) -> None:
-        assert stream is not None
+    def _read(self, running: Running, stream: IO[bytes], stdtype: str) -> None:
         allocation = running.allocation
         with stream:
             for line in stream:
@@ -191,7 +185,7 @@ def _start(
     allocation: Allocation,
     launch: Launch,
     forked: Sequence[str] | None,
-) -> subprocess.Popen[bytes] | Forked:
+) -> Forked:
     for name in ("workdir", "home", "run/info", "run/train/logs", "run/train/model"):
         (folder / name).mkdir(parents=True)
     tmp.mkdir()
@@ -224,15 +218,4 @@ def _start(
     environment["PYTHONPATH"] = os.pathsep.join([str(IMAGE), *([user_paths] if user_paths else [])])
     if launch.shared is not None:
         environment["HOSTNAME_CONTAINER_SHARED_FS"] = launch.shared
-    if forked is not None:
-        words = list(forked)
-        return Forked(main, [words], environment=environment, folder=folder / "workdir")
-    return subprocess.Popen(
-        [sys.executable, str(IMAGE / "entrypoint.py")],
-        cwd=folder / "workdir",
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    return Forked(main, [forked], environment=environment, folder=folder / "workdir")
