@@ -22,9 +22,7 @@ from dsat.in_trial.rank import outcome_of_ended
 from dsat.values.outcome import MemoryUse, Metrics, Outcome, StepFacts
 from dsat.values.trial import TrialOptions
 
-_PLAIN = MeterSpec(
-    TrialOptions(timeout_s=60.0, end_step=5), micro_batch=4, gas=1, stage=1, slots=1
-)
+_PLAIN = MeterSpec(TrialOptions(timeout_s=60.0, end_step=5), micro_batch=4, gas=1, stage=1, slots=1)
 OPTIONS = _PLAIN.options
 LONGEST = _PLAIN.longest
 _OF_RUN = {field.name for field in fields(TrialOptions)}
