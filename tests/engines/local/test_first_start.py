@@ -372,7 +372,7 @@ def test_a_first_trial_that_lost_its_port_to_another_program_runs_again(tmp_path
     """As any trial does; its port was free when it was chosen."""
     for name, text in (("train.py", LOSES_ITS_PORT), ("plain.py", PLAIN)):
         (tmp_path / name).write_text(text)
-    words = "random -m throughput --run-dir run --max-trials 1 --finals 0 --memory-model formula"
+    words = "random -m throughput --run-dir run --max-trials 2 --finals 0 --memory-model formula"
     told = typed(tmp_path, *words.split(), "--", "python3", "train.py")
     assert told.status == 0, told
     assert (tmp_path / "began").read_text().startswith("xx")
