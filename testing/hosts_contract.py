@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,7 +21,12 @@ class HostsContract(EngineContract):
     """Inherit this in a class that pytest collects, with a fixture `hosts`: with two slots in all.
 
     One engine serves all tests that do not close it.
+
+    Attributes:
+        options: of `testing.local.engine_of`; they say how ranks are started.
     """
+
+    options: ClassVar[dict[str, Any]] = {}
 
     _tests = itertools.count(1)
 
@@ -40,12 +46,12 @@ class HostsContract(EngineContract):
         self.first_id = 100 * next(self._tests)
 
     def make(self, num_slots: int) -> LocalEngine:
-        return engine_of("behaviours", self.folder, hosts=self.hosts_now)
+        return engine_of("behaviours", self.folder, hosts=self.hosts_now, **self.options)
 
     @pytest.fixture
     def engine(self, engines: list[LocalEngine]) -> Iterator[Engine]:
         if not engines or engines[-1]._closed:
-            engines.append(self.make(2))
+            engines.append(self.make(self.trials_at_once))
         engine = engines[-1]
         yield engine
         for trial_id in list(engine._running):

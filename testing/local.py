@@ -66,7 +66,9 @@ def engine_of(
     slots_per_trial: int = 1,
     entry: str | None = None,
     ds_config: Mapping[str, Any] | None = None,
+    includes: Sequence[Path] = (),
     cold: bool = False,
+    command: Sequence[str] = (),
     hosts: Sequence[Host] = (),
     imported: bool = False,
     **options: Any,
@@ -74,16 +76,29 @@ def engine_of(
     """An engine for one of the programs beside this file, with a time-out of ten minutes.
 
     Args:
+        program: a name, or the path of another folder.
+        cold: ranks are fresh processes.
+        command: each trial runs this, which starts `slots_per_trial` ranks of the program.
         imported: its supervisor is forked from a process that has imported torch and DeepSpeed.
     """
-    user = experiment.read(PROGRAMS / program / "deepspeed.yaml", PROGRAMS / program)
+    place = PROGRAMS / program
+    user = experiment.read(place / "deepspeed.yaml", place, includes)
     if entry is not None:
         user = replace(user, entrypoint=entry)
     if ds_config is not None:
         user = replace(user, ds_config=ds_config, hparams={"deepspeed_config": ds_config})
+    runs = entrypoint.parse(user.entrypoint, user.model_dir)
+    if command:
+        runs = replace(
+            runs,
+            slots=slots_per_trial,
+            needs_command="a test says so",
+            started_by=tuple(command),
+            started_in=str(place.resolve()),
+        )
     return LocalEngine(
         user,
-        entrypoint.parse(user.entrypoint, user.model_dir),
+        runs,
         hosts or [Host(cpu_machine(slots), prefix=warm_host.prefix() if imported else ())],
         folder,
         LocalOptions(

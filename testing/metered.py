@@ -1,22 +1,33 @@
-"""Engines made of scripted times, for the meter to measure."""
+"""Training processes whose engines are made of scripted times, for dsat to measure.
+
+A test says what a script does with its engine, and asserts what the trial tells of it.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from dsat.in_trial.meter import Meter, TrialComplete
+from dsat.errors import DsatError
+from dsat.in_trial import failures
+from dsat.in_trial.meter import TrialComplete, install
 from dsat.in_trial.meter_spec import MeterSpec
+from dsat.in_trial.rank import outcome_of_ended
 from dsat.values.outcome import MemoryUse, Metrics, Outcome, StepFacts
 from dsat.values.trial import TrialOptions
 
-SPEC = MeterSpec(TrialOptions(timeout_s=60.0, end_step=5), micro_batch=4, gas=1, stage=1, slots=1)
+_PLAIN = MeterSpec(
+    TrialOptions(timeout_s=60.0, end_step=5), micro_batch=4, gas=1, stage=1, slots=1
+)
+OPTIONS = _PLAIN.options
+LONGEST = _PLAIN.longest
+_OF_RUN = {field.name for field in fields(TrialOptions)}
 
 
 class Clock:
@@ -117,17 +128,77 @@ class CoreContext:
         self.calls.append(("completed", metric))
 
 
-def attach(engine: Any, spec: MeterSpec = SPEC) -> Meter:
-    meter = Meter(spec, lambda measurement: None)
-    meter.watch(engine)
-    meter.attach(engine)
-    return meter
+class Measured:
+    """What dsat measures in this process.
+
+    Attributes:
+        reported: outcomes that ended the script.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        of_run = {name: value for name, value in settings.items() if name in _OF_RUN}
+        of_trial = {name: value for name, value in settings.items() if name not in _OF_RUN}
+        options = replace(_PLAIN.options, **of_run)
+        self.reported: list[Outcome] = []
+        self._meter = install(replace(_PLAIN, options=options, **of_trial), self.reported.append)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The measurement so far."""
+        return self._meter.outcome
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the engine that is measured."""
+        return self._meter.steps_seen
+
+    def at_its_end(self) -> Outcome:
+        """Return the outcome of a script that has come to its own end."""
+        return outcome_of_ended(self._meter)
 
 
-def attached(clock: Clock, spec: MeterSpec = SPEC) -> FakeEngine:
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """What a script calls to get an engine."""
+    deepspeed: Any = sys.modules["deepspeed"]
+    return deepspeed.initialize(*args, **kwargs)[0]
+
+
+def watched(make: Callable[..., Any], **settings: Any) -> Measured:
+    """Have a trial's settings measured in the engines that a function makes for the script.
+
+    Args:
+        make: takes the model and the optimizer that `deepspeed.initialize` is given, if any;
+            needs the fixture `accelerator` or the like.
+        settings: of the trial (`gas`, `to_beat`, ...) or of all trials of the run (`max_steps`).
+    """
+    deepspeed: Any = sys.modules["deepspeed"]
+
+    def initialize(
+        args: Any = None,
+        model: Any = None,
+        optimizer: Any = None,
+        mpu: Any = None,
+        config: Any = None,
+        mesh_param: Any = None,
+    ) -> tuple[Any, ...]:
+        given = {"model": model, "optimizer": optimizer}
+        return make(**{name: each for name, each in given.items() if each}), None, None, None
+
+    deepspeed.initialize = initialize
+    return Measured(**settings)
+
+
+def attach(engine: Any, **settings: Any) -> Measured:
+    """Have an engine measured: the script has just got it."""
+    found = watched(lambda **_: engine, **settings)
+    initialize(model=engine.module)
+    return found
+
+
+def attached(clock: Clock, **settings: Any) -> FakeEngine:
     """An engine that is measured."""
-    engine = FakeEngine(clock, gas=spec.gas)
-    attach(engine, spec)
+    engine = FakeEngine(clock, gas=settings.get("gas", 1))
+    attach(engine, **settings)
     return engine
 
 
@@ -139,25 +210,36 @@ def train(
     loading_ms: float = 0.0,
     inputs: torch.Tensor | None = None,
 ) -> Outcome | None:
-    """The user's loop; what was measured, if it was ended for that."""
+    """The user's loop; what came of it, if it was ended for that."""
     inputs = torch.zeros(engine.train_micro_batch_size_per_gpu(), 2) if inputs is None else inputs
-    try:
+
+    def loop() -> None:
         for step in range(1, steps + 1):
             before(step)
             for _ in range(engine.gradient_accumulation_steps()):
                 engine.clock.advance(loading_ms)
                 engine.backward(engine.forward(inputs))
                 engine.step()
+
+    return told_by(loop)
+
+
+def told_by(loop: Callable[[], object]) -> Outcome | None:
+    """What a trial tells of a script; None if that came to its own end."""
+    try:
+        loop()
     except TrialComplete as complete:
         return complete.outcome
+    except DsatError as error:
+        return failures.outcome(error)
     return None
 
 
-def measured_by(loop: Callable[[], None]) -> Outcome:
-    """What was measured of a script's loop, which ends for that."""
-    with pytest.raises(TrialComplete) as complete:
-        loop()
-    return complete.value.outcome
+def measured_by(loop: Callable[[], object]) -> Outcome:
+    """What a trial tells of a script, which ends for that."""
+    told = told_by(loop)
+    assert told is not None, "the script came to its own end"
+    return told
 
 
 def measure(engine: FakeEngine, **options: Any) -> Outcome:

@@ -10,8 +10,7 @@ import pytest
 from dsat.app.local import _blame, _failure
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
-from testing.helpers import failed, plan_of, ran, weightless
-from testing.tuners import tuner_of
+from testing.helpers import failed, plan_of, ran, tuner_of, weightless
 
 
 @pytest.mark.parametrize(

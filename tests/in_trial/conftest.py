@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
+import torch.distributed as dist
 
 from dsat.in_trial import clocks
 from testing.metered import Clock, FakeAccelerator, use_accelerator
+from testing.scripts import Scripts, scripts_in
 
 
 @pytest.fixture
@@ -20,3 +25,27 @@ def clock(monkeypatch: pytest.MonkeyPatch, accelerator: FakeAccelerator) -> Cloc
     clock = Clock()
     monkeypatch.setattr(clocks, "time", clock)
     return clock
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes this process rank 0 of so many, which all see the same."""
+
+    def join(count: int) -> None:
+        def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, **_: Any) -> None:
+            if op == dist.ReduceOp.SUM:
+                tensor.mul_(count)
+
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda group=None: count)
+        monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+
+    return join
+
+
+@pytest.fixture(scope="session")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
+    """A folder for training scripts of one rank, each of which takes about a second."""
+    with scripts_in(tmp_path_factory.mktemp("scripts")) as found:
+        yield found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from dsat.errors import InvalidTrial
-from dsat.in_trial.batches import UNCOUNTED, BatchCounter, batch_flag, is_about, leaves_of
-from dsat.values.outcome import SequenceLengths
+from dsat.in_trial.batches import UNCOUNTED, batch_flag, is_about
+from dsat.in_trial.measurement import SHORT_BATCHES
+from dsat.values.outcome import Outcome, OutcomeKind, SequenceLengths
+from testing.metered import Clock, FakeEngine, attach, measured_by
 
 TRIAL, OWN = 5, 8
 IDS = torch.ones(4, 9, dtype=torch.long)
@@ -25,25 +26,46 @@ PAIR = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 Shape = tuple[int, ...]
 
 
-def rows_of(counter: BatchCounter, *shapes: Shape) -> int | None:
-    return counter.count(leaves_of([torch.zeros(shape) for shape in shapes])).rows
+class Engine(FakeEngine):
+    """An engine whose model takes anything."""
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return super().forward(torch.zeros(()))
 
 
-def verdict(shapes: list[Shape], micro_batch: int = TRIAL, own: int | None = OWN) -> str:
-    counter = BatchCounter(micro_batch, own)
-    try:
-        rows = rows_of(counter, *shapes)
-    except InvalidTrial as error:
-        return "short" if error.smaller_may_run else "invalid"
-    assert (rows is None) == (counter.warning == UNCOUNTED)
-    return "fine" if rows is not None else "warns"
+def told_of(clock: Clock, *batches: Sequence[Any], **settings: Any) -> Outcome:
+    """What a trial tells of a script whose steps are fed these batches, again and again."""
+    engine = Engine(clock, settings.setdefault("micro_batch", TRIAL))
+    attach(engine, **settings)
+
+    def loop() -> None:
+        for step in range(100):
+            engine.backward(engine.forward(*batches[step % len(batches)]))
+            engine.step()
+
+    return measured_by(loop)
 
 
-def test_images_of_a_text_are_no_samples() -> None:
-    counter = BatchCounter(1)
-    for images in (1, 3, 5):
-        inputs = {"pixel_values": torch.zeros(images, 3, 8, 8), "input_ids": IDS[:1]}
-        assert counter.count(leaves_of([inputs])).rows == 1
+def of_shapes(*shapes: Shape) -> list[torch.Tensor]:
+    return [torch.zeros(shape) for shape in shapes]
+
+
+def verdict(clock: Clock, shapes: list[Shape], micro_batch: int, own: int | None) -> str:
+    told = told_of(clock, of_shapes(*shapes), micro_batch=micro_batch, own_micro_batch=own)
+    if told.kind is OutcomeKind.INVALID:
+        return "short" if told.smaller_may_run else "invalid"
+    assert told.ok and told.metrics is not None
+    assert told.metrics.throughput == pytest.approx(micro_batch / 0.010)
+    return "warns" if UNCOUNTED in told.warnings else "fine"
+
+
+def test_images_of_a_text_are_no_samples(clock: Clock) -> None:
+    batches = [
+        [{"pixel_values": torch.zeros(images, 3, 8, 8), "input_ids": IDS[:1]}]
+        for images in (1, 3, 5)
+    ]
+    told = told_of(clock, *batches, micro_batch=1)
+    assert told.ok and told.warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -65,8 +87,8 @@ def test_images_of_a_text_are_no_samples() -> None:
         ([(2, 90), (4, 16)], "warns"),  # the edges and nodes of a graph
     ],
 )
-def test_shapes(shapes: list[Shape], expected: str) -> None:
-    assert verdict(shapes) == expected
+def test_shapes(clock: Clock, shapes: list[Shape], expected: str) -> None:
+    assert verdict(clock, shapes, TRIAL, OWN) == expected
 
 
 @pytest.mark.parametrize(
@@ -79,8 +101,8 @@ def test_shapes(shapes: list[Shape], expected: str) -> None:
         (8, 5, None, "warns"),
     ],
 )
-def test_sizes(rows: int, micro_batch: int, own: int | None, expected: str) -> None:
-    assert verdict([(rows, 128)], micro_batch, own) == expected
+def test_sizes(clock: Clock, rows: int, micro_batch: int, own: int | None, expected: str) -> None:
+    assert verdict(clock, [(rows, 128)], micro_batch, own) == expected
 
 
 @dataclasses.dataclass
@@ -105,63 +127,71 @@ class Batch:
         lambda ids: torch.nested.nested_tensor(list(ids)),
     ],
 )
-def test_rows_are_counted_in_any_form(wrap: Callable[[torch.Tensor], Any]) -> None:
-    counter = BatchCounter(5)
-    for rows, length in ((5, 9), (5, 7), (2, 99)):
-        assert counter.count(leaves_of([wrap(torch.zeros(rows, length))])).rows == rows
+def test_rows_are_counted_in_any_form(
+    clock: Clock, wrap: Callable[[torch.Tensor], Any]
+) -> None:
+    full, longer, short = (wrap(torch.zeros(*size)) for size in ((5, 9), (5, 7), (2, 99)))
+    told = told_of(clock, [full], [longer], [full], [longer], [short])
+    assert told.ok and told.warnings == (SHORT_BATCHES,), told
 
 
-def seen_in_the_profile(micro_batch: int, *shapes: Shape) -> dict[str, int]:
-    counter = BatchCounter(micro_batch)
-    rows_of(counter, *shapes)
-    return counter.dimensions
+def profiled(clock: Clock, micro_batch: int, *shapes: Shape, own: int | None = None) -> Any:
+    """What a profile says of such batches."""
+    told = told_of(
+        clock, of_shapes(*shapes), micro_batch=micro_batch, own_micro_batch=own, profile=True
+    )
+    assert told.profile is not None, told
+    return told.profile
 
 
-def test_features_as_many_as_the_micro_batch_are_no_samples() -> None:
+def test_features_as_many_as_the_micro_batch_are_no_samples(clock: Clock) -> None:
     """96 samples of 256 features, and a micro batch of 256."""
-    known = seen_in_the_profile(4, (4, 256))
-    with pytest.raises(InvalidTrial, match="the first batch has 96 samples") as error:
-        rows_of(BatchCounter(256, 4, known), (96, 256))
-    assert error.value.most_samples == 96
-    full = BatchCounter(256, 4, known)
-    assert [rows_of(full, (n, 256)) for n in (256, 96)] == [256, 96]
-    assert seen_in_the_profile(4, (4, 4), (4,), (9, 4)) == {"1": 0, "2": 1}, "4 by 4 tells nothing"
+    known = profiled(clock, 4, (4, 256)).batch_dimensions
+    settings = {"micro_batch": 256, "own_micro_batch": 4, "batch_dimensions": known}
+    told = told_of(clock, of_shapes((96, 256)), **settings)
+    assert told.kind is OutcomeKind.INVALID and "has 96 samples" in told.message
+    assert told.most_samples == 96
+    told = told_of(clock, *[of_shapes((256, 256))] * 4, of_shapes((96, 256)), **settings)
+    assert told.warnings == (SHORT_BATCHES,)
+    square = profiled(clock, 4, (4, 4), (4,), (9, 4))
+    assert square.batch_dimensions == {"1": 0, "2": 1}, "4 by 4 tells nothing"
 
 
-def test_time_steps_as_many_as_the_micro_batch_are_no_samples() -> None:
-    known = seen_in_the_profile(1, (64, 1, 9), (1, 64))  # time first, with a mask for all samples
+def test_time_steps_as_many_as_the_micro_batch_are_no_samples(clock: Clock) -> None:
+    """Time comes first, and there is a mask for all samples."""
+    known = profiled(clock, 1, (64, 1, 9), (1, 64)).batch_dimensions
     assert known == {"0": 1, "1": 0}
-    with pytest.raises(InvalidTrial, match="the first batch has 20 samples"):
-        rows_of(BatchCounter(64, None, known), (64, 20, 9), (1, 64))
-    counter = BatchCounter(64, None, known)
-    assert rows_of(counter, (64, 64, 9), (1, 64)) == 64
-    assert rows_of(counter, (64, 20, 9), (1, 64)) == 20
+    settings = {"micro_batch": 64, "batch_dimensions": known}
+    short, full = (of_shapes((64, count, 9), (1, 64)) for count in (20, 64))
+    told = told_of(clock, short, **settings)
+    assert told.kind is OutcomeKind.INVALID and "has 20 samples" in told.message
+    assert told_of(clock, *[full] * 4, short, **settings).warnings == (SHORT_BATCHES,)
 
 
-def test_a_batch_that_no_configuration_changes_is_known_from_the_profile() -> None:
+def test_a_batch_that_no_configuration_changes_is_known_from_the_profile(clock: Clock) -> None:
     """The configuration says 4, and the script has a constant of 12."""
-    profiled = BatchCounter(1, 4)
-    assert rows_of(profiled, (12, 3), (12,)) is None and profiled.warning == UNCOUNTED
-    seen = profiled.fed_instead
+    seen = profiled(clock, 1, (12, 3), (12,), own=4).fed_instead
     assert seen == {"micro_batch": 1, "rows": 12}
 
-    own = BatchCounter(4, 4, fed_before=seen)
-    assert rows_of(own, (12, 3), (12,)) == 12
-    assert own.warning is not None and is_about(own.warning) and own.warning != UNCOUNTED
+    def told(micro_batch: int) -> Outcome:
+        batch = of_shapes((12, 3), (12,))
+        own = {"own_micro_batch": 4, "fed_instead": seen}
+        return told_of(clock, batch, micro_batch=micro_batch, **own)
+
+    [warning] = told(4).warnings
+    assert is_about(warning) and warning != UNCOUNTED
     for micro_batch, most in ((2, None), (16, 12)):
-        with pytest.raises(InvalidTrial, match=r"feeds 12 samples whatever .* --arg-mapping") as e:
-            rows_of(BatchCounter(micro_batch, 4, fed_before=seen), (12, 3), (12,))
-        assert e.value.most_samples == most
-    equal = BatchCounter(12, 4, fed_before=seen)
-    assert rows_of(equal, (12, 3), (12,)) == 12 and equal.warning is None
+        found = told(micro_batch)
+        assert found.kind is OutcomeKind.INVALID and found.most_samples == most
+        assert all(word in found.message for word in ("12 samples whatever", "--arg-mapping"))
+    assert told(12).ok and told(12).warnings == ()
 
 
-def test_pairs_that_grow_with_the_micro_batch_are_not_refused() -> None:
-    first, second = BatchCounter(1, 4), BatchCounter(4, 4, fed_before={"micro_batch": 1, "rows": 2})
-    rows_of(first, (2, 3))
-    assert first.fed_instead == {"micro_batch": 1, "rows": 2}
-    rows_of(second, (8, 3))
-    assert second.warning == UNCOUNTED
+def test_pairs_that_grow_with_the_micro_batch_are_not_refused(clock: Clock) -> None:
+    seen = profiled(clock, 1, (2, 3), own=4).fed_instead
+    assert seen == {"micro_batch": 1, "rows": 2}
+    told = told_of(clock, of_shapes((8, 3)), micro_batch=4, own_micro_batch=4, fed_instead=seen)
+    assert told.ok and told.warnings == (UNCOUNTED,)
 
 
 @pytest.mark.parametrize(
@@ -200,18 +230,25 @@ def test_the_flag_of_the_batch_size_is_one_that_the_script_was_given(
         ([torch.ones(4, 1, dtype=torch.bool)], None, None),
     ],
 )
-def test_tokens(args: list[Any], tokens: float | None, length: int | None) -> None:
-    counter = BatchCounter(4)
-    fed = counter.count(leaves_of(args))
-    assert (None if fed.tokens is None else float(fed.tokens)) == tokens
-    lengths = counter.lengths(nn.Linear(2, 2), lambda values: values)
-    assert lengths == (None if length is None else SequenceLengths(length, length))
+def test_tokens(clock: Clock, args: list[Any], tokens: float | None, length: int | None) -> None:
+    told = told_of(clock, args, micro_batch=4)
+    assert told.metrics is not None, told
+    per_second = told.metrics.tokens_per_second
+    assert per_second == (None if tokens is None else pytest.approx(tokens / 0.010))
+    assert told.sequences == (None if length is None else SequenceLengths(length, length))
 
 
-def test_lengths_over_the_micro_steps() -> None:
-    counter = BatchCounter(4)
-    for length in (7, 30, 12):
-        counter.count(leaves_of([torch.ones(4, length, dtype=torch.long)]))
-    model = nn.Sequential(nn.Linear(2, 2))  # as PEFT wraps a transformers model
-    model[0].config = SimpleNamespace(max_position_embeddings=512)  # type: ignore[assignment]
-    assert counter.lengths(model, lambda values: values) == SequenceLengths(7, 30, 512)
+def test_lengths_over_the_micro_steps(clock: Clock) -> None:
+    engine = Engine(clock, gas=3)
+    inner: Any = nn.Linear(2, 2)
+    inner.config = SimpleNamespace(max_position_embeddings=512)
+    engine.module = nn.Sequential(inner)  # as PEFT wraps a transformers model
+    attach(engine, gas=3)
+
+    def loop() -> None:
+        while True:
+            for length in (7, 30, 12):
+                engine.backward(engine.forward(torch.ones(4, length, dtype=torch.long)))
+                engine.step()
+
+    assert measured_by(loop).sequences == SequenceLengths(7, 30, 512)

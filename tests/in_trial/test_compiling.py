@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, cast
 
@@ -13,9 +12,8 @@ import torch
 
 from dsat.in_trial import compiling
 from dsat.in_trial.measurement import ALWAYS_COMPILES, COMPILED
-from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.outcome import Outcome
-from testing.metered import SPEC, Clock, attached, metrics_of, train
+from testing.metered import Clock, attached, measure, metrics_of
 
 COMPILES_MS, STEP_MS = 30_000.0, 10.0
 
@@ -38,15 +36,13 @@ def dynamo(monkeypatch: pytest.MonkeyPatch) -> Dynamo:
     return dynamo
 
 
-def measured(clock: Clock, latency_ms: Any, spec: MeterSpec = SPEC) -> Outcome:
-    engine = attached(clock, spec)
+def measured(clock: Clock, latency_ms: Any, **settings: Any) -> Outcome:
+    engine = attached(clock, **settings)
 
     def script(step: int) -> None:
         engine.times_ms = (latency_ms(step), 0.0, 0.0)
 
-    found = train(engine, before=script)
-    assert found is not None
-    return found
+    return measure(engine, before=script)
 
 
 @pytest.mark.parametrize("compiled", [(3, 4, 5), (4, 7)])
@@ -62,8 +58,7 @@ def test_they_are_left_out_and_made_up_for(
 def test_a_script_that_compiles_in_every_step_is_measured_and_told(
     clock: Clock, dynamo: Dynamo
 ) -> None:
-    options = replace(SPEC.options, max_steps=5)
-    found = measured(clock, lambda _: dynamo.compile(), replace(SPEC, options=options))
+    found = measured(clock, lambda _: dynamo.compile(), max_steps=5)
     assert metrics_of(found).latency == pytest.approx(COMPILES_MS)
     assert found.warnings == (ALWAYS_COMPILES,)
 

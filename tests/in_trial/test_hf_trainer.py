@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,137 +10,144 @@ from typing import Any
 import pytest
 
 from dsat.in_trial import hf_trainer
-from dsat.in_trial.hf_trainer import TrainerSettings
 from dsat.in_trial.script_switches import ScriptSwitches
 from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG
 from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.scripts import CONFIG, Scripts
+
+pytest.importorskip("transformers")
+slow = pytest.mark.slow
+ARGUMENTS = f"""
+import copy
+from transformers import TrainerControl, TrainingArguments
+CONFIG = {CONFIG}
+FIELDS = '''
+    per_device_train_batch_size gradient_accumulation_steps max_steps push_to_hub
+    auto_find_batch_size eval_on_start resume_from_checkpoint dataloader_drop_last
+    gradient_checkpointing report_to
+'''.split()
+OWN = dict(
+    per_device_train_batch_size=8,
+    report_to="tensorboard",
+    push_to_hub=True,
+    auto_find_batch_size=True,
+    resume_from_checkpoint="checkpoint-5",
+    eval_on_start=True,
+    eval_strategy="steps",
+)
 
 
-@pytest.fixture
-def config_path(tmp_path: Path) -> Path:
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 16}))
-    return path
+def arguments(**changes):
+    return TrainingArguments(FOLDER / "out", use_cpu=True, **{{**OWN, **changes}})
 
 
-def script_args(**changes: Any) -> SimpleNamespace:
-    """As transformers 5 has them, just made and not yet checked."""
-    values = {
-        "deepspeed": "ds.json",
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "gradient_checkpointing": None,
-        "activation_checkpointing": None,
-        "max_steps": -1,
-        "report_to": "all",
-        "push_to_hub": True,
-        "auto_find_batch_size": True,
-        "eval_on_start": True,
-        "resume_from_checkpoint": "checkpoint-5",
-        "dataloader_drop_last": False,
-        "dataloader_num_workers": 0,
-        "dataloader_pin_memory": True,
-        "optim": "adamw_torch_fused",
-        "torch_compile": False,
-    }
-    return SimpleNamespace(**{**values, **changes})
+def fields_of(args):
+    return {{name: getattr(args, name, None) for name in FIELDS}}
 
 
-def settings(
-    path: Path | None, micro_batch: int = 16, gas: int = 2, overrides: Any = None, **changes: Any
-) -> TrainerSettings:
-    batch = BatchTriple(micro_batch * gas, micro_batch, gas)
-    trial = Trial(1, TrialKind.SEARCH, "trial", 0, batch, overrides or {})
-    return TrainerSettings(trial, path, **{"switches": ScriptSwitches({}, on_cpu=True), **changes})
+def size_of(config):
+    return copy.deepcopy({{**CONFIG, "train_micro_batch_size_per_gpu": config}})
+"""
+MAKES = """
+by_file, by_dict = arguments(deepspeed="ds_config.json"), arguments(deepspeed=size_of("auto"))
+note(
+    by_file=fields_of(by_file),
+    file=by_file.deepspeed,
+    by_dict=fields_of(by_dict),
+    dict=by_dict.deepspeed["train_micro_batch_size_per_gpu"],
+    alone=fields_of(arguments()),
+)
+control = TrainerControl(should_save=True)
+control.should_evaluate = control.should_log = True
+note(control=[control.should_save, control.should_evaluate, control.should_log])
+"""
+TRIAL: dict[str, Any] = {"micro_batch": 16, "gas": 2}
 
 
-@pytest.mark.parametrize("max_steps", [None, 82])
-def test_only_a_measured_trial_is_short_and_leaves_nothing(
-    config_path: Path, max_steps: int | None
+@slow
+def test_a_measured_trial_is_short_and_leaves_nothing(scripts: Scripts) -> None:
+    ended = scripts.run(ARGUMENTS + MAKES, **TRIAL)
+    notes = ended.notes()
+    for way in ("by_file", "by_dict", "alone"):
+        found, own = notes[way], way == "alone"
+        sizes = found["per_device_train_batch_size"], found["gradient_accumulation_steps"]
+        assert sizes == ((8, 1) if own else (16, 2))
+        assert found["max_steps"] > 1000 and found["dataloader_drop_last"]
+        switches = ("push_to_hub", "auto_find_batch_size", "eval_on_start")
+        assert not any(found[name] for name in switches), found
+        assert found["resume_from_checkpoint"] is None and found["report_to"] == []
+    assert Path(notes["file"]) == ended.folder / "ds_config.json"
+    assert notes["dict"] == 16, "a dictionary stays one"
+    assert notes["control"] == [False, False, True], "no callback makes it save or evaluate"
+
+
+FULL = """
+args = arguments(deepspeed="ds_config.json", push_to_hub=False)
+note(fields=fields_of(args), file=args.deepspeed, control=TrainerControl(should_save=True).should_save)
+"""
+
+
+@slow
+def test_a_run_in_full_length_has_the_trials_batch_and_is_the_scripts_else(
+    scripts: Scripts,
 ) -> None:
-    args, its = script_args(), {"zero_optimization": {"stage": 2}}
-    trial = settings(config_path, overrides=its, max_steps=max_steps)
-    assert hf_trainer.prepare(args, trial) == [OTHER_BATCH, OTHER_CONFIG]
-    wanted = script_args(
-        deepspeed=str(config_path), per_device_train_batch_size=16, gradient_accumulation_steps=2
+    notes = scripts.run_in_full(ARGUMENTS + FULL).notes()
+    found = notes["fields"]
+    assert found["per_device_train_batch_size"] == 2 and notes["control"]
+    assert found["max_steps"] == -1 and found["resume_from_checkpoint"] == "checkpoint-5"
+    assert found["eval_on_start"] and found["report_to"] == ["tensorboard"]
+
+
+@slow
+def test_the_length_of_training_in_a_scheduler_is_kept(scripts: Scripts) -> None:
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 1000}}
+    ended = scripts.run(ARGUMENTS + MAKES, config={"scheduler": scheduler}, **TRIAL)
+    assert ended.notes()["by_file"]["max_steps"] == 1000
+    assert ended.notes()["by_dict"]["max_steps"] == 1000
+
+
+@slow
+@pytest.mark.parametrize(
+    ("micro_batch", "gas", "given", "expected"),
+    [
+        (8, 1, "{**CONFIG, 'zero_optimization': {'stage': 'auto'}}", []),
+        (16, 1, "{**CONFIG, 'zero_optimization': {'stage': 1}}", [OTHER_BATCH]),
+        (8, 2, "{**CONFIG, 'steps_per_print': 9, 'zero_optimization': {'stage': 1}}", [OTHER_BATCH]),
+        (8, 1, "{**CONFIG, 'zero_optimization': {'stage': 3}}", [OTHER_CONFIG]),
+        (8, 1, "own_config()", []),
+    ],
+)
+def test_only_a_real_disagreement_is_told(
+    scripts: Scripts, micro_batch: int, gas: int, given: str, expected: list[str]
+) -> None:
+    script = f"arguments(deepspeed={given})\ntrain(make_engine())"
+    ended = scripts.run(ARGUMENTS + script, micro_batch=micro_batch, gas=gas).well()
+    assert [text for text in ended.warnings if text in (OTHER_BATCH, OTHER_CONFIG)] == expected
+
+
+@slow
+@pytest.mark.parametrize("wanted", [True, False])
+def test_gradient_checkpointing_is_the_trials(scripts: Scripts, wanted: bool) -> None:
+    made = "args = arguments(deepspeed='ds_config.json', gradient_checkpointing=not " + f"{wanted})"
+    noted = "note(on=bool(args.gradient_checkpointing))"
+    ended = scripts.run(
+        f"{ARGUMENTS}\n{made}\n{noted}", switches={"gradient_checkpointing": wanted}
     )
-    if max_steps is not None:
-        wanted.max_steps, wanted.report_to, wanted.resume_from_checkpoint = 82, "none", None
-        wanted.push_to_hub = wanted.auto_find_batch_size = wanted.eval_on_start = False
-        wanted.dataloader_drop_last = True
-    assert args == wanted
-
-
-def test_no_callback_makes_the_trainer_save_or_evaluate() -> None:
-    callbacks = pytest.importorskip("transformers.trainer_callback")
-
-    class Control(callbacks.TrainerControl):  # type: ignore[misc, name-defined]
-        pass
-
-    hf_trainer.ignore_requests(SimpleNamespace(TrainerControl=Control))
-    control = Control(should_save=True)
-    control.should_evaluate = control.should_log = True
-    assert (control.should_save, control.should_evaluate, control.should_log) == (
-        *(False, False, True),
-    )
+    assert ended.notes()["on"] is wanted
 
 
 def test_the_first_trial_reads_the_file_that_accelerate_names(
-    config_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = tmp_path / "ds_config.json"
     scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 500}}
-    config_path.write_text(json.dumps({"optimizer": {"type": "Adam"}, "scheduler": scheduler}))
+    path.write_text(json.dumps({"optimizer": {"type": "Adam"}, "scheduler": scheduler}))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(config_path))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
+    trial = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
     switches = ScriptSwitches({}, on_cpu=True)
-    args = script_args(deepspeed=None)
-    hf_trainer.prepare(args, settings(None, 1, 1, max_steps=20, switches=switches))
+    settings = hf_trainer.TrainerSettings(trial, None, switches, max_steps=20)
+    values = {"dataloader_num_workers": 0, "optim": "adamw_torch", "gradient_checkpointing": False}
+    args = SimpleNamespace(deepspeed=None, **values)
+    hf_trainer.prepare(args, settings)
     assert args.max_steps == 500 and "optim" not in switches.found
-
-
-def test_a_dict_stays_a_dict_and_its_length_of_training_is_kept(config_path: Path) -> None:
-    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 1000}}
-    config_path.write_text(json.dumps({"scheduler": scheduler}))
-    args = script_args(deepspeed={"train_micro_batch_size_per_gpu": "auto"})
-    hf_trainer.prepare(args, settings(config_path, max_steps=82))
-    assert (args.deepspeed, args.max_steps) == ({"scheduler": scheduler}, 1000)
-
-
-@pytest.mark.parametrize("deepspeed", [None, {}])
-def test_without_deepspeed_it_only_ends_soon(config_path: Path, deepspeed: Any) -> None:
-    args = script_args(deepspeed=deepspeed)
-    assert hf_trainer.prepare(args, settings(config_path, max_steps=82)) == []
-    assert (args.deepspeed, args.per_device_train_batch_size, args.max_steps) == (deepspeed, 8, 82)
-
-
-@pytest.mark.parametrize(
-    ("micro_batch", "gas", "expected"), [(8, 1, []), (16, 1, [OTHER_BATCH]), (8, 2, [OTHER_BATCH])]
-)
-def test_only_a_real_disagreement_is_told(
-    config_path: Path, micro_batch: int, gas: int, expected: list[str]
-) -> None:
-    its = {"zero_optimization": {"stage": 2}}
-    trial = settings(config_path, micro_batch=micro_batch, gas=gas, overrides=its)
-    config_path.write_text(json.dumps(its))
-    named = script_args(deepspeed=str(config_path))
-    assert hf_trainer.prepare(copy.copy(named), trial) == expected
-    assert hf_trainer.prepare(copy.copy(named), replace(trial, batch_in_file=True)) == []
-    other = copy.copy(named)
-    other.deepspeed = {"zero_optimization": {"stage": "auto"}, "steps_per_print": 9}
-    assert hf_trainer.prepare(copy.copy(other), trial) == expected
-    other.deepspeed = {"zero_optimization": {"stage": 1}}
-    assert hf_trainer.prepare(other, trial) == [*expected, OTHER_CONFIG]
-
-
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("wanted", [True, False])
-def test_gradient_checkpointing_under_both_its_names(
-    config_path: Path, old: bool, wanted: bool
-) -> None:
-    args = script_args(gradient_checkpointing=True)
-    if old:
-        del args.activation_checkpointing
-    switches = ScriptSwitches({"gradient_checkpointing": wanted}, on_cpu=True)
-    hf_trainer.prepare(args, settings(config_path, switches=switches))
-    field = "gradient_checkpointing" if old else "activation_checkpointing"
-    assert getattr(args, field) is wanted

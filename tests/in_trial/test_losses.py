@@ -6,13 +6,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from dsat.in_trial.losses import FIRST_STEPS, LAST_STEPS, LossWatch
+from dsat.in_trial.losses import FIRST_STEPS, LAST_STEPS
 from dsat.values.outcome import Outcome, OutcomeKind
 from testing.local import Bench, bench_of
+from testing.metered import Clock, FakeEngine, attach, measured_by
 from testing.versions import needs
 
 GAS = 2
@@ -20,8 +22,8 @@ GAS = 2
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    folder = tmp_path_factory.mktemp("loops")
-    with bench_of("loops", folder, slots_per_trial=2, imported=True, end_step=8) as bench:
+    folder = tmp_path_factory.mktemp("seeded")
+    with bench_of("seeded", folder, slots_per_trial=2, imported=True, end_step=8) as bench:
         yield bench
 
 
@@ -63,31 +65,20 @@ def test_a_loss_that_is_not_finite_fails_the_trial(pair: Bench) -> None:
     assert "Lower the learning rate" in outcome.message and outcome.detail == ""
 
 
-class Engine:
-    """As much of an engine as losses need."""
+def told_of(clock: Clock, *losses: float, skipped: tuple[int, ...] = ()) -> Outcome:
+    """What a trial of so many steps tells of a script with these losses, and then the last."""
+    engine = FakeEngine(clock)
+    count = len(losses)
+    attach(engine, start_step=1, end_step=count, max_steps=count)
 
-    def __init__(self) -> None:
-        self.training = True
-        self.module = torch.nn.Linear(1, 1)
-        self.device = torch.device("cpu")
+    def loop() -> None:
+        for step, loss in enumerate([*losses, *[losses[-1]] * 9], 1):
+            engine.overflows = step in skipped
+            engine.forward(torch.zeros(4, 1))
+            engine.backward(torch.tensor(loss))
+            engine.step()
 
-    def gradient_accumulation_steps(self) -> int:
-        return 1
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss * 2.0**16
-
-
-def alone(values: list[float]) -> list[float]:
-    return values
-
-
-def watch_of(*losses: float, skipped: tuple[int, ...] = ()) -> LossWatch:
-    watch = LossWatch(Engine())
-    for step, loss in enumerate(losses, 1):
-        watch.of_engine(torch.tensor(loss), scaled_by_script=False)
-        watch.end_step(micro_steps=1, applied=step not in skipped)
-    return watch
+    return measured_by(loop)
 
 
 @pytest.mark.parametrize(
@@ -98,59 +89,78 @@ def watch_of(*losses: float, skipped: tuple[int, ...] = ()) -> LossWatch:
         (0.0, 0.0, 0.0, 1e-6, 1e-6, 1e-6, 1e-6),  # as of GRPO
         (1.0, 1.0, 1.0, 1.0, 50.0, 50.0, 50.0, 50.0),
         (1e9, 2e9, 1e9, 2e9, 1e9, 1e9, 1e9, 1e9),
+        (2.0,) * (FIRST_STEPS + LAST_STEPS + 100),
     ],
 )
-def test_training_that_goes_well_does_not_diverge(losses: tuple[float, ...]) -> None:
-    watch_of(*losses).read(alone)
+def test_training_that_goes_well_does_not_diverge(clock: Clock, losses: tuple[float, ...]) -> None:
+    """Of a long curve the two ends are kept."""
+    curve = told_of(clock, *losses).training
+    assert curve is not None
+    numbers = range(1, len(losses) + 1)
+    kept = [n for n in numbers if n <= FIRST_STEPS or n > len(losses) - LAST_STEPS]
+    assert list(curve.steps) == kept
+    assert list(curve.losses) == pytest.approx([losses[n - 1] for n in kept])
 
 
-def test_an_overflow_that_fp16_skipped_is_not_the_end() -> None:
-    watch = watch_of(2.0, math.inf, 2.0, skipped=(2,))
-    watch.read(alone)
-    assert watch.curve().losses == (2.0, None, 2.0)
-    assert watch.curve().skipped == (2,)
+def test_an_overflow_that_fp16_skipped_is_not_the_end(clock: Clock) -> None:
+    curve = told_of(clock, 2.0, math.inf, 2.0, skipped=(2,)).training
+    assert curve is not None
+    assert curve.losses[:3] == (2.0, None, 2.0)
+    assert curve.skipped == (2,)
+    assert told_of(clock, 2.0, math.inf, 2.0).kind is OutcomeKind.DIVERGED
 
 
-def scaled(engine: Engine) -> None:
+def scaled(engine: Any) -> None:
     loss = torch.tensor(3.0, requires_grad=True) * 1
-    engine.scale(loss).backward()  # type: ignore[no-untyped-call]
+    engine.scale(loss).backward()
 
 
-def checkpointed(engine: Engine) -> None:
+def checkpointed(engine: Any) -> None:
     """The checkpoint has a backward pass of its own."""
     weights = torch.ones((), requires_grad=True)
     torch.utils.checkpoint.checkpoint(lambda x: x * 5, weights, use_reentrant=True).backward()
 
 
-def evaluated(engine: Engine) -> None:
+def evaluated(engine: Any) -> None:
     engine.training = False
     (torch.ones(1, requires_grad=True) * 2).backward()  # type: ignore[no-untyped-call]
+    engine.training = True
 
 
 @pytest.mark.parametrize(
     ("passes", "loss"), [(scaled, 3.0), (checkpointed, 5.0), (evaluated, None)]
 )
 def test_losses_of_backward_passes_that_the_script_begins(
-    passes: Callable[[Engine], None], loss: float | None
+    clock: Clock, passes: Callable[[Any], None], loss: float | None
 ) -> None:
-    engine = Engine()
-    watch = LossWatch(engine)
-    passes(engine)
-    watch.end_step(micro_steps=1, applied=True)
-    watch.read(alone)
-    assert watch.curve().losses == (loss,)
+    engine: Any = FakeEngine(clock)
+    engine.scale = lambda value: value * 2.0**16
+    attach(engine)
+
+    def loop() -> None:
+        for _ in range(9):
+            engine.forward(torch.zeros(4, 1))
+            passes(engine)
+            engine.step()
+
+    curve = measured_by(loop).training
+    assert curve is not None and set(curve.losses) == {loss}
 
 
-def test_a_curve_is_no_longer_than_its_two_ends() -> None:
-    count = FIRST_STEPS + LAST_STEPS + 100
-    watch = watch_of(*[1.0] * count)
-    watch.read(alone)
-    steps = watch.curve().steps
-    assert steps[:FIRST_STEPS] == tuple(range(1, FIRST_STEPS + 1))
-    assert steps[FIRST_STEPS:] == tuple(range(count - LAST_STEPS + 1, count + 1))
+def test_ranks_that_see_no_loss_do_not_count(
+    clock: Clock, ranks: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks(2)
+    # The other rank adds nothing to a sum.
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    engine = FakeEngine(clock)
+    attach(engine, slots=2)
 
+    def loop() -> None:
+        for _ in range(9):
+            engine.forward(torch.zeros(4, 1))
+            engine.backward(torch.tensor(4.0))
+            engine.step()
 
-def test_ranks_that_see_no_loss_do_not_count() -> None:
-    watch = watch_of(4.0)
-    watch.read(lambda values: [value / 2 for value in values])  # the other rank has none
-    assert watch.curve().losses == (4.0,)
+    curve = measured_by(loop).training
+    assert curve is not None and set(curve.losses) == {4.0}

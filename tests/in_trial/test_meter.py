@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from dsat.errors import Diverged, InvalidTrial
+from dsat.errors import InvalidTrial
 from dsat.in_trial.batches import UNSEEN
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.in_trial.measurement import STORE_NOT_USED_UP
-from dsat.in_trial.meter import Meter, install
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import OutcomeKind
 from testing.metered import (
-    SPEC,
+    LONGEST,
     Clock,
     FakeEngine,
     attach,
     attached,
+    initialize,
     measure,
     measured_by,
     metrics_of,
     train,
+    watched,
 )
 
 # -- times
@@ -37,11 +35,12 @@ def test_measures_the_mean_step_and_its_phases(clock: Clock) -> None:
     engine = FakeEngine(clock)
     meter = attach(engine)
     measured = measure(engine)
+    assert meter.reported == [measured]
     metrics = metrics_of(measured)
     assert (metrics.forward, metrics.backward, metrics.step) == pytest.approx((3, 5, 2))
     assert metrics.latency == pytest.approx(10)
     assert metrics.throughput == pytest.approx(4 / 0.010)
-    assert metrics.num_steps == 3 and engine.global_steps == 5 == meter.steps_seen
+    assert metrics.num_steps == 3 and engine.global_steps == 5 == meter.steps
     assert metrics.ci95 == pytest.approx(0)
     assert metrics.FLOPS_per_gpu is None
     assert measured.step_ms == pytest.approx((10, 10, 10))
@@ -50,7 +49,7 @@ def test_measures_the_mean_step_and_its_phases(clock: Clock) -> None:
 def test_a_step_that_lacks_micro_steps_is_not_measured(clock: Clock) -> None:
     """At the end of an epoch a Trainer makes a step of what is left, and says so to the engine."""
     engine = FakeEngine(clock, gas=2)
-    meter = attach(engine, replace(SPEC, gas=2))
+    meter = attach(engine, gas=2)
     inputs = torch.zeros(4, 2)
 
     def loop() -> None:
@@ -62,11 +61,11 @@ def test_a_step_that_lacks_micro_steps_is_not_measured(clock: Clock) -> None:
 
     measured = measured_by(loop)
     assert measured.step_ms == pytest.approx((18, 18, 18))
-    assert meter.steps_seen == 8
+    assert meter.steps == 8
 
 
 def test_what_the_loop_does_between_two_steps_counts_in_the_latency_alone(clock: Clock) -> None:
-    engine = attached(clock, replace(SPEC, gas=2))
+    engine = attached(clock, gas=2)
     measured = measure(engine, loading_ms=50)
     metrics = metrics_of(measured)
     assert metrics.latency == pytest.approx(2 * (50 + 3 + 5) + 2)
@@ -75,7 +74,7 @@ def test_what_the_loop_does_between_two_steps_counts_in_the_latency_alone(clock:
 
 def test_a_backward_pass_without_the_engine_is_timed_by_what_surrounds_it(clock: Clock) -> None:
     """`loss.backward()` instead of `engine.backward(loss)`."""
-    engine = attached(clock, replace(SPEC, gas=2))
+    engine = attached(clock, gas=2)
     inputs = torch.zeros(4, 2)
 
     def loop() -> None:
@@ -100,16 +99,14 @@ def test_a_script_cannot_go_on_after_what_ends_the_trial(
     clock: Clock, error: Exception, kind: OutcomeKind
 ) -> None:
     engine, forward = FakeEngine(clock), FakeEngine.forward
-    reported: list[Outcome] = []
-    meter = Meter(SPEC, on_complete=reported.append)
 
     def fails(inputs: torch.Tensor) -> torch.Tensor:
-        if meter.steps_seen == 2:
+        if engine.global_steps == 2:
             raise error
         return forward(engine, inputs)
 
     engine.forward = fails  # type: ignore[method-assign]
-    meter.watch(engine)
+    meter = attach(engine)
 
     def loop() -> None:
         for _ in range(200):
@@ -118,8 +115,8 @@ def test_a_script_cannot_go_on_after_what_ends_the_trial(
                 engine.step()
 
     found = measured_by(loop)
-    assert reported == [found] == [meter.outcome]
-    assert (found.kind, meter.steps_seen) == (kind, 2)
+    assert meter.reported == [found] == [meter.outcome]
+    assert (found.kind, meter.steps) == (kind, 2)
     assert str(error)[:13].lower() in found.message.lower()
 
 
@@ -160,8 +157,8 @@ def test_steps_that_fp16_skipped_are_not_measured(clock: Clock) -> None:
 def test_a_loss_that_is_never_finite_is_said_so(clock: Clock) -> None:
     engine = attached(clock)
     engine.overflows = True
-    with pytest.raises(Diverged, match="the loss is not finite"):
-        train(engine, steps=1000)
+    outcome = measure(engine, steps=1000)
+    assert outcome.kind is OutcomeKind.DIVERGED and "not finite" in outcome.message
     assert engine.global_steps == MAX_SKIPPED_STEPS + 1
 
 
@@ -174,7 +171,7 @@ def test_the_operation_is_long_enough_for_skipped_steps(clock: Clock) -> None:
 
     assert train(engine, before=worst) is not None
     # But for what only an accelerator, or a loader with workers, may need.
-    assert engine.global_steps == SPEC.longest - 2 * MAX_EXTRA_STEPS
+    assert engine.global_steps == LONGEST - 2 * MAX_EXTRA_STEPS
 
 
 # -- engines
@@ -182,20 +179,17 @@ def test_the_operation_is_long_enough_for_skipped_steps(clock: Clock) -> None:
 
 def test_measures_the_first_engine_that_trains(clock: Clock) -> None:
     """Reference models may be initialised before it, with an optimizer or a dummy of one."""
-    deepspeed: Any = sys.modules["deepspeed"]
 
-    def initialize(optimizer: object) -> tuple[FakeEngine, object, None, None]:
+    def make(optimizer: object = None) -> FakeEngine:
         engine = FakeEngine(clock)
         engine.basic_optimizer = optimizer
-        return engine, engine.optimizer, None, None
+        return engine
 
-    deepspeed.initialize = initialize
-    told: list[Outcome] = []
-    meter = install(SPEC, told.append)
-    without = deepspeed.initialize(None)[0]
-    assert not meter.watches
-    reference, trained, second = (deepspeed.initialize("adam")[0] for _ in range(3))
-    assert meter.watches
+    meter = watched(make)
+    without = initialize()
+    assert "without calling deepspeed.initialize" in meter.at_its_end().message
+    reference, trained, second = (initialize(optimizer="adam") for _ in range(3))
+    assert "after 0 optimizer steps" in meter.at_its_end().message
     inputs = torch.zeros(4)
     for engine in (without, reference):
         with torch.no_grad():
@@ -204,14 +198,13 @@ def test_measures_the_first_engine_that_trains(clock: Clock) -> None:
     reference.forward(inputs)
     trained.forward(inputs)
     reference.forward(inputs)
-    assert not meter.warnings, "only one has made a backward pass"
     assert train(second, steps=30) is None
-    assert "of the engine that trains first" in str(meter.shortfall)
+    assert "of the engine that trains first" in meter.at_its_end().message
     trained.backward(inputs)
     trained.step()
-    assert train(trained) is told[0]
-    assert told[0].metrics.latency == pytest.approx(10)
-    assert told[0].warnings == (SEVERAL_ENGINES,)
+    told = measure(trained)
+    assert metrics_of(told).latency == pytest.approx(10)
+    assert told.warnings == (SEVERAL_ENGINES,)
 
 
 @pytest.mark.parametrize("steps", [3, 30])
@@ -228,54 +221,46 @@ def test_a_script_that_begins_again_is_measured_by_its_last_engine(
                 raise RuntimeError("NCCL communicator was aborted")
             return super().backward(loss)
 
-    deepspeed: Any = sys.modules["deepspeed"]
     before: list[weakref.ref[Engine]] = []
     model = FakeEngine(clock).module  # of all of them, as in Hugging Face's Trainer
 
-    def initialize() -> tuple[Any, ...]:
+    def make() -> Engine:
         assert not [each for each in before if each()]
         engine = Engine(clock)
         engine.module = model
         before.append(weakref.ref(engine))
-        return engine, None, None, None
+        return engine
 
-    deepspeed.initialize = initialize
-    told: list[Outcome] = []
-    meter = install(replace(SPEC, profile=True), told.append)
+    meter = watched(make, profile=True)
     for fails_at in (1, 2, 0):
-        engine = deepspeed.initialize()[0]
+        engine = initialize()
         engine.fails_at = fails_at
         engine.times_ms = (float(not fails_at), 4.0, 1.0)
         with contextlib.suppress(RuntimeError):
             train(engine, steps=steps)
         del engine
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None, "it counts no FLOPs"
+    found = meter.at_its_end()
     if steps == 30:
-        assert metrics_of(told[0]).latency == pytest.approx(6)
-        assert told[0].warnings == ()
+        assert metrics_of(found).latency == pytest.approx(6)
+        assert found.warnings == ()
     else:
-        assert not told
-        assert str(meter.shortfall).startswith(
-            "the script ended after 3 optimizer steps of the last engine that it made (see its log "
-            "for why it began again), but steps up to 5 are measured"
-        )
+        assert not meter.reported
+        assert "after 3 optimizer steps of the last engine" in found.message
+        assert "steps up to 5" in found.message
 
 
 def test_a_script_may_leave_out_the_engines_forward(clock: Clock) -> None:
-    deepspeed: Any = sys.modules["deepspeed"]
-    deepspeed.initialize = lambda: (FakeEngine(clock), None, None, None)
-    told: list[Outcome] = []
-    install(SPEC, told.append)
-    engine = deepspeed.initialize()[0]
+    engine = attached(clock)
 
     def loop() -> None:
         for _ in range(30):
             engine.backward(torch.zeros(()))
             engine.step()
 
-    assert measured_by(loop) is told[0]
-    assert metrics_of(told[0]).latency == pytest.approx(7)
-    assert told[0].warnings == (UNSEEN,)
+    told = measured_by(loop)
+    assert metrics_of(told).latency == pytest.approx(7)
+    assert told.warnings == (UNSEEN,)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +284,7 @@ def test_what_loaders_have_in_store_is_used_up_first(
 ) -> None:
     monkeypatch.setattr("dsat.in_trial.loaders.batches_in_store", lambda: batches)
     engine = FakeEngine(clock, gas=gas)
-    meter = attach(engine, replace(SPEC, gas=gas))
+    meter = attach(engine, gas=gas)
     of_step = (10_000, 10_000, 5_000) if cheap < 0 else (3, 5, 2)
 
     def before(step: int) -> None:
@@ -308,24 +293,22 @@ def test_what_loaders_have_in_store_is_used_up_first(
     measured = measure(engine, before=before)
     assert measured.warnings == warnings
     assert metrics_of(measured).latency == pytest.approx(sum(of_step[:2]) * gas + of_step[2])
-    assert meter.steps_seen == steps + 3
+    assert meter.steps == steps + 3
 
 
 def test_a_script_that_calls_its_model_itself_is_counted_from_the_second_step(
     clock: Clock,
 ) -> None:
-    """The meter finds that out in the midst of the first."""
+    """That is found out in the midst of the first."""
     engine = FakeEngine(clock)
     engine.module.register_forward_hook(lambda *_: clock.advance(30))
-    options = replace(SPEC.options, start_step=1, end_step=1, max_steps=3)
-    told: list[Outcome] = []
-    Meter(replace(SPEC, options=options), told.append).watch(engine)
+    attach(engine, start_step=1, end_step=1, max_steps=3)
 
     def loop() -> None:
         for _ in range(9):
             engine.backward(engine.module(torch.zeros(4, 1)))
             engine.step()
 
-    assert measured_by(loop) is told[0]
-    assert told[0].warnings == ()
-    assert told[0].step_ms[0] == pytest.approx(37)
+    told = measured_by(loop)
+    assert told.warnings == ()
+    assert told.step_ms[0] == pytest.approx(37)

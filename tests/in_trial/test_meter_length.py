@@ -6,31 +6,31 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.measurement import EVALUATED, HOST_ACCIDENTS
-from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.steps import CI_TARGET, relative_ci95
 from dsat.values.outcome import Outcome, StepFacts
 from testing.metered import (
-    SPEC,
+    OPTIONS,
     Clock,
     FakeEngine,
     attach,
     attached,
     facts_of,
     measure,
+    measured_by,
     metrics_of,
     train,
 )
 
 
-def steps_of(clock: Clock, spec: MeterSpec, latency_ms: Callable[[int], float]) -> Outcome:
-    engine = attached(clock, spec)
+def steps_of(clock: Clock, latency_ms: Callable[[int], float], **settings: Any) -> Outcome:
+    engine = attached(clock, **settings)
 
     def script(step: int) -> None:
         engine.times_ms = (0.0, 0.0, latency_ms(step))
@@ -39,7 +39,7 @@ def steps_of(clock: Clock, spec: MeterSpec, latency_ms: Callable[[int], float]) 
 
 
 def test_noise_is_measured_up_to_the_most_steps(clock: Clock) -> None:
-    measured = steps_of(clock, SPEC, lambda step: 10.0 if step % 2 else 20.0)
+    measured = steps_of(clock, lambda step: 10.0 if step % 2 else 20.0)
     assert metrics_of(measured).num_steps == 20 == len(measured.step_ms)
     assert metrics_of(measured).ci95 == pytest.approx(relative_ci95([10.0, 20.0] * 10))
     assert metrics_of(measured).latency == pytest.approx(15)
@@ -47,7 +47,7 @@ def test_noise_is_measured_up_to_the_most_steps(clock: Clock) -> None:
 
 @pytest.mark.parametrize("spread", [0.005, 0.02])
 def test_less_noise_needs_fewer_steps(clock: Clock, spread: float) -> None:
-    measured = steps_of(clock, SPEC, lambda step: 10.0 * (1 + spread * (-1) ** step))
+    measured = steps_of(clock, lambda step: 10.0 * (1 + spread * (-1) ** step))
     count = metrics_of(measured).num_steps
     assert 3 < count < 20
     assert metrics_of(measured).ci95 <= CI_TARGET
@@ -68,7 +68,7 @@ def test_a_trial_that_is_sure_to_be_worse_is_not_measured_closely(
     clock: Clock, to_beat: dict[str, float]
 ) -> None:
     """It ends as soon as even the better end of its interval is worse."""
-    measured = steps_of(clock, replace(SPEC, to_beat=to_beat), lambda step: 20.0 - 10 * (step % 2))
+    measured = steps_of(clock, lambda step: 20.0 - 10 * (step % 2), to_beat=to_beat)
     assert measured.metrics is not None
     values = [10.0 if step % 2 else 20.0 for step in range(3, 23)]
     for count in (3, 6, 12, 20):
@@ -87,9 +87,8 @@ def test_a_trial_that_is_sure_to_be_worse_is_not_measured_closely(
     ("start", "end", "most", "measured"), [(1, 1, 1, 1), (1, 4, 9, 4), (5, 5, 9, 3)]
 )
 def test_the_range_of_steps(clock: Clock, start: int, end: int, most: int, measured: int) -> None:
-    options = replace(SPEC.options, start_step=start, end_step=end, max_steps=most)
-    spec = replace(SPEC, options=options)
-    metrics = metrics_of(steps_of(clock, spec, lambda step: 10.0))
+    steps = {"start_step": start, "end_step": end, "max_steps": most}
+    metrics = metrics_of(steps_of(clock, lambda step: 10.0, **steps))
     assert metrics.num_steps == measured
     assert metrics.ci95 == pytest.approx(1.0 if measured == 1 else 0.0)
 
@@ -101,15 +100,21 @@ def test_the_range_of_steps(clock: Clock, start: int, end: int, most: int, measu
 def test_it_measures_no_longer_than_it_may(
     clock: Clock, step_s: float, longest_s: float | None, measured: int
 ) -> None:
-    spec = replace(SPEC, longest_s=longest_s)
-    noisy = steps_of(clock, spec, lambda step: 1000 * step_s * (0.9 + 0.2 * (step % 2)))
+    noisy = steps_of(
+        clock, lambda step: 1000 * step_s * (0.9 + 0.2 * (step % 2)), longest_s=longest_s
+    )
     assert metrics_of(noisy).num_steps == pytest.approx(measured, abs=1 if measured == 9 else 0)
 
 
 def test_a_first_step_that_compiles_does_not_cut_it_short(clock: Clock) -> None:
-    options = replace(SPEC.options, start_step=2, end_step=6)
-    spec = replace(SPEC, options=options, longest_s=60.0)
-    metrics = metrics_of(steps_of(clock, spec, lambda step: 50_000 if step == 1 else 9 + step % 3))
+    found = steps_of(
+        clock,
+        lambda step: 50_000 if step == 1 else 9 + step % 3,
+        start_step=2,
+        end_step=6,
+        longest_s=60.0,
+    )
+    metrics = metrics_of(found)
     assert metrics.num_steps >= 5
 
 
@@ -134,17 +139,17 @@ def test_a_script_that_ends_early_leaves_what_was_measured(clock: Clock) -> None
     meter = attach(engine)
     noisy = lambda step: setattr(engine, "times_ms", (0, 0, 9 + 5 * (step % 2)))  # noqa: E731
     assert train(engine, steps=4, before=noisy) is None
-    assert meter.outcome is None and meter.steps_seen == 4
+    assert meter.outcome is None and meter.steps == 4
     assert train(engine, steps=2, before=noisy) is None
-    assert meter.outcome is not None
-    assert meter.outcome.metrics.num_steps == 3
+    assert metrics_of(meter.at_its_end()).num_steps == 3
 
 
 def test_the_slowest_rank_decides_in_each_step(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, ranks: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine(clock)
-    meter = attach(engine, replace(SPEC, slots=2, flops_per_sample=1e9))
+    ranks(2)
+    meter = attach(engine, slots=2, flops_per_sample=1e9)
     theirs = [
         [latency, 4.0, 1.0, 1.0, 2.0, 8.0, 0.0, 0.0, 0.0, 1.0] for latency in (8.0, 12.0, 12.0)
     ]
@@ -176,12 +181,12 @@ def test_accidents_of_the_host_are_counted_apart(clock: Clock) -> None:
     def latency_ms(step: int) -> float:
         return 50.0 if step == 9 else 10.0 + 0.4 * (step % 3)
 
-    measured = steps_of(clock, SPEC, latency_ms)
+    measured = steps_of(clock, latency_ms)
     assert measured.metrics is not None and measured.metrics.accidents == 1
     assert measured.metrics.latency == pytest.approx(10.4, rel=0.01)
     assert HOST_ACCIDENTS in measured.warnings
     assert facts_of(measured) == StepFacts(1, 1, (9,))
-    again = steps_of(clock, replace(SPEC, own_steps=facts_of(measured)), latency_ms)
+    again = steps_of(clock, latency_ms, own_steps=facts_of(measured))
     assert facts_of(again).late == (9,), "left out of both, which are compared"
     assert metrics_of(again).latency == pytest.approx(measured.metrics.latency)
     count = measured.metrics.num_steps
@@ -191,8 +196,7 @@ def test_accidents_of_the_host_are_counted_apart(clock: Clock) -> None:
 @pytest.mark.parametrize(("every", "mean_ms"), [(13, 100.0), (3, 100.0 + 5000 / 3), (1, 5100.0)])
 def test_an_evaluation_now_and_then_is_left_out(clock: Clock, every: int, mean_ms: float) -> None:
     engine = FakeEngine(clock)
-    options = replace(SPEC.options, end_step=SPEC.options.start_step + 38, max_steps=39)
-    attach(engine, replace(SPEC, options=options))
+    attach(engine, end_step=OPTIONS.start_step + 38, max_steps=39)
 
     def script(step: int) -> None:
         engine.times_ms = (0.0, 0.0, 100.0)
@@ -256,12 +260,21 @@ def test_a_model_with_hooks_can_be_pickled_and_copied(clock: Clock, calls_model:
     engine = FakeEngine(clock)
     engine.module = torch.nn.Linear(2, 2)
     meter = attach(engine)
-    if calls_model:
-        meter._recorder.follow_module()
-    for copied in (pickle.loads(pickle.dumps(engine.module)), copy.deepcopy(engine.module)):
-        with torch.no_grad():
-            copied(torch.zeros(4, 2))
-    assert not meter._recorder.marks.evaluated
-    with torch.no_grad():
-        engine.module(torch.zeros(4, 2))
-    assert meter._recorder.marks.evaluated
+    called, evaluates = [engine.module], False
+
+    def loop() -> None:
+        for _ in range(5):
+            loss = (engine.module if calls_model else engine.forward)(torch.zeros(4, 2))
+            copies = (pickle.loads(pickle.dumps(engine.module)), copy.deepcopy(engine.module))
+            with torch.no_grad():
+                for each in called if evaluates else copies:
+                    each(torch.zeros(4, 2))
+            engine.backward(loss)
+            engine.step()
+
+    assert facts_of(measured_by(loop)).evaluated == 0
+    engine = FakeEngine(clock)
+    engine.module, evaluates = called[0], True
+    attach(engine)
+    assert facts_of(measured_by(loop)).evaluated == 1
+    assert meter.outcome is not None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from dsat.in_trial.meter import Meter
-from dsat.in_trial.meter_spec import MeterSpec
 from testing.metered import (
-    SPEC,
+    OPTIONS,
     Clock,
     FakeAccelerator,
     FakeEngine,
@@ -22,7 +20,7 @@ from testing.metered import (
     use_accelerator,
 )
 
-FROM_THE_FIRST = replace(SPEC, options=replace(SPEC.options, start_step=1, end_step=1))
+FROM_THE_FIRST = {"start_step": 1, "end_step": 1}
 
 
 class Device(FakeAccelerator):
@@ -92,7 +90,7 @@ def test_a_device_gets_warm_even_if_the_first_step_is_to_be_measured(
     device: Device,
 ) -> None:
     engine = FakeEngine(device.clock)
-    attach(engine, FROM_THE_FIRST)
+    attach(engine, **FROM_THE_FIRST)
     cold = lambda step: setattr(engine, "times_ms", (0, 0, 20 if step <= 50 else 10))  # noqa: E731
     measured = train(engine, before=cold)
     assert metrics_of(measured).latency == pytest.approx(10)
@@ -106,29 +104,26 @@ def test_a_script_that_ends_before_the_device_is_warm_is_measured_by_its_last_st
     slow_at_first = lambda step: setattr(engine, "times_ms", (0, 0, 12 if step < 20 else 9))  # noqa: E731
     assert train(engine, steps=30, before=slow_at_first) is None
     assert meter.outcome is None
-    meter.finish()
-    assert meter.outcome is not None
-    metrics = metrics_of(meter.outcome)
-    assert metrics.num_steps == SPEC.options.end_step - SPEC.options.start_step + 1
+    told = meter.at_its_end()
+    metrics = metrics_of(told)
+    assert metrics.num_steps == OPTIONS.end_step - OPTIONS.start_step + 1
     assert metrics.latency == pytest.approx(9)
-    assert any("after 30 optimizer steps, before its device" in w for w in meter.outcome.warnings)
-    measured = meter.outcome
-    meter.finish()
-    assert meter.outcome is measured
+    assert any("after 30 optimizer steps, before its device" in w for w in told.warnings)
+    assert meter.at_its_end() is told
 
 
 @pytest.mark.parametrize(
-    ("spec", "steps", "measured"),
-    [(SPEC, SPEC.options.end_step - 1, None), (FROM_THE_FIRST, 1, 1)],
+    ("settings", "steps", "measured"),
+    [({}, OPTIONS.end_step - 1, None), (FROM_THE_FIRST, 1, 1)],
 )
 def test_too_few_steps_are_not_measured_whatever_comes(
-    device: Device, spec: MeterSpec, steps: int, measured: int | None
+    device: Device, settings: dict[str, Any], steps: int, measured: int | None
 ) -> None:
     engine = FakeEngine(device.clock)
-    meter = attach(engine, spec)
+    meter = attach(engine, **settings)
     assert train(engine, steps=steps) is None
-    meter.finish()
-    assert (meter.outcome and metrics_of(meter.outcome).num_steps) == measured
+    told = meter.at_its_end().metrics
+    assert (told and told.num_steps) == measured
 
 
 def test_the_meters_communicator_is_made_before_memory_is_full(
@@ -147,7 +142,7 @@ def test_the_meters_communicator_is_made_before_memory_is_full(
             return super().forward(inputs)
 
     engine = Noting(device.clock)
-    Meter(SPEC, lambda outcome: None).watch(engine)
+    attach(engine, slots=2)
     assert did == []
     train(engine, steps=1)
     assert did == ["all-reduce", "forward"]
@@ -174,7 +169,7 @@ def test_on_a_device_memory_is_told_by_phase(
     engine = Allocating(device.clock, gas=2)
     backward = engine.backward  # as long as the meter does not see it
     device.peak = 100
-    attach(engine, replace(SPEC, gas=2))
+    attach(engine, gas=2)
     if whose == "loss.backward":
         monkeypatch.setattr(engine, "backward", backward)
     measured = measure(engine)

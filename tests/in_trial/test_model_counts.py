@@ -12,10 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dsat.in_trial.meter import Meter
-from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.outcome import ModelProfile, OwnOptimizer
-from dsat.values.trial import TrialOptions
 from testing.metered import Clock, FakeEngine, attach, measured_by, metrics_of
 
 
@@ -77,15 +74,10 @@ def profile_of(
     slot_memory_bytes: int | None = None,
     own: object = "SGD",
 ) -> ModelProfile:
-    options = TrialOptions(
-        timeout_s=60.0, start_step=2, end_step=2, max_steps=1, slot_memory_bytes=slot_memory_bytes
-    )
-    spec = MeterSpec(options, micro_batch=BATCH, gas=gas, stage=1, slots=1, profile=True)
     engine = RealEngine(module, gas, own)
-    if calls_engine:
-        attach(engine, spec)
-    else:
-        Meter(spec, lambda outcome: None).watch(engine)
+    steps = {"start_step": 2, "end_step": 2, "max_steps": 1}
+    sizes = {"micro_batch": BATCH, "gas": gas, "slot_memory_bytes": slot_memory_bytes}
+    attach(engine, profile=True, **steps, **sizes)
     inputs = torch.randn(BATCH, WIDE, requires_grad=inputs_need_grad)
     targets = torch.randn(BATCH, OUT)
     if evaluate_first:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -10,46 +9,61 @@ import torch
 from torch import nn
 
 from dsat.in_trial import precision
+from testing.metered import Clock, FakeEngine, attach, measure
+from testing.scripts import Scripts
+
+AUTOCASTS = """
+model = torch.nn.Linear(16, 1)
+forward = model.forward
+engine = make_engine(model)
+with torch.autocast("cpu", dtype={dtype}, enabled={enabled}):
+    train(engine)
+"""
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "_entered", set())
-    monkeypatch.setattr(torch.autocast, "__enter__", inspect.unwrap(torch.autocast.__enter__))
-    precision.watch.__wrapped__()
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "enabled", "said"),
+    [("torch.bfloat16", True, "bf16"), ("torch.bfloat16", False, "fp32")],
+)
+def test_a_script_that_autocasts_by_itself(
+    scripts: Scripts, dtype: str, enabled: bool, said: str
+) -> None:
+    ended = scripts.run(AUTOCASTS.format(dtype=dtype, enabled=enabled))
+    curve = ended.well().outcome.training
+    assert curve is not None and curve.precision == said
 
 
-def seen(module: nn.Module, device: str = "cpu") -> str:
-    return precision.of_engine(SimpleNamespace(module=module, device=torch.device(device)))
-
-
-@pytest.mark.parametrize(("dtype", "said"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
-def test_a_script_that_autocasts_by_itself(dtype: torch.dtype, said: str) -> None:
-    model = nn.Linear(4, 4)
-    with torch.autocast("cpu", dtype=dtype, enabled=False):
-        assert seen(model) == "fp32"
-    with torch.autocast("cpu", dtype=dtype):
-        model(torch.ones(2, 4))
-    assert seen(model) == said
+def with_weights(dtype: torch.dtype) -> nn.Module:
+    half = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)])
+    return nn.ModuleList([nn.Linear(2, 2), half])
 
 
 @pytest.mark.parametrize(
-    ("dtype", "said"),
+    ("module", "device", "tf32", "said"),
     [
-        (torch.float64, "fp32"),
-        (torch.float16, "fp16"),
-        (torch.bfloat16, "bf16"),
-        (torch.uint8, "bf16"),  # quantised
+        (with_weights(torch.float64), "cpu", False, "fp32"),
+        (with_weights(torch.float16), "cpu", False, "fp16"),
+        (with_weights(torch.bfloat16), "cpu", False, "bf16"),
+        (with_weights(torch.uint8), "cpu", False, "bf16"),  # quantised
+        (nn.Conv2d(1, 1, 1), "cuda", False, "fp16"),  # PyTorch's default
+        (nn.Linear(1, 1), "cuda", False, "fp32"),
+        (nn.Linear(1, 1), "cuda", True, "fp16"),  # TF32 has as many digits
+        (nn.Linear(1, 1), "cpu", True, "fp32"),
     ],
 )
-def test_weights_in_other_formats(dtype: torch.dtype, said: str) -> None:
-    half = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)])
-    assert seen(nn.ModuleList([nn.Linear(2, 2), half])) == said
-
-
-def test_convolutions_and_products_that_may_use_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert seen(nn.Conv2d(1, 1, 1), "cuda") == "fp16"  # PyTorch's default
-    assert seen(nn.Linear(1, 1), "cuda") == "fp32"
-    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=True))
-    assert seen(nn.Linear(1, 1), "cuda") == "fp16"
-    assert seen(nn.Linear(1, 1), "cpu") == "fp32"
+def test_weights_and_products(
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    module: nn.Module,
+    device: str,
+    tf32: bool,
+    said: str,
+) -> None:
+    monkeypatch.setattr(precision, "_entered", set())  # of other tests
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=tf32))
+    engine = FakeEngine(clock)
+    engine.module, engine.device = module, torch.device(device)
+    attach(engine)
+    curve = measure(engine).training
+    assert curve is not None and curve.precision == said

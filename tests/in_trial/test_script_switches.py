@@ -2,189 +2,310 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from dsat.errors import InvalidTrial
-from dsat.in_trial import recomputation
-from dsat.in_trial.script_switches import ScriptSwitches, of_model, switch_model
+from dsat.values.outcome import OutcomeKind
+from dsat.values.trial import TrialKind
+from testing.scripts import CONFIG, Ended, Scripts, scripts_in
 
-CONFIG = {"optimizer": {"type": "Adam"}}
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 
-
-def arguments(**changes: Any) -> SimpleNamespace:
-    """As transformers 5 has them, just made and not yet checked."""
-    values = {
-        "gradient_checkpointing": None,
-        "activation_checkpointing": None,
-        "gradient_checkpointing_kwargs": None,
-        "dataloader_num_workers": 0,
-        "dataloader_pin_memory": True,
-        "dataloader_persistent_workers": False,
-        "optim": "adamw_torch_fused",
-        "torch_compile": False,
-    }
-    return SimpleNamespace(**{**values, **changes})
+ARGUMENTS = """
+from transformers import TrainingArguments
 
 
-def found(args: SimpleNamespace, config: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    switches = ScriptSwitches({}, on_cpu=True)
-    switches.set_arguments(args, config)
-    assert all(switch.in_arguments for switch in switches.found.values())
-    return {name: switch.values for name, switch in switches.found.items()}
+def arguments(kind=TrainingArguments, deepspeed="ds_config.json", **own):
+    return kind(FOLDER / "out", use_cpu=True, deepspeed=deepspeed, **own)
 
 
-def test_a_trainer_has_its_arguments() -> None:
-    of_trainer = found(arguments(), CONFIG)
-    assert of_trainer["gradient_checkpointing"] == (False, True, "every_2_layers")
-    assert of_trainer["dataloader_num_workers"][:2] == (0, 2)
+"""
+
+
+def found(scripts: Scripts, script: str, **more: Any) -> dict[str, tuple[Any, ...]]:
+    """The switches of a script, as its profile has them, with their own values first."""
+    outcome = scripts.run(script, kind=TrialKind.PROFILE, **more).well().outcome
+    assert outcome.profile is not None
+    return {name: switch.values for name, switch in outcome.profile.switches.items()}
+
+
+# -- the Trainer's arguments
+
+
+def test_a_trainer_has_its_arguments(scripts: Scripts) -> None:
+    of_trainer = found(scripts, f"{ARGUMENTS}arguments()\ntrain(make_engine())")
+    assert of_trainer["gradient_checkpointing"][:2] == (False, True)
     assert of_trainer["torch_compile"] == (False, True)
     assert "optim" not in of_trainer  # DeepSpeed makes it
     assert "dataloader_persistent_workers" not in of_trainer  # there are none
 
 
-def test_trl_recomputes_all_layers_or_none() -> None:
+OWN_OPTIMIZER = """
+arguments({own})
+model = torch.nn.Linear(16, 1)
+train(make_engine(model, optimizer=torch.optim.AdamW(model.parameters())))
+"""
+
+
+def test_its_optimizer_is_one_of_them_if_it_makes_it(tmp_path: Path) -> None:
+    script = ARGUMENTS + OWN_OPTIMIZER
+    without = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+    without["zero_allow_untested_optimizer"] = True
+    with scripts_in(tmp_path, ds_config=without) as scripts:
+        own = found(scripts, script.format(own="dataloader_num_workers=3, optim='adamw_torch'"))
+        assert own["optim"] == ("adamw_torch", "adamw_torch_fused")
+        assert own["dataloader_persistent_workers"] == (False, True)
+        assert "optim" not in found(scripts, script.format(own="optim='adafactor'"))
+
+
+TRL = """
+class GRPOConfig(TrainingArguments):
+    pass
+
+
+GRPOConfig.__module__ = "trl.trainer.grpo_config"
+arguments(type("OwnConfig", (GRPOConfig,), {}))
+train(make_engine())
+"""
+
+
+def test_trl_recomputes_all_layers_or_none(scripts: Scripts) -> None:
     """Behind a generation it switches recomputation on again, as its arguments say, and fails."""
-    config = type("GRPOConfig", (SimpleNamespace,), {"__module__": "trl.trainer.grpo_config"})
-    own = type("OwnConfig", (config,), {})(**vars(arguments()))
-    assert found(own, CONFIG)["gradient_checkpointing"] == (False, True)
+    assert found(scripts, ARGUMENTS + TRL)["gradient_checkpointing"] == (False, True)
 
 
-def test_its_optimizer_is_one_of_them_if_it_makes_it() -> None:
-    own = found(arguments(dataloader_num_workers=3), {})
-    assert own["optim"] == ("adamw_torch_fused", "adamw_torch")
-    assert own["dataloader_persistent_workers"] == (False, True)
-    assert own["dataloader_num_workers"][:2] == (3, 2)
-    assert "optim" not in found(arguments(optim="adafactor"), {})
+SET = """
+args = arguments({own})
+kwargs = getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs)
+note(workers=args.dataloader_num_workers, optim=args.optim.value, kwargs=kwargs)
+"""
 
 
-def test_arguments_are_set() -> None:
-    args = arguments()
+@pytest.mark.parametrize("own", ["{'use_reentrant': False}", """'{"use_reentrant": false}'"""])
+def test_arguments_are_set(scripts: Scripts, own: str) -> None:
+    """Keyword arguments may be text of the command line."""
     wanted = {
         "gradient_checkpointing": "every_2_layers",
         "dataloader_num_workers": 2,
         "TrainingArguments.optim": "adafactor",
         "--seed": "3",
     }
-    ScriptSwitches(wanted, on_cpu=True).set_arguments(args, CONFIG)
-    assert args.activation_checkpointing is True
-    assert args.activation_checkpointing_kwargs == {"every_n_layers": 2}
-    assert (args.dataloader_num_workers, args.optim) == (2, "adafactor")
-    unknown = ScriptSwitches({"TrainingArguments.colour": 1}, on_cpu=True)
-    with pytest.raises(InvalidTrial, match="has no field colour"):
-        unknown.set_arguments(args, CONFIG)
+    script = ARGUMENTS + SET.format(own=f"gradient_checkpointing_kwargs={own}")
+    notes = scripts.run(script, switches=wanted).notes()
+    assert (notes["workers"], notes["optim"]) == (2, "adafactor")
+    assert notes["kwargs"] == {"use_reentrant": False, "every_n_layers": 2}
 
 
-@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
-def test_keyword_arguments_may_be_text_of_the_command_line(name: str) -> None:
-    for own in ('{"use_reentrant": false}', {"use_reentrant": False}):
-        args = arguments(**{f"{name}_kwargs": own})
-        switches = ScriptSwitches({"gradient_checkpointing": "every_2_layers"}, on_cpu=True)
-        switches.set_arguments(args, CONFIG)
-        wanted = {"use_reentrant": False, "every_n_layers": 2}
-        assert args.activation_checkpointing_kwargs == wanted
-
-
-def test_what_a_script_cannot_be_switched_to_is_refused() -> None:
-    model = torch.nn.Linear(2, 2)
-    call = {"model": model, "model_parameters": model.parameters(), "config": CONFIG}
-    groups = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
-    switches = ScriptSwitches({"attn_implementation": "eager"}, on_cpu=True)
-    with pytest.raises(InvalidTrial, match="where it is Ulysses'"):
-        switches.before_engine({**call, "mpu": groups})
-    fields = ("optim", "packing", "dataloader_pin_memory", "dataloader_num_workers")
-    switches = ScriptSwitches({"--seed": "3", **dict.fromkeys(fields, 2)}, on_cpu=True)
-    with pytest.raises(InvalidTrial, match="optim is a field of TrainingArguments"):  # on all ranks
-        switches.before_engine(call)
-    plain = ScriptSwitches({"--seed": "3"}, on_cpu=True)
-    plain.before_engine(call)
-    assert {name: s.values for name, s in plain.found.items()} == {"torch_compile": (False, True)}
-
-
-@pytest.fixture
-def gpt2() -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 8, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-
-
-@pytest.mark.slow
-def test_a_model_of_transformers_is_switched(gpt2: Any) -> None:
-    if not hasattr(gpt2, "set_attn_implementation"):
-        pytest.skip("this transformers chooses the attention kernel when it makes a model")
-    whole = torch.nn.Sequential(torch.nn.Linear(2, 2), gpt2)
-    assert of_model(whole, may_flash=False) == {
-        "gradient_checkpointing": (False, True),
-        "attn_implementation": ("sdpa", "eager"),
-        "tiled_mlp": (False, True),
-    }
-    switch_model(whole, {"attn_implementation": "eager", "gradient_checkpointing": True})
-    own = of_model(whole, may_flash=False)
-    assert [values[0] for values in own.values()] == [True, "eager", False]
-    with pytest.raises(InvalidTrial, match="no known switch"):
-        switch_model(whole[0], {"attn_implementation": "eager"})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wanted", [{}, {"gradient_checkpointing": False}])
-def test_a_model_that_the_script_itself_lets_recompute(gpt2: Any, wanted: dict[str, bool]) -> None:
-    """Its arguments say nothing of it, as with LLaMA-Factory."""
-    recomputation.switch(gpt2, True)
-    switches = ScriptSwitches(wanted, on_cpu=True)
-    switches.set_arguments(arguments(gradient_checkpointing=False), CONFIG)
-    switches.before_engine({"model": gpt2, "model_parameters": gpt2.parameters(), "config": CONFIG})
-    assert switches.found["gradient_checkpointing"].values == (True, False)
-    assert recomputation.is_on(gpt2) is not bool(wanted)
+GROUPS = """
+from types import SimpleNamespace
+groups = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
+make_engine(mpu=groups)
+"""
 
 
 @pytest.mark.parametrize(
-    ("wanted", "options", "has_arguments", "is_compiled"),
+    ("script", "switches", "said"),
     [
-        ({"torch_compile": True}, {}, False, True),
-        ({"torch_compile": True}, {}, True, False),  # the Trainer does it
-        ({}, {"deep_compiles": True}, True, True),
-        ({}, {}, False, False),
+        (f"{ARGUMENTS}arguments()", {"TrainingArguments.colour": 1}, "has no field colour"),
+        ("train(make_engine())", {"--seed": "3", "optim": "x"}, "optim is a field of TrainingArg"),
+        (GROUPS, {"attn_implementation": "eager"}, "where it is Ulysses'"),
+        ("train(make_engine())", {"attn_implementation": "eager"}, "no known switch"),
+        ("train(make_engine())", {"gradient_checkpointing": True}, "no known switch"),
+        ("train(make_engine())", {"tiled_mlp": True}, "no module of the model is an MLP"),
+    ],
+)
+def test_what_a_script_cannot_be_switched_to_is_refused(
+    scripts: Scripts, script: str, switches: dict[str, Any], said: str
+) -> None:
+    outcome = scripts.run(script, switches=switches).outcome
+    assert outcome.kind is OutcomeKind.INVALID and said in outcome.message
+
+
+# -- models of libraries
+
+LIBRARIES = """
+class OfLibrary(torch.nn.Module):
+    def __init__(self, enable, disable, **supported):
+        super().__init__()
+        self.inner, self.calls = torch.nn.Linear(16, 16), []
+        if enable == disable:
+            setattr(self, enable, lambda enable=True: self.calls.append(enable))
+        else:
+            setattr(self, enable, lambda: self.calls.append(True))
+            setattr(self, disable, lambda: self.calls.append(False))
+        for name, value in supported.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+names = [
+    ("activation_checkpointing_enable", "activation_checkpointing_disable"),
+    ("gradient_checkpointing_enable", "gradient_checkpointing_disable"),
+    ("enable_gradient_checkpointing", "disable_gradient_checkpointing"),
+    ("set_grad_checkpointing", "set_grad_checkpointing"),
+]
+models = [OfLibrary(*pair) for pair in names]
+models[0].part = OfLibrary(*names[0])  # which the whole switches itself
+unable = OfLibrary(*names[1], supports_gradient_checkpointing=False)
+engine = make_engine(torch.nn.Sequential(torch.nn.Linear(16, 16), *models, unable))
+note(calls=[model.calls for model in models], others=[models[0].part.calls, unable.calls])
+train(engine)
+"""
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_librarys_model_is_switched_wherever_it_is(scripts: Scripts, wanted: bool) -> None:
+    notes = scripts.run(LIBRARIES, switches={"gradient_checkpointing": wanted}).well().notes()
+    assert notes == {"calls": [[wanted]] * 4, "others": [[], []]}
+
+
+MODEL = """
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=48, num_hidden_layers=2)
+config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+model = LlamaForCausalLM(config)
+mlp = model.model.layers[0].mlp
+passes, lengths = [], []
+# It ends as soon as all is recomputed that is needed.
+mlp.register_forward_pre_hook(lambda *_: passes.append(1))
+mlp.up_proj.register_forward_hook(lambda _, args, out: lengths.append(args[0].shape[-2]))
+
+
+def train_model(engine):
+    tokens = torch.arange(56).repeat(engine.train_micro_batch_size_per_gpu(), 1)
+    for _ in range(1000):
+        passes.clear()
+        lengths.clear()
+        engine.backward(engine(tokens, labels=tokens).loss)
+        note(passes=len(passes), lengths=lengths, kernel=config._attn_implementation)
+        engine.step()
+
+
+"""
+FROZEN = """
+model.requires_grad_(False)
+mlp.up_proj.weight.requires_grad_(True)
+"""
+
+
+def trained(scripts: Scripts, script: str = "", **switches: Any) -> Ended:
+    text = f"{MODEL}{script}\ntrain_model(make_engine(torch.nn.Sequential(model)[0]))"
+    return scripts.run(text, switches=switches, micro_batch=1).well()
+
+
+@pytest.mark.parametrize("script", ["", FROZEN], ids=["whole", "LoRA"])
+def test_a_transformer_is_switched_on_and_off(scripts: Scripts, script: str) -> None:
+    """With LoRA, all but the adapters is frozen, and gradients must flow to them all the same."""
+    own = trained(scripts, script)
+    on = trained(scripts, script, gradient_checkpointing=True)
+    off = trained(
+        scripts, f"{script}\nmodel.gradient_checkpointing_enable()", gradient_checkpointing=False
+    )
+    assert [ended.notes()["passes"] for ended in (own, on, off)] == [1, 2, 1]
+
+
+def test_a_model_of_transformers_has_its_switches(scripts: Scripts) -> None:
+    if not hasattr(transformers.PreTrainedModel, "set_attn_implementation"):
+        pytest.skip("this transformers chooses the attention kernel when it makes a model")
+    script = f"{MODEL}\ntrain_model(make_engine(model))"
+    assert found(scripts, script) == {
+        "gradient_checkpointing": (False, True),
+        "attn_implementation": ("sdpa", "eager"),
+        "tiled_mlp": (False, True),
+        "torch_compile": (False, True),
+    }
+    assert trained(scripts, attn_implementation="eager").notes()["kernel"] == "eager"
+
+
+ITSELF = "model.gradient_checkpointing_enable()\n"
+
+
+def test_a_model_that_the_script_itself_lets_recompute(scripts: Scripts) -> None:
+    """Its arguments say nothing of it, as with LLaMA-Factory."""
+    script = f"{ARGUMENTS}{MODEL}{ITSELF}arguments()\ntrain_model(make_engine(model))"
+    assert found(scripts, script)["gradient_checkpointing"] == (True, False)
+    for wanted, passes in (({}, 2), ({"gradient_checkpointing": False}, 1)):
+        assert scripts.run(script, switches=wanted).well().notes()["passes"] == passes
+
+
+def test_mlps_in_parts_train_like_whole_ones(scripts: Scripts) -> None:
+    pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp")
+    whole, in_parts = trained(scripts), trained(scripts, tiled_mlp=True)
+    assert whole.notes()["lengths"] == [56]
+    assert in_parts.notes()["lengths"] == [14] * 8  # four parts, forward and again backward
+    curves = [ended.outcome.training for ended in (whole, in_parts)]
+    assert curves[0] is not None and curves[1] is not None
+    count = min(len(curve.losses) for curve in curves if curve is not None)
+    assert curves[0].losses[:count] == pytest.approx(curves[1].losses[:count], rel=1e-5)
+
+
+COMPILED = """
+calls = []
+original = deepspeed.DeepSpeedEngine.compile
+deepspeed.DeepSpeedEngine.compile = lambda self, *args, **kwargs: calls.append(1)
+"""
+NOTED = "engine = make_engine()\nnote(compiled=bool(calls))\ntrain(engine)"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "arguments", "is_compiled"),
+    [
+        ({"torch_compile": True}, "", True),
+        ({"torch_compile": True}, f"{ARGUMENTS}arguments()\n", False),  # the Trainer does it
+        ({}, "", False),
     ],
 )
 def test_an_engine_is_compiled_where_nobody_else_does_it(
-    wanted: dict[str, Any], options: dict[str, bool], has_arguments: bool, is_compiled: bool
+    scripts: Scripts, wanted: dict[str, Any], arguments: str, is_compiled: bool
 ) -> None:
-    calls: list[int] = []
-    engine = SimpleNamespace(is_compiled=False, compile=lambda: calls.append(1))
-    switches = ScriptSwitches(wanted, on_cpu=False, **options)
-    if has_arguments:
-        switches.set_arguments(arguments(), CONFIG)
-    switches.after_engine(engine)
-    assert bool(calls) is is_compiled
+    ended = scripts.run(f"{arguments}{COMPILED}{NOTED}", switches=wanted)
+    assert ended.notes()["compiled"] is is_compiled
 
 
-@pytest.mark.slow
-def test_mlps_in_parts_train_like_whole_ones() -> None:
-    pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp")
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
-    model, tokens = transformers.LlamaForCausalLM(config), torch.arange(56)[None]
-    calls: list[int] = []
-    model.model.layers[0].mlp.up_proj.register_forward_hook(
-        lambda _, args, out: calls.append(args[0].shape[-2])
-    )
+# -- Lightning
 
-    def trained() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        model.zero_grad()
-        loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        return loss, [parameter.grad.clone() for parameter in model.parameters()]
+LIGHTNING = """
+import importlib
+from types import SimpleNamespace
 
-    whole = trained()
-    calls.clear()
-    assert of_model(model, may_flash=False)["tiled_mlp"] == (False, True)
-    switch_model(model, {"tiled_mlp": True})
-    in_parts = trained()
-    assert calls == [14] * 8  # four parts, forward and again backward
-    torch.testing.assert_close(in_parts, whole)
-    with pytest.raises(InvalidTrial, match="no module of the model is an MLP"):
-        switch_model(torch.nn.Linear(1, 1), {"tiled_mlp": True})
+found = []
+for own, automatic in ((2, True), (4, True), (1, False)):
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        module = importlib.import_module(f"{package}.strategies.deepspeed")
+        script = SimpleNamespace(automatic_optimization=automatic)
+        module.DeepSpeedStrategy().setup(
+            SimpleNamespace(accumulate_grad_batches=own, lightning_module=script)
+        )
+        found.append(module.seen.pop())
+note(found=found)
+train(make_engine())
+"""
+STRATEGY = """
+seen = []
+class DeepSpeedStrategy:
+    def setup(self, trainer):
+        seen.append(trainer.accumulate_grad_batches)
+"""
+
+
+def test_lightning_counts_optimizer_steps_as_the_engine_makes_them(scripts: Scripts) -> None:
+    """From before the schedule of the learning rate is made."""
+    for package in ("lightning/pytorch", "pytorch_lightning"):
+        folder = scripts.work / package / "strategies"
+        folder.mkdir(parents=True)
+        for path in (folder, *folder.parents):
+            if path == scripts.work:
+                break
+            (path / "__init__.py").touch()
+        (folder / "deepspeed.py").write_text(STRATEGY)
+    ended = scripts.run(LIGHTNING, gas=4).well()
+    assert ended.notes()["found"] == [4, 4, 4, 4, 1, 1]
+    assert any("accumulat" in text for text in ended.warnings)

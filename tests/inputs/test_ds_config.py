@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dsat.errors import UserInputError
 from dsat.inputs.ds_config import (
     BATCH_KEYS,
     check_sections,
@@ -156,47 +155,6 @@ def test_slots_that_share_samples_do_not_multiply_them(
     assert found == expected
     shares = found.parallelism != DATA_ONLY
     assert found.config()["train_batch_size"] == (None if shares else 8)
-
-
-def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(UserInputError, match="sequence parallel 3 needs a multiple of 3 slots"):
-        resolve_batch({"sequence_parallel_size": 3, "train_batch_size": 8}, 4, where="ds.json")
-    config = {"train_batch_size": 8, "zero_optimization": {"zenflow": {}}}
-    with pytest.raises(UserInputError, match=r"^ds.json: zero_optimization.zenflow: ZenFlow dec"):
-        resolve_batch(config, 4, where="ds.json")
-
-
-@pytest.mark.parametrize("sizes", [(None, None, 4), ("auto", "auto", "auto"), ("auto", None, 2)])
-def test_a_batch_size_must_be_given(sizes: tuple[object, ...]) -> None:
-    with pytest.raises(UserInputError, match="neither train_batch_size nor") as caught:
-        resolve_batch(dict(zip(BATCH_KEYS, sizes, strict=True)), 2, where="ds.json")
-    assert "train_micro_batch_size_per_gpu" in caught.value.hint
-    assert ("auto" in caught.value.hint) is ("auto" in sizes)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        (
-            (32, 4, 2),
-            "train_batch_size 32, train_micro_batch_size_per_gpu 4, gradient_accumulation_steps 2",
-        ),
-        ((32, 5, None), "train_batch_size 32, train_micro_batch_size_per_gpu 5"),
-        ((32, None, 5), "train_batch_size 32, gradient_accumulation_steps 5"),
-        ((1, None, None), "train_batch_size 1"),
-    ],
-)
-def test_batch_sizes_that_contradict_each_other(sizes: tuple[object, ...], said: str) -> None:
-    with pytest.raises(UserInputError, match=f"^ds.json: {said} contradict each other on 2 slots"):
-        resolve_batch(dict(zip(BATCH_KEYS, sizes, strict=True)), 2, where="ds.json")
-
-
-@pytest.mark.parametrize("value", [True, "4", 4.5, 0, [4]])
-def test_a_batch_size_must_be_a_positive_integer(value: object) -> None:
-    for key in BATCH_KEYS:
-        with pytest.raises(UserInputError, match="must be a positive integer") as caught:
-            resolve_batch({"train_batch_size": 8, key: value}, 1, where="ds.json")
-        assert caught.value.where == f"ds.json: {key}" and repr(value) in str(caught.value)
 
 
 # -- the rest

@@ -132,69 +132,7 @@ def test_the_configuration_is_json_whatever_its_name() -> None:
 
 
 DS_CONFIG, STAGE = "hyperparameters.deepspeed_config", "zero_optimization.stage"
-BUCKET = "zero_optimization.reduce_bucket_size"
-LENGTH = "searcher.max_length"
 SLOTS, VARIABLES = "resources.slots_per_trial", "environment.environment_variables"
-WRONG: list[tuple[str, Any, str, str]] = [
-    *(("entrypoint", bad, "entrypoint", "there is no entrypoint") for bad in (None, 5)),
-    *(
-        ("hyperparameters", bad, "hyperparameters", f"there is no {DS_CONFIG}")
-        for bad in (None, "x")
-    ),
-    *((DS_CONFIG, bad, DS_CONFIG, "must be a path") for bad in (None, "", 3)),
-    *((DS_CONFIG, bad, DS_CONFIG, f"there is no file {bad!r}") for bad in ("other.json", ".")),
-    *(
-        (
-            f"hyperparameters.{key}",
-            {"type": "log", "minval": 1},
-            f"hyperparameters.{key}",
-            "a range",
-        )
-        for key in ("lr", "deepspeed_config")
-    ),
-    *((SLOTS, bad, SLOTS, "must be a positive integer") for bad in (0, "two", True)),
-    *(
-        (f"{DS_CONFIG}.{STAGE}", bad, f"{DS_CONFIG}: {STAGE}", "must be 0, 1, 2 or 3")
-        for bad in (4, None)
-    ),
-    *(
-        (f"{DS_CONFIG}.zero_optimization", bad, f"{DS_CONFIG}: zero_optimization", "a mapping")
-        for bad in ("most", 2)
-    ),
-    *(
-        (f"{DS_CONFIG}.{BUCKET}", bad, f"{DS_CONFIG}: {BUCKET}", "must be an integer")
-        for bad in ("most", -1)
-    ),
-    ("searcher", "single", "searcher", "must be a mapping"),
-    *(
-        (LENGTH, bad, LENGTH, "must be a whole number or a single unit with one")
-        for bad in (None, "100 batches", True, {}, {"batches": None}, {"batches": 1, "epochs": 2})
-    ),
-    *((VARIABLES, bad, VARIABLES, "must be a list") for bad in ("A=1", {"cuda": "A=1"})),
-    *((VARIABLES, ["B=1", bad], VARIABLES, "not of the form NAME=VALUE") for bad in ("A", "=1")),
-]
-
-
-@pytest.mark.parametrize(("path", "value", "where", "problem"), WRONG, ids=str)
-def test_what_is_wrong_is_named_with_its_place(
-    path: str, value: Any, where: str, problem: str
-) -> None:
-    first, *keys = path.split(".")
-    for key in reversed(keys):
-        value = {key: value}
-    own = DATA.get(first)
-    if isinstance(own, dict) and isinstance(value, dict) and keys != ["deepspeed_config"]:
-        value = {**own, **value}
-    refused(f"exp.yaml: {where}", problem, **{first: value})
-
-
-def test_overrides_and_files_are_checked_as_the_experiment() -> None:
-    bad = {"zero_optimization": {"stage": 4}}
-    hparams = {"deepspeed_config": "ds.json", "overwrite_deepspeed_args": bad}
-    problem = "must be 0, 1, 2 or 3"
-    refused(f"{HPARAMS}.overwrite_deepspeed_args: {STAGE}", problem, hyperparameters=hparams)
-    Path("model/ds.json").write_text(json.dumps(bad))
-    refused(f"model/ds.json: {STAGE}", problem)
 
 
 def test_lists_are_what_may_be_searched() -> None:
@@ -229,26 +167,6 @@ def test_lists_are_what_may_be_searched() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("a:\n\t- b", "(line 2, column 1)"),
-        ("a: [1\nb: 2", "is not valid YAML"),
-        ("a: 1\na: 2", "(line 2, column 1)"),
-        ("", "does not hold a mapping"),
-        ("- a", "does not hold a mapping"),
-        ("a: 2024-01-01", "does not know (NaN, or a date without quotes) at a: "),
-        ("a: {b: 1}\nc: {d: [1, .nan]}", "a date without quotes) at c.d.1: "),
-        ("? [a, b]\n: c", "does not know"),
-    ],
-)
-def test_yaml(text: str, problem: str) -> None:
-    Path("exp.yaml").write_text(text)
-    with pytest.raises(UserInputError, match=r"^exp\.yaml: ") as caught:
-        experiment.read(Path("exp.yaml"), Path("model"))
-    assert problem in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_yaml_is_read_as_the_master_reads_it() -> None:
     """Neither as YAML 1.1, for which 1e-4 is a text, nor as 1.2, for which `on` is one."""
     text = "a: 1e-4\nb: on\nc: 'on'\nd: {e: 5e8, f: [No, \"no\", nO]}\ng: |\n  yes\n"
@@ -256,36 +174,3 @@ def test_yaml_is_read_as_the_master_reads_it() -> None:
     found = experiment.read_mapping(Path("exp.yaml"))
     inner = {"e": 5e8, "f": [False, "no", "nO"]}
     assert found == {"a": 1e-4, "b": True, "c": "on", "d": inner, "g": "yes\n"}
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b'{\n"a": 1,\n', "is not valid JSON: Bad key name (eof) (line 3, column 1)"),
-        (b'{"a": {"b": 1,\n"b": 2, "c": 1}}', "gives a key more than once"),
-        (b'{"b": 1, "a": {"c": 1e999}}', "(NaN, or a date without quotes) at a.c: "),
-        (b'{"a": 1e999} // large', "a number that is too large"),
-        (b"\xff\xfe", "it is not UTF-8 text"),
-        (b"[1]", "does not hold a mapping"),
-        (b'{"a":' * 20_000, "is nested too deeply"),
-    ],
-)
-def test_configurations_that_deepspeed_refuses(content: bytes, problem: str) -> None:
-    Path("model/ds.json").write_bytes(content)
-    with pytest.raises(UserInputError, match=r"^model/ds\.json: ") as caught:
-        read()
-    assert problem in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_files_and_folders_that_are_not_there() -> None:
-    Path("exp.yaml").write_text("")
-    for config, folder, problem in (
-        ("no.yaml", "model", "no.yaml: there is no such file"),
-        ("model", "model", "model: cannot be read"),
-        ("exp.yaml", "none", "none: does not exist"),
-        ("exp.yaml", "exp.yaml", "exp.yaml: is not a folder"),
-    ):
-        with pytest.raises(UserInputError, match=f"^{problem}"):
-            experiment.read(Path(config), Path(folder))
-    with pytest.raises(UserInputError, match=r"^lost: does not exist"):
-        read(DATA, "lost")

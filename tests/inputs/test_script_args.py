@@ -185,25 +185,6 @@ def test_a_mapping_is_spelled_as_the_script_gets_it(
 
 
 @pytest.mark.parametrize(
-    ("flag", "args", "near"),
-    [
-        ("--bacth_size", ["--batch_size=8"], "Did you mean '--batch_size'? "),
-        # A script of the user's own, which gets its configuration by another flag.
-        ("--per_device_train_batch_size", ["--deepspeed", "--deepspeed_config", "ds.json"], ""),
-    ],
-)
-def test_a_mapping_to_a_flag_that_the_script_does_not_get(
-    flag: str, args: list[str], near: str
-) -> None:
-    with pytest.raises(UserInputError) as caught:
-        script_args.checked({MICRO: flag}, args, where="ds.json")
-    assert str(caught.value) == (
-        f"ds.json: maps {MICRO} to {flag}, which the training script does not get. {near}"
-        f"Add {flag} to its arguments, or correct the mapping."
-    )
-
-
-@pytest.mark.parametrize(
     ("args", "wanted", "expected"),
     [
         ([], True, ["--ckpt"]),

@@ -49,7 +49,7 @@ def test_a_script_that_names_cuda_is_simulated_and_predicted(
     words = [*warm_command.words(imported), "model", "--run-dir", str(tmp_path / "run"), *_SHORT]
     words += "--slots 1 --max-trials 5 --zero-stages 1 2 --finals 0 --".split()
     words += ["python3", "only_cuda.py", "--deepspeed_config", str(tmp_path / "ds.json")]
-    done = _run(words, PROGRAMS / "styles")
+    done = _run(words, PROGRAMS / "memory")
     assert "predicted by formula" not in done.stdout + done.stderr
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in done.stdout + done.stderr
     run = run_of(tmp_path / "run")

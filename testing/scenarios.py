@@ -1,0 +1,432 @@
+"""A user at the command line of dsat, whose trials run in a made-up world.
+
+The command line, the loop, the journal, the finals and all files are real; what becomes of a trial
+is made up by a `World`, so that a search takes about a second. A scenario is a command typed in a
+folder, a world and a harm; it is judged by what a user sees: the exit status, `--json`, the texts
+and the files of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import io
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+from dsat.app import local
+from dsat.cli.main import main as dsat_main
+from dsat.engines.local.machine import Machine
+from dsat.engines.places import local as this_machine
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
+from testing.simulated import SimulatedEngine
+from testing.world import World
+
+_LIMIT_S = 120.0
+_ROOT = Path(__file__).parents[1]
+_SCRIPT = """\
+import argparse
+
+import deepspeed
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=4)
+args = deepspeed.add_config_arguments(parser).parse_args()
+deepspeed.initialize(args=args)
+"""
+
+
+@dataclass(frozen=True)
+class Told:
+    """Outputs of a command that ended."""
+
+    status: int
+    out: str
+    err: str = ""
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The recommended trial's row of `--json`."""
+        row = self.json["best"]
+        assert isinstance(row, dict), self
+        return row
+
+    @property
+    def trials(self) -> list[dict[str, Any]]:
+        """The rows of all trials of `--json`."""
+        rows = self.json["trials"]
+        assert isinstance(rows, list)
+        return rows
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """A terminal that the command runs in; `resized_to` after its first output."""
+
+    columns: int = 80
+    lines: int = 24
+    resized_to: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Harm:
+    """Harm to a process of the command line.
+
+    Attributes:
+        signals: sent to the process when the trial of this number is launched, in order.
+        before: called in the process before the command.
+        variables: environment of the process.
+        python: options of an interpreter of its own, such as `-O`.
+        terminal: in place of pipes.
+        out_is_closed: nobody reads its output.
+    """
+
+    signals: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    before: Callable[[], None] | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    python: tuple[str, ...] | None = None
+    terminal: Terminal | None = None
+    out_is_closed: bool = False
+
+
+class MadeUpEngine(SimulatedEngine):
+    """Answers trials by a world, in virtual time, and leaves the files of a trial's folder.
+
+    Args:
+        world: decides what becomes of trials.
+        ready: what is tuned.
+        folder: of the run.
+        signals: as of `Harm`.
+        pause_s: real seconds that each launch takes.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        ready: Any,
+        folder: Path,
+        *,
+        signals: Mapping[int, Sequence[int]] | None = None,
+        pause_s: float = 0.0,
+    ) -> None:
+        slots = ready.plan.slots_per_trial
+        super().__init__(self._outcome, num_slots=slots * world.at_once, slots_per_trial=slots)
+        limit = ready.plan.slot_memory_bytes or world.gpu.memory_bytes
+        gpu = dataclasses.replace(world.gpu, memory_bytes=min(limit, world.gpu.memory_bytes))
+        self._world = dataclasses.replace(world, slots=slots, gpu=gpu)
+        self._config_of = ready.plan.config
+        self._trials = folder / "trials"
+        self._signals = signals or {}
+        self._pause_s = pause_s
+
+    def launch(self, trial: Trial) -> None:
+        time.sleep(self._pause_s)
+        below = self._trials / trial.name
+        below.mkdir(parents=True, exist_ok=True)
+        config = json.dumps(self._config_of(trial.overrides), indent=2)
+        (below / "ds_config.json").write_text(config, encoding="utf-8")
+        (below / "stdout.log").write_text(f"output of {trial.name}\n", encoding="utf-8")
+        (below / "stderr.log").write_text("", encoding="utf-8")
+        super().launch(trial)
+        for number in self._signals.get(trial.id, ()):
+            os.kill(os.getpid(), number)
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
+        return super().poll(1e9 if self._ends else 0.0)
+
+    def _outcome(self, trial: Trial) -> Outcome:
+        return self._world.outcome(trial, self._config_of(trial.overrides))
+
+
+@dataclass
+class User:
+    """A user in a folder with a training script, its configuration and an experiment.
+
+    Attributes:
+        folder: the current one of all commands.
+        world: where trials run.
+        pause_s: real seconds of each trial, for harm that comes from outside.
+    """
+
+    folder: Path
+    world: World = field(default_factory=World)
+    pause_s: float = 0.0
+
+    def has(self, config: Mapping[str, Any] | None = None, **experiment: Any) -> None:
+        """Write the training script, `ds.json` and `deepspeed.yaml`.
+
+        Args:
+            config: the DeepSpeed configuration, beside an optimizer.
+            experiment: values of the experiment's configuration.
+        """
+        own = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "bf16": {"enabled": True}}
+        config = {**own, **(config or {"train_micro_batch_size_per_gpu": 1})}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "train.py").write_text(_SCRIPT, encoding="utf-8")
+        (self.folder / "ds.json").write_text(json.dumps(config), encoding="utf-8")
+        data = {
+            "name": "made-up",
+            "entrypoint": "python3 -m determined.launch.deepspeed python3 train.py",
+            "hyperparameters": {"deepspeed_config": "ds.json"},
+            "resources": {"slots_per_trial": self.world.slots},
+            "searcher": {"name": "single", "metric": "loss", "max_length": 20},
+            **experiment,
+        }
+        # Every JSON text is YAML.
+        (self.folder / "deepspeed.yaml").write_text(json.dumps(data), encoding="utf-8")
+
+    def types(self, *words: object, harm: Harm | None = None) -> Told:
+        """Type `dsat WORDS` and wait for its end."""
+        argv = [str(word) for word in words]
+        if harm is None:
+            return self._run_here(argv)
+        return self.starts(*words, harm=harm).wait()
+
+    def starts(self, *words: object, harm: Harm | None = None) -> Started:
+        """Start `dsat WORDS` in a process of its own."""
+        argv, harm = [str(word) for word in words], harm or Harm()
+        if harm.python is not None:
+            return self._start_interpreter(argv, harm)
+        return self._fork(argv, harm)
+
+    def tunes(
+        self,
+        *options: object,
+        method: str = "model",
+        experiment: bool = False,
+        harm: Harm | None = None,
+        metric: str = "throughput",
+    ) -> Told:
+        """Tune the script by its command, or as an experiment; the result is JSON."""
+        return self.types(
+            *self.words(*options, method=method, experiment=experiment, metric=metric), harm=harm
+        )
+
+    def words(
+        self,
+        *options: object,
+        method: str = "model",
+        experiment: bool = False,
+        metric: str = "throughput",
+    ) -> list[object]:
+        """Return the words of a search in the folder `run`."""
+        common = ["--engine", "local", "--metric", metric, "--run-dir", "run", "--json", *options]
+        if experiment:
+            return [method, "deepspeed.yaml", ".", *common]
+        where = ["--slots", self.world.slots, "--ds-config", "ds.json"]
+        return [method, *where, *common, "--", "train.py"]
+
+    def reads(self, name: str) -> str:
+        """Return a file of the run's folder."""
+        return (self.folder / "run" / name).read_text(encoding="utf-8")
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events of the run's journal."""
+        return [json.loads(line) for line in self.reads("journal.jsonl").splitlines()]
+
+    def best_config(self) -> dict[str, Any]:
+        """Return the configuration that the run leaves for training."""
+        config = json.loads(self.reads("best_ds_config.json"))
+        assert isinstance(config, dict)
+        return config
+
+    def true_speed(self, config: Mapping[str, Any]) -> float:
+        """Return the world's true throughput of a configuration; 0 if it does not run."""
+        metrics = self.world.answer(config).metrics
+        return 0.0 if metrics is None else metrics.throughput
+
+    # -- three ways to run a command
+
+    def _run_here(self, argv: list[str]) -> Told:
+        out, err = io.StringIO(), io.StringIO()
+        handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        here = Path.cwd()
+        os.chdir(self.folder)
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                status = self._command(argv, Harm())
+        finally:
+            os.chdir(here)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return Told(status, out.getvalue(), err.getvalue())
+
+    def _fork(self, argv: list[str], harm: Harm) -> Started:
+        if harm.terminal is not None:
+            pid, terminal = pty.fork()
+            if pid == 0:
+                self._in_child(argv, harm)
+            _resize(terminal, harm.terminal.columns, harm.terminal.lines)
+            return Started(pid, terminal, None, harm.terminal.resized_to)
+        (out, its_out), (err, its_err) = os.pipe(), os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(out)
+            os.close(err)
+            os.dup2(its_out, 1)
+            os.dup2(its_err, 2)
+            self._in_child(argv, harm)
+        os.close(its_out)
+        os.close(its_err)
+        if harm.out_is_closed:
+            os.close(out)
+            return Started(pid, err, None)
+        return Started(pid, out, err)
+
+    def _in_child(self, argv: list[str], harm: Harm) -> NoReturn:
+        """Run a command in this process, which was forked for it, and end."""
+        status = 70
+        try:
+            os.environ.update(harm.variables)
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+            sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+            sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+            os.chdir(self.folder)
+            if harm.before is not None:
+                harm.before()
+            status = self._command(argv, harm)
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+            with contextlib.suppress(Exception):
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _start_interpreter(self, argv: list[str], harm: Harm) -> Started:
+        scenario = {"world": self.world.to_json(), "argv": argv, "pause_s": self.pause_s}
+        process = subprocess.Popen(
+            [sys.executable, *(harm.python or ()), "-m", "testing.scenarios", json.dumps(scenario)],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(_ROOT), **harm.variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stdout is not None and process.stderr is not None
+        out, err = os.dup(process.stdout.fileno()), os.dup(process.stderr.fileno())
+        process.stdout.close()
+        process.stderr.close()
+        process.returncode = 0  # `Started` waits for it
+        return Started(process.pid, out, err)
+
+    def _command(self, argv: list[str], harm: Harm) -> int:
+        """Run the command line in this process, with the world in place of a machine."""
+
+        def make(ready: Any, folder: Path) -> MadeUpEngine:
+            return MadeUpEngine(
+                self.world, ready, folder, signals=harm.signals, pause_s=self.pause_s
+            )
+
+        machine = machine_of(self.world)
+        with (
+            mock.patch.object(this_machine, "find_machine", return_value=machine),
+            mock.patch.dict(local.ENGINES, {"local": make, "auto": make}),
+        ):
+            try:
+                return dsat_main(argv)
+            except SystemExit as stop:
+                return stop.code if isinstance(stop.code, int) else 1
+
+
+class Started:
+    """A command that runs; `wait` for its end, or signal it before."""
+
+    def __init__(
+        self, pid: int, out: int, err: int | None, resized_to: tuple[int, int] | None = None
+    ) -> None:
+        self.pid = pid
+        self._out, self._err = out, err
+        self._resized_to = resized_to
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def is_running(self) -> bool:
+        """Return whether the process is there and has not ended."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def wait(self) -> Told:
+        """Wait for the end and return the outputs; status -SIGALRM if it hangs."""
+        found = {self._out: b"", **({} if self._err is None else {self._err: b""})}
+        still_open, deadline = set(found), time.monotonic() + _LIMIT_S
+        while still_open and time.monotonic() < deadline:
+            for pipe in select.select(list(still_open), [], [], 1.0)[0]:
+                try:
+                    data = os.read(pipe, 2**16)
+                except OSError:  # a terminal whose process has ended
+                    data = b""
+                found[pipe] += data
+                if not data:
+                    still_open.remove(pipe)
+                elif self._resized_to is not None:
+                    _resize(pipe, *self._resized_to)
+                    self._resized_to = None
+        hangs = bool(still_open)
+        if hangs:
+            self.signal(signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        for pipe in found:
+            os.close(pipe)
+        texts = [data.decode("utf-8", "replace") for data in found.values()]
+        return Told(-signal.SIGALRM if hangs else os.waitstatus_to_exitcode(status), *texts)
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH, signal.SIGPIPE)
+
+
+def machine_of(world: World) -> Machine:
+    """Return the machine of a world, with GPUs for `at_once` trials."""
+    count = world.slots * world.at_once
+    return Machine(
+        accelerator="cuda",
+        device_name=world.device_name,
+        devices=tuple(str(number) for number in range(count)),
+        visible_devices=("CUDA_VISIBLE_DEVICES",),
+        memory_bytes=world.gpu.memory_bytes,
+        device_memory_bytes=(world.gpu.memory_bytes,) * count,
+        device_names=(world.device_name,) * count,
+    )
+
+
+def _resize(terminal: int, columns: int, lines: int) -> None:
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+
+def main(scenario: str) -> NoReturn:
+    """Run a command in this interpreter, as `User.starts` asks for it."""
+    given = json.loads(scenario)
+    user = User(Path.cwd(), World.from_json(given["world"]), given["pause_s"])
+    user._in_child(given["argv"], Harm())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,161 @@
+"""An engine on accelerators that do not exist: its supervisors note what they are told to start.
+
+What a user gets of it is what each rank of a trial is given: its host, variables and cores. Trials
+end at once, well or stuck in the driver of a device, or when a test says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
+from dsat.engines.local.machine import Machine
+from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.helpers import ran
+from testing.local import engine_of
+
+GPUS = Machine("cuda", "test", ("0", "1", "2", "3"), ("CUDA_VISIBLE_DEVICES",), 8 * 2**30)
+
+
+def hosts_of(count: int, machine: Machine = GPUS) -> list[Host]:
+    """So many hosts `a`, `b`, ... with a machine each; one alone has no name."""
+    return [Host(machine, name) for name in "abcdefgh"[:count]] if count > 1 else [Host(machine)]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Ranks that a trial was given on a host."""
+
+    host: int
+    ranks: Sequence[Mapping[str, Any]]
+    folder: str
+    cwd: str
+
+    @property
+    def devices(self) -> str:
+        devices: str = self.ranks[0]["env"]["CUDA_VISIBLE_DEVICES"]
+        return devices
+
+    def env(self, name: str) -> list[str | None]:
+        """Return a variable of each rank."""
+        return [rank["env"].get(name) for rank in self.ranks]
+
+    @property
+    def cores(self) -> list[list[int]]:
+        return [list(rank["cores"]) for rank in self.ranks]
+
+
+class ScriptedHosts:
+    """Supervisors of made-up hosts.
+
+    Attributes:
+        stuck: devices on which every rank gets stuck; "" for a command that chooses none.
+        measures: trials that are measured before ranks of them get stuck.
+        holds: ranks go on until this is false; or the trials that do.
+        ends: how the ranks of a trial end instead: exit statuses, and who was killed for another.
+        given: by trial, what it was started with, one start after the other.
+        lost: hosts, whose loss is yet to be reported or was.
+        imported: modules that were imported in advance.
+    """
+
+    def __init__(self) -> None:
+        self.stuck: set[str] = set()
+        self.measures: set[int] = set()
+        self.holds: bool | set[int] = False
+        self.ends: dict[int, tuple[Sequence[int], Sequence[bool]]] = {}
+        self.given: dict[int, list[Given]] = {}
+        self.lost: set[int] = set()
+        self.imported: list[str] = []
+        self._requests: list[tuple[int, Mapping[str, Any]]] = []
+        self._reported: set[int] = set()
+        self._killed: set[tuple[int, int]] = set()
+
+    def replace_those_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have every engine that is made from now on talk to these."""
+        monkeypatch.setattr("dsat.engines.local.engine.Supervisors", lambda *_, **__: self)
+
+    def devices(self, trial: int) -> list[str]:
+        """Return the devices of a trial's starts."""
+        return [given.devices for given in self.given.get(trial, [])]
+
+    def places(self, trial: int) -> dict[str, str]:
+        """Return the devices of a trial, by the letter of their host."""
+        return {"abcdefgh"[given.host]: given.devices for given in self.given[trial]}
+
+    # -- what an engine calls
+
+    def send(self, host: int, request: Mapping[str, Any]) -> None:
+        if request["op"] == "launch" and host not in self.lost:
+            given = Given(host, request["ranks"], request["folder"], request["cwd"])
+            self.given.setdefault(request["trial"], []).append(given)
+            self._requests.append((host, request))
+            self._killed.discard((host, request["trial"]))
+        elif request["op"] == "kill":
+            self._killed.add((host, request["trial"]))
+
+    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+        new, self._reported = self.lost - self._reported, set(self.lost)
+        answers: list[tuple[int, dict[str, Any]]]
+        answers = [(host, {"event": "lost", "reason": "it burnt"}) for host in new]
+        ends = [each for each in self._requests if not self._goes_on(*each)]
+        self._requests = [each for each in self._requests if each not in ends]
+        return answers + [(h, self._answer(h, r)) for h, r in ends if h not in self.lost]
+
+    def warm_up(self, modules: Sequence[str] = (), **more: Any) -> str:
+        self.imported += modules
+        return ""
+
+    def check_files(self, folder: Path, files: Iterable[Path]) -> None: ...
+
+    def close(self) -> None: ...
+
+    kill = close
+
+    def _goes_on(self, host: int, request: Mapping[str, Any]) -> bool:
+        trial = request["trial"]
+        holds = trial in self.holds if isinstance(self.holds, set) else self.holds
+        return holds and (host, trial) not in self._killed
+
+    def _answer(self, host: int, request: Mapping[str, Any]) -> dict[str, Any]:
+        trial, ranks = request["trial"], request["ranks"]
+        if trial in self.ends:
+            statuses, killed_by_us = self.ends[trial]
+            found = {"statuses": list(statuses), "killed": list(killed_by_us)}
+            return {"event": "ended", "trial": trial, **found, "stuck": [False] * len(ranks)}
+        visible = ranks[0]["env"].get("CUDA_VISIBLE_DEVICES")
+        devices = [""] * len(ranks) if visible is None else visible.split(",")
+        stuck = [device in self.stuck for device in devices]
+        assert len(stuck) == len(ranks)
+        killed = any(stuck) or (host, trial) in self._killed
+        if trial in self.measures or not killed:
+            outcome = json.dumps(ran().to_json())
+            (Path(request["folder"]) / "metrics.json").write_text(outcome)
+        return {
+            "event": "ended",
+            "trial": trial,
+            "statuses": [-9 if killed else 0 for _ in stuck],
+            "killed": [killed for _ in stuck],
+            "stuck": stuck,
+        }
+
+
+def scripted_engine(
+    folder: Path, hosts: Sequence[Host] | None = None, slots_per_trial: int = 1, **more: Any
+) -> LocalEngine:
+    """An engine whose supervisors are scripted, with the program `tiny`."""
+    chosen = hosts_of(1) if hosts is None else hosts
+    return engine_of("tiny", folder, hosts=chosen, slots_per_trial=slots_per_trial, **more)
+
+
+def trial_of(number: int, **zero: Any) -> Trial:
+    """A trial of ZeRO stage 1, or with other settings of it."""
+    batch = BatchTriple(1, 1, 1)
+    overrides = {**batch.config(), "zero_optimization": {"stage": 1, **zero}}
+    return Trial(number, TrialKind.SEARCH, f"t{number}", 1, batch, overrides=overrides)
