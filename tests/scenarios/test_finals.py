@@ -63,7 +63,7 @@ def test_nothing_worse_than_ones_own_is_recommended(
 ) -> None:
     """Ones own is the best; whatever noise says, keep it, or take what is as good."""
     own_is_best = {f"z{stage}": 1.1 for stage in (1, 2, 3)}
-    world = {"run_sd": noise, "seed": seed, "effects": own_is_best}
+    world: dict[str, Any] = {"run_sd": noise, "seed": seed, "effects": own_is_best}
     user, told = tuned(tmp_path, *FIXED, **world)
     assert told.best["stage"] == 0 or gain_of(user, user.best_config()) > 0.99
     if noise < 0.05:

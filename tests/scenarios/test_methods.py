@@ -10,7 +10,7 @@ import pytest
 
 from testing.scenarios import Told, User
 from testing.world import A100, GIB, World
-from tests.scenarios.checks import METHODS, best_speed, check_result, micro_batches, of_kind
+from tests.scenarios.checks import METHODS, best_speed, check_result, of_kind
 
 WAYS_IN = (False, True)
 WORLDS = {
@@ -148,13 +148,6 @@ def test_the_model_stops_where_no_gain_is_expected(user: User, threshold: float)
     assert f"expected to gain more than {100 * threshold:g} %" in stop_of(told)
     assert len(told.trials) < 30
     assert user.true_speed(user.best_config()) > (1 - threshold) * best_speed(user.world)
-
-
-def test_powers_of_two_are_tried_by_a_grid(user: User) -> None:
-    told = user.tunes("--max-trials", 30, "--fix", "all", method="gridsearch")
-    check_result(user, told)
-    sizes = micro_batches(of_kind(told, "search"))
-    assert set(sizes) <= {1, 2, 4, 8, 16, 32} and len(set(sizes)) > 3
 
 
 def stop_of(told: Told) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from testing.scenarios import Told, User
 from testing.world import A100, GIB, GPT_300M, Failure, Model, World
-from tests.scenarios.checks import METHODS, best_speed, check_result, micro_batches, of_kind
+from tests.scenarios.checks import METHODS, best_speed, check_result, of_kind
 
 KINDS = ("OOM", "HOST_OOM", "ERROR", "TIMEOUT", "INVALID", "DIVERGED", "CANCELED")
 OWN = 4  # micro batch
@@ -99,15 +99,6 @@ def test_a_script_that_always_fails_ends_soon_with_its_own_message(
         assert len(told.trials) <= 2
 
 
-@pytest.mark.parametrize("own", [1, 4])
-def test_an_error_at_both_micro_batches_is_the_scripts_own(tmp_path: Path, own: int) -> None:
-    failures = [Failure("ERROR", {"micro_batch": size}, f"at {size}") for size in (1, 4)]
-    config = {"train_micro_batch_size_per_gpu": own}
-    _, told = tuned(tmp_path, *failures, own=config)
-    assert micro_batches(told.trials) == ([4, 1] if own == 4 else [1])
-    assert "at 1" in blamed(told)
-
-
 def test_what_deepspeed_refuses_at_stage_0_is_tried_with_the_other_stages(tmp_path: Path) -> None:
     frames = '  File "train.py", line 3\n  File "/x/deepspeed/runtime/engine.py", line 9\n'
     for where, ends in (({"stage": 0}, False), ({}, True)):
@@ -150,19 +141,6 @@ def test_a_model_that_fits_nowhere_says_what_would_help(tmp_path: Path) -> None:
     said = blamed(told)
     assert "memory" in said and ("--nvme-path" in said or "host memory" in said)
     assert all(row["outcome"] in ("OOM", "HOST_OOM") for row in told.trials)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_host_without_room_is_not_offloaded_to(tmp_path: Path, method: str) -> None:
-    model = replace(LARGE, layers=10)
-    user, told = tuned(
-        tmp_path, method=method, model=model, slots=2, host_memory_bytes=4 * GIB, trials=14
-    )
-    if told.status == 0:
-        check_result(user, told)
-        assert "offload" not in told.best["name"]
-    else:
-        assert "memory" in blamed(told)
 
 
 STUBBORN = pytest.mark.xfail(strict=True, reason="the model search goes down in small steps")
@@ -331,7 +309,7 @@ def test_the_next_takes_the_place_of_a_leader_that_fails_in_the_finals(
     [("FLOPS_per_gpu", {"counts_flops": False}), ("tokens_per_second", {"counts_tokens": False})],
 )
 def test_a_metric_that_cannot_be_measured_is_named_with_one_that_can(
-    tmp_path: Path, metric: str, world: dict[str, bool]
+    tmp_path: Path, metric: str, world: dict[str, Any]
 ) -> None:
     user = User(tmp_path, World(model=GPT_300M, gpu=A100, **world))
     user.has()

@@ -51,7 +51,7 @@ def test_asha_promotes_the_best_half() -> None:
 )
 def test_asha_ranks_by_the_best_value_of_a_lineage(metric: str, values: tuple[int, ...]) -> None:
     first, last, *others = values  # the last of lineage 0 is the worst of all
-    options = {"max_rungs": 2, "min_trials": 2, "divisor": 2}
+    options: dict[str, Any] = {"max_rungs": 2, "min_trials": 2, "divisor": 2}
     play(
         Driven("asha", space_of(3), ceiling=63, metric=metric, **options),
         f"""
@@ -81,28 +81,6 @@ def test_of_those_that_wait_in_a_rung_the_longest_goes_first() -> None:
         tell 0@32 OK 50
         ask 1@56 rung 0     # two trials, although lineage 0 is better and came first
         ask 0@48 rung 0
-        """,
-    )
-
-
-def test_asha_gives_the_highest_rung_the_first_slot() -> None:
-    play(
-        Driven("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=2, divisor=2),
-        """
-        ask 0@32 rung 0
-        tell 0@32 OK 10
-        ask 0@48 rung 0
-        tell 0@48 OK 10
-        ask 1@32 rung 0
-        tell 1@32 OK 20
-        ask 1@48 rung 0
-        tell 1@48 OK 20
-        ask 1@56 rung 1
-        ask 2@32 rung 0
-        tell 2@32 OK 99
-        tell 1@56 OK 20
-        ask 1@60 rung 1     # before lineage 2, which is better and waits longer
-        ask 2@48 rung 0
         """,
     )
 

@@ -64,13 +64,6 @@ def test_a_list_is_tried_from_its_smallest_on_until_memory_ends() -> None:
     walk(search, "1 OK, 2 OK, 24 OOM, 1 OOM, end")
 
 
-def test_too_little_data_is_as_too_little_memory() -> None:
-    search = Driven("gridsearch", space_of(1))
-    starved = Outcome(failed("ERROR").kind, smaller_may_run=True)
-    asked = proposals_of(search, lambda p: ran() if p.micro_batch <= 2 else starved)
-    assert [p.micro_batch for p in asked] == [8, 4, 2, 1]
-
-
 def test_settings_end_after_so_many_micro_batches_that_ran() -> None:
     search = Driven("gridsearch", space_of(2), num_micro_batches=2)
     walk(search, "8 OK, 16 OOM, 4 OK, 8 OOM, 4 OK, 2 OK, end")
@@ -104,27 +97,6 @@ def test_branches_as_listed_and_in_each_the_defaults_first() -> None:
         {"stage": 0},
     ]
     assert [p.lineage for p in asked] == [0, 1, 2, 3, 4]
-
-
-def test_while_one_runs_the_next_is_begun_and_what_was_begun_goes_first() -> None:
-    play(
-        Driven("gridsearch", _branches(0, 1)),
-        """
-        ask 0@1 stage 0
-        ask 1@1 stage 1
-        ask 2@1 stage 1
-        ask nothing
-        tell 2@1 OK 1
-        tell 0@1 OK 1
-        ask 0@2 stage 0
-        ask 2@2 stage 1
-        tell 1@1 OOM
-        ask nothing
-        tell 2@2 OK 1
-        tell 0@2 OK 1
-        ask nothing
-        """,
-    )
 
 
 def test_a_branch_ends_after_trials_without_a_better_one() -> None:

@@ -172,19 +172,6 @@ def test_it_says_what_it_expects_of_its_next_proposal(metric: str) -> None:
     assert outlook.value == pytest.approx(truth, rel=0.1)
 
 
-@pytest.mark.parametrize(("ceiling", "ends"), [(60, 30), (15, 40)])
-def test_wrong_predictions_of_memory_are_corrected(ceiling: int, ends: int) -> None:
-    """They were too high, or too low."""
-
-    def outcome(proposal: Proposal) -> Outcome:
-        size = proposal.micro_batch
-        return ran(size / (size + 30)) if size <= ends else failed("OOM")
-
-    asked = proposals_of(model_of(stages(1, 2), ceiling=ceiling), outcome, limit=14)
-    assert max(p.micro_batch for p in asked if p.micro_batch <= ends) >= 0.8 * ends
-    assert sum(p.micro_batch > ends for p in asked) <= 5
-
-
 def test_a_micro_batch_that_ran_corrects_an_earlier_failure() -> None:
     """A neighbour had taken the memory."""
     memory = Feasibility(2, predicted=True, on_device=True)
@@ -201,30 +188,6 @@ def test_a_failure_is_blamed_on_what_has_never_run() -> None:
         chances.update(0, (proven,), 0.0, ran())
     chances.update(0, (proven, new), 0.0, failed("ERROR"))
     assert chances.runs((proven,)) == 1.0 > 0.3 > chances.runs((proven, new))
-
-
-def test_a_strategy_that_only_fails_is_left() -> None:
-    def outcome(proposal: Proposal) -> Outcome:
-        if proposal.settings["stage"] == 1:
-            return failed("ERROR")
-        return ran(proposal.micro_batch / (5.0 + proposal.micro_batch))
-
-    space = stages(1, 2, 3, freedom=Freedom(), num_params=10**9)
-    asked = proposals_of(model_of(space, ceiling=60), outcome, limit=20)
-    assert 1 <= sum(p.settings["stage"] == 1 for p in asked) <= 10
-
-
-@pytest.mark.parametrize("predict", [None, lambda settings: 64])
-@pytest.mark.parametrize("largest", [1, 2])
-def test_what_ran_out_of_memory_leaves_the_smaller_micro_batches(
-    largest: int, predict: Any
-) -> None:
-    def outcome(proposal: Proposal) -> Outcome:
-        size = proposal.micro_batch
-        return ran(size) if size <= largest else failed("OOM")
-
-    search = model_of(stages(1, micro_batches=(1, 2, 4, 8)), ceiling=64, predict=predict)
-    assert largest in {proposal.micro_batch for proposal in proposals_of(search, outcome)}
 
 
 # -- when it ends, and what trials cost

@@ -101,17 +101,6 @@ def test_stage_3_is_kept_while_lower_stages_fail_or_only_stage_0_ran() -> None:
         assert {p.settings["stage"] for p in with_0} == {0, 3}
 
 
-def test_it_looks_further_where_all_that_should_fit_does() -> None:
-    for seed in SEEDS:
-        search = Driven("random", space_of(1), ceiling=4, seed=seed, trials_per_config=9)
-        asked = proposals_of(
-            search, lambda p: ran(p.micro_batch) if p.micro_batch <= 13 else failed("OOM")
-        )
-        assert max(p.micro_batch for p in asked if p.micro_batch <= 13) > 6
-        small = Driven("random", space_of(1, micro_batches=(1, 2, 3)), ceiling=2, seed=seed)
-        assert max(p.micro_batch for p in proposals_of(small, lambda _: ran(1.0))) == 3
-
-
 def test_other_settings_are_tried_where_the_data_set_ends() -> None:
     few = replace(failed("INVALID"), smaller_may_run=True, most_samples=6)
 
