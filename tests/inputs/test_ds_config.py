@@ -16,10 +16,9 @@ from dsat.inputs.ds_config import (
     merge,
     parse,
     read,
-    resolve_batch,
 )
-from dsat.values.parallelism import DATA_ONLY, Parallelism
-from dsat.values.trial import BatchTriple
+from testing.scenarios import User
+from tests.inputs.plans import Reader
 
 NESTED: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.9, 0.99]}},
@@ -100,7 +99,12 @@ def test_sizes_that_deepspeed_takes_are_taken(size: object) -> None:
 
 def test_merge_lays_one_over_the_other() -> None:
     before = copy.deepcopy(NESTED)
-    overrides = {"optimizer": {"params": {"betas": [0.5]}}, "steps_per_print": {"a": 1}, "fp16": {}}
+    overrides: dict[str, Any] = {
+        "optimizer": {"params": {"betas": [0.5]}},
+        "steps_per_print": {"a": 1},
+        "fp16": {},
+    }
+    given = copy.deepcopy(overrides)
     merged = merge(NESTED, overrides)
     assert merged == {
         "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.5]}},
@@ -109,7 +113,9 @@ def test_merge_lays_one_over_the_other() -> None:
         "fp16": {},
     }
     merged["zero_optimization"]["offload_optimizer"]["device"] = "nvme"
-    assert before == NESTED, "it shares nothing with its arguments"
+    merged["steps_per_print"]["a"] = merged["fp16"]["enabled"] = 2
+    merged["optimizer"]["params"]["betas"].append(9)
+    assert before == NESTED and given == overrides, "it shares nothing with its arguments"
 
 
 # -- batch sizes
@@ -131,30 +137,34 @@ def test_merge_lays_one_over_the_other() -> None:
     ],
 )
 def test_batch_sizes_are_derived_as_deepspeed_does(
-    total: object, micro: object, gas: object, slots: int, expected: tuple[int, int, int]
+    tmp_path: Path, total: object, micro: object, gas: object, slots: int, expected: tuple[int, ...]
 ) -> None:
     given = dict(zip(BATCH_KEYS, (total, micro, gas), strict=True))
     absent = {key: value for key, value in given.items() if value is not None}
     for config in (given, absent):
-        assert resolve_batch(config, slots, where="ds.json") == BatchTriple(*expected)
+        batch = Reader(User(tmp_path), slots).command_line(config, "--slots", slots)["own_batch"]
+        assert (batch["train_batch_size"], batch["micro_batch"], batch["gas"]) == expected
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("config", "expected", "sizes"),
     [
         # DeepSpeed counts data-parallel groups under Ulysses, and all ranks under AutoTP.
-        ({"sequence_parallel_size": 2}, BatchTriple(8, 4, 1, Parallelism(sequence=2))),
-        ({"tensor_parallel": {"autotp_size": 2}}, BatchTriple(4, 2, 1, Parallelism(2))),
-        ({"tensor_parallel": {"autotp_size": 0}}, BatchTriple(8, 2, 1)),
+        ({"sequence_parallel_size": 2}, (8, 4, 1), (1, 2)),
+        ({"tensor_parallel": {"autotp_size": 2}}, (4, 2, 1), (2, 1)),
+        ({"tensor_parallel": {"autotp_size": 0}}, (8, 2, 1), (1, 1)),
     ],
 )
 def test_slots_that_share_samples_do_not_multiply_them(
-    config: dict[str, Any], expected: BatchTriple
+    tmp_path: Path,
+    config: dict[str, Any],
+    expected: tuple[int, ...],
+    sizes: tuple[int, int],
 ) -> None:
-    found = resolve_batch({**config, "train_batch_size": 8}, 4, where="ds.json")
-    assert found == expected
-    shares = found.parallelism != DATA_ONLY
-    assert found.config()["train_batch_size"] == (None if shares else 8)
+    reader = Reader(User(tmp_path))
+    batch = reader.command_line({**config, "train_batch_size": 8}, "--slots", 4)["own_batch"]
+    assert (batch["train_batch_size"], batch["micro_batch"], batch["gas"]) == expected
+    assert batch["parallelism"] == {"tensor": sizes[0], "sequence": sizes[1]}
 
 
 # -- the rest

@@ -229,19 +229,6 @@ def test_a_script_that_reads_its_arguments_from_a_file_gets_no_flags(
 
 
 @pytest.mark.parametrize(
-    ("given", "command"),
-    [
-        ("deepspeed --num_gpus 2 train.py --x", ["train.py", "--x"]),
-        ("python3 -O train.py", ["-O", "train.py"]),
-        ("torchrun -m package.train", ["-m", "package.train"]),
-        (DET + "deepspeed --trial a:B", ["-m", "determined.exec.harness", "a:B"]),
-    ],
-)
-def test_the_plain_command(given: str, command: list[str], model_dir: Path) -> None:
-    assert parse(given, model_dir).command() == [sys.executable, *command]
-
-
-@pytest.mark.parametrize(
     ("source", "expected"),
     [
         ("import torch.multiprocessing as mp\nmp.spawn(main, nprocs=2)", True),

@@ -63,9 +63,19 @@ def test_what_is_missing_is_added_before_the_end_of_the_options() -> None:
         ("--x", "--x --gradient_checkpointing", "--x"),
         ("--gradient_checkpointing --x", "--gradient_checkpointing --x", "--x"),
         (
+            "--gradient_checkpointing --x --gradient_checkpointing=False",
+            "--gradient_checkpointing --x --gradient_checkpointing=True",
+            "--x --gradient_checkpointing=False",
+        ),
+        (
             "--gradient_checkpointing False --x",
             "--gradient_checkpointing True --x",
             "--gradient_checkpointing False --x",
+        ),
+        (
+            "--gradient_checkpointing=1 --x --gradient_checkpointing no",
+            "--gradient_checkpointing=True --x --gradient_checkpointing True",
+            "--gradient_checkpointing=False --x --gradient_checkpointing False",
         ),
         ("--gradient-checkpointing=yes", *[f"--gradient-checkpointing={b}" for b in (True, False)]),
         ("--gradient_checkpointing file", "--gradient_checkpointing file", "file"),
@@ -80,11 +90,6 @@ def test_what_is_missing_is_added_before_the_end_of_the_options() -> None:
 def test_a_switch_keeps_its_form(before: str, on: str, off: str) -> None:
     assert rewritten(before, {"gradient_checkpointing": True}, add=True) == on
     assert rewritten(before, {"gradient_checkpointing": False}, add=True) == off
-
-
-def test_a_section_is_no_value() -> None:
-    with pytest.raises(UserInputError, match="Map a setting below optimizer instead"):
-        script_args.for_trial(["--o"], {"optimizer": {}}, {}, {"optimizer": "--o"}, add=False)
 
 
 def test_the_flags_of_a_script() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsat.inputs.value_lists import split
+from testing.scenarios import User
+from tests.inputs import plans
+from tests.inputs.plans import Reader
 
 MICRO, GAS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -70,15 +72,16 @@ CHOSEN = {"type": "categorical", "vals": [False, True]}
     ],
 )
 def test_a_list_is_a_choice(
-    config: dict[str, Any], base: dict[str, Any], listed: dict[str, Any]
+    tmp_path: Path, config: dict[str, Any], base: dict[str, Any], listed: dict[str, Any]
 ) -> None:
-    before = copy.deepcopy(config)
-    found_base, found = split(config, where="ds.json")
-    assert json.dumps([found_base, found]) == json.dumps([base, listed]), "true is not 1"
-    assert config == before
+    plan = Reader(User(tmp_path)).command_line({MICRO: 1, **config}, "--slots", 4)
+    expected = [{MICRO: 1, **base}, {**listed, "stage": sorted(listed.get("stage", range(4)))}]
+    found = [plan["base_config"], plans.listed(plan)]
+    written = [json.dumps(each, sort_keys=True) for each in (found, expected)]
+    assert written[0] == written[1], "true is not 1"
 
 
-def test_lists_elsewhere_are_values() -> None:
+def test_lists_elsewhere_are_values(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 32,
         "optimizer": {"type": "Adam", "params": {"betas": [0.8, 0.999]}},
@@ -86,4 +89,5 @@ def test_lists_elsewhere_are_values() -> None:
         "data_types": {"type": "categorical", "vals": [1, 2]},
         **zero(leaf_module={"classes": ["A", "B"], "names": []}),
     }
-    assert split(config, where="ds.json") == (config, {})
+    plan = Reader(User(tmp_path)).command_line(config, "--slots", 4)
+    assert (plan["base_config"], plan["choices"]) == (config, {})
