@@ -71,7 +71,7 @@ class Place:
 
     def tune(self, **options: Any) -> dsat.Result:
         self.launched.clear()
-        usual = {"engine": "made-up", "metric": "throughput", "max_trials": 6}
+        usual: dict[str, Any] = {"engine": "made-up", "metric": "throughput", "max_trials": 6}
         return dsat.tune("deepspeed.yaml", **{**usual, **options})
 
 
@@ -306,7 +306,7 @@ def test_values_of_python_are_words_of_the_command_line(place: Place) -> None:
     script = place.user.folder / "train.py"
     for more in (given, {"slot_memory": "24GiB", "trial_timeout": "90s", "zero_stages": ["3", 1]}):
         command = ["train.py", "--deepspeed_config", "ds.json", "--batch-size", "1"]
-        usual = {"engine": "made-up", "max_trials": 3, "include": [], "cold": True}
+        usual: dict[str, Any] = {"engine": "made-up", "max_trials": 3, "include": [], "cold": True}
         dsat.tune(command, arg_mapping=mapped, slots=1, **usual, **more)
     one, other = (replace(each, run_dir=None) for each in place.settings)
     assert one == other and script.exists()
