@@ -12,8 +12,8 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,7 +54,8 @@ class Forked:
             write.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        self._printed: tuple[str, str] | None = None
+        self._printed: dict[str, str] = {}
+        self._readers: list[threading.Thread] = []
         self.stdout, self.stderr = (_readable(read) for read, _ in streams)
 
     @property
@@ -75,12 +76,18 @@ class Forked:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Return what it has printed, when it has ended."""
-        if self._printed is None:
-            with ThreadPoolExecutor(max_workers=2) as readers:
-                texts = readers.map(_read_all, (self.stdout, self.stderr))
-                self.wait(timeout)
-                self._printed = (next(texts), next(texts))
-        return self._printed
+        if not self._readers:
+            for name in ("stdout", "stderr"):
+                self._readers.append(threading.Thread(target=self._read, args=(name,), daemon=True))
+                self._readers[-1].start()
+        self.wait(timeout)
+        for reader in self._readers:
+            reader.join(timeout)
+        return self._printed["stdout"], self._printed["stderr"]
+
+    def _read(self, name: str) -> None:
+        with getattr(self, name) as stream:
+            self._printed[name] = stream.read().decode()
 
 
 def run_module(module: str, *words: str) -> None:
@@ -101,11 +108,6 @@ def _ensure_server() -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _read_all(stream: IO[bytes]) -> str:
-    with stream:
-        return stream.read().decode()
 
 
 def _readable(connection: Connection) -> IO[bytes]:

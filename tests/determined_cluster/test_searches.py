@@ -1,8 +1,10 @@
-"""Whole searches on a cluster: the real command, SDK and runner, with real DeepSpeed trials."""
+"""Whole searches on a cluster in real processes; trials run DeepSpeed, or they pretend."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from dsat.report.run_view import RunView
 from dsat.values.outcome import OutcomeKind
-from testing.on_cluster import RUNNER, SEARCH, OnCluster, cluster
+from testing.on_cluster import RUNNER, SEARCH, OnCluster, changed, cluster, ended
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
@@ -97,3 +99,46 @@ def test_a_rank_that_runs_out_of_memory(tmp_path: Path) -> None:
         assert (own.kind, own.message[:7]) == (OutcomeKind.OOM, "rank 1:"), own
         assert (other.kind, other.message[:7]) == (OutcomeKind.OOM, "rank 0:"), other
         assert "No configuration ran" in told.out
+
+
+ENDS = {  # of trials that pretend, by what they do; the first is the user's own configuration
+    "runs": "OK",
+    "crashes": "ERROR",
+    "runs out of memory": "OOM",
+    "rejects": "INVALID",
+    "leaves": "INVALID",
+    "leaves with a status": "ERROR",
+    "is killed": "HOST_OOM",
+    "reports its own": "INVALID",
+}
+
+
+def test_a_runner_that_is_killed_goes_on_where_it_was_however_trials_end(tmp_path: Path) -> None:
+    program = changed("pretend", tmp_path, hyperparameters={"behaviours": list(ENDS)})
+    with cluster(tmp_path) as there:
+        most = ("--max-trials", len(ENDS), "--max-micro-batch", 16, "--finals", 0, "--json")
+        process = there.begin_search(program, *most)
+        there.until_reported(1)
+        there.kill_runner()
+        told = ended(process)
+        assert told.status == 0, told
+        rows = json.loads(told.out)["trials"]
+        assert [row["outcome"] for row in rows] == list(ENDS.values())
+        assert len(there.created()) == len(there.master.trials(SEARCH)) == len(ENDS)
+        assert (there.state(RUNNER), there.state(SEARCH)) == ("COMPLETED", "COMPLETED")
+        assert there.master.trials(RUNNER)[0].restarts == 1
+
+
+@pytest.mark.nightly
+def test_trials_end_a_search_whose_runner_is_gone(tmp_path: Path) -> None:
+    """When the command has been left, nobody else can."""
+    with cluster(tmp_path) as there:
+        process = there.begin_search("pretend", "--max-micro-batch", 16, "--max-trials", 60)
+        there.until_reported(1)
+        os.killpg(process.pid, signal.SIGINT)
+        assert ended(process).status == 130
+        there.until_reported(3)
+        there.user.get_experiment(RUNNER).kill()
+        assert there.state(SEARCH) == "CANCELED"
+        said = "the search runner, experiment 1, is gone"
+        assert any(said in there.master.log(trial.id) for trial in there.master.trials(SEARCH))
