@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # A search at the same global batch size that ends within two minutes.
 DEMO_OPTIONS ?= --train-batch-size 16 --max-trials 14 --max-profile-steps 8 --metric throughput
 
-.PHONY: setup demo lint quick browser operator test nightly test-cluster dist gallery docs pictures compat bench real-scripts frameworks soak clean
+.PHONY: setup demo lint quick browser operator test nightly test-cluster dist gallery docs pictures compat bench real-scripts frameworks soak mutants clean
 
 setup: $(VENV)/.installed
 
@@ -61,10 +61,12 @@ test:
 	$(MAKE) --jobs 2 lint operator
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not cluster and not nightly'
 
-# What takes longer than a change can wait for: browsers, the site, attacks, clusters, fresh versions.
+# What takes longer than a change can wait for: browsers, the site, mutations, attacks, clusters,
+# fresh versions.
 nightly: test browser
 	$(PY) -m pytest -n 2 --dist loadfile -m nightly
 	$(MAKE) test-cluster
+	$(MAKE) mutants
 	$(MAKE) soak SOAK_OPTIONS="--scale 0.05"
 	$(MAKE) compat COMPAT="--short oldest newest"
 
@@ -115,11 +117,15 @@ real-scripts: setup
 frameworks: setup
 	$(INSTALL) --quiet --upgrade --target $(VENV)/frameworks --no-deps \
 		trl peft datasets dill multiprocess xxhash
-	$(PY) -m testing.frameworks $(FRAMEWORKS)
+	$(PY) -m testing.tuned_scripts $(FRAMEWORKS)
 
 # Every attack in full, an hour or two; SOAK_OPTIONS="--scale 0.1" makes a tenth.
 soak: setup
 	$(PY) -m testing.soak $(SOAK_OPTIONS)
+
+# Small changes that break a documented rule: a test must catch each of them.
+mutants: operator
+	$(PY) -m testing.mutants $(MUTANTS)
 
 clean:
 	rm -rf $(VENV) .cache dsat_runs build *.egg-info

@@ -1,12 +1,14 @@
-"""Whether the intervals of measured step times hold: `python3 -m benchmarks.coverage`.
+"""Whether the intervals of measured step times hold.
 
-Steps are drawn from processes whose mean is known, measured until the rule of the meter stops, and
-it is counted how often the interval holds the mean.
+    python3 -m benchmarks.coverage [--runs 1000]
+
+Steps are drawn from processes whose mean is known, and measured until the meter's rule stops (at
+most 20 steps). Told are how often the 95 % interval holds the mean and how many steps that takes
+in the median.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections.abc import Iterator
@@ -14,13 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks import common
 from dsat.in_trial.steps import CI_TARGET, steps_wanted, summarize
 
-EXPLANATION = (
-    "Steps are drawn from processes whose mean is known, and measured until the meter's rule stops "
-    "(at most 20 steps). Told are how often the 95 % interval holds the mean and how many steps "
-    "that takes in the median.",
-)
 FIRST_STEPS, MOST_STEPS = 5, 20
 TRUE_MEAN = 1.0
 
@@ -74,7 +72,7 @@ NOISES = (
 
 
 def measure(steps: Iterator[float]) -> tuple[float, float, int]:
-    """Measures until the interval is narrow: its mean, its half-width and the number of steps."""
+    """Measure until the interval is narrow: the mean, its half-width and the number of steps."""
     values: list[float] = []
     wanted = FIRST_STEPS
     while True:
@@ -86,7 +84,7 @@ def measure(steps: Iterator[float]) -> tuple[float, float, int]:
 
 
 def coverage(noise: Noise, runs: int) -> tuple[float, float]:
-    """How often the interval holds the mean, and the steps that it takes in the middle."""
+    """Return how often the interval holds the mean, and the median number of steps."""
     rng = np.random.default_rng(0)
     held, counts = 0, []
     for _ in range(runs):
@@ -97,14 +95,14 @@ def coverage(noise: Noise, runs: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common.parser(__doc__)
     parser.add_argument("--runs", type=int, default=1000)
     runs = parser.parse_args().runs
-    print("| noise of a step | held | steps |")
-    print("|---|---|---|")
+    common.print_explanation(__doc__)
+    common.print_head("noise of a step", "held", "steps")
     for noise in NOISES:
         held, steps = coverage(noise, runs)
-        print(f"| {noise.name} | {held:.3f} | {steps:.0f} |")
+        common.print_row(noise.name, f"{held:.3f}", f"{steps:.0f}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Predicted memory and speed of well-known models on usual machines: a page, a CSV, a JSON file.
 
-    python3 -m benchmarks.gallery [--measured FILE ...] [--models NAME ...] [--traces FOLDER]
+    python3 -m benchmarks.gallery [--measured FILE ...] [--models NAME ...]
 
 `make gallery` writes them into docs/gallery/ and docs/gallery.md. Models are simulated from the
 configurations in benchmarks/models/ once each, at 4,096 tokens with activations recomputed; the
@@ -11,17 +11,16 @@ of what was, marked as such. Rows of models that are not named stay as they are.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.traces import SLOTS, kept
+from benchmarks import common
+from benchmarks.common import GIB, ROOT
 from dsat.app import estimate, project
 from dsat.app.project import Projector, Traced
 from dsat.inputs.cards import find
@@ -33,17 +32,14 @@ from dsat.memory.predictor import Basis, MemoryModel
 from dsat.report import share
 from dsat.report.table import Table
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
-from dsat.values.outcome import Metrics
 from dsat.values.zero_strategy import Strategy
 
-ROOT = Path(__file__).parent.parent
-CONFIGS = ROOT / "benchmarks" / "models"
+CONFIGS = Path(__file__).parent / "models"
 PAGE, FOLDER = ROOT / "docs" / "gallery.md", ROOT / "docs" / "gallery"
+TEMPLATE = Path(__file__).with_name("gallery_page.md")
 SEQUENCE = 4096
+SLOTS = 8  # that are simulated
 PREDICTED, MEASURED = "predicted", "measured"
-_GIB = 2**30
-_Speed = tuple[float | None, float | None, float | None]  # with the ends of the interval
-_NO_SPEED: _Speed = (None, None, None)
 _EVERY_LAYER = "r=16,target=q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
 
 
@@ -89,7 +85,7 @@ MACHINES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One strategy of one model on one machine.
 
@@ -114,14 +110,14 @@ class Row:
     tier: str
     sequence: int
     card_gib: float | None
-    host_gib: float | None
+    host_gib: float | None = None
     largest_micro_batch: int
-    longest_sequence: int | None
-    tokens_per_second: float | None
-    low: float | None
-    high: float | None
+    longest_sequence: int | None = None
+    tokens_per_second: float | None = None
+    low: float | None = None
+    high: float | None = None
     source: str
-    command: str
+    command: str = ""
 
     @property
     def fits(self) -> bool:
@@ -130,10 +126,9 @@ class Row:
 
 def main() -> None:
     """Write the page and its tables."""
-    parser = argparse.ArgumentParser()
+    parser = common.parser(__doc__)
     parser.add_argument("--measured", type=Path, nargs="*", default=[], metavar="FILE")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--traces", type=Path, help="folder that keeps what was simulated")
     args = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     rows: dict[str, list[Row]] = {}
@@ -141,7 +136,7 @@ def main() -> None:
         rows.setdefault(row.model if row.status == PREDICTED else row.source, []).append(row)
     rows |= {path.name: [measured(path)] for path in args.measured}
     for name in args.models:
-        rows[name] = list(predicted(name, MODELS[name], args.traces))
+        rows[name] = list(predicted(name, MODELS[name]))
         ordered = [row for key in sorted(rows, key=_order) for row in rows[key]]
         write_tables(ordered, FOLDER)
         PAGE.write_text(page(ordered), encoding="utf-8")
@@ -157,18 +152,14 @@ def _order(model: str) -> int:
     return list(MODELS).index(model) if model in MODELS else -1
 
 
-def predicted(name: str, model: Model, folder: Path | None = None) -> Iterator[Row]:
+def predicted(name: str, model: Model) -> Iterator[Row]:
     """Yield the rows of a model, which is simulated once.
-
-    Args:
-        folder: keeps what was simulated.
 
     Raises:
         RuntimeError: its configuration makes another number of parameters than are published.
     """
     path = CONFIGS / f"{model.file}.json"
-    file = f"{model.file}{'-lora' if model.lora else ''}-{SEQUENCE}.json"
-    traced = kept(folder and folder / file, partial(_traced, path, model))
+    traced = _traced(path, model)
     facts = traced.facts
     if facts.num_params - (facts.trainable_params if model.lora else 0) != model.params:
         raise RuntimeError(f"{path} makes {facts.num_params:,} parameters, not {model.params:,}")
@@ -176,23 +167,23 @@ def predicted(name: str, model: Model, folder: Path | None = None) -> Iterator[R
         cards, gib, card = MACHINES[machine]
         first = _first(fits)
         for strategy, fit in fits.items():
-            speed = _NO_SPEED
+            speed: dict[str, float] = {}
             if strategy == first and strategy in traced.traces:
                 speed = _speed(Projector(traced, find(card), None), strategy, cards, int(fit.most))
             yield Row(
-                name,
-                machine,
-                strategy.label,
-                PREDICTED,
-                "closed form of the simulated model",
-                SEQUENCE,
-                round(fit.card_bytes / _GIB, 2),
-                round(fit.host_bytes / _GIB, 2) if fit.host_bytes else None,
-                int(fit.most),
-                int(SEQUENCE * fit.most) if fit.most > 0 else None,
-                *speed,
-                model.source,
-                _command(path, model, cards, gib),
+                model=name,
+                machine=machine,
+                strategy=strategy.label,
+                status=PREDICTED,
+                tier="closed form of the simulated model",
+                sequence=SEQUENCE,
+                card_gib=round(fit.card_bytes / GIB, 2),
+                host_gib=round(fit.host_bytes / GIB, 2) if fit.host_bytes else None,
+                largest_micro_batch=int(fit.most),
+                longest_sequence=int(SEQUENCE * fit.most) if fit.most > 0 else None,
+                source=model.source,
+                command=_command(path, model, cards, gib),
+                **speed,
             )
 
 
@@ -239,24 +230,23 @@ def _memory(
         fits = {}
         for strategy in estimate.ladder(base):
             config = estimate.configuration(base, strategy, cards)
-            memory = MemoryModel(basis, slots=cards, limit_bytes=gib * _GIB, on_device=True)
+            memory = MemoryModel(basis, slots=cards, limit_bytes=gib * GIB, on_device=True)
             host = closed_form.estimate(facts, config, slots=cards, micro_batch=1).host
             most = min(memory.largest(memory.shape(config, {})), float(LARGEST_MICRO_BATCH))
             fits[strategy] = _Fit(estimate.needed_bytes(basis, config, cards), host, most)
         yield machine, fits
 
 
-def _speed(projector: Projector, strategy: Strategy, cards: int, micro_batch: int) -> _Speed:
+def _speed(
+    projector: Projector, strategy: Strategy, cards: int, micro_batch: int
+) -> dict[str, float]:
     """Return tokens/s over all cards with the ends of its interval."""
     row = projector.row(strategy, cards, micro_batch)
     if row is None:
-        return _NO_SPEED
+        return {}
     tokens, (low, high) = SEQUENCE * row.samples_per_second, row.spread
-    return _digits(tokens), _digits(tokens * low), _digits(tokens * high)
-
-
-def _digits(number: float) -> float:
-    return float(f"{number:.3g}")
+    ends = {"tokens_per_second": tokens, "low": tokens * low, "high": tokens * high}
+    return {name: float(f"{number:.3g}") for name, number in ends.items()}
 
 
 def measured(path: Path) -> Row:
@@ -265,28 +255,21 @@ def measured(path: Path) -> Row:
     best = run.best_trial
     if best is None or best.metrics is None:
         raise SystemExit(f"{path} has no configuration that was measured")
+    tokens, ci95 = best.metrics.tokens_per_second, min(best.metrics.ci95, 0.99)
     return Row(
-        f"{run.model.num_params:,} parameters",
-        f"{run.slots} x {run.device}",
-        Strategy(int(best.config.get("zero_optimization.stage", 0))).label,
-        MEASURED,
-        MEASURED,
-        run.longest_sequence or 0,
-        None if best.used_bytes is None else round(best.used_bytes / _GIB, 2),
-        None,
-        int(best.config.get("train_micro_batch_size_per_gpu", 0)),
-        None,
-        *_measured_speed(best.metrics),
-        path.name,
-        "",
+        model=f"{run.model.num_params:,} parameters",
+        machine=f"{run.slots} x {run.device}",
+        strategy=Strategy(int(best.config.get("zero_optimization.stage", 0))).label,
+        status=MEASURED,
+        tier=MEASURED,
+        sequence=run.longest_sequence or 0,
+        card_gib=None if best.used_bytes is None else round(best.used_bytes / GIB, 2),
+        largest_micro_batch=int(best.config.get("train_micro_batch_size_per_gpu", 0)),
+        tokens_per_second=tokens,
+        low=None if tokens is None else tokens / (1 + ci95),
+        high=None if tokens is None else tokens / (1 - ci95),
+        source=path.name,
     )
-
-
-def _measured_speed(metrics: Metrics) -> _Speed:
-    tokens = metrics.tokens_per_second
-    if tokens is None:
-        return _NO_SPEED
-    return tokens, tokens / (1 + metrics.ci95), tokens / (1 - min(metrics.ci95, 0.99))
 
 
 def _command(path: Path, model: Model, cards: int, gib: int) -> str:
@@ -319,59 +302,22 @@ def page(rows: Sequence[Row]) -> str:
     table = Table(heads, shown, numbers=numbers).markdown()
     commands = [row.command for row in rows if row.model == "Llama 3.1 8B"]
     example = commands[0] if commands else rows[0].command
-    return _PAGE.format(sequence=SEQUENCE, table="\n".join(table), example=example)
+    template = TEMPLATE.read_text(encoding="utf-8")
+    return template.format(sequence=SEQUENCE, table="\n".join(table), example=example)
 
 
 def _shown(row: Row) -> tuple[str, ...]:
-    card = "-" if row.card_gib is None else f"{row.card_gib:.1f} GiB"
     host = f", {row.host_gib:.0f} GiB of the host" if row.host_gib else ""
-    longest = "-" if row.longest_sequence is None else f"{row.longest_sequence:,}"
     speed = "-"
     if row.tokens_per_second is not None:
         speed = f"{row.tokens_per_second:,.0f} ({row.low:,.0f} to {row.high:,.0f})"
     return (
-        row.model,
-        row.machine,
-        row.strategy,
-        f"{card}{host}",
+        *(row.model, row.machine, row.strategy),
+        "-" if row.card_gib is None else f"{row.card_gib:.1f} GiB{host}",
         str(row.largest_micro_batch),
-        longest,
-        speed,
-        row.status,
+        "-" if row.longest_sequence is None else f"{row.longest_sequence:,}",
+        *(speed, row.status),
     )
-
-
-_PAGE = """\
-# Gallery: which models fit which machines
-
-**Predicted, not measured.** Each row is the first strategy that fits: without offloading where
-that is possible, the lowest ZeRO stage first. All strategies of all rows are in
-[gallery.csv](gallery/gallery.csv) and [gallery.json](gallery/gallery.json), each with its
-source and the command that prints its memory and its largest micro batch again, such as
-
-```
-{example}
-```
-
-bf16 with Adam in fp32, {sequence:,} tokens to a sample, activations recomputed, all parameters
-trained (with LoRA, adapters of rank 16 on all linear layers). Memory is what a card must have for
-a micro batch of one sample, without the second copy of the parameters that DeepSpeed makes at
-stages 1 and 2 where there is room for it; 5 % are left free, and the device's context and the
-communication library come on top. The longest sequence is the one whose activations are as large
-as those of the largest micro batch, by an attention without a matrix of scores. Of LLaVA only the
-text is simulated. Without torch the command answers by formula, which differs a little for
-experts and adapters. Host memory is for each card. Tokens per second are
-[projected](project.md) over all cards at the largest micro batch, with 90 % intervals
-(`dsat project`). The host is a server of 8 such cards, and a training on fewer has all its memory
-channels: a desktop has about a third. A dash: the step of so large a model was not simulated
-within the time that each has.
-
-{table}
-
-The page is made by `make gallery`, from the models' own configurations (`benchmarks/models/`)
-whose number of parameters is checked against the published weights. A run of yours becomes a
-row that was measured: [share it](sharing.md).
-"""
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ of all processes together, shared pages counted once; processor time is less noi
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,73 +15,50 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-_GIB = 2**30
+from benchmarks import common
+
+_MODELS = Path(__file__).parent / "models"
 _SAMPLED_EVERY_S = 0.5
-_LLAMA: Mapping[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}
-_7B: Mapping[str, Any] = {
-    **_LLAMA,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-}
-_70B: Mapping[str, Any] = {
-    **_LLAMA,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-}
 _LORA = ("--lora", "r=16,target=q_proj+v_proj")
-CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
-    "Llama 7 B": (_7B, ()),
-    "Llama 7 B, LoRA": (_7B, _LORA),
-    "Llama 70 B": (_70B, ()),
+CASES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "Llama 7 B": ("llama-2-7b", ()),
+    "Llama 7 B, LoRA": ("llama-2-7b", _LORA),
+    "Llama 70 B": ("llama-3.1-70b", ()),
 }
 _OPTIONS = "--seq-length 2048 --slot-memory 80GiB --slots 1 8 64 --json".split()
 
 
 def main() -> None:
-    print("| model | seconds | processor seconds | peak memory GiB |")
-    print("|---|---:|---:|---:|")
-    for name, (config, more) in CASES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "config.json"
-            path.write_text(json.dumps(config))
-            print(f"| {name} | {_measured(path, more)} |", flush=True)
+    common.parser(__doc__).parse_args()
+    numbers = ("seconds", "processor seconds", "peak memory GiB")
+    common.print_head("model", *numbers, numbers=numbers)
+    for name, (model, more) in CASES.items():
+        common.print_row(name, *_measured(_MODELS / f"{model}.json", more))
 
 
-def _measured(path: Path, more: tuple[str, ...]) -> str:
+def _measured(path: Path, more: tuple[str, ...]) -> list[str]:
+    """Return seconds, processor seconds and the peak of memory of an estimate."""
     words = [sys.executable, "-m", "dsat", "estimate", "--hf-config", str(path), *_OPTIONS, *more]
-    env = {**os.environ, "XDG_CACHE_HOME": str(path.parent / "cache")}
-    before, began = os.times(), time.perf_counter()
-    with subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL) as process:
-        peak = 0
-        while process.poll() is None:
-            peak = max(peak, _size(process.pid))
-            time.sleep(_SAMPLED_EVERY_S)
+    before, began, peak = os.times(), time.perf_counter(), 0
+    with tempfile.TemporaryDirectory() as cache:
+        env = common.environment(XDG_CACHE_HOME=cache)
+        with subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL) as process:
+            while process.poll() is None:
+                peak = max(peak, _size(process.pid))
+                time.sleep(_SAMPLED_EVERY_S)
     if process.returncode:
         raise SystemExit(f"dsat estimate ended with status {process.returncode}")
     took_s, after = time.perf_counter() - began, os.times()
     used_s = after.children_user + after.children_system
     used_s -= before.children_user + before.children_system
-    return f"{took_s:.1f} | {used_s:.1f} | {peak / _GIB:.2f}"
+    return [f"{took_s:.1f}", f"{used_s:.1f}", f"{peak / common.GIB:.2f}"]
 
 
 def _size(pid: int) -> int:
-    """Memory of a process and all that it has started, shared pages counted once."""
+    """Return the memory of a process and of all that it started, shared pages counted once."""
     total = 0
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]

@@ -6,55 +6,30 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from benchmarks.tables import Header
+from benchmarks.made_up_cluster import Cluster
+from benchmarks.tables import Table
 from dsat.values.objective import Objective
 from dsat.values.outcome import Outcome
-from dsat.values.trial import BatchTriple
 
 OBJECTIVE = Objective("throughput")
 STAGES = (0, 1, 2, 3)
+Workload = Table | Cluster  # what a tuner is tried on
 
 
 class BudgetSpent(Exception):
     """More trials than a tuner may run."""
 
 
-class Workload(Protocol):
-    """What a tuner is tried on: a recorded table, or a made-up cluster."""
-
-    @property
-    def header(self) -> Header: ...
-
-    @property
-    def cap(self) -> int | None: ...
-
-    @property
-    def choices(self) -> dict[str, list[Any]]: ...
-
-    @property
-    def largest_micro_batch(self) -> int: ...
-
-    @property
-    def profile_outcome(self) -> Outcome: ...
-
-    def config(self, settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]: ...
-
-    def answer(self, config: Mapping[str, Any]) -> Outcome: ...
-
-    def run_sd(self, outcome: Outcome) -> float: ...
-
-    def best(self, objective: Objective) -> float: ...
-
-
 class Ledger:
-    """Answers trials from a workload and keeps account of them.
+    """Answer trials from a workload and keep account of them.
 
     Profile trials count like any other, for whoever runs one.
 
     Args:
-        noise: seed of what measurements are off by; None: they are exact.
+        noise: seed of the noise of measurements; None: they are exact.
+        sd: standard deviation of a measured time; None: as the workload has it.
 
     Attributes:
         table: what the answers are from.
@@ -64,21 +39,29 @@ class Ledger:
         recommended: configuration that is recommended in the end; None: what measured best.
     """
 
-    def __init__(self, table: Workload, max_trials: int, *, noise: int | None = None) -> None:
+    def __init__(
+        self,
+        table: Workload,
+        max_trials: int,
+        *,
+        noise: int | None = None,
+        sd: float | None = None,
+    ) -> None:
         self.table = table
         self.outcomes: list[Outcome] = []
         self.told: list[Outcome] = []
         self.finals: list[Outcome] = []
         self.recommended: Mapping[str, Any] | None = None
         self._max_trials = max_trials
+        self._sd = sd
         self._rng = None if noise is None else random.Random(noise)
 
     def profile(self) -> Outcome:
-        """Runs the model profile."""
+        """Run the model profile."""
         return self._enter(self.table.profile_outcome)
 
     def run(self, config: Mapping[str, Any]) -> Outcome:
-        """Runs a trial of a whole DeepSpeed configuration.
+        """Run a trial of a whole DeepSpeed configuration.
 
         Raises:
             BudgetSpent: it would be one too many.
@@ -86,7 +69,7 @@ class Ledger:
         return self._enter(self.table.answer(config))
 
     def run_again(self, config: Mapping[str, Any]) -> Outcome:
-        """Runs a trial of the finals, which the budget does not count."""
+        """Run a trial of the finals, which the budget does not count."""
         self.finals.append(self._measured(self.table.answer(config)))
         return self.finals[-1]
 
@@ -100,7 +83,8 @@ class Ledger:
     def _measured(self, outcome: Outcome) -> Outcome:
         if outcome.metrics is None or self._rng is None:
             return outcome
-        factor = math.exp(self._rng.gauss(0, self.table.run_sd(outcome)))
+        sd = self.table.run_sd(outcome) if self._sd is None else self._sd
+        factor = math.exp(self._rng.gauss(0, sd))
         m = outcome.metrics
         metrics = replace(
             m,

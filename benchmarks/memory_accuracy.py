@@ -1,26 +1,25 @@
 """Simulated against real memory, on this machine's CPU: prints a table.
 
-    python3 benchmarks/memory_accuracy.py [gpt2_small resnet50 gpt ...]
+    python3 -m benchmarks.memory_accuracy [gpt2_small resnet50 gpt ...]
 
 A real run is measured by what torch's allocator held (see testing/programs/memory/heap.c).
 """
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks import common
+from benchmarks.common import MIB
 from dsat.memory import PHASES
 from dsat.memory.simulation_client import Question, Simulator
 from testing.allocator import configuration, counting_library, real_peaks
 from testing.local import engine_of
 
-_MIB = 2**20
 _GRID: list[dict[str, Any]] = [
     {"stage": 0},
     {"stage": 0, "dtype": "fp32"},
@@ -42,22 +41,27 @@ _GRID: list[dict[str, Any]] = [
 _FP32_ONLY = ("resnet", "resnet50")
 
 
-def main(models: list[str]) -> None:
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("models", nargs="*", default=["gpt2_small", "resnet50"], metavar="MODEL")
+    models = parser.parse_args().models
+    common.print_head(
+        *("model", "configuration", "real MiB", "simulated MiB", "error", "by phase", "seconds")
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         library = counting_library(folder)
-        print("| model | configuration | real MiB | simulated MiB | error | by phase | seconds |")
-        print("|---|---|---|---|---|---|---|")
         for model in models:
             entry = f"python3 train.py --model {model} --deepspeed_config ds_config.json"
             (folder / model).mkdir()
-            engine = engine_of("memory", folder / model, entry=entry)
-            try:
-                with Simulator(engine, as_cpu=True, timeout_s=300) as simulator:
-                    for case in _cases(model):
-                        _compare(simulator, library, model, case)
-            finally:
-                engine.close()
+            with (
+                contextlib.closing(engine_of("memory", folder / model, entry=entry)) as engine,
+                Simulator(engine, as_cpu=True, timeout_s=300) as simulator,
+            ):
+                for case in _cases(model):
+                    common.print_row(
+                        model, _text(case), *_compared(simulator, library, model, case)
+                    )
 
 
 def _cases(model: str) -> list[dict[str, Any]]:
@@ -67,13 +71,13 @@ def _cases(model: str) -> list[dict[str, Any]]:
     return [case for i, case in enumerate(cases) if case not in cases[:i]]
 
 
-def _compare(simulator: Simulator, library: Path, model: str, case: dict[str, Any]) -> None:
+def _compared(simulator: Simulator, library: Path, model: str, case: dict[str, Any]) -> list[str]:
+    """Return real and simulated memory, the errors, and the seconds of the simulation."""
     config, slots = configuration(**case), int(case.get("slots", 1))
     try:
         real = real_peaks(library, model, config, slots)
     except RuntimeError as error:
-        print(f"| {model} | {_text(case)} | failed: {str(error).splitlines()[-1]} | | | | |")
-        return
+        return [f"failed: {str(error).splitlines()[-1]}", "", "", "", ""]
     began = time.monotonic()
     micro_batch = int(config["train_micro_batch_size_per_gpu"])
     simulated = simulator.estimates([Question(config, micro_batch, slots)])[0]
@@ -81,13 +85,13 @@ def _compare(simulator: Simulator, library: Path, model: str, case: dict[str, An
     assert not isinstance(simulated, str), simulated
     errors = {phase: getattr(simulated, phase) / real[phase] - 1 for phase in PHASES}
     peak = max(real[phase] for phase in PHASES)
-    print(
-        f"| {model} | {_text(case)} | {peak / _MIB:.1f} | {simulated.peak / _MIB:.1f} "
-        f"| {simulated.peak / peak - 1:+.2%} "
-        f"| {', '.join(f'{phase} {error:+.2%}' for phase, error in errors.items())} "
-        f"| {seconds:.1f} |",
-        flush=True,
-    )
+    return [
+        f"{peak / MIB:.1f}",
+        f"{simulated.peak / MIB:.1f}",
+        f"{simulated.peak / peak - 1:+.2%}",
+        ", ".join(f"{phase} {error:+.2%}" for phase, error in errors.items()),
+        f"{seconds:.1f}",
+    ]
 
 
 def _text(case: dict[str, Any]) -> str:
@@ -95,4 +99,4 @@ def _text(case: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["gpt2_small", "resnet50"])
+    main()

@@ -1,6 +1,6 @@
 """For real: `dsat tune` against `deepspeed --autotuning tune`, on this machine.
 
-    python -m benchmarks.native [--side 128] [--tuner TYPE] [--runs 3] [--rounds 5] [--output FILE]
+    python -m benchmarks.native [--side 128] [--runs 3] [--rounds 5]
 
 Both get the same script, configuration file, slot and limits: a 5 M parameter GPT, sequences of as
 many tokens as `--side` says. With 128 a trial's steps take most of its time, with 16 its start.
@@ -10,40 +10,35 @@ answers are then measured by one stopwatch, dsat's meter, in turns.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
-import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import run_trial
+import dsat
+from benchmarks import common
+from benchmarks.common import BIN, Bar
 from benchmarks.record import OPTIMIZER, PROGRAM
-from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
-from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.machine import Machine, find_machine
-from dsat.inputs import ds_config, entrypoint, experiment
+from dsat.inputs import ds_config
 from dsat.inputs.autotuning_section import SECTION
 from dsat.report.format import duration
-from dsat.tuning.journal import FILE_NAME, read_events
-from dsat.tuning.run import Run
-from dsat.values.files import write_atomically
 from dsat.values.trial import Trial, TrialKind, TrialOptions
 from dsat.values.zero_strategy import of_config
 
-BIN = Path(sys.executable).parent
 CAP = 32
-TIME_LIMIT_S = 3600.0
-SIDE = 128
+# The largest part of the other's time, by the tokens of a sequence.
+MOST_TIME = {128: 0.35, 16: 0.25}
+# Of two medians of the same stopwatch: what it cannot tell apart.
+STOPWATCH_NOISE = 0.02
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": OPTIMIZER,
@@ -53,6 +48,7 @@ AUTOTUNING = {
     "enabled": True,
     "fast": True,
     "metric": "throughput",
+    "tuner_type": "model_based",
     "max_train_micro_batch_size_per_gpu": CAP,
 }
 _RESULTS = "autotuning_results"
@@ -71,29 +67,40 @@ class Tuned:
     """
 
     name: str
-    command: str
     wall_s: float
     trials: int
     config: Mapping[str, Any]
     throughputs: tuple[float, ...] = ()
     walls_s: tuple[float, ...] = ()
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Tuned:
-        lists = {name: tuple(data[name]) for name in ("throughputs", "walls_s")}
-        return cls(**{**data, **lists})
-
     @property
     def throughput(self) -> float:
         return statistics.median(self.throughputs)
 
+    def cells(self) -> list[str]:
+        """Return the row of a table for people; see `HEADINGS`."""
+        batch = ds_config.resolve_batch(self.config, 1, where="the answer")
+        stage = of_config(self.config).stage
+        wall = duration(self.wall_s)
+        if len(self.walls_s) > 1:
+            wall += f" ({duration(self.walls_s[0])} to {duration(self.walls_s[-1])})"
+        return [
+            f"`{self.name}`",
+            wall,
+            str(self.trials),
+            f"stage {stage}, micro batch {batch.micro_batch}, gas {batch.gas}",
+            f"{self.throughput:.2f} ({min(self.throughputs):.2f} to {max(self.throughputs):.2f})",
+        ]
 
-def compare(side: int, tuner: str, runs: int, rounds: int) -> tuple[Tuned, Tuned]:
-    """Runs both tuners, then measures both answers.
+
+HEADINGS = ("", "wall time", "trials", "answer", "samples/s by one stopwatch")
+
+
+def compare(side: int, runs: int, rounds: int) -> tuple[Tuned, Tuned]:
+    """Run both tuners, then measure both answers.
 
     Args:
         side: tokens of a sequence.
-        tuner: `tuner_type`; the other's fast mode knows only one way.
         runs: how often dsat is run, an odd number.
         rounds: how often each answer is measured.
 
@@ -105,11 +112,10 @@ def compare(side: int, tuner: str, runs: int, rounds: int) -> tuple[Tuned, Tuned
     with tempfile.TemporaryDirectory(prefix="dsat-native-") as scratch:
         folder = Path(scratch)
         all_of_ours = [
-            _dsat(_folder(folder / f"dsat{number}", tuner), script, machine)
-            for number in range(runs)
+            _dsat(_folder(folder / f"dsat{number}"), script, machine) for number in range(runs)
         ]
         ours = sorted(all_of_ours, key=lambda tuned: tuned.wall_s)[runs // 2]
-        theirs = _deepspeed(_folder(folder / "deepspeed", tuner), script, machine)
+        theirs = _deepspeed(_folder(folder / "deepspeed"), script, machine)
         times = _stopwatch(folder, script, machine, (ours.config, theirs.config), rounds)
     return (
         replace(ours, throughputs=times[0], walls_s=tuple(sorted(t.wall_s for t in all_of_ours))),
@@ -117,11 +123,11 @@ def compare(side: int, tuner: str, runs: int, rounds: int) -> tuple[Tuned, Tuned
     )
 
 
-def _folder(folder: Path, tuner: str) -> Path:
+def _folder(folder: Path) -> Path:
     folder.mkdir()
     shutil.copy(PROGRAM, folder)
-    config = {**CONFIG, SECTION: {**AUTOTUNING, "tuner_type": tuner}}
-    (folder / "ds_config.json").write_text(json.dumps(config, indent=2))
+    config = {**CONFIG, SECTION: AUTOTUNING}
+    (folder / "ds_config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -132,9 +138,9 @@ def _script(side: int) -> list[str]:
 
 def _dsat(folder: Path, script: Sequence[str], machine: Machine) -> Tuned:
     command = [sys.executable, "-m", "dsat", "tune", "--num_gpus", "1", *script]
-    wall_s = _run(command, folder, machine)
-    run = Run(read_events(folder / _RESULTS / FILE_NAME))
-    return Tuned("dsat tune", _said(command), wall_s, len(run.outcomes), _answer(folder))
+    wall_s = common.run_well(command, folder, _environment(machine))
+    trials = dsat.load_run(folder / _RESULTS).trials
+    return Tuned("dsat tune", wall_s, len(trials), _answer(folder))
 
 
 def _deepspeed(folder: Path, script: Sequence[str], machine: Machine) -> Tuned:
@@ -142,41 +148,16 @@ def _deepspeed(folder: Path, script: Sequence[str], machine: Machine) -> Tuned:
     command = [str(BIN / "deepspeed"), "--autotuning", "tune", "--num_gpus", "1", "--num_nodes"]
     command += ["1", "--master_port", str(first_port), *script]
     try:
-        wall_s = _run(command, folder, machine)
+        wall_s = common.run_well(command, folder, _environment(machine))
     finally:
         _unlink_buffers(range(first_port, first_port + 100))
     trials = sum(1 for _ in (folder / _RESULTS).glob("*/exp.json"))
-    return Tuned("deepspeed --autotuning tune", _said(command), wall_s, trials, _answer(folder))
+    return Tuned("deepspeed --autotuning tune", wall_s, trials, _answer(folder))
 
 
-def _said(command: Sequence[str]) -> str:
-    return " ".join([Path(command[0]).name, *command[1:]])
-
-
-def _run(command: Sequence[str], folder: Path, machine: Machine) -> float:
-    env = {
-        **os.environ,
-        "PATH": os.pathsep.join([str(BIN), os.environ["PATH"]]),
-        "DS_ACCELERATOR": machine.accelerator,
-    }
-    if machine.is_cpu:
-        env |= {"OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(machine.num_slots)}
-    log = folder / "log.txt"
-    began = time.perf_counter()
-    with open(log, "wb") as file:
-        status = subprocess.run(
-            command,
-            cwd=folder,
-            env=env,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            timeout=TIME_LIMIT_S,
-            check=False,
-        ).returncode
-    wall_s = time.perf_counter() - began
-    if status != 0:
-        raise SystemExit(f"{_said(command)} ended with status {status}:\n{log.read_text()[-4000:]}")
-    return wall_s
+def _environment(machine: Machine) -> dict[str, str]:
+    own = {"OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(machine.num_slots)} if machine.is_cpu else {}
+    return common.environment(DS_ACCELERATOR=machine.accelerator, **own)
 
 
 def _answer(folder: Path) -> dict[str, Any]:
@@ -198,77 +179,61 @@ def _stopwatch(
     configs: Sequence[Mapping[str, Any]],
     rounds: int,
 ) -> list[tuple[float, ...]]:
-    """The throughputs of configurations, measured in turns so that they share slow spells."""
-    model_dir = folder / "stopwatch"
-    model_dir.mkdir()
-    shutil.copy(PROGRAM, model_dir)
+    """Measure the throughputs of configurations in turns, so that they share slow spells."""
     base = {key: CONFIG[key] for key in ("train_micro_batch_size_per_gpu", "optimizer")}
-    (model_dir / "ds_config.json").write_text(json.dumps(base))
-    command = ["python3", *script]
-    user = experiment.of_command(command, "stopwatch", model_dir, model_dir / "ds_config.json")
-    program = entrypoint.parse(user.entrypoint, model_dir)
-    options = LocalOptions(TrialOptions(timeout_s=600.0, end_step=8))
-    engine = LocalEngine(user, program, [Host(machine)], model_dir, options, slots_per_trial=1)
+    command = ["python3", str(PROGRAM), *script[1:]]
+    options = TrialOptions(timeout_s=600.0, end_step=8)
     found: list[list[float]] = [[] for _ in configs]
-    try:
+    engine = common.engine_of(command, base, folder / "stopwatch", [Host(machine)], options)
+    with contextlib.closing(engine):
         for number in range(rounds * len(configs)):
             which = number % len(configs)
             config = ds_config.for_use(configs[which])
             batch = ds_config.resolve_batch(config, 1, where="the answer")
-            stage = of_config(config).stage
-            overrides = {**config, **batch.config()}
-            name = f"t{number}"
-            trial = Trial(number, TrialKind.SEARCH, name, stage, batch, overrides)
-            outcome = run_trial(engine, trial)
+            stage, overrides = of_config(config).stage, {**config, **batch.config()}
+            trial = Trial(number, TrialKind.SEARCH, f"t{number}", stage, batch, overrides)
+            outcome = common.run_trial(engine, trial)
             if outcome.metrics is None:
                 raise SystemExit(f"{config} does not run: {outcome.message}")
             found[which].append(outcome.metrics.throughput)
-    finally:
-        engine.close()
     return [tuple(values) for values in found]
 
 
-def lines(ours: Tuned, theirs: Tuned) -> list[str]:
-    """The comparison for people, in Markdown."""
-    rows = [
-        "| | wall time | trials | answer | samples/s by one stopwatch |",
-        "|---|---|---|---|---|",
+def bars(side: int, ours: Tuned, theirs: Tuned) -> list[Bar]:
+    """Return the bars of a comparison."""
+    share, gain = ours.wall_s / theirs.wall_s, ours.throughput / theirs.throughput
+    where = f"for real, sequences of {side} tokens:"
+    most = MOST_TIME.get(side, 1.0)
+    return [
+        Bar(
+            f"{where} at most {most:g} of the native autotuner's wall time",
+            f"{ours.wall_s:.0f} s of {theirs.wall_s:.0f} s: {share:.2f}",
+            share <= most,
+        ),
+        Bar(
+            f"{where} an answer at least as fast (the stopwatch tells {STOPWATCH_NOISE:.0%})",
+            f"{ours.throughput:.2f} to {theirs.throughput:.2f} samples/s: {gain:.3f}",
+            gain >= 1 - STOPWATCH_NOISE,
+        ),
     ]
-    for tuned in (ours, theirs):
-        stage = of_config(tuned.config).stage
-        batch = ds_config.resolve_batch(tuned.config, 1, where="the answer")
-        spread = f"{min(tuned.throughputs):.2f} to {max(tuned.throughputs):.2f}"
-        wall = duration(tuned.wall_s)
-        if len(tuned.walls_s) > 1:
-            wall += f" ({duration(tuned.walls_s[0])} to {duration(tuned.walls_s[-1])})"
-        rows.append(
-            f"| `{tuned.name}` | {wall} | {tuned.trials} | stage {stage}, micro "
-            f"batch {batch.micro_batch}, gas {batch.gas} | {tuned.throughput:.2f} ({spread}) |"
-        )
-    rows += ["", "Of what was done several times: the median (least to most).", ""]
-    rows.append(
-        f"dsat took {ours.wall_s / theirs.wall_s:.2f} times as long; its answer is "
-        f"{ours.throughput / theirs.throughput:.3f} times as fast."
-    )
-    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    types = ("gridsearch", "random", "model_based")
-    parser.add_argument("--side", type=int, default=SIDE, metavar="N", help="tokens of a sequence")
-    parser.add_argument("--tuner", choices=types, default="model_based", metavar="TYPE")
+    parser = common.parser(__doc__)
+    parser.add_argument("--side", type=int, default=128, metavar="N", help="tokens of a sequence")
     parser.add_argument("--runs", type=int, choices=(1, 3, 5), default=3, metavar="N")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the same as JSON")
     args = parser.parse_args()
-    ours, theirs = compare(args.side, args.tuner, args.runs, args.rounds)
-    print("\n".join(lines(ours, theirs)))
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.output, json.dumps([asdict(ours), asdict(theirs)], indent=1))
+    ours, theirs = compare(args.side, args.runs, args.rounds)
+    common.print_head(*HEADINGS)
+    for tuned in (ours, theirs):
+        common.print_row(*tuned.cells())
+    print(
+        "\nOf what was done several times: the median (least to most).\n\n"
+        f"dsat took {ours.wall_s / theirs.wall_s:.2f} times as long; its answer is "
+        f"{ours.throughput / theirs.throughput:.3f} times as fast."
+    )
+    common.print_bars(bars(args.side, ours, theirs))
 
 
 if __name__ == "__main__":

@@ -1,53 +1,50 @@
 """Projected against published throughput: prints a table.
 
-    python3 -m benchmarks.projection [--only WORD] [--traces FOLDER]
+    python3 -m benchmarks.projection [--only WORD]
 
-Every row was read at its source. Rows that are marked `fitted`, at most a third, stand for the run
-that a user has made: the others of the same software are predicted as by `--from RUN`,
-and all of them by the table of cards alone, too. What a source does not say is assumed: bf16,
-torch's attention, `overlap_comm`. FSDP counts as stage 3, which has the same traffic.
+Tokens/s of a card. Each model is simulated on a machine without a GPU. `by the table`: from the
+table of cards alone. `corrected`: after the rows of the same software that are marked as fitted (at
+most a third), as `dsat project --from RUN` does with a run of your own; software without such a row
+is not corrected. Every row was read at its source. What a source does not say is assumed: bf16,
+torch's attention, `overlap_comm`. FSDP counts as stage 3, which has the same traffic. `memory`:
+predicted peak, of the card's. The factor between the roofline of the table and what scripts reach
+(`PRIORS` in `dsat/search/traced_work.py`), and the memory bandwidth of a thread on the host, were
+chosen by the fitted rows, with all rows in sight but the checked ones. These were written down with
+their sources before any of them was predicted; the errors of their first predictions are in a table
+of their own. They showed that two terms were missing (NCCL's protocols for small messages, and what
+DeepSpeed's hooks take of stage 3) and that corrected intervals were too narrow for other cards; all
+three were mended then, without a constant fitted to a row. Rows of ZenFlow came later: they were
+predicted 10 times too slow, because each rank was taken to have one thread on the host, as the
+gist's have. What all threads of a host reach together is of DeepSpeed#6834, not of these rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.traces import kept, traced
+from benchmarks import common
+from dsat.app import project
+from dsat.app.estimate import simulator_of
 from dsat.app.project import Traced
 from dsat.inputs import cards
+from dsat.inputs.project_settings import ProjectSettings
 from dsat.search.projected_speed import ProjectedSpeed
 from dsat.search.speed import Points
 from dsat.search.traced_work import Cluster, hardware_of
 from dsat.values.zero_strategy import NONE, Strategy
 
 DATA = Path(__file__).parent / "data" / "projection.json"
+SLOTS = 8  # that are simulated
 MEDIAN_BAR, WORST_BAR, PAIRS_BAR = 0.10, 0.20, 0.9
-EXPLANATION = (
-    "Tokens/s of a card. Each model is simulated on a machine without a GPU. `by the table`: from "
-    "the table of cards alone. `corrected`: after the rows of the same software that are marked as "
-    "fitted, as `dsat project --from RUN` does with a run of your own; software without such a row "
-    "is not corrected. FSDP counts as stage 3. `memory`: predicted peak, of the card's. The factor "
-    "between the roofline of the table and what scripts reach (`PRIORS` in "
-    "`dsat/search/traced_work.py`), and the memory bandwidth of a thread on the host, were chosen "
-    "by the fitted rows, with all rows in sight but the checked ones. These were written down with "
-    "their sources before any of them was predicted; the errors of their first predictions are in "
-    "a table of their own. They showed that two terms were missing (NCCL's protocols for small "
-    "messages, and what DeepSpeed's hooks take of stage 3) and that corrected intervals were too "
-    "narrow for other cards; all three were mended then, without a constant fitted to a row. Rows "
-    "of ZenFlow came later: they were predicted 10 times too slow, because each rank was taken to "
-    "have one thread on the host, as the gist's have. What all threads of a host reach together is "
-    "of DeepSpeed#6834, not of these rows.",
-)
 _APART = 1.05  # pairs of strategies that differ by less are not compared
 _PUBLISHED_SD = 0.02  # of what was published
 
@@ -115,20 +112,20 @@ def _records(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(data["columns"], values, strict=True)) for values in data["rows"]]
 
 
-def compare(rows: Sequence[Row], models: Mapping[str, Any], folder: Path | None) -> list[Compared]:
+def compare(rows: Sequence[Row], models: Mapping[str, Any]) -> list[Compared]:
     """Project all rows, each by the table alone, and corrected by the fitted rows of its stack."""
     found = []
-    whole = _trace_all(rows, models, folder)
+    whole = _trace_all(rows, models)
     for row in rows:
         mine = [each for each in rows if each.fitted and each.stack == row.stack]
         mine = [each for each in mine if each.card == row.card] or mine
-        times = [_both(row, each, whole, mine) for each in _parts(row, whole)]
+        parts = _parts(row, whole)
         by_table, corrected = (
-            _rates(row.tokens, [statistics.fmean(ends) for ends in zip(*which, strict=True)])
-            for which in zip(*times, strict=True)
+            Rate.of(row, [statistics.fmean(ends) for ends in zip(*which, strict=True)])
+            for which in zip(*(_both(row, each, whole, mine) for each in parts), strict=True)
         )
-        filled = statistics.fmean(_filled(row, each) for each in _parts(row, whole))
-        found.append(Compared(row, filled, bool(mine), *by_table, *corrected))
+        filled = statistics.fmean(_filled(row, each) for each in parts)
+        found.append(Compared(row, filled, bool(mine), by_table, corrected))
     return found
 
 
@@ -138,19 +135,16 @@ def _filled(row: Row, traced: Traced) -> float:
     return traced.memory(row.strategy, row.cards, row.micro_batch, card)[0] / card.memory_bytes
 
 
-def _rates(tokens: float, seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Return the rate and its interval, of seconds with theirs."""
-    middle, low, high = seconds
-    return tokens / middle, tokens / high, tokens / low
-
-
 Key = tuple[str, int, bool]
 
 
+def _keys(row: Row) -> list[Key]:
+    """Return what is traced of a row; with a part recomputed, the step is between two traces."""
+    return [(row.model, row.seq, on) for on in (False, True) if row.recompute in (on, 0.5)]
+
+
 def _parts(row: Row, whole: Mapping[Key, Traced]) -> list[Traced]:
-    """Return the traces of a row; with a part recomputed, the step is between two of them."""
-    switches = [on for on in (False, True) if row.recompute in (on, 0.5)]
-    return [whole[row.model, row.seq, on] for on in switches]
+    return [whole[key] for key in _keys(row)]
 
 
 def _both(
@@ -182,63 +176,104 @@ def _points(speed: ProjectedSpeed, row: Row, traced: Traced) -> Points:
     return speed.points(work, row.strategy, row.micro_batch, row.gas)
 
 
-def _trace_all(
-    rows: Sequence[Row], models: Mapping[str, Any], folder: Path | None
-) -> dict[Key, Traced]:
+def _trace_all(rows: Sequence[Row], models: Mapping[str, Any]) -> dict[Key, Traced]:
     """Trace each model once for all of its rows, with and without recomputation as they have it."""
-    groups: dict[Key, list[Strategy]] = {}
+    groups: dict[Key, dict[Strategy, None]] = {}
     for row in rows:
-        for on in (False, True):
-            if row.recompute in (on, 0.5):
-                groups.setdefault((row.model, row.seq, on), []).append(row.strategy)
-    found = {}
-    for (model, seq, on), strategies in groups.items():
-        path = folder / f"{model}-{seq}-{on}.json" if folder is not None else None
-        trace = partial(
-            traced, models[model], seq, recompute=on, strategies=list(dict.fromkeys(strategies))
+        for key in _keys(row):
+            groups.setdefault(key, {})[row.strategy] = None
+    return {
+        (model, seq, on): _traced(models[model], seq, on, list(strategies))
+        for (model, seq, on), strategies in groups.items()
+    }
+
+
+def _traced(
+    model: Mapping[str, Any], seq: int, recompute: bool, strategies: Sequence[Strategy]
+) -> Traced:
+    """Simulate a model with some strategies on eight cards."""
+    with tempfile.TemporaryDirectory() as folder:
+        config, settings = Path(folder) / "config.json", Path(folder) / "ds.json"
+        config.write_text(json.dumps(model), encoding="utf-8")
+        zero = {"stage": 3, "overlap_comm": True}
+        gas = 2 if any(strategy.stage < 3 for strategy in strategies) else 1
+        batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": gas}
+        settings.write_text(json.dumps({**batch, "zero_optimization": zero}), encoding="utf-8")
+        asked = ProjectSettings(
+            hf_config=str(config),
+            seq_length=seq,
+            ds_config=settings,
+            activation_checkpointing="on" if recompute else "off",
         )
-        found[model, seq, on] = kept(path, trace)
-    return found
+        with simulator_of(asked) as (_, base, simulator):
+            return project.trace(base, simulator, SLOTS, lambda _: strategies)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Projected tokens/s of a card with an interval, against what was published."""
+
+    rate: float
+    low: float
+    high: float
+    published: float
+
+    @classmethod
+    def of(cls, row: Row, seconds: Sequence[float]) -> Rate:
+        """Return the rate of a row by the seconds of its step and their interval."""
+        middle, low, high = seconds
+        return cls(row.tokens / middle, row.tokens / high, row.tokens / low, row.tokens_per_second)
+
+    @property
+    def error(self) -> float:
+        return self.rate / self.published - 1
+
+    @property
+    def holds(self) -> bool:
+        """Tell whether the interval holds what was published."""
+        return self.low <= self.published <= self.high
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A row with its projections, in tokens/s of a card.
+    """A row with its projections.
 
     Attributes:
         filled: predicted peak of memory, as a part of the card's.
         is_corrected: rows of its stack were fitted.
-        by_table, table_low, table_high: by the table of cards alone, with its interval.
-        corrected, low, high: after the fitted rows of its stack.
+        by_table: by the table of cards alone.
+        corrected: after the fitted rows of its stack.
     """
 
     row: Row
     filled: float
     is_corrected: bool
-    by_table: float
-    table_low: float
-    table_high: float
-    corrected: float
-    low: float
-    high: float
+    by_table: Rate
+    corrected: Rate
 
-    @property
-    def table_error(self) -> float:
-        return self.by_table / self.row.tokens_per_second - 1
+    def cells(self) -> list[str]:
+        """Return the row of a table for people; see `HEADINGS`."""
+        row = self.row
+        mark = " (fitted)" if row.fitted else " (checked)" if row.held_out else ""
+        return [
+            f"{row.source}{mark}",
+            f"{row.model}, {row.seq} tokens",
+            f"{row.cards} x {row.card}",
+            row.strategy.label,
+            f"{row.recompute:g}",
+            f"{row.micro_batch} x {row.gas}",
+            f"{100 * self.filled:.0f} %",
+            f"{row.tokens_per_second:,.0f}",
+            *(f"{self.by_table.rate:,.0f}", f"{100 * self.by_table.error:+.1f} %"),
+            *(f"{self.corrected.rate:,.0f}", f"{100 * self.corrected.error:+.1f} %"),
+            "yes" if self.corrected.holds else "no",
+        ]
 
-    @property
-    def error(self) -> float:
-        return self.corrected / self.row.tokens_per_second - 1
 
-    @property
-    def table_holds(self) -> bool:
-        """Tell whether the interval by the table holds what was measured."""
-        return self.table_low <= self.row.tokens_per_second <= self.table_high
-
-    @property
-    def holds(self) -> bool:
-        """Tell whether the interval holds what was measured."""
-        return self.low <= self.row.tokens_per_second <= self.high
+HEADINGS = (
+    *("source", "model", "cards", "strategy", "recomputed", "batch", "memory", "measured"),
+    *("by the table", "error", "corrected", "error", "in interval"),
+)
 
 
 def ordered_pairs(found: Sequence[Compared]) -> tuple[int, int]:
@@ -252,49 +287,22 @@ def ordered_pairs(found: Sequence[Compared]) -> tuple[int, int]:
         ratio = a.tokens_per_second / b.tokens_per_second
         if same and max(ratio, 1 / ratio) >= _APART:
             pairs += 1
-            right += (ratio > 1) == (one.corrected > other.corrected)
+            right += (ratio > 1) == (one.corrected.rate > other.corrected.rate)
     return right, pairs
 
 
-def _table(found: Sequence[Compared]) -> list[str]:
-    lines = [
-        "| source | model | cards | strategy | recomputed | batch | memory | measured "
-        "| by the table | error | corrected | error | in interval |",
-        "|---|---|---|---|---|---|---:|---:|---:|---:|---:|---:|---|",
-    ]
-    for each in found:
-        row = each.row
-        lines.append(
-            f"| {row.source}{_mark(row)} | {row.model}, {row.seq} tokens "
-            f"| {row.cards} x {row.card} | {row.strategy.label} | {row.recompute:g} "
-            f"| {row.micro_batch} x {row.gas} | {100 * each.filled:.0f} % "
-            f"| {row.tokens_per_second:,.0f} "
-            f"| {each.by_table:,.0f} | {100 * each.table_error:+.1f} % "
-            f"| {each.corrected:,.0f} | {100 * each.error:+.1f} % "
-            f"| {'yes' if each.holds else 'no'} |"
-        )
-    return lines
-
-
-def _mark(row: Row) -> str:
-    return " (fitted)" if row.fitted else " (checked)" if row.held_out else ""
-
-
 def _verdict(found: Sequence[Compared]) -> list[str]:
-    right, pairs = ordered_pairs(found)
+    """Return lines on the errors of the rows that were checked, and of those in sight."""
     groups = {
         "checked": [each for each in found if each.row.held_out],
         "in sight": [each for each in found if not (each.row.fitted or each.row.held_out)],
     }
     said = [f"{len(found)} rows, {sum(each.row.fitted for each in found)} of them fitted.", ""]
     for name, rows in groups.items():
-        if rows:
-            corrected = [each for each in rows if each.is_corrected]
-            said += _told(
-                f"{name}, by the table of cards alone",
-                [(r.table_error, r.table_holds) for r in rows],
-            )
-            said += _told(f"{name}, corrected", [(r.error, r.holds) for r in corrected])
+        corrected = [each.corrected for each in rows if each.is_corrected]
+        said += _told(f"{name}, by the table of cards alone", [each.by_table for each in rows])
+        said += _told(f"{name}, corrected", corrected)
+    right, pairs = ordered_pairs(found)
     return [
         *said,
         f"- order of two configurations that differ by 5 % or more: {right} of {pairs} right "
@@ -302,33 +310,32 @@ def _verdict(found: Sequence[Compared]) -> list[str]:
     ]
 
 
-def _told(name: str, rows: Sequence[tuple[float, bool]]) -> list[str]:
-    held = sum(holds for _, holds in rows)
-    errors = [error for error, _ in rows]
-    interval = f"the 90 % interval holds {held} of {len(rows)}"
-    return [f"- {name}: {_errors(errors)}; {interval}"] if rows else []
-
-
-def _errors(errors: Sequence[float]) -> str:
-    sizes = sorted(abs(error) for error in errors)
-    return (
-        f"median error {100 * statistics.median(sizes):.1f} % (bar {100 * MEDIAN_BAR:.0f} %), "
-        f"worst {100 * sizes[-1]:.1f} % (bar {100 * WORST_BAR:.0f} %), "
-        f"{sum(size <= WORST_BAR for size in sizes)} of {len(sizes)} within "
-        f"{100 * WORST_BAR:.0f} %"
-    )
+def _told(name: str, rates: Sequence[Rate]) -> list[str]:
+    if not rates:
+        return []
+    sizes = sorted(abs(each.error) for each in rates)
+    held, within = sum(each.holds for each in rates), sum(size <= WORST_BAR for size in sizes)
+    return [
+        f"- {name}: median error {100 * statistics.median(sizes):.1f} % (bar "
+        f"{100 * MEDIAN_BAR:.0f} %), worst {100 * sizes[-1]:.1f} % (bar {100 * WORST_BAR:.0f} %), "
+        f"{within} of {len(sizes)} within {100 * WORST_BAR:.0f} %; the 90 % interval holds "
+        f"{held} of {len(rates)}"
+    ]
 
 
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common.parser(__doc__)
     parser.add_argument("--only", default="", help="rows whose source or model has this word")
-    parser.add_argument("--traces", type=Path, help="folder that keeps what was simulated")
     args = parser.parse_args()
     rows, sources, models = read()
     chosen = [row for row in rows if args.only in f"{row.source} {row.model}"]
-    found = compare(chosen, models, args.traces)
-    print("\n".join([*_table(found), "", *_verdict(found), ""]))
+    common.print_explanation(__doc__)
+    found = compare(chosen, models)
+    numbers = ("memory", "measured", "by the table", "corrected", "error")
+    common.print_head(*HEADINGS, numbers=numbers)
+    for each in found:
+        common.print_row(*each.cells())
+    print("\n".join(["", *_verdict(found), ""]))
     for name in dict.fromkeys(row.source for row in chosen):
         print(f"- {name}: {sources[name]}")
 

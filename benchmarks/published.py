@@ -1,6 +1,6 @@
 """Predicted against published GPU memory: prints a table.
 
-    python3 -m benchmarks.published
+    python3 -m benchmarks.published [--only WORD]
 
 A table of docs/predicting.md. A model whose layers are published is simulated; of others the
 closed form tells what their sizes decide. Published are peaks of what torch has allocated, if
@@ -11,205 +11,76 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import common
 from dsat.app.estimate import simulation_engine
 from dsat.app.source import Source
-from dsat.inputs import ds_config, entrypoint, experiment
+from dsat.inputs import entrypoint, experiment
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
 
+DATA = Path(__file__).parent / "data" / "published.json"
 FOLDER = Path(__file__).parent / "programs" / "published"
-_MODELS = Path(__file__).parent / "models"
-_GIB = 2**30
-_TIMEOUT_S = 600.0
 BAR = 0.03
+_TIMEOUT_S = 600.0
+_LAYERS = 36  # of Qwen3-8B, whose q_proj is 4096 x 4096 and v_proj 1024 x 4096
+_ADAPTERS = _LAYERS * 16 * ((4096 + 4096) + (4096 + 1024))
+_LORA = ModelFacts(8_190_735_360 + _ADAPTERS, _ADAPTERS, 4096 * 16, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published measurement.
+    """A published peak of a model that is simulated.
 
     Attributes:
         source: where it was published.
-        what: what was measured, a phase of the estimate or its `peak`.
         config: the DeepSpeed configuration.
         slots: data-parallel ranks.
         measured_gib: what was published.
-        model: what is simulated: the words of its command; or the facts for the closed form,
-            without activations, where they do not decide what was measured.
-        micro_batch: its micro batch.
-        note: what of the configuration is not published, and the reason of a miss.
+        command: trains the model, in `FOLDER`.
+        note: what of the configuration is not published.
         needs: module of DeepSpeed that came with what the configuration asks for.
     """
 
     source: str
-    what: str
     config: Mapping[str, Any]
     slots: int
     measured_gib: float
-    model: Sequence[str] | ModelFacts
-    micro_batch: int = 1
-    note: str = ""
-    needs: str = "deepspeed"
+    command: str
+    micro_batch: int
+    note: str
+    needs: str
 
-    def predicted(self) -> MemoryEstimate:
-        if isinstance(self.model, ModelFacts):
-            return closed_form.estimate(
-                self.model, self.config, slots=self.slots, micro_batch=self.micro_batch
-            )
-        return _simulated(self.model, self.config, self.slots, self.micro_batch)
+    def predicted(self) -> int:
+        """Return the predicted peak in bytes.
 
-
-def _simulated(
-    words: Sequence[str], config: Mapping[str, Any], slots: int, micro_batch: int
-) -> MemoryEstimate:
-    micro = {"train_micro_batch_size_per_gpu": micro_batch}
-    whole = {"gradient_accumulation_steps": 1, **config, **micro}
-    user = experiment.of_command(list(words), "published", FOLDER, whole, "the row")
-    source = Source(user, entrypoint.parse(list(words), FOLDER))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.closing(simulation_engine(source, Path(folder), _TIMEOUT_S)) as engine,
-        Simulator(engine, as_cpu=False, timeout_s=_TIMEOUT_S) as simulator,
-    ):
-        [found] = simulator.estimates([Question(whole, micro_batch, slots)])
-    if isinstance(found, str):
-        raise SimulationUnavailable(found)
-    return found
-
-
-def _facts(num_params: int, trainable: int | None = None, largest: int = 0) -> ModelFacts:
-    trained = num_params if trainable is None else trainable
-    return ModelFacts(num_params, trained, largest, 0.0, 0.0, 0.0)
-
-
-def _post_norm(width: int, layers: int, heads: int, vocabulary: int, *more: str) -> list[str]:
-    sizes = {"width": width, "layers": layers, "heads": heads, "vocabulary": vocabulary}
-    words = [f"--{name}={size}" for name, size in {**sizes, "length": 512}.items()]
-    return ["python3", "post_norm.py", "--deepspeed_config=ds_config.json", *words, *more]
-
-
-_MASTER_WEIGHTS = "DeepSpeedExamples training/bf16_master_weight"
-_ADAMW: Mapping[str, Any] = {"type": "AdamW", "params": {"lr": 1e-4}}
-_STAGE_3: Mapping[str, Any] = {
-    "bf16": {"enabled": True},
-    "optimizer": _ADAMW,
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": 5 * 10**7,
-        "stage3_param_persistence_threshold": 0,
-    },
-}
-_ALL_BF16: Mapping[str, Any] = {
-    **_STAGE_3,
-    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
-    "torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"},
-}
-# DeepSpeed replaced `linear` in stage 3 only within `zero.Init` until partition_parameters.py:1090
-# (0.19.8): what was gathered stayed in memory with the activations, which had views of it.
-_KEPT_WEIGHTS: Mapping[str, Any] = {"zero_optimization": {"memory_efficient_linear": False}}
-_OLDER = "with `memory_efficient_linear: false`, as DeepSpeed then was without zero.Init"
-_OF_ALL_BF16, _OF_ULYSSES = (
-    f"deepspeed.runtime.{name}" for name in ("torch_autocast", "sequence_parallel.ulysses_sp")
-)
-_LARGE = _post_norm(4096, 32, 32, 50257)
-_SMALL = _post_norm(1024, 12, 16, 50000)
-_ULYSSES = "huggingface.co/blog/ulysses-sp, Qwen3-4B, "
-_NOT_OFFLOADED = (
-    "optimizer states on the cards: the post says on the host, but its row of one card has 16 "
-    "bytes for each parameter"
-)
-
-
-def _recomputed(model: str, tokens: int) -> list[str]:
-    """Return the words that train a model of a configuration on sequences of so many tokens."""
-    words = ["python3", "-m", "dsat.in_trial.simulation.config_program", "--gradient-checkpointing"]
-    words += ["--deepspeed_config=ds_config.json", f"--hf-config={_MODELS / model}"]
-    return [*words, f"--seq-length={tokens}"]
-
-
-_LAYERS = 36  # of Qwen3-8B, whose q_proj is 4096 x 4096 and v_proj 1024 x 4096
-_ADAPTERS = _LAYERS * 16 * ((4096 + 4096) + (4096 + 1024))
-ROWS = (
-    *(
-        Row(
-            f"{_MASTER_WEIGHTS}, 6.86 B, {name}",
-            "peak",
-            config,
-            4,
-            gib,
-            (*_LARGE, "--recompute"),
-            needs=_OF_ALL_BF16 if config is _ALL_BF16 else "deepspeed",
-        )
-        for name, config, gib in (
-            ("recomputed", _STAGE_3, 31.38),
-            ("recomputed, all in bf16", _ALL_BF16, 18.93),
-        )
-    ),
-    *(
-        Row(
-            f"{_MASTER_WEIGHTS}, {name}",
-            "peak",
-            ds_config.merge(config, _KEPT_WEIGHTS),
-            slots,
-            gib,
-            words,
-            micro_batch,
-            _OLDER,
-            _OF_ALL_BF16 if config is _ALL_BF16 else "deepspeed",
-        )
-        for name, config, slots, gib, words, micro_batch in (
-            ("6.86 B", _STAGE_3, 4, 41.28, _LARGE, 1),
-            ("6.86 B, all in bf16", _ALL_BF16, 4, 33.20, _LARGE, 1),
-            ("254 M", _STAGE_3, 1, 5.93, _SMALL, 4),
-            ("254 M, all in bf16", _ALL_BF16, 1, 5.73, _SMALL, 4),
-            ("254 M", _STAGE_3, 4, 3.57, _SMALL, 4),
-            ("254 M, all in bf16", _ALL_BF16, 4, 4.44, _SMALL, 4),
-        )
-    ),
-    *(
-        Row(
-            f"{_ULYSSES}{tokens} tokens",
-            "peak",
-            {
-                "bf16": {"enabled": True},
-                "optimizer": _ADAMW,
-                "zero_optimization": {"stage": 3},
-                "sequence_parallel_size": slots,
-                "gradient_accumulation_steps": 8,
-            },
-            slots,
-            gib,
-            _recomputed("qwen3-4b.json", tokens),
-            note=_NOT_OFFLOADED,
-            needs=_OF_ULYSSES if slots > 1 else "deepspeed",
-        )
-        for tokens, slots, gib in (
-            (8192, 1, 76.4),
-            (8192, 4, 23.4),
-            (32768, 4, 35.0),
-            (65536, 4, 50.5),
-            (98304, 4, 66.0),
-        )
-    ),
-    Row(
-        "deepspeedai/DeepSpeed#8029, Qwen3-8B with LoRA",
-        "init",
-        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
-        1,
-        15.36,
-        _facts(8_190_735_360 + _ADAPTERS, _ADAPTERS, largest=4096 * 16),
-        note="after initialisation",
-    ),
-)
+        Raises:
+            SimulationUnavailable: it cannot be simulated here.
+        """
+        if not _is_there(self.needs):
+            raise SimulationUnavailable(f"the installed DeepSpeed has no {self.needs}")
+        micro = {"train_micro_batch_size_per_gpu": self.micro_batch}
+        whole = {"gradient_accumulation_steps": 1, **self.config, **micro}
+        words = self.command.split()
+        user = experiment.of_command(words, "published", FOLDER, whole, "the row")
+        source = Source(user, entrypoint.parse(words, FOLDER))
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.closing(simulation_engine(source, Path(folder), _TIMEOUT_S)) as engine,
+            Simulator(engine, as_cpu=False, timeout_s=_TIMEOUT_S) as simulator,
+        ):
+            [found] = simulator.estimates([Question(whole, self.micro_batch, self.slots)])
+        if isinstance(found, str):
+            raise SimulationUnavailable(found)
+        return found.peak
 
 
 def _is_there(module: str) -> bool:
@@ -219,25 +90,41 @@ def _is_there(module: str) -> bool:
         return False
 
 
+def read() -> Iterator[Row]:
+    """Yield the rows of the data."""
+    data = json.loads(DATA.read_text(encoding="utf-8"))
+    for values in data["rows"]:
+        row = dict(zip(data["columns"], values, strict=True))
+        yield Row(**{**row, "config": data["configs"][row["config"]]})
+
+
 def main() -> None:
-    print("| source | what | slots | measured GiB | predicted GiB | error | note |")
-    print("|---|---|---:|---:|---:|---:|---|")
-    for row in ROWS:
-        if not _is_there(row.needs):
-            print(f"{row.source}: the installed DeepSpeed has no {row.needs}", file=sys.stderr)
-            continue
+    parser = common.parser(__doc__)
+    parser.add_argument("--only", default="", metavar="WORD", help="rows whose source has this")
+    word, numbers = parser.parse_args().only, ("slots", "measured GiB", "predicted GiB", "error")
+    common.print_head("source", "what", *numbers, "note", numbers=numbers)
+    for row in (row for row in read() if word in row.source):
         try:
-            predicted_gib = float(getattr(row.predicted(), row.what)) / _GIB
+            predicted = row.predicted()
         except SimulationUnavailable as reason:
             print(f"{row.source}: {reason}", file=sys.stderr)
             continue
-        error = predicted_gib / row.measured_gib - 1
-        within = "" if abs(error) <= BAR else " (beyond the bar)"
-        print(
-            f"| {row.source} | {row.what} | {row.slots} | {row.measured_gib:.2f} "
-            f"| {predicted_gib:.2f} | {error:+.1%}{within} | {row.note} |",
-            flush=True,
-        )
+        _print(row.source, "peak", row.slots, row.measured_gib, predicted, row.note)
+    lora = "deepspeedai/DeepSpeed#8029, Qwen3-8B with LoRA"
+    if word in lora:
+        config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
+        found = closed_form.estimate(_LORA, config, slots=1, micro_batch=1)
+        _print(lora, "init", 1, 15.36, found.init, "after initialisation")
+
+
+def _print(
+    source: str, what: str, slots: int, measured_gib: float, predicted: float, note: str
+) -> None:
+    predicted_gib = predicted / common.GIB
+    error = predicted_gib / measured_gib - 1
+    within = "" if abs(error) <= BAR else " (beyond the bar)"
+    found = f"{measured_gib:.2f}", f"{predicted_gib:.2f}", f"{error:+.1%}{within}"
+    common.print_row(source, what, slots, *found, note)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,32 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dsat.values.files import write_atomically
+from testing.catalogue import REAL, Script, of_suite
+from testing.tuned_scripts import DSAT, environment, prepare
 
-ROOT = Path(__file__).parents[1]
-PROGRAMS = Path(__file__).parent / "programs" / "real"
 FIRST_LINE_S, VERDICT_S = 60.0, 240.0
 ERROR_LATER_S = 2.0
 FIRST = re.compile(r"\[\d+/\d+\] (?!profile|baseline)\S+: ")
-_TRAINER = ["--output_dir", "out", "--report_to", "none", "--deepspeed", "auto.json"]
-COMMANDS: dict[str, list[str]] = {
-    "cifar": ["deepspeed", "cifar.py", "--deepspeed"],
-    "glue": ["python3", "glue.py", *_TRAINER, "--per_device_train_batch_size", "8"],
-    "clm": ["deepspeed", "clm.py", *_TRAINER, "--per_device_train_batch_size", "2"],
-    "gpt": ["torchrun", "--standalone", "--nproc_per_node", "1", "gpt.py", "--batch_size", "12"],
-    "hello": ["bash", "hello.sh"],
-}
-_BY_ITSELF, _BY_SHELL = ("python3", "train.py"), ("bash", "run.sh")
-_NO_FILE = "import torch, deepspeed\nopen('no/such/file')\n"
-FAILING: dict[str, tuple[str, tuple[str, ...]]] = {
-    "an unknown option": (
-        "import argparse, torch, deepspeed\nargparse.ArgumentParser().parse_args(['--typo'])\n",
-        _BY_ITSELF,
-    ),
-    "a missing file": (_NO_FILE, _BY_ITSELF),
-    "a missing module": ("import not_there\n", _BY_ITSELF),
-    "a missing file, in a shell script": (_NO_FILE, _BY_SHELL),
-    "a missing module, in a shell script": ("import not_there\n", _BY_SHELL),
-}
 
 
 @dataclass(frozen=True)
@@ -89,17 +66,16 @@ class Failed:
         return self.shown_s - self.alone_s <= ERROR_LATER_S
 
 
-def tune(name: str, method: str) -> Answered:
+def tune(script: Script, method: str) -> Answered:
     """Tunes one of the scripts, in a copy of its folder."""
-    with tempfile.TemporaryDirectory(prefix="dsat-real-") as folder:
-        user = Path(folder) / "user"
-        shutil.copytree(PROGRAMS, user)
-        command = [sys.executable, "-m", "dsat", method, "--", *COMMANDS[name]]
+    with tempfile.TemporaryDirectory(prefix="dsat-real-") as above:
+        folder = Path(above) / "user"
+        command = [*DSAT, method, "--", *prepare(script, folder, "python", 1)]
         began, first_s = time.monotonic(), float("inf")
         with subprocess.Popen(
             command,
-            cwd=user,
-            env=_environment(),
+            cwd=folder,
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -110,39 +86,30 @@ def tune(name: str, method: str) -> Answered:
                 if FIRST.search(line):
                     first_s = min(first_s, time.monotonic() - began)
         verdict_s = time.monotonic() - began
-    return Answered(name, first_s, verdict_s, process.returncode)
+    return Answered(script.name, first_s, verdict_s, process.returncode)
 
 
-def fail(name: str, runs: int) -> Failed:
+def fail(script: Script, runs: int) -> Failed:
     """Runs a script that fails, by itself and by dsat."""
-    with tempfile.TemporaryDirectory(prefix="dsat-real-") as folder:
-        text, alone = FAILING[name]
-        (Path(folder) / "train.py").write_text(text)
-        (Path(folder) / "run.sh").write_text("python3 train.py\n")
-        shown = [sys.executable, "-m", "dsat", "model", "--", *alone]
-        return Failed(name, *(_seconds(command, folder, runs) for command in (alone, shown)))
+    with tempfile.TemporaryDirectory(prefix="dsat-real-") as above:
+        folder = Path(above) / "user"
+        alone = prepare(script, folder, "python", 1)
+        shown = [*DSAT, "model", "--", *alone]
+        return Failed(script.name, *(_seconds(command, folder, runs) for command in (alone, shown)))
 
 
-def _seconds(command: Sequence[str], folder: str, runs: int) -> float:
+def _seconds(command: Sequence[str], folder: Path, runs: int) -> float:
     """The median of how long a command takes that fails."""
     taken = []
     for _ in range(runs):
         began = time.monotonic()
         ended = subprocess.run(
-            command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False
+            command, cwd=folder, env=environment(), capture_output=True, text=True, check=False
         )
         taken.append(time.monotonic() - began)
         assert ended.returncode, ended.stdout
         assert "Error" in ended.stderr or "error" in ended.stderr, ended.stderr
     return statistics.median(taken)
-
-
-def _environment() -> dict[str, str]:
-    """With this dsat, and the launchers of this interpreter's environment."""
-    paths = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
-    found = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {"PATH": os.pathsep.join(paths), "PYTHONPATH": os.pathsep.join(found)}
-    return {**os.environ, **env}
 
 
 def lines(answers: Sequence[Answered], failures: Sequence[Failed]) -> list[str]:
@@ -163,7 +130,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*COMMANDS, "errors"]
+    scripts = {script.name: script for script in of_suite(REAL)}
+    names = [*scripts, "errors"]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--method", default="model")
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="of each error")
@@ -172,10 +140,11 @@ def main() -> None:
     chosen, answers = args.names or names, []
     if unknown := set(chosen) - set(names):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    for name in (name for name in COMMANDS if name in chosen):
-        answers.append(tune(name, args.method))
+    for name in (name for name in scripts if name in chosen):
+        answers.append(tune(scripts[name], args.method))
         print(f"-- {name}: {answers[-1].verdict_s:.0f} s", flush=True)
-    failures = [fail(name, args.runs) for name in FAILING] if "errors" in chosen else []
+    failing = of_suite(REAL, failing=True) if "errors" in chosen else []
+    failures = [fail(script, args.runs) for script in failing]
     print("\n".join(lines(answers, failures)))
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)

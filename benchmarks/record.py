@@ -1,8 +1,8 @@
-"""Records tables of real trials: every setting of a grid at every micro batch, up to out of memory.
+"""Record tables of real trials: every setting of a grid at every micro batch, up to out of memory.
 
-    python -m benchmarks.record [--list] [--passes N] [--concurrent N] [--data DIR] [NAME ...]
+    python -m benchmarks.record [--data DIR] [NAME ...]
 
-Without names, all tables of this machine's accelerator. A recording that was killed goes on where
+Without names, all tables, on the cores of this machine. A recording that was killed goes on where
 it was; a table that is there stays as it is. The micro batches of each setting double until one is
 out of memory; then the edge is bisected until it is known to a sixth. Larger ones are not run: they
 need more memory. Further passes measure all that ran once more, one after the other, so that a
@@ -11,59 +11,41 @@ machine's slow spells meet all of them alike.
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
+import contextlib
 import itertools
 import json
-import platform
-import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks import tables
-from benchmarks.common import run_trial
-from benchmarks.grid import Cell, Grid
+from benchmarks import common, searching, tables
+from benchmarks.common import GIB, MIB
 from benchmarks.ledger import STAGES
-from benchmarks.peers.ours import plan_of
 from benchmarks.tables import Header, Row
 from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
-from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.machine import Machine, find_machine
-from dsat.inputs import entrypoint, experiment
 from dsat.inputs.settings import BY_SIMULATION
-from dsat.inputs.switches import CHECKPOINTING, is_switch
 from dsat.memory import anchors
-from dsat.report.format import duration
-from dsat.space.overrides import overrides_for, script_args_for
-from dsat.tuning.journal import Journal, MemoryJournal
-from dsat.tuning.tuner import Tuner
+from dsat.space.overrides import overrides_for
+from dsat.tuning.journal import Journal
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
-MIB, GIB = 2**20, 2**30
 # One warm-up step, then two measured ones, or three where these differ: passes do the rest.
 START_STEP, END_STEP, MAX_STEPS = 2, 3, 3
-_FIRST_PROFILE = 10**6  # number of a trial, above those of the grid
-VERSIONS = ("torch", "deepspeed", "transformers", "torchvision")
 
 
 def grid(**knobs: Sequence[Any]) -> list[dict[str, Any]]:
-    """All combinations of the values of knobs."""
+    """Return all combinations of the values of knobs."""
     combinations = itertools.product(*knobs.values())
     return [dict(zip(knobs, values, strict=True)) for values in combinations]
 
-
-Settings = list[dict[str, Any]]
 
 # What matters most on one slot (see dsat/space/space.py): a small and a large size of each.
 SETTINGS = tuple(
@@ -89,9 +71,6 @@ TWO_SLOTS = tuple(
         stage3_param_persistence_threshold=[10**5, 0],
     )
 )
-CHECKPOINTED = tuple(
-    {**settings, CHECKPOINTING: is_on} for settings in TWO_SLOTS[:7:2] for is_on in (False, True)
-)
 
 
 @dataclass(frozen=True)
@@ -99,11 +78,9 @@ class Spec:
     """A table to record.
 
     Attributes:
-        accelerator: where it is recorded.
         model, side: of the program (`--model`, `--side`).
         slot_memory_bytes: what the slot may use; small enough that the grid ends in out of memory.
         config: keys of the DeepSpeed configuration besides the optimizer.
-        seconds_per_trial: measured on a quiet machine; to tell people how long it takes.
         largest: no micro batch above this is tried.
         passes: how often each trial that runs is measured.
         slots: of every trial.
@@ -113,11 +90,9 @@ class Spec:
     """
 
     name: str
-    accelerator: str
     model: str
     side: int
     slot_memory_bytes: int
-    seconds_per_trial: float
     config: Mapping[str, Any] = field(default_factory=dict)
     settings: Sequence[Mapping[str, Any]] = SETTINGS
     largest: int = 4096
@@ -130,50 +105,83 @@ class Spec:
     def ds_config(self) -> dict[str, Any]:
         return {"train_micro_batch_size_per_gpu": 1, "optimizer": OPTIMIZER, **self.config}
 
-    @property
-    def switches(self) -> dict[str, bool]:
-        """The script's own switches that the settings differ in, as its user has them."""
-        found = {key for settings in self.settings for key in settings if is_switch(key)}
-        return dict.fromkeys(found, False)
 
-
-# At least ten steps, and ever more of them until the interval is narrow.
-_LONG = (START_STEP, START_STEP + 9, 15)
-
-
-def _two_slots(name: str, model: str, side: int, memory_bytes: int, **rest: Any) -> Spec:
-    """A table with real communication."""
-    about = {"passes": 2, "slots": 2, "steps": _LONG, "interval": 0.03, "settings": TWO_SLOTS}
-    return Spec(name, "cpu", model, side, memory_bytes, 5.0, **{**about, **rest})
-
-
-_BF16 = {"bf16": {"enabled": True}}
 SPECS = (
-    Spec("cpu-gpt2-small", "cpu", "gpt2-small", 16, int(3.5 * GIB), 13.0, passes=3),
-    Spec("cpu-gpt-wide", "cpu", "gpt-wide", 16, int(2.65 * GIB), 10.0, largest=32, passes=3),
-    Spec("cpu-resnet50", "cpu", "resnet50", 64, int(0.9 * GIB), 6.0, passes=3),
-    Spec("cpu-gpt2-small-lora", "cpu", "gpt2-small-lora", 16, int(1.2 * GIB), 8.0, passes=3),
-    # The gradients' accumulation is limited by the batch; all stages fit.
-    _two_slots(
-        "cpu2-gpt-fixed-batch", "gpt-5m", 32, 640 * MIB, config={"train_batch_size": 64}, largest=16
+    Spec("cpu-gpt2-small", "gpt2-small", 16, int(3.5 * GIB), passes=3),
+    Spec("cpu-gpt-wide", "gpt-wide", 16, int(2.65 * GIB), largest=32, passes=3),
+    Spec("cpu-resnet50", "resnet50", 64, int(0.9 * GIB), passes=3),
+    Spec("cpu-gpt2-small-lora", "gpt2-small-lora", 16, int(1.2 * GIB), passes=3),
+    # With real communication, and accumulation that is limited by the batch; all stages fit. At
+    # least ten steps, and ever more of them until the interval is narrow.
+    Spec(
+        "cpu2-gpt-fixed-batch",
+        "gpt-5m",
+        32,
+        640 * MIB,
+        config={"train_batch_size": 64},
+        settings=TWO_SLOTS,
+        largest=16,
+        passes=2,
+        slots=2,
+        steps=(START_STEP, START_STEP + 9, 15),
+        interval=0.03,
     ),
-    # Stage 0 does not fit, the stages above with ever more samples.
-    _two_slots("cpu2-gpt-stage3", "gpt-25m", 32, 480 * MIB, largest=16),
-    _two_slots("cpu2-gpt-checkpointing", "gpt-5m", 64, 400 * MIB, settings=CHECKPOINTED),
-    _two_slots("cpu2-gpt-lora", "gpt-25m-lora", 32, 400 * MIB, largest=32),
-    Spec("gpu-gpt2-small", "cuda", "gpt2-small", 512, 16 * GIB, 6.0, _BF16),
-    Spec("gpu-gpt2-medium", "cuda", "gpt2-medium", 512, 24 * GIB, 7.0, _BF16),
-    Spec("gpu-gpt-1.3b", "cuda", "gpt-1.3b", 512, 80 * GIB, 12.0, _BF16),
-    Spec("gpu-resnet50", "cuda", "resnet50", 224, 16 * GIB, 6.0, _BF16),
 )
 
 
-def record(spec: Spec, machine: Machine, folder: Path, *, concurrent: int = 1) -> Path:
-    """Records a table, or goes on with it.
+def next_size(known: Mapping[int, bool], largest: int) -> int | None:
+    """Return the next micro batch to try with some settings, or None if their edge is known.
+
+    Args:
+        known: whether a micro batch ran, for those that were tried.
+        largest: none above this is tried.
+    """
+    size = 1
+    while known.get(size) and 2 * size <= largest:
+        size *= 2
+    if size not in known:
+        return size
+    ran = max((tried for tried, ok in known.items() if ok), default=0)
+    failed = min((tried for tried, ok in known.items() if not ok), default=None)
+    if failed is None or failed - ran <= max(1, ran // 6):
+        return None
+    return (ran + failed) // 2
+
+
+def next_trial(
+    spec: Spec, recorded: Iterable[Mapping[str, Any]]
+) -> tuple[Mapping[str, Any], int, int] | None:
+    """Return settings, micro batch and pass of the next trial; None if the table is complete.
+
+    Args:
+        recorded: rows with their passes, in the order in which they were recorded.
+    """
+    rows = [(Row.from_json(event), tables.pass_of(event)) for event in recorded]
+    for settings in spec.settings:
+        mine = [row for row, number in rows if number == 1 and row.settings == settings]
+        size = next_size({row.micro_batch: row.outcome.ok for row in mine}, spec.largest)
+        if size is not None:
+            return settings, size, 1
+    done = [(row.settings, row.micro_batch, number) for row, number in rows]
+    precise = [
+        (row.settings, row.micro_batch)
+        for row, _ in rows
+        if row.outcome.metrics is not None and row.outcome.metrics.ci95 <= spec.interval
+    ]
+    for number in range(2, spec.passes + 1):
+        for row, first in rows:
+            cell = (row.settings, row.micro_batch)
+            wanted = first == 1 and row.outcome.ok and cell not in precise
+            if wanted and (*cell, number) not in done:
+                return *cell, number
+    return None
+
+
+def record(spec: Spec, machine: Machine, folder: Path) -> Path:
+    """Record a table, or go on with it.
 
     Args:
         folder: for the table; the trials' own folders are thrown away.
-        concurrent: trials at once, each on a slot of its own.
 
     Returns:
         The finished, compressed table.
@@ -181,119 +189,74 @@ def record(spec: Spec, machine: Machine, folder: Path, *, concurrent: int = 1) -
     Raises:
         SystemExit: a trial failed for another reason than memory.
     """
+    folder.mkdir(exist_ok=True)
     path = folder / f"{spec.name}{tables.SUFFIX}"
-    with Journal(path) as journal, tempfile.TemporaryDirectory(prefix="dsat-record-") as scratch:
-        _check_same(spec, journal)
-        engine = _engine(spec, machine, Path(scratch))
-        try:
-            _fill(spec, machine, engine, journal, concurrent)
-        finally:
-            engine.close()
+    with Journal(path) as journal, _engine(spec, machine) as engine:
+        begun = journal.events[0]["ds_config"] if journal.events else spec.ds_config
+        if begun != spec.ds_config:
+            raise SystemExit(f"{path} was begun with other settings; delete it to begin anew")
+        _fill(spec, machine, engine, journal)
     finished = tables.compress(path)
     path.unlink()
     return finished
 
 
-def finish(spec: Spec, machine: Machine, folder: Path, *, concurrent: int = 1) -> Path:
-    """Does what is left to do of a table: the recording, and the simulation of its memory.
-
-    Args:
-        folder: for the table; made if it is missing.
-        concurrent: trials at once.
-
-    Returns:
-        The table.
-    """
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{spec.name}{tables.SUFFIX}.gz"
-    if path.exists():
-        print(f"{path}: recorded before")
-    else:
-        began = time.monotonic()
-        record(spec, machine, folder, concurrent=concurrent)
-        print(f"{path}: {duration(time.monotonic() - began)}", flush=True)
-    if tables.read(path).header.memory is None:
-        began = time.monotonic()
-        predict(spec, machine, path)
-        print(f"{path}: simulated in {duration(time.monotonic() - began)}", flush=True)
-    return path
-
-
 def predict(spec: Spec, machine: Machine, path: Path) -> None:
-    """Simulates the memory of a finished table's strategies, and enters that in its header."""
+    """Simulate the memory of a finished table's strategies, and enter that in its header."""
     table = tables.read(path)
-    tuner = Tuner(replace(plan_of(table, "model"), memory_model=BY_SIMULATION), MemoryJournal())
-    tuner.next_trials(1)
-    tuner.record(0, table.profile_outcome)
-    with tempfile.TemporaryDirectory(prefix="dsat-record-") as scratch:
-        engine = _engine(spec, machine, Path(scratch))
-        try:
-            basis = anchors.of_run(
-                engine,
-                tuner.plan,
-                table.header.profile,
-                tuner.decisions.reference_configs(),
-                as_cpu=machine.is_cpu,
-                say=print,
-            )
-        finally:
-            engine.close()
+    plan = replace(searching.plan_of(table, "model"), memory_model=BY_SIMULATION)
+    profile = table.header.profile
+    configs = searching.reference_configs(plan, profile)
+    with _engine(spec, machine) as engine:
+        basis = anchors.of_run(engine, plan, profile, configs, as_cpu=machine.is_cpu, say=print)
     if not basis.simulated:
         raise SystemExit(f"{spec.name}: {basis.note}")
     tables.with_memory(path, basis.to_json())
 
 
-def _fill(
-    spec: Spec, machine: Machine, engine: LocalEngine, journal: Journal, concurrent: int
-) -> None:
-    profile = _profile(spec, engine)
+def _fill(spec: Spec, machine: Machine, engine: LocalEngine, journal: Journal) -> None:
+    """Run what is left to run of a table."""
+    numbers = itertools.count()
+    profile = _profile(spec, engine, numbers)
     if profile.profile is None:
         raise SystemExit(f"{spec.name}: the profile is {profile.kind.value}: {profile.message}")
     if not journal.events:
-        about = {**about_machine(machine), "concurrent trials": concurrent}
+        about = common.about_machine(machine)
         header = _header(spec, profile.profile, profile.duration_s, about)
         journal.append({"event": "table", **header.to_json()})
-    todo = Grid(
-        spec.settings, spec.largest, spec.passes, journal.events[1:], interval=spec.interval
-    )
-    running: dict[int, Cell] = {}
-    numbers = itertools.count(1)
-    while True:
-        while len(running) < concurrent and (cell := todo.begin()) is not None:
-            number = next(numbers)
-            settings = spec.settings[cell.settings]
-            running[number] = cell
-            engine.launch(_trial(spec, number, TrialKind.SEARCH, settings, cell.micro_batch))
-        if not running:
-            return
-        for number, outcome in engine.poll(5.0):
-            cell = running.pop(number)
-            settings = spec.settings[cell.settings]
-            what = f"{json.dumps(settings)} at micro batch {cell.micro_batch}"
-            _refuse(outcome, what)
-            # The log of an expected failure is of no use, and large.
-            kept = replace(outcome, detail="")
-            row = Row(settings, cell.micro_batch, 1, spec.slots, kept)
-            journal.append(tables.of_pass(row, cell.number))
-            todo.end(cell, outcome)
-            said = f"{outcome.metrics.throughput:.3g}/s" if outcome.metrics else outcome.kind.value
-            print(
-                f"{spec.name} {what}, pass {cell.number}: {said} ({outcome.duration_s:.1f} s)",
-                flush=True,
-            )
+    while (following := next_trial(spec, journal.events[1:])) is not None:
+        settings, size, number = following
+        trial = _trial(spec, next(numbers), TrialKind.SEARCH, settings, size)
+        what = f"{json.dumps(settings)} at micro batch {size}"
+        outcome = _run(engine, trial, what)
+        # The log of an expected failure is of no use, and large.
+        row = Row(settings, size, 1, spec.slots, replace(outcome, detail=""))
+        journal.append(tables.of_pass(row, number))
+        said = f"{outcome.metrics.throughput:.3g}/s" if outcome.metrics else outcome.kind.value
+        took = f"({outcome.duration_s:.1f} s)"
+        print(f"{spec.name} {what}, pass {number}: {said} {took}", flush=True)
 
 
-def _profile(spec: Spec, engine: LocalEngine) -> Outcome:
+def _profile(spec: Spec, engine: LocalEngine, numbers: Iterator[int]) -> Outcome:
     """Return the profile of the first stage that fits, with the first settings of each."""
     outcome = Outcome(OutcomeKind.OOM)
-    for number, stage in enumerate(STAGES):
+    for stage in STAGES:
         own = next((one for one in spec.settings if one["stage"] == stage), {"stage": stage})
-        settings = {**own, **spec.switches}
-        trial = _trial(spec, _FIRST_PROFILE + number, TrialKind.PROFILE, settings, 1)
-        outcome = run_trial(engine, trial)
-        _refuse(outcome, f"the profile in stage {stage}")
+        trial = _trial(spec, next(numbers), TrialKind.PROFILE, own, 1)
+        outcome = _run(engine, trial, f"the profile in stage {stage}")
         if outcome.ok:
             break
+    return outcome
+
+
+def _run(engine: LocalEngine, trial: Trial, what: str) -> Outcome:
+    """Run a trial, which may only run out of memory."""
+    outcome = common.run_trial(engine, trial)
+    if outcome.kind not in (OutcomeKind.OK, OutcomeKind.OOM):
+        raise SystemExit(
+            f"{what}: {outcome.kind.value}: {outcome.message}\n{outcome.detail}\n"
+            "Run the command again to go on."
+        )
     return outcome
 
 
@@ -313,33 +276,7 @@ def _header(
             "passes": spec.passes,
             "measured steps": f"{spec.steps[1] - spec.steps[0] + 1} to {spec.steps[2]}",
         },
-        switches=spec.switches,
     )
-
-
-def _check_same(spec: Spec, journal: Journal) -> None:
-    """Refuses to go on with a recording of another program, configuration or grid.
-
-    Raises:
-        SystemExit: it is one.
-    """
-    if not journal.events:
-        return
-    begun = Header.from_json(journal.events[0])
-    same = begun == _header(spec, begun.profile, begun.profile_duration_s, begun.about)
-    rows = map(Row.from_json, journal.events[1:])
-    if not same or any(row.settings not in spec.settings for row in rows):
-        raise SystemExit(
-            f"{spec.name} was begun with other settings; delete {journal.path} to begin anew"
-        )
-
-
-def _refuse(outcome: Outcome, what: str) -> None:
-    if outcome.kind not in (OutcomeKind.OK, OutcomeKind.OOM):
-        raise SystemExit(
-            f"{what}: {outcome.kind.value}: {outcome.message}\n{outcome.detail}\n"
-            "Run the command again to go on."
-        )
 
 
 def _trial(
@@ -353,87 +290,50 @@ def _trial(
         int(settings.get("stage", 0)),
         batch,
         overrides_for(settings, batch),
-        script_args=script_args_for(settings),
     )
 
 
-def _engine(spec: Spec, machine: Machine, folder: Path) -> LocalEngine:
-    model_dir = folder / "model"
-    model_dir.mkdir()
-    shutil.copy(PROGRAM, model_dir)
-    (folder / "ds_config.json").write_text(json.dumps(spec.ds_config))
-    command = ["python3", PROGRAM.name, "--model", spec.model, "--side", str(spec.side)]
-    command += ["--steps", "1000", f"--{CHECKPOINTING}", "False"]
-    command += ["--deepspeed", "--deepspeed_config"]
-    command.append(str(folder / "ds_config.json"))
-    user = experiment.of_command(command, spec.name, model_dir, folder / "ds_config.json")
+@contextlib.contextmanager
+def _engine(spec: Spec, machine: Machine) -> Iterator[LocalEngine]:
+    """Give an engine whose folder is thrown away."""
+    command = ["python3", str(PROGRAM), "--model", spec.model, "--side", str(spec.side)]
+    command += ["--steps", "1000", "--deepspeed", "--deepspeed_config", "ds_config.json"]
+    start, end, most = spec.steps
     options = TrialOptions(
         timeout_s=600.0,
         slot_memory_bytes=spec.slot_memory_bytes,
-        start_step=spec.steps[0],
-        end_step=spec.steps[1],
-        max_steps=spec.steps[2],
+        start_step=start,
+        end_step=end,
+        max_steps=most,
     )
-    program = entrypoint.parse(user.entrypoint, model_dir)
-    hosts = [Host(machine)]
-    return LocalEngine(
-        user, program, hosts, folder, LocalOptions(options), slots_per_trial=spec.slots
-    )
+    hosts, config = [Host(machine)], spec.ds_config
+    with (
+        tempfile.TemporaryDirectory(prefix="dsat-record-") as scratch,
+        contextlib.closing(
+            common.engine_of(command, config, Path(scratch), hosts, options, slots=spec.slots)
+        ) as engine,
+    ):
+        yield engine
 
 
-def about_machine(machine: Machine) -> dict[str, str]:
-    """Where and when something is measured, and with what."""
-    return {
-        "machine": machine.describe(),
-        "host": f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / GIB:.0f} GiB",
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in VERSIONS},
-    }
-
-
-def _estimate(spec: Spec, concurrent: int) -> str:
-    trials = (8 + 6 * (spec.passes - 1)) * len(spec.settings)
-    seconds = spec.seconds_per_trial * trials / concurrent
-    return (
-        f"{spec.name}: {len(spec.settings)} settings, passes: {spec.passes}, about {trials} "
-        f"trials, {duration(seconds)} with {concurrent} at once"
-    )
-
-
-def main(argv: Iterable[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument(
-        "--passes",
-        type=int,
-        choices=range(1, 100),
-        metavar="N",
-        help="how often each trial that runs is measured; the table has the median (default: "
-        f"{' or '.join(map(str, sorted({spec.passes for spec in SPECS})))}, see --list)",
-    )
-    parser.add_argument("--list", action="store_true", help="say what there is, record nothing")
-    parser.add_argument("--concurrent", type=int, default=1, metavar="N", help="trials at once")
+def main() -> None:
+    parser = common.parser(__doc__)
+    known = [spec.name for spec in SPECS]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     parser.add_argument("--data", type=Path, default=tables.DATA, metavar="DIR")
-    args = parser.parse_args(None if argv is None else list(argv))
-    unknown = set(args.names) - {spec.name for spec in SPECS}
-    if unknown:
-        parser.error(f"no such table: {', '.join(sorted(unknown))}; --list tells which there are")
+    args = parser.parse_args()
+    common.choose(args.names, known, parser)
     machine = find_machine()
-    specs = [s for s in SPECS if s.name in args.names or not args.names]
-    if not args.names:
-        specs = [s for s in specs if args.list or s.accelerator == machine.accelerator]
-    if args.passes is not None:
-        specs = [replace(spec, passes=args.passes) for spec in specs]
-    for spec in specs:
-        if args.list:
-            print(_estimate(spec, args.concurrent))
-        elif spec.accelerator != machine.accelerator:
-            sys.exit(f"{spec.name} is for {spec.accelerator}, and this is {machine.describe()}")
+    if not machine.is_cpu:
+        sys.exit(f"the tables are of processor cores, and this is {machine.describe()}")
+    for spec in (spec for spec in SPECS if spec.name in (args.names or known)):
+        path = args.data / f"{spec.name}{tables.SUFFIX}.gz"
+        if path.exists():
+            print(f"{path}: recorded before")
         else:
-            finish(spec, machine, args.data, concurrent=args.concurrent)
+            record(spec, machine, args.data)
+        if tables.read(path).header.memory is None:
+            predict(spec, machine, path)
 
 
 if __name__ == "__main__":

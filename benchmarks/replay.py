@@ -1,37 +1,42 @@
-"""Replays every tuner on recorded tables and made-up clusters: how soon each finds the best.
+"""Replay every tuner on recorded tables and made-up clusters: how soon each finds the best.
 
-    python -m benchmarks.replay [--data DIR] [--seeds 20] [--trials 50] [--output FILE]
+    python -m benchmarks.replay [--data DIR] [--seeds 20] [--trials 50] [--picture FILE]
 
-All trials count, one after the other: the model profile that most begin with, the user's own
-configuration that dsat measures next, repetitions, and what ran out of memory. dsat's finals come
-after them: `recommended` is what they decide; of others, what measured best.
+Best found, as a fraction of the best that there is; medians over the seeds, the worst in brackets;
+one trial at a time, on recorded tables (see tables.py) and on made-up clusters (see
+made_up_cluster.py). Measurements are off by what a table's own intervals, or a cluster's constants,
+say; what counts is the true speed of the configuration that measured best, or, where it says so, of
+what dsat recommends after its finals. All trials but those of the finals count: the model profile
+that most begin with, the user's own configuration, repetitions, and what ran out of memory. A tuner
+that ends earlier keeps what it has. `own trials` is how many trials of the user's own configuration
+take as long as all of them and the finals. Optuna's sampler and `no search` (the largest micro
+batch that is predicted to fit in each stage, and no more) have dsat's prediction of memory and its
+start.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks import tables
+from benchmarks import common, picture, tables
+from benchmarks.common import Bar
 from benchmarks.ledger import OBJECTIVE, Ledger, Workload
 from benchmarks.made_up_cluster import all_clusters, held_out
 from benchmarks.peers import PEERS, player
-from dsat.values.files import write_atomically
+from benchmarks.tables import Table
 from dsat.values.outcome import OutcomeKind
 
 AFTER = (5, 10, 20, 50)
 GOALS = (0.95, 0.99)
-SEEDS = 20
-TRIALS = max(AFTER)
+SEEDS, TRIALS = 20, max(AFTER)
+LEAST_WITHIN_10, MOST_OOM = 18 / 20, 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,6 @@ class Episode:
         finals: how many trials ran after the search to decide.
         slot_s: slots times the seconds that the trials took, finals included.
         times_own: these seconds in trials of the user's own configuration.
-        decide_s: seconds of this process, the tuner's own imports left out.
     """
 
     table: str
@@ -59,48 +63,21 @@ class Episode:
     finals: int
     slot_s: float
     times_own: float
-    decide_s: float
 
     def best_after(self, count: int) -> float:
-        """The fraction of the one that measured best within so many trials; 0 if none ran."""
+        """Return the fraction of what measured best within so many trials; 0 if none ran."""
         return _best(self.told[:count], self.values[:count])
 
     def trials_to(self, goal: float) -> float:
-        """How many trials until a fraction is reached; infinite if it never is."""
+        """Return how many trials reach a fraction; infinite if it is never reached."""
         for number, value in enumerate(self.values, start=1):
             if value is not None and value >= goal:
                 return number
         return math.inf
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Episode:
-        return cls(**{**data, "values": tuple(data["values"]), "told": tuple(data["told"])})
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What all seeds of a tuner on a table came to. Trials that are never reached are infinite."""
-
-    table: str
-    tuner: str
-    seeds: int
-    median_after: tuple[float, ...]
-    worst_after: tuple[float, ...]
-    median_recommended: float
-    worst_recommended: float
-    median_trials_to: tuple[float, ...]
-    worst_trials_to: tuple[float, ...]
-    within_10_of_99: int
-    median_oom: float
-    worst_oom: int
-    median_slot_s: float
-    median_times_own: float
-    median_trials: float
-    median_finals: float
-
 
 def _best(told: Sequence[float | None], values: Sequence[float | None]) -> float:
-    """The true value of what measured best; 0 if nothing ran."""
+    """Return the true value of what measured best; 0 if nothing ran."""
     ran = [
         (measured, value)
         for measured, value in zip(told, values, strict=True)
@@ -110,16 +87,14 @@ def _best(told: Sequence[float | None], values: Sequence[float | None]) -> float
 
 
 def play(table: Workload, tuner: str, seed: int, max_trials: int, *, noisy: bool = True) -> Episode:
-    """Runs one tuner on one workload.
+    """Run one tuner on one workload.
 
     Args:
         seed: of the tuner, and of what measurements are off by if they are `noisy`.
     """
     run = player(tuner)
     ledger = Ledger(table, max_trials, noise=seed if noisy else None)
-    began = time.perf_counter()
     run(ledger, seed, max_trials)
-    decide_s = time.perf_counter() - began
     best = table.best(OBJECTIVE)
     values, told = (
         tuple(
@@ -128,14 +103,11 @@ def play(table: Workload, tuner: str, seed: int, max_trials: int, *, noisy: bool
         )
         for outcomes in (ledger.outcomes, ledger.told)
     )
-    chosen = ledger.recommended
-    recommended = (
-        _best(told, values)
-        if chosen is None
-        else (table.answer(chosen).value(OBJECTIVE) or 0.0) / best
-    )
+    recommended = _best(told, values)
+    if ledger.recommended is not None:
+        recommended = (table.answer(ledger.recommended).value(OBJECTIVE) or 0.0) / best
     took_s = sum(outcome.duration_s for outcome in (*ledger.outcomes, *ledger.finals))
-    own_s = table.answer({**table.header.ds_config, **table.header.switches}).duration_s
+    own_s = table.answer(table.header.ds_config).duration_s
     return Episode(
         table=table.header.name,
         tuner=tuner,
@@ -147,44 +119,134 @@ def play(table: Workload, tuner: str, seed: int, max_trials: int, *, noisy: bool
         out_of_memory=sum(outcome.kind is OutcomeKind.OOM for outcome in ledger.outcomes),
         slot_s=table.header.slots * took_s,
         times_own=took_s / own_s,
-        decide_s=decide_s,
     )
 
 
-def summarise(episodes: Sequence[Episode]) -> Summary:
-    """One line of the results, from all seeds of one tuner on one table."""
-    after = [[e.best_after(count) for e in episodes] for count in AFTER]
-    needed = [[e.trials_to(goal) for e in episodes] for goal in GOALS]
-    return Summary(
-        table=episodes[0].table,
-        tuner=episodes[0].tuner,
-        seeds=len(episodes),
-        median_after=tuple(map(statistics.median, after)),
-        worst_after=tuple(map(min, after)),
-        median_recommended=statistics.median(e.recommended for e in episodes),
-        worst_recommended=min(e.recommended for e in episodes),
-        median_trials_to=tuple(map(statistics.median, needed)),
-        worst_trials_to=tuple(map(max, needed)),
-        within_10_of_99=sum(e.trials_to(0.99) <= 10 for e in episodes),
-        median_oom=statistics.median(e.out_of_memory for e in episodes),
-        worst_oom=max(e.out_of_memory for e in episodes),
-        median_slot_s=statistics.median(e.slot_s for e in episodes),
-        median_times_own=statistics.median(e.times_own for e in episodes),
-        median_trials=statistics.median(len(e.values) for e in episodes),
-        median_finals=statistics.median(e.finals for e in episodes),
-    )
+@dataclass(frozen=True)
+class Summary:
+    """All seeds of a tuner on a table."""
+
+    table: str
+    tuner: str
+    episodes: Sequence[Episode]
+
+    def trials_to(self, goal: float) -> list[float]:
+        return [episode.trials_to(goal) for episode in self.episodes]
+
+    @property
+    def median_to_95(self) -> float:
+        return statistics.median(self.trials_to(0.95))
+
+    @property
+    def within_10(self) -> int:
+        """How many seeds reach 99 % within 10 trials."""
+        return sum(count <= 10 for count in self.trials_to(0.99))
+
+    @property
+    def worst_oom(self) -> int:
+        return max(episode.out_of_memory for episode in self.episodes)
+
+    def cells(self) -> list[str]:
+        """Return the row of a table for people; see `HEADINGS`."""
+        episodes = self.episodes
+        found = [[e.best_after(count) for e in episodes] for count in AFTER]
+        found.append([e.recommended for e in episodes])
+        needed = [self.trials_to(goal) for goal in GOALS]
+        lost = [e.out_of_memory for e in episodes]
+        return [
+            self.tuner,
+            *(f"{statistics.median(each):.1%} ({min(each):.1%})" for each in found),
+            *(f"{number(statistics.median(each))} ({number(max(each))})" for each in needed),
+            f"{self.within_10}/{len(episodes)}",
+            f"{statistics.median(lost):g} ({max(lost)})",
+            f"{statistics.median(len(e.values) for e in episodes):g}",
+            f"{statistics.median(e.finals for e in episodes):g}",
+            f"{statistics.median(e.slot_s for e in episodes):.0f}",
+            f"{statistics.median(e.times_own for e in episodes):.0f}",
+        ]
+
+
+HEADINGS = (
+    "tuner",
+    *(f"after {n}" for n in AFTER),
+    "recommended",
+    *(f"trials to {g:.0%}" for g in GOALS),
+    *("99 % within 10", "out of memory", "trials", "finals", "slot s", "own trials"),
+)
+
+
+def number(count: float) -> str:
+    """Return a number of trials; a dash if it is never reached."""
+    return "-" if math.isinf(count) else f"{count:g}"
 
 
 def summaries(episodes: Iterable[Episode]) -> list[Summary]:
-    """Of all tables and tuners, in the order in which they first come."""
+    """Return one of each table and tuner, in the order in which they first come."""
     groups: dict[tuple[str, str], list[Episode]] = {}
     for episode in episodes:
         groups.setdefault((episode.table, episode.tuner), []).append(episode)
-    return [summarise(group) for group in groups.values()]
+    return [Summary(*names, group) for names, group in groups.items()]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is demanded of some tuners on every table."""
+
+    text: str
+    tuners: tuple[str, ...]
+    say: Callable[[Summary], str]
+    meets: Callable[..., bool]
+
+
+DEMANDS = (
+    Demand(
+        "`model` reaches 99 % of the best within 10 trials",
+        ("dsat model",),
+        say=lambda s: f"{s.within_10}/{len(s.episodes)}",
+        meets=lambda s: s.within_10 / len(s.episodes) >= LEAST_WITHIN_10,
+    ),
+    *(
+        Demand(
+            f"`{method}` needs fewer trials to 95 % than Determined's (medians)",
+            (f"dsat {method}", f"Determined {method}"),
+            say=lambda s: number(s.median_to_95),
+            meets=lambda mine, other: mine.median_to_95 < other.median_to_95,
+        )
+        for method in ("asha", "binary", "random")
+    ),
+    *(
+        Demand(
+            f"`{method}` loses at most {MOST_OOM} trial of a search to out of memory (worst seed)",
+            (f"dsat {method}",),
+            say=lambda s: str(s.worst_oom),
+            meets=lambda s: s.worst_oom <= MOST_OOM,
+        )
+        for method in ("model", "asha", "binary", "random")
+    ),
+)
+
+
+def bars(found: Sequence[Summary]) -> list[Bar]:
+    """Return the bars of the tuners that were played; each holds only if it does on every table."""
+    by_name = {(s.table, s.tuner): s for s in found}
+    names = list(dict.fromkeys(s.table for s in found))
+    bars = []
+    for demand in DEMANDS:
+        if {s.tuner for s in found}.issuperset(demand.tuners):
+            each = [[by_name[table, tuner] for tuner in demand.tuners] for table in names]
+            said = [" to ".join(map(demand.say, mine)) for mine in each]
+            measured = "; ".join(f"{t} {text}" for t, text in zip(names, said, strict=True))
+            bars.append(Bar(demand.text, measured, all(demand.meets(*mine) for mine in each)))
+    return bars
+
+
+def workloads(data: Path) -> list[Workload]:
+    """Return the recorded tables of a folder, and the made-up clusters."""
+    return [*tables.read_all(data), *all_clusters(), *held_out()]
 
 
 def _all_of(tuner: str, data: Path, seeds: int, max_trials: int) -> list[Episode]:
-    """All episodes of one tuner, in a process of its own."""
+    """Return all episodes of one tuner, in a process of its own."""
     return [
         play(workload, tuner, seed, max_trials)
         for workload in workloads(data)
@@ -192,13 +254,8 @@ def _all_of(tuner: str, data: Path, seeds: int, max_trials: int) -> list[Episode
     ]
 
 
-def workloads(data: Path) -> list[Workload]:
-    """The recorded tables of a folder, and the made-up clusters."""
-    return [*tables.read_all(data), *all_clusters(), *held_out()]
-
-
 def replay(data: Path, *, seeds: int, max_trials: int, tuners: Sequence[str]) -> list[Episode]:
-    """All tuners on all tables of a folder.
+    """Run all tuners on all tables of a folder.
 
     The packages of others have global state, so each tuner gets a process of its own.
     """
@@ -210,57 +267,50 @@ def replay(data: Path, *, seeds: int, max_trials: int, tuners: Sequence[str]) ->
     return sorted(found, key=lambda e: order[e.table])
 
 
-def lines(found: Sequence[Summary]) -> list[str]:
-    """A table for people, in Markdown."""
-    heads = [
-        "tuner",
-        *(f"after {n}" for n in AFTER),
-        "recommended",
-        *(f"trials to {g:.0%}" for g in GOALS),
-    ]
-    heads += ["99 % within 10", "out of memory", "trials", "finals", "slot s", "own trials"]
-    rows = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for s in found:
-        cells = [s.tuner]
-        medians = (*s.median_after, s.median_recommended)
-        worsts = (*s.worst_after, s.worst_recommended)
-        cells += [f"{m:.1%} ({w:.1%})" for m, w in zip(medians, worsts, strict=True)]
-        cells += [
-            f"{number(median)} ({number(worst)})"
-            for median, worst in zip(s.median_trials_to, s.worst_trials_to, strict=True)
-        ]
-        cells += [f"{s.within_10_of_99}/{s.seeds}", f"{s.median_oom:g} ({s.worst_oom})"]
-        cells += [f"{s.median_trials:g}", f"{s.median_finals:g}", f"{s.median_slot_s:.0f}"]
-        cells.append(f"{s.median_times_own:.0f}")
-        rows.append("| " + " | ".join(cells) + " |")
-    return rows
-
-
-def number(count: float) -> str:
-    """A number of trials; a dash if it is never reached."""
-    return "-" if math.isinf(count) else f"{count:g}"
+def describe(workload: Workload) -> str:
+    """Return what a workload is of, for people."""
+    header = workload.header
+    facts = ", ".join(f"{key} {value}" for key, value in header.about.items())
+    slots = "1 slot" if header.slots == 1 else f"{header.slots} slots"
+    recorded = ""
+    if isinstance(workload, Table):
+        lost = sum(not row.outcome.ok for row in workload.rows)
+        close = workload.close_to_best(OBJECTIVE, 0.05)
+        recorded = (
+            f"{len(workload.rows)} recorded trials, {lost} of them out of memory, {close} within "
+            "5 % of the best. "
+        )
+    return (
+        f"`{header.command}`, {header.profile.num_params / 1e6:.1f} M parameters "
+        f"({header.profile.trainable_params / 1e6:.1f} M trainable), {slots} of "
+        f"{header.slot_memory_bytes / 2**30:.3g} GiB. {recorded}{facts}."
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--data", type=Path, default=tables.DATA, metavar="DIR")
     parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N")
     parser.add_argument("--trials", type=int, default=TRIALS, metavar="N")
     parser.add_argument("--tuners", nargs="+", choices=PEERS, default=PEERS, metavar="NAME")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="all episodes, as JSON")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the medians, as SVG")
     args = parser.parse_args()
     began = time.perf_counter()
     episodes = replay(args.data, seeds=args.seeds, max_trials=args.trials, tuners=args.tuners)
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.output, json.dumps([asdict(e) for e in episodes]))
+    common.print_explanation(__doc__)
+    if args.picture is not None:
+        picture.draw(episodes, args.picture)
+        print(f"![Best found after each number of trials]({args.picture.name})\n")
     found = summaries(episodes)
-    for table in dict.fromkeys(s.table for s in found):
-        print(f"\n{table}: median (worst) of {args.seeds} seeds\n")
-        print("\n".join(lines([s for s in found if s.table == table])))
-    print(f"\n{len(episodes)} searches replayed in {time.perf_counter() - began:.0f} s")
+    for workload in workloads(args.data):
+        print(f"### {workload.header.name}\n\n{describe(workload)}\n")
+        common.print_head(*HEADINGS)
+        for summary in found:
+            if summary.table == workload.header.name:
+                common.print_row(*summary.cells())
+        print()
+    print(f"{len(episodes)} searches replayed in {time.perf_counter() - began:.0f} s")
+    common.print_bars(bars(found))
 
 
 if __name__ == "__main__":

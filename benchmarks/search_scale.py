@@ -11,31 +11,21 @@ bench` runs 10,000. `model` is for dear trials: no more than 1,000 of it are run
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import time
 import zlib
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from benchmarks import common, searching
 from dsat.search import SEARCHES
-from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.plan import Plan
-from dsat.space.space import Freedom, Space
-from dsat.tuning.journal import MemoryJournal
-from dsat.tuning.loop import drive
-from dsat.tuning.tuner import Tuner
-from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
-from dsat.values.trial import BatchTriple, Proposal, Trial
-from dsat.values.zero_strategy import plain
-from testing.simulated import SimulatedEngine
+from dsat.values.trial import BatchTriple, Trial
 
-SLOTS = 8
-CONCURRENT = 16
+SLOTS, CONCURRENT = 8, 16
 MOST_OF = {"model": 1000}
 PROFILE = ModelProfile(
     num_params=20_000_000_000,
@@ -47,13 +37,8 @@ PROFILE = ModelProfile(
 )
 
 
-def outcome_of(trial: Trial) -> Outcome:
-    found = simulated(trial.overrides.get("zero_optimization", {}), trial.batch.micro_batch)
-    return replace(found, profile=PROFILE if trial.profiles else None)
-
-
 def simulated(zero: Mapping[str, Any], micro_batch: int) -> Outcome:
-    """Runs up to a micro batch that depends on the ZeRO section; larger is a little faster."""
+    """Return a success up to a micro batch that depends on the settings; larger is faster."""
     noise = zlib.crc32(json.dumps(zero, sort_keys=True).encode())
     if micro_batch > 100_000 + noise % 900_000:
         return Outcome(OutcomeKind.OOM, duration_s=1.0)
@@ -63,7 +48,12 @@ def simulated(zero: Mapping[str, Any], micro_batch: int) -> Outcome:
 
 
 def whole_run(method: str, count: int) -> tuple[int, str | None]:
-    """Tuner, journal events and search, on the real space."""
+    """Run tuner, journal events and search, on the real space."""
+
+    def outcome_of(trial: Trial) -> Outcome:
+        found = simulated(trial.overrides.get("zero_optimization", {}), trial.batch.micro_batch)
+        return replace(found, profile=PROFILE if trial.profiles else None)
+
     plan = Plan(
         method=method,
         metric="throughput",
@@ -74,36 +64,18 @@ def whole_run(method: str, count: int) -> tuple[int, str | None]:
         base_config={"train_micro_batch_size_per_gpu": 1},
         own_batch=BatchTriple(SLOTS, 1, 1),
     )
-    tuner = Tuner(plan, MemoryJournal())
-    engine = SimulatedEngine(outcome_of, num_slots=CONCURRENT * SLOTS, slots_per_trial=SLOTS)
-    drive(tuner, engine, max_concurrent_trials=CONCURRENT)
-    return len(tuner.run.outcomes), tuner.run.stop_reason
+    run = searching.search(plan, outcome_of, concurrent=CONCURRENT)
+    return len(run.outcomes), run.stop_reason
 
 
 def search_alone(method: str, count: int) -> tuple[int, str | None]:
-    """Asks and tells only, on the real space with a knob more, so that no search ends."""
-    space = Space(
-        strategies=plain(0, 1, 2, 3),
-        micro_batches=range(1, LARGEST_MICRO_BATCH + 1),
-        slots=SLOTS,
-        freedom=Freedom(choices={"gradient_accumulation_steps": range(1, 101)}),
-    )
-    search = SEARCHES[method](PROFILE, Objective("throughput"), space, seed=42)
-    running: deque[Proposal] = deque()
-    done = 0
-    while done < count:
-        while len(running) < CONCURRENT:
-            proposal = search.ask()
-            assert proposal is not None
-            running.append(proposal)
-        proposal = running.popleft()
-        search.tell(proposal, simulated(proposal.settings, proposal.micro_batch))
-        done += 1
-    return done, None
+    """Run a search without a tuner."""
+    searching.decide(method, PROFILE, simulated, trials=count, concurrent=CONCURRENT, slots=SLOTS)
+    return count, None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common.parser(__doc__)
     parser.add_argument("--trials", type=int, default=20_000)
     trials = parser.parse_args().trials
     print(f"Python {platform.python_version()} on {platform.machine()}, {CONCURRENT} at once")

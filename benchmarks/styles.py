@@ -15,7 +15,9 @@ from pathlib import Path
 
 from dsat.memory import MemoryEstimate
 from dsat.memory.simulation_client import SimulationUnavailable
-from testing.styles import STYLES, Style, real_peaks, simulated
+from testing.catalogue import STYLES, Style
+from testing.styles import real_peaks, simulated
+from testing.tuned_scripts import is_installed
 
 _MIB = 2**20
 _MICRO_BATCH = 4
@@ -38,7 +40,7 @@ def main(words: list[str]) -> None:
 
 def _row(style: Style, folder: Path, null: bool) -> str:
     head = f"| {style.name} | {style.stage} |"
-    if not style.is_possible:
+    if not is_installed(style.needs):
         return f"{head} | | {style.needs} is not installed |"
     try:
         peak = _peak(simulated(style, folder, _MICRO_BATCH, on_device=null))

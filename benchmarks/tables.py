@@ -20,17 +20,17 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dsat.inputs import ds_config
 from dsat.space import knobs
-from dsat.space.overrides import overrides_for, script_args_for
+from dsat.space.overrides import overrides_for
+from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
 from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple
@@ -38,16 +38,14 @@ from dsat.values.zero_strategy import of_config
 
 DATA = Path(__file__).parent / "data"
 SUFFIX = ".jsonl"
-SCHEMA = 1
 START_STEP = 2  # the first one measured: there is no time to waste
 # Sizes that count for no more than the model has parameters.
 _AT_MOST_THE_MODEL = ("sub_group_size",)
-APART = "passes are apart by"
 _OUT_OF_MEMORY = "beyond what was recorded to run"
 
 
 @dataclass(frozen=True)
-class Header:
+class Header(Recorded):
     """What a table is of.
 
     Attributes:
@@ -60,7 +58,6 @@ class Header:
         about: for people: machine, versions, date, the steps that were measured.
         memory: what dsat predicts memory from (`dsat.memory.predictor.Basis`), simulated on
             the same machine; None if it was not.
-        switches: the script's own switches that settings may name, as its user has them.
     """
 
     name: str
@@ -72,7 +69,6 @@ class Header:
     profile_duration_s: float
     about: Mapping[str, Any]
     memory: Mapping[str, Any] | None = None
-    switches: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def train_batch_size(self) -> int | None:
@@ -85,19 +81,9 @@ class Header:
         least, most = map(int, str(self.about["measured steps"]).split(" to "))
         return [START_STEP, START_STEP + least - 1, most]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"table": SCHEMA, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Header:
-        if data.get("table") != SCHEMA:
-            raise ValueError(f"not a table of schema {SCHEMA}: {data}")
-        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        return cls(**{**values, "profile": ModelProfile.from_json(data["profile"])})
-
 
 @dataclass(frozen=True)
-class Row:
+class Row(Recorded):
     """One trial: settings as in a proposal (`stage` and keys of `zero_optimization`)."""
 
     settings: Mapping[str, Any]
@@ -106,48 +92,27 @@ class Row:
     slots: int
     outcome: Outcome
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "outcome": self.outcome.to_json()}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Row:
-        values = {f.name: data[f.name] for f in fields(cls)}
-        return cls(**{**values, "outcome": Outcome.from_json(data["outcome"])})
-
 
 def of_pass(row: Row, number: int) -> dict[str, Any]:
-    """A row as it is recorded: tables that measure each trial several times have one of each."""
+    """Return a row as it is recorded: several times if there are passes."""
     return {"event": "row", **row.to_json(), "pass": number}
 
 
 def pass_of(event: Mapping[str, Any]) -> int:
-    """Which pass a recorded row is of, from 1 on."""
+    """Return the pass of a recorded row, from 1 on."""
     return int(event.get("pass", 1))
 
 
 def fold(rows: Iterable[Row]) -> list[Row]:
-    """One row for each trial: the one whose throughput is the median of all passes.
+    """Return one row for each trial: the one whose throughput is the median of all passes.
 
     The lower one of an even number. Out of memory counts as the least.
     """
     return [sorted(same, key=_throughput)[(len(same) - 1) // 2] for same in _passes(rows)]
 
 
-def spread(rows: Iterable[Row]) -> float | None:
-    """How far the passes of a trial are apart, from least to most, as a fraction of the median.
-
-    In the middle of all trials that ran in several passes; None if there are none.
-    """
-    found = []
-    for same in _passes(rows):
-        values = sorted(value for row in same if (value := _throughput(row)) > 0)
-        if len(values) > 1:
-            found.append((values[-1] - values[0]) / statistics.median(values))
-    return statistics.median(found) if found else None
-
-
 def _passes(rows: Iterable[Row]) -> Iterable[list[Row]]:
-    """The rows of each trial."""
+    """Return the rows of each trial."""
     passes: dict[str, list[Row]] = {}
     for row in rows:
         which = json.dumps([row.settings, row.micro_batch, row.gas, row.slots], sort_keys=True)
@@ -160,19 +125,12 @@ def _throughput(row: Row) -> float:
 
 
 class Table:
-    """A recorded table.
-
-    Raises:
-        ValueError: a row's slots are not the header's, or it accumulates gradients.
-    """
+    """A recorded table, of trials that do not accumulate gradients."""
 
     def __init__(self, header: Header, rows: Iterable[Row]) -> None:
         self.header = header
         self.rows = tuple(rows)
         self._nearest: dict[str, _Curve] = {}
-        for row in self.rows:
-            if (row.gas, row.slots) != (1, header.slots):
-                raise ValueError(f"{header.name}: {row}")
 
     @cached_property
     def _curves(self) -> list[_Curve]:
@@ -182,15 +140,15 @@ class Table:
         return [_Curve(rows) for rows in by_settings.values()]
 
     def best(self, objective: Objective) -> float:
-        """The best value of all recorded trials."""
+        """Return the best value of all recorded trials."""
         return min(self._values(objective), key=objective.loss)
 
     def run_sd(self, outcome: Outcome) -> float:
-        """Standard deviation of a measured time by its own interval, as a fraction of it."""
+        """Return the standard deviation of a measured time, as a fraction of it."""
         return 0.0 if outcome.metrics is None else outcome.metrics.standard_error
 
     def close_to_best(self, objective: Objective, part: float) -> int:
-        """How many recorded trials are as good as the best but for this part of it."""
+        """Return how many recorded trials are as good as the best but for this part of it."""
         best = self.best(objective)
         return sum(objective.gain(best, v) * (1 - part) <= 1 for v in self._values(objective))
 
@@ -223,8 +181,7 @@ class Table:
     @property
     def profile_outcome(self) -> Outcome:
         """The outcome of the profile trial, which used what one sample does in stage 0."""
-        first = {"stage": 0, **self.header.switches}
-        row = next((r for r in self.rows if (r.settings, r.micro_batch) == (first, 1)), None)
+        row = next((r for r in self.rows if (r.settings, r.micro_batch) == ({"stage": 0}, 1)), None)
         return Outcome(
             OutcomeKind.OK,
             memory=None if row is None else row.outcome.memory,
@@ -233,12 +190,11 @@ class Table:
         )
 
     def config(self, settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
-        """The DeepSpeed configuration of settings and batch sizes, with the script's switches."""
-        config = ds_config.for_use(self.header.ds_config, overrides_for(settings, batch))
-        return {**config, **self.header.switches, **script_args_for(settings)}
+        """Return the DeepSpeed configuration of settings and batch sizes."""
+        return ds_config.for_use(self.header.ds_config, overrides_for(settings, batch))
 
     def answer(self, config: Mapping[str, Any]) -> Outcome:
-        """The outcome of a trial of a whole DeepSpeed configuration.
+        """Return the outcome of a trial of a whole DeepSpeed configuration.
 
         Raises:
             ValueError: nothing was recorded of its strategy.
@@ -246,7 +202,6 @@ class Table:
         batch = ds_config.resolve_batch(config, self.header.slots, where="the configuration")
         strategy = of_config(config)
         zero = {**knobs.defaults(strategy.stage), **(config.get("zero_optimization") or {})}
-        zero |= {name: config.get(name, own) for name, own in self.header.switches.items()}
         if strategy.stage > 0 and zero["contiguous_gradients"]:
             bucket_bytes = zero["reduce_bucket_size"] * self.header.profile.param_bytes
             if bucket_bytes > self.header.slot_memory_bytes:
@@ -318,7 +273,7 @@ class _Curve:
 
 
 def _between(low: Outcome, high: Outcome, part: float, size: int) -> Outcome:
-    """What a micro batch between two others would have done."""
+    """Return what a micro batch between two others would have done."""
     one, other = low.metrics, high.metrics
     assert one is not None and other is not None
 
@@ -361,7 +316,7 @@ def _memory_between(low: MemoryUse | None, high: MemoryUse | None, part: float) 
 
 
 def _accumulated(outcome: Outcome, metrics: Metrics, batch: BatchTriple, header: Header) -> Outcome:
-    """The outcome of a trial without accumulation, with as much of it as a batch has."""
+    """Return an outcome without accumulation as it is with that of a batch."""
     more_ms = (batch.gas - 1) * (metrics.latency - metrics.step)
     latency = metrics.latency + more_ms
     throughput = metrics.throughput * batch.gas * metrics.latency / latency
@@ -384,7 +339,7 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path) -> Table:
-    """Reads a table, compressed or not, also one whose recording goes on."""
+    """Read a table, compressed or not, also one whose recording goes on."""
     header, rows = _read(path)
     return Table(header, fold(rows))
 
@@ -397,23 +352,20 @@ def _read(path: Path) -> tuple[Header, list[Row]]:
 
 
 def read_all(folder: Path = DATA) -> list[Table]:
-    """All finished tables of a folder."""
+    """Read all finished tables of a folder."""
     return [read(path) for path in sorted(folder.glob(f"*{SUFFIX}.gz"))]
 
 
 def compress(path: Path) -> Path:
-    """Folds and compresses a finished table, to the same bytes each time; returns the new file."""
+    """Fold and compress a finished table, to the same bytes each time; return the new file."""
     target = path.with_name(path.name + ".gz")
     header, rows = _read(path)
-    apart = spread(rows)
-    if apart is not None:
-        header = replace(header, about={**header.about, APART: f"{apart:.1%}"})
     _write(target, header, fold(rows))
     return target
 
 
 def with_memory(path: Path, memory: Mapping[str, Any]) -> None:
-    """Enters predictions of memory into the header of a finished table."""
+    """Enter predictions of memory into the header of a finished table."""
     table = read(path)
     _write(path, replace(table.header, memory=memory), table.rows)
 

@@ -1,6 +1,6 @@
 """Is the gain that a run reports the gain that there is? Simulated, with the real tuner.
 
-    python -m benchmarks.winners_curse [--seeds 300] [--output FILE]
+    python -m benchmarks.winners_curse [--seeds 300] [--methods NAME ...] [--worlds N ...]
 
 Fifty configurations are close to each other and every measurement is noisy, so that the best of a
 search is mostly the luckiest. A row is one kind of noise and one search, first what would be said
@@ -15,28 +15,22 @@ without finals and then with them. The true speed of every configuration is know
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import multiprocessing
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from benchmarks import common, searching
+from benchmarks.common import Bar
 from dsat.report.verdict import gain
 from dsat.space.plan import Plan
-from dsat.tuning.journal import MemoryJournal
-from dsat.tuning.loop import drive
-from dsat.tuning.tuner import Tuner
-from dsat.values.files import write_atomically
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.student import half_width
-from dsat.values.trial import BatchTriple, Trial, TrialKind
-from testing.simulated import SimulatedEngine
+from dsat.values.trial import BatchTriple, Trial
 
 CONFIGURATIONS = 50
 MOST_TRIALS = 65  # the profile, all configurations, finals
@@ -53,12 +47,7 @@ MODEL_SHARE = 10  # its searches cost so much more that it gets this part of the
 # Of a trial, in virtual seconds: its start, and each of its steps.
 START_S, STEP_S = 3.0, 0.1
 WARM_UP, LEAST_STEPS, MOST_STEPS, TARGET = 2, 5, 20, 0.02
-
 MOST_BIAS, MOST_WORSE, LEAST_COVERED, MOST_COST = 0.01, 0.05, 0.93, 0.30
-
-
-# What the columns are, for the report.
-EXPLANATION = (__doc__ or "").split("\n\n", 2)[2].strip().splitlines()
 
 
 @dataclass(frozen=True)
@@ -134,7 +123,7 @@ class Result:
 
 
 class Machine:
-    """Measures configurations of a world; what comes of a trial is in `outcome`."""
+    """Measures configurations of a world."""
 
     def __init__(self, world: World, seed: int) -> None:
         self._world = world
@@ -146,11 +135,12 @@ class Machine:
         self._wander = 0.0
 
     def speed(self, trial: Trial) -> float:
-        """What is true."""
+        """Return the true speed of a trial's configuration."""
         zero = trial.overrides.get("zero_optimization", {})
         return self._speeds[int(zero.get("reduce_bucket_size", BUCKETS[0]))]
 
     def outcome(self, trial: Trial) -> Outcome:
+        """Return what comes of a trial."""
         world, normal = self._world, self._rng.normal
         self._trials += 1
         self._wander = 0.8 * self._wander + 0.6 * world.wander * normal()
@@ -168,7 +158,7 @@ class Machine:
 
 
 def _measure(steps: Any, to_beat_s: float | None) -> tuple[float, float, int]:
-    """Mean, relative 95 % interval and number of the steps that a meter would have taken."""
+    """Return mean, relative 95 % interval and number of the steps that a meter would take."""
     count = LEAST_STEPS
     while True:
         taken = steps[:count]
@@ -180,8 +170,12 @@ def _measure(steps: Any, to_beat_s: float | None) -> tuple[float, float, int]:
         count = min(MOST_STEPS, 2 * count, math.ceil(count * (half / TARGET) ** 2))
 
 
-def search(method: str, world: World, seed: int) -> Result:
-    """One run of the real tuner."""
+def search(method: str, world: World, seed: int, **changes: Any) -> Result:
+    """Run the real tuner once.
+
+    Args:
+        changes: of the plan.
+    """
     machine = Machine(world, seed)
     zero = {"stage": 1, "reduce_bucket_size": BUCKETS[0], "contiguous_gradients": True}
     plan = Plan(
@@ -199,36 +193,27 @@ def search(method: str, world: World, seed: int) -> Result:
         search_options=METHODS[method],
         finals=None,
     )
-    tuner = Tuner(plan, MemoryJournal())
-    engine = SimulatedEngine(machine.outcome, num_slots=1)
-    drive(tuner, engine, max_concurrent_trials=1)
-    run = tuner.run
+    run = searching.search(replace(plan, **changes), machine.outcome)
     assert run.best is not None and run.baseline is not None and run.leader is not None
-    own, own_value, value = (
-        machine.speed(run.baseline),
-        run.value(run.baseline),
-        run.value(run.leader),
-    )
+    own, own_value = machine.speed(run.baseline), run.value(run.baseline)
+    value = run.value(run.leader)
     assert own_value is not None and value is not None
-    true, claimed = machine.speed(run.best) / own, run.best is not run.baseline
+    claimed = run.best is not run.baseline
     found, covered, reported = gain(run), None, 1.0
     if found is not None and run.finals is not None and run.finals.pick is not None:
         ratio = machine.speed(run.trials[run.finals.pick.trial_id]) / own
         covered = found.low <= ratio <= found.high
         reported = found.ratio if claimed else 1.0
-    times: dict[bool, float] = {True: 0.0, False: 0.0}
-    for trial in run.trials.values():
-        times[trial.kind is TrialKind.FINAL] += run.outcomes[trial.id].duration_s
-    cost = times[True] / times[False]
+    search_s, finals_s = searching.seconds(run)
     return Result(
-        reported,
-        true,
-        claimed,
-        value / own_value,
-        machine.speed(run.leader) / own,
-        covered,
-        run.num_finals,
-        cost,
+        reported=reported,
+        true=machine.speed(run.best) / own,
+        claimed=claimed,
+        reported_by_search=value / own_value,
+        true_of_search=machine.speed(run.leader) / own,
+        covered=covered,
+        trials=run.num_finals,
+        cost=finals_s / search_s,
     )
 
 
@@ -248,6 +233,12 @@ class Row:
         return self.mean(lambda r: r.reported - r.true)
 
     @property
+    def bias_error(self) -> float:
+        """Standard error of the bias."""
+        spread = statistics.pstdev(r.reported - r.true for r in self.results)
+        return spread / math.sqrt(len(self.results))
+
+    @property
     def bias_of_claims(self) -> float | None:
         claims = [r.reported - r.true for r in self.results if r.claimed]
         return statistics.fmean(claims) if claims else None
@@ -265,98 +256,123 @@ class Row:
     def cost(self) -> float:
         return statistics.median(r.cost for r in self.results)
 
-    # Whether the row keeps to the bars, as far as its runs can tell (two standard errors).
-
-    @property
-    def is_unbiased(self) -> bool:
-        spread = statistics.pstdev(r.reported - r.true for r in self.results)
-        return abs(self.bias) <= MOST_BIAS + 2 * spread / math.sqrt(len(self.results))
-
-    @property
-    def is_seldom_worse(self) -> bool:
-        return self.worse <= MOST_WORSE + _two_errors(MOST_WORSE, len(self.results))
-
-    @property
-    def is_covered(self) -> bool:
-        covered, count = self.covered, len(self.results)
-        return covered is None or covered >= LEAST_COVERED - _two_errors(LEAST_COVERED, count)
-
     @property
     def meets(self) -> bool:
-        kept = self.is_unbiased and self.is_seldom_worse and self.is_covered
-        return kept and self.cost <= MOST_COST
+        return self.cost <= MOST_COST and all(demand.meets(self) for demand in DEMANDS)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Row:
-        results = [Result(**each) for each in data["results"]]
-        return cls(data["world"], data["method"], results)
+    def cells(self) -> list[str]:
+        """Return the row of a table for people; see `HEADINGS`."""
+        return [
+            self.world,
+            self.method,
+            _points(self.mean(lambda r: r.reported_by_search - r.true_of_search)),
+            _share(self.mean(lambda r: r.true_of_search < 1)),
+            f"{self.mean(lambda r: r.reported):.3f}",
+            f"{self.mean(lambda r: r.true):.3f}",
+            _points(self.bias),
+            _points(self.bias_of_claims),
+            _share(self.mean(lambda r: r.claimed)),
+            _share(self.worse),
+            _share(self.covered),
+            f"{self.mean(lambda r: r.trials):.1f}",
+            _share(self.cost),
+            "met" if self.meets else "missed",
+        ]
 
 
-def _two_errors(share: float, count: int) -> float:
+HEADINGS = (
+    *("noise", "search", "bias before", "worse", "gain reported", "true", "bias", "of claims"),
+    *("claims", "worse", "covered", "trials", "cost", ""),
+)
+
+
+def two_errors(share: float, count: int) -> float:
+    """Return two standard errors of a share of so many runs."""
     return 2 * math.sqrt(share * (1 - share) / count)
 
 
-def run_rows(seeds: int, worlds: Sequence[World], methods: Sequence[str]) -> list[Row]:
-    """All rows, on all cores."""
-    rows = []
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _points(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:+.2f}"
+
+
+def run_rows(seeds: int, worlds: Sequence[World], methods: Sequence[str]) -> Iterator[Row]:
+    """Yield all rows, each from all cores."""
     with multiprocessing.get_context("fork").Pool() as pool:
         for world in worlds:
             for method in methods:
                 count = max(20, seeds // MODEL_SHARE) if method == "model" else seeds
                 first = 1000 * WORLDS.index(world)
                 tasks = [(method, world, first + number) for number in range(count)]
-                rows.append(Row(world.name, method, pool.starmap(search, tasks, chunksize=5)))
-                print(_line(rows[-1]), flush=True)
-    return rows
+                yield Row(world.name, method, pool.starmap(search, tasks, chunksize=5))
 
 
-HEADINGS = (
-    "| noise | search | bias before | worse | gain reported | true | bias | of claims | claims "
-    "| worse | covered | trials | cost | |",
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+@dataclass(frozen=True)
+class Demand:
+    """What is demanded of every row, as far as its runs can tell (two standard errors)."""
+
+    text: str
+    badness: Callable[[Row], float]
+    say: Callable[[Row], str]
+    meets: Callable[[Row], bool]
+
+    def bar(self, rows: Sequence[Row]) -> Bar:
+        """Return the bar on rows: told are the worst, and those that miss it."""
+        missed = [row for row in rows if not self.meets(row)]
+        told = dict.fromkeys(
+            f"{row.world}, {row.method}: {self.say(row)} of {len(row.results)} runs"
+            for row in (max(rows, key=self.badness), *missed)
+        )
+        return Bar(self.text, "; ".join(told), not missed)
+
+
+_WITHIN = "(within two standard errors of each row's runs)"
+DEMANDS = (
+    Demand(
+        f"gains: biased by at most {MOST_BIAS:.0%} in every row {_WITHIN}",
+        badness=lambda row: abs(row.bias),
+        say=lambda row: f"{_points(row.bias)} points",
+        meets=lambda row: abs(row.bias) <= MOST_BIAS + 2 * row.bias_error,
+    ),
+    Demand(
+        f"gains: worse than the user's own in at most {MOST_WORSE:.0%} of runs",
+        badness=lambda row: row.worse,
+        say=lambda row: _share(row.worse),
+        meets=lambda row: row.worse <= MOST_WORSE + two_errors(MOST_WORSE, len(row.results)),
+    ),
+    Demand(
+        f"gains: in the interval in at least {LEAST_COVERED:.0%} {_WITHIN}",
+        badness=lambda row: -1.0 if row.covered is None else -row.covered,
+        say=lambda row: _share(row.covered),
+        meets=lambda row: (
+            row.covered is None
+            or row.covered >= LEAST_COVERED - two_errors(LEAST_COVERED, len(row.results))
+        ),
+    ),
 )
 
 
-def _line(row: Row) -> str:
-    def share(value: float | None) -> str:
-        return "-" if value is None else f"{value:.1%}"
-
-    def points(value: float | None) -> str:
-        return "-" if value is None else f"{100 * value:+.2f}"
-
-    cells = (
-        row.world,
-        row.method,
-        points(row.mean(lambda r: r.reported_by_search - r.true_of_search)),
-        share(row.mean(lambda r: r.true_of_search < 1)),
-        f"{row.mean(lambda r: r.reported):.3f}",
-        f"{row.mean(lambda r: r.true):.3f}",
-        points(row.bias),
-        points(row.bias_of_claims),
-        share(row.mean(lambda r: r.claimed)),
-        share(row.worse),
-        share(row.covered),
-        f"{row.mean(lambda r: r.trials):.1f}",
-        share(row.cost),
-        "met" if row.meets else "missed",
-    )
-    return f"| {' | '.join(cells)} |"
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """Return the bars; each holds only if it does in every row."""
+    return [demand.bar(rows) for demand in DEMANDS] if rows else []
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=300, metavar="N")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--worlds", nargs="*", type=int, default=list(range(len(WORLDS))))
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the same as JSON")
     args = parser.parse_args()
-    print("\n".join(HEADINGS))
-    rows = run_rows(args.seeds, [WORLDS[number] for number in args.worlds], args.methods)
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.output, json.dumps([asdict(row) for row in rows]))
+    common.print_explanation(__doc__)
+    common.print_head(*HEADINGS)
+    rows = []
+    for row in run_rows(args.seeds, [WORLDS[number] for number in args.worlds], args.methods):
+        rows.append(row)
+        common.print_row(*row.cells())
+    common.print_bars(bars(rows))
 
 
 if __name__ == "__main__":

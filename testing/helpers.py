@@ -1,26 +1,22 @@
-"""Outcomes, searches and plans of several test modules, and loops that drive them."""
+"""Outcomes and plans of several test modules, and a loop that drives a tuner."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dsat.inputs.recorded_start import RankStart
-from dsat.search import SEARCHES, Search
 from dsat.space.plan import Plan
-from dsat.space.space import Freedom, Space
+from dsat.tuning.journal import MemoryJournal
 from dsat.tuning.tuner import Tuner
-from dsat.values.objective import SMALLER_IS_BETTER, Objective
+from dsat.values.objective import SMALLER_IS_BETTER
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
-from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
-from dsat.values.zero_strategy import plain
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 Event = dict[str, Any]
 
@@ -52,110 +48,6 @@ def profiled(profile: ModelProfile) -> Outcome:
     return Outcome(OutcomeKind.OK, profile=profile)
 
 
-def space_of(
-    lineages: int = 8, *, micro_batches: Sequence[int] = range(1, 65), stage: int = 1
-) -> Space:
-    """One stage with up to 8 ZeRO sections, which differ in their bucket size."""
-    buckets = (10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 5 * 10**8, 10**9, 5 * 10**9)
-    return Space(
-        strategies=plain(stage),
-        micro_batches=micro_batches,
-        slots=1,
-        freedom=Freedom(fix=("contiguous_gradients",)),
-        num_params=buckets[lineages - 1],
-    )
-
-
-def search_of(
-    method: str | type[Search],
-    space: Space,
-    *,
-    ceiling: int = 15,
-    metric: str = "throughput",
-    seed: int = 0,
-    **options: Any,
-) -> Search:
-    kind = SEARCHES[method] if isinstance(method, str) else method
-    return kind(weightless(ceiling), Objective(metric), space, seed=seed, **options)
-
-
-def play(search: Search, script: str, *, metric: str = "throughput") -> None:
-    """Drives a search through a schedule written by hand and compares it line by line.
-
-    Lines of a script, where `L` is a lineage and `M` a micro batch:
-
-        ask L@M              the search proposes this; then, where there are any, the stage (of
-                             several) and the note, as in `ask 0@8 stage 1 rung 0`
-        ask nothing          the search has nothing to propose now
-        tell L@M OOM         what became of a proposal that was asked before
-        tell L@M OK 12.5     the same, with the objective's value
-    """
-    running: dict[str, Proposal] = {}
-    for number, line in enumerate(script.strip().splitlines(), start=1):
-        verb, what, *rest = line.split("#")[0].split()
-        if verb == "ask":
-            proposal = search.ask()
-            if proposal is None:
-                said = ["nothing"]
-            else:
-                key = f"{proposal.lineage}@{proposal.micro_batch}"
-                assert key not in running, f"line {number}: {key} runs already"
-                running[key] = proposal
-                several = len(search.space.branches) > 1
-                told = {"stage": proposal.settings["stage"]} if several else {}
-                words = [f"{name} {number}" for name, number in {**told, **proposal.note}.items()]
-                said = [key, *" ".join(words).split()]
-            assert said == [what, *rest], f"line {number}: {line.strip()!r}, but asked {said}"
-        else:
-            assert verb == "tell"
-            kind, *value = rest
-            outcome = ran(float(value[0]), metric) if value else failed(kind)
-            assert outcome.kind.value == kind
-            search.tell(running.pop(what), outcome)
-
-
-def walk(search: Search, trials: str) -> None:
-    """Play one trial after the other: `8 OK, 12 OOM, end`, `end` if that was the last.
-
-    The larger a micro batch, the slower it is. A lineage may be given, too: `1@7 OK`.
-    """
-    for trial in trials.split(", "):
-        proposal = search.ask()
-        if trial == "end":
-            assert proposal is None
-            return
-        what, kind = trial.split()
-        *lineage, size = map(int, what.split("@"))
-        assert proposal is not None and proposal.micro_batch == size, trial
-        assert lineage in ([], [proposal.lineage]), trial
-        search.tell(proposal, ran(1 / size) if kind == "OK" else failed(kind))
-
-
-def proposals_of(
-    search: Search,
-    outcome: Callable[[Proposal], Outcome],
-    *,
-    concurrency: int = 1,
-    order: int = 0,
-    limit: int = 300,
-) -> list[Proposal]:
-    """All proposals of a search; `order` seeds which of the running ones ends next."""
-    rng = np.random.default_rng(order)
-    asked: list[Proposal] = []
-    running: list[Proposal] = []
-    while True:
-        while len(running) < concurrency and len(asked) < limit and search.stop_reason is None:
-            proposal = search.ask()
-            if proposal is None:
-                break
-            asked.append(proposal)
-            running.append(proposal)
-        if not running:
-            return asked
-        ended = running.pop(int(rng.integers(len(running))))
-        search.tell(ended, outcome(ended))
-
-
 def plan_of(method: str = "binary", **changes: Any) -> Plan:
     plan = Plan(
         method=method,
@@ -173,6 +65,12 @@ def plan_of(method: str = "binary", **changes: Any) -> Plan:
 def first_profiled(trial: Trial, outcome: Outcome, profile: ModelProfile) -> Outcome:
     """The outcome, with the model's profile if it is that of the first trial and a success."""
     return replace(outcome, profile=profile) if trial.profiles and outcome.ok else outcome
+
+
+def tuner_of(plan: Plan, events: list[Event] | None = None) -> tuple[Tuner, MemoryJournal]:
+    """A tuner that goes on after some events, and its journal."""
+    journal = MemoryJournal(list(events or []))
+    return Tuner(plan, journal, events=events, clock=FakeClock()), journal
 
 
 class FakeClock:

@@ -65,3 +65,9 @@ def printed_line(
     line = train_command.line(ready, run, folder)
     summary.write_files(run, folder, line)
     return line
+
+
+def printed_in(run_dir: Path) -> str:
+    """Return the command to train with that a run's summary gives."""
+    said = (run_dir / "summary.md").read_text(encoding="utf-8")
+    return said.partition("Train with it: `")[2].partition("`")[0]

@@ -131,7 +131,9 @@ class MadeUpEngine(SimulatedEngine):
     ) -> None:
         slots = ready.plan.slots_per_trial
         super().__init__(self._outcome, num_slots=slots * world.at_once, slots_per_trial=slots)
-        self._world = dataclasses.replace(world, slots=slots)
+        limit = ready.plan.slot_memory_bytes or world.gpu.memory_bytes
+        gpu = dataclasses.replace(world.gpu, memory_bytes=min(limit, world.gpu.memory_bytes))
+        self._world = dataclasses.replace(world, slots=slots, gpu=gpu)
         self._config_of = ready.plan.config
         self._trials = folder / "trials"
         self._signals = signals or {}
@@ -238,6 +240,10 @@ class User:
         """Return a file of the run's folder."""
         return (self.folder / "run" / name).read_text(encoding="utf-8")
 
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events of the run's journal."""
+        return [json.loads(line) for line in self.reads("journal.jsonl").splitlines()]
+
     def best_config(self) -> dict[str, Any]:
         """Return the configuration that the run leaves for training."""
         config = json.loads(self.reads("best_ds_config.json"))
@@ -341,7 +347,7 @@ class User:
         machine = machine_of(self.world)
         with (
             mock.patch.object(this_machine, "find_machine", return_value=machine),
-            mock.patch.dict(local.ENGINES, {"local": make}),
+            mock.patch.dict(local.ENGINES, {"local": make, "auto": make}),
         ):
             try:
                 return dsat_main(argv)
@@ -401,12 +407,12 @@ def machine_of(world: World) -> Machine:
     count = world.slots * world.at_once
     return Machine(
         accelerator="cuda",
-        device_name="NVIDIA A100-SXM4-40GB",
+        device_name=world.device_name,
         devices=tuple(str(number) for number in range(count)),
         visible_devices=("CUDA_VISIBLE_DEVICES",),
         memory_bytes=world.gpu.memory_bytes,
         device_memory_bytes=(world.gpu.memory_bytes,) * count,
-        device_names=("NVIDIA A100-SXM4-40GB",) * count,
+        device_names=(world.device_name,) * count,
     )
 
 

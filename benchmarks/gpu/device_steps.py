@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from benchmarks.common import run_trial
-from benchmarks.gpu.report import MIB, Report, line, new_trial
+from benchmarks import common
+from benchmarks.common import MIB
+from benchmarks.gpu.report import Report, line, new_trial
 from dsat.app import probe
 from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine, find_machine, problems_with
+from dsat.engines.local.machine import find_machine, problems_with
 from dsat.engines.local.supervisors import Supervisors
 from dsat.inputs import cards
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -29,17 +30,16 @@ _OWN_ADAM = {"params": {"torch_adam": False}}  # DeepSpeed's, which it compiles
 
 def devices(report: Report) -> None:
     """Slots by default, by id, by UUID and without any; what the machine has (D16)."""
-    for tool, options in (("nvidia-smi", ["-L"]), ("nvcc", ["--version"])):
-        path = shutil.which(tool)
-        text = "" if path is None else _output([path, *options])
-        report.note(tool, text.strip().splitlines()[-1:] or "not there")
+    for tool, option in (("nvidia-smi", "-L"), ("nvcc", "--version")):
+        report.note(tool, _lines(report, tool, option)[-1:] or "not there")
     report.note("machine", report.machine.describe())
     for warning in report.machine.warnings:
         report.note("warning", warning)
-    last = report.machine.devices[-1]
-    chosen = [last, *_uuids()[-1:]]
+    uuids = _lines(report, "nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
+    chosen = [report.machine.devices[-1], *uuids[-1:]]
     for device in chosen[: 1 if report.short else None]:
-        found = _in_environment({"CUDA_VISIBLE_DEVICES": device})
+        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=device):
+            found = find_machine()
         report.check(f"CUDA_VISIBLE_DEVICES={device}", found.devices == (device,), found.devices)
     began_s = time.monotonic()
     problems = problems_with(report.machine, range(report.machine.num_slots))
@@ -74,7 +74,7 @@ def out_of_memory(report: Report) -> None:
     """Memory runs out in each pass; the slot is free again and the next trial runs."""
     for phase in ("forward", "backward", "step"):
         failed = new_trial()
-        outcome = run_trial(report.engines.get("--out_of_memory", phase), failed)
+        outcome = common.run_trial(report.engines.get("--out_of_memory", phase), failed)
         report.check(f"in the {phase}", outcome.kind is OutcomeKind.OOM, line(outcome))
         report.run(f"after the {phase}", new_trial())
 
@@ -99,8 +99,7 @@ def memory_back(report: Report) -> None:
 
 def operators(report: Report) -> None:
     """DeepSpeed's own Adam is compiled; a compiler that was killed holds up nobody (D13)."""
-    if shutil.which("nvcc") is None:
-        report.note("left out", "no nvcc")
+    if report.lacks_nvcc():
         return
     os.environ["TORCH_EXTENSIONS_DIR"] = str((report.folder / "extensions").resolve())
     engine, killed = report.engines.get(), new_trial(optimizer=_OWN_ADAM)
@@ -114,17 +113,15 @@ def operators(report: Report) -> None:
 
 def offload(report: Report) -> None:
     """What an offloaded optimizer takes of the host, and what threads are worth (D5, D7)."""
-    if shutil.which("nvcc") is None:
-        report.note("left out", "no nvcc: DeepSpeed compiles CPUAdam with CUDA's headers")
+    if report.lacks_nvcc():
         return
     offloaded = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
-    for threads in ("1", ""):
-        os.environ.pop("OMP_NUM_THREADS", None)
-        if threads:
-            os.environ["OMP_NUM_THREADS"] = threads
+    for name, threads in (("1", {"OMP_NUM_THREADS": "1"}), ("all", {})):
         trial = new_trial(stage=2, zero_optimization=offloaded, optimizer=_OWN_ADAM)
-        report.run(f"{threads or 'all'} threads", trial)
-    os.environ.pop("OMP_NUM_THREADS", None)
+        with mock.patch.dict(os.environ):
+            os.environ.pop("OMP_NUM_THREADS", None)
+            os.environ.update(threads)
+            report.run(f"{name} threads", trial)
 
 
 def precisions(report: Report) -> None:
@@ -154,8 +151,7 @@ def side_by_side(report: Report) -> None:
 
 def probed(report: Report) -> None:
     """The probe of `dsat project` against the table of cards."""
-    if report.short:
-        report.note("left out", "devices that compute nothing have no speed")
+    if report.has_no_speed():
         return
     card = probe.card_here(1)
     table = cards.of_device(card.name.removesuffix(", measured"))
@@ -164,26 +160,11 @@ def probed(report: Report) -> None:
         report.note(name, found if table is None else {**found, "table": getattr(table, name)})
 
 
-def _output(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout
-
-
-def _uuids() -> list[str]:
-    if shutil.which("nvidia-smi") is None:
+def _lines(report: Report, tool: str, *options: str) -> list[str]:
+    """Return what a tool of CUDA says; nothing if it is not there."""
+    if shutil.which(tool) is None:
         return []
-    text = _output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"])
-    return [line.strip() for line in text.splitlines() if line.startswith("GPU-")]
-
-
-def _in_environment(variables: Mapping[str, str]) -> Machine:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        return find_machine()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    return report.command([tool, *options], report.folder)[1].strip().splitlines()
 
 
 def _without_nvml(folder: Path) -> dict[str, str]:

@@ -10,7 +10,6 @@ succeeded are not taken again (--again takes them). The exit status is 1 if a st
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -20,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import common
 from benchmarks.gpu import device_steps, search_steps
 from benchmarks.gpu.report import Engines, Report
 from dsat.engines.local.machine import find_machine
@@ -51,9 +51,7 @@ PARTS = sorted({part for part, _ in STEPS.values()})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--part", type=int, choices=PARTS)
     parser.add_argument("--steps", nargs="+", choices=list(STEPS), metavar="NAME")

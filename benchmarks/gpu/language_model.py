@@ -19,7 +19,6 @@ parser.add_argument("--model", type=Path, required=True)
 parser.add_argument("--length", type=int, default=1024, help="tokens in a sequence")
 parser.add_argument("--checkpointing", action="store_true")
 parser.add_argument("--liger", action="store_true")
-parser.add_argument("--compile", action="store_true")
 parser.add_argument("--small", action="store_true", help="one layer and 1,000 tokens alone")
 parser.add_argument("--report", type=int, metavar="STEPS")
 parser.add_argument("--deepspeed_config", type=Path, required=True)
@@ -44,8 +43,6 @@ model.train()
 engine, *_ = deepspeed.initialize(
     model=model, model_parameters=model.parameters(), config=ds_config
 )
-if args.compile:
-    engine.compile()
 while args.report is None or engine.global_steps < args.report:
     shape = engine.train_micro_batch_size_per_gpu(), args.length
     tokens = torch.randint(config.vocab_size, shape, device=engine.device)

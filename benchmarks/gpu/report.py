@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import run_trial
+from benchmarks import common
 from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
-from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.machine import Machine
 from dsat.in_trial.rank_files import METRICS_FILE
-from dsat.inputs import entrypoint, experiment
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("loop.py")
-MIB = 2**20
 LIMIT_S = 600.0
 _STATS_FILE = "memory_stats.json"
 
@@ -69,11 +62,24 @@ class Report:
         if not right:
             raise StepFailed(f"{name}: {value}")
 
+    def has_no_speed(self) -> bool:
+        """Note that a step is left out, if devices compute nothing."""
+        if self.short:
+            self.note("left out", "devices that compute nothing have no speed")
+        return self.short
+
+    def lacks_nvcc(self) -> bool:
+        """Note that a step is left out, if DeepSpeed's operators cannot be compiled."""
+        is_missing = shutil.which("nvcc") is None
+        if is_missing:
+            self.note("left out", "no nvcc: DeepSpeed compiles its Adam with CUDA's headers")
+        return is_missing
+
     def run(self, name: str, trial: Trial, *words: str, cold: bool = False, slots: int = 1) -> None:
         """Run a trial of the small program with these words, which must succeed, and keep what it
         measured."""
         engine = self.engines.get(*words, slots=slots, cold=cold)
-        self.keep(name, trial, run_trial(engine, trial))
+        self.keep(name, trial, common.run_trial(engine, trial))
 
     def keep(self, name: str, trial: Trial, outcome: Outcome) -> None:
         """Note the outcome of a trial, which must have succeeded, and keep what it measured."""
@@ -82,27 +88,16 @@ class Report:
                 shutil.copy(found, self.folder / f"{name.replace(' ', '-')}.{file}")
         self.check(name, outcome.ok, line(outcome))
 
-    def command(
-        self, words: Sequence[str], folder: Path, **variables: str
-    ) -> tuple[int, str, float]:
+    def command(self, words: Sequence[str], folder: Path) -> tuple[int, str, float]:
         """Run a command there, and keep what it said.
 
         Returns:
             Its exit status, what it said, and the seconds that it took.
         """
-        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-        began_s = time.monotonic()
-        try:
-            done = subprocess.run(
-                words, capture_output=True, text=True, cwd=folder, env=env, timeout=LIMIT_S
-            )
-            status, said = done.returncode, done.stdout + done.stderr
-        except subprocess.TimeoutExpired:
-            status, said = -1, f"not done after {LIMIT_S:g} s"
+        status, said, took_s = common.run(words, folder, timeout_s=LIMIT_S)
         with open(self.folder / "commands.txt", "a") as log:
             log.write(f"{' '.join(words)}\n{said}\n")
-        return status, said, time.monotonic() - began_s
+        return status, said, took_s
 
 
 class Engines:
@@ -128,22 +123,17 @@ class Engines:
         Args:
             words: for the program's command line.
         """
-        if (words, slots, cold) not in self._open:
+        key = (words, slots, cold)
+        if key not in self._open:
             run = self.folder / f"{len(list(self.folder.glob('*')))}-{slots}"
-            run.mkdir(parents=True)
             adam = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
             base = {"optimizer": adam, "zero_optimization": {"stage": 1}}
             command = [sys.executable, str(PROGRAM), "--deepspeed_config", "ds_config.json", *words]
-            (run / "ds_config.json").write_text(json.dumps(base))
-            self._open[words, slots, cold] = LocalEngine(
-                experiment.of_command(command, "first minutes", run, base),
-                entrypoint.parse(command, run),
-                [Host(self._machine)],
-                run,
-                LocalOptions(self._options, cold=cold),
-                slots_per_trial=slots,
+            hosts = [Host(self._machine)]
+            self._open[key] = common.engine_of(
+                command, base, run, hosts, self._options, slots=slots, cold=cold
             )
-        return self._open[words, slots, cold]
+        return self._open[key]
 
     def close(self) -> None:
         for engine in self._open.values():

@@ -11,22 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import by_hand, native
-from benchmarks.gpu import predicted_memory
-from benchmarks.gpu.report import MIB, ROOT, Report
-from dsat import api
-from dsat.tuning.events import EVENT_FINISHED
-from dsat.tuning.journal import FILE_NAME, read_events
-from dsat.tuning.run import Run
+import dsat
+from benchmarks import by_hand, device_memory, native, searching
+from benchmarks.common import GIB
+from benchmarks.gpu.report import Report, line
 from dsat.values.host_memory import available_bytes
 
-_MODELS = ROOT / "benchmarks" / "models"
+_MODELS = Path(__file__).parents[1] / "models"
 _PROGRAM = Path(__file__).with_name("language_model.py")
 _BRIEF = (
     "--max-trials 2 --finals 0 --start-profile-step 2 --end-profile-step 3 --max-profile-steps 3 "
     "--memory-model formula"
 ).split()
-_GIB = 2**30
 _PARAMS = {"AdamW": {"torch_adam": True}}
 # What the host holds of a parameter without moments: bf16, and fp32 with its gradient.
 _HOST_BYTES = 10
@@ -49,14 +45,13 @@ def cost_of_measuring(report: Report) -> None:
     """A script's own clock, in trials and started by hand: the step time with the meter and without
     it."""
     case = by_hand.Case("transformer", "python3", 1, "transformer", 8, 60, stage=1)
+    if report.has_no_speed():
+        return
     folder = report.folder / "work"
     folder.mkdir()
-    if report.short:
-        report.note("left out", "devices that compute nothing have no speed")
-        return
     found = by_hand.compare(case, folder, pairs=3)
     report.note("ms a step", found.step_ms)
-    report.note("throughput by hand / in a trial", [round(found.ratio, 4), found.by_hand])
+    report.note("throughput by hand / in a trial", [round(found.ratio, 4), found.pairs])
 
 
 def published(report: Report) -> None:
@@ -71,7 +66,7 @@ def published(report: Report) -> None:
     model = "gpt2-medium" if report.short else "llama-3.1-8b"
     needs = 0 if report.short else 8_030_261_248 * _HOST_BYTES
     if needs > available_bytes():
-        report.note("left out", f"the host has less than {needs / _GIB:.0f} GiB")
+        report.note("left out", f"the host has less than {needs / GIB:.0f} GiB")
         return
     for name, length, words in rows[: 1 if report.short else None]:
         more = ["--length", str(64 if report.short else length), "--checkpointing", *words]
@@ -81,37 +76,31 @@ def published(report: Report) -> None:
         if status or not lines:
             report.note(name, (said.strip().splitlines() or ["without a word"])[-1])
             continue
-        gib = {key: round(size / _GIB, 2) for key, size in json.loads(lines[-1]).items()}
+        gib = {key: round(size / GIB, 2) for key, size in json.loads(lines[-1]).items()}
         report.note(name, f"{gib} GiB")
 
 
 def offload_search(report: Report) -> None:
     """A search that may offload the optimizer to the host."""
-    if shutil.which("nvcc") is None:
-        report.note("left out", "no nvcc: DeepSpeed compiles CPUAdam with CUDA's headers")
+    if report.lacks_nvcc():
         return
     _searched(report, "gpt2-medium", {"stage": 2}, options=["--tune", "offload_optimizer"])
 
 
 def compile_search(report: Report) -> None:
     """A search with torch.compile as a choice."""
-    if report.short:
-        report.note("left out", "kernels for devices that compute nothing cannot be compiled")
+    if report.has_no_speed():
         return
     _searched(report, "gpt2-medium", {"stage": 1}, options=["--tune", "torch_compile"])
 
 
 def native_autotuner(report: Report) -> None:
     """`dsat tune` against `deepspeed --autotuning tune` on the same script."""
-    if report.short:
-        report.note("left out", "takes minutes, and devices that compute nothing have no speed")
+    if report.has_no_speed():
         return
-    ours, theirs = native.compare(512, "model_based", runs=1, rounds=3)
+    ours, theirs = native.compare(512, runs=1, rounds=3)
     for tuned in (ours, theirs):
-        answer = {
-            key: value for key, value in tuned.config.items() if "batch" in key or "zero" in key
-        }
-        report.note(tuned.name, f"{tuned.wall_s:.0f} s, {tuned.throughput:.1f} samples/s: {answer}")
+        report.note(tuned.name, ", ".join(tuned.cells()[1:]))
     report.note("wall time, ours / theirs", round(ours.wall_s / theirs.wall_s, 3))
 
 
@@ -151,11 +140,11 @@ def _work(
     return folder, ["python3", _PROGRAM.name, *named, *length, *size, *words]
 
 
-def _estimated(report: Report, model: str, zero: Mapping[str, Any], *words: str) -> None:
-    folder, command = _work(report, model, zero, *words)
+def _estimated(report: Report, model: str, zero: Mapping[str, Any], *more: str) -> None:
+    folder, command = _work(report, model, zero, *more)
     options = ["--slots", "1", *([] if report.short else ["--exact"])]
-    dsat = [sys.executable, "-m", "dsat", "estimate", *options, "--", *command]
-    status, said, took_s = report.command(dsat, folder)
+    words = [sys.executable, "-m", "dsat", "estimate", *options, "--", *command]
+    status, said, took_s = report.command(words, folder)
     simulated = "simulation died" not in said and "by formula:" not in said
     last = (said.strip().splitlines() or [""])[-1]
     report.check("estimate", status == 0 and simulated, f"{took_s:.1f} s: {last}")
@@ -165,46 +154,36 @@ def _searched(
     report: Report,
     model: str,
     zero: Mapping[str, Any],
-    *words: str,
+    *more: str,
     options: Sequence[str] = (),
 ) -> None:
     """Note a search of ten trials: its gain, its times, and the memory of every trial."""
-    folder, command = _work(report, model, zero, *words)
+    folder, command = _work(report, model, zero, *more)
     run_dir = report.folder / "run"
     limits = _BRIEF if report.short else ["--max-trials", "10"]
     named = ["--run-dir", str(run_dir.resolve()), "--slots", "1", *limits, *options]
     began_s = time.time()
-    dsat = [sys.executable, "-m", "dsat", "model", *named, "--", *command]
-    status, said, took_s = report.command(dsat, folder)
+    words = [sys.executable, "-m", "dsat", "model", *named, "--", *command]
+    status, said, took_s = report.command(words, folder)
     report.check("search", status == 0, f"{took_s:.0f} s" if status == 0 else said[-2000:])
-    events = list(read_events(run_dir / FILE_NAME))
-    first_s = next(event["time_s"] for event in events if event["event"] == EVENT_FINISHED)
+    run = searching.run_in(run_dir)
+    first_s = min(ended_s for ended_s in run.ended_at_s.values() if ended_s is not None)
     report.note("first figure of the own configuration (s)", round(first_s - began_s, 1))
-    run = Run(events)
-    report.note("gain", api.load_run(run_dir).gain)
-    predicted = {}
+    report.note("gain", dsat.load_run(run_dir).gain)
+    errors: dict[int, float] = {}
     if run.memory_basis is not None:  # memory was simulated
-        predicted = {each.trial.id: each for each in predicted_memory.of_run(run)}
+        errors = {n: each.predicted for n, each in device_memory.of_run(run).items()}
     for trial in run.trials.values():
-        outcome = run.outcomes[trial.id]
-        found = [outcome.kind.value, f"{outcome.duration_s:.1f} s"]
-        if outcome.metrics is not None:
-            found.append(f"{outcome.metrics.latency:.1f} ms +-{outcome.metrics.ci95:.1%}")
-        if outcome.memory is not None:
-            held, reserved = outcome.memory.allocated_bytes, outcome.memory.reserved_bytes
-            found.append(
-                f"allocated {max(held.values()) / MIB:.0f}, "
-                f"reserved {max(reserved.values()) / MIB:.0f} MiB"
-            )
-        if trial.id in predicted:
-            found.append(f"predicted {predicted[trial.id].errors[0]:+.2%}")
-        batch = trial.batch
+        outcome, batch = run.outcomes[trial.id], trial.batch
         name = f"{trial.name}, stage {trial.stage}, {batch.micro_batch} x {batch.gas}"
-        report.note(name, ", ".join(found))
-    errors = [abs(each.errors[0]) for each in predicted.values()]
+        found = {"outcome": line(outcome), "predicted memory is off by": errors.get(trial.id)}
+        if outcome.memory is not None:
+            for kind in ("allocated_bytes", "reserved_bytes"):
+                found[kind] = max(getattr(outcome.memory, kind).values())
+        report.note(name, found)
     if errors:
-        report.note(
-            "memory, median and worst", f"{statistics.median(errors):.2%}, {max(errors):.2%}"
-        )
+        sizes = sorted(map(abs, errors.values()))
+        told = f"{statistics.median(sizes):.2%}, {sizes[-1]:.2%}"
+        report.note("memory, median and worst", told)
     for path in run_dir.glob("trials/*/metrics.json"):
         shutil.copy(path, report.folder / f"{path.parent.name}.metrics.json")

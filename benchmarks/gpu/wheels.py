@@ -9,12 +9,12 @@ FOLDER/*.whl`.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from benchmarks import common
+
 MOST_BYTES = 64 * 2**20
 # What dsat and deepspeed need besides torch and what torch itself needs (numpy may be missing).
 BINARY = ("numpy", "psutil", "pyyaml", "wrapt", "msgpack", "pydantic", "pydantic-core", "ninja")
@@ -27,7 +27,7 @@ SOURCE = ("deepspeed", "hjson")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common.parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12")
     arguments = parser.parse_args()
@@ -40,7 +40,7 @@ def main() -> None:
     _run([*pip, "download", "--quiet", *folder, *foreign, *pinned])
     _run([*pip, "download", "--quiet", *folder, *foreign[:-1], "pydantic"])
     built = ["--wheel-dir", str(arguments.folder), "--no-deps", "--no-build-isolation"]
-    _run([*pip, "wheel", "--quiet", *built, *SOURCE, str(ROOT)])
+    _run([*pip, "wheel", "--quiet", *built, *SOURCE, str(common.ROOT)])
     size = sum(path.stat().st_size for path in arguments.folder.glob("*.whl"))
     print(f"{len(list(arguments.folder.glob('*.whl')))} wheels, {size / 2**20:.1f} MiB")
     if size > MOST_BYTES:

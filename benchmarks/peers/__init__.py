@@ -14,23 +14,22 @@ from benchmarks.ledger import Ledger
 from dsat.search import SEARCHES
 
 Play = Callable[[Ledger, int, int], None]
-"""Runs trials of a ledger, with a seed, at most so many."""
+"""Run trials of a ledger, with a seed, at most so many."""
 
-_DETERMINED = ("asha", "binary", "random")
-# Name -> module of this package, and what its `play` is given first, if anything.
-_PEERS: dict[str, tuple[str, str | None]] = {
-    **{f"dsat {method}": ("ours", method) for method in SEARCHES},
-    **{f"Determined {method}": ("determined_dsat", method) for method in _DETERMINED},
-    "DeepSpeed fast": ("deepspeed_autotuner", None),
-    "Optuna TPE": ("optuna_samplers", "TPE"),
-    "Optuna GP": ("optuna_samplers", "GP"),
-    "no search": ("no_search", None),
+_PEERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    **{f"dsat {method}": ("benchmarks.searching", "play", (method,)) for method in SEARCHES},
+    **{
+        f"Determined {method}": (f"{__name__}.determined_dsat", "play", (method,))
+        for method in ("asha", "binary", "random")
+    },
+    "DeepSpeed fast": (f"{__name__}.deepspeed_autotuner", "play", ()),
+    "Optuna TPE": (f"{__name__}.gated", "play_tpe", ()),
+    "no search": (f"{__name__}.gated", "play_no_search", ()),
 }
 PEERS = tuple(_PEERS)
 
 
 def player(name: str) -> Play:
-    """How to run one of `PEERS`; imports its package, which may be heavy."""
-    module, method = _PEERS[name]
-    play: Callable[..., None] = importlib.import_module(f"{__name__}.{module}").play
-    return play if method is None else partial(play, method)
+    """Return how to run one of `PEERS`; import its package, which may be heavy."""
+    module, play, first = _PEERS[name]
+    return partial(getattr(importlib.import_module(module), play), *first)

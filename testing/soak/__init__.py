@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
+from testing.scenarios import Told
+
 
 @dataclass
 class Tally:
@@ -34,6 +36,17 @@ class Tally:
         self.by[ending] += 1
         if finding:
             self.findings.append(finding)
+
+
+def complaint(told: Told) -> str:
+    """Return what is wrong with how a command ended, whatever it met; empty if nothing is."""
+    if "Traceback" in told.err or told.status not in (0, 1, 2):
+        return f"status {told.status}: {told.err[-600:]}"
+    if told.status and "error: " not in told.err:
+        return f"says nothing: {told.err[-600:]}"
+    if len(told.err) > 20_000:
+        return f"a flood of {len(told.err)} characters"
+    return ""
 
 
 class Hang(BaseException):

@@ -29,7 +29,7 @@ class Attack:
 ATTACKS = {
     "inputs": Attack(inputs.attack, 20_000, 250),
     "searches": Attack(inputs.searches, 1_000, 25),
-    "journals": Attack(journals.attack, 20_000, 500),
+    "journals": Attack(journals.attack, 2_000, 50),
     "secrets": Attack(secrets.attack, 600, 25),
     "kills": Attack(runs.kills, 300, 15),
     "failing_calls": Attack(runs.failing_calls, 300, 15),

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import os
 import random
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,18 +13,16 @@ from unittest import mock
 
 import yaml
 
-from dsat.app import estimate, local
-from dsat.cli import main, output
-from dsat.engines.places import local as this_machine
+from dsat.cli import output
 from dsat.inputs.option import options_of
 from dsat.inputs.settings import Settings
 from dsat.search import SEARCHES
-from testing.helpers import World
-from testing.local import PROGRAMS, cpu_machine
-from testing.simulated import SimulatedEngine
-from testing.soak import Hang, Tally, at_most, mutations
+from testing.scenarios import User
+from testing.soak import Hang, Tally, at_most, complaint, mutations
+from testing.world import World
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
+WORLD = World(slots=2)
 _METHODS = ("model", "asha", "binary", "random", "gridsearch")
 # More settings than any single example has, so that there is something to damage.
 _CONFIG: dict[str, Any] = {
@@ -56,100 +51,71 @@ _CONFIG: dict[str, Any] = {
         "results_dir": "results",
         "exps_dir": "exps",
         "overwrite": True,
-        "arg_mappings": {"train_micro_batch_size_per_gpu": "--batch"},
+        "arg_mappings": {"train_micro_batch_size_per_gpu": "--batch-size"},
     },
 }
 
 
 def attack(seed: int, count: int) -> Tally:
-    """Mutated inputs in a folder of their own, in this process; nothing is run of them."""
+    """Mutated inputs in a folder of their own; nothing is run of them."""
     rng, tally = random.Random(seed), Tally()
-    with a_folder() as folder:
-        experiment = yaml.safe_load((folder / "deepspeed.yaml").read_text())
+    with a_user() as (user, experiment):
         for number in range(count):
-            argv = _write(rng, folder, experiment)
-            ending, finding = run(argv)
-            tally.note(ending, f"{seed}/{number}: {argv} {finding}" if finding else "")
+            argv = _write(rng, user.folder, experiment)
+            ending, finding = run(user, argv)
+            tally.note(ending, finding and f"{seed}/{number}: {argv} {finding}")
     return tally
 
 
 def searches(seed: int, count: int) -> Tally:
-    """Search with mutated inputs that a dry run accepts and made-up trials, and show the runs."""
+    """Search with mutated inputs that a dry run accepts, and show the runs."""
     rng, tally = random.Random(seed), Tally()
-    with a_folder() as folder, mock.patch.dict(local.ENGINES, {"local": _made_up}):
-        experiment = yaml.safe_load((folder / "deepspeed.yaml").read_text())
+    with a_user() as (user, experiment):
         while tally.tried < count:
-            dry = _write(rng, folder, experiment)
-            if run(dry)[0] != "status 0":
+            dry = _write(rng, user.folder, experiment)
+            if run(user, dry)[0] != "status 0":
                 continue
-            place = dry.index("--dry-run")
-            runs = ["-mt", "9", "-m", "throughput", "--engine", "local"]
-            runs += ["--run-dir", f"run-{tally.tried}"]
-            argv = [*dry[:place], *runs, *dry[place + 1 :]]
-            ending, finding = run(argv)
-            if not finding and Path(runs[-1]).is_dir():
-                ending = f"{ending}, {run(['show', runs[-1]])[0]}"
-                finding = run(["show", "--trials", "--json", runs[-1]])[1]
-            tally.note(ending, f"{seed}/{tally.tried}: {argv} {finding}" if finding else "")
+            place, name = dry.index("--dry-run"), f"run-{tally.tried}"
+            options = ["-mt", "9", "-m", "throughput", "--engine", "local", "--run-dir", name]
+            argv = [*dry[:place], *options, *dry[place + 1 :]]
+            ending, finding = run(user, argv)
+            if not finding and (user.folder / name).is_dir():
+                shown, finding = run(user, ["show", "--trials", "--json", name])
+                ending = f"{ending}, {shown}"
+            tally.note(ending, finding and f"{seed}/{tally.tried}: {argv} {finding}")
     return tally
 
 
-def _made_up(ready: Any, folder: Path) -> SimulatedEngine:
-    """Engine whose trials come to what a world of the tests makes of them."""
-    slots = ready.plan.slots_per_trial
-    return SimulatedEngine(World().outcome, num_slots=max(2, slots), slots_per_trial=slots)
-
-
-def run(argv: Sequence[str]) -> tuple[str, str]:
+def run(user: User, argv: Sequence[str]) -> tuple[str, str]:
     """Run a command line; return its end and what is wrong with it."""
-    out, err = io.StringIO(), io.StringIO()
     try:
-        with at_most(LIMIT_S), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status: Any = main.main(argv)
-    except SystemExit as stop:
-        status = stop.code
+        with at_most(LIMIT_S):
+            told = user.types(*argv)
     except Hang:
         return "hang", f"took longer than {LIMIT_S:g} s"
     except Exception as error:
         return "traceback", f"raised {error!r}"
-    said = err.getvalue()
-    if status not in (0, 1, 2):
-        return "bug", said[-400:]
-    if "Traceback" in said or (status and "error: " not in said):
-        return "no message", said[-400:]
-    if len(said) > 20_000:
-        return "a flood", f"{len(said)} characters"
-    return f"status {status}", ""
+    finding = complaint(told)
+    return "bug" if finding else f"status {told.status}", finding
 
 
-def _raised(error: Exception) -> int:
+def _raise(error: Exception) -> int:
     raise error
 
 
 @contextlib.contextmanager
-def a_folder() -> Iterator[Path]:
-    before = Path.cwd()
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dsat-soak-")))
-        for path in (PROGRAMS / "tiny").iterdir():
-            if path.is_file():
-                shutil.copy(path, folder)
-        for module in (local, estimate):
-            stack.enter_context(mock.patch.object(module, "LocalEngine", _NoEngine))
-        stack.enter_context(
-            mock.patch.object(this_machine, "find_machine", return_value=cpu_machine(2))
-        )
-        stack.enter_context(mock.patch.object(output, "report_bug", _raised))
-        os.chdir(folder)
-        stack.callback(os.chdir, before)
-        yield folder
+def a_user(world: World = WORLD) -> Iterator[tuple[User, dict[str, Any]]]:
+    """Yield a user in a new folder, and their experiment's configuration.
 
-
-class _NoEngine:
-    """In the place of an engine that would run trials."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("trials would be run")
+    What the command line would report as a bug is raised.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="dsat-soak-") as folder,
+        mock.patch.object(output, "report_bug", _raise),
+    ):
+        user = User(Path(folder), world)
+        user.has()
+        yield user, yaml.safe_load((user.folder / "deepspeed.yaml").read_text())
 
 
 def _write(rng: random.Random, folder: Path, experiment: dict[str, Any]) -> list[str]:
@@ -158,7 +124,7 @@ def _write(rng: random.Random, folder: Path, experiment: dict[str, Any]) -> list
     config = json.dumps(_CONFIG).encode()
     if damaged == "config":
         config = _damaged(rng, _CONFIG, json.dumps(_CONFIG, indent=1))
-    (folder / "ds_config.json").write_bytes(config)
+    (folder / "ds.json").write_bytes(config)
     inline = rng.random() < 0.3
     if inline:
         hparams = {**experiment["hyperparameters"], "deepspeed_config": _CONFIG}
@@ -167,7 +133,7 @@ def _write(rng: random.Random, folder: Path, experiment: dict[str, Any]) -> list
     if damaged == "experiment":
         text = _damaged(rng, experiment, yaml.safe_dump(experiment))
     (folder / "deepspeed.yaml").write_bytes(text)
-    script = ["train.py", "--deepspeed_config", "ds_config.json", "--batch", "4"]
+    script = ["train.py", "--deepspeed_config", "ds.json", "--batch-size", "4"]
     method = rng.choice(_METHODS)
     options = _options(rng, method) if damaged == "argv" else []
     if damaged != "experiment" and rng.random() < 0.3:

@@ -4,75 +4,50 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
+import shutil
 from pathlib import Path
 from typing import Any
 
-from dsat.errors import DsatError
-from dsat.report import page, summary, terminal
-from dsat.report.run_view import RunView
-from dsat.report.verdict import verdict
-from dsat.tuning.journal import MemoryJournal, parse, read_events
-from dsat.tuning.run import Run
-from dsat.tuning.tuner import Tuner
-from testing.helpers import FakeClock, World, drive, plan_of
-from testing.soak import Hang, Tally, at_most, mutations
+from dsat.tuning.journal import FILE_NAME, read_events
+from testing.scenarios import User
+from testing.soak import Tally, inputs, mutations
 
-LIMIT_S = 30.0
 _METHODS = ("model", "asha", "binary", "random", "gridsearch")
+_SHOW = (["show", "run"], ["show", "run", "--trials", "--json"], ["runs", "."])
 
 
 def attack(seed: int, count: int) -> Tally:
-    """Journals of made-up runs with values, lines or bytes damaged."""
+    """Show and continue runs whose journals have values, lines or bytes damaged."""
     rng, tally = random.Random(seed), Tally()
-    lines = {method: _journal(method) for method in _METHODS}
-    with tempfile.TemporaryDirectory(prefix="dsat-soak-") as folder:
-        path = Path(folder) / "journal.jsonl"
+    with inputs.a_user() as (user, _):
+        events = {method: _searched(user, method) for method in _METHODS}
         for number in range(count):
             method = rng.choice(_METHODS)
-            path.write_bytes(_damaged(rng, lines[method]))
-            ending, finding = _use(path, method)
-            tally.note(ending, f"{seed}/{number}: {method} {finding}" if finding else "")
+            _new_run(user).write_bytes(_damaged(rng, events[method]))
+            ends = [inputs.run(user, words) for words in (*_SHOW, _words(user, method, "--resume"))]
+            finding = next((finding for _, finding in ends if finding), "")
+            ending = f"shown with {ends[0][0]}, continued with {ends[-1][0]}"
+            tally.note(ending, finding and f"{seed}/{number}: {method} {finding}")
     return tally
 
 
-def _use(path: Path, method: str) -> tuple[str, str]:
-    """Shows a run and goes on with it."""
-    endings = []
-    for use in (_show, _resume):
-        try:
-            with at_most(LIMIT_S):
-                use(path, method)
-            endings.append("used")
-        except DsatError:
-            endings.append("refused")
-        except Hang:
-            return "hang", f"{use.__name__} took longer than {LIMIT_S:g} s"
-        except Exception as error:
-            return "traceback", f"{use.__name__} raised {error!r}"
-    return ", ".join(endings), ""
+def _new_run(user: User) -> Path:
+    """Return the journal's path in a new folder of a run."""
+    folder = user.folder / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder / FILE_NAME
 
 
-def _show(path: Path, method: str) -> None:
-    run = Run(read_events(path))
-    if run.has_begun:
-        summary.markdown(RunView.of(run), "train").encode("utf-8", "surrogateescape")
-        json.dumps(RunView.of(run).to_json(path.parent), allow_nan=False)
-        terminal.of_runs([(method, "over", path.stat().st_mtime, run)])
-        page.html(run, "trials", "train").encode("utf-8", "surrogateescape")
-        verdict(run)
+def _words(user: User, method: str, *options: str) -> list[str]:
+    return list(map(str, user.words("--max-trials", 9, *options, method=method)))
 
 
-def _resume(path: Path, method: str) -> None:
-    events, _ = parse(path.read_bytes(), str(path))
-    tuner = Tuner(plan_of(method), MemoryJournal(events), events=events, clock=FakeClock())
-    drive(tuner, World())
-
-
-def _journal(method: str) -> list[dict[str, Any]]:
-    journal = MemoryJournal()
-    drive(Tuner(plan_of(method), journal, clock=FakeClock(), time_of_day=lambda: 1.8e9), World())
-    return journal.events
+def _searched(user: User, method: str) -> list[dict[str, Any]]:
+    """Return the events of an undisturbed search."""
+    journal = _new_run(user)
+    assert user.types(*_words(user, method)).status == 0
+    return read_events(journal)
 
 
 def _damaged(rng: random.Random, events: list[dict[str, Any]]) -> bytes:

@@ -7,25 +7,18 @@ patterns"). None is taken from the package.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import random
 import shlex
 import string
 from collections.abc import Callable
-from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import yaml
 
-from dsat.app import local
-from dsat.cli import main
-from dsat.values.outcome import Outcome
-from dsat.values.trial import Trial
-from testing.helpers import World, failed
-from testing.simulated import SimulatedEngine
+from testing.scenarios import User
 from testing.soak import Hang, Tally, at_most, inputs
+from testing.world import Failure, World
 
 _NAMES = """
 ANTHROPIC_API_KEY AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN AZURE_CLIENT_SECRET
@@ -65,11 +58,14 @@ def attack(seed: int, count: int) -> Tally:
     """Plant a secret, search with made-up trials, and look for it in all that was shown or kept."""
     rng, tally = random.Random(seed), Tally()
     while tally.tried < count:
-        with inputs.a_folder() as folder:
-            where, name, value = _secret(rng)
-            finding = _leaks(folder, where, name, value)
-        place = f"{seed}/{tally.tried}: {name} as {where}"
-        tally.note(where, f"{place}: {finding}" if finding else "")
+        where, name, value = _secret(rng)
+        message = f"ConnectionError: {name}={value} was refused" if where == "message" else ""
+        fails = (Failure("ERROR", {"stage": 3}, message),) if message else ()
+        with inputs.a_user(World(slots=2, failures=fails)) as (user, experiment):
+            _plant(experiment, where, name, value)
+            (user.folder / "deepspeed.yaml").write_text(yaml.safe_dump(experiment))
+            finding = _leak(user, value)
+        tally.note(where, finding and f"{seed}/{tally.tried}: {name} as {where}: {finding}")
     return tally
 
 
@@ -85,9 +81,8 @@ def _secret(rng: random.Random) -> tuple[str, str, str]:
     return where, rng.choice(_NAMES), value if where != "a url's token" else f"{value}{value}"
 
 
-def _leaks(folder: Path, where: str, name: str, value: str) -> str:
-    """Return where the secret is seen after a dry run, a search and its `show`."""
-    experiment = yaml.safe_load((folder / "deepspeed.yaml").read_text())
+def _plant(experiment: dict[str, Any], where: str, name: str, value: str) -> None:
+    """Put a secret into an experiment's configuration."""
     if where == "variable":
         experiment["environment"] = {"environment_variables": [f"{name}={value}"]}
     elif where == "hyperparameter":
@@ -95,60 +90,34 @@ def _leaks(folder: Path, where: str, name: str, value: str) -> str:
     words = ["--data", value] if where == "unnamed" else []
     words += _PLACES[where](name, value) if where in _PLACES else []
     experiment["entrypoint"] += f" {shlex.join(words)}"
-    (folder / "deepspeed.yaml").write_text(yaml.safe_dump(experiment))
-    message = f"ConnectionError: {name}={value} was refused" if where == "message" else ""
-    command = ["random", "deepspeed.yaml", "."]
-    options = "-mt 4 -m throughput --engine local --run-dir run --finals 0".split()
-
-    def engine(ready: object, run_dir: Path) -> SimulatedEngine:
-        return SimulatedEngine(_Talkative(message).outcome, num_slots=2, slots_per_trial=2)
-
-    with mock.patch.dict(local.ENGINES, {"local": engine}):
-        said = _said([command[0], "--dry-run", *command[1:]])
-        said += _said([command[0], *options, *command[1:]])
-    said += _said(["show", "run"]) + _said(["show", "run", "--trials", "--json"])
-    if "Traceback" in said or "hang" in said.splitlines()[-1:]:
-        return said[-300:]
-    if value in said:
-        at = said.index(value)
-        return "said: ..." + said[max(0, at - 80) : at + 20]
-    kept = [path.name for path in Path("run").rglob("*") if path.is_file()]
-    told = [path for path in Path("run").rglob("*") if path.is_file() and _has(path, value)]
-    if not kept:
-        return f"no run: {said[-300:]}"
-    # For use, and for their owner alone.
-    shown = [path for path in told if path.stat().st_mode & 0o077]
-    open_to_all = [str(path) for path in shown] if Path("run").stat().st_mode & 0o077 else []
-    named = [path.name for path in told if path.name in ("report.html", "summary.md")]
-    return f"kept in {named or open_to_all}" if named or open_to_all else ""
 
 
-def _has(path: Path, value: str) -> bool:
-    return value in path.read_text(encoding="utf-8", errors="replace")
-
-
-def _said(argv: list[str]) -> str:
-    out = io.StringIO()
-    with (
-        contextlib.suppress(SystemExit),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(out),
+def _leak(user: User, value: str) -> str:
+    """Return where a secret is seen after a dry run, a search and its `show`."""
+    options = "-mt 6 -m throughput --engine local --run-dir run --finals 2".split()
+    said = ""
+    for words in (
+        ["random", "--dry-run", "deepspeed.yaml", "."],
+        ["random", *options, "deepspeed.yaml", "."],
+        ["show", "run"],
+        ["show", "run", "--trials", "--json"],
     ):
         try:
             with at_most(inputs.LIMIT_S):
-                main.main(argv)
-        except Hang:
-            return "hang"
-    return out.getvalue()
-
-
-class _Talkative(World):
-    """A machine on which some trials fail, with a message of the script's."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__()
-        self._message = message
-
-    def outcome(self, trial: Trial) -> Outcome:
-        found = super().outcome(trial)
-        return found if found.ok or not self._message else failed(found.kind, self._message)
+                told = user.types(*words)
+        except (Hang, Exception) as error:
+            return f"raised {error!r}"
+        said += told.out + told.err
+    if value in said:
+        at = said.index(value)
+        return "said: ..." + said[max(0, at - 80) : at + 20]
+    run = user.folder / "run"
+    kept = [path for path in run.rglob("*") if path.is_file()]
+    if not kept:
+        return f"no run: {said[-300:]}"
+    told_in = [path for path in kept if value in path.read_text("utf-8", errors="replace")]
+    # What has it is for use, and for its owner alone.
+    is_open = run.stat().st_mode & 0o077
+    leaks = [path for path in told_in if is_open and path.stat().st_mode & 0o077]
+    leaks += [path for path in told_in if path.name in ("report.html", "summary.md")]
+    return f"kept in {', '.join(path.name for path in leaks)}" if leaks else ""

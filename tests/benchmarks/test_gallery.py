@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import csv
-import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import gallery
-from benchmarks.gallery import MEASURED, PREDICTED, Row
+from benchmarks import common, gallery
+from benchmarks.gallery import MEASURED, PREDICTED
 from dsat.app import estimate
 from dsat.cli import settings_from_argv
 from dsat.inputs.estimate_settings import EstimateSettings
@@ -21,12 +20,8 @@ from dsat.report.share import SharedRun
 from testing.made_up_runs import Steady, run_of_world
 
 
-def rows() -> list[Row]:
-    return [Row(**each) for each in json.loads((gallery.FOLDER / "gallery.json").read_text())]
-
-
 def test_the_page_shows_what_the_tables_hold() -> None:
-    found = rows()
+    found = gallery.known()
     assert gallery.PAGE.read_text(encoding="utf-8") == gallery.page(found), "run `make gallery`"
     with (gallery.FOLDER / "gallery.csv").open(encoding="utf-8", newline="") as file:
         table = list(csv.DictReader(file))
@@ -45,23 +40,19 @@ def test_the_rows_are_what_the_formula_says_today(
     """Rows are of simulated models: a formula is coarser for experts and for adapters."""
     monkeypatch.setattr("dsat.inputs.hf_config.missing_packages", lambda: ["torch"])
     near = 0.07 if name.startswith("Mixtral") or gallery.MODELS[name].lora else 0.002
-    for command in {row.command for row in rows() if row.model == name}:
+    rows = [row for row in gallery.known() if row.model == name]
+    for command in {row.command for row in rows}:
         settings = settings_from_argv.parse(shlex.split(command)[1:])
         assert isinstance(settings, EstimateSettings) and settings.hf_config is not None
-        config = str(gallery.ROOT / settings.hf_config)
-        lines = {
-            line.strategy.label: line
-            for line in estimate.estimate(replace(settings, hf_config=config)).lines
-        }
+        here = replace(settings, hf_config=str(common.ROOT / settings.hf_config))
+        lines = {line.strategy.label: line for line in estimate.estimate(here).lines}
         (memory,) = settings.slot_memories
-        for row in [row for row in rows() if (row.model, row.command) == (name, command)]:
-            line = lines[row.strategy]
-            assert row.card_gib is not None
+        for row in (row for row in rows if row.command == command):
+            line, largest = lines[row.strategy], lines[row.strategy].largest[memory]
             assert row.card_gib == pytest.approx(line.needed / 2**30, rel=near, abs=0.01)
-            assert row.fits == (line.largest[memory] > 0)
-            assert row.largest_micro_batch == pytest.approx(
-                line.largest[memory], rel=2 * near, abs=near > 0.01
-            )
+            assert row.fits == (largest > 0)
+            close = pytest.approx(largest, rel=2 * near, abs=near > 0.01)
+            assert row.largest_micro_batch == close
 
 
 def test_a_shared_run_is_a_row_that_was_measured(tmp_path: Path) -> None:
@@ -69,4 +60,4 @@ def test_a_shared_run_is_a_row_that_was_measured(tmp_path: Path) -> None:
     share.write(SharedRun.of(RunView.of(run)), tmp_path / "run.json")
     row = gallery.measured(tmp_path / "run.json")
     assert row.status == MEASURED and row.largest_micro_batch and row.source == "run.json"
-    assert f"| {MEASURED}" in gallery.page([row, *rows()])
+    assert f"| {MEASURED}" in gallery.page([row, *gallery.known()])

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import bars, picture, results
+from benchmarks import common, native, picture, replay, results, winners_curse
+from benchmarks.common import Bar
 from benchmarks.native import Tuned
 from benchmarks.peers import PEERS
-from benchmarks.replay import Episode, Summary, summaries
-from benchmarks.tables import Table
+from benchmarks.replay import Episode, Summary
+from benchmarks.results import Part
 from benchmarks.winners_curse import Result, Row
-from tests.benchmarks.made_up_table import (
-    config_of,
-)
+from tests.benchmarks.conftest import config_of
 
 
 def _episode(tuner: str, *values: float | None, seed: int = 0, oom: int = 0) -> Episode:
     best = max(value for value in values if value is not None)
     slot_s = 10.0 * len(values)
-    return Episode("made-up", tuner, seed, values, values, best, oom, 4, slot_s, 8.0, 0.1)
+    return Episode("made-up", tuner, seed, values, values, best, oom, 4, slot_s, 8.0)
 
 
 def test_summaries_count_trials_from_one() -> None:
@@ -32,48 +31,41 @@ def test_summaries_count_trials_from_one() -> None:
         _episode("dsat model", None, 0.9, None, 0.94, seed=1, oom=2),
         _episode("dsat model", None, 0.99, seed=2, oom=1),
     ]
-    [summary] = summaries(episodes)
-    assert summary.seeds == 3
-    assert summary.median_after == (0.99, 0.99, 0.99, 0.99)
-    assert summary.worst_after == (0.94, 0.94, 0.94, 0.94)
-    assert (summary.median_recommended, summary.worst_recommended) == (0.99, 0.94)
-    assert summary.median_trials_to == (3, 4)
-    assert summary.worst_trials_to == (math.inf, math.inf)
-    assert (summary.within_10_of_99, summary.median_oom, summary.worst_oom) == (2, 1, 2)
+    [summary] = replay.summaries(episodes)
+    found = ["99.0% (94.0%)"] * 5
+    rest = ["3 (-)", "4 (-)", "2/3", "1 (2)", "4", "4", "40", "8"]
+    assert summary.cells() == ["dsat model", *found, *rest]
+    assert len(summary.cells()) == len(replay.HEADINGS)
     assert picture.medians(episodes)[:4] == [0.0, 0.9, 0.96, 0.99]
 
 
-def _summary(tuner: str, **changes: Any) -> Summary:
-    [summary] = summaries([_episode(tuner, None, 0.995, seed=seed) for seed in range(20)])
-    return replace(summary, **changes)
+def _met(*more: Summary) -> dict[str, bool]:
+    """Bars where all of dsat's searches need two trials, and Determined's seven."""
+    found = {s.tuner: s for s in more}
+    for method in ("model", "asha", "binary", "random"):
+        found.setdefault(f"dsat {method}", _summary(f"dsat {method}", 2))
+        found.setdefault(f"Determined {method}", _summary(f"Determined {method}", 7))
+    told = replay.bars(list(found.values()))
+    return {" ".join(bar.text.replace("`", "").split()[:2]): bar.met for bar in told}
 
 
-def _bars(*found: Summary) -> dict[str, bool]:
-    given = {summary.tuner: summary for summary in found}
-    for family, late in (("dsat", 0.0), ("Determined", 5.0)):
-        for method in ("asha", "binary", "random"):
-            name = f"{family} {method}"
-            given.setdefault(name, _summary(name, median_trials_to=(2 + late, 2 + late)))
-    of_each = bars.of_replay(list(given.values()))
-    return {" ".join(bar.text.replace("`", "").split()[:2]): bar.met for bar in of_each}
+def _summary(tuner: str, trials: int, *, oom: int = 0, good: int = 20) -> Summary:
+    lines = [[0.1] * (trials - 1) + [0.995 if seed < good else 0.9] for seed in range(20)]
+    found = [_episode(tuner, *line, seed=n, oom=oom) for n, line in enumerate(lines)]
+    return Summary("made-up", tuner, found)
 
 
 def test_bars_hold_on_every_table_or_not_at_all() -> None:
-    met = _bars(_summary("dsat model", within_10_of_99=18))
-    assert len(met) == 8
-    assert all(met.values())
-    assert not _bars()["model reaches"], "a search that does not exist"
-    assert not _bars(_summary("dsat model", within_10_of_99=17))["model reaches"]
-    worse = _summary("dsat asha", median_trials_to=(7.0, 7.0), worst_oom=2)
-    met = _bars(_summary("dsat model"), worse)
-    assert [name for name, holds in met.items() if not holds] == ["asha needs", "asha loses"]
-    never = _summary("dsat random", median_trials_to=(math.inf, math.inf))
-    assert not _bars(never)["random needs"]
-
-
-def _tuned(name: str, wall_s: float, *throughputs: float) -> Tuned:
-    config = config_of(1, 4, reduce_bucket_size=10**6)
-    return Tuned(name, f"{name} train.py", wall_s, 12, config, throughputs)
+    assert len(_met()) == 8 and all(_met().values())
+    assert _met(_summary("dsat model", 2, good=18))["model reaches"]
+    assert not _met(_summary("dsat model", 2, good=17))["model reaches"]
+    assert not _met(_summary("dsat model", 11))["model reaches"]
+    missed = [name for name, met in _met(_summary("dsat asha", 7, oom=2)).items() if not met]
+    assert missed == ["asha needs", "asha loses"]
+    assert not _met(_summary("dsat random", 2, good=0))["random needs"]
+    elsewhere = replace(_summary("dsat asha", 2, oom=2), table="another")
+    [loses] = replay.bars([_summary("dsat asha", 2), elsewhere])
+    assert (loses.met, loses.measured) == (False, "made-up 0; another 2")
 
 
 def _row(method: str, runs: int, **changes: Any) -> Row:
@@ -83,7 +75,7 @@ def _row(method: str, runs: int, **changes: Any) -> Row:
 
 def test_bars_of_gains_hold_in_every_row_or_not_at_all() -> None:
     def met(*rows: Row) -> list[bool]:
-        return [bar.met for bar in bars.of_curse(rows)]
+        return [bar.met for bar in winners_curse.bars(rows)]
 
     good = _row("asha", 100)
     assert met(good) == [True, True, True] and met() == []
@@ -94,36 +86,43 @@ def test_bars_of_gains_hold_in_every_row_or_not_at_all() -> None:
     assert met(good, _row("model", 100, covered=None)) == [True, True, True]
     mixed = Row("steps 5 %", "binary", [*_row("", 92).results, *_row("", 8, covered=False).results])
     assert met(mixed) == [True, True, True], "100 runs cannot tell 92 % from 93 %"
-    [bias, *_] = bars.of_curse([good, _row("model", 100, reported=1.04)])
+    [bias, *_] = winners_curse.bars([good, _row("model", 100, reported=1.04)])
     assert bias.measured == "steps 5 %, model: +2.00 points of 100 runs"
 
 
-@pytest.mark.slow
-def test_the_report_says_what_was_measured(table: Table, tmp_path: Path) -> None:
-    episodes = [
-        _episode(name, None, 0.5, 1.0, seed=seed)
-        for name in (*PEERS, "dsat model")
-        for seed in range(2)
-    ]
+def test_the_native_autotuner_is_compared_by_wall_time_and_by_one_stopwatch() -> None:
+    config = config_of(1, 4, reduce_bucket_size=10**6)
+    ours = Tuned("dsat tune", 8.0, 12, config, (3.0,), walls_s=(7.0, 8.0, 70.0))
+    assert ours.cells()[1] == "8.0 s (7.0 s to 1 min 10 s)"
+    for wall_s, throughput, met in ((32.0, 3.0, True), (16.0, 3.2, False)):
+        theirs = Tuned("deepspeed", wall_s, 8, config, (throughput,))
+        assert [bar.met for bar in native.bars(16, ours, theirs)] == [met, met]
+
+
+def test_a_part_replaces_its_section_and_its_bars(capsys: pytest.CaptureFixture[str]) -> None:
+    common.print_head("a", "b", numbers=["b"])
+    common.print_row("one", 2)
+    common.print_bars([Bar("fast", "3 s", False), Bar("new", "1", True)])
     about = {"machine": "2 cpu slots", "host": "2 cores", "date": "today", "torch": "2.0"}
-    parts = {name: results.Part(f"{name} said this\n", about, 61.0) for name in results.COMMANDS}
-    tuned = {
-        "native": (_tuned("dsat", 9, 2), _tuned("deepspeed", 99, 2)),
-        "native_16": (
-            replace(_tuned("dsat", 8, 3), walls_s=(7, 8, 70)),
-            _tuned("deepspeed", 16, 3),
-        ),
-    }
-    text = results.report(parts, [table], episodes, tuned)
-    assert "today, 2 cpu slots; 2 cores; torch 2.0; took 1 min 01 s." in text
-    assert "scale said this" in text and "trial_start said this" in text
-    assert "| Determined asha | 100.0% (100.0%) |" in text
-    assert "| `dsat` | 9.0 s | 12 | stage 1, micro batch 4, gas 1 | 2.00 (2.00 to 2.00) |" in text
-    assert "For real, sequences of 16 tokens: dsat" in text
-    assert "| `dsat` | 8.0 s (7.0 s to 1 min 10 s) | 12 | stage 1, micro batch 4, gas 1 |" in text
-    assert "for real, sequences of 128 tokens: at most" in text
-    assert "| 8 s of 16 s: 0.50 | **missed** |" in text
-    assert "| **missed** |" in text and "| met |" in text
+    section = results.section(Part("Replay", ()), capsys.readouterr().out, about, 61.0)
+    before = (
+        f"# Benchmarks\n\n## Bars\n\n{common.BARS_HEAD}\n| fast | 1 s | met |\n| other | 2 | met |"
+        "\n\n## Replay\n\nold\n\n## Other\n\nkept\n"
+    )
+    assert results.entered(before, "Replay", section) == (
+        f"# Benchmarks\n\n## Bars\n\n{common.BARS_HEAD}\n| fast | 3 s | **missed** |\n"
+        "| other | 2 | met |\n| new | 1 | met |\n\n## Replay\n\n"
+        "today, 2 cpu slots; 2 cores; torch 2.0; took 1 min 01 s.\n\n"
+        "| a | b |\n|---|---:|\n| one | 2 |\n\n## Other\n\nkept\n"
+    )
+    report = results.REPORT.read_text(encoding="utf-8")
+    titles = {results.BARS, *(part.title for part in results.PARTS.values())}
+    assert titles.issuperset(re.findall(r"^## (.*)$", report, flags=re.MULTILINE))
+
+
+@pytest.mark.slow
+def test_all_tuners_are_drawn(tmp_path: Path) -> None:
+    episodes = [_episode(name, None, 0.5, 1.0, seed=seed) for name in PEERS for seed in range(2)]
     picture.draw(episodes, tmp_path / "one.svg")
     drawn = (tmp_path / "one.svg").read_bytes()
     assert b"made-up" in drawn and len(drawn) < 150_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,162 +10,118 @@ from typing import Any
 
 import pytest
 
-from benchmarks import grid, record, tables
-from benchmarks.grid import Cell, Grid
-from benchmarks.tables import Row as Recorded
-from benchmarks.tables import Table
+from benchmarks import record, tables
+from benchmarks.ledger import OBJECTIVE
+from benchmarks.record import Spec
+from benchmarks.tables import Row, Table
+from dsat.engines.local.hosts import Host
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple
-from tests.benchmarks.made_up_table import (
-    HEADER,
-    config_of,
-    outcome_of,
-)
+from testing import warm_host
+from testing.local import cpu_machine
+from tests.benchmarks.conftest import CLUSTER, HEADER, config_of
 
-# -- recording
+SPEC = Spec("small", "gpt-5m", 16, 600 * 2**20, settings=record.grid(stage=[0, 1]), passes=3)
 
 
-@pytest.mark.parametrize(
-    ("edge", "largest", "asked"),
-    [
+def test_the_edge_is_bisected_once_doubling_has_passed_it() -> None:
+    for edge, largest, asked in (
         (0, 1024, [1]),
         (5, 1024, [1, 2, 4, 8, 6, 5]),
         (53, 1024, [1, 2, 4, 8, 16, 32, 64, 48, 56]),
         (99, 8, [1, 2, 4, 8]),
-    ],
-)
-def test_the_edge_is_bisected_once_doubling_has_passed_it(
-    edge: int, largest: int, asked: list[int]
-) -> None:
-    known: dict[int, bool] = {}
-    for size in asked:
-        assert grid.next_size(known, largest) == size
-        known[size] = size <= edge
-    assert grid.next_size(known, largest) is None
+    ):
+        known: dict[int, bool] = {}
+        while (size := record.next_size(known, largest)) is not None:
+            known[size] = size <= edge
+        assert list(known) == asked
 
 
-def _small_grid(passes: int, *lines: dict[str, Any]) -> Grid:
-    return Grid(record.grid(stage=[0, 1]), 4096, passes, lines)
+def _recorded(spec: Spec, killed_after: int = 1000) -> list[dict[str, Any]]:
+    """The rows of a recording in which stage 0 has room for two samples, and stage 1 for one."""
+    rows: list[dict[str, Any]] = []
+    while len(rows) < killed_after and (following := record.next_trial(spec, rows)) is not None:
+        settings, size, number = following
+        fits = size <= 2 - settings["stage"]
+        outcome = CLUSTER.answer(config_of(0, 1)) if fits else Outcome(OutcomeKind.OOM)
+        rows.append(tables.of_pass(Row(settings, size, 1, 1, outcome), number))
+    return rows
 
 
-def _ended(*, ok: bool) -> Outcome:
-    return outcome_of({"stage": 0}, 1) if ok else Outcome(OutcomeKind.OOM)
+def test_further_passes_measure_what_runs_once_all_edges_are_known() -> None:
+    rows = _recorded(SPEC)
+    cells = [(row["settings"]["stage"], row["micro_batch"], row["pass"]) for row in rows]
+    assert cells[:5] == [(0, 1, 1), (0, 2, 1), (0, 4, 1), (0, 3, 1), (1, 1, 1)]
+    assert cells[6:] == [(s, m, n) for n in (2, 3) for s, m in ((0, 1), (0, 2), (1, 1))]
+    assert _recorded(SPEC, killed_after=8) == rows[:8], "a killed recording goes on where it was"
+    assert record.next_trial(SPEC, rows[:8]) == ({"stage": 1}, 1, 2)
+    assert len(_recorded(replace(SPEC, interval=0.5))) == 6, "all intervals are narrow enough"
 
 
-def test_further_passes_begin_when_all_edges_are_known() -> None:
-    small = _small_grid(3)
-    running: list[Cell] = []
-    ended = []
-    while True:
-        while (cell := small.begin()) is not None:
-            running.append(cell)
-        if not running:
-            break
-        cell = running.pop()
-        small.end(cell, _ended(ok=cell.micro_batch <= 2 - cell.settings))
-        ended.append(cell)
-    passes = [cell.number for cell in ended]
-    assert passes[:6] == [1] * 6 and len(set(ended)) == len(ended)
-    assert sorted(passes[6:]) == [2, 2, 2, 3, 3, 3]
-    for number in (2, 3):
-        cells = {(c.settings, c.micro_batch) for c in ended if c.number == number}
-        assert cells == {(0, 1), (0, 2), (1, 1)}, "nothing that is out of memory"
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_small_table_is_really_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "Host", functools.partial(Host, prefix=warm_host.prefix()))
+    settings = record.grid(stage=[1], reduce_bucket_size=[10**6, 10**9])
+    spec = replace(SPEC, settings=settings, largest=2, passes=2)
+    table = tables.read(record.record(spec, cpu_machine(1), tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["small.jsonl.gz"]
+    assert table.header.profile.num_params > 5 * 10**6
+    # The large bucket is 4 GB, of which the slot has none to spare: once is enough.
+    found = [(row.micro_batch, row.outcome.kind.value, row.outcome.detail) for row in table.rows]
+    assert found == [(1, "OK", ""), (2, "OK", ""), (1, "OOM", "")]
 
 
-def test_a_recording_goes_on_with_what_its_pass_lacks() -> None:
-    def line(stage: int, size: int, number: int, *, ok: bool = True) -> dict[str, Any]:
-        outcome = outcome_of({"stage": 0}, size) if ok else Outcome(OutcomeKind.OOM)
-        return tables.of_pass(Recorded({"stage": stage}, size, 1, 1, outcome), number)
-
-    first = [line(0, 1, 1), line(0, 2, 1, ok=False), line(1, 1, 1), line(1, 2, 1, ok=False)]
-    assert _small_grid(1, *first).begin() is None
-    assert _small_grid(2, *first).begin() == Cell(0, 1, 2)
-    small = _small_grid(2, *first, line(0, 1, 2))
-    assert small.begin() == Cell(1, 1, 2)
-    assert small.begin() is None
-
-
-def test_of_several_passes_a_table_has_the_median(table: Table, tmp_path: Path) -> None:
+def test_of_several_passes_a_table_has_the_median(table: Table) -> None:
     row = next(row for row in table.rows if row.outcome.ok)
-    assert row.outcome.metrics is not None
 
-    def measured(throughput: float) -> Recorded:
+    def measured(throughput: float) -> Row:
         assert row.outcome.metrics is not None
         metrics = replace(row.outcome.metrics, throughput=throughput)
         return replace(row, outcome=replace(row.outcome, metrics=metrics))
 
-    lost = replace(row, outcome=Outcome(OutcomeKind.OOM))
-    other = replace(row, micro_batch=1000)
+    lost, other = replace(row, outcome=Outcome(OutcomeKind.OOM)), replace(row, micro_batch=1000)
     three, two = measured(3.0), measured(2.0)
     assert tables.fold([three, other, measured(5.0), two]) == [three, other]
-    assert tables.fold([three, two]) == [two]
-    assert tables.fold([lost, three, two]) == [two]
-    apart = [
-        three,
-        two,
-        replace(measured(8.0), micro_batch=7),
-        replace(measured(8.0), micro_batch=7),
-    ]
-    assert tables.spread(apart) == pytest.approx((0.4 + 0) / 2)
-    assert tables.spread([three, other, lost]) is None
-    path = tmp_path / "made-up.jsonl"
-    lines = [HEADER.to_json(), *(tables.of_pass(r, n) for n, r in enumerate((three, two), 1))]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    compressed = tables.read(tables.compress(path))
-    assert tables.read(path).rows == compressed.rows == (two,)
-    assert compressed.header.about[tables.APART] == "40.0%"
+    assert tables.fold([three, two]) == tables.fold([lost, three, two]) == [two]
 
 
-def test_a_table_is_read_as_it_was_written(table: Table, tmp_path: Path) -> None:
-    lines = [HEADER.to_json(), *(row.to_json() for row in table.rows)]
+def test_a_table_is_folded_and_read_as_it_was_written(table: Table, tmp_path: Path) -> None:
     path = tmp_path / "made-up.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    compressed = tables.compress(path)
-    first = compressed.read_bytes()
-    again = tables.read(compressed)
-    assert (again.header, again.rows) == (table.header, table.rows)
+    twice = [tables.of_pass(row, number) for number in (1, 2) for row in table.rows]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (HEADER.to_json(), *twice)))
+    first = tables.compress(path).read_bytes()
     assert tables.compress(path).read_bytes() == first
-    assert tables.read(path).rows == table.rows
-    assert [t.header.name for t in tables.read_all(tmp_path)] == ["made-up"]
-
-
-# -- answers
+    [again] = tables.read_all(tmp_path)
+    assert again.rows == tables.read(path).rows == table.rows
+    assert again.header == HEADER
 
 
 def test_what_was_recorded_is_answered_as_it_was(table: Table) -> None:
     for row in table.rows:
-        answer = table.answer(
-            table.config(row.settings, BatchTriple(row.micro_batch, row.micro_batch, 1))
-        )
-        assert answer.kind == row.outcome.kind
-        assert answer.duration_s == row.outcome.duration_s
-        if answer.metrics is not None:
-            assert row.outcome.metrics is not None
-            assert answer.metrics.throughput == row.outcome.metrics.throughput
-            assert answer.metrics.latency == row.outcome.metrics.latency
+        batch, recorded = BatchTriple(row.micro_batch, row.micro_batch, 1), row.outcome
+        answer = table.answer(table.config(row.settings, batch))
+        assert (answer.kind, answer.duration_s) == (recorded.kind, recorded.duration_s)
+        assert answer.value(OBJECTIVE) == recorded.value(OBJECTIVE)
 
 
-def test_throughput_is_linear_between_recorded_micro_batches(table: Table) -> None:
-    low, middle, high = (table.answer(config_of(0, size)).metrics for size in (16, 20, 32))
+def test_between_recorded_micro_batches_throughput_is_linear_up_to_the_edge(table: Table) -> None:
+    low, middle, high = (table.answer(config_of(0, size)).metrics for size in (8, 10, 16))
     assert low is not None and middle is not None and high is not None
     assert middle.throughput == pytest.approx(0.75 * low.throughput + 0.25 * high.throughput)
-    assert middle.latency == pytest.approx(20 / middle.throughput * 1e3)
-    assert middle.forward == pytest.approx(400)
-
-
-def test_beyond_the_edge_is_out_of_memory(table: Table) -> None:
+    assert middle.latency == pytest.approx(10 / middle.throughput * 1e3)
+    assert middle.forward == pytest.approx(0.75 * low.forward + 0.25 * high.forward)
     largest = max(r.micro_batch for r in table.rows if r.outcome.ok and r.settings["stage"] == 0)
-    assert table.answer(config_of(0, largest)).ok
-    assert table.answer(config_of(0, largest + 1)).kind is OutcomeKind.OOM
-    assert table.answer(config_of(0, 10**6)).kind is OutcomeKind.OOM
+    kinds = [table.answer(config_of(0, size)).kind for size in (largest, largest + 1, 10**6)]
+    assert kinds == [OutcomeKind.OK, OutcomeKind.OOM, OutcomeKind.OOM]
 
 
 @pytest.mark.parametrize(
     ("zero", "like"),
     [
-        # DeepSpeed's own bucket of 5e8 elements leaves room for fewer samples.
-        ({}, {"reduce_bucket_size": 5 * 10**8}),
-        ({"reduce_bucket_size": 10**8}, {"reduce_bucket_size": 5 * 10**6}),
+        ({}, {"reduce_bucket_size": 10**8}),  # DeepSpeed's own is larger still
+        ({"reduce_bucket_size": 6 * 10**7}, {"reduce_bucket_size": 10**8}),
+        ({"reduce_bucket_size": 4 * 10**7}, {"reduce_bucket_size": 5 * 10**6}),
         ({"reduce_bucket_size": 10**6, "overlap_comm": True}, {"reduce_bucket_size": 5 * 10**6}),
         (
             {"reduce_bucket_size": 5 * 10**9, "contiguous_gradients": False},
@@ -182,7 +139,9 @@ def test_settings_are_answered_from_the_nearest_ones(
 def test_accumulation_repeats_the_passes_and_not_the_step(table: Table) -> None:
     once, thrice = table.answer(config_of(1, 8)), table.answer(config_of(1, 8, gas=3))
     assert once.metrics is not None and thrice.metrics is not None
-    assert thrice.metrics.latency == pytest.approx(200 + 3 * 400)
-    assert thrice.metrics.throughput == pytest.approx(24 / 1.4)
+    more_ms = 2 * (once.metrics.latency - once.metrics.step)
+    assert thrice.metrics.latency == pytest.approx(once.metrics.latency + more_ms)
+    assert thrice.metrics.throughput == pytest.approx(24e3 / thrice.metrics.latency)
     assert thrice.metrics.step == once.metrics.step
-    assert thrice.duration_s == pytest.approx(once.duration_s + 3 * 0.8)
+    steps = 1 + once.metrics.num_steps
+    assert thrice.duration_s == pytest.approx(once.duration_s + steps * more_ms / 1e3)

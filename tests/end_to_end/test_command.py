@@ -19,7 +19,6 @@ from dsat.values.trial import TrialKind
 from testing.command import (
     FAST,
     Background,
-    Told,
     command_of,
     dsat,
     events_of,
@@ -75,21 +74,15 @@ def assert_a_result(run_dir: Path, status: int, said: str) -> Run:
 # -- asha, two ranks, then the full-length run
 
 
-@pytest.fixture(scope="module")
-def asha(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
-    """A search by processes of the command's own."""
-    folder = tmp_path_factory.mktemp("asha")
+def test_asha_on_two_ranks_keeps_what_the_user_chose_and_trains(tmp_path: Path) -> None:
+    """By processes of the command's own."""
     own = own_configuration(autotuning={"enabled": True})  # it must not end the full-length run
-    config = experiment_of(folder, "tiny", hyperparameters=own)
+    config = experiment_of(tmp_path, "tiny", hyperparameters=own)
     # What older versions import in their first step takes more than half of FAST's memory.
     options = [*FAST, "--slot-memory", "400MiB", "-mt", 5, "-m", "throughput", "--finals", 0]
     options += ["--max-micro-batch", 16, "--run-full-experiment", "--json"]
-    run_dir = folder / "run"
-    return run_dir, dsat("asha", "tiny", run_dir, *options, config=config, imported=False)
-
-
-def test_asha_on_two_ranks_keeps_what_the_user_chose(asha: tuple[Path, Told]) -> None:
-    run_dir, told = asha
+    run_dir = tmp_path / "run"
+    told = dsat("asha", "tiny", run_dir, *options, config=config, imported=False)
     run = assert_a_result(run_dir, told.status, told.err)  # with --json, people read this stream
     assert len(run.trials) == 5 and run.trials[0].kind is TrialKind.BASELINE
     assert any("rung" in trial.note for trial in searched(run))
@@ -97,29 +90,18 @@ def test_asha_on_two_ranks_keeps_what_the_user_chose(asha: tuple[Path, Told]) ->
     assert OutcomeKind.OK in kinds_of(run)
     assert not {OutcomeKind.ERROR, OutcomeKind.INVALID} & set(kinds_of(run))
     for trial in run.trials.values():
-        config = read_json(run_dir / "trials" / trial.name / "ds_config.json")
-        assert config["zero_optimization"]["reduce_bucket_size"] == 10**6
-
-
-def test_the_result_as_json(asha: tuple[Path, Told]) -> None:
-    run_dir, told = asha
-    result, run = json.loads(told.out), run_of(run_dir)
+        content = read_json(run_dir / "trials" / trial.name / "ds_config.json")
+        assert content["zero_optimization"]["reduce_bucket_size"] == 10**6
     assert run.best is not None
+    result, best = json.loads(told.out), (run_dir / "best_ds_config.json").read_text()
     assert result["best"]["name"] == run.best.name
-    assert result["best_ds_config"] == read_json(run_dir / "best_ds_config.json")
+    assert result["best_ds_config"] == json.loads(best)
     assert [trial["name"] for trial in result["trials"]] == [t.name for t in run.trials.values()]
     assert result["gain"] > 0
-
-
-def test_the_full_length_run_trains_with_the_best(asha: tuple[Path, Told]) -> None:
-    run_dir, told = asha
-    run = run_of(run_dir)
-    assert run.best is not None
+    # The full-length run: ranks train 20 steps, as searcher.max_length says; the chief reports.
     assert f"training with {run.best.name}" in told.err
-    best = (run_dir / "best_ds_config.json").read_text()
     assert "autotuning" not in best and "dsat" not in best and "overwrite" not in best
     assert read_json(run_dir / "full" / "ds_config.json") == json.loads(best)
-    # Ranks train 20 steps, as searcher.max_length says; the chief reports.
     [line] = (run_dir / "full" / "reports.jsonl").read_text().splitlines()
     report = json.loads(line)
     assert report["steps_completed"] == 20
@@ -201,10 +183,7 @@ def test_a_script_that_crashes_shows_its_own_traceback(tmp_path: Path) -> None:
     assert "ValueError: the data set has no labels" in traceback
     assert str(PROGRAMS / "behaviours" / "train.py") in told.err
     assert "in_trial" not in told.err and "dsat/cli/main.py" not in told.err
-    assert last.startswith(
-        "dsat: error: your own configuration failed: rank 0: ValueError: the data set has no "
-        "labels. "
-    )
+    assert last.startswith("dsat: error: your own configuration failed: rank 0: ValueError: ")
     assert "your script's own error" in last
     assert str(next((tmp_path / "run" / "trials").iterdir())) in last
     assert not (tmp_path / "run" / "best_ds_config.json").exists()
@@ -217,7 +196,7 @@ def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:
     told = dsat("asha", "behaviours", tmp_path / "run", "--trial-timeout", "2s", config=config)
     assert told.status == 1
     last = told.err.splitlines()[-1]
-    assert last.startswith("dsat: error: the profile trial timed out: no result after 2 s")
+    assert last.startswith("dsat: error: ") and "timed out" in last and " 2 s" in last
     assert "--trial-timeout" in last
     assert processes_of(tmp_path) == []
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import shlex
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsat.app.local import local_engine
-from dsat.app.prepare import Prepared
 from dsat.in_trial import side_effects
 from dsat.in_trial.loopback import INTERFACES
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
-from dsat.values.trial import Trial
-from testing.local import PATIENCE_S, PROGRAMS, read_json
-from testing.printed import own_configuration, prepared, printed_line
+from testing.command import FAST, run_of, run_to_end, typed
+from testing.local import PROGRAMS, read_json
+from testing.printed import printed_in
 
 pytestmark = pytest.mark.slow
 
@@ -44,55 +38,33 @@ SAME_WITHOUT = {
 
 
 @pytest.mark.parametrize(
-    ("ranks", "command"),
+    ("ranks", "launcher", "options"),
     [
-        (1, "OWN_SETTING='two words' python3 train.py --deepspeed_config ds_config.json"),
-        pytest.param(
-            2, "deepspeed train.py --deepspeed_config ds_config.json", marks=pytest.mark.nightly
-        ),
+        (1, "env OWN_SETTING='two words' torchrun --standalone --nproc-per-node=1", ""),
+        pytest.param(2, "deepspeed --num_gpus 2", "--cold", marks=pytest.mark.nightly),
     ],
 )
 def test_a_trial_has_the_conditions_of_the_printed_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, command: str
+    tmp_path: Path, ranks: int, launcher: str, options: str
 ) -> None:
-    shutil.copytree(PROGRAMS / "conditions", tmp_path / "program")
-    programs = os.path.dirname(sys.executable)
-    monkeypatch.setenv("PATH", os.pathsep.join([programs, os.environ["PATH"]]))
-    folder, memory = tmp_path / "program", 2**30
-    ready = prepared(command, folder, monkeypatch, slots=ranks, slot_memory_bytes=memory)
-    hand = tmp_path / "hand"
+    folder, hand = tmp_path / "program", tmp_path / "hand"
+    shutil.copytree(PROGRAMS / "conditions", folder)
     hand.mkdir()
-    line = printed_line(ready, hand)
-    env = {**os.environ, **ready.program.env, "HAND_DIR": str(hand)}
-    with trials_of(ready, own_configuration(ready), tmp_path) as folders:
-        subprocess.run(["bash", "-c", line], check=True, env=env, timeout=PATIENCE_S)
+    words = f"random --max-trials 3 --finals 0 -m throughput --run-dir run {options}".split()
+    command = shlex.split(f"{launcher} train.py --deepspeed_config ds_config.json")
+    told = typed(folder, *words, *FAST, "--slot-memory", "1GiB", "--", *command)
+    assert told.status == 0, told
+    ran = run_to_end(["bash", "-c", printed_in(folder / "run")], HAND_DIR=str(hand))
+    assert ran.status == 0, ran
+    _, *trials = run_of(folder / "run").trials.values()  # the first one is the command itself
+    assert len(trials) == 2
     for rank in range(ranks):
         by_hand = conditions(hand, rank)
-        for folder in folders:
-            found = differences(conditions(folder, rank), by_hand)
-            assert not found, (folder, found)
+        for trial in trials:
+            of_trial = conditions(folder / "run" / "trials" / trial.name, rank)
+            assert differences(of_trial, by_hand) == {}, trial.name
         assert by_hand["threads"] == 1 and len(by_hand["cores"]) == min(ranks, os.cpu_count() or 1)
         assert by_hand["tensors of their own mapping"] == [False, True, True, True]
-
-
-@contextlib.contextmanager
-def trials_of(ready: Prepared, trial: Trial, folder: Path) -> Iterator[list[Path]]:
-    """Runs a trial in a forked and in a fresh process, meanwhile what is inside."""
-    engines = {}
-    try:
-        for name in ("warm", "cold"):
-            (folder / name).mkdir()
-            engines[name] = local_engine(
-                replace(ready, settings=replace(ready.settings, cold=name == "cold")), folder / name
-            )
-        for engine in engines.values():
-            engine.launch(trial)
-        yield [folder / name / "trials" / trial.name for name in engines]
-        for engine in engines.values():
-            assert engine.poll(PATIENCE_S)
-    finally:
-        for engine in engines.values():
-            engine.close()
 
 
 def differences(of_trial: dict[str, Any], by_hand: dict[str, Any]) -> dict[str, Any]:

@@ -1,22 +1,17 @@
-"""Scripts that no argument tells their configuration: first runs, trials, full-length runs."""
+"""Scripts that no argument tells their configuration: searches, trials, full-length runs."""
 
 from __future__ import annotations
 
 import shutil
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dsat.engines.local.first_run import FirstRun
-from dsat.engines.local.running import FULL_RUN_ID
 from dsat.in_trial.config_injection import ZERO_INIT
 from dsat.values.outcome import OutcomeKind
-from dsat.values.trial import TrialOptions
+from testing.command import FAST, kinds_of, run_of, typed
 from testing.local import (
-    PATIENCE_S,
     PROGRAMS,
     Bench,
     bench_of,
@@ -27,8 +22,40 @@ from testing.local import (
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = TrialOptions(timeout_s=PATIENCE_S, warm_up_s=0.0, measured_s=0.0)
-WAYS = ("path", "args", "positional", "config_params")
+
+@pytest.mark.parametrize("way", ["positional", pytest.param("args", marks=pytest.mark.nightly)])
+def test_a_search_learns_it_from_the_first_run(tmp_path: Path, way: str) -> None:
+    place = tmp_path / "work"
+    shutil.copytree(PROGRAMS / "in_code", place)
+    options = ["-mt", 4, *FAST, "-m", "throughput", "--max-micro-batch", 64, "--run-dir", "run"]
+    words = ["random", *options, "--finals", 0, "--run-full-experiment", "--", "python3"]
+    told = typed(place, *words, "train.py", WAY=way)
+    assert told.status == 0, told
+    run = run_of(place / "run")
+    assert set(kinds_of(run)) == {OutcomeKind.OK}, told.out
+    own = read_json(place / "own.json")
+    assert run.plan.own_batch.micro_batch == own["train_micro_batch_size_per_gpu"]
+    assert len({trial.batch.micro_batch for trial in run.trials.values()}) > 2
+    best = read_json(place / "run" / "best_ds_config.json")
+    assert best["gradient_clipping"] == own["gradient_clipping"]
+    assert best["zero_optimization"]["reduce_bucket_size"] == 10**6, "as it is in the code"
+    # The first run leaves what every trial does, and none of the variables that it recorded.
+    folder = place / "run" / "trials" / run.trials[0].name
+    left = {path.name for path in folder.iterdir()}
+    assert {"cmd.txt", "stdout.log", "stderr.log", "metrics.json", "modules.json"} <= left
+    assert not {"records", "hook", "packages"} & left
+    assert run.profile is not None and run.profile.num_params > 0
+    # The training that follows has it as well.
+    assert run.best is not None
+    assert read_json(place / "run" / "full" / "facts0.json") == {
+        "micro_batch": run.best.batch.micro_batch,
+        "gas": run.best.batch.gas,
+        "stage": run.best.stage,
+        "clipping": own["gradient_clipping"],
+        "fed": run.best.batch.micro_batch,
+        "steps": 100,
+    }
+    assert not processes_of(place / "run")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +74,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield bench
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["path", "args", "positional", "config_params"])
 def test_a_trial_is_measured_with_its_own_configuration(single: Bench, way: str) -> None:
     trial = single.trial(way, micro_batch=5, gas=2, stage=2)
     outcome = single.run(trial)
@@ -59,63 +86,18 @@ def test_a_data_loader_of_the_scripts_own_size_is_found_out(single: Bench) -> No
     trial = single.trial("loader before", micro_batch=5)
     outcome = single.run(trial)
     assert outcome.kind is OutcomeKind.INVALID, single.log(trial)
-    assert "feeds 3 samples, its own micro batch" in outcome.message
+    assert "3 samples" in outcome.message
     trial = single.trial("loader before", micro_batch=3)
     assert single.run(trial).ok, "it is the trial's own, too"
 
 
-def test_on_two_ranks(pair: Bench) -> None:
-    trial = pair.trial("dict", micro_batch=5, stage=1)
+@pytest.mark.parametrize(
+    ("way", "stage"),
+    [("dict", 1), ("zero init", 2), pytest.param("zero init", 3, marks=pytest.mark.nightly)],
+)
+def test_on_two_ranks(pair: Bench, way: str, stage: int) -> None:
+    """Also of a model that is partitioned while it is made, which only stage 3 needs."""
+    trial = pair.trial(way, micro_batch=5, stage=stage)
     outcome = pair.run(trial)
     assert outcome.ok, pair.log(trial)
-    assert warnings_of(outcome) == ()
-
-
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_a_model_that_is_partitioned_while_it_is_made(pair: Bench, stage: int) -> None:
-    trial = pair.trial("zero init", micro_batch=5, stage=stage)
-    outcome = pair.run(trial)
-    assert outcome.ok, pair.log(trial)
-    assert warnings_of(outcome) == ((ZERO_INIT,) if stage < 3 else ())
-
-
-def test_the_full_length_run_uses_it_too(single: Bench) -> None:
-    folder = single.engine.train(single.trial("dict", micro_batch=5, gas=2, stage=1))
-    [(trial_id, outcome)] = single.engine.poll(PATIENCE_S)
-    assert trial_id == FULL_RUN_ID and outcome.ok, (folder / "stderr.log").read_text()
-    assert read_json(folder / "facts0.json") == {
-        "micro_batch": 5,
-        "gas": 2,
-        "stage": 1,
-        "clipping": 1.0,
-        "fed": 5,
-        "steps": 100,
-    }
-
-
-def test_a_first_run_learns_it_and_measures_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = tmp_path / "work"
-    shutil.copytree(PROGRAMS / "in_code", place)
-    (tmp_path / "way").write_text("positional")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    run = FirstRun(
-        [sys.executable, "train.py"], place, timeout_s=PATIENCE_S, options=OPTIONS, ranks=1
-    )
-    try:
-        [rank] = run.ranks()
-        assert rank.config == read_json(place / "own.json")
-        while (outcome := run.poll(1.0)) is None:
-            pass
-    finally:
-        run.close(keep_files=True)
-    assert outcome.ok, (run.folder / "stderr.log").read_text()
-    assert outcome.metrics is not None and outcome.metrics.num_steps >= 5
-    assert outcome.profile is not None and outcome.profile.num_params > 0
-    (tmp_path / "run").mkdir()
-    run.move_to(tmp_path / "run" / "trials" / "own")
-    left = {path.name for path in (tmp_path / "run" / "trials" / "own").iterdir()}
-    assert {"cmd.txt", "stdout.log", "stderr.log", "metrics.json", "modules.json"} <= left
-    assert not {"records", "hook", "packages"} & left, "records hold variables"
-    assert not processes_of(run.folder) and not run.folder.exists()
+    assert warnings_of(outcome) == ((ZERO_INIT,) if (way, stage) == ("zero init", 2) else ())

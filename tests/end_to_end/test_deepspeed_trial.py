@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dsat.engines.local.running import FULL_RUN_ID
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
@@ -18,23 +19,33 @@ from testing.local import PATIENCE_S, PROGRAMS, Bench, bench_of, read_json, warn
 
 pytestmark = pytest.mark.slow
 
-BROKEN = "def train(:\n"
+BROKEN = "def broken(:\n"
+
+
+@contextlib.contextmanager
+def bench_with(folder: Path, slots: int = 1, **changes: Any) -> Iterator[Bench]:
+    """An engine for the program with other values in its experiment's configuration."""
+    program, run = folder / "program", folder / "run"
+    shutil.copytree(PROGRAMS / "deepspeed_trial", program)
+    path = program / "deepspeed.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **changes}))
+    (program / "syntax.py").write_text(BROKEN)
+    run.mkdir()
+    with bench_of(
+        str(program), run, slots_per_trial=slots, own_micro_batch=2, imported=True
+    ) as bench:
+        yield bench
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    folder, program = tmp_path_factory.mktemp("single"), tmp_path_factory.mktemp("program")
-    shutil.copytree(PROGRAMS / "deepspeed_trial", program, dirs_exist_ok=True)
-    (program / "syntax.py").write_text(BROKEN)
-    with bench_of(str(program), folder, own_micro_batch=2, imported=True) as bench:
+    with bench_with(tmp_path_factory.mktemp("single")) as bench:
         yield bench
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with bench_of(
-        "deepspeed_trial", tmp_path_factory.mktemp("pair"), slots_per_trial=2, imported=True
-    ) as bench:
+    with bench_with(tmp_path_factory.mktemp("pair"), slots=2) as bench:
         yield bench
 
 
@@ -90,17 +101,10 @@ def test_on_two_ranks(pair: Bench) -> None:
 # -- full-length runs
 
 
-def train(bench: Bench, way: str, micro_batch: int, gas: int = 1, **config: Any) -> Path:
-    """Trains with another experiment configuration; returns the run's folder."""
-    engine, before = bench.engine, bench.engine._preparation
-    user = before.experiment
-    user = replace(user, config={**user.config, **config})
-    engine._preparation = replace(before, experiment=user)
-    try:
-        folder = engine.train(bench.trial(way, micro_batch=micro_batch, gas=gas))
-    finally:
-        engine._preparation = before
-    [(trial_id, outcome)] = engine.poll(PATIENCE_S)
+def train(bench: Bench, way: str, micro_batch: int, gas: int = 1) -> Path:
+    """Trains in full; returns the run's folder."""
+    folder = bench.engine.train(bench.trial(way, micro_batch=micro_batch, gas=gas))
+    [(trial_id, outcome)] = bench.engine.poll(PATIENCE_S)
     assert trial_id == FULL_RUN_ID and outcome.ok, (folder / "stderr.log").read_text()
     return folder
 
@@ -133,39 +137,35 @@ def test_a_worse_model_makes_no_checkpoint(single: Bench) -> None:
     assert len(list((folder / "checkpoints").iterdir())) == 2
 
 
-def test_a_length_in_epochs(single: Bench) -> None:
-    folder = train(
-        single,
-        "gets worse",
-        4,
+def test_a_length_in_epochs(tmp_path: Path) -> None:
+    with bench_with(
+        tmp_path,
         searcher={"name": "single", "metric": "error", "max_length": {"epochs": 2}},
         records_per_epoch=16,
         min_validation_period={"epochs": 1},
         min_checkpoint_period={"batches": 0},
         perform_initial_validation=False,
         optimizations={"average_training_metrics": False},
-    )
+    ) as bench:
+        folder = train(bench, "gets worse", 4)
     assert shortened(diary(folder)).replace("C", "") == "BBBBVBBBBV"
 
 
 # -- mistakes
 
 
-def test_a_module_with_an_error_of_its_own(single: Bench) -> None:
-    outcome = run_class(single, "model_def:Nope")
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("model_def:Nope", ["AttributeError: ", "'model_def'", "'Nope'"]),
+        ("syntax:Variants", ["SyntaxError: ", "syntax.py"]),
+    ],
+)
+def test_a_module_with_an_error_of_its_own(tmp_path: Path, spec: str, words: list[str]) -> None:
+    entry = f"python3 -m determined.launch.deepspeed --trial {spec}"
+    with bench_with(tmp_path, entrypoint=entry) as bench:
+        outcome = bench.run(bench.trial())
     assert outcome.kind is OutcomeKind.ERROR
-    assert outcome.message == "rank 0: AttributeError: module 'model_def' has no attribute 'Nope'"
-    outcome = run_class(single, "syntax:Variants")
-    assert outcome.kind is OutcomeKind.ERROR
-    assert outcome.message == "rank 0: SyntaxError: invalid syntax (syntax.py, line 1)"
-    assert "syntax.py" in outcome.detail and BROKEN.strip() in outcome.detail
-
-
-def run_class(bench: Bench, spec: str) -> Any:
-    before = bench.engine._preparation
-    program = replace(before.program, trial_class=spec)
-    bench.engine._preparation = replace(before, program=program)
-    try:
-        return bench.run(bench.trial())
-    finally:
-        bench.engine._preparation = before
+    assert outcome.message.startswith("rank 0: ") and all(w in outcome.message for w in words)
+    if spec.startswith("syntax"):
+        assert BROKEN.strip() in outcome.detail

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,15 +18,15 @@ from dsat.in_trial.hf_trainer import NO_CPU_RANKS
 from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
-from testing.command import FAST, Told, dsat, experiment_of, run_of, searched
+from testing.command import FAST, Told, dsat, experiment_of, run_of, run_to_end, searched
 from testing.local import (
     PATIENCE_S,
     PROGRAMS,
     bench_of,
-    environment_of_a_rank,
     read_json,
     warnings_of,
 )
+from testing.printed import printed_in
 
 pytestmark = pytest.mark.slow
 
@@ -85,25 +82,16 @@ def test_the_model_sees_each_trials_batch(alone: tuple[Path, Told]) -> None:
     assert (run.baseline.batch.micro_batch, run.baseline.batch.gas) == (8, 1)
     ran = check_what_the_models_saw(alone[0])
     assert len({trial.batch.micro_batch for trial in ran}) >= 3
-    for outcome in run.outcomes.values():
-        assert warnings_of(outcome) == ()
-
-
-def test_a_trial_leaves_no_checkpoint(alone: tuple[Path, Told]) -> None:
-    assert list((alone[0].parent / "output").iterdir()) == []
-
-
-def test_a_trials_command_names_its_arguments(alone: tuple[Path, Told]) -> None:
-    for trial in run_of(alone[0]).trials.values():
+    assert all(warnings_of(outcome) == () for outcome in run.outcomes.values())
+    assert list((alone[0].parent / "output").iterdir()) == [], "no trial leaves a checkpoint"
+    for trial in run.trials.values():
         folder = alone[0] / "trials" / trial.name
         words = shlex.split((folder / "cmd.txt").read_text().splitlines()[0])
         assert words[words.index("--deepspeed") + 1] == str(folder / "ds_config.json")
         micro_batch = words[words.index("--per_device_train_batch_size") + 1]
         assert micro_batch == str(trial.batch.micro_batch)
         assert f"--gradient-accumulation-steps={trial.batch.gas}" in words
-
-
-def test_auto_stays_but_where_the_search_decided(alone: tuple[Path, Told]) -> None:
+    # "auto" stays, but where the search decided.
     own, best = read_json(TRAINER / "ds_config.json"), read_json(alone[0] / "best_ds_config.json")
     for section in ("gradient_clipping", "fp16", "bf16", "optimizer", "scheduler"):
         assert best[section] == own[section]
@@ -115,23 +103,11 @@ def test_auto_stays_but_where_the_search_decided(alone: tuple[Path, Told]) -> No
 
 @pytest.mark.nightly
 def test_the_best_is_trained_with_by_hand(alone: tuple[Path, Told], tmp_path: Path) -> None:
-    best = run_of(alone[0]).best
-    [line] = re.findall(r"^Train with it: (.*)$", alone[1].out, re.MULTILINE)
-    cd, command = line.split(" && ")
-    words = shlex.split(command)
-    words = words[words.index("torchrun") :]  # before it, the conditions of a trial
-    assert words[:3] == ["torchrun", "--standalone", "--nproc-per-node=1"]
+    best, line = run_of(alone[0]).best, printed_in(alone[0])
     seen, output = tmp_path / "seen.json", tmp_path / "output"
-    words = [*words[3:], "--record", str(seen), "--output_dir", str(output), "--max_steps", "1"]
-    trained = subprocess.run(
-        [sys.executable, *words],
-        cwd=shlex.split(cd)[1],
-        env=environment_of_a_rank(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert trained.returncode == 0, trained.stderr
+    more = f"--record {seen} --output_dir {output} --max_steps 1"
+    trained = run_to_end(["bash", "-c", f"{line} {more}"])
+    assert trained.status == 0, trained.err
     assert best is not None
     assert read_json(seen)["shapes"] == [[best.batch.micro_batch, 16]] * best.batch.gas
     assert (output / "checkpoint-1").is_dir()
@@ -187,10 +163,8 @@ def test_arguments_in_code_follow_the_trial(
         outcome = bench.run(own)
         assert outcome.ok, bench.log(own)
         assert warnings_of(outcome) == ()
-        assert read_json(bench.path(own) / "seen.json") == {
-            "shapes": [[4, 16]],
-            "checkpointing": False,
-        }
+        seen = read_json(bench.path(own) / "seen.json")
+        assert (seen["shapes"], seen["checkpointing"]) == ([[4, 16]], False)
 
         other = replace(
             bench.trial(micro_batch=3, gas=2, stage=3), script_args={"gradient_checkpointing": True}
@@ -198,8 +172,8 @@ def test_arguments_in_code_follow_the_trial(
         outcome = bench.run(other)
         assert outcome.ok, bench.log(other)
         assert warnings_of(outcome) == (OTHER_BATCH, OTHER_CONFIG)
-        seen = {"shapes": [[3, 16], [3, 16]], "checkpointing": True}
-        assert read_json(bench.path(other) / "seen.json") == seen
+        seen = read_json(bench.path(other) / "seen.json")
+        assert (seen["shapes"], seen["checkpointing"]) == ([[3, 16], [3, 16]], True)
         assert [path.name for path in output.iterdir()] == ["checkpoint-3"]
 
         fresh = tmp_path / "fresh"

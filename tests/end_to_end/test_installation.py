@@ -121,11 +121,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+BARE = ("determined", "transformers", "accelerate")
+
+
 @pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """What an installation without extras brings along, as far as scripts could tell."""
     folder = tmp_path_factory.mktemp("bare")
-    return Environment(folder, wheel, without=("determined", "transformers", "accelerate"))
+    return Environment(folder, wheel, without=BARE)
 
 
 def _metadata(wheel: Path) -> Message:
@@ -166,15 +169,9 @@ def test_distributions_hold_the_package_and_its_data_alone(wheel: Path, tmp_path
     assert folders == {"dsat", f"dsat-{dsat.__version__}.dist-info"}
 
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-}
+SIZES = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
+SIZES |= {"num_hidden_layers": 32, "num_attention_heads": 32}
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES}
 
 
 def test_a_model_is_estimated_without_torch(wheel: Path, tmp_path: Path) -> None:
@@ -197,46 +194,48 @@ def test_a_model_is_estimated_without_torch(wheel: Path, tmp_path: Path) -> None
         assert "pip install 'torch>=2.5' 'deepspeed>=0.15.4'" in told.stderr
 
 
-def test_a_plain_script_is_tuned_with_nothing_else_installed(
-    bare: Environment, tmp_path: Path
+HF_ARGS = "--deepspeed ds_config.json --output_dir {} --per_device_train_batch_size 4"
+
+
+@pytest.mark.parametrize(
+    ("example", "without", "script"),
+    [
+        ("plain", BARE, "train.py --deepspeed --deepspeed_config ds_config.json"),
+        pytest.param(
+            *(
+                "hf_trainer",
+                ("determined",),
+                f"python3 -m torch.distributed.run train.py {HF_ARGS}",
+            ),
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_script_is_tuned_with_nothing_else_installed(
+    wheel: Path, tmp_path: Path, example: str, without: tuple[str, ...], script: str
 ) -> None:
-    words = ["train.py", "--deepspeed", "--deepspeed_config", "ds_config.json"]
-    told = bare.run(
-        EXAMPLES / "plain", "dsat", "random", "--run-dir", tmp_path, *QUICK, "--", *words
-    )
+    environment = Environment(tmp_path / "environment", wheel, without=without)
+    words = ["random", "--run-dir", tmp_path / "run", *QUICK, "--"]
+    words += script.format(tmp_path / "output").split()
+    told = environment.run(EXAMPLES / example, "dsat", *words)
     assert told.returncode == 0, told.stderr
-    outcomes = run_of(tmp_path).outcomes
+    outcomes = run_of(tmp_path / "run").outcomes
     assert [outcome.kind for outcome in outcomes.values()] == [OutcomeKind.OK] * 2
-    assert (tmp_path / "best_ds_config.json").is_file()
-
-
-@pytest.mark.nightly
-def test_a_trainer_script_is_tuned_without_determined(wheel: Path, tmp_path: Path) -> None:
-    environment = Environment(tmp_path / "environment", wheel, without=("determined",))
-    words = (
-        "python3 -m torch.distributed.run train.py --deepspeed ds_config.json --output_dir".split()
-    )
-    words += [str(tmp_path / "output"), "--per_device_train_batch_size", "4"]
-    folder = EXAMPLES / "hf_trainer"
-    told = environment.run(
-        folder, "dsat", "random", "--run-dir", tmp_path / "run", *QUICK, "--", *words
-    )
-    assert told.returncode == 0, told.stderr
     assert (tmp_path / "run" / "best_ds_config.json").is_file()
 
 
-@pytest.mark.parametrize("example", ["core_api", "deepspeed_trial"])
-def test_what_needs_determined_says_how_to_get_it(bare: Environment, example: str) -> None:
-    told = bare.run(EXAMPLES / example, "dsat", "random", "deepspeed.yaml", ".")
-    assert told.returncode == 2
-    assert "pip install 'determined>=0.28,<0.38'" in told.stderr
-    assert told.stderr.count("\n") == 1, told.stderr
-
-
-def test_a_cluster_needs_determined(bare: Environment) -> None:
-    told = bare.run(
-        PROGRAMS / "tiny", "dsat", "random", "deepspeed.yaml", ".", "--engine", "determined"
-    )
+@pytest.mark.parametrize(
+    ("folder", "options"),
+    [
+        (EXAMPLES / "core_api", []),
+        (EXAMPLES / "deepspeed_trial", []),
+        (PROGRAMS / "tiny", ["--engine", "determined"]),
+    ],
+)
+def test_what_needs_determined_says_how_to_get_it(
+    bare: Environment, folder: Path, options: list[str]
+) -> None:
+    told = bare.run(folder, "dsat", "random", "deepspeed.yaml", ".", *options)
     assert told.returncode == 2
     assert "pip install 'determined>=0.28,<0.38'" in told.stderr
     assert told.stderr.count("\n") == 1, told.stderr

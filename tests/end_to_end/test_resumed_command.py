@@ -20,21 +20,7 @@ pytestmark = pytest.mark.slow
 
 OPTIONS = "--finals 0 --memory-model formula -m throughput --zero-stages 1 --max-micro-batch 4"
 OPTIONS += " --start-profile-step 2 --end-profile-step 3 --run-dir run"
-_PAUSE = "PAUSE_S"  # variable: between the script's steps
-SCRIPT = """
-import os, time
-import deepspeed, torch
-
-net = torch.nn.Linear(16, 16)
-adam = {"type": "Adam", "params": {"torch_adam": True}}
-config = {"train_micro_batch_size_per_gpu": 2, "optimizer": adam}
-engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
-for _ in range(500):
-    size = engine.train_micro_batch_size_per_gpu()
-    engine.backward(engine(torch.randn(size, 16, device=engine.device)).square().mean())
-    engine.step()
-    time.sleep(float(os.environ.get("PAUSE_S", 0)))
-"""
+_PAUSE = "LOAD_S"  # variable: how long a row of the script's data takes to load
 
 
 @pytest.fixture
@@ -43,7 +29,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "work"
     shutil.copytree(PROGRAMS / "hf_trainer", folder)
-    (folder / "plain.py").write_text(SCRIPT)
     return folder
 
 
@@ -62,7 +47,7 @@ def words(command: str, *options: str) -> list[str]:
 def test_ended_in_its_first_trial(
     place: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = "python plain.py"
+    command = "python in_code.py"
     monkeypatch.setenv(_PAUSE, "2000")
     monkeypatch.chdir(place)
     background = Background([*warm_command.words(), *words(command, "--max-trials", "2")])

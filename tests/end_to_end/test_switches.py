@@ -15,7 +15,7 @@ from testing.local import PROGRAMS, read_json
 pytestmark = pytest.mark.slow
 
 OPTIONS = """
-    gridsearch --slots 1 -m throughput --train-batch-size own --min-micro-batch 8 --finals 0
+    gridsearch --slots 1 -m throughput --train-batch-size own --finals 0
     --start-profile-step 3 --end-profile-step 6 --max-profile-steps 5 --memory-model formula
     --fix reduce_bucket_size contiguous_gradients --run-dir
 """.split()
@@ -23,7 +23,7 @@ OPTIONS = """
 
 def tuned(program: str, run_dir: Path, *words: str) -> tuple[Run, str]:
     """A search, and what it says at its end."""
-    told = typed(PROGRAMS / program, *OPTIONS, run_dir, *words, HF_HUB_OFFLINE="1")
+    told = typed(PROGRAMS / program, *OPTIONS, run_dir, *words, HF_HUB_OFFLINE="1", LOAD_S="0.02")
     assert told.status == 0, told
     run = run_of(run_dir)
     assert {kind.value for kind in kinds_of(run)} == {"OK"}, told.out
@@ -41,8 +41,8 @@ def waits_for_data(run: Run, trial: Trial | None) -> bool:
 def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
     import transformers
 
-    words = "--zero-stages 1 --max-trials 8 -- python train.py".split()
-    run, said = tuned("no_flags", tmp_path / "run", *words)
+    words = "--zero-stages 1 --max-trials 8 --min-micro-batch 4 -- python in_code.py".split()
+    run, said = tuned("hf_trainer", tmp_path / "run", *words)
     assert run.profile is not None
     found = {name: switch.values for name, switch in run.profile.switches.items()}
     ways = found["gradient_checkpointing"]
@@ -58,6 +58,7 @@ def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
             kernel == "eager"
         )
         assert read_json(folder / "seen.json") == {
+            "shapes": [[4, 16]],
             "checkpointing": changed.get("gradient_checkpointing", False) is not False,
             "attention": kernel,
             "workers": changed.get("dataloader_num_workers", 0),
@@ -81,13 +82,17 @@ def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_slow_loader_with_a_flag_for_its_workers(tmp_path: Path) -> None:
     words = "--zero-stages 0 --max-trials 4 --end-profile-step 30 --max-profile-steps 60"
-    words += " --switch --num-workers=2 --switch ENV:DSAT_TEST=1"
-    script = "-- python train.py --deepspeed --deepspeed_config ds_config.json --num-workers 0"
-    run, said = tuned("slow_loader", tmp_path / "run", *words.split(), *script.split())
+    words += " --fix reduce_bucket_size contiguous_gradients gradient_checkpointing"
+    words += (
+        " attn_implementation --min-micro-batch 2 --switch --num-workers=2 --switch ENV:DSAT_TEST=1"
+    )
+    script = "-- python plain.py --deepspeed --deepspeed_config ds.json --load-s 0.04"
+    script += " --num-workers 0"
+    run, said = tuned("frameworks", tmp_path / "run", *words.split(), *script.split())
     best = run.best
     assert best is not None and best.script_args["--num-workers"] == "2"
     assert "of your step waits for data: --num-workers=2 gave" in said
-    [command] = [line for line in said.splitlines() if "--nproc-per-node=1 train.py" in line]
+    [command] = [line for line in said.splitlines() if "--nproc-per-node=1 plain.py" in line]
     assert command.endswith("--num-workers 2")
     for trial in searched(run):
         text = (tmp_path / "run" / "trials" / trial.name / "cmd.txt").read_text()

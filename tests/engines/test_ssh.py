@@ -51,7 +51,7 @@ def test_a_command_has_our_pipes_our_folder_and_our_variables(
 ) -> None:
     folder = tmp_path / "it's $HOME"
     folder.mkdir()
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS.parents[1]))
     monkeypatch.setenv("OWN", "a 'b'\n$c")
     monkeypatch.chdir(folder)
     with started(sys.executable, "-c", SHOWS, "x y", "`z`\n") as process:
@@ -204,7 +204,7 @@ def test_a_search_on_two_machines_of_a_hostfile(
 ) -> None:
     work, run_dir = tmp_path / "work", tmp_path / "run"
     shutil.copytree(PROGRAMS / "memory", work)
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS.parents[1]))
     monkeypatch.chdir(work)
     Path("ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "optimizer": ADAM}))
     script = ["train.py", "--deepspeed_config", "ds.json"]

@@ -22,8 +22,8 @@ GAS = 2
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    folder = tmp_path_factory.mktemp("loops")
-    with bench_of("loops", folder, slots_per_trial=2, imported=True, end_step=8) as bench:
+    folder = tmp_path_factory.mktemp("seeded")
+    with bench_of("seeded", folder, slots_per_trial=2, imported=True, end_step=8) as bench:
         yield bench
 
 

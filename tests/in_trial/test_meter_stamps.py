@@ -31,24 +31,22 @@ HERE = "__import__('stamp').stamp()"
 # By the kind of script: a program, its file, a part of its text, and what is put in its place.
 SCRIPTS = {
     "plain": (
-        "loops",
+        "seeded",
         "train.py",
         "        backward(loss)\n        engine.step()\n",
         f"        backward(loss)\n        engine.step()\n        {HERE}\n",
     ),
     "own accumulation": (
-        "loops",
+        "seeded",
         "train.py",
-        "    for batch in batches(engine):\n"
-        "        loss = engine(batch).square().mean()\n"
+        "        loss = engine(rows(step, micro_step, size, gas).to(engine.device))\n"
         "        log(loss)\n"
         "        backward(loss)\n"
         "        engine.step()\n",
-        "    for calls in range(1, 400):\n"
-        "        backward(engine(next(batches(engine))).square().mean())\n"
-        "        if calls % 4 == 0:\n"
-        "            engine.step()\n"
-        f"            {HERE}\n",
+        "        for call in range(1, 5):\n"
+        "            backward(engine(rows(step, micro_step, size, gas)))\n"
+        "        engine.step()\n"
+        f"        {HERE}\n",
     ),
     "Trainer": (
         "hf_trainer",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
-import time
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -17,11 +16,9 @@ from dsat.memory import anchors, closed_form
 from dsat.memory.estimate import SIMULATED, MemoryEstimate
 from dsat.memory.predictor import Basis, MemoryModel
 from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
-from dsat.values import slow
 from dsat.values.outcome import ModelProfile, ScriptSwitch
 from dsat.values.zero_strategy import of_config
 from testing.helpers import plan_of
-from testing.local import wait_until
 from testing.simulation_host import (
     MIB,
     FakeSimulationHost,
@@ -98,24 +95,25 @@ def test_a_simulation_fits_below_any_temporary_folder(
         simulate()
 
 
-@pytest.mark.slow
 def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Stage 3 is answered only once the next question has come."""
     monkeypatch.setattr("dsat.memory.simulation_client._PATIENCE_S", 0.0)
-    plain = by_formula(FACTS)
+    plain, next_came = by_formula(FACTS), threading.Event()
 
-    def slow_in_stage_3(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def late(request: Mapping[str, Any]) -> Mapping[str, Any]:
         if of_config(request["config"]).stage == 3:
-            time.sleep(1.5)
+            next_came.wait(60.0)
         return plain(request)
 
-    host = FakeSimulationHost(FACTS, slow_in_stage_3)
-    with Simulator(host, as_cpu=False, timeout_s=1.0) as simulator:
-        for config in (CONFIGS[3], CONFIGS[1]):
-            found = simulator.estimates([Question(config, 2, 1)])
-            assert "no answer from the script" in str(found[0])
-            time.sleep(1.0)
+    host = FakeSimulationHost(FACTS, late)
+    with Simulator(host, as_cpu=False, timeout_s=0.2) as simulator:
+        [first] = simulator.estimates([Question(CONFIGS[3], 2, 1)])
+        assert "no answer from the script" in str(first)
+        next_came.set()
+        [second] = simulator.estimates([Question(CONFIGS[1], 2, 1)])
+    assert "no answer from the script" in str(second)
 
 
 @pytest.mark.parametrize("failing", ["fails", "fails_early"])
@@ -126,20 +124,6 @@ def test_a_version_that_the_simulation_does_not_know_costs_a_line(failing: str) 
     versions = f"torch {version('torch')} and deepspeed {version('deepspeed')}"
     assert basis.note.endswith(f"{message} (the simulation may not know {versions})")
     assert not basis.simulated
-
-
-def test_a_slow_simulation_says_how_long_and_what_is_faster(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(slow, "AGAIN_S", 0.05)
-    caplog.set_level("INFO", logger="dsat")
-    again = r"4 configurations: \d+ s so far \(each is given up after 180 s; --memory-model formula"
-
-    def answers(*asked: Any) -> Any:
-        wait_until(lambda: re.search(again, caplog.text), again)
-        return by_formula(FACTS)(*asked)
-
-    assert basis_of(FakeSimulationHost(FACTS, answers)).simulated
 
 
 def test_switches_of_the_model_cost_two_passes_each() -> None:

@@ -47,6 +47,24 @@ def test_parameters_are_those_of_the_published_weights(name: str) -> None:
     assert Decoder.of(config, model.file).params == model.params
 
 
+def test_tied_embeddings_are_one_matrix() -> None:
+    """Qwen2-0.5B has 494,032,768 parameters, by the weights that were published."""
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+    assert Decoder.of(config, "").params == 494_032_768
+    untied = Decoder.of({**config, "tie_word_embeddings": False}, "").params
+    assert untied == 494_032_768 + 151936 * 896
+
+
 def test_a_model_of_the_hubs_cache_has_its_own_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,12 +136,6 @@ def test_other_models_are_refused(change: dict[str, Any], said: str, hint: str) 
     with pytest.raises(UserInputError, match=said) as caught:
         Formula({**LLAMA, **change}, EstimateSettings(), "config.json")
     assert str(caught.value.hint).startswith(hint)
-
-
-def test_sizes_that_the_family_does_not_use_may_have_any_value() -> None:
-    unused = {"num_experts": 0, "num_local_experts": 8, "num_experts_per_tok": "2"}
-    unused |= {"moe_intermediate_size": 0, "max_position_embeddings": 0, "head_dim": 0}
-    assert Decoder.of({**LLAMA, **unused}, "") == Decoder.of(LLAMA, "")
 
 
 def test_samples_beyond_the_models_positions_are_warned_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.values.outcome import MemoryUse, Outcome, OutcomeKind
-from testing.helpers import ran
+from testing.helpers import ran, weightless
 
 MIB, GIB = 2**20, 2**30
 FACTS = ModelFacts(
@@ -181,6 +180,7 @@ def test_out_of_memory_against_the_prediction_makes_it_careful_step_by_step() ->
     for _ in range(3):
         memory.learn(one, 2, failed)
     assert 0 < memory.largest(one) < 0.75 * largest
+    assert memory.largest(two) < 0.97 * of_two, "more room everywhere"
     # What was not expected to fit tells nothing new.
     bound = memory.largest(one)
     memory.learn(one, 10 * largest, failed)
@@ -199,9 +199,33 @@ def test_switches_that_were_not_simulated_are_guessed_and_hold_nothing_back() ->
     assert (memory.predicted_bytes(own, 5), memory.predicted_bytes(recomputing, 5)) == before
 
 
-def test_a_basis_survives_json() -> None:
-    basis = Basis((Variant({"x": True}, FACTS, (simulated(3, 4, 5),)),), note="why")
-    assert Basis.from_json(json.loads(json.dumps(basis.to_json()))) == basis
+@pytest.mark.parametrize("slots", [1, 8])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_offloaded_optimizer_needs_16_bytes_of_the_host_for_each_parameter(
+    stage: int, slots: int
+) -> None:
+    """In fp32 the weights, the gradients and two moments: Ren et al., ZeRO-Offload (2021)."""
+    offloaded = config(stage, offload_optimizer={"device": "cpu"})
+    pinned, pageable = closed_form.host(FACTS, offloaded, slots=slots)
+    share = FACTS.num_params / slots
+    assert pageable == (12 if stage == 3 else 8) * share, "moments, and weights if those are cut"
+    assert 16 * share <= pinned + pageable, "pinned blocks are powers of two"
+
+
+def test_without_zero_init_the_whole_model_is_there_before_stage_3_divides_it() -> None:
+    for uses_it in (True, False):
+        facts = replace(FACTS, uses_zero_init=uses_it)
+        found = closed_form.estimate(facts, config(3), slots=64, micro_batch=1).init
+        assert (found >= 2 * FACTS.num_params) is not uses_it
+
+
+def test_gradients_of_the_largest_activation_are_there_beside_what_is_kept() -> None:
+    """Logits, as a rule: kept for the backward pass, and their gradient twice."""
+    profile = replace(weightless(10), activation_bytes_per_sample=50 * MIB)
+    small = ModelFacts.of_profile(profile)
+    large = ModelFacts.of_profile(replace(profile, largest_activation_bytes_per_sample=20 * MIB))
+    added = large.backward_bytes_per_sample - small.backward_bytes_per_sample
+    assert added == 2 * 20 * MIB
 
 
 def test_what_the_allocator_loses_between_blocks_is_learned_where_memory_is_full() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.gpu import first_minutes, report
-from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
 from testing.null_cuda import Device
 from tests.null_cuda.conftest import MachineOf
@@ -26,11 +23,7 @@ def test_every_step_runs_on_devices_that_compute_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def engine_of(user: Any, program: Any, hosts: Sequence[Host], *more: Any, **ways: Any) -> Any:
-        hosts = [replace(host, prefix=imported) for host in hosts]
-        return LocalEngine(user, program, hosts, *more, **ways)
-
-    monkeypatch.setattr(report, "LocalEngine", engine_of)
+    monkeypatch.setattr(report, "Host", functools.partial(Host, prefix=imported))
     null_cuda(Device(), Device(), reclaim_s=2.0)
     assert first_minutes.main([str(tmp_path), "--short"]) == 0, capsys.readouterr().out
     assert first_minutes.main([str(tmp_path), "--short"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,12 @@ SIZES = "--width 512 --layers 6 --length 512 --unchecked"
 def test_memory_of_shared_devices_is_predicted(null_cuda: MachineOf, tmp_path: Path) -> None:
     null_cuda(*(Device() for _ in range(SLOTS)))
     entry = f"deepspeed train.py {SIZES} --deepspeed_config ds_config.json"
-    few = {"timeout_s": PATIENCE_S, "max_steps": 4, "warm_up_s": 0.1, "measured_s": 0.1}
+    few: dict[str, Any] = {
+        "timeout_s": PATIENCE_S,
+        "max_steps": 4,
+        "warm_up_s": 0.1,
+        "measured_s": 0.1,
+    }
     hosts = [Host(find_machines({"here": ()})[0])]
     engine = engine_of("parallel", tmp_path, entry=entry, hosts=hosts, slots_per_trial=SLOTS, **few)
     base = engine._preparation.experiment.base_config

@@ -34,7 +34,7 @@ def test_a_script_that_names_cuda_is_simulated_and_predicted(
     words = [*warm_command.words(imported), "model", "--run-dir", str(tmp_path / "run"), *_SHORT]
     words += "--slots 1 --max-trials 5 --zero-stages 1 2 --finals 0 --".split()
     words += ["python3", "only_cuda.py", "--deepspeed_config", str(tmp_path / "ds.json")]
-    told = run_to_end(words, PROGRAMS / "styles")
+    told = run_to_end(words, PROGRAMS / "memory")
     assert told.status == 0, told
     assert "predicted by formula" not in told.out + told.err
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in told.out + told.err
@@ -64,7 +64,7 @@ def test_cores_and_variables_reach_ranks_as_the_launcher_gives_them(
 ) -> None:
     """Cores of its own and one thread for each, as of `deepspeed --bind_cores_to_rank`."""
     null_cuda(Device(), Device())
-    (tmp_path / "train.py").write_text(f"STYLES = {str(PROGRAMS / 'styles')!r}\n{BOUND}")
+    (tmp_path / "train.py").write_text(f"STYLES = {str(PROGRAMS / 'memory')!r}\n{BOUND}")
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     config = {**_CONFIG, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
     (tmp_path / "ds.json").write_text(json.dumps({**config, "zero_allow_untested_optimizer": True}))

@@ -1,3 +1,5 @@
+"""Successive halving: schedules written by hand."""
+
 from __future__ import annotations
 
 from collections import Counter, defaultdict
@@ -7,12 +9,13 @@ import pytest
 
 from dsat.space.space import Space
 from dsat.values.zero_strategy import plain
-from testing.helpers import play, proposals_of, ran, search_of, space_of
+from testing.helpers import ran
+from testing.search_contract import Driven, play, proposals_of, space_of
 
 
 def test_asha_promotes_the_best_half() -> None:
     play(
-        search_of("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=1, divisor=2),
+        Driven("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=1, divisor=2),
         """
         ask 0@32 rung 0
         tell 0@32 OK 10
@@ -48,9 +51,9 @@ def test_asha_promotes_the_best_half() -> None:
 )
 def test_asha_ranks_by_the_best_value_of_a_lineage(metric: str, values: tuple[int, ...]) -> None:
     first, last, *others = values  # the last of lineage 0 is the worst of all
-    options = {"max_rungs": 2, "min_trials": 2, "divisor": 2}
+    options: dict[str, Any] = {"max_rungs": 2, "min_trials": 2, "divisor": 2}
     play(
-        search_of("asha", space_of(3), ceiling=63, metric=metric, **options),
+        Driven("asha", space_of(3), ceiling=63, metric=metric, **options),
         f"""
         ask 0@32 rung 0
         tell 0@32 OK {first}
@@ -66,31 +69,25 @@ def test_asha_ranks_by_the_best_value_of_a_lineage(metric: str, values: tuple[in
     )
 
 
-def test_asha_gives_the_highest_rung_the_first_slot() -> None:
+def test_of_those_that_wait_in_a_rung_the_longest_goes_first() -> None:
     play(
-        search_of("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=2, divisor=2),
+        Driven("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=3, divisor=2),
         """
         ask 0@32 rung 0
-        tell 0@32 OK 10
-        ask 0@48 rung 0
-        tell 0@48 OK 10
         ask 1@32 rung 0
-        tell 1@32 OK 20
+        tell 1@32 OK 5
         ask 1@48 rung 0
-        tell 1@48 OK 20
-        ask 1@56 rung 1
-        ask 2@32 rung 0
-        tell 2@32 OK 99
-        tell 1@56 OK 20
-        ask 1@60 rung 1     # before lineage 2, which is better and waits longer
-        ask 2@48 rung 0
+        tell 1@48 OK 6
+        tell 0@32 OK 50
+        ask 1@56 rung 0     # two trials, although lineage 0 is better and came first
+        ask 0@48 rung 0
         """,
     )
 
 
 def test_asha_promotes_from_the_highest_rung_first() -> None:
     play(
-        search_of("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=1, divisor=2),
+        Driven("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=1, divisor=2),
         """
         ask 0@32 rung 0
         ask 1@32 rung 0
@@ -116,41 +113,9 @@ def test_asha_promotes_from_the_highest_rung_first() -> None:
     )
 
 
-def test_asha_passes_a_finished_lineage_through_to_the_next_rung() -> None:
-    begin = """
-        ask 0@32 rung 0
-        tell 0@32 OK 50
-        ask 0@48 rung 0
-        tell 0@48 ERROR     # finished, and the best so far
-        ask 1@32 rung 0
-        tell 1@32 OK 10
-        ask 1@48 rung 0
-        tell 1@48 OK 11
-        ask 2@32 rung 0     # lineage 0 was promoted, with nothing to try there
-        tell 2@32 OK 5
-        ask 2@48 rung 0
-        tell 2@48 ERROR
-        ask 3@32 rung 0
-        tell 3@32 OK 20
-        ask 3@48 rung 0
-        tell 3@48 OK 21
-        ask 3@56 rung 1
-        tell 3@56 OK 22
-        ask 3@60 rung 1
-        """
-    rest = {
-        # Lineage 0 stands in rung 1 too: the better of the two goes on.
-        "tell 3@60 OK 61": "ask 3@62 rung 2",
-        "tell 3@60 OK 40": "ask 4@32 rung 0",
-    }
-    for told, asked in rest.items():
-        search = search_of("asha", space_of(8), ceiling=63, max_rungs=3, min_trials=2, divisor=2)
-        play(search, f"{begin.strip()}\n{told}\n{asked}")
-
-
 def test_asha_counts_a_lineage_that_never_ran_but_promotes_it_never() -> None:
     play(
-        search_of("asha", space_of(5), ceiling=63, max_rungs=3, min_trials=1, divisor=2),
+        Driven("asha", space_of(5), ceiling=63, max_rungs=3, min_trials=1, divisor=2),
         """
         ask 0@32 rung 0
         tell 0@32 ERROR
@@ -184,7 +149,7 @@ def test_asha_counts_a_lineage_that_never_ran_but_promotes_it_never() -> None:
 )
 def test_asha_resources_of_each_rung(options: dict[str, Any], resources: list[int]) -> None:
     wide = Space(strategies=plain(1, 2), micro_batches=range(1, 2**60), slots=2, gas=1)
-    search = search_of("asha", wide, ceiling=2**60, **options)
+    search = Driven("asha", wide, ceiling=2**60, **options)
     asked = proposals_of(search, lambda p: ran(p.lineage), limit=400)
 
     trials_until: dict[int, dict[int, int]] = defaultdict(dict)

@@ -1,8 +1,10 @@
+"""Binary search: schedules written by hand."""
+
 from __future__ import annotations
 
 import pytest
 
-from testing.helpers import play, search_of, space_of, walk
+from testing.search_contract import Driven, play, space_of, walk
 
 
 @pytest.mark.parametrize(
@@ -22,12 +24,12 @@ from testing.helpers import play, search_of, space_of, walk
     ],
 )
 def test_binary_bisects_one_configuration(trials: str) -> None:
-    walk(search_of("binary", space_of(1)), trials)
+    walk(Driven("binary", space_of(1)), trials)
 
 
 def test_binary_asked_ahead_of_tells() -> None:
     play(
-        search_of("binary", space_of(3)),
+        Driven("binary", space_of(3)),
         """
         ask 0@8
         ask 1@8
@@ -49,7 +51,7 @@ def test_binary_asked_ahead_of_tells() -> None:
 
 def test_binary_finishes_what_it_began_before_it_draws() -> None:
     play(
-        search_of("binary", space_of(2)),
+        Driven("binary", space_of(2)),
         """
         ask 0@8
         tell 0@8 OK 1
@@ -61,5 +63,5 @@ def test_binary_finishes_what_it_began_before_it_draws() -> None:
 
 def test_binary_tries_only_allowed_micro_batches() -> None:
     """30 is more than can fit."""
-    search = search_of("binary", space_of(1, micro_batches=(2, 6, 10, 30)), ceiling=29)
+    search = Driven("binary", space_of(1, micro_batches=(2, 6, 10, 30)), ceiling=29)
     walk(search, "6 OK, 10 OK, end")

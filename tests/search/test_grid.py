@@ -7,15 +7,15 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
-from dsat.space.space import Branch, Freedom, Space
+from dsat.space.space import Freedom, Space
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
-from testing.helpers import failed, play, proposals_of, ran, search_of, space_of, walk
+from testing.helpers import failed, ran
+from testing.search_contract import Driven, play, proposals_of, space_of, walk
 
 # -- the micro batches of one choice of settings
 
@@ -37,7 +37,7 @@ from testing.helpers import failed, play, proposals_of, ran, search_of, space_of
     ],
 )
 def test_powers_of_two_of_a_range(ceiling: int, trials: str) -> None:
-    walk(search_of("gridsearch", space_of(1), ceiling=ceiling), trials)
+    walk(Driven("gridsearch", space_of(1), ceiling=ceiling), trials)
 
 
 @pytest.mark.parametrize(
@@ -55,24 +55,17 @@ def test_powers_of_two_of_a_range(ceiling: int, trials: str) -> None:
 def test_which_micro_batches_and_in_which_order(
     micro_batches: Sequence[int], tried: list[int]
 ) -> None:
-    search = search_of("gridsearch", space_of(1, micro_batches=micro_batches), ceiling=15)
+    search = Driven("gridsearch", space_of(1, micro_batches=micro_batches), ceiling=15)
     assert [p.micro_batch for p in proposals_of(search, lambda _: ran())] == tried
 
 
 def test_a_list_is_tried_from_its_smallest_on_until_memory_ends() -> None:
-    search = search_of("gridsearch", space_of(2, micro_batches=(1, 2, 24, 48)))
+    search = Driven("gridsearch", space_of(2, micro_batches=(1, 2, 24, 48)))
     walk(search, "1 OK, 2 OK, 24 OOM, 1 OOM, end")
 
 
-def test_too_little_data_is_as_too_little_memory() -> None:
-    search = search_of("gridsearch", space_of(1))
-    starved = Outcome(failed("ERROR").kind, smaller_may_run=True)
-    asked = proposals_of(search, lambda p: ran() if p.micro_batch <= 2 else starved)
-    assert [p.micro_batch for p in asked] == [8, 4, 2, 1]
-
-
 def test_settings_end_after_so_many_micro_batches_that_ran() -> None:
-    search = search_of("gridsearch", space_of(2), num_micro_batches=2)
+    search = Driven("gridsearch", space_of(2), num_micro_batches=2)
     walk(search, "8 OK, 16 OOM, 4 OK, 8 OOM, 4 OK, 2 OK, end")
 
 
@@ -94,7 +87,7 @@ def _branches(*stages: int, micro_batches: Sequence[int] = (1, 2)) -> Space:
 
 def test_branches_as_listed_and_in_each_the_defaults_first() -> None:
     space = Space(strategies=plain(2, 0), micro_batches=(4,), slots=1, num_params=4 * 10**6)
-    asked = proposals_of(search_of("gridsearch", space), lambda _: ran())
+    asked = proposals_of(Driven("gridsearch", space), lambda _: ran())
     # Buckets beyond the model's parameters are all alike.
     assert [dict(p.settings) for p in asked] == [
         {"stage": 2, "reduce_bucket_size": 5 * 10**6, "contiguous_gradients": True},
@@ -106,30 +99,9 @@ def test_branches_as_listed_and_in_each_the_defaults_first() -> None:
     assert [p.lineage for p in asked] == [0, 1, 2, 3, 4]
 
 
-def test_while_one_runs_the_next_is_begun_and_what_was_begun_goes_first() -> None:
-    play(
-        search_of("gridsearch", _branches(0, 1)),
-        """
-        ask 0@1 stage 0
-        ask 1@1 stage 1
-        ask 2@1 stage 1
-        ask nothing
-        tell 2@1 OK 1
-        tell 0@1 OK 1
-        ask 0@2 stage 0
-        ask 2@2 stage 1
-        tell 1@1 OOM
-        ask nothing
-        tell 2@2 OK 1
-        tell 0@2 OK 1
-        ask nothing
-        """,
-    )
-
-
 def test_a_branch_ends_after_trials_without_a_better_one() -> None:
     play(
-        search_of("gridsearch", _branches(1, 2, micro_batches=(1, 2, 3, 4)), early_stopping=2),
+        Driven("gridsearch", _branches(1, 2, micro_batches=(1, 2, 3, 4)), early_stopping=2),
         """
         ask 0@1 stage 1
         tell 0@1 OK 5
@@ -184,7 +156,7 @@ def test_the_order_of_outcomes_changes_nothing_but_the_order(num_micro_batches: 
     )
 
     def points(concurrency: int, order: int) -> Counter[tuple[str, int]]:
-        search = search_of(
+        search = Driven(
             "gridsearch", space, ceiling=40, num_micro_batches=num_micro_batches, seed=order
         )
         asked = proposals_of(search, _outcome, concurrency=concurrency, order=order, limit=10**6)
@@ -195,18 +167,3 @@ def test_the_order_of_outcomes_changes_nothing_but_the_order(num_micro_batches: 
     assert len({settings for settings, _ in one_by_one}) == sum(b.count for b in space.branches)
     for concurrency, order in itertools.product((2, 50), range(2)):
         assert points(concurrency, order) == one_by_one
-
-
-def test_a_large_space_is_not_enumerated(monkeypatch: pytest.MonkeyPatch) -> None:
-    space = Space(strategies=plain(3), micro_batches=range(1, 65), slots=8, num_params=10**11)
-    assert space.branches[0].count > 10**4
-    made: list[int] = []
-    settings = Branch.settings
-
-    def counted(branch: Branch, index: int) -> dict[str, Any]:
-        made.append(index)
-        return settings(branch, index)
-
-    monkeypatch.setattr(Branch, "settings", counted)
-    asked = proposals_of(search_of("gridsearch", space), lambda _: failed("ERROR"), limit=50)
-    assert len(asked) == 50 <= len(made) < 200, "settings are made as they are asked for"

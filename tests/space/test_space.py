@@ -1,18 +1,18 @@
+"""The search space: which settings, which values, which batch sizes."""
+
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from dsat.inputs import ds_config
 from dsat.space.batch_rule import BatchRule
-from dsat.space.knobs import KNOBS, PARALLELISM, SECTIONS, Situation, defaults
+from dsat.space.knobs import KNOBS, PARALLELISM, Situation, defaults
 from dsat.space.overrides import (
     GATHER,
     SEQUENTIAL,
     overrides_for,
-    script_args_for,
     strategy_settings,
 )
 from dsat.space.space import Freedom, Space
@@ -23,26 +23,6 @@ from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, of_config, plai
 
 ONE = BatchTriple(1, 1, 1)
 BUCKETS = [10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 5 * 10**8, 10**9, 5 * 10**9]
-
-
-def _space(
-    stages: Sequence[int] = (0, 1, 2, 3),
-    slots: int = 2,
-    fix: tuple[str, ...] = (),
-    num_params: int | None = None,
-) -> Space:
-    return Space(
-        strategies=plain(*stages),
-        micro_batches=range(1, 9),
-        slots=slots,
-        freedom=Freedom(fix=fix),
-        num_params=num_params,
-    )
-
-
-def _all_configs(space: Space, stage: int) -> list[dict[str, object]]:
-    [branch] = [branch for branch in space.branches if branch.strategy.stage == stage]
-    return [branch.settings(n) for n in range(branch.count)]
 
 
 # -- micro batches
@@ -74,6 +54,7 @@ def test_micro_batches_against_trying_every_number() -> None:
         ({"train_batch_size": 48}, 24, BatchTriple(48, 24, 1)),
         ({"max_train_batch_size": 100}, 3, BatchTriple(96, 3, 16)),
         ({"max_train_batch_size": 100}, 50, BatchTriple(100, 50, 1)),
+        ({"max_train_batch_size": 60}, 50, BatchTriple(100, 50, 1)),  # one's own, say
     ],
 )
 def test_batch_sizes_that_go_with_a_micro_batch(
@@ -84,35 +65,6 @@ def test_batch_sizes_that_go_with_a_micro_batch(
 
 
 # -- knobs
-
-
-ALWAYS = {"reduce_bucket_size", "contiguous_gradients"}
-OF_SEVERAL = {*ALWAYS, "overlap_comm", "reduce_scatter"}
-FETCHING = {
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-}
-
-
-@pytest.mark.parametrize(
-    ("stage", "slots", "knobs"),
-    [
-        (0, 2, set()),
-        (1, 1, ALWAYS),
-        (1, 2, {*OF_SEVERAL, "allgather_bucket_size"}),
-        (2, 1, ALWAYS),
-        (2, 2, {*OF_SEVERAL, "allgather_bucket_size"}),
-        (3, 1, {*ALWAYS, "sub_group_size", GATHER}),
-        (3, 8, {*OF_SEVERAL, *FETCHING, "sub_group_size", GATHER}),
-    ],
-)
-def test_knobs_of_a_stage(stage: int, slots: int, knobs: set[str]) -> None:
-    space = _space(slots=slots)
-    for config in _all_configs(space, stage):
-        assert config["stage"] == stage
-        assert set(config) - {"stage"} == knobs
 
 
 @pytest.mark.parametrize(
@@ -145,13 +97,6 @@ def test_buckets_are_no_larger_than_the_model_and_the_first_does_not_crowd_a_slo
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         assert knobs[key][0] == first
         assert sorted(knobs[key]) == BUCKETS[:count]
-
-
-def test_a_description_names_the_knobs_and_their_values() -> None:
-    assert _space((0, 2), slots=1, num_params=2 * 10**6).describe() == [
-        "stage 0: no further settings",
-        "stage 2: reduce_bucket_size 5e+06|1e+06, contiguous_gradients true|false",
-    ]
 
 
 # -- the whole space: conditions, offloading, and what the user wants
@@ -198,15 +143,6 @@ def test_only_deepspeeds_own_adam_is_offloaded_in_part(
     assert ratio not in _knobs(Strategy(2, CPU), **asked)
     assert ratio not in _knobs(Strategy(3, NVME), **asked)
     assert ratio not in _knobs(Strategy(3, CPU), config=asked["config"])
-
-
-def test_a_freed_setting_begins_with_the_users_own_value() -> None:
-    config = {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 7}}
-    fixed = ("overlap_comm", "reduce_bucket_size")
-    knobs = _knobs(Strategy(2), config=config, fix=fixed, tune=["reduce_bucket_size"])
-    assert "overlap_comm" not in knobs
-    assert knobs["reduce_bucket_size"][0] == 7
-    assert sorted(knobs["reduce_bucket_size"]) == [7, *BUCKETS]
 
 
 def test_listed_values_are_the_only_ones() -> None:
@@ -302,11 +238,6 @@ def test_slots_are_divided_by_divisors_of_heads_slots_and_a_hosts_slots() -> Non
     )
 
 
-def test_a_global_batch_leaves_out_sizes_whose_groups_do_not_divide_it() -> None:
-    own = {"sequence_parallel_size": 2}
-    assert _sizes(SEQUENCE_SIZE, config=own, total=4) == [Parallelism(1, n) for n in (2, 4)]
-
-
 def test_deepcompile_is_searched_on_devices_that_offload_nothing() -> None:
     asked: dict[str, Any] = {"tune": ["compile"], "defaults": INSTALLED, "offload_helps": True}
     plain = {"deepcompile": False, "offload_activation": False, "offload_opt_states": False}
@@ -367,31 +298,6 @@ def test_every_value_of_every_knob_reaches_deepspeeds_own_configuration() -> Non
                 assert found == value, (knob.key, stage)
 
 
-def test_a_section_that_is_fixed_fixes_what_is_in_it() -> None:
-    assert not any(
-        key.startswith("offload_optimizer") for key in _knobs(Strategy(3, CPU), fix=SECTIONS)
-    )
-    freed = _knobs(Strategy(3, CPU), fix=SECTIONS, tune=["offload_optimizer.ratio"])
-    assert "offload_optimizer.ratio" in freed
-
-
-def test_gradient_accumulation_may_be_listed() -> None:
-    space = Space(
-        strategies=plain(0),
-        micro_batches=(4,),
-        slots=2,
-        gas=3,
-        freedom=Freedom(choices={"gradient_accumulation_steps": [1, 8]}),
-    )
-    [branch] = space.branches
-    batches = [space.batch(4, branch.settings(n)) for n in range(branch.count)]
-    assert batches == [BatchTriple(8, 4, 1), BatchTriple(64, 4, 8)]
-    assert overrides_for(branch.settings(1), batches[1]) == {
-        "zero_optimization": {"stage": 0},
-        **batches[1].config(),
-    }
-
-
 @pytest.mark.parametrize(
     ("bounds", "expected"),
     [
@@ -400,6 +306,7 @@ def test_gradient_accumulation_may_be_listed() -> None:
         ({"micro_batches": (16, 2, 4), "max_micro_batch": 8}, [2, 4]),
         ({"micro_batches": (1, 2, 3, 4, 6), "train_batch_size": 12}, [1, 2, 3, 6]),
         ({"min_micro_batch": 5, "max_micro_batch": 4}, []),
+        ({"max_train_batch_size": 8}, [1, 2, 3, 4]),  # on two slots
         ({"micro_batches": (2, 4), "min_micro_batch": 8}, []),
     ],
 )
@@ -456,31 +363,6 @@ def test_settings_that_turn_the_users_configuration_into_a_strategy(
     assert of_config(merged) == strategy
 
 
-def test_sections_of_a_trial_are_nested() -> None:
-    settings = {
-        "stage": 3,
-        "offload_optimizer.device": "cpu",
-        "offload_optimizer.ratio": 0.5,
-        "offload_param": {"device": "cpu"},
-        "zero_force_ds_cpu_optimizer": False,
-        "gradient_checkpointing": True,
-        "bf16": {"bf16_master_weights_and_grads": True},
-        "activation_checkpointing.cpu_checkpointing": True,
-    }
-    assert overrides_for(settings, ONE) == {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu", "ratio": 0.5},
-            "offload_param": {"device": "cpu"},
-        },
-        "bf16": {"bf16_master_weights_and_grads": True},
-        "activation_checkpointing": {"cpu_checkpointing": True},
-        "zero_force_ds_cpu_optimizer": False,
-        **ONE.config(),
-    }
-    assert script_args_for(settings) == {"gradient_checkpointing": True}
-
-
 def test_defaults_are_deepspeeds_own() -> None:
     """Those that the fields of DeepSpeedZeroConfig have in each stage."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -511,55 +393,6 @@ def _with_switches(strategy: Strategy, **freedom: Any) -> Space:
     )
 
 
-@pytest.mark.parametrize(
-    ("freedom", "expected"),
-    [
-        ({}, ["gradient_checkpointing", "attn_implementation"]),
-        ({"fix": ("attn_implementation",)}, ["gradient_checkpointing"]),
-        ({"switches": {"gradient_checkpointing": True}}, ["attn_implementation", "gradient_"]),
-        (
-            {"tune": ("packing", "use_liger_kernel")},
-            ["gradient_checkpointing", "attn_implementation", "use_liger_kernel", "packing"],
-        ),
-        (
-            {"offload_helps": True},
-            ["gradient_checkpointing", "attn_implementation", "use_liger_kernel"],
-        ),
-        (
-            {"listed_switches": {"--workers": ("0", "4")}},
-            ["gradient_checkpointing", "attn_implementation", "--workers"],
-        ),
-    ],
-)
-def test_switches_of_the_script_are_knobs(freedom: dict[str, Any], expected: list[str]) -> None:
-    space = _with_switches(Strategy(0), **freedom)
-    [branch] = space.branches
-    names = [name for name, _ in branch.knobs]
-    assert [name[: len(e)] for name, e in zip(names, expected, strict=True)] == expected
-
-
-def test_listed_ways_of_checkpointing_are_searched_also_beside_its_flag() -> None:
-    listed = {"gradient_checkpointing": (None, True, "reentrant")}
-    space = _with_switches(
-        Strategy(0), switches={"gradient_checkpointing": True}, listed_switches=listed
-    )
-    knobs = [values for name, values in space.branches[0].knobs if name.startswith("gradient_")]
-    assert knobs == [(True, "reentrant")]
-
-
-def test_the_attention_kernel_is_not_searched_beside_ulysses() -> None:
-    space = Space(
-        strategies=[Strategy(1)],
-        micro_batches=range(1, 9),
-        slots=2,
-        freedom=Freedom(tune=("sequence_parallel_size",)),
-        found_switches=FOUND,
-        heads=4,
-    )
-    names = {name for name, _ in space.branches[0].knobs}
-    assert "sequence_parallel_size" in names and "attn_implementation" not in names
-
-
 def test_a_trial_sets_the_switches_that_differ_from_the_scripts_own() -> None:
     listed = {"attn_implementation": (None, "flash_attention_3"), "--workers": (None, "4")}
     space = _with_switches(Strategy(0), listed_switches=listed)
@@ -572,13 +405,6 @@ def test_a_trial_sets_the_switches_that_differ_from_the_scripts_own() -> None:
         "--workers": "4",
     }
     assert "--workers" not in overrides_for(branch.settings(0), ONE)
-
-
-def test_cores_are_bound_where_something_is_offloaded() -> None:
-    listed = {"bind_cores_to_rank": (False, True)}
-    for strategy, is_knob in ((Strategy(2), False), (Strategy(2, CPU), True)):
-        space = _with_switches(strategy, listed_switches=listed, offload_helps=True)
-        assert ("bind_cores_to_rank" in dict(space.branches[0].knobs)) is is_knob
 
 
 def test_settings_that_contradict_each_other_are_the_same_configuration() -> None:

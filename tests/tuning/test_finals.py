@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 
@@ -41,34 +40,6 @@ def play(finals: Finals, speeds: Mapping[int | str, float | None], *, noise: flo
     return order
 
 
-# -- how many trials
-
-
-@pytest.mark.parametrize(
-    ("max_trials", "asked", "kept"),
-    [
-        *((7, None, 0), (8, None, 2), (11, None, 2), (12, None, 5), (50, None, 12)),
-        (500, None, 15),
-        *((50, 20, 20), (50, 0, 0), (10, 20, 7), (2, 20, 0)),
-    ],
-)
-def test_finals_keep_a_share_of_the_trials(max_trials: int, asked: int | None, kept: int) -> None:
-    assert rules.reserved(max_trials, asked) == kept
-
-
-@pytest.mark.parametrize(
-    ("searched", "asked", "cost", "trials"),
-    [
-        *((38, None, 0.02, 12), (38, None, 0.03, 10), (14, None, 0.07, 7)),
-        *((45, None, 0.02, 5), (49, None, 0.02, 0), (14, 20, 0.07, 20)),
-    ],
-)
-def test_finals_cost_a_share_of_the_search(
-    searched: int, asked: int | None, cost: float, trials: int
-) -> None:
-    assert rules.budget(50, searched, asked, cost=cost) == trials
-
-
 # -- who takes part
 
 
@@ -93,16 +64,6 @@ def test_pairs_go_on_until_the_budget_is_spent_if_nothing_is_certain() -> None:
     comparison = finals.comparison
     assert comparison is not None
     assert comparison.gain.low < 1.02 < comparison.gain.high
-
-
-def test_a_steady_slow_down_favours_neither() -> None:
-    finals = Finals(OWN, [leader(2)], trials=8)
-    for number in range(8):
-        turn = finals.turn
-        assert turn is not None
-        finals.record((0.1 if turn.role is Role.LEADER else 0.0) - 0.05 * number)
-    assert finals.comparison is not None
-    assert finals.comparison.mean == pytest.approx(0.1)
 
 
 # -- what fails
@@ -149,26 +110,7 @@ def test_no_leader_is_left() -> None:
     assert finals.pick is None and finals.comparison is None and not finals.is_worth_it
 
 
-def test_the_users_own_may_fail_once() -> None:
-    finals = Finals(OWN, [leader(2)], trials=12)
-    finals.record(None)
-    assert finals.turn is not None and finals.turn.role is Role.OWN
-    assert play(finals, {2: 1.4}, noise=0.001) == "o22o"
-    assert finals.is_better
-    finals = Finals(OWN, [leader(2)], trials=12)
-    assert play(finals, {"o": None}) == "oo"
-    assert finals.comparison is None
-
-
 # -- sizes
-
-
-def test_a_larger_batch_must_be_worth_it() -> None:
-    for batch, worth_it in ((8, True), (16, False)):
-        finals = Finals(OWN, [leader(2, batch=batch)], trials=10, indifference=0.02)
-        play(finals, {2: 1.015}, noise=0.00001)
-        assert finals.is_better
-        assert finals.is_worth_it == worth_it
 
 
 def test_the_users_own_batch_is_compared_too() -> None:
@@ -220,16 +162,6 @@ def test_the_own_run_of_the_search_counts_beside_few_pairs_if_it_is_like_them(
     assert (found.standard_error**2 == pytest.approx(alone)) == (freedom == count - 1)
 
 
-@pytest.mark.parametrize("trials", [6, 15])
-@pytest.mark.parametrize("first", [0.1, 0.8])
-def test_a_first_trial_that_is_far_off_hides_no_gain(first: float, trials: int) -> None:
-    own = replace(OWN, log_value=math.log(first))
-    finals = Finals(own, [leader(2)], trials=trials, least_gain=0.02)
-    play(finals, {2: 1.3}, noise=0.005)
-    assert finals.is_better and finals.comparison is not None
-    assert finals.comparison.noise < 0.02
-
-
 @pytest.mark.parametrize(
     ("level", "known"),
     [
@@ -263,3 +195,14 @@ def test_if_only_one_takes_part_luck_does_not_make_a_large_batch(error: float, c
         leader(6, 1.10, batch=8, error=error),
     ]
     assert rules.by_expectation(tried, indifference=0.02)[0].trial_id == chosen
+
+
+def test_the_luckiest_of_many_needs_more_than_one_alone() -> None:
+    """2.3 standard errors: 1 % by chance for one candidate, but a sixth of all runs for fifteen."""
+    for count, wins in ((0, True), (14, False)):
+        lucky = [leader(2 + n, 1.0 + 0.0023 * math.sqrt(2), error=0.001) for n in range(count + 1)]
+        own = Contestant(1, 0.0, 0.001, train_batch_size=8)
+        finals = Finals(own, [leader(99), *lucky], trials=2)
+        finals.record(0.0)
+        finals.record(None)
+        assert finals.over and (finals.pick is not None) is wins

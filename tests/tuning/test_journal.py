@@ -1,29 +1,26 @@
+"""The journal: what is read again, what is damaged, what is on the disk, and when."""
+
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsat.errors import JournalError, JournalLocked
-from dsat.report import summary
-from dsat.report.run_view import RunView
-from dsat.space.plan import Plan
-from dsat.tuning.journal import SCHEMA_VERSION, Journal, MemoryJournal, read_events
-from dsat.tuning.run import Run, read_run
-from dsat.tuning.tuner import Tuner
+from dsat.tuning.journal import SCHEMA_VERSION, Journal, read_events
 from dsat.values.files import write_atomically, written_atomically
-from testing.helpers import FakeClock, World, drive, plan_of
+from testing.scenarios import User
+from testing.world import World
 
 EVENTS: list[dict[str, Any]] = [
     {"event": "any", "schema": SCHEMA_VERSION, "info": {"name": "Größe\n"}},
@@ -90,8 +87,11 @@ def test_a_damaged_line_is_named_and_nothing_is_cut_off(path: Path, damage: byte
     Journal(path).close()  # a failed opening leaves no lock
 
 
-def test_a_journal_of_a_newer_dsat_is_left_alone(path: Path) -> None:
-    content = json.dumps({"event": "start", "schema": SCHEMA_VERSION + 1}).encode() + b"\n{"
+@pytest.mark.parametrize("before", [b"", b'{"event":"start","schema":1}\n'])
+def test_a_journal_of_a_newer_dsat_is_left_alone(path: Path, before: bytes) -> None:
+    """It may have gone on with a run that this version began."""
+    newer = {"event": "start", "schema": SCHEMA_VERSION + 1}
+    content = before + json.dumps(newer).encode() + b"\n{"
     path.write_bytes(content)
     with pytest.raises(JournalError, match=rf"newer dsat \(schema {SCHEMA_VERSION + 1}"):
         Journal(path)
@@ -160,27 +160,6 @@ def test_the_lock_ends_with_its_process(path: Path) -> None:
             Journal(path)
 
 
-# -- a tuner's own journal
-
-
-def _tune(path: Path, plan: Plan) -> bytes:
-    with Journal(path) as journal:
-        tuner = Tuner(plan, journal, events=journal.events, clock=FakeClock())
-        drive(tuner, World(), slots=2)
-    return path.read_bytes()
-
-
-@pytest.mark.usefixtures("_fast_disk")
-def test_a_run_continues_from_a_line_that_a_kill_has_torn(path: Path) -> None:
-    plan = plan_of("asha", max_trials=9)
-    whole = _tune(path, plan)
-    ends = [0, *(n + 1 for n, byte in enumerate(whole) if byte == ord("\n"))]
-    assert len(ends) > 15
-    for begin, end in list(itertools.pairwise(ends))[::5]:
-        path.write_bytes(whole[: (begin + end) // 2])
-        assert _tune(path, plan) == whole
-
-
 # -- files that others read
 
 
@@ -222,55 +201,32 @@ def test_write_atomically_shows_a_reader_the_old_text_until_the_new_is_on_the_di
     assert target.read_text() == "new"
 
 
-# -- journals of earlier versions, made by them with the plan and the world of `testing.helpers`
+# -- values that do not belong there
 
-JOURNALS = Path(__file__).parent / "journals"
-
-
-def test_a_journal_without_fields_that_came_later_is_read() -> None:
-    """Of the version before `Outcome.smaller_may_run`, `Trial.strategy` and half of `Plan`."""
-    events = read_events(JOURNALS / "before_smaller_may_run.jsonl")
-    assert "smaller_may_run" not in json.dumps(events)
-    run = Run(events)
-    assert run.plan.max_trials == len(run.outcomes) == 12
-    assert run.stop_reason == "all 12 trials are done" and run.best is not None
-    assert run.outcomes[run.best.id].smaller_may_run is False
-    assert run.best.strategy == f"z{run.best.stage}"
-    assert "all 12 trials are done" in summary.markdown(RunView.of(run), "train")
-
-
-def test_a_run_of_the_last_version_is_resumed() -> None:
-    events = read_events(JOURNALS / "of_last_version.jsonl")
-    plan, last = plan_of("asha", max_trials=12, longest_s=1.0), Run(events)  # it had another
-    assert len(last.trials) == 12 and last.plan.longest_s != plan.longest_s
-    for count in (5, 12, 21, len(events)):
-        tuner = Tuner(plan, MemoryJournal(), events=events[:count], clock=FakeClock())
-        drive(tuner, World(), slots=2)
-        assert (tuner.run.trials, tuner.run.outcomes) == (last.trials, last.outcomes)
-    more = Tuner(replace(plan, max_trials=14), MemoryJournal(), events=events, clock=FakeClock())
-    drive(more, World(), slots=2)
-    assert len(more.run.outcomes) == 14
+RELEASED = Path(__file__).parents[1] / "scenarios" / "journals" / "last_release"
 
 
 @pytest.mark.parametrize(
     ("line", "keys", "value", "problem"),
     [
-        (1, ("plan", "max_trials"), "12", "plan.max_trials must be a whole number, not '12'"),
-        (1, ("plan",), ..., "plan is missing"),
-        (2, ("trial", "kind"), "other", "trial.kind must be one of profile, baseline, search"),
-        (2, ("trial", "batch"), [1, 1, 1], "trial.batch must be an object"),
-        (2, ("trial", "stage"), True, "trial.stage must be a whole number, not True"),
-        (2, ("time_s",), 1e18, "time_s is no date: 1e+18"),
-        (3, ("outcome", "warnings"), [1], "outcome.warnings[0] must be a text, not 1"),
-        (5, ("outcome", "profile", "num_params"), ..., "outcome.profile.num_params is missing"),
-        (3, ("trial_id",), 99, "does not fit what is before it (KeyError: 99)"),
-        (3, ("event",), "finals", "reason is missing"),
+        (1, ("plan", "max_trials"), "12", ("plan.max_trials", "whole number", "'12'")),
+        (1, ("plan",), ..., ("plan is missing",)),
+        (2, ("trial", "kind"), "other", ("trial.kind", "profile, baseline, search")),
+        (2, ("trial", "batch"), [1, 1, 1], ("trial.batch", "object")),
+        (2, ("trial", "stage"), True, ("trial.stage", "whole number", "True")),
+        (2, ("time_s",), 1e18, ("time_s", "1e+18")),
+        (3, ("outcome", "warnings"), [1], ("outcome.warnings[0]", "text", "1")),
+        (3, ("outcome", "profile", "num_params"), ..., ("profile.num_params is missing",)),
+        (3, ("trial_id",), 99, ("99",)),
+        (3, ("event",), "finals", ("reason is missing",)),
     ],
 )
 def test_a_value_that_does_not_belong_there_is_named_with_its_line(
-    path: Path, line: int, keys: tuple[str, ...], value: Any, problem: str
+    tmp_path: Path, line: int, keys: tuple[str, ...], value: Any, problem: tuple[str, ...]
 ) -> None:
-    events = read_events(JOURNALS / "of_last_version.jsonl")
+    shutil.copytree(RELEASED, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "run" / "journal.jsonl"
+    events = read_events(path)
     *above, last = keys
     inner = events[line - 1]
     for key in above:
@@ -280,15 +236,27 @@ def test_a_value_that_does_not_belong_there_is_named_with_its_line(
     else:
         inner[last] = value
     path.write_text("".join(f"{json.dumps(event)}\n" for event in events))
-    with pytest.raises(JournalError, match=rf"line {line} of \S+journal.jsonl ") as found:
-        read_run(path)
-    assert problem in str(found.value)
+    before = path.read_bytes()
+    told = User(tmp_path).types("show", "run")
+    assert told.status in (1, 2) and "Traceback" not in told.err
+    assert f"line {line} of" in told.err and "journal.jsonl" in told.err
+    assert all(word in told.err for word in problem), told.err
+    assert path.read_bytes() == before
 
 
-def test_a_field_that_a_later_version_added_is_ignored() -> None:
-    events, later = (read_events(JOURNALS / "of_last_version.jsonl") for _ in range(2))
-    for event in later:
-        event["later"] = 1
-        for key in event.keys() & {"plan", "trial", "outcome"}:
-            event[key]["later"] = {"a": 1}
-    assert Run(later).outcomes == Run(events).outcomes
+def test_options_that_another_version_of_deepspeed_has_are_compared(tmp_path: Path) -> None:
+    """A default that is another one today would change what was measured."""
+    shutil.copytree(RELEASED, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "run" / "journal.jsonl"
+    key = "zero_optimization.offload_optimizer.pin_memory"
+    text = path.read_text()
+    assert f'"{key}":true' in text
+    user = User(tmp_path, World(at_once=2))
+    path.write_text(text.replace(f'"{key}":true', f'"{key}":false'))
+    told = user.tunes("--max-trials", 12, "--resume", method="asha")
+    assert told.status == 2 and "Cannot resume" in told.err
+    assert key in told.err and "false" in told.err and "true" in told.err
+    # A setting that came later is not searched in an earlier run, and does not end it.
+    path.write_text(text.replace(f'"{key}":true,', ""))
+    told = user.tunes("--max-trials", 14, "--resume", method="asha")
+    assert told.status == 0 and len(told.trials) > 11

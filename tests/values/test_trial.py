@@ -44,47 +44,32 @@ def test_an_outcome_has_a_value_only_if_it_ran_and_measured_it() -> None:
     assert Outcome(OutcomeKind.TIMEOUT, metrics=ran().metrics).value(objective) is None
 
 
-@pytest.mark.parametrize(
-    "outcome",
-    [
-        failed("HOST_OOM", "killed"),
-        ran(3.5),
-        Outcome(OutcomeKind.OK, metrics=Metrics(1.0, 2.0, 3.0, 4.0, 5.0, None, 6, 0.5)),
-        Outcome(
-            OutcomeKind.OK,
-            memory=MemoryUse({"init": 1}, {"step": 2}, {"forward": 3}),
-            profile=weightless(3),
-            detail="a\nb",
-            duration_s=1.25,
-            warnings=("slow disk", "few steps"),
-        ),
-        Outcome(OutcomeKind.OK, memory=MemoryUse()),
-    ],
+OUTCOME = Outcome(
+    OutcomeKind.OK,
+    metrics=Metrics(1.0, 2.0, 3.0, 4.0, 5.0, None, 6, 0.5),
+    memory=MemoryUse({"init": 1}, {"step": 2}, {"forward": 3}),
+    profile=weightless(3),
+    detail="a\nb",
+    duration_s=1.25,
+    warnings=("slow disk", "few steps"),
 )
-def test_an_outcome_survives_the_journal(outcome: Outcome) -> None:
-    assert Outcome.from_json(_through_json(outcome.to_json())) == outcome
+TRIAL = Trial(
+    5,
+    TrialKind.SEARCH,
+    "z2",
+    2,
+    BatchTriple(8, 2, 2),
+    {"zero_optimization": {"stage": 2, "overlap_comm": True}, "train_batch_size": 8},
+    lineage=3,
+    note={"rung": 1},
+    flops_per_sample=1.5e12,
+    script_args={"gradient_checkpointing": True},
+)
 
 
-@pytest.mark.parametrize(
-    "trial",
-    [
-        Trial(0, TrialKind.PROFILE, "p", 0, BatchTriple(1, 1, 1), {}),
-        Trial(
-            5,
-            TrialKind.SEARCH,
-            "z2",
-            2,
-            BatchTriple(8, 2, 2),
-            {"zero_optimization": {"stage": 2, "overlap_comm": True}, "train_batch_size": 8},
-            lineage=3,
-            note={"rung": 1},
-            flops_per_sample=1.5e12,
-            script_args={"gradient_checkpointing": True},
-        ),
-    ],
-)
-def test_a_trial_survives_the_journal(trial: Trial) -> None:
-    assert Trial.from_json(_through_json(trial.to_json())) == trial
+@pytest.mark.parametrize("value", [OUTCOME, failed("HOST_OOM", "killed"), TRIAL])
+def test_what_is_recorded_is_read_again(value: Outcome | Trial) -> None:
+    assert type(value).from_json(_through_json(value.to_json())) == value
 
 
 def test_a_plan_survives_the_journal() -> None:

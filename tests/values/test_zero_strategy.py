@@ -1,122 +1,174 @@
-"""ZeRO stages with offloading, and the ladder on which a fitting one is looked for."""
+"""Strategies and divisions of slots, as a dry run prints them for configurations and options."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsat.space.plan import Plan
-from dsat.tuning import strategies as ladder
-from dsat.values.zero_strategy import CPU, NVME, Strategy, of_config, plain
-from testing.helpers import plan_of
+from dsat.app import installed_deepspeed
+from testing import scenarios
+from testing.local import cpu_machine
+from testing.scenarios import User
+from testing.world import Failure, World
 
-ON_CPU = {"device": "cpu"}
-
-
-def names(strategies: tuple[Strategy, ...]) -> list[str]:
-    return [strategy.name for strategy in strategies]
+CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/tmp"}
 
 
-def offloading(slots: int = 1, zero: dict[str, Any] | None = None, **changes: Any) -> Plan:
-    """A plan for slots that have memory of their own."""
-    base = {"zero_optimization": {"stage": 1, **(zero or {})}}
-    return plan_of(**{"base_config": base, "offload_helps": True, **changes}, slots_per_trial=slots)
+@dataclass(frozen=True)
+class DryRun:
+    """Name of the user's own strategy, strategies to try if it does not fit, those to search.
+
+    `3 cpu +nvme` is stage 3 with the optimizer on the CPU and parameters on NVMe. `groups` says how
+    slots share samples.
+    """
+
+    own: str
+    ladder: str
+    searched: str
+    groups: str
+
+
+@pytest.fixture(autouse=True)
+def _without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do without DeepSpeed's check of each configuration, which takes seconds."""
+    monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
+
+
+def dry_run(folder: Path, slots: int, config: dict[str, Any], *options: str) -> DryRun:
+    user = User(folder, World(slots=slots))
+    user.has({"train_micro_batch_size_per_gpu": 1, **config})
+    told = user.types(
+        *("model", "--engine", "local", "--dry-run", "--slots", slots, "--ds-config", "ds.json"),
+        *(*options, "--", "train.py"),
+    )
+    assert told.status == 0, told.err
+    ladder = re.search(r"in this order: (.*)", told.out)
+    return DryRun(
+        re.findall(r"trial 0 \(baseline_(\w+)_gas", told.out)[0],
+        _short(ladder[1]).replace(";", ",") if ladder else "",
+        ", ".join(map(_short, re.findall(r"^  (stage[^:]*):", told.out, re.M))),
+        re.findall(r"your own batch: .* x (.*)", told.out)[0],
+    )
+
+
+def _short(label: str) -> str:
+    for long, word in (("stage ", ""), (", optimizer on", ""), (", parameters on ", " +")):
+        label = label.replace(long, word)
+    return label
 
 
 @pytest.mark.parametrize(
-    ("zero", "strategy", "name"),
+    ("zero", "own"),
     [
-        (None, Strategy(0), "z0"),
-        ({"stage": 2, "offload_optimizer": ON_CPU}, Strategy(2, CPU), "z2_offload"),
-        (
-            {"stage": 3, "offload_optimizer": ON_CPU, "offload_param": ON_CPU},
-            Strategy(3, CPU, CPU),
-            "z3_offload_param",
-        ),
-        ({"stage": 3, "offload_param": ON_CPU}, Strategy(3, "none", CPU), "z3_offparam"),
-        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, Strategy(3, NVME), "z3_nvme"),
+        (None, "z0"),
+        ({"stage": 2, "offload_optimizer": CPU}, "z2_offload"),
+        ({"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, "z3_offload_param"),
+        ({"stage": 3, "offload_param": CPU}, "z3_offparam"),
+        ({"stage": 3, "offload_optimizer": NVME}, "z3_nvme"),
         # What a stage does not have is left out.
-        ({"stage": 2, "offload_param": ON_CPU}, Strategy(2), "z2"),
-        ({"stage": 0, "offload_optimizer": ON_CPU}, Strategy(0), "z0"),
-        ({"stage": 2, "offload_optimizer": None}, Strategy(2), "z2"),
+        ({"stage": 2, "offload_param": CPU}, "z2"),
+        ({"stage": 0, "offload_optimizer": CPU}, "z0"),
+        ({"stage": 2, "offload_optimizer": None}, "z2"),
     ],
 )
 def test_the_strategy_of_a_configuration(
-    zero: dict[str, Any] | None, strategy: Strategy, name: str
+    tmp_path: Path, zero: dict[str, Any] | None, own: str
 ) -> None:
-    assert of_config({"zero_optimization": zero}) == strategy
-    assert strategy.name == name
+    assert dry_run(tmp_path, 1, {"zero_optimization": zero}).own == own
 
 
-def test_a_strategy_burdens_more_the_more_it_moves() -> None:
-    ladder = [*plain(0, 1, 2), Strategy(2, CPU), Strategy(3), Strategy(3, CPU)]
-    assert [s.burden for s in [*ladder, Strategy(3, CPU, CPU), Strategy(3, NVME, NVME)]] == [
-        *(0, 0, 0, 1, 1, 2, 3, 4)
+FP32 = {"bf16": {"enabled": False}}
+
+
+@pytest.mark.parametrize(
+    ("slots", "zero", "more", "options", "ladder"),
+    [
+        # Stage 1 holds all gradients before it reduces them.
+        (8, {"stage": 1}, {}, "", "2, 2 cpu, 3, 3 cpu, 3 cpu +cpu"),
+        (8, {"stage": 0}, {}, "", "1, 2, 2 cpu, 3, 3 cpu, 3 cpu +cpu"),
+        # Two slots share so little that stage 3 needs more than the optimizer on the host saves.
+        # In bf16 the optimizer step needs more than the gradients of stage 1.
+        (2, {"stage": 1}, {}, "", "2 cpu, 3 cpu, 3 cpu +cpu"),
+        (2, {"stage": 1}, FP32, "", "2, 2 cpu, 3 cpu, 3 cpu +cpu"),
+        (4, {"stage": 1}, {}, "--zero-stages 1 2", "2, 2 cpu"),
+        # It begins where the user is.
+        (8, {"stage": 3, "offload_optimizer": CPU}, {}, "", "3 cpu +cpu"),
+        (8, {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, {}, "", ""),
+        (1, {"stage": 1}, {}, "--nvme-path /tmp", "2 cpu, 3 cpu +cpu, 3 nvme +nvme"),
+        # What the user fixed stays. The step of stage 3 takes its state group by group.
+        (1, {"stage": 1, "offload_optimizer": {"device": "none"}}, {}, "", "3"),
+        (1, {"stage": 1}, {}, "--fix offload_optimizer offload_param", "3"),
+    ],
+)
+def test_the_ladder(
+    tmp_path: Path, slots: int, zero: Any, more: dict[str, Any], options: str, ladder: str
+) -> None:
+    found = dry_run(tmp_path, slots, {"zero_optimization": zero, **more}, *options.split())
+    assert found.ladder == ladder
+
+
+@pytest.mark.parametrize(
+    ("zero", "options", "searched"),
+    [
+        # No offloading when the model fits without; the user's own in every stage that has it.
+        ({"stage": 1}, "", "0, 1, 2, 3"),
+        ({"stage": 3, "offload_optimizer": CPU}, "", "0, 1 cpu, 2 cpu, 3 cpu"),
+        (
+            {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
+            "--zero-stages 0 1 3",
+            "0, 1 cpu, 3 cpu +cpu",
+        ),
+        (
+            {"stage": 1},
+            "--tune offload_optimizer offload_param --zero-stages 3",
+            "3, 3 cpu, 3 cpu +cpu",
+        ),
+    ],
+)
+def test_what_is_searched(tmp_path: Path, zero: Any, options: str, searched: str) -> None:
+    found = dry_run(tmp_path, 2, {"zero_optimization": zero}, *options.split())
+    assert found.searched == searched
+
+
+def test_cores_have_no_other_memory_to_offload_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scenarios, "machine_of", lambda world: cpu_machine(2))
+    assert dry_run(tmp_path, 2, {"zero_optimization": {"stage": 0}}).ladder == "1, 3"
+    asked = dry_run(tmp_path, 2, {"zero_optimization": {"stage": 1}}, "--tune", "offload_optimizer")
+    assert (asked.ladder, asked.searched) == ("2 cpu, 3 cpu", "0, 1, 2, 3, 2 cpu, 3 cpu")
+
+
+def test_after_a_rung_fitted_those_above_it_are_searched_too(tmp_path: Path) -> None:
+    """NVMe is not among them: it helps only where the host's memory is short too."""
+    user = User(tmp_path, World(slots=8, failures=(Failure("OOM", {"stage": [0, 1, 2]}),)))
+    user.has({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}})
+    told = user.tunes("--max-trials", 8, "--nvme-path", tmp_path)
+    assert told.status == 0, told.err
+    profiles = [row["name"] for row in told.trials if row["kind"] == "profile"]
+    assert [name.partition("_gas")[0] for name in profiles] == [
+        *("profile_z1", "profile_z2", "profile_z2_offload", "profile_z3")
     ]
+    searched = re.findall(r"^(stage[^:]*): .* per slot at micro batch", told.err, re.M)
+    assert list(map(_short, searched)) == ["3", "3 cpu", "3 cpu +cpu"]
 
 
-# -- the ladder
-
-
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
-def test_the_ladder_of_several_slots(precision: dict[str, Any]) -> None:
-    def rungs(slots: int, stage: int) -> list[str]:
-        base = {"zero_optimization": {"stage": stage}, **precision}
-        return names(ladder.rungs(offloading(slots=slots, base_config=base)))
-
-    # Stage 1 holds all gradients before it reduces them.
-    assert rungs(8, stage=1) == ["z2", "z2_offload", "z3", "z3_offload", "z3_offload_param"]
-    assert rungs(8, stage=0) == ["z1", "z2", "z2_offload", "z3", "z3_offload", "z3_offload_param"]
-    # Two slots share so little that stage 3 needs more than the optimizer on the host saves.
-    # In bf16 the optimizer step needs more than the gradients of stage 1.
-    beyond = ["z2_offload", "z3_offload", "z3_offload_param"]
-    assert rungs(2, stage=1) == (beyond if precision else ["z2", *beyond])
-
-
-def test_the_ladder_keeps_to_the_stages_asked_for_and_begins_where_the_user_is() -> None:
-    assert names(ladder.rungs(offloading(slots=4, zero_stages=(1, 2)))) == ["z2", "z2_offload"]
-    own = {"stage": 3, "offload_optimizer": ON_CPU}
-    assert names(ladder.rungs(offloading(slots=8, zero=own))) == ["z3_offload_param"]
-    both = {**own, "offload_param": ON_CPU}
-    assert names(ladder.rungs(offloading(slots=8, zero=both))) == []
-
-
-def test_where_the_ladder_may_lead() -> None:
-    """To NVMe if there is a path, and to no offloading where the slot is the host."""
-    *above, last = names(ladder.rungs(offloading(slots=1, nvme_path="/nvme")))
-    assert above == ["z2_offload", "z3_offload_param"]
-    assert last == "z3_nvme_param"
-    plan = offloading(slots=2, zero={"stage": 0}, offload_helps=False)
-    assert names(ladder.rungs(plan)) == ["z1", "z2", "z3"]
-
-
-def test_what_the_user_fixed_stays_on_every_rung() -> None:
-    plan = offloading(slots=1, zero={"offload_optimizer": {"device": "none"}})
-    # The step of stage 3 takes the optimizer's state group by group.
-    assert names(ladder.rungs(plan)) == ["z3"]
-    assert names(ladder.rungs(offloading(fix=("offload_optimizer", "offload_param")))) == ["z3"]
-
-
-# -- what is searched
-
-
-def test_what_is_searched() -> None:
-    """No offloading when the model fits without; the user's own in every stage that has it."""
-    assert names(ladder.searched(offloading(slots=2))) == ["z1", "z2", "z3"]
-    own = {"stage": 3, "offload_optimizer": ON_CPU, "offload_param": ON_CPU}
-    plan = offloading(zero=own, zero_stages=(0, 1, 3))
-    assert names(ladder.searched(plan)) == ["z0", "z1_offload", "z3_offload_param"]
-
-
-def test_offloading_is_searched_when_it_is_asked_for() -> None:
-    plan = offloading(slots=2, tune=("offload_optimizer",), offload_helps=False)
-    assert names(ladder.searched(plan)) == ["z1", "z2", "z3", "z2_offload", "z3_offload"]
-    plan = offloading(slots=2, tune=("offload_optimizer", "offload_param"), zero_stages=(3,))
-    assert names(ladder.searched(plan)) == ["z3", "z3_offload", "z3_offload_param"]
-
-
-def test_after_a_rung_fitted_those_above_it_are_searched_too() -> None:
-    plan = offloading(slots=8, nvme_path="/nvme")
-    assert names(ladder.searched_from(plan, 2)) == ["z3", "z3_offload", "z3_offload_param"]
-    assert names(ladder.searched_from(plan, 5)) == ["z3_nvme_param"]
+@pytest.mark.parametrize(
+    ("config", "groups"),
+    [
+        ({}, "8 slots"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "4 groups of 2 slots (tensor parallel 2)"),
+        (
+            {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 4},
+            "1 groups of 8 slots (tensor parallel 2, sequence parallel 4)",
+        ),
+        ({"tensor_parallel": {"autotp_size": 0}, "sequence_parallel_size": "auto"}, "8 slots"),
+        ({"tensor_parallel": None}, "8 slots"),
+    ],
+)
+def test_how_slots_share_samples(tmp_path: Path, config: dict[str, Any], groups: str) -> None:
+    assert dry_run(tmp_path, 8, config).groups == groups

@@ -20,35 +20,20 @@ VOCABULARY, BLOCK, WIDTH, HEADS, LAYERS = 65, 64, 128, 4, 2
 DATA = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "train.bin")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape
-        heads = (batch, length, HEADS, WIDTH // HEADS)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, 2))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        added: torch.Tensor = x + self.mlp(self.norm2(x))
-        return added
-
-
 class GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(BLOCK, WIDTH)
-        self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
+        block = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, LAYERS, enable_nested_tensor=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(BLOCK))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         hidden = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
-        scores = self.head(self.norm(self.blocks(hidden)))
+        scores = self.head(self.norm(self.blocks(hidden, self.mask, is_causal=True)))
         return F.cross_entropy(scores.flatten(0, 1).float(), y.flatten())
 
 

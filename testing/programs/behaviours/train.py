@@ -156,6 +156,33 @@ def spawn_helpers() -> None:
         assert pool.map(abs, [-1]) == [1]
 
 
+def refuse_segments() -> None:
+    """As vLLM's CuMemAllocator does."""
+    segments = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    assert not segments, "Expandable segments are not compatible with memory pool."
+
+
+def refuse_a_fork() -> None:
+    if "dsat.engines.local.supervisor" in Path("/proc/self/cmdline").read_text():
+        raise RuntimeError("this library cannot be forked")
+
+
+TRAINED: dict[str, dict[str, int]] = {
+    "runs": {},
+    "ends early": {"steps": 3},
+    "ends between": {"steps": 6},
+    "feeds its own batch": {"own_batch": 7},
+}
+# What happens before the training.
+DISTURBED = {
+    "spawns": spawn_helpers,
+    "compiles": compile_an_operator,
+    "fails beside others": fail_beside_others,
+    "refuses segments": refuse_segments,
+    "cannot be forked": refuse_a_fork,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int)
@@ -176,45 +203,29 @@ def main() -> None:
     }
     write(f"facts{rank}.json", facts)
     name, on_1_only, _ = behaviour.partition(" on 1")
-    if behaviour == "runs":
+    kind, _, ways = behaviour.partition(": ")
+    if name in DISTURBED:
+        DISTURBED[name]()
         train(config)
-    elif behaviour.startswith("leaves: "):
-        leave_processes(behaviour.removeprefix("leaves: "))
+    elif name in TRAINED:
+        train(config, **TRAINED[name])
+    elif kind == "leaves":
+        leave_processes(ways)
         train(config)
-    elif behaviour.startswith("leaves and hangs: "):
+    elif kind == "leaves and hangs":
         train(config, steps=1)
-        leave_processes(behaviour.removeprefix("leaves and hangs: "))
+        leave_processes(ways)
         time.sleep(10_000)
-    elif behaviour == "ends early":
-        train(config, steps=3)
-    elif behaviour == "ends between":
-        train(config, steps=6)
     elif behaviour == "never initializes":
         print("nothing to train")
-    elif behaviour == "feeds its own batch":
-        train(config, own_batch=7)
     elif behaviour == "has workers":
         train_with_workers(config)
-    elif behaviour == "spawns":
-        spawn_helpers()
-        train(config)
-    elif behaviour == "compiles":
-        compile_an_operator()
-        train(config)
-    elif behaviour == "fails beside others":
-        fail_beside_others()
-        train(config)
     elif behaviour == "hangs at first":
         mark = FOLDER.parent / f"{FOLDER.name.removesuffix('-again')}.began{rank}"
         if not mark.exists():
             train(config, steps=1)
             mark.touch()
             time.sleep(10_000)
-        train(config)
-    elif behaviour == "refuses segments":
-        # As vLLM's CuMemAllocator does.
-        segments = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        assert not segments, "Expandable segments are not compatible with memory pool."
         train(config)
     elif on_1_only and rank == 0:
         train(config)

@@ -1,20 +1,17 @@
-"""Writes down under which conditions each rank runs, into the folder of its trial or into its own.
-
-It trains nothing, so that it is quick.
-"""
+"""Writes down under which conditions each rank runs, into the folder of its trial or into its own,
+and trains for some steps."""
 
 import ctypes
 import gc
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-RANK = os.environ["RANK"]
+RANK = os.environ.get("RANK", "0")
 
 
 def mapped_blocks() -> int:
@@ -55,11 +52,20 @@ def conditions() -> dict[str, Any]:
     }
 
 
+def train(config: str) -> None:
+    import deepspeed
+
+    model = torch.nn.Linear(16, 1)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    for _ in range(60):
+        size = engine.train_micro_batch_size_per_gpu()
+        engine.backward(engine(torch.randn(size, 16, device=engine.device)).square().mean())
+        engine.step()
+
+
 if __name__ == "__main__":
     folder = Path(os.environ.get("DSAT_TRIAL_DIR") or os.environ["HAND_DIR"])
-    written = folder / f"conditions{RANK}.json"
-    written.with_suffix(".part").write_text(json.dumps(conditions(), indent=1))
-    written.with_suffix(".part").replace(written)
-    # The first rank that leaves without having trained ends the others.
-    while len(list(folder.glob("conditions*.json"))) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.05)
+    (folder / f"conditions{RANK}.json").write_text(json.dumps(conditions(), indent=1))
+    train(next(word for word in sys.argv if word.endswith(".json")))

@@ -1,32 +1,32 @@
-"""A training loop of accelerate's."""
+"""A training loop of accelerate's, by `accelerate launch` or with a plugin of its own.
+
+Prints its batch and stage when it has trained.
+"""
 
 import argparse
 
 import torch
-from accelerate import Accelerator
-from common import model, rows, tokenizer
+from accelerate import Accelerator, DeepSpeedPlugin
+from common import Rows, model
 from torch.utils.data import DataLoader
-from transformers import DataCollatorForLanguageModeling
 
 p = argparse.ArgumentParser()
 p.add_argument("--per_device_train_batch_size", type=int, default=2)
+p.add_argument("--epochs", type=int, default=3)
+p.add_argument("--deepspeed_config")
+p.add_argument("--width", type=int, default=32)
 a = p.parse_args()
-accelerator = Accelerator()
-words = tokenizer()
-data = rows().map(lambda row: words(row["text"]), remove_columns=["text"])
-loader = DataLoader(
-    data,
-    a.per_device_train_batch_size,
-    shuffle=True,
-    collate_fn=DataCollatorForLanguageModeling(words, mlm=False),
-)
-net = model()
+plugin = DeepSpeedPlugin(hf_ds_config=a.deepspeed_config) if a.deepspeed_config else None
+accelerator = Accelerator(deepspeed_plugin=plugin)
+net = model(a.width)
 opt = torch.optim.AdamW(net.parameters(), 1e-3)
-net, opt, loader = accelerator.prepare(net, opt, loader)
-for _ in range(3):
+net, opt, loader = accelerator.prepare(
+    net, opt, DataLoader(Rows(), a.per_device_train_batch_size, shuffle=True)
+)
+for _ in range(a.epochs):
     for batch in loader:
         with accelerator.accumulate(net):
-            loss = net(**batch).loss
-            accelerator.backward(loss)
+            accelerator.backward(net(**batch).loss)
             opt.step()
             opt.zero_grad()
+print("trained", net.train_micro_batch_size_per_gpu(), "at", net.zero_optimization_stage())

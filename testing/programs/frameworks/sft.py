@@ -1,7 +1,9 @@
 """TRL's supervised fine-tuning."""
 
-from common import model, rows, tokenizer
+from common import model, text, tokenizer
+from datasets import Dataset
 from trl import SFTConfig, SFTTrainer, TrlParser
 
 (args,) = TrlParser((SFTConfig,)).parse_args_and_config()
-SFTTrainer(model=model(), args=args, train_dataset=rows(), processing_class=tokenizer()).train()
+rows = Dataset.from_list([{"text": text(number)} for number in range(2000)])
+SFTTrainer(model=model(), args=args, train_dataset=rows, processing_class=tokenizer()).train()

@@ -1,32 +1,23 @@
-"""Hugging Face's Trainer; with --lora of PEFT's LoRA."""
+"""Hugging Face's Trainer, which saves its model; with --lora of PEFT's LoRA."""
 
 from dataclasses import dataclass
 
-from common import model, rows, tokenizer
-from transformers import (
-    DataCollatorForLanguageModeling,
-    HfArgumentParser,
-    Trainer,
-    TrainingArguments,
-)
+from common import Rows, model
+from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 
 @dataclass
 class Choices:
     lora: bool = False
+    width: int = 32
 
 
 choices, args = HfArgumentParser((Choices, TrainingArguments)).parse_args_into_dataclasses()
-words = tokenizer()
-data = rows().map(lambda row: words(row["text"]), remove_columns=["text"])
-net = model()
+net = model(choices.width)
 if choices.lora:
     from peft import LoraConfig, get_peft_model
 
     net = get_peft_model(net, LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM"))
-Trainer(
-    model=net,
-    args=args,
-    train_dataset=data,
-    data_collator=DataCollatorForLanguageModeling(words, mlm=False),
-).train()
+trainer = Trainer(model=net, args=args, train_dataset=Rows())
+trainer.train()
+trainer.save_model()

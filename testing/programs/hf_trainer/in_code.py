@@ -1,12 +1,23 @@
-"""The same with all arguments in the code, and what a real training does besides its steps."""
+"""The same with all arguments in the code, and what a real training does besides its steps.
+
+Variables: `OUTPUT_DIR`, from whose checkpoints it goes on if it exists; `LOAD_S`, how long a row
+takes to load.
+"""
 
 import json
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from train import Record, Sentences, make_model  # type: ignore[import-not-found]
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+
+CONFIG = json.loads(Path("ds_config.json").read_text())
+CONFIG["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": 24}}
+CONFIG["scheduler"]["params"] |= dict.fromkeys(
+    ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"
+)
 
 
 @dataclass
@@ -20,11 +31,11 @@ class Arguments(TrainingArguments):  # type: ignore[misc]
 
 
 def main() -> None:
-    output = os.environ["OUTPUT_DIR"]
+    output, load_s = os.environ.get("OUTPUT_DIR", ""), float(os.environ.get("LOAD_S", "0"))
     goes_on = os.path.isdir(output)
     args = Arguments(
-        output_dir=output,
-        deepspeed=json.loads(Path("ds_in_code.json").read_text()),
+        output_dir=output or tempfile.mkdtemp(),
+        deepspeed=CONFIG,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=1,
         gradient_checkpointing=False,
@@ -38,7 +49,7 @@ def main() -> None:
     trainer = Trainer(
         model=model,
         args=args,
-        train_dataset=Sentences(62),
+        train_dataset=Sentences(62, load_s),
         eval_dataset=Sentences(8),
         callbacks=[Record(model, "seen.json"), EarlyStoppingCallback(99)],
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,21 +27,23 @@ class DataArguments:
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random tokens, the same in every process."""
+    """Random tokens, the same in every process, each row of which takes a while to load."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, load_s: float = 0.0) -> None:
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(0, 128, (samples, 16), generator=generator)
+        self.load_s = load_s
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(self.load_s)
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
 class Record(TrainerCallback):  # type: ignore[misc]
-    """Writes down what the model was given by the end of the first optimizer step."""
+    """Writes down how the model was trained by the end of the first optimizer step."""
 
     def __init__(self, model: GPT2LMHeadModel, path: str) -> None:
         self.path = os.path.join(os.environ.get("DSAT_TRIAL_DIR", "."), path) if path else ""
@@ -53,12 +56,18 @@ class Record(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
         if self.path and state.global_step == 1 and state.is_world_process_zero:
+            seen = {
+                "shapes": self.shapes,
+                "checkpointing": self.checkpointing,
+                "attention": more["model"].config._attn_implementation,
+                "workers": args.dataloader_num_workers,
+            }
             with open(self.path, "w") as file:
-                json.dump({"shapes": self.shapes, "checkpointing": self.checkpointing}, file)
+                json.dump(seen, file)
 
 
-def make_model() -> GPT2LMHeadModel:
-    sizes = {"vocab_size": 128, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+def make_model(layers: int = 2) -> GPT2LMHeadModel:
+    sizes = {"vocab_size": 128, "n_positions": 64, "n_embd": 32, "n_layer": layers, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 

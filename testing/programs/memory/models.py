@@ -35,8 +35,9 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     def __init__(
-        self, vocabulary: int, length: int, width: int, layers: int, heads: int, remat: bool
+        self, vocabulary: int, length: int, width: int, layers: int, heads: int, remat: str = ""
     ) -> None:
+        """`remat`: with what blocks are recomputed: "", "reentrant" or "non-reentrant"."""
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -52,7 +53,8 @@ class GPT(nn.Module):
             if self.offloads:
                 x = deepspeed.checkpointing.checkpoint(block, x)
                 continue
-            x = checkpoint(block, x, use_reentrant=False) if self.remat else block(x)
+            reentrant = self.remat == "reentrant"
+            x = checkpoint(block, x, use_reentrant=reentrant) if self.remat else block(x)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
@@ -70,7 +72,7 @@ class Task:
 
 
 def _gpt(
-    vocabulary: int, length: int, width: int, layers: int, heads: int, remat: bool = False
+    vocabulary: int, length: int, width: int, layers: int, heads: int, remat: str = ""
 ) -> Task:
     def batch(size: int, dtype: torch.dtype) -> Batch:
         tokens = torch.zeros(size, length, dtype=torch.long)
@@ -90,14 +92,14 @@ def _images(model: Callable[[], nn.Module], pixels: int) -> Task:
 
 def _offloading() -> nn.Module:
     """Its blocks are checkpointed by DeepSpeed, which may keep what enters them on the host."""
-    model = GPT(4096, 64, 256, 12, 4, False)
+    model = GPT(4096, 64, 256, 12, 4)
     model.offloads = True
     return model
 
 
 def _lora() -> nn.Module:
     """Only the last block of a GPT is trained."""
-    model = GPT(4096, 64, 256, 4, 4, False)
+    model = GPT(4096, 64, 256, 4, 4)
     model.requires_grad_(False)
     model.blocks[-1].requires_grad_(True)
     return model
@@ -112,7 +114,8 @@ def _resnet(name: str) -> nn.Module:
 
 TASKS = {
     "gpt": _gpt(4096, 64, 256, 4, 4),
-    "gpt_remat": _gpt(4096, 64, 256, 4, 4, remat=True),
+    "gpt_remat": _gpt(4096, 64, 256, 4, 4, remat="non-reentrant"),
+    "gpt_reentrant": _gpt(4096, 64, 256, 4, 4, remat="reentrant"),
     "offloading": Task(_offloading, _gpt(4096, 64, 256, 12, 4).batch),
     "lora": Task(_lora, _gpt(4096, 64, 256, 4, 4).batch),
     "resnet": _images(lambda: _resnet("resnet18"), 64),

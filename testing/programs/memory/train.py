@@ -1,16 +1,21 @@
-"""Trains one of the models of `models.py` until it is stopped."""
+"""Trains one of the models of `models.py` until it is stopped, in one of the ways people write."""
 
 import argparse
+import contextlib
 
 import deepspeed
 import models  # type: ignore[import-not-found]
+import torch
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="gpt")
+parser.add_argument("--variant", default="")
 parser.add_argument("--deepspeed_config")
 args = parser.parse_args()
 task = models.TASKS[args.model]
-model = task.model()
+built = deepspeed.zero.Init() if args.variant == "zero.Init" else contextlib.nullcontext()
+with built:
+    model = task.model()
 if args.model == "offloading":
     deepspeed.init_distributed()
     deepspeed.checkpointing.configure(None, deepspeed_config=args.deepspeed_config)
@@ -18,10 +23,20 @@ trained = [p for p in model.parameters() if p.requires_grad]
 engine, *_ = deepspeed.initialize(
     model=model, model_parameters=trained, config=args.deepspeed_config
 )
+if args.variant == "compile":
+    engine.compile()
+called = model if args.variant == "the model itself" else engine
+autocasts = torch.autocast(engine.device.type, torch.bfloat16, enabled=args.variant == "autocast")
 dtype = next(engine.module.parameters()).dtype
 while True:
     inputs, targets = task.batch(engine.train_micro_batch_size_per_gpu(), dtype)
     # As many scripts do, takes `backward` before the forward pass.
-    engine.backward(loss := task.loss(engine(inputs.to(engine.device)), targets.to(engine.device)))
+    backward = engine.backward
+    with autocasts:
+        loss = task.loss(called(inputs.to(engine.device)), targets.to(engine.device))
+    if args.variant == "loss.backward":
+        loss.backward()
+    else:
+        backward(loss)
     engine.step()
     loss.item()

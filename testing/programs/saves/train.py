@@ -23,11 +23,24 @@ from transformers import GPT2Config, GPT2Model  # noqa: E402
 
 hydra.main(lambda: None)()
 
+
+class Fixed:
+    """Arguments with a configuration that cannot be set."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.local_rank, self._path = args.local_rank, args.deepspeed_config
+
+    @property
+    def deepspeed_config(self) -> str:
+        return str(self._path)
+
+
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
 deepspeed.add_config_arguments(parser)
 parser.set_defaults(local_rank=-1)  # of a script that no launcher starts
-args = parser.parse_args()
+options = parser.parse_args()
+args = Fixed(options)
 
 with tempfile.NamedTemporaryFile() as cache:  # of prepared data
     torch.save(torch.ones(WIDTH), cache.name)
@@ -53,7 +66,7 @@ with tempfile.TemporaryDirectory() as folder:  # of values that a later part rea
 tracked = wandb.init(project="mine", mode="online")
 assert tracked == "disabled" or not os.environ.get("DSAT_TRIAL_DIR")
 writer = SummaryWriter("events")
-for step in range(args.steps):
+for step in range(options.steps):
     batch = torch.randn(engine.train_micro_batch_size_per_gpu(), WIDTH, device=engine.device)
     loss = engine(batch).square().mean()
     engine.backward(loss)

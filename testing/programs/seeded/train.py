@@ -2,7 +2,8 @@
 
 Which rows a rank sees in which micro step follows from the global batch alone, so stages, buckets,
 and accumulation leave the mathematics as it is. The configuration's `behaviour` names faults, each
-with its arguments.
+with its arguments, and how the loss reaches the backward pass. Each rank writes the loss of every
+micro step to `losses<rank>.jsonl`, as the script itself sees it.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from torch.nn import functional
 VOCABULARY, WIDTH, LENGTH = 64, 32, 16
 STEPS = 60
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+LOSSES = Path(os.environ["DSAT_TRIAL_DIR"]) / f"losses{RANK}.jsonl"
 
 
 class LanguageModel(nn.Module):
@@ -131,6 +133,26 @@ FAULTS: dict[str, Callable[..., None]] = {
 }
 
 
+def backward_of(engine: Any, behaviour: str) -> Callable[[torch.Tensor], Any]:
+    """How the script passes a loss on."""
+    gas = engine.gradient_accumulation_steps()
+    ways: dict[str, Callable[[torch.Tensor], Any]] = {
+        "loss.backward": lambda loss: loss.backward(),  # type: ignore[no-untyped-call]
+        "torch.autograd.backward": lambda loss: torch.autograd.backward([loss]),
+        "scales the loss": lambda loss: engine.backward(loss / gas, scale_wrt_gas=False),
+        "not a number": lambda loss: engine.backward(
+            loss * (float("nan") if engine.global_steps >= 3 else 1)
+        ),
+    }
+    by_engine: Callable[[torch.Tensor], Any] = engine.backward
+    return ways.get(behaviour, by_engine)
+
+
+def log(loss: torch.Tensor) -> None:
+    with open(LOSSES, "a") as file:
+        file.write(f"{loss.item()}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int)
@@ -150,11 +172,13 @@ def main() -> None:
         fault, *what = behaviour.split()
         if fault in FAULTS:
             FAULTS[fault](engine, *what)
+    backward = backward_of(engine, behaviours)
     size, gas = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-    for step in range(STEPS):
-        for micro_step in range(gas):
-            engine.backward(engine(rows(step, micro_step, size, gas).to(engine.device)))
-            engine.step()
+    for step, micro_step in itertools.product(range(STEPS), range(gas)):
+        loss = engine(rows(step, micro_step, size, gas).to(engine.device))
+        log(loss)
+        backward(loss)
+        engine.step()
 
 
 if __name__ == "__main__":

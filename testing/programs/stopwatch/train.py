@@ -50,34 +50,24 @@ class Slower(nn.Module):
         return inputs
 
 
-class Loader:
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __next__(self) -> torch.Tensor:
-        time.sleep(LOADING_S)
-        return torch.randn(self._size, WIDTH)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int)
     parser.add_argument("--deepspeed_config", required=True)
     config = json.loads(Path(parser.parse_args().deepspeed_config).read_text())
-    layers = [nn.Linear(WIDTH, WIDTH), nn.GELU(), Slower(), nn.Linear(WIDTH, WIDTH)]
-    model = nn.Sequential(*layers)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), Slower(), nn.Linear(WIDTH, WIDTH))
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
-    loader = Loader(engine.train_micro_batch_size_per_gpu())
+    size, gas = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     with open(Path(os.environ["DSAT_TRIAL_DIR"]) / f"stopwatch{RANK}.jsonl", "w") as file:
         last = time.perf_counter()
         for _ in range(STEPS):
             times = {"forward": 0.0, "backward": 0.0, "step": 0.0}
             complete = False
             try:
-                for _ in range(engine.gradient_accumulation_steps()):
-                    micro_step(engine, loader, times)
+                for _ in range(gas):
+                    micro_step(engine, size, times)
                 complete = True
             finally:
                 end = now(complete)
@@ -86,8 +76,9 @@ def main() -> None:
                 last = end
 
 
-def micro_step(engine: Any, loader: Loader, times: dict[str, float]) -> None:
-    inputs = next(loader)
+def micro_step(engine: Any, size: int, times: dict[str, float]) -> None:
+    time.sleep(LOADING_S)
+    inputs = torch.randn(size, WIDTH)
     begin = time.perf_counter()
     outputs = engine(inputs)
     times["forward"] += time.perf_counter() - begin

@@ -17,24 +17,25 @@ from testing.local import PROGRAMS, bench_of, cpu_machine, warnings_of
 from testing.printed import prepared
 
 pytestmark = pytest.mark.slow
+UNFORKABLE = "cannot be forked"
 
 
 @pytest.mark.nightly
 def test_the_profile_finds_out_and_later_trials_know(tmp_path: Path) -> None:
-    with bench_of("unforkable", tmp_path) as bench:
-        profile = bench.trial(micro_batch=1, kind=TrialKind.PROFILE)
+    with bench_of("behaviours", tmp_path) as bench:
+        profile = bench.trial(UNFORKABLE, micro_batch=1, kind=TrialKind.PROFILE)
         outcome = bench.run(profile)
         assert outcome.kind is OutcomeKind.OK, bench.log(profile)
         assert warnings_of(outcome) == (FRESH_PROCESSES_ONLY,)
-        later = bench.trial(micro_batch=1)
+        later = bench.trial(UNFORKABLE, micro_batch=1)
         outcome = bench.run(later)
         assert outcome.kind is OutcomeKind.OK, bench.log(later)
         assert warnings_of(outcome) == ()
 
 
 def test_only_the_first_trial_is_tried_again(tmp_path: Path) -> None:
-    with bench_of("unforkable", tmp_path) as bench:
-        outcome = bench.run(bench.trial(micro_batch=1))
+    with bench_of("behaviours", tmp_path) as bench:
+        outcome = bench.run(bench.trial(UNFORKABLE, micro_batch=1))
     assert outcome.kind is OutcomeKind.ERROR
     assert "this library cannot be forked" in outcome.message
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from dsat.memory.simulation_client import SimulationUnavailable
-from testing.styles import STYLES, Style, real_peaks, simulated
+from testing.catalogue import STYLES, Style
+from testing.styles import real_peaks, simulated
 from testing.versions import needs
 
 pytestmark = pytest.mark.slow

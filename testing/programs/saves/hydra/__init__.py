@@ -1,3 +1,12 @@
 """In place of Hydra: its modules import each other and call one another as in hydra-core 1.3."""
 
-from .main import main as main
+from collections.abc import Callable
+
+
+def main(task: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        from ._internal.hydra import Hydra
+
+        Hydra().run(config_name=None, task_function=task, overrides=[])
+
+    return run

@@ -1,0 +1,158 @@
+"""dsat's searches on outcomes that are recorded or made up: what benchmarks know of its tuner.
+
+Tuner, loop and finals are the real ones; the engine is simulated, so that no time passes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ledger import OBJECTIVE, STAGES, Ledger, Workload
+from dsat.inputs import ds_config
+from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION
+from dsat.memory.predictor import Basis
+from dsat.search import SEARCHES, usual_options
+from dsat.space.batch_rule import LARGEST_MICRO_BATCH
+from dsat.space.knobs import KNOB_NAMES
+from dsat.space.overrides import overrides_for
+from dsat.space.plan import LONGEST_S, Plan
+from dsat.space.space import Freedom, Space
+from dsat.tuning.finals import MOST_TRIALS, reserved
+from dsat.tuning.journal import FILE_NAME, MemoryJournal, read_events
+from dsat.tuning.loop import drive
+from dsat.tuning.run import Run
+from dsat.tuning.strategies import make_space
+from dsat.tuning.tuner import Tuner
+from dsat.values.outcome import ModelProfile, Outcome
+from dsat.values.trial import Proposal, Trial, TrialKind
+from dsat.values.zero_strategy import plain
+from testing.simulated import SimulatedEngine
+
+
+def search(
+    plan: Plan,
+    outcome_of: Callable[[Trial], Outcome],
+    *,
+    concurrent: int = 1,
+    basis: Basis | None = None,
+) -> Run:
+    """Run a whole search, its finals included, with trials that are answered by a function.
+
+    Args:
+        concurrent: trials at once.
+        basis: what memory is predicted from, if the plan asks for simulations.
+    """
+    tuner, slots = Tuner(plan, MemoryJournal()), plan.slots_per_trial
+    engine = SimulatedEngine(outcome_of, num_slots=concurrent * slots, slots_per_trial=slots)
+    survey = None if basis is None else lambda _: basis
+    drive(tuner, engine, max_concurrent_trials=concurrent, survey=survey)
+    return tuner.run
+
+
+def plan_of(table: Workload, method: str, *, seed: int = 0, max_trials: int = 50) -> Plan:
+    """Return the plan that searches what a workload has, as users begin, without finals."""
+    header = table.header
+    return Plan(
+        method=method,
+        metric=OBJECTIVE.metric,
+        max_trials=max_trials,
+        search_options=usual_options(method),
+        zero_stages=STAGES,
+        seed=seed,
+        slots_per_trial=header.slots,
+        base_config=header.ds_config,
+        own_batch=ds_config.resolve_batch(header.ds_config, header.slots, where=header.name),
+        slot_memory_bytes=header.slot_memory_bytes,
+        max_micro_batch=table.cap,
+        choices=table.choices,
+        train_batch_size=header.train_batch_size,
+        fix=tuple(name for name in KNOB_NAMES if name not in table.choices),
+        ramp=True,
+        longest_s=LONGEST_S,
+        measured={"steps": header.steps},
+        memory_model=BY_FORMULA if header.memory is None else BY_SIMULATION,
+    )
+
+
+def search_ledger(ledger: Ledger, plan: Plan) -> Run:
+    """Run a whole search whose trials are entered into a ledger, and what it recommends."""
+    header = ledger.table.header
+
+    def outcome_of(trial: Trial) -> Outcome:
+        if trial.kind is TrialKind.PROFILE:
+            return ledger.profile()
+        again = trial.kind is TrialKind.FINAL
+        outcome = (ledger.run_again if again else ledger.run)(plan.config(trial.overrides))
+        return replace(outcome, profile=header.profile if trial.profiles else None)
+
+    basis = None if header.memory is None else Basis.from_json(dict(header.memory))
+    run = search(plan, outcome_of, basis=basis)
+    if run.best is not None:
+        ledger.recommended = plan.config(run.best.overrides)
+    return run
+
+
+def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:
+    """Run one of `dsat.search.SEARCHES`, one trial at a time, then its finals.
+
+    A larger batch is worth any gain here: a tuner is judged by speed alone.
+    """
+    # So many that those which are not reserved for the finals are the search's own.
+    sums = range(max_trials + MOST_TRIALS, 0, -1)
+    total = next(each for each in sums if each - reserved(each) <= max_trials)
+    plan = plan_of(ledger.table, method, seed=seed, max_trials=total)
+    search_ledger(ledger, replace(plan, finals=None, indifference=0.0))
+
+
+def decide(
+    method: str,
+    profile: ModelProfile,
+    outcome_of: Callable[[Mapping[str, Any], int], Outcome],
+    *,
+    trials: int,
+    concurrent: int,
+    slots: int,
+) -> None:
+    """Let a search decide alone, on the real space with a knob more, so that it never ends."""
+    space = Space(
+        strategies=plain(*STAGES),
+        micro_batches=range(1, LARGEST_MICRO_BATCH + 1),
+        slots=slots,
+        freedom=Freedom(choices={"gradient_accumulation_steps": range(1, 101)}),
+    )
+    asked = SEARCHES[method](profile, OBJECTIVE, space, seed=42)
+    running: deque[Proposal] = deque()
+    for _ in range(trials):
+        while len(running) < concurrent:
+            proposal = asked.ask()
+            assert proposal is not None
+            running.append(proposal)
+        proposal = running.popleft()
+        asked.tell(proposal, outcome_of(proposal.settings, proposal.micro_batch))
+
+
+def reference_configs(plan: Plan, profile: ModelProfile) -> list[dict[str, Any]]:
+    """Return what is simulated of each strategy before a search begins."""
+    space, found = make_space(plan, profile), []
+    for branch in space.branches:
+        settings = branch.settings(0)
+        batch = space.batch(space.micro_batches[0], settings)
+        found.append(plan.config(overrides_for(settings, batch)))
+    return found
+
+
+def seconds(run: Run) -> tuple[float, float]:
+    """Return the seconds that the trials of a search took, and those of its finals."""
+    took_s = {True: 0.0, False: 0.0}
+    for trial in run.trials.values():
+        took_s[trial.kind is TrialKind.FINAL] += run.outcomes[trial.id].duration_s
+    return took_s[False], took_s[True]
+
+
+def run_in(folder: Path) -> Run:
+    """Read the run whose journal is in a folder."""
+    return Run(read_events(folder / FILE_NAME))

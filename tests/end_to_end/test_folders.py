@@ -1,0 +1,101 @@
+"""Every script of the catalogue, tuned as its user would: what it ends with, and that its folder
+stays as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from testing import warm_command
+from testing.catalogue import NIGHTLY, SCRIPTS, SLOW, Script, of_suite
+from testing.local import buffers_of, processes_of
+from testing.tuned_scripts import Tuned, fault_of, fault_of_answer, is_installed, tune
+
+pytestmark = pytest.mark.slow
+
+
+def rows() -> list[object]:
+    """The scripts of `make test`, and those of `make nightly`."""
+    nightly = [(script, "") for script in of_suite(NIGHTLY)]
+    nightly += [(SCRIPTS["HF Trainer"], "accelerate's plugin")]
+    return [
+        *(pytest.param(script, "", id=script.name) for script in of_suite(SLOW)),
+        *(
+            pytest.param(script, launcher, id=script.name + launcher, marks=pytest.mark.nightly)
+            for script, launcher in nightly
+        ),
+    ]
+
+
+def searched(script: Script, folder: Path, launcher: str = "") -> Tuned:
+    if not is_installed(script.needs):
+        pytest.skip(f"{script.needs} is not installed")
+    return tune(script, folder, launcher, start=warm_command.words())
+
+
+@pytest.mark.parametrize(("script", "launcher"), rows())
+def test_a_script_is_tuned_and_its_folder_stays(
+    tmp_path: Path, script: Script, launcher: str
+) -> None:
+    told = searched(script, tmp_path / "work", launcher)
+    assert fault_of(script, told) == ""
+    assert processes_of(told.folder) == [] and buffers_of(told.folder / "run") == []
+    if script.own_file:
+        assert fault_of_answer(script, told) == ""
+
+
+def test_checkpoints_and_trackers_are_left_alone(tmp_path: Path) -> None:
+    """Except in the result, which keeps what the user switched on."""
+    script = SCRIPTS["checkpoints and trackers"]
+    told = searched(script, tmp_path / "work")
+    assert fault_of(script, told) == ""
+    best = json.loads((told.folder / "run" / "best_ds_config.json").read_text())
+    assert best["tensorboard"]["enabled"] and best["wall_clock_breakdown"]
+    logs = [path.read_text() for path in (told.folder / "run").rglob("stderr.log")]
+    assert any("save_checkpoint did nothing" in log for log in logs)
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(s, id=s.name) for s in of_suite(SLOW, failing=True)]
+)
+def test_an_error_of_the_script_is_shown_in_its_own_words(tmp_path: Path, script: Script) -> None:
+    told = searched(script, tmp_path / "work")
+    assert fault_of(script, told) == ""
+    assert script.fails is not None
+    if script.fails.status == 2:
+        assert "Traceback" not in told.err and "exit status" not in told.err
+    trials = told.folder / "run" / "trials"
+    kept = [path.name for path in trials.iterdir()] if trials.exists() else []
+    assert all(name.startswith("baseline") for name in kept)
+
+
+@pytest.fixture(scope="module")
+def rotated(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    told = searched(SCRIPTS["files of its own"], tmp_path_factory.mktemp("files") / "work")
+    assert told.status == 0, told
+    return told
+
+
+_REALLY_DONE = "what a script does before its engine is done in trials too"
+_OVERWRITTEN = "files that are opened for writing are overwritten by trials"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("deleted.after", "renamed.after"),
+        *(
+            pytest.param(change, marks=pytest.mark.xfail(strict=True, reason=_OVERWRITTEN))
+            for change in ("rotated.after", "truncated.after", "appended.after")
+        ),
+        *(
+            pytest.param(f"{how}.before", marks=pytest.mark.xfail(strict=True, reason=_REALLY_DONE))
+            for how in ("deleted", "renamed", "rotated", "truncated", "appended")
+        ),
+    ],
+)
+def test_a_file_of_the_user_stays_as_it_was(rotated: Tuned, change: str) -> None:
+    assert [path for path in rotated.changed if path.startswith(change)] == []

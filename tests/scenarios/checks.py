@@ -1,0 +1,68 @@
+"""What holds of every search, and the best of a whole world by brute force."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from testing.scenarios import Told, User
+from testing.world import World
+
+METHODS = ("model", "asha", "binary", "random", "gridsearch")
+STAGES = (0, 1, 2, 3)
+
+
+def check_result(user: User, told: Told) -> None:
+    """Check what holds of every search that found something."""
+    assert told.status == 0, told.err
+    result, rows = told.json, told.trials
+    names = [row["name"] for row in rows]
+    assert len(set(names)) == len(names)
+    assert rows[0] == result["baseline"] and rows[0]["kind"] == "baseline"
+    assert result["best"] in rows and result["best"]["outcome"] == "OK"
+    assert result["best_ds_config"] == user.best_config()
+    assert user.true_speed(result["best_ds_config"]) > 0
+    tried = [configuration(row) for row in rows if row["kind"] in ("baseline", "search")]
+    assert len(set(tried)) == len(tried), "a configuration was searched twice"
+
+
+def configuration(row: dict[str, Any]) -> str:
+    """Return what a trial ran, as text."""
+    return json.dumps([row["overrides"], row["script_args"]], sort_keys=True)
+
+
+def of_kind(told: Told, *kinds: str) -> list[dict[str, Any]]:
+    """Return the rows of trials of some kinds, such as "search" and "final"."""
+    return [row for row in told.trials if row["kind"] in kinds]
+
+
+def micro_batches(rows: Iterable[dict[str, Any]]) -> list[int]:
+    return [row["train_micro_batch_size_per_gpu"] for row in rows]
+
+
+def best_speed(
+    world: World,
+    *,
+    stages: Iterable[int] = STAGES,
+    sizes: Iterable[int] = range(1, 65),
+    gas: Iterable[int] = (1,),
+    total: int | None = None,
+    metric: str = "throughput",
+) -> float:
+    """Return the best true value of DeepSpeed's default settings over all batch sizes."""
+    found = []
+    for stage in stages:
+        for size in sizes:
+            for steps in gas:
+                if total is not None and size * steps * world.slots != total:
+                    continue
+                config = {
+                    "train_micro_batch_size_per_gpu": size,
+                    "gradient_accumulation_steps": steps,
+                    "zero_optimization": {"stage": stage},
+                }
+                metrics = world.answer(config).metrics
+                if metrics is not None:
+                    found.append(float(getattr(metrics, metric)))
+    return min(found) if metric in ("latency", "forward", "backward", "step") else max(found)

@@ -1,0 +1,245 @@
+"""The finals: what they decide, by noise, drift, losses, failures and budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testing.scenarios import Told, User
+from testing.world import World
+from tests.scenarios.checks import check_result, micro_batches, of_kind
+
+SEEDS = range(4)
+SIZES = ("--min-micro-batch", 16, "--max-micro-batch", 16, "--train-batch-size", "own")
+FIXED = ("--fix", "all", *SIZES)
+LOOKS = {2, 3, 5, 8, 13}
+
+
+def tuned(
+    folder: Path,
+    *options: Any,
+    own: int = 16,
+    method: str = "asha",
+    trials: int = 20,
+    **world: Any,
+) -> tuple[User, Told]:
+    """Tune a script of two GPUs; with `FIXED` only its ZeRO stage can change."""
+    user = User(folder, World(slots=2, **world))
+    user.has({"train_micro_batch_size_per_gpu": own})
+    told = user.tunes("--max-trials", trials, *options, method=method)
+    check_result(user, told)
+    return user, told
+
+
+def gain_of(user: User, config: dict[str, Any]) -> float:
+    own = {"train_micro_batch_size_per_gpu": 16}
+    return user.true_speed(config) / user.true_speed(own)
+
+
+def faster(stage: int, factor: float) -> dict[str, Any]:
+    """Return effects by which a stage alone is so much faster than stage 0 at micro batch 16."""
+    world = World(slots=2)
+    own = {"train_micro_batch_size_per_gpu": 16}
+    base = world.answer(own).metrics
+    effects = {}
+    for each in (1, 2, 3):
+        found = world.answer({**own, "zero_optimization": {"stage": each}}).metrics
+        assert base is not None and found is not None
+        wanted = factor if each == stage else 0.9
+        effects[f"z{each}"] = found.throughput / base.throughput / wanted
+    return effects
+
+
+# -- what is recommended
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03, 0.1])
+def test_nothing_worse_than_ones_own_is_recommended(
+    tmp_path: Path, noise: float, seed: int
+) -> None:
+    """Ones own is the best; whatever noise says, keep it, or take what is as good."""
+    own_is_best = {f"z{stage}": 1.1 for stage in (1, 2, 3)}
+    world: dict[str, Any] = {"run_sd": noise, "seed": seed, "effects": own_is_best}
+    user, told = tuned(tmp_path, *FIXED, **world)
+    assert told.best["stage"] == 0 or gain_of(user, user.best_config()) > 0.99
+    if noise < 0.05:
+        assert "Keep your configuration" in told.json["verdict"][0]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
+def test_a_clear_gain_is_recommended_with_an_interval_that_holds_it(
+    tmp_path: Path, noise: float, seed: int
+) -> None:
+    effects = faster(1, 1.25)
+    user, told = tuned(tmp_path, *FIXED, run_sd=noise, seed=seed, effects=effects)
+    finals = told.json["finals"]
+    assert told.best["stage"] == 1 and finals["significant"] and finals["recommended"]
+    assert finals["gain"]["low"] > 1.05
+    assert finals["gain"]["low"] * 0.98 <= 1.25 <= finals["gain"]["high"] * 1.02
+    assert gain_of(user, user.best_config()) > 1.2
+
+
+def test_intervals_hold_the_truth_and_hardly_a_tie_replaces_ones_own(tmp_path: Path) -> None:
+    """Of twelve runs; the interval is one of 95 %, and so is the decision."""
+    held, shown, replaced = 0, 0, 0
+    for seed in range(12):
+        tie = {f"z{stage}": effect for stage, effect in _ties()}
+        _, told = tuned(tmp_path / f"{seed}", *FIXED, run_sd=0.02, seed=seed, effects=tie)
+        if told.json["finals"] is not None:
+            shown += 1
+            gain = told.json["finals"]["gain"]
+            held += gain["low"] <= 1.0 <= gain["high"]
+        replaced += told.best["kind"] != "baseline"
+    assert shown >= 6 and held >= shown - 1
+    assert replaced <= 2
+
+
+def _ties() -> Iterator[tuple[int, float]]:
+    for stage in (1, 2, 3):
+        yield stage, faster(stage, 1.0)[f"z{stage}"]
+
+
+def test_pairs_are_looked_at_a_few_times_only(tmp_path: Path) -> None:
+    """To look after every pair would find a gain by chance too often."""
+    counts = set()
+    for seed in range(10):
+        options = (*FIXED, "--finals", 15)
+        world: dict[str, Any] = {"run_sd": 0.02, "seed": seed, "effects": faster(1, 1.05)}
+        _, told = tuned(tmp_path / f"{seed}", *options, trials=40, **world)
+        finals = told.json["finals"]
+        if finals is not None and len(of_kind(told, "final")) < 14:  # they ended early
+            counts.add(finals["pairs"])
+    assert counts and counts <= LOOKS and max(counts) > 2
+
+
+@pytest.mark.parametrize("drift", [0.02, 0.05])
+def test_a_machine_that_slows_down_steadily_favours_neither(tmp_path: Path, drift: float) -> None:
+    effects = faster(1, 1.2)
+    _, told = tuned(tmp_path, *FIXED, "--finals", 8, drift=drift, run_sd=0.001, effects=effects)
+    finals = told.json["finals"]
+    assert finals["gain"]["ratio"] == pytest.approx(1.2, rel=0.02)
+    order = [row["stage"] for row in of_kind(told, "final")]
+    assert order[:4] in ([0, 1, 1, 0], [1, 0, 0, 1])
+
+
+def test_the_users_own_is_measured_again_beside_the_leader(tmp_path: Path) -> None:
+    """A lucky first run of one's own hides no gain."""
+    for trials, budget in ((20, ()), (40, ("--finals", 15))):
+        world: dict[str, Any] = {"effects": faster(1, 1.3), "lucky": {"baseline": 1.2}}
+        _, told = tuned(tmp_path / f"{trials}", *FIXED, *budget, trials=trials, **world)
+        assert told.best["stage"] == 1
+        assert told.json["gain"] == pytest.approx(1.3, rel=0.06)
+
+
+def test_a_lucky_leader_of_the_search_does_not_win(tmp_path: Path) -> None:
+    world: dict[str, Any] = {"lucky": {"search": 1.3}, "run_sd": 0.003}
+    effects = {f"z{stage}": effect * 1.02 for stage, effect in _ties()}
+    _, told = tuned(tmp_path, *FIXED, effects=effects, **world)
+    assert of_kind(told, "final") and told.best["kind"] == "baseline"
+    assert "Keep your configuration" in told.json["verdict"][0]
+
+
+# -- global batches
+
+
+def test_the_smaller_of_two_equal_batches_is_recommended(tmp_path: Path) -> None:
+    user, told = tuned(tmp_path, method="model", own=1, run_sd=0.001)
+    best = told.best["train_micro_batch_size_per_gpu"]
+    sizes = [size for size in micro_batches(of_kind(told, "search")) if size < best]
+    for size in sizes:
+        smaller = {**user.best_config(), "train_micro_batch_size_per_gpu": size}
+        del smaller["train_batch_size"]
+        assert user.true_speed(smaller) < 0.985 * user.true_speed(user.best_config())
+
+
+def test_the_gain_at_ones_own_global_batch_is_told_too(tmp_path: Path) -> None:
+    user, told = tuned(tmp_path, method="model", own=2, effects={"z1": 0.8})
+    assert told.best["train_batch_size"] > 4
+    kept = [row for row in of_kind(told, "final") if row["train_batch_size"] == 4]
+    gain = told.json["finals"]["gain_at_own_global_batch"]
+    own = {"train_micro_batch_size_per_gpu": 2}
+    alike = next(row for row in kept if row["stage"] != 0)
+    truly = user.true_speed({**own, **alike["overrides"]}) / user.true_speed(own)
+    assert gain["low"] * 0.98 <= truly <= gain["high"] * 1.02
+    _, same = tuned(tmp_path / "same", *FIXED, effects=faster(1, 1.3))
+    assert same.json["finals"]["gain_at_own_global_batch"] is None
+
+
+def test_a_small_gain_is_not_worth_a_larger_global_batch(tmp_path: Path) -> None:
+    """But at the same batch it is."""
+    for options, worth_it in (((), False), (("--train-batch-size", "own"), True)):
+        world: dict[str, Any] = {"run_sd": 0.0005, "step_sd": 0.0005}
+        effects = {**faster(1, 1.015 if worth_it else 0.9), "z2": 9.0, "z3": 9.0}
+        user, told = tuned(
+            tmp_path / f"{worth_it}", "--fix", "all", *options, effects=effects, **world
+        )
+        gain = gain_of(user, user.best_config())
+        assert (told.best["kind"] != "baseline") is (worth_it or gain > 1.02)
+
+
+# -- losses
+
+
+@pytest.mark.parametrize("method", ["model", "asha", "random"])
+def test_what_trains_otherwise_cannot_win_and_is_named(tmp_path: Path, method: str) -> None:
+    effects = {**faster(1, 1.4), "z2": faster(2, 1.2)["z2"]}
+    world: dict[str, Any] = {"effects": effects, "trains_otherwise": ("z1",)}
+    user, told = tuned(tmp_path, *FIXED, "--finals", 12, method=method, trials=30, **world)
+    assert told.best["stage"] == 2 and told.json["gain"] == pytest.approx(1.2, rel=0.05)
+    said = "\n".join(told.json["verdict"])
+    assert "z1" in said and "zero_optimization.stage=1" in said and "is excluded" in said
+    assert "losses agree" in said
+    assert user.best_config()["zero_optimization"]["stage"] == 2
+
+
+def test_if_every_leader_trains_otherwise_ones_own_is_kept(tmp_path: Path) -> None:
+    world: dict[str, Any] = {"effects": faster(1, 1.4), "trains_otherwise": ("z1", "z2", "z3")}
+    _, told = tuned(tmp_path, *FIXED, **world)
+    assert told.best["kind"] == "baseline" and told.json["gain"] == 1.0
+    assert "Keep your configuration" in told.json["verdict"][0]
+
+
+def test_losses_are_compared_only_where_they_repeat(tmp_path: Path) -> None:
+    world: dict[str, Any] = {"effects": faster(1, 1.4), "trains_otherwise": ("z1",)}
+    _, told = tuned(tmp_path / "unseeded", *FIXED, seeded=False, **world)
+    assert told.best["stage"] == 1 and "not seeded" in "\n".join(told.json["verdict"])
+    _, told = tuned(tmp_path / "larger", own=1, method="model", **world)
+    assert told.best["train_batch_size"] > 2
+    assert "global batch size differs" in "\n".join(told.json["verdict"])
+
+
+# -- without finals
+
+
+@pytest.mark.parametrize(("effect", "is_kept"), [(1.0, True), (1.3, False)])
+def test_without_finals_a_gain_is_unconfirmed(tmp_path: Path, effect: float, is_kept: bool) -> None:
+    options = (*FIXED, "--finals", 0)
+    _, told = tuned(tmp_path, *options, step_sd=0.02, effects=faster(1, effect))
+    assert not of_kind(told, "final") and told.json["finals"] is None
+    headline = told.json["verdict"][0]
+    assert (told.best["kind"] == "baseline") is is_kept
+    assert ("unconfirmed" in headline) is not is_kept
+
+
+def test_nothing_is_compared_where_nothing_faster_is_possible(tmp_path: Path) -> None:
+    effects = {f"z{stage}": 2.0 for stage in (1, 2, 3)}
+    _, told = tuned(tmp_path, *FIXED, effects=effects)
+    assert not of_kind(told, "final") and told.best["kind"] == "baseline"
+    assert "nothing faster was found" in told.json["verdict"][0]
+
+
+def test_a_search_that_goes_on_has_finals_anew(tmp_path: Path) -> None:
+    user, first = tuned(tmp_path, trials=12, own=2, run_sd=0.02)
+    told = user.tunes("--max-trials", 24, "--resume", method="asha")
+    check_result(user, told)
+    assert len(told.trials) <= 24
+    names = [row["name"] for row in told.trials]
+    assert names[: len(first.trials)] == [row["name"] for row in first.trials]
+    later = told.trials[len(first.trials) :]
+    assert {row["kind"] for row in later} == {"search", "final"}
+    assert later[-1]["kind"] == "final" and told.json["finals"]["pairs"] >= 2

@@ -1,0 +1,218 @@
+"""What a search may change: as a dry run lists it, and as trials show it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.values.outcome import ScriptSwitch
+from testing.scenarios import Told, User
+from testing.world import World
+from tests.scenarios.checks import METHODS, check_result, of_kind
+
+ALWAYS = {"reduce_bucket_size", "contiguous_gradients"}
+OF_SEVERAL = {*ALWAYS, "overlap_comm", "reduce_scatter"}
+FETCHING = {
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+}
+SWITCHES = {
+    "gradient_checkpointing": ScriptSwitch((False, True), in_arguments=True),
+    "attn_implementation": ScriptSwitch(("sdpa", "eager")),
+}
+
+
+def planned(user: User, *options: Any) -> dict[str, dict[str, list[str]]]:
+    """Return the settings of each strategy with their values, the first first, by a dry run."""
+    words = ["--dry-run", "--slots", user.world.slots, "--ds-config", "ds.json", "--json"]
+    words += ["--engine", "local", *options, "--", "train.py"]
+    told = user.types("model", *words)
+    assert told.status == 0, told.err
+    found: dict[str, dict[str, list[str]]] = {}
+    for line in told.json["plan"]["space"]:
+        strategy, _, settings = line.partition(": ")
+        found[strategy] = {}
+        for setting in settings.split(", "):
+            name, _, values = setting.partition(" ")
+            if "|" in values:
+                found[strategy][name] = values.split("|")
+    return found
+
+
+def user_of(
+    folder: Path, slots: int = 2, zero: dict[str, Any] | None = None, **config: Any
+) -> User:
+    user = User(folder, World(slots=slots))
+    section = {} if zero is None else {"zero_optimization": zero}
+    user.has({"train_micro_batch_size_per_gpu": 2, **section, **config})
+    return user
+
+
+def searched(told: Told) -> dict[str, set[str]]:
+    """Return the values that the trials of a search gave to each setting."""
+    found: dict[str, set[str]] = {}
+    for row in of_kind(told, "search"):
+        for name, value in {**row["overrides"]["zero_optimization"], **row["script_args"]}.items():
+            found.setdefault(name, set()).add(str(value))
+    return found
+
+
+# -- which settings
+
+
+@pytest.mark.parametrize(
+    ("slots", "stage", "settings"),
+    [
+        (2, 0, set()),
+        (1, 1, ALWAYS),
+        (1, 2, ALWAYS),
+        (2, 1, {*OF_SEVERAL, "allgather_bucket_size"}),
+        (2, 2, {*OF_SEVERAL, "allgather_bucket_size"}),
+        (1, 3, {*ALWAYS, "sub_group_size"}),
+        (
+            8,
+            3,
+            {*OF_SEVERAL, *FETCHING, "sub_group_size", "stage3_use_all_reduce_for_fetch_params"},
+        ),
+    ],
+)
+def test_the_settings_of_a_stage(
+    tmp_path: Path, slots: int, stage: int, settings: set[str]
+) -> None:
+    found = planned(user_of(tmp_path, slots))
+    assert set(found[f"stage {stage}"]) == settings
+    # DeepSpeed's own values come first.
+    first = {name: values[0] for name, values in found[f"stage {stage}"].items()}
+    expected = {"reduce_bucket_size": "5e+08", "contiguous_gradients": "true"}
+    assert all(first[name] == value for name, value in expected.items() if name in first)
+
+
+def test_only_the_stages_asked_for(tmp_path: Path) -> None:
+    assert set(planned(user_of(tmp_path), "-z", 1, 3)) == {"stage 1", "stage 3"}
+
+
+@pytest.mark.parametrize(
+    ("zero", "options", "values"),
+    [
+        ({"stage": 2, "overlap_comm": False}, (), None),
+        ({"stage": 2, "overlap_comm": False}, ("--tune", "overlap_comm"), ["false", "true"]),
+        ({"stage": 2, "overlap_comm": True}, ("--tune", "overlap_comm"), ["true", "false"]),
+        ({"stage": 2}, ("--fix", "overlap_comm"), None),
+        ({"stage": 2}, ("--fix", "all"), None),
+        ({"stage": 2, "overlap_comm": "auto"}, (), ["false", "true"]),
+    ],
+)
+def test_what_the_user_set_stays_unless_it_is_freed(
+    tmp_path: Path, zero: dict[str, Any], options: tuple[Any, ...], values: list[str] | None
+) -> None:
+    found = planned(user_of(tmp_path, zero=zero), *options)
+    assert found["stage 2"].get("overlap_comm") == values
+    if options == ("--fix", "all"):
+        assert not any(found.values())
+
+
+def test_a_freed_bucket_begins_with_the_users_own_size(tmp_path: Path) -> None:
+    user = user_of(tmp_path, zero={"stage": 2, "reduce_bucket_size": 7 * 10**6})
+    assert "reduce_bucket_size" not in planned(user)["stage 2"]
+    is_open = user_of(tmp_path / "auto", zero={"stage": 2, "reduce_bucket_size": "auto"})
+    assert "reduce_bucket_size" in planned(is_open)["stage 2"]
+    found = planned(user, "--tune", "reduce_bucket_size")["stage 2"]["reduce_bucket_size"]
+    assert found[0] == "7e+06" and len(found) > 3
+
+
+@pytest.mark.parametrize(
+    ("tune", "slots", "stage", "values"),
+    [
+        ("zero_hpz_partition_size", 8, 3, ["1", "2", "4"]),
+        ("tensor_parallel.autotp_size", 8, 1, ["1", "2", "4", "8"]),
+        ("zero_quantized_weights", 2, 3, ["false", "true"]),
+        ("stage3_module_granularity_threshold", 2, 3, None),
+    ],
+)
+def test_what_changes_numbers_is_searched_only_when_asked_for(
+    tmp_path: Path, tune: str, slots: int, stage: int, values: list[str] | None
+) -> None:
+    user = user_of(tmp_path, slots)
+    assert tune not in planned(user)[f"stage {stage}"]
+    found = planned(user, "--tune", tune)[f"stage {stage}"]
+    assert tune in found and values in (None, found[tune])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--tune", "no_such_setting"), ("no_such_setting",)),
+        (("--fix", "no_such_setting"), ("no_such_setting",)),
+        (("-z", 4), ("4",)),
+    ],
+)
+def test_a_setting_that_there_is_none_of_is_named(
+    tmp_path: Path, options: tuple[Any, ...], words: tuple[str, ...]
+) -> None:
+    told = user_of(tmp_path).tunes("--max-trials", 4, *options)
+    assert told.status == 2 and "Traceback" not in told.err
+    assert all(word in told.err for word in words)
+
+
+# -- listed values and experiments
+
+
+def test_an_experiment_lists_values_of_settings(tmp_path: Path) -> None:
+    user = User(tmp_path, World(slots=2))
+    zero = {"stage": {"type": "categorical", "vals": [1, 2]}, "overlap_comm": True}
+    zero["reduce_bucket_size"] = {"type": "categorical", "vals": [1000000, 3000000]}
+    own = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+    parameters = {
+        "deepspeed_config": "ds.json",
+        "overwrite_deepspeed_args": {"zero_optimization": zero},
+    }
+    user.has(own, hyperparameters=parameters)
+    told = user.tunes("--max-trials", 14, "--finals", 0, method="random", experiment=True)
+    check_result(user, told)
+    found = searched(told)
+    assert found["stage"] == {"1", "2"} and found["reduce_bucket_size"] == {"1000000", "3000000"}
+    assert "overlap_comm" not in found
+
+
+# -- what trials get
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trials_keep_what_the_user_set(tmp_path: Path, method: str) -> None:
+    zero = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 7700000}
+    user = user_of(tmp_path, zero=zero, gradient_clipping=0.5)
+    told = user.tunes("--max-trials", 14, "--finals", 0, method=method)
+    check_result(user, told)
+    for row in of_kind(told, "search"):
+        changed = row["overrides"]["zero_optimization"]
+        assert not {"overlap_comm", "reduce_bucket_size"} & set(changed)
+    best = told.json["best_ds_config"]
+    assert best["gradient_clipping"] == 0.5
+    assert best["zero_optimization"]["reduce_bucket_size"] == 7700000
+
+
+def test_switches_of_the_script_are_searched_beside_its_configuration(tmp_path: Path) -> None:
+    user = User(tmp_path, World(slots=2, switches=SWITCHES))
+    user.has()
+    told = user.tunes("--max-trials", 30, "--finals", 0, "-z", 1, method="random")
+    check_result(user, told)
+    found = searched(told)
+    assert "True" in found["gradient_checkpointing"] and "eager" in found["attn_implementation"]
+    assert all("gradient_checkpointing" not in str(row["overrides"]) for row in told.trials)
+    fixed = user.tunes(
+        "--max-trials", 12, "--finals", 0, "--fix", "attn_implementation", "--run-dir", "fixed"
+    )
+    assert "attn_implementation" not in searched(fixed)
+
+
+def test_listed_values_of_a_switch_are_the_only_ones(tmp_path: Path) -> None:
+    user = User(tmp_path, World(slots=2))
+    user.has()
+    options = ("--switch", "--batch-size=4,8", "-z", 1, "--fix", "all")
+    told = user.tunes("--max-trials", 12, "--finals", 0, *options, method="random")
+    check_result(user, told)
+    assert {"8"} <= searched(told)["--batch-size"] <= {"4", "8"}

@@ -1,0 +1,326 @@
+"""What holds of every search, whatever it proposes first."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from dsat.search import SEARCHES
+from dsat.space.space import Freedom, Space
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Proposal
+from dsat.values.zero_strategy import plain
+from testing.helpers import failed, ran
+from testing.search_contract import Driven, play, proposals_of, space_of
+
+# The model search takes milliseconds a decision, and these tests ask for hundreds.
+MODEL_IS_SLOW = [
+    pytest.param(method, marks=pytest.mark.slow) if method == "model" else method
+    for method in SEARCHES
+]
+DRAWING = set(SEARCHES) - {"gridsearch", "model"}  # these two need no seed
+
+
+def wide_space() -> Space:
+    return Space(
+        strategies=plain(0, 1, 2, 3),
+        micro_batches=range(2, 129, 2),
+        slots=2,
+        gas=1,
+        num_params=2 * 10**6,
+    )
+
+
+def settings_of(proposal: Proposal) -> str:
+    return json.dumps(proposal.settings, sort_keys=True)
+
+
+def scripted(proposal: Proposal, salt: int) -> Outcome:
+    """Return an outcome that is a function of the configuration alone."""
+
+    def draw(of: str) -> int:
+        return int(hashlib.sha256(f"{salt} {of}".encode()).hexdigest()[:8], 16)
+
+    section = settings_of(proposal)
+    kind = draw(f"{section} {proposal.micro_batch}") % 100
+    if kind < 4:
+        return failed("ERROR")
+    if kind < 10:
+        return failed("TIMEOUT")
+    if proposal.micro_batch > 20 + draw(section) % 90:
+        return failed("OOM" if kind % 2 else "HOST_OOM")
+    return ran(proposal.micro_batch + kind / 10)
+
+
+class Rules:
+    """What a search may not do with one choice of settings, whatever the order of ends."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.seen: set[tuple[str, int]] = set()
+        self.told: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        self.settings: dict[int, str] = {}
+        self.running: Counter[int] = Counter()
+
+    def begin(self, proposal: Proposal) -> None:
+        size, arm = proposal.micro_batch, proposal.lineage
+        assert (settings_of(proposal), size) not in self.seen, "measured twice"
+        assert self.settings.setdefault(arm, settings_of(proposal)) == settings_of(proposal)
+        self.seen.add((settings_of(proposal), size))
+        if self.method != "model":
+            assert not self.running[arm], "the next micro batch depends on the last"
+        kinds = [kind for _, kind in self.told[arm]]
+        assert "ERROR" not in kinds and kinds.count("TIMEOUT") < 2
+        assert all(size < other for other, kind in self.told[arm] if kind != "OK")
+        if self.method in DRAWING:
+            assert all(size > other for other, kind in self.told[arm] if kind == "OK")
+        self.running[arm] += 1
+
+    def end(self, proposal: Proposal, outcome: Outcome) -> None:
+        self.running[proposal.lineage] -= 1
+        self.told[proposal.lineage].append((proposal.micro_batch, outcome.kind.value))
+
+
+@pytest.mark.parametrize("concurrency", [1, 5])
+@pytest.mark.parametrize("method", MODEL_IS_SLOW)
+def test_no_schedule_breaks_the_rules(method: str, concurrency: int) -> None:
+    for seed in range(2 if method == "model" else 12):
+        search, rules = Driven(method, wide_space(), ceiling=60, seed=seed), Rules(method)
+        rng = np.random.default_rng([seed, concurrency])
+        running: list[Proposal] = []
+        for _ in range(250):
+            if len(running) < concurrency and rng.random() < 0.7:
+                proposal = search.propose()
+                if proposal is None:
+                    assert running, "nothing runs and the space is far from exhausted"
+                    continue
+                assert proposal.micro_batch in search.space.micro_batches
+                rules.begin(proposal)
+                running.append(proposal)
+            elif running:
+                proposal = running.pop(int(rng.integers(len(running))))
+                outcome = scripted(proposal, seed)
+                search.end(proposal, outcome)
+                rules.end(proposal, outcome)
+        assert len(set(rules.settings.values())) == len(rules.settings) > 3
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_the_whole_space_is_tried_when_there_is_time(method: str) -> None:
+    """Nothing runs: no search may skip settings because of others. Then it ends."""
+    space = Space(
+        strategies=plain(0, 1, 2, 3), micro_batches=(1, 2), slots=1, gas=1, num_params=4 * 10**6
+    )
+    search = Driven(method, space, ceiling=1)
+    proposed = proposals_of(search, lambda _: failed("OOM"))
+    assert search.propose() is None and search.stop_reason is None
+    # Two bucket sizes, and contiguous_gradients from stage 1 on.
+    assert len({settings_of(p) for p in proposed}) == len(proposed) == 1 + 4 + 4 + 4
+
+
+@pytest.mark.parametrize("method", MODEL_IS_SLOW)
+def test_one_seed_one_schedule(method: str) -> None:
+    def schedule(seed: int) -> list[Proposal]:
+        search = Driven(method, wide_space(), ceiling=60, seed=seed)
+        return proposals_of(search, lambda p: scripted(p, 1), concurrency=3, limit=60)
+
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    schedules = [schedule(seed) for seed in range(2 if method == "model" else 5)]
+    assert schedules[0] == schedule(0)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
+    for one, other in itertools.combinations(schedules, 2):
+        assert (one != other) == (method in DRAWING)
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_best_of_a_small_space_is_found(method: str, seed: int) -> None:
+    """By brute force, of a world in which settings and stages matter, and memory ends."""
+    space = Space(
+        strategies=plain(1, 2),
+        micro_batches=(1, 2, 4, 8, 16, 32),
+        slots=1,
+        freedom=Freedom(fix=("contiguous_gradients",)),
+        num_params=5 * 10**6,
+    )
+    rng = np.random.default_rng(seed)
+    effects = {settings: 1 + 0.2 * rng.random() for settings in _all_settings(space)}
+    ends = {settings: int(rng.integers(2, 6)) for settings in effects}
+
+    def value(settings: str, size: int) -> float | None:
+        fits = size <= space.micro_batches[ends[settings]]
+        return effects[settings] * size / (size + 3) if fits else None
+
+    def outcome(proposal: Proposal) -> Outcome:
+        found = value(settings_of(proposal), proposal.micro_batch)
+        return failed("OOM") if found is None else ran(found)
+
+    truth = max(value(s, size) or 0.0 for s in effects for size in space.micro_batches)
+    asked = proposals_of(Driven(method, space, ceiling=64, seed=seed), outcome, limit=60)
+    reached = max(value(settings_of(p), p.micro_batch) or 0.0 for p in asked)
+    # A random search leaves settings that can only equal what ran.
+    assert reached >= (0.9 if method == "random" else 0.999) * truth
+
+
+def _all_settings(space: Space) -> list[str]:
+    return [
+        json.dumps(branch.settings(number), sort_keys=True)
+        for branch in space.branches
+        for number in range(branch.count)
+    ]
+
+
+# -- memory and data
+
+
+@pytest.mark.parametrize("predicted", [None, 15.0, 300.0], ids=["unpredicted", "near", "far off"])
+@pytest.mark.parametrize("room", [2, 10])
+@pytest.mark.parametrize("method", SEARCHES)
+def test_what_runs_out_of_memory_leads_to_what_needs_less(
+    method: str, room: int, predicted: float | None
+) -> None:
+    """Only stage 3 has room, and for few samples only; the prediction, if any, is wrong of all."""
+    space = Space(
+        strategies=plain(1, 2, 3), micro_batches=range(1, 2**20 + 1), slots=4, num_params=10**9
+    )
+    given: dict[str, Any] = {}
+    if predicted is not None:
+        given = {"predict": lambda settings: predicted, "gated": True}
+    search = Driven(method, space, ceiling=200, **given)
+    tried: list[tuple[int, int]] = []
+    while len(tried) < 30:
+        proposal = search.propose()
+        assert proposal is not None
+        tried.append((proposal.settings["stage"], proposal.micro_batch))
+        if proposal.settings["stage"] == 3 and proposal.micro_batch <= room:
+            return
+        search.end(proposal, failed("OOM"))
+    raise AssertionError(f"in 30 trials, nothing ran of {tried}")
+
+
+@pytest.mark.parametrize("method", ["asha", "binary", "random"])
+def test_new_settings_begin_below_what_ran_out_of_memory(method: str) -> None:
+    """Far below if nothing runs, and just below where another stage does."""
+    space = Space(strategies=plain(1, 2), micro_batches=range(1, 65), slots=1, num_params=10**9)
+    for other_runs in (False, True):
+        sizes = []
+        for seed in range(8):
+            search = Driven(method, space, ceiling=64, seed=seed)
+            first, second = search.propose(), search.propose()
+            assert first is not None and second is not None
+            search.end(first, failed("OOM"))
+            search.end(second, ran(1.0) if other_runs else failed("OOM"))
+            for proposal in (search.propose() for _ in range(6)):
+                assert proposal is not None
+                is_new = proposal.lineage not in (first.lineage, second.lineage)
+                if is_new and proposal.settings["stage"] == first.settings["stage"]:
+                    sizes.append(proposal.micro_batch / first.micro_batch)
+        assert sizes and max(sizes) < 1
+        assert (max(sizes) <= 0.25) is not other_runs
+
+
+@pytest.mark.parametrize("told", ["ran", "failed"])
+@pytest.mark.parametrize("method", SEARCHES)
+def test_nothing_above_the_end_of_the_data_is_proposed_again(method: str, told: str) -> None:
+    """Whether a trial that ran says where they end, or one that found too few."""
+    few = replace(failed("INVALID"), smaller_may_run=True, most_samples=6)
+    outcome = replace(ran(5.0), most_samples=6) if told == "ran" else few
+    search = Driven(method, wide_space(), ceiling=60, predict=lambda settings: 60.0)
+    first = search.propose()
+    assert first is not None and first.micro_batch > 6
+    search.end(first, outcome)
+    later = proposals_of(search, lambda p: ran(float(p.micro_batch)), limit=25)
+    assert len(later) > 3 and all(p.micro_batch <= 6 for p in later)
+
+
+@pytest.mark.parametrize("method", ["asha", "binary"])
+def test_settings_are_drawn_until_some_fit(method: str) -> None:
+    space = Space(strategies=plain(2), micro_batches=range(1, 65), slots=2, num_params=10**9)
+    settings = [space.branches[0].settings(n) for n in range(space.branches[0].count)]
+    assert len(settings) > 300
+
+    def predict(wanted: Mapping[str, Any]) -> float:
+        return 5.0 if wanted == settings[-1] else 0.0
+
+    search = Driven(method, space, predict=predict)
+    proposal = search.propose()
+    assert proposal is not None and proposal.settings == settings[-1]
+    search.end(proposal, failed("ERROR"))
+    assert search.propose() is None
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_a_search_begins_below_what_is_predicted_for_each_stage(method: str) -> None:
+    space = Space(strategies=plain(1, 3), micro_batches=range(1, 100), slots=4, num_params=1000)
+    fit = {1: 16.0, 3: 19.0}
+    search = Driven(method, space, ceiling=64, predict=lambda settings: fit[settings["stage"]])
+    first: dict[int, int] = {}
+    for proposal in (search.propose() for _ in range(8)):
+        if proposal is not None:
+            first.setdefault(proposal.settings["stage"], proposal.micro_batch)
+    if method == "binary":
+        assert first == {1: 8, 3: 10}
+    assert first and all(size <= fit[stage] for stage, size in first.items())
+    unpredicted = Driven(method, space, ceiling=52).propose()
+    assert unpredicted is not None and unpredicted.micro_batch <= 64
+
+
+@pytest.mark.parametrize(("factor", "first"), [(0.5, 4), (1.0, 8), (2.0, 15), (0.01, 1)])
+@pytest.mark.parametrize("method", ["asha", "binary"])
+def test_search_range_factor_scales_where_a_search_begins(
+    method: str, factor: float, first: int
+) -> None:
+    for predict in (None, lambda _: 15.0):
+        search = Driven(method, space_of(1), search_range_factor=factor, predict=predict)
+        proposal = search.propose()
+        assert proposal is not None and proposal.micro_batch == first
+
+
+def test_the_smallest_micro_batch_is_tried_when_nothing_should_fit() -> None:
+    search = Driven("binary", space_of(1, micro_batches=(4, 8)), ceiling=1)
+    play(search, "ask 0@4\ntell 0@4 OK 1\nask nothing")
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_an_own_micro_batch_above_the_largest_allowed_one_is_no_bound(method: str) -> None:
+    search = Driven(method, space_of(4))
+    search.observe(2 * search.space.micro_batches[-1], ran(10.0))
+    proposal = search.propose()
+    assert proposal is not None and proposal.micro_batch in search.space.micro_batches
+
+
+# -- what it leaves to trials
+
+
+def blas_threads() -> set[int]:
+    """Return the threads of numpy's linear algebra; other packages bring a BLAS of their own."""
+    blas = [found for found in threadpool_info() if found["user_api"] == "blas"]
+    of_numpy = [found for found in blas if "numpy" in found["filepath"]] or blas
+    return {found["num_threads"] for found in of_numpy}
+
+
+def test_a_search_leaves_the_cores_to_the_trials_beside_it() -> None:
+    seen: list[set[int]] = []
+
+    def predict(settings: Mapping[str, Any]) -> float:
+        seen.append(blas_threads())
+        return 15.0
+
+    with threadpool_limits(2, user_api="blas"):
+        search = Driven("model", space_of(4), predict=predict)
+        seen.clear()
+        proposal = search.propose()
+        assert proposal is not None
+        search.end(proposal, ran(1.0))
+        assert blas_threads() == {2}
+    assert seen and all(each == {1} for each in seen)
