@@ -183,7 +183,12 @@ def watched(make: Callable[..., Any], **settings: Any) -> Measured:
         mesh_param: Any = None,
     ) -> tuple[Any, ...]:
         given = {"model": model, "optimizer": optimizer}
-        return make(**{name: each for name, each in given.items() if each}), None, None, None
+        return (
+            make(**{name: each for name, each in given.items() if each is not None}),
+            None,
+            None,
+            None,
+        )
 
     deepspeed.initialize = initialize
     return Measured(**settings)

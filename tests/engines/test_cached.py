@@ -10,21 +10,30 @@ from dsat.engines import Engine
 from dsat.engines.cached import CachedEngine, key
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
-from testing.engine_contract import EngineContract
-from testing.helpers import plan_of, ran, weightless
+from testing.engine_contract import Behaviour, EngineContract
+from testing.helpers import failed, plan_of, ran, weightless
 from testing.scripted_hosts import trial_of
 from testing.simulated import SimulatedEngine
-from tests.testing.test_simulated import _behave
 
 PLAN = plan_of("random")
 KNOWN, NEW = replace(ran(7.0), duration_s=3.0), replace(ran(5.0), duration_s=3.0)
+
+
+def behave(trial: Trial) -> Outcome:
+    """What becomes of a trial of the contract."""
+    return {
+        Behaviour.RUNS: NEW,
+        Behaviour.EXHAUSTS_MEMORY: replace(failed("OOM", "out of memory"), duration_s=5.0),
+        Behaviour.CRASHES: replace(failed("ERROR", "crashed"), duration_s=5.0),
+        Behaviour.HANGS: replace(NEW, duration_s=1e9),
+    }[Behaviour(trial.overrides["behaviour"])]
 
 
 class TestCachedEngine(EngineContract):
     """With nothing known it is the engine behind it."""
 
     def make(self, num_slots: int) -> Engine:
-        return CachedEngine(SimulatedEngine(_behave, num_slots=num_slots), {}, PLAN)
+        return CachedEngine(SimulatedEngine(behave, num_slots=num_slots), {}, PLAN)
 
 
 def outcome_of(trial: Trial, known: Trial, outcome: Outcome = KNOWN) -> Outcome:

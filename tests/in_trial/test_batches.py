@@ -65,7 +65,8 @@ def test_images_of_a_text_are_no_samples(clock: Clock) -> None:
         for images in (1, 3, 5)
     ]
     told = told_of(clock, *batches, micro_batch=1)
-    assert told.ok and told.warnings == ()
+    assert told.metrics is not None and told.warnings == ()
+    assert told.metrics.throughput == pytest.approx(1 / 0.010)
 
 
 @pytest.mark.parametrize(

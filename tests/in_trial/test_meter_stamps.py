@@ -81,12 +81,6 @@ def test_the_meter_agrees_with_the_scripts_own_clock(kind: str, tmp_path: Path) 
     ]
     assert mean(outcome.step_ms[:-1]) == pytest.approx(mean(by_script), rel=TOLERANCE)
 
-    # Whatever way its loss goes to the backward pass, it was seen in every step.
-    assert outcome.training is not None
-    assert outcome.training.steps == tuple(range(1, FIRST + STEPS))
-    assert all(loss is not None and 0 < loss < 100 for loss in outcome.training.losses)
-    assert outcome.training.precision == "fp32"
-
     fed = MICRO_BATCH * (4 if kind == "own accumulation" else 1)
     lost = outcome.metrics.accidents
     kept = sorted(outcome.step_ms)[: STEPS - lost]

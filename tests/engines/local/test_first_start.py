@@ -52,6 +52,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "work"
 
 
+MPI = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "script", "args", "slots"),
@@ -62,21 +65,22 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["make", "train"], "train.py", ("--steps", "3"), 1),
         (["srun", "-N1", "python3", "train.py"], "train.py", (), 2),
         (["pipx-like", "--steps", "2"], "pipx-like", ("--steps", "2"), 1),
+        (["torchrun", "--nproc-per-node", "2", "train.py"], "train.py", (), 2),
+        (["uv", "run", "--no-project", "python", "train.py"], "train.py", (), 1),
+        ([*MPI, "python", "train.py"], "train.py", (), 2),
     ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_what_a_command_starts_is_seen(
-    command: Sequence[str],
-    script: str,
-    args: tuple[str, ...],
-    slots: int,
-    place: Path,
+    command: Sequence[str], script: str, args: tuple[str, ...], slots: int, place: Path
 ) -> None:
     (place / "run.sh").write_text("set -e\nexport COLOUR=red\npython3 train.py --steps $1\n")
     (place / "Makefile").write_text("train:\n\tpython3 train.py --steps 3\n\ttouch went_on\n")
     program = seen(place, *command)
-    assert program.script.endswith(script)
+    assert program.script.endswith(script) and not program.needs_command
     assert (program.args, program.slots, program.interpreter) == (args, slots, "")
-    assert "SET_BY_SCRIPT" not in program.env and "SLURM_PROCID" not in program.env
+    of_launchers = ("SET_BY_SCRIPT", "SLURM_PROCID", "OMPI_", "TORCHELASTIC_")
+    assert not [name for name in program.env if name.startswith(of_launchers)]
     assert "PYTHONPATH" not in program.env, "what records is no part of the command"
     assert not (place / "went_on").exists(), "the command saw its training fail"
     if "COLOUR=blue" in command:
@@ -256,25 +260,6 @@ def test_why_ranks_cannot_be_started_by_themselves(
     assert why in program.needs_command
     assert (program.script, program.args, program.slots) == (script, args, slots)
     assert program.started_by == tuple(command)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "slots"),
-    [
-        (["torchrun", "--nproc-per-node", "2", "train.py"], 2),
-        (["uv", "run", "--no-project", "python", "train.py"], 1),
-        (
-            ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "python", "train.py"],
-            2,
-        ),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_real_launchers(command: list[str], slots: int, place: Path) -> None:
-    program = seen(place, *command)
-    assert (program.script, program.args, program.slots) == ("train.py", (), slots)
-    assert not [name for name in program.env if name.startswith(("OMPI_", "TORCHELASTIC_"))]
 
 
 ENGINE = """
