@@ -109,6 +109,39 @@ def engine_of(
     )
 
 
+def engine_of_command(
+    place: Path,
+    folder: Path,
+    command: Sequence[str],
+    *,
+    slots: int = 1,
+    needs_command: str = "",
+    **seen: Any,
+) -> LocalEngine:
+    """An engine for a user's command, of which a run has shown what its ranks are.
+
+    Args:
+        place: folder of the command, with `ds_config.json`.
+        needs_command: why ranks cannot be started by themselves.
+        seen: of their program: `script`, `args` and `env`.
+    """
+    program = entrypoint.Entrypoint(
+        slots=slots,
+        needs_command=needs_command,
+        started_by=tuple(command),
+        started_in=str(place),
+        **{"script": "", **seen},
+    )
+    return LocalEngine(
+        experiment.of_command(command, "own", place, place / "ds_config.json"),
+        program,
+        [Host(cpu_machine(slots))],
+        folder,
+        LocalOptions(TrialOptions(timeout_s=PATIENCE_S, end_step=5), cold=True),
+        slots_per_trial=slots,
+    )
+
+
 @dataclass
 class Bench:
     """An engine and its folder; gives every trial an id of its own."""

@@ -22,9 +22,7 @@ from dsat.in_trial.rank import outcome_of_ended
 from dsat.values.outcome import MemoryUse, Metrics, Outcome, StepFacts
 from dsat.values.trial import TrialOptions
 
-_PLAIN = MeterSpec(
-    TrialOptions(timeout_s=60.0, end_step=5), micro_batch=4, gas=1, stage=1, slots=1
-)
+_PLAIN = MeterSpec(TrialOptions(timeout_s=60.0, end_step=5), micro_batch=4, gas=1, stage=1, slots=1)
 OPTIONS = _PLAIN.options
 LONGEST = _PLAIN.longest
 _OF_RUN = {field.name for field in fields(TrialOptions)}
@@ -115,7 +113,10 @@ class CoreContext:
     def distributed(self) -> CoreContext:
         return self
 
-    train = distributed
+    train = searcher = distributed
+
+    def acknowledge_out_of_ops(self) -> None:
+        self.calls.append(("over", None))
 
     def report_validation_metrics(self, steps_completed: int, metrics: Any) -> None:
         self.steps_completed = steps_completed

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from dsat.determined_cluster import result
+from dsat.in_trial.cluster_rank import OUTCOME_KEY, numbers
 from dsat.tuning.journal import FILE_NAME, read_events
 from dsat.tuning.run import Run
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 from testing.command import Told
+from testing.forked import Forked, run_module
 from testing.local import PATIENCE_S, PROGRAMS
 from testing.master import StandIn
+from testing.master.made_up import Ending, MadeUpTrials
 
 RUNNER, SEARCH = 1, 2  # the experiments of the first search on a fresh master
+Command = subprocess.Popen[str] | Forked
 
 # As the images of a cluster of CPUs would have it.
 IMAGE = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -37,20 +44,26 @@ class OnCluster:
 
     master: StandIn
     home: Path
-    begun: list[subprocess.Popen[str]] = field(default_factory=list)
+    begun: list[Command] = field(default_factory=list)
 
-    def begin(self, *words: object, **variables: str) -> subprocess.Popen[str]:
+    def begin(self, *words: object, **variables: str) -> Command:
+        """Begin a command; it is forked if trials are made up."""
         env = {**os.environ, **self.master.client_environment(self.home), **variables}
         self.home.mkdir(exist_ok=True)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dsat", *map(str, words)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env,
-            cwd=self.home,
-            start_new_session=True,
-        )
+        process: Command
+        if self.master.made_up is not None:
+            command = ["dsat", *map(str, words)]
+            process = Forked(run_module, command, environment=env, folder=self.home)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dsat", *map(str, words)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=env,
+                cwd=self.home,
+                start_new_session=True,
+            )
         self.begun.append(process)
         return process
 
@@ -58,33 +71,39 @@ class OnCluster:
         """Runs the command to its end."""
         return ended(self.begin(*words, **variables))
 
-    def search(self, program: str | Path, *options: object, method: str = "random") -> Told:
-        return self.dsat(*words_of(program, method), *options)
+    def search(
+        self, program: str | Path, *options: object, method: str = "random", **variables: str
+    ) -> Told:
+        return self.dsat(*words_of(program, method), *options, **variables)
 
     def begin_search(
         self, program: str | Path, *options: object, method: str = "random"
-    ) -> subprocess.Popen[str]:
+    ) -> Command:
         return self.begin(*words_of(program, method), *options)
 
-    # -- what is left
+    # -- what happens meanwhile
 
     @property
-    def runner(self) -> int:
-        """The search runner's trial."""
-        return self.master.trials(RUNNER)[0].id
+    def user(self) -> Any:
+        """Determined's own client, as another user of the cluster."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            from determined.experimental import Determined
 
-    def files(self) -> Path:
-        """The runner's latest checkpoint."""
-        return self.master.checkpoint_paths(self.runner)[-1]
+        [(name, password), *_] = self.master.users.items()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DET_DEBUG_CONFIG_PATH", str(self.home))
+            return Determined(self.master.url, name, password)
 
-    def run(self) -> Run:
-        return Run(read_events(self.files() / FILE_NAME))
-
-    def outcomes(self) -> dict[int, Outcome]:
-        return self.run().outcomes
-
-    def kinds(self) -> list[OutcomeKind]:
-        return [outcome.kind for outcome in self.outcomes().values()]
+    def let_end(self, count: int | None = None) -> None:
+        """Let so many made-up trials end in all, and wait until the search knows; None: all."""
+        made_up = self.master.made_up
+        assert made_up is not None
+        self.master.do(lambda: setattr(made_up, "limit", count))
+        if count is not None:
+            self.master.wait_until(lambda: made_up.ended >= count, f"{count} ends", PATIENCE_S)
+            queue = self.master.experiment(SEARCH).queue
+            self.master.wait_until(lambda: not queue.events, "answers to all events", PATIENCE_S)
 
     def has_begun(self, experiment_id: int) -> bool:
         return experiment_id in [each.id for each in self.master.experiments]
@@ -111,34 +130,72 @@ class OnCluster:
     def until_said(self, text: str) -> None:
         """Waits until the runner's log has a text."""
         self.master.wait_until(lambda: self.has_begun(SEARCH), "the search's experiment")
-        self.master.wait_until(lambda: text in self.master.log(self.runner), text, PATIENCE_S)
+        self.master.wait_until(lambda: text in self.said, text, PATIENCE_S)
 
     def kill_runner(self) -> None:
         """Kills the runner with SIGKILL, as soon as it works on the search."""
         self.master.wait_until(lambda: self.has_begun(SEARCH), "the search's experiment")
         self.master.wait_until(lambda: self.master.processes(self.runner), "the runner")
-        self.master.signal(self.runner)
+        [process, *_] = processes = self.master.processes(self.runner)
+        for each in processes:
+            each.kill()
+        process.wait(PATIENCE_S)
 
-    def created(self) -> list[str]:
-        """Request ids of the trials that were made."""
+    # -- what is left
+
+    @property
+    def runner(self) -> int:
+        """The search runner's trial."""
+        return self.master.trials(RUNNER)[0].id
+
+    @property
+    def said(self) -> str:
+        """The runner's log."""
+        return self.master.log(self.runner)
+
+    def state(self, experiment_id: int) -> str:
+        """How an experiment ended."""
+        return self.master.wait_ended(experiment_id).removeprefix("STATE_")
+
+    def files(self) -> Path:
+        """The runner's latest checkpoint."""
+        return self.master.checkpoint_paths(self.runner)[-1]
+
+    def run(self) -> Run:
+        return Run(read_events(self.files() / FILE_NAME))
+
+    def outcomes(self) -> dict[int, Outcome]:
+        return self.run().outcomes
+
+    def kinds(self) -> list[OutcomeKind]:
+        return [outcome.kind for outcome in self.outcomes().values()]
+
+    def created(self) -> list[dict[str, Any]]:
+        """The operations by which trials were made: request ids and hyperparameters."""
         operations = [
             operation
             for post in self.master.posted(SEARCH)
             for operation in post["searcherOperations"]
         ]
-        return [each["createTrial"]["requestId"] for each in operations if each.get("createTrial")]
+        return [each["createTrial"] for each in operations if each.get("createTrial")]
 
     def result(self) -> dict[str, Any]:
         """Return the result in the runner's log."""
-        return result.of_lines(self.master.log(self.runner).splitlines())
+        return result.of_lines(self.said.splitlines())
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, *, nodes: Sequence[int] = (2,), **more: Any) -> Iterator[OnCluster]:
+def cluster(
+    folder: Path,
+    *,
+    nodes: Sequence[int] = (2,),
+    variables: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Iterator[OnCluster]:
+    """A cluster on which the real trials run, as processes; all containers have the variables."""
     compiled = {"TORCH_EXTENSIONS_DIR": os.environ["TORCH_EXTENSIONS_DIR"]}
-    with StandIn(
-        folder / "master", nodes=nodes, environment={**IMAGE, **compiled}, **more
-    ) as master:
+    image = {**IMAGE, **compiled, **(variables or {})}
+    with StandIn(folder / "master", nodes=nodes, environment=image, **more) as master:
         found = OnCluster(master, folder / "home")
         try:
             yield found
@@ -149,8 +206,57 @@ def cluster(folder: Path, *, nodes: Sequence[int] = (2,), **more: Any) -> Iterat
                 process.communicate()
 
 
-def ended(process: subprocess.Popen[str]) -> Told:
+def quick_cluster(
+    folder: Path,
+    behave: Callable[[dict[str, Any]], Ending | None] | None = None,
+    *,
+    limit: int | None = None,
+    **more: Any,
+) -> contextlib.AbstractContextManager[OnCluster]:
+    """A cluster on which trials are made up, and a whole search takes a second or two.
+
+    Who asks for events and is not to wait for them for an hour has to notice other things itself.
+
+    Args:
+        behave, limit: as of `MadeUpTrials`; by default trials are those of `measured`.
+    """
+    made_up = MadeUpTrials(behave or measured, limit)
+    return cluster(folder, made_up=made_up, poll_s=3600.0, **more)
+
+
+def measured(hparams: Mapping[str, Any], *, largest: int = 16, **changes: Any) -> Ending:
+    """What a trial on a made-up machine reports: the larger its micro batch, the faster it is.
+
+    Args:
+        largest: micro batch that fits.
+        changes: of the outcome.
+    """
+    spec = spec_of(hparams)
+    size = spec["micro_batch"]
+    if size > largest:
+        return Ending(log=("RuntimeError: CUDA error: out of memory",), status=1)
+    profile = ModelProfile(10**6, 10**6, 4, 10**6, 1e6, 10**9) if spec["profile"] else None
+    speed = 100.0 * size / (size + 3) + 4 * spec["stage"]
+    metrics = Metrics(speed, 1.0, 1.0, 1.0, 1.0, 1e6 * speed, 3, 0.01)
+    outcome = Outcome(OutcomeKind.OK, metrics=metrics, profile=profile, duration_s=1.0)
+    return reported(replace(outcome, **changes), measures=spec.get("measures", True))
+
+
+def reported(outcome: Outcome, *, measures: bool = True) -> Ending:
+    """A trial's report of an outcome."""
+    plotted = numbers(outcome, measures=measures)
+    return Ending({**plotted, OUTCOME_KEY: outcome.to_json()}, plotted)
+
+
+def spec_of(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """What a trial is to measure."""
+    spec: dict[str, Any] = json.loads(hparams["_dsat_trial"]["spec"])
+    return spec
+
+
+def ended(process: Command) -> Told:
     out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode is not None
     return Told(process.returncode, out, err)
 
 

@@ -347,7 +347,7 @@ class User:
         machine = machine_of(self.world)
         with (
             mock.patch.object(this_machine, "find_machine", return_value=machine),
-            mock.patch.dict(local.ENGINES, {"local": make}),
+            mock.patch.dict(local.ENGINES, {"local": make, "auto": make}),
         ):
             try:
                 return dsat_main(argv)

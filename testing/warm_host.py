@@ -131,26 +131,41 @@ def _become(start: dict[str, Any], pipes: list[int]) -> NoReturn:
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:0] = [path for path in paths if path and path not in sys.path]
         os.chdir(start["folder"])
-        _run(start["command"][1:])
+        status = _run(start["command"][1:])
         sys.stdout.flush()
-        status = 0
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(status)
 
 
-def _run(words: list[str]) -> None:
+def _run(words: list[str]) -> int:
     from dsat.engines.local import accelerators
     from dsat.engines.local.supervisor import Supervisor
 
     if words == SUPERVISOR:
         Supervisor().run()
     elif words[:1] == ["-c"]:
-        exec(words[1], {"__name__": "__main__"})
+        return _run_program(words[1])
     else:
         assert words[:2] == LOOK, words
         accelerators.answer_to(words[2:])
+    return 0
+
+
+def _run_program(code: str) -> int:
+    """Run a program to an end as the interpreter's own; return its exit status."""
+    status = 0
+    atexit._clear()
+    try:
+        exec(code, {"__name__": "__main__"})
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    atexit._run_exitfuncs()
+    return status
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """A made-up world: what becomes of a trial of a transformer on GPUs that do not exist.
 
-One world serves tests and benchmarks. It shares no code with the predictions of dsat, and its
-figures come from elsewhere:
+One world serves tests and benchmarks. It shares the list of DeepSpeed's collectives, which is held
+against traced steps, with the predictions of dsat, and nothing else. Its figures come from
+elsewhere:
 
 - Matrix products by tiles of 128 x 256 over the multiprocessors, in whole waves, at 0.6 of the peak
   where tokens are a multiple of 8, and 0.45 elsewhere (NVIDIA, "Matrix Multiplication Background
   User's Guide": tile and wave quantization, tensor core requirements). Attention at half of that.
 - Element-wise work reads and writes `_ELEMENTWISE` activations of a layer at 0.8 of the memory
   bandwidth; no layer takes less time than the launches of its kernels.
-- Collectives by a latency and a ring's bandwidth: an all-reduce moves 2 (n - 1) / n of its bytes,
-  gathers and reduce-scatters half of that (Rajbhandari et al. (2020), section 7). Between hosts
-  each GPU has a link of its own. What overlaps with the backward pass takes the longer time of the
+- Collectives as DeepSpeed 0.19.8 calls them, by rings with NCCL's latencies
+  (`dsat.search.collectives`). What overlaps with the backward pass takes the longer time of the
   two; the last bucket and the first gather are never hidden. Stage 3's hooks take `_HOOKS_S` of the
   host for each layer, which shows where kernels are shorter.
 - Memory: 2 + 2 + 12 bytes for each parameter, partitioned as the stage says (the same, section 3);
@@ -34,6 +34,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dsat.inputs import ds_config
+from dsat.inputs.cards import Card
+from dsat.search import collectives
+from dsat.search.collectives import Network
 from dsat.space import knobs
 from dsat.values.outcome import (
     MemoryUse,
@@ -41,9 +44,13 @@ from dsat.values.outcome import (
     ModelProfile,
     Outcome,
     OutcomeKind,
+    OwnOptimizer,
     ScriptSwitch,
+    SequenceLengths,
+    StepFacts,
     TrainingCurve,
 )
+from dsat.values.step_trace import ALL_GATHER, BACKWARD, FORWARD, STEP, Collectives
 from dsat.values.student import half_width
 from dsat.values.trial import Trial
 
@@ -59,7 +66,6 @@ _HOOKS_S = 8e-4  # of a layer, in its forward pass
 _SUB_GROUP_S = 2e-4  # each sub-group of stage 3's optimizer step
 _ADAM_BYTES = 30  # read and written for each element
 _OF_LINK, _OF_NETWORK = 230 / 600, 22 / 25  # that a ring reaches
-_LATENCY_INSIDE_S, _LATENCY_BETWEEN_S = 2e-5, 6e-5
 _HOST_LINK, _HOST_ADAM = 25e9, 20e9  # bytes/s to the host, and of its optimizer, for each GPU
 _CONTEXT_BYTES = int(1.2e9)
 _FRAGMENTED = 1.03
@@ -128,6 +134,29 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """Something that the meter reports of some trials besides their time.
+
+    Attributes:
+        where: facts of the trials, as of a failure.
+        warnings: of the outcome.
+        waiting: part of each step that waits for data.
+        late: steps that took far longer, and were left out.
+        evaluated: part of the steps with a forward pass outside of training.
+        longer: tokens of a sample by those of the model.
+        step_sd: in place of the world's.
+    """
+
+    where: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    waiting: float = 0.0
+    late: tuple[int, ...] = ()
+    evaluated: float = 0.0
+    longer: float = 1.0
+    step_sd: float | None = None
+
+
+@dataclass(frozen=True)
 class Time:
     """Seconds of an optimizer step, by part."""
 
@@ -138,6 +167,9 @@ class Time:
     @property
     def total(self) -> float:
         return self.forward + self.backward + self.step
+
+    def scaled(self, factor: float) -> Time:
+        return Time(factor * self.forward, factor * self.backward, factor * self.step)
 
 
 @dataclass(frozen=True)
@@ -151,7 +183,8 @@ class World:
         run_sd, step_sd: standard deviations of a run's and of a step's time, relative.
         drift: each further trial is slower by this fraction, as on a machine that heats up.
         lucky: factors of the measured speed by kind of trial, which no other run repeats.
-        effects: factors of the step time by setting (`overlap_comm=False`) or strategy (`z2`).
+        effects: factors of the step time by setting (`overlap_comm=False`), switch of the script,
+            or strategy (`z2`).
         failures: the first one that matches a trial decides its outcome.
         samples: that a device has; a larger micro batch cannot be measured.
         tells_samples: also a trial that runs tells how many there are.
@@ -164,6 +197,10 @@ class World:
         tells_memory: whether trials tell what they used.
         counts_flops: whether the FLOPs of the model can be counted.
         counts_tokens: whether the model's inputs are sequences of tokens.
+        findings: the first one that matches a trial holds for it.
+        sequences: shortest and longest sequence of the data, and positions of the model, in
+            tokens; None where nobody counts them.
+        by_element: the optimizer computes each element of a parameter by itself.
     """
 
     model: Model = GPT_300M
@@ -190,6 +227,9 @@ class World:
     tells_memory: bool = True
     counts_flops: bool = True
     counts_tokens: bool = True
+    findings: tuple[Finding, ...] = ()
+    sequences: tuple[int, int, int] | None = None
+    by_element: bool = True
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> World:
@@ -202,6 +242,8 @@ class World:
             "model": Model(**data["model"]),
             "gpu": Gpu(**data["gpu"]),
             "failures": tuple(Failure(**failure) for failure in data["failures"]),
+            "findings": tuple(Finding(**finding) for finding in data["findings"]),
+            "sequences": data["sequences"] and tuple(data["sequences"]),
             "trains_otherwise": tuple(data["trains_otherwise"]),
             "warnings": tuple(data["warnings"]),
             "switches": switches,
@@ -225,7 +267,7 @@ class World:
                     before_engine=failure.before_engine,
                     duration_s=self.setup_s,
                 )
-        true = self.answer(config)
+        true = self.answer(config, trial.script_args)
         if self.samples is not None and trial.batch.micro_batch > self.samples:
             return Outcome(
                 OutcomeKind.INVALID,
@@ -236,18 +278,21 @@ class World:
             )
         if not true.ok:
             return true
+        found = next((each for each in self.findings if _matches(each.where, facts)), Finding())
         return replace(
-            self._with_noise(true, trial),
+            self._with_noise(_with_finding(true, found), trial, found),
             profile=self.profile if trial.profiles else None,
             most_samples=self.samples if self.tells_samples else None,
             memory=true.memory if self.tells_memory else None,
-            training=self._training(trial),
-            warnings=self.warnings,
+            training=self._training(trial, found),
+            warnings=(*self.warnings, *found.warnings),
+            sequences=self.sequences and SequenceLengths(*self.sequences),
         )
 
     def facts(self, trial: Trial) -> dict[str, Any]:
         """Return the facts of a trial that a failure may name."""
         return {
+            **trial.script_args,
             "trial": trial.id,
             "kind": trial.kind.value,
             "stage": trial.stage,
@@ -256,7 +301,7 @@ class World:
             "gas": trial.batch.gas,
         }
 
-    def answer(self, config: Mapping[str, Any]) -> Outcome:
+    def answer(self, config: Mapping[str, Any], switches: Mapping[str, Any] = {}) -> Outcome:
         """Return the outcome of a whole DeepSpeed configuration without noise or failures."""
         batch = ds_config.resolve_batch(config, self.slots, where="the configuration")
         zero = with_defaults(config.get("zero_optimization") or {})
@@ -265,7 +310,8 @@ class World:
             return Outcome(OutcomeKind.OOM, message="out of memory", duration_s=self.setup_s)
         if self._host_bytes(zero) > self.host_memory_bytes:
             return Outcome(OutcomeKind.HOST_OOM, message="killed", duration_s=self.setup_s)
-        time = self.time(zero, batch.micro_batch, batch.gas)
+        slow = math.prod(self.effects.get(f"{name}={v}", 1.0) for name, v in switches.items())
+        time = self.time(zero, batch.micro_batch, batch.gas).scaled(slow)
         latency, throughput = 1e3 * time.total, batch.train_batch_size / time.total
         metrics = Metrics(
             throughput=throughput,
@@ -295,6 +341,7 @@ class World:
             slot_memory_bytes=self.gpu.memory_bytes,
             host_memory_bytes=self.host_memory_bytes,
             switches=self.switches,
+            optimizer=OwnOptimizer("AdamW" if self.by_element else "Adafactor", self.by_element),
         )
 
     @property
@@ -308,14 +355,14 @@ class World:
         room = self.gpu.memory_bytes - _CONTEXT_BYTES - fixed
         return max(0, math.floor(room / per_sample))
 
-    def _with_noise(self, true: Outcome, trial: Trial) -> Outcome:
+    def _with_noise(self, true: Outcome, trial: Trial, found: Finding) -> Outcome:
         assert true.metrics is not None
+        step_sd = self.step_sd if found.step_sd is None else found.step_sd
         rng = random.Random(f"{self.seed} {trial.id} {trial.name}")
         slower = math.exp(rng.gauss(0, self.run_sd)) * (1 + self.drift) ** trial.id
         slower /= self.lucky.get(trial.kind.value, 1.0)
         steps = [
-            true.metrics.latency * slower * math.exp(rng.gauss(0, self.step_sd))
-            for _ in range(STEPS)
+            true.metrics.latency * slower * math.exp(rng.gauss(0, step_sd)) for _ in range(STEPS)
         ]
         mean = sum(steps) / STEPS
         variance = sum((step - mean) ** 2 for step in steps) / (STEPS - 1)
@@ -331,20 +378,23 @@ class World:
             step=old.step * factor,
             FLOPS_per_gpu=(old.FLOPS_per_gpu or 0.0) / factor,
             tokens_per_second=old.tokens_per_second and old.tokens_per_second / factor,
+            data=old.data * factor,
             ci95=error,
         )
         duration_s = self.setup_s + (2 + STEPS) * mean / 1e3
         return replace(true, metrics=metrics, step_ms=tuple(steps), duration_s=duration_s)
 
-    def _training(self, trial: Trial) -> TrainingCurve:
+    def _training(self, trial: Trial, found: Finding) -> TrainingCurve:
         """Return losses that depend on the global batch, and on the run if it is not seeded."""
         start = 4.0 if self.seeded else 4.0 + random.Random(f"{self.seed} {trial.id}").random()
-        numbers = tuple(range(1, STEPS + 1))
         rate = 0.01 + 1e-5 * trial.batch.train_batch_size
         if trial.strategy in self.trains_otherwise:
             rate *= 0.4
+        numbers = tuple(range(1, STEPS + 1))
         losses = tuple(start * math.exp(-rate * (number - 1)) for number in numbers)
-        return TrainingCurve(steps=numbers, losses=losses, precision="bf16")
+        gas = trial.batch.gas
+        facts = StepFacts(gas, gas * STEPS, found.late, found.evaluated, tokens_error=0.01)
+        return TrainingCurve(steps=numbers, losses=losses, precision="bf16", facts=facts)
 
     # -- memory
 
@@ -381,26 +431,36 @@ class World:
 
     def time(self, zero: Mapping[str, Any], micro_batch: int, gas: int) -> Time:
         """Return the true time of an optimizer step of a complete ZeRO section."""
-        stage = zero["stage"]
-        forward = self._forward(micro_batch, host_s=_HOOKS_S if stage == 3 else 0.0)
-        backward = 2 * forward
-        reduced, boundary = self._reductions(zero)
-        gathered = self._gathers(zero)
-        if stage == 3:
-            forward = max(forward, gathered) + gathered / self.model.layers
-        hidden = zero.get("overlap_comm", False)
-        moved = reduced + (gathered if stage == 3 else 0.0)
-
-        def with_reductions(moved: float, buckets: int) -> float:
-            exposed = moved / max(1, buckets)
-            return max(backward, moved) + exposed if hidden else backward + moved
-
-        count = self._buckets(zero)
-        each = with_reductions(moved, count) if stage >= 2 else backward
-        last = with_reductions(boundary, count) if stage == 1 else each
-        step = self._optimizer(zero) + (boundary if stage == 0 else 0.0)
+        forward = self._forward(micro_batch, host_s=_HOOKS_S if zero["stage"] == 3 else 0.0)
+        passes = [self._passes(zero, forward, last=last) for last in (False, True)]
         slow = self._near_the_edge(zero, micro_batch) * self._effect(zero)
-        return Time(gas * forward * slow, ((gas - 1) * each + last) * slow, step)
+        forwards, backwards = (
+            ((gas - 1) * each + final) * slow for each, final in zip(*passes, strict=True)
+        )
+        return Time(forwards, backwards, self._optimizer(zero))
+
+    def _passes(
+        self, zero: Mapping[str, Any], forward: float, *, last: bool
+    ) -> tuple[float, float]:
+        """Return seconds of the forward and the backward pass of a micro step."""
+        backward = 2 * forward
+        found = dict.fromkeys((FORWARD, BACKWARD), 0.0)
+        exposed = dict(found)
+        for group in self._collectives(zero):
+            if group.last != last or group.phase == STEP:
+                continue
+            moved = self._seconds(group)
+            if not group.overlapped:
+                exposed[group.phase] += moved
+                continue
+            found[group.phase] += moved
+            # The first gather and the last bucket are never hidden.
+            parts = self.model.layers if group.kind == ALL_GATHER else group.count
+            exposed[group.phase] += moved / max(1, parts)
+        return (
+            max(forward, found[FORWARD]) + exposed[FORWARD],
+            max(backward, found[BACKWARD]) + exposed[BACKWARD],
+        )
 
     def _effect(self, zero: Mapping[str, Any]) -> float:
         names = [f"z{zero['stage']}", *(f"{name}={value}" for name, value in zero.items())]
@@ -422,37 +482,20 @@ class World:
     def _bandwidth(self) -> float:
         return 0.8 * self.gpu.bandwidth
 
-    def _collective(self, total: float, times: float, count: float = 1) -> float:
-        """Return seconds to move `times` (n - 1) / n of so many bytes in `count` collectives."""
-        n, over_hosts = self.slots, self.slots > SLOTS_PER_HOST
-        rate = _OF_NETWORK * self.gpu.network if over_hosts else _OF_LINK * self.gpu.link
-        latency = _LATENCY_BETWEEN_S if over_hosts else _LATENCY_INSIDE_S
-        return times * (n - 1) / n * total / rate + count * latency
+    def _collectives(self, zero: Mapping[str, Any]) -> list[Collectives]:
+        parameters = self.model.parameters
+        return collectives.of_step(
+            zero["stage"],
+            zero,
+            ranks=self.slots,
+            params=parameters,
+            trainable=parameters,
+            itemsize=2,
+        )
 
-    def _buckets(self, zero: Mapping[str, Any]) -> int:
-        if zero["stage"] == 0:
-            return 1
-        return math.ceil(self.model.parameters / int(zero["reduce_bucket_size"]))
-
-    def _reductions(self, zero: Mapping[str, Any]) -> tuple[float, float]:
-        """Return seconds of each micro step, and of the last one before the optimizer's step."""
-        moved, count = 2 * self.model.parameters, self._buckets(zero)
-        if zero["stage"] == 0:
-            return 0.0, self._collective(moved, 2)
-        if zero["stage"] == 1:
-            return 0.0, self._collective(moved, 1, count)
-        return self._collective(moved, 1, count), 0.0
-
-    def _gathers(self, zero: Mapping[str, Any]) -> float:
-        """Return seconds of gathering the parameters once, for stage 3."""
-        if zero["stage"] != 3:
-            return 0.0
-        model = self.model
-        small = zero["stage3_param_persistence_threshold"] < model.hidden
-        count = model.layers * (6 if small else 4)
-        grouped = model.layer / max(1, zero["stage3_prefetch_bucket_size"])
-        count += model.layers * math.ceil(grouped)
-        return self._collective(2 * model.parameters, 1, count)
+    def _seconds(self, group: Collectives) -> float:
+        link, network = _OF_LINK * self.gpu.link, _OF_NETWORK * self.gpu.network
+        return sum(Network(link, network, SLOTS_PER_HOST, Card.protocols).seconds(group))
 
     def _optimizer(self, zero: Mapping[str, Any]) -> float:
         stage, parameters = zero["stage"], self.model.parameters
@@ -463,9 +506,7 @@ class World:
             seconds = elements * _ADAM_BYTES / self._bandwidth
         if _offloads(zero, "param"):
             seconds += 4 * elements / _HOST_LINK
-        if stage in (1, 2):
-            count = math.ceil(parameters / zero["allgather_bucket_size"])
-            seconds += self._collective(2 * parameters, 1, count)
+        seconds += sum(map(self._seconds, (c for c in self._collectives(zero) if c.phase == STEP)))
         if stage == 3:
             seconds += _SUB_GROUP_S * math.ceil(elements / zero["sub_group_size"])
         return seconds
@@ -495,8 +536,26 @@ def _offloads(zero: Mapping[str, Any], what: str) -> bool:
     return bool(section.get("device", "none") != "none")
 
 
+def _with_finding(true: Outcome, found: Finding) -> Outcome:
+    """Return an outcome with steps that wait for data, and longer samples."""
+    old = true.metrics
+    if old is None:
+        return true
+    slower, tokens = 1 / (1 - found.waiting), found.longer * (old.tokens_per_second or 0.0)
+    metrics = replace(
+        old,
+        latency=old.latency * slower,
+        data=old.latency * slower * found.waiting,
+        throughput=old.throughput / slower,
+        tokens_per_second=tokens / slower,
+    )
+    return replace(true, metrics=metrics)
+
+
 def _matches(where: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
     return all(
-        facts[name] in wanted if isinstance(wanted, (list, tuple)) else facts[name] == wanted
+        facts.get(name) in wanted
+        if isinstance(wanted, (list, tuple))
+        else facts.get(name) == wanted
         for name, wanted in where.items()
     )

@@ -71,12 +71,8 @@ def resnet50() -> nn.Module:
 
 MODELS = {
     "gpt-5m": lambda: gpt2(width=256, layers=4, heads=4, vocabulary=8192),
-    "gpt-25m": lambda: gpt2(width=512, layers=6, heads=8, vocabulary=8192),
-    "gpt-25m-lora": lambda: with_low_rank(gpt2(width=512, layers=6, heads=8, vocabulary=8192)),
     "gpt2-small": lambda: gpt2(width=768, layers=12, heads=12),
-    "gpt2-medium": lambda: gpt2(width=1024, layers=24, heads=16),
     "gpt-wide": lambda: gpt2(width=1536, layers=3, heads=12, vocabulary=8192),
-    "gpt-1.3b": lambda: gpt2(width=2048, layers=24, heads=16),
     "gpt2-small-lora": lambda: with_low_rank(gpt2(width=768, layers=12, heads=12)),
     "resnet50": resnet50,
 }
@@ -122,13 +118,10 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--side", type=int, default=128, help="tokens in a sequence, or pixels")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--gradient_checkpointing", choices=("True", "False"), default="False")
     deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
 
     model = MODELS[args.model]()
-    if args.gradient_checkpointing == "True":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     model = (ImageLoss if args.model == "resnet50" else TokenLoss)(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=trained)

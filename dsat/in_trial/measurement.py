@@ -18,11 +18,11 @@ from dsat.in_trial.steps import CI_TARGET, RAREST, StepTimes, steps_wanted
 from dsat.inputs.switches import WORKERS
 from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind, StepFacts
+from dsat.values.trial import FEWEST_MAY_TAKE
 
 MORE_WHILE_COMPILING = 10  # steps beyond the most, if torch compiled in all of them
 LONGEST_STORE_S = 60.0  # of warm-up, until the batches that data loaders have prepared are used up
 _WAITS = 0.03  # of a step; where less is spent on waiting for data, workers can gain no more
-_TIMES_FOR_THE_FEWEST = 3.0
 CHECK_SKIPPED_EVERY = 5  # skipped steps between two checks of the losses
 
 CONSTANT_ACCUMULATION = (
@@ -184,7 +184,7 @@ class Measurement:
         longest_s = self._spec.longest_s
         if longest_s is None or wanted * step_s <= longest_s:
             return max(wanted, 1)
-        fewest = min(wanted, self._fewest, int(_TIMES_FOR_THE_FEWEST * longest_s / step_s))
+        fewest = min(wanted, self._fewest, int(FEWEST_MAY_TAKE * longest_s / step_s))
         return max(int(longest_s / step_s), fewest, 1)
 
     def _next_check_after(self, usable: int, measured_s: float, metrics: Metrics) -> int | None:

@@ -81,7 +81,7 @@ def calibrate(
     """Fit the excess over the micro batch by least squares.
 
     The slope is shrunk towards zero, since small micro batches carry little information on it. One
-    micro batch alone gives a constant. No workspace is negative, but a formula may be too large.
+    micro batch alone gives a constant. A slope is negative where the prediction was too large.
 
     Args:
         observations: of at least one trial.

@@ -273,9 +273,8 @@ class MemoryModel:
             observation = observe(peaks, micro_batch, outcome.memory)
             if observation is not None:
                 self._observations.append(observation)
-                usual = self._usual_slope
-                least = 0.0 if self.basis.variants[0].anchors else -usual
-                self._calibration = calibrate(self._observations, usual, least)
+                least = -_UNSEEN * self.basis.variants[0].facts.backward_bytes_per_sample
+                self._calibration = calibrate(self._observations, self._usual_slope, least)
         elif outcome.kind is OutcomeKind.OOM and self.fits(shape, micro_batch):
             # Something of this strategy needs more than is known.
             needed = self.predicted_bytes(shape, micro_batch)

@@ -41,6 +41,8 @@ class Feasibility:
         self._usual = (_PREDICTED if on_device else _ON_CORES) if predicted else _BOUNDED
         self._ran = np.full(count, -math.inf)  # octaves above the predicted largest micro batch
         self._failed = np.full(count, math.inf)
+        # On a slot; how much of the host a strategy takes says nothing of others.
+        self._failed_on_slot = math.inf
         self._sound: Counter[tuple[str, str]] = Counter()
         self._unsound: dict[tuple[str, str], float] = defaultdict(float)
 
@@ -58,6 +60,8 @@ class Feasibility:
             self._failed[branch] = max(self._failed[branch], self._ran[branch] + 1e-3)
         elif outcome.kind.is_out_of_memory or outcome.smaller_may_run:
             self._failed[branch] = min(self._failed[branch], octaves)
+            if outcome.kind is not OutcomeKind.HOST_OOM:
+                self._failed_on_slot = min(self._failed_on_slot, octaves)
             self._ran[branch] = min(self._ran[branch], octaves - 1e-3)
         if outcome.ok or outcome.kind.is_out_of_memory:
             self._sound.update(values)
@@ -71,9 +75,9 @@ class Feasibility:
     def fits(self, branch: int, octaves: Array) -> Array:
         """Return the chance to have enough memory, (n,), by octaves above what is predicted."""
         center, scale = self._usual
-        if self._predicted and self._ran.max() > _NEAR and math.isinf(self._failed.min()):
+        if self._predicted and self._ran.max() > _NEAR and math.isinf(self._failed_on_slot):
             center, scale = _CONFIRMED
-        center = min(center, float(self._failed.min()))
+        center = min(center, self._failed_on_slot)
         low, high, here = (
             0.5 + np.arctan((at - center) / scale) / math.pi
             for at in (self._ran[branch], self._failed[branch], octaves)

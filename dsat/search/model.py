@@ -260,6 +260,8 @@ class ModelSearch(Search):
         worth = gain + candidates.runs
         if self.speed.measured is None:
             score = candidates.gain + _CAUTION * candidates.runs
+            if first.any():  # several at once are of different strategies
+                score = np.where(first, score, -np.inf)
         elif first.any() and np.any(better := opened & self._cannot_wait(candidates, worth, first)):
             score = np.where(better, worth, -np.inf)
         elif first.any():

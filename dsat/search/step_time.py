@@ -20,7 +20,6 @@ numpy only: the container of Determined's search runner has no SciPy.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,11 +30,15 @@ from dsat.inputs import cards
 from dsat.inputs.cards import Card
 from dsat.inputs.ds_config import AUTO
 from dsat.inputs.switches import CHECKPOINTING, EVERY_SECOND, is_switch
+from dsat.search import collectives
+from dsat.search.collectives import Network, Protocol
 from dsat.search.normal import Array
 from dsat.space.knobs import HPZ, defaults
 from dsat.values.outcome import ModelProfile
 from dsat.values.parallelism import DATA_ONLY, Parallelism, of_settings
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy
+
+HOP_S = 3.4e-6  # of NCCL's ring inside a host (NCCL, src/graph/tuning.cc)
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,12 @@ class Hardware:
         flops: that matrix products reach, half of the peak.
         memory_bandwidth: bytes/s of the slot's memory.
         link_bandwidth: bytes/s of a collective inside of a host.
-        host_link_bandwidth: bytes/s of a collective between hosts.
+        network_bandwidth: bytes/s of a slot to other hosts.
+        protocols: of collectives, as of `dsat.search.collectives.Network`.
         pcie_bandwidth: bytes/s between the slot and its host.
         host_memory_bandwidth: bytes/s of the host's memory, for each slot.
         launch_s: seconds in which the host launches the kernels of a micro step.
-        latency_s: seconds of an empty collective.
+        latency_s: unit of the latencies of collectives.
         filling: samples whose time a micro step takes beside its own, until kernels fill the slot.
         unaligned: part by which matrix products are slower where tiles are not full.
         edge: part by which micro steps are slower where no memory is left.
@@ -61,11 +65,12 @@ class Hardware:
     flops: float = 156e12
     memory_bandwidth: float = 1.6e12
     link_bandwidth: float = 230e9
-    host_link_bandwidth: float = 22e9
+    network_bandwidth: float = 22e9
+    protocols: tuple[Protocol, ...] = Card.protocols
     pcie_bandwidth: float = 25e9
     host_memory_bandwidth: float = 25e9
     launch_s: float = 5e-3
-    latency_s: float = 4e-5
+    latency_s: float = HOP_S
     filling: float = 1.0
     unaligned: float = 0.02
     edge: float = 0.05
@@ -76,11 +81,11 @@ CPU_CORE = Hardware(
     flops=7e10,
     memory_bandwidth=3e9,
     link_bandwidth=2e9,
-    host_link_bandwidth=1e9,
+    network_bandwidth=1e9,
+    protocols=((1.0, 5e-4, 5e-4),),
     pcie_bandwidth=1e10,
     host_memory_bandwidth=3e9,
     launch_s=1e-2,
-    latency_s=1e-3,
     filling=0.1,
     unaligned=0.001,
     edge=0.001,
@@ -109,6 +114,17 @@ class Job:
     slots_per_host: int = 0
     parallelism: Parallelism = DATA_ONLY
     hardware: Hardware = Hardware()
+
+    @property
+    def network(self) -> Network:
+        """The links among its slots."""
+        hardware = self.hardware
+        return Network(
+            hardware.link_bandwidth,
+            hardware.network_bandwidth,
+            self.slots_per_host or self.slots,
+            hardware.protocols,
+        )
 
     def divided(self, shared: Parallelism) -> Job:
         """Return the part of a slot whose layers AutoTP divides; its slots are those of ZeRO."""
@@ -146,7 +162,8 @@ def hardware_of(card: Card, itemsize: int) -> Hardware:
         flops=card.peak(itemsize) * card.matmul,
         memory_bandwidth=card.memory_bandwidth * cards.MEMORY_PART,
         link_bandwidth=card.link_bandwidth,
-        host_link_bandwidth=card.network_bandwidth,
+        network_bandwidth=card.network_bandwidth,
+        protocols=card.protocols,
         pcie_bandwidth=card.pcie_bandwidth,
     )
 
@@ -208,10 +225,6 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
 
     What tensor and sequence parallelism pass among slots is not counted: it is learned from trials.
 
-    DeepSpeed 0.19.8: stages 0 and 1 reduce at the boundary, stage 2 in every micro step, stage 3
-    gathers twice and reduces in every micro step, stages 1 and 2 gather once a step
-    (runtime/zero/stage_1_and_2.py, stage3.py). An all-reduce moves twice the bytes.
-
     Args:
         job: the model and its slots.
         strategy: the ZeRO stage and where state is kept.
@@ -221,40 +234,33 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     found = dict.fromkeys(COLUMNS, 0.0)
     shared = of_settings(settings, job.parallelism)
     found["data_parallel"] = shared.data(job.slots)
-    job = job.divided(shared)
+    network, job = job.network, job.divided(shared)
     stage, n = strategy.stage, job.slots
     given = {key: value for key, value in settings.items() if value != AUTO}
     get = {**defaults(stage), **given}.get
     gradient_bytes = float(job.param_bytes * job.trainable)
-    inside = (n - 1) / n / job.hardware.link_bandwidth
-    part = (n - 1) / n / job.hardware.host_link_bandwidth if job.slots_per_host else inside
     found["forward"], found["launches"] = 1 / 3, 1.0
     found["flops"] = job.flops_per_sample * _recomputed(get(CHECKPOINTING))
     found["weights"] = 4.0 * job.param_bytes * job.params
     sharded = job.trainable / (n if stage else 1)
     found["optimizer"] = _ADAM_BYTES * sharded
-    found["overlaps"] = float(stage > 0 and get("overlap_comm") is True)
-    reductions = math.ceil(job.trainable / float(get("reduce_bucket_size") or 5e8)) if stage else 1
-    found["reductions"] = max(1, reductions) * (n > 1)
-    if stage == 0:
-        found["boundary"], found["boundaries"] = 2 * part * gradient_bytes, n > 1
-    elif stage == 1:
-        found["reduced_last"] = part * gradient_bytes
+    listed = collectives.of_step(
+        stage,
+        {**defaults(stage), **given},
+        ranks=n,
+        params=job.params,
+        trainable=job.trainable,
+        itemsize=job.param_bytes,
+        hpz=(get(HPZ) or 1) if job.slots_per_host else 1,
+    )
+    found |= collectives.columns(listed, network, job.hardware.latency_s)
+    # What is reduced is copied to its place, and what is gathered at the end from there.
+    if stage == 1:
         found["optimizer"] += 4 * gradient_bytes
-    else:
-        found["reduced"] = part * gradient_bytes
+    elif stage > 1:
         found["copies"] = 2 * gradient_bytes
         found["optimizer"] += 2 * gradient_bytes
-    if stage in (1, 2):
-        found["boundary"] = part * gradient_bytes
-        gathers = math.ceil(job.trainable / float(get("allgather_bucket_size") or 5e8))
-        found["boundaries"] = max(1, gathers) * (n > 1)
-    if stage == 3:
-        found["hooks"] = 1.0
-        second = inside if job.slots_per_host and (get(HPZ) or 1) > 1 else part
-        found["gathered"] = job.param_bytes * job.params * (part + second) / 2
-        prefetched = max(1.0, float(get("stage3_prefetch_bucket_size") or 5e7))
-        found["gathers"] = (n > 1) * (32 + job.params / prefetched)
+    found["hooks"] = float(stage == 3)
     found["groups"] = max(1.0, sharded / float(get("sub_group_size") or 1e9)) if stage == 3 else 1.0
     _add_offloading(found, strategy, sharded, gradient_bytes / (n if stage > 1 else 1), job)
     assert len(found) == len(COLUMNS)

@@ -11,21 +11,18 @@ same trials.
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dsat.inputs.cards import MEMORY_PART, Card
 from dsat.search import step_time
+from dsat.search.collectives import Network, columns
 from dsat.search.normal import Array
 from dsat.search.step_time import COLUMNS, GROUP_LAUNCHES, Hardware
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.step_trace import (
-    ALL_GATHER,
-    ALL_REDUCE,
     ATTENTION,
     BACKWARD,
     COMPUTE_KINDS,
@@ -42,7 +39,7 @@ from dsat.values.step_trace import (
 
 _PASSES = (FORWARD, BACKWARD)
 _ALL_TO_ALL = "alltoall"  # begins torch's names of it
-_UNIT_S, _HOP_S = 1e-3, 3.4e-6  # of launches, and of hops
+_UNIT_S = 1e-3  # of launches
 # Seconds of a processor core in which DeepSpeed's hooks of a trained parameter run in a forward and
 # in a backward pass, by stage (measured with 300 small layers, DeepSpeed 0.19.8).
 _HOOKS_S = {0: (0.0, 0.0), 1: (0.0, 3.5e-5), 2: (0.0, 6e-5), 3: (5.3e-4, 4e-4)}
@@ -102,40 +99,11 @@ class Cluster:
         memory = card.per_host * card.host_bandwidth * _HOST_PART / ranks
         return min((self.threads or usual) * _THREAD_BANDWIDTH, memory)
 
-    def link(self, collectives: Collectives) -> tuple[float, float]:
-        """Return the seconds of collectives by bandwidth, and by latency."""
-        ranks = collectives.ranks
-        if ranks < 2:
-            return 0.0, 0.0
-        inside = min(ranks, max(1, self.per_host // collectives.stride))
-        hosts = math.ceil(ranks / inside)
-        rounds = 2 if collectives.kind == ALL_REDUCE else 1
-        moved_s = rounds * self._moved_s(collectives, inside, hosts)
-
-        def spent(protocol: tuple[float, float, float]) -> tuple[float, float]:
-            part, hop_s, host_hop_s = protocol
-            hops = rounds * ((ranks - hosts) * hop_s + (hosts - 1) * host_hop_s)
-            if rounds > 1 and hosts > 1:  # NCCL takes a tree where that is sooner
-                tree = (inside - 1) * hop_s + math.ceil(math.log2(hosts)) * host_hop_s
-                hops = min(hops, 2 * tree)
-            return moved_s / part, collectives.count * hops
-
-        return min(map(spent, self.card.protocols), key=sum)
-
-    def _moved_s(self, collectives: Collectives, inside: int, hosts: int) -> float:
-        """Seconds in which a part of all bytes passes from each rank to each other one, once.
-
-        Args:
-            inside, hosts: ranks of a host, of which the last may have fewer, and their number.
-        """
-        ranks, bandwidth = collectives.ranks, self.card.link_bandwidth
-        if collectives.kind.startswith(_ALL_TO_ALL):  # each card has a network port of its own
-            here, there = (inside - 1) / bandwidth, (ranks - inside) / self.network_bandwidth
-            return collectives.bytes / ranks * max(here, there)
-        if hosts > 1:  # a ring passes through all ports of the smallest host
-            ports = ranks - inside * (hosts - 1)
-            bandwidth = min(bandwidth, ports * self.network_bandwidth)
-        return collectives.bytes * (ranks - 1) / ranks / bandwidth
+    @property
+    def network(self) -> Network:
+        """The links among its cards."""
+        card = self.card
+        return Network(card.link_bandwidth, self.network_bandwidth, self.per_host, card.protocols)
 
 
 def hardware_of(card: Card) -> Hardware:
@@ -144,7 +112,6 @@ def hardware_of(card: Card) -> Hardware:
         step_time.hardware_of(card, 2),
         host_memory_bandwidth=1.0,
         launch_s=_UNIT_S,
-        latency_s=_HOP_S,
         filling=0.0,
         unaligned=0.0,
     )
@@ -205,12 +172,12 @@ def work_of(
     memory = {p: _memory_s(kernels, p, card) for p in _PASSES}
     total_s = sum(compute.values()) + sum(memory.values())
     every = any(not k.last for k in trace.kernels)  # micro steps before the last were traced too
-    links = {last: _links(collectives, cluster, last=last) for last in (True, False)}
+    if not every:
+        collectives += [replace(group, last=False) for group in collectives]
     hooks_s = _hooks_s(kernels, stage) * trace.parameters
     waited_s = hooks_s if card.is_cpu else 0.0  # a card's kernels run beside them
     # The host's part of the passes takes as long as so many bytes more over its link.
     pcie_for_host = hardware.pcie_bandwidth / cluster.host_bandwidth
-    last, each = links[True], links[False] if every else links[True]
     once = {kind: _once(trace, kind) if every else 0.0 for kind in (MEMORY, HOST, TRANSFER)}
     found = {
         "flops": sum(compute.values()) * hardware.flops / micro_batch,
@@ -219,15 +186,7 @@ def work_of(
         "copies": _added_bytes(trace, model, last=not every) + waited_s * hardware.memory_bandwidth,
         "launches": model.small.launches(_PASSES) * card.launch_s / _UNIT_S,
         "hooks": (hooks_s - waited_s) / _UNIT_S,
-        "overlaps": float(last["reduced"] > 0),
-        "reduced": each["reduced"],
-        "reduced_last": last["reduced"] if last["reduced"] > each["reduced"] else 0.0,
-        "reductions": last["reductions"],
-        "waited": each["waited"],
-        "gathered": each["gathered"],
-        "gathers": each["gathers"],
-        "boundary": last["boundary"] + last["waited"] - each["waited"],
-        "boundaries": last["boundaries"],
+        **columns(collectives, cluster.network, hardware.latency_s),
         "optimizer": trace.bytes_of(MEMORY, (STEP,)) + once[MEMORY],
         "groups": trace.launches((STEP,)) * card.launch_s / (GROUP_LAUNCHES * _UNIT_S),
         "transferred": trace.bytes_of(TRANSFER, _PASSES, last=not every)
@@ -294,26 +253,3 @@ def _at(trace: StepTrace, micro_batch: int, parallelism: Parallelism) -> list[Co
         replace(group, bytes=ratio * group.bytes) if carries_activations(group) else group
         for group in trace.collectives
     ]
-
-
-def _links(
-    collectives: Sequence[Collectives], cluster: Cluster, *, last: bool
-) -> Mapping[str, float]:
-    """Seconds of links of a micro step, and numbers of hops in units of `_HOP_S`, by column."""
-    found: defaultdict[str, float] = defaultdict(float)
-    for group in collectives:
-        if group.last != last:
-            continue
-        moved, hops = cluster.link(group)
-        if group.phase == STEP:
-            found["boundary"] += moved
-            found["boundaries"] += hops / _HOP_S
-        elif not group.overlapped:
-            found["waited"] += moved + hops
-        elif group.kind == ALL_GATHER:  # one half in each pass
-            found["gathered"] += moved / len(_PASSES)
-            found["gathers"] += hops / _HOP_S / len(_PASSES)
-        else:
-            found["reduced"] += moved + hops
-            found["reductions"] += group.count
-    return found

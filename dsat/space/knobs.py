@@ -179,7 +179,7 @@ KNOBS = (
         "reduce_scatter",
         _SWITCH_OFF,
         (1, 2, 3),
-        "reduce-scatter moves less than all-reduce, in more operations",
+        "stage 3 moves half as much as by an all-reduce; stages 1 and 2 all-reduce anyway",
         when=_several_slots,
     ),
     Knob(

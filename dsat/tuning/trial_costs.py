@@ -7,10 +7,12 @@ import statistics
 from collections import defaultdict, deque
 from typing import Any
 
+import numpy as np
+
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
-from dsat.values.trial import BatchTriple, Trial, TrialKind
+from dsat.values.trial import FEWEST_MAY_TAKE, BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
 _MOST_KEPT = 64  # of the latest trials, what each took besides its steps
@@ -67,7 +69,18 @@ class TrialCosts:
         """Seconds of whole trials, by the seconds of their optimizer steps (also an array)."""
         if not self._steps:
             return (self._warm_up_steps + self._least_steps) * step_s
-        return statistics.median(self._besides_s) + statistics.median(self._steps) * step_s
+        return statistics.median(self._besides_s) + self._steps_of(step_s) * step_s
+
+    def _steps_of(self, step_s: Any) -> Any:
+        """Return the steps of whole trials; long ones are measured in fewer."""
+        longest_s = self._run.longest_s
+        usual = statistics.median(self._steps) - self._warm_up_steps
+        if longest_s is None:
+            return self._warm_up_steps + usual
+        affordable = longest_s / np.maximum(step_s, 1e-9)
+        fewest = np.minimum(min(usual, self._least_steps), FEWEST_MAY_TAKE * affordable)
+        measured = np.maximum(np.minimum(usual, affordable), fewest)
+        return self._warm_up_steps + np.maximum(1.0, measured)
 
     def are_too_long(self, step_s: Any) -> Any:
         """Return which trials would exceed the time limit, by the seconds of their steps."""

@@ -11,6 +11,10 @@ from dsat.values.codec import Recorded
 from dsat.values.outcome import StepFacts
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 
+# The fewest steps may take so many times as long as a trial may measure: one or two steps give no
+# confidence interval.
+FEWEST_MAY_TAKE = 3.0
+
 
 class TrialKind(str, enum.Enum):
     """Purpose of a trial."""

@@ -5,7 +5,6 @@ After `master/internal/task/allocation.go`, for tasks that fit on one node.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,31 +64,17 @@ class Allocation:
         self.node = 0
         self.slot_ids: tuple[int, ...] = ()
         self.resources_id, self.container_id = str(uuid.uuid4()), str(uuid.uuid4())
-        self.began_s: float | None = None
-        self.ended_s: float | None = None
+        self.started = self.ended = False
         self.preempt = False
         self.acknowledged = False
         self.ready = False
         self._exit_code: int | None = None
         self._host = host
         self._on_exit = on_exit
-        self._killed = False
-
-    @property
-    def started(self) -> bool:
-        return self.began_s is not None
-
-    @property
-    def ended(self) -> bool:
-        return self.ended_s is not None
-
-    @property
-    def on_slots_s(self) -> float:
-        """Seconds for which it has had its slots."""
-        return 0.0 if self.began_s is None else (self.ended_s or time.monotonic()) - self.began_s
+        self.killed = False
 
     def start(self, node: int, slot_ids: Sequence[int]) -> None:
-        self.node, self.slot_ids, self.began_s = node, tuple(slot_ids), time.monotonic()
+        self.node, self.slot_ids, self.started = node, tuple(slot_ids), True
 
     def terminate(self, reason: str) -> None:
         """Ask it to stop: by preemption where it can hear of it, else by a kill."""
@@ -105,7 +90,7 @@ class Allocation:
         if not self.started:
             self._end(reason)
         elif self._exit_code is None:
-            self._killed = True
+            self.killed = True
             self._host.log(self.task_id, f"forcibly killing allocation (reason: {reason})")
             self._host.kill_container(self)
 
@@ -115,8 +100,8 @@ class Allocation:
             self._end("a container exited")
 
     def _end(self, reason: str) -> None:
-        self.ended_s = time.monotonic()
-        if not self.started or self._killed or self.acknowledged:
+        self.ended = True
+        if not self.started or self.killed or self.acknowledged:
             end = Exit(None, False, f"allocation stopped after {reason}")
         elif self._exit_code:
             failure = (

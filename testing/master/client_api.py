@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import io
 import tarfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from testing.master import views
-from testing.master.errors import FAILED_PRECONDITION, ApiError, not_found
-from testing.master.requests import Answer, Master, Request, Route, Stream
-from testing.master.states import State
+from testing.master.errors import FAILED_PRECONDITION, ApiError
+from testing.master.requests import Answer, Handler, Master, Request, Route, Stream
+from testing.master.states import END_OF, State
 
 Json = dict[str, Any]
 _DIRECTORY = 53  # the tar type '5'; 48, or '0', is a file
@@ -19,44 +19,27 @@ _DIRECTORY = 53  # the tar type '5'; 48, or '0', is a file
 
 def info(master: Master, request: Request) -> Answer:
     """Return what determined's client requires of v1GetMasterResponse."""
-    texts = ("clusterName", "externalLoginUri", "externalLogoutUri")
-    flags = ("telemetryEnabled", "rbacEnabled", "strictJobQueueControl", "hasCustomLogo")
-    return {
-        **dict.fromkeys(texts, ""),
-        **dict.fromkeys(flags, False),
-        "version": master.version,
-        "masterId": master.cluster.id,
-        "clusterId": master.cluster.id,
-        "branding": "determined",
-    }
+    ids = dict.fromkeys(("clusterName", "clusterId", "masterId"), master.cluster.id)
+    flags = dict.fromkeys(("strictJobQueueControl", "hasCustomLogo"), False)
+    return {**ids, **flags, "version": master.version}
 
 
 def login(master: Master, request: Request) -> Answer:
     name = request.body["username"]
-    token = master.accounts.login(
-        name, request.body.get("password") or "", is_hashed=bool(request.body.get("isHashed"))
-    )
+    token = master.accounts.login(name, request.body.get("password") or "")
     return {"token": token, "user": views.user(name)}
-
-
-def me(master: Master, request: Request) -> Answer:
-    return {"user": views.user(request.user)}
 
 
 def create_experiment(master: Master, request: Request) -> Answer:
     body = request.body
-    files = body.get("modelDefinition") or []
-    if body.get("validateOnly"):
-        raise ApiError(FAILED_PRECONDITION, "the stand-in validates only by creating")
-    experiment = master.cluster.create_experiment(
-        body["config"],
-        _archive(files) if files else b"",
-        request.user,
-        activate=bool(body.get("activate")),
+    archive = _archive(body.get("modelDefinition") or [])
+    activate = bool(body.get("activate"))
+    made = master.cluster.create_experiment(
+        body["config"], archive, request.user, activate=activate
     )
     return {
-        "experiment": views.experiment(master.cluster, experiment),
-        "config": experiment.config,
+        "experiment": views.experiment(master.cluster, made),
+        "config": made.config,
         "warnings": [],
     }
 
@@ -64,16 +47,14 @@ def create_experiment(master: Master, request: Request) -> Answer:
 def _archive(files: Iterable[Mapping[str, Any]]) -> bytes:
     """A gzipped tar archive of v1File items."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
         for file in files:
             content = base64.b64decode(file.get("content") or "")
             info = tarfile.TarInfo(file["path"])
-            info.mode = int(file.get("mode") or 0o644)
-            info.mtime = int(file.get("mtime") or 0)
+            info.mode, info.mtime = int(file.get("mode") or 0o644), int(file.get("mtime") or 0)
             if int(file["type"]) == _DIRECTORY:
                 info.type = tarfile.DIRTYPE
-            else:
-                info.size = len(content)
+            info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
     return buffer.getvalue()
 
@@ -97,23 +78,16 @@ def patch_experiment(master: Master, request: Request) -> Answer:
     return {"experiment": views.experiment(master.cluster, experiment)}
 
 
-def change_experiment(
-    state: State, reason: str, idle: tuple[State, ...]
-) -> Callable[[Master, Request], Answer]:
-    """A handler for what the buttons of the web UI do.
-
-    Args:
-        idle: States in which there is nothing left to do.
-    """
+def change_experiment(state: State, idle: tuple[State, ...] = ()) -> Handler:
+    """A handler for a button of the web UI; in the states `idle` there is nothing left to do."""
 
     def handler(master: Master, request: Request) -> Answer:
         experiment = master.cluster.experiment(request.id())
-        if experiment.state in idle:
-            return {}
-        if not experiment.change_state(state, reason):
-            raise ApiError(
-                FAILED_PRECONDITION, f"experiment in incompatible state {experiment.state}"
-            )
+        if experiment.state not in idle and not experiment.change_state(
+            state, "a user requested it"
+        ):
+            problem = f"experiment in incompatible state {experiment.state}"
+            raise ApiError(FAILED_PRECONDITION, problem)
         return {}
 
     return handler
@@ -146,21 +120,14 @@ def trial_logs(master: Master, request: Request) -> Answer:
     return Stream([{"result": row} for row in (rows[:limit] if limit else rows)])
 
 
-def get_checkpoint(master: Master, request: Request) -> Answer:
-    found = master.cluster.checkpoints.get(request.parts["id"])
-    if found is None:
-        raise not_found(f"checkpoint '{request.parts['id']}' not found")
-    return {"checkpoint": views.checkpoint(master.cluster, found)}
-
-
 def searcher_events(master: Master, request: Request) -> Answer:
     """A long poll. Only an event ends it early; that the experiment stops does not."""
     experiment = master.cluster.experiment(request.id())
     again = master.redelivered.pop(experiment.id, [])
     if not again and not experiment.events():
-        count = experiment.queue.count
-        master.wait(lambda: experiment.queue.count > count, master.poll_s)
-        return {"searcherEvents": list(experiment.queue.events)}
+        queue, count = experiment.queue, experiment.queue.count
+        master.wait(lambda: master.has_news(queue, count), master.poll_s)
+        return {"searcherEvents": list(queue.events)}
     return {"searcherEvents": [*again, *experiment.events()]}
 
 
@@ -176,26 +143,16 @@ def _page(request: Request, name: str, rows: list[Json]) -> Json:
 
 
 _STOPPED = (State.COMPLETED, State.CANCELED, State.ERROR)
-_STOPPING = (
-    State.STOPPING_COMPLETED,
-    State.STOPPING_CANCELED,
-    State.STOPPING_KILLED,
-    State.STOPPING_ERROR,
-)
-_CANCEL = change_experiment(
-    State.STOPPING_CANCELED, "user requested cancellation", (*_STOPPED, *_STOPPING)
-)
-_KILL = change_experiment(
-    State.STOPPING_KILLED, "user requested kill", (*_STOPPED, State.STOPPING_KILLED)
-)
-_PAUSE = change_experiment(State.PAUSED, "user requested pause", ())
-_ACTIVATE = change_experiment(State.ACTIVE, "user requested activation", ())
+_CANCEL = change_experiment(State.STOPPING_CANCELED, (*_STOPPED, *END_OF))
+_KILL = change_experiment(State.STOPPING_KILLED, (*_STOPPED, State.STOPPING_KILLED))
+_PAUSE = change_experiment(State.PAUSED)
+_ACTIVATE = change_experiment(State.ACTIVE)
 
 ROUTES = [
     Route("GET", "/info", info, needs_login=False),
     Route("GET", "/api/v1/master", info, needs_login=False),
     Route("POST", "/api/v1/auth/login", login, needs_login=False),
-    Route("GET", "/api/v1/me", me),
+    Route("GET", "/api/v1/me", lambda master, request: {"user": views.user(request.user)}),
     Route("POST", "/api/v1/experiments", create_experiment),
     Route("GET", "/api/v1/experiments", get_experiments),
     Route("GET", "/api/v1/experiments/{id}", get_experiment),
@@ -210,5 +167,4 @@ ROUTES = [
     Route("GET", "/api/v1/trials/{id}", get_trial),
     Route("POST", "/api/v1/trials/{id}/kill", kill_trial),
     Route("GET", "/api/v1/trials/{id}/logs", trial_logs),
-    Route("GET", "/api/v1/checkpoints/{id}", get_checkpoint),
 ]

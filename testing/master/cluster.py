@@ -16,7 +16,7 @@ from testing.master import config as configs
 from testing.master.allocation import Allocation, Exit
 from testing.master.errors import INTERNAL, ApiError, invalid, not_found
 from testing.master.experiment import Experiment
-from testing.master.logs import LogLine
+from testing.master.logs import LogLine, parse
 from testing.master.states import State
 from testing.master.trial import INVALID_HP, Trial
 
@@ -54,12 +54,12 @@ class Cluster:
         self.checkpoints: dict[str, Json] = {}
         self.logs: dict[str, list[LogLine]] = {}
         self.projects = [("Uncategorized", "Uncategorized"), *projects]
+        self.idle = False
         self._start_container = world.start_container
         self._nodes = nodes
         self._waiting: list[Allocation] = []
         self._checkpoint_folder = checkpoints
         self._trial_ids = itertools.count(1)
-        self._metric_ids = itertools.count(1)
 
     # What experiments, trials and allocations need of their host.
 
@@ -87,18 +87,26 @@ class Cluster:
         if allocation in self._waiting:
             self._waiting.remove(allocation)
 
-    def on_slots_s(self, trial: Trial) -> float:
-        """Seconds for which all runs of a trial had their slots."""
-        return sum(self.allocations[each].on_slots_s for each in trial.allocation_ids)
-
     def log(self, task_id: str, text: str, level: str = "INFO") -> None:
         line = LogLine(timestamp=self.now(), log=f"{text}\n", level=level, source="master")
         self.logs.setdefault(task_id, []).append(line)
+
+    def print(self, allocation: Allocation, text: str) -> None:
+        """Add a line that a container printed."""
+        line = parse(
+            f"{text}\n",
+            timestamp=self.now(),
+            container_id=allocation.container_id,
+            agent_id=f"agent-{allocation.node}",
+        )
+        self.logs.setdefault(allocation.task_id, []).append(line)
 
     # What requests do.
 
     def schedule(self) -> None:
         """Start what fits."""
+        if self.idle:
+            return
         for allocation in list(self._waiting):
             for node, slots in enumerate(self._nodes):
                 free = [slot for slot in range(slots) if (node, slot) not in self._taken()]
@@ -186,13 +194,9 @@ class Cluster:
     def report_metrics(self, trial: Trial, group: str, report: Json) -> None:
         self.metrics.setdefault(trial.id, []).append(
             {
-                "id": next(self._metric_ids),
                 "group": group,
                 "steps": int(report.get("stepsCompleted") or 0),
-                "run": int(report.get("trialRunId") or 0),
-                "time": report.get("reportTime") or self.now(),
                 "metrics": report["metrics"]["avgMetrics"],
-                "batches": report["metrics"].get("batchMetrics"),
             }
         )
 

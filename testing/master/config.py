@@ -39,10 +39,10 @@ def complete(text: str, checkpoints: str) -> Json:
     for key in ("metric", *(["max_length"] if searcher["name"] == "single" else [])):
         if key not in searcher:
             raise invalid(f"invalid experiment configuration: searcher.{key} is required")
-    config = _merged(_defaults(checkpoints), user)
-    if user.get("checkpoint_storage"):
-        kept = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
-        config["checkpoint_storage"] = {**kept, **user["checkpoint_storage"]}
+    config = _merged(_defaults(), user)
+    kept = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
+    storage = user.get("checkpoint_storage") or {"type": "shared_fs", "host_path": checkpoints}
+    config["checkpoint_storage"] = {**kept, **storage}
     config["hyperparameters"] = normalized(user.get("hyperparameters") or {})
     config["name"] = user.get("name") or "Experiment (stand-in)"
     return config
@@ -87,50 +87,31 @@ def _merged(below: Json, above: Json) -> Json:
     return result
 
 
-def _defaults(checkpoints: str) -> Json:
+def _defaults() -> Json:
     return {
-        "bind_mounts": [],
         "checkpoint_policy": "best",
-        "checkpoint_storage": {
-            "type": "shared_fs",
-            "host_path": checkpoints,
-            "save_experiment_best": 0,
-            "save_trial_best": 1,
-            "save_trial_latest": 1,
-        },
         "data": {},
         "debug": False,
         "description": "",
         "environment": {"environment_variables": {"cpu": [], "cuda": [], "rocm": []}},
         "hyperparameters": {},
-        "integrations": None,
         "labels": [],
-        "log_policies": [],
         "max_restarts": 5,
         "min_checkpoint_period": {"batches": 0},
         "min_validation_period": {"batches": 0},
         "optimizations": {
             "aggregation_frequency": 1,
-            "auto_tune_tensor_fusion": False,
             "average_aggregated_gradients": True,
             "average_training_metrics": True,
-            "grad_updates_size_file": None,
             "gradient_compression": False,
             "mixed_precision": "O0",
-            "tensor_fusion_cycle_time": 1,
-            "tensor_fusion_threshold": 64,
         },
         "perform_initial_validation": False,
         "profiling": {"enabled": False, "begin_on_batch": 0, "sync_timings": True},
         "project": "",
         "records_per_epoch": 0,
         "reproducibility": {"experiment_seed": 1},
-        "resources": {
-            "native_parallel": False,
-            "resource_pool": "default",
-            "slots_per_trial": 1,
-            "is_single_node": None,
-        },
+        "resources": {"resource_pool": "default", "slots_per_trial": 1},
         "scheduling_unit": 100,
         "searcher": {"smaller_is_better": True},
         "workspace": "",

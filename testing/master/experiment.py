@@ -72,7 +72,6 @@ class Experiment:
         self.owner = owner
         self.job_id = str(uuid.uuid4())
         self.start_time = host.now()
-        self.end_time: str | None = None
         self.state = State.ACTIVE
         self.progress = 0.0
         self.trials: dict[str, Trial] = {}
@@ -99,7 +98,7 @@ class Experiment:
             return
         request_id = str(uuid.uuid4())
         hparams = point_of(self.config["hyperparameters"])
-        self._process(
+        self.process(
             [
                 {"createTrial": {"requestId": request_id, "hyperparams": json.dumps(hparams)}},
                 _validate_after(request_id, _length(self.config["searcher"]["max_length"])),
@@ -116,7 +115,7 @@ class Experiment:
         self._require_custom()
         self.queue.remove_up_to(int(request["triggeredByEvent"]["id"]))
         self.posted.append(request)
-        self._process(request.get("searcherOperations") or [])
+        self.process(request.get("searcherOperations") or [])
 
     def events(self) -> list[Json]:
         """The unacknowledged events, or that there is nothing to do."""
@@ -181,7 +180,7 @@ class Experiment:
         if not self.is_custom:
             raise ApiError(INTERNAL, "unsupported operation for this search method")
 
-    def _process(self, operations: Iterable[Mapping[str, Any]]) -> None:
+    def process(self, operations: Iterable[Mapping[str, Any]]) -> None:
         if self.state.is_stopping or self.state.is_terminal:
             return
         updated: dict[str, None] = {}
@@ -275,7 +274,6 @@ class Experiment:
     def _maybe_end(self) -> None:
         if self.state.is_stopping and not self.trials:
             self.state = END_OF[self.state]
-            self.end_time = self._host.now()
             if self.state is State.COMPLETED:
                 self.progress = 1.0
 

@@ -12,11 +12,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -24,7 +23,9 @@ from typing import IO
 import psutil
 
 from dsat.engines.local.ports import free_ports
+from testing.forked import Forked
 from testing.master.allocation import Allocation
+from testing.master.container.entrypoint import main
 from testing.master.logs import LogLine, parse
 
 IMAGE = Path(__file__).parent / "container"
@@ -56,7 +57,7 @@ class Running:
 
     allocation: Allocation
     folder: Path
-    process: subprocess.Popen[bytes]
+    process: Forked
 
 
 class Processes:
@@ -85,10 +86,13 @@ class Processes:
         # Short: names of sockets in it have to fit in 107 bytes.
         self._tmp = tempfile.TemporaryDirectory(prefix="dm")
 
-    def start(self, allocation: Allocation, launch: Launch) -> None:
+    def start(
+        self, allocation: Allocation, launch: Launch, *, forked: Sequence[str] | None = None
+    ) -> None:
+        """Start a container; `forked` is the entrypoint of one that is forked."""
         folder = self._folder / allocation.id
         tmp = Path(self._tmp.name) / str(len(self._threads))
-        running = Running(allocation, folder, _start(folder, tmp, allocation, launch))
+        running = Running(allocation, folder, _start(folder, tmp, allocation, launch, forked))
         with self._lock:
             self._running[allocation.id] = running
         thread = threading.Thread(target=self._attend, args=(running,), daemon=True)
@@ -114,7 +118,10 @@ class Processes:
         """Return the living processes of an allocation."""
         with self._lock:
             running = self._running.get(allocation_id)
-        return [] if running is None else processes_in(running.folder)
+        if running is None:
+            return []
+        # Other processes cannot see the variables of the first, which is forked.
+        return [psutil.Process(running.process.pid), *processes_in(running.folder)]
 
     def _attend(self, running: Running) -> None:
         """Read a container's output to its end, wait for it and report its status."""
@@ -132,15 +139,12 @@ class Processes:
                 left.kill()
         for reader in readers:
             reader.join(timeout=10)
-        assert process.stdin is not None
-        process.stdin.close()
         _clean_up(running.allocation.id)
         with self._lock:
             del self._running[running.allocation.id]
         self._on_exit(running.allocation, 128 - status if status < 0 else status)
 
-    def _read(self, running: Running, stream: IO[bytes] | None, stdtype: str) -> None:
-        assert stream is not None
+    def _read(self, running: Running, stream: IO[bytes], stdtype: str) -> None:
         allocation = running.allocation
         with stream:
             for line in stream:
@@ -176,8 +180,12 @@ def _clean_up(allocation_id: str) -> None:
 
 
 def _start(
-    folder: Path, tmp: Path, allocation: Allocation, launch: Launch
-) -> subprocess.Popen[bytes]:
+    folder: Path,
+    tmp: Path,
+    allocation: Allocation,
+    launch: Launch,
+    forked: Sequence[str] | None,
+) -> Forked:
     for name in ("workdir", "home", "run/info", "run/train/logs", "run/train/model"):
         (folder / name).mkdir(parents=True)
     tmp.mkdir()
@@ -210,12 +218,4 @@ def _start(
     environment["PYTHONPATH"] = os.pathsep.join([str(IMAGE), *([user_paths] if user_paths else [])])
     if launch.shared is not None:
         environment["HOSTNAME_CONTAINER_SHARED_FS"] = launch.shared
-    return subprocess.Popen(
-        [sys.executable, str(IMAGE / "entrypoint.py")],
-        cwd=folder / "workdir",
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    return Forked(main, [forked], environment=environment, folder=folder / "workdir")

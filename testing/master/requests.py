@@ -12,6 +12,8 @@ from typing import Any
 from testing.master.accounts import Accounts
 from testing.master.cluster import Cluster
 from testing.master.errors import not_found
+from testing.master.experiment import EventQueue
+from testing.master.made_up import MadeUpTrials
 
 Json = dict[str, Any]
 
@@ -61,6 +63,7 @@ class Master:
         accounts: Accounts,
         version: str,
         poll_s: float,
+        made_up: MadeUpTrials | None,
     ) -> None:
         self.cluster = cluster
         self.accounts = accounts
@@ -68,13 +71,22 @@ class Master:
         self.poll_s = poll_s
         self.changed = threading.Condition(threading.RLock())
         self.stopping = False
+        self._made_up = made_up
         self.redelivered: dict[int, list[Json]] = {}
 
     def drive(self) -> None:
         """Start what fits now; called with the lock."""
         if not self.stopping:
+            if self._made_up is not None:
+                self._made_up.leave()
             self.cluster.schedule()
         self.changed.notify_all()
+
+    def has_news(self, queue: EventQueue, count: int) -> bool:
+        """Return whether a queue has more than so many events, or a made-up trial makes one."""
+        if queue.count == count and self._made_up and self._made_up.let_one_end(self.cluster):
+            self.drive()
+        return queue.count > count
 
     def wait(self, holds: Callable[[], Any], timeout_s: float) -> None:
         """Waits, without the lock, until something holds; at most a while."""

@@ -7,7 +7,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
@@ -39,6 +39,8 @@ class Fault:
             anything; `drop_answer` does what was asked and then closes the connection.
         times: Number of requests that fail; None for all.
         after: Number of matching requests that succeed first.
+        every: 2 if only each second of the others fails, the first of them included.
+        also: called before the connection is closed.
         hits: Number of requests that failed.
     """
 
@@ -46,7 +48,10 @@ class Fault:
     kind: Literal["status", "drop", "drop_answer"] = "status"
     status: int = 503
     times: int | None = 1
+    message: str = "injected"
     after: int = 0
+    every: int = 1
+    also: Callable[[], object] = field(default=lambda: None)
     hits: int = field(default=0, init=False)
 
     def befalls(self, request: str) -> bool:
@@ -56,6 +61,7 @@ class Fault:
         if self.after > 0:
             self.after -= 1
             return False
+        self.after = self.every - 1
         if self.times is not None and self.hits >= self.times:
             return False
         self.hits += 1
@@ -151,12 +157,12 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         status = 0
+        fault = self.server.http.fault_of(f"{self.command} {url.path}")
         try:
-            fault = self.server.http.fault_of(f"{self.command} {url.path}")
             if fault is not None and fault.kind == "drop":
                 raise _Dropped
             if fault is not None and fault.kind == "status":
-                raise ApiError(INTERNAL, "injected", fault.status)
+                raise ApiError(INTERNAL, fault.message, fault.status)
             answer = self._answer(url.path, url.query, body)
             if fault is not None:
                 raise _Dropped
@@ -166,6 +172,8 @@ class _Handler(BaseHTTPRequestHandler):
             status = error.status
             self._send_json(error.body, status)
         except _Dropped:
+            if fault is not None:
+                fault.also()
             self.close_connection = True
         except OSError:
             self.close_connection = True

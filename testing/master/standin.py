@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import tarfile
 import threading
 import time
@@ -15,18 +14,20 @@ from typing import Any
 
 import psutil
 
+from dsat.determined_cluster.job import RUNNER_MODULE
 from testing.master.accounts import Accounts
 from testing.master.allocation import Allocation
 from testing.master.cluster import Cluster
 from testing.master.experiment import Experiment
 from testing.master.logs import LogLine
+from testing.master.made_up import MadeUpTrials
 from testing.master.processes import Launch, Processes
 from testing.master.requests import Master
 from testing.master.server import Fault, HttpServer, Seen
 from testing.master.trial import Trial
 
 Json = dict[str, Any]
-DEFAULT_USERS = {"tester": "Standin-Passw0rd"}
+USERS = {"tester": "Standin-Passw0rd"}  # passwords by name
 
 
 class StandIn:
@@ -37,12 +38,13 @@ class StandIn:
     Args:
         folder: For containers and checkpoints.
         nodes: The number of (CPU) slots of every agent.
-        users: Passwords by name.
         version: What it says it is.
         poll_s: How long a long poll without news lasts; the real master's is 60 s.
         environment: Variables that every container has, as an image sets them.
         projects: Pairs of a workspace and a project in it.
         grace_s: How long launchers wait after the end of their workers; 5 s in reality.
+        made_up: Trials without processes; then search runners are forked, and time runs fast there.
+        idle: No container starts.
     """
 
     def __init__(
@@ -50,15 +52,16 @@ class StandIn:
         folder: Path,
         *,
         nodes: Sequence[int] = (1,),
-        users: Mapping[str, str] = DEFAULT_USERS,
         version: str = "0.37.0",
         poll_s: float = 2.0,
         environment: Mapping[str, str] | None = None,
         projects: Sequence[tuple[str, str]] = (),
         grace_s: float = 0.2,
+        made_up: MadeUpTrials | None = None,
+        idle: bool = False,
     ) -> None:
         self.folder = folder
-        self.users = dict(users)
+        self.users = dict(USERS)
         checkpoints = self.folder / "checkpoints"
         checkpoints.mkdir(parents=True, exist_ok=True)
         self.cluster = Cluster(self, nodes, str(checkpoints), projects)
@@ -66,7 +69,9 @@ class StandIn:
         self._environment = dict(environment or {})
         self._timers: list[threading.Timer] = []
         self._grace_s = grace_s
-        self._master = Master(self.cluster, self.accounts, version, poll_s)
+        self.made_up = made_up
+        self.cluster.idle = idle
+        self._master = Master(self.cluster, self.accounts, version, poll_s, made_up)
         self._processes = Processes(
             self.folder / "containers", self._logged, self._exited, self.cluster.now
         )
@@ -88,20 +93,11 @@ class StandIn:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http.port}"
 
-    def client_environment(self, home: Path, user: str | None = None) -> dict[str, str]:
-        """Variables with which a command of a user finds the master and may log in.
-
-        Args:
-            home: A folder for the user's cached tokens.
-            user: One of `users`; the first if None.
-        """
-        name = user or next(iter(self.users))
-        return {
-            "DET_MASTER": self.url,
-            "DET_USER": name,
-            "DET_PASS": self.users[name],
-            "DET_DEBUG_CONFIG_PATH": str(home),
-        }
+    def client_environment(self, home: Path) -> dict[str, str]:
+        """Variables with which a user's command finds the master; `home` is for cached tokens."""
+        [(name, password)] = self.users.items()
+        found = {"DET_MASTER": self.url, "DET_USER": name, "DET_PASS": password}
+        return {**found, "DET_DEBUG_CONFIG_PATH": str(home)}
 
     # What happened.
 
@@ -139,11 +135,14 @@ class StandIn:
             checkpoints = self.cluster.checkpoints_of(self.cluster.trial(trial_id))
             return [self.cluster.checkpoint_path(each) for each in checkpoints]
 
-    def context_files(self, experiment_id: int) -> list[str]:
-        """The paths that were uploaded."""
+    def context(self, experiment_id: int) -> dict[str, str]:
+        """The texts of the files that were uploaded, by their paths."""
         model_def = self.experiment(experiment_id).model_def
         with tarfile.open(fileobj=io.BytesIO(model_def), mode="r:gz") as archive:
-            return archive.getnames()
+            files = {each.name: archive.extractfile(each) for each in archive if each.isfile()}
+            return {
+                name: file.read().decode(errors="replace") for name, file in files.items() if file
+            }
 
     def posted(self, experiment_id: int) -> list[Json]:
         """Every accepted POST of searcher operations."""
@@ -193,14 +192,6 @@ class StandIn:
         self.faults.append(fault)
         return fault
 
-    def signal(self, trial_id: int, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to all processes of a trial's containers, as by an OOM killer.
-
-        With SIGKILL, that is the end of the container with status 137.
-        """
-        for process in self.processes(trial_id):
-            process.send_signal(number)
-
     def processes(self, trial_id: int) -> list[psutil.Process]:
         """All living processes of a trial's container."""
         allocation = self.cluster.trial(trial_id).allocation
@@ -211,31 +202,34 @@ class StandIn:
         with self._master.changed:
             self._master.redelivered.setdefault(experiment_id, []).extend(events)
 
-    def restart(self, down_s: float = 0.0) -> None:
-        """Restarts the master: connections are dropped, containers go on, the state is kept."""
-        self.http.stop()
-        time.sleep(down_s)
-        self.http.start()
-
-    def expire_tokens(self) -> None:
-        """Makes all users log in again."""
-        self.accounts.end_all_sessions()
+    def preempt(self, trial_id: int) -> None:
+        """Asks a trial to leave its slots, and gives it others when it has left."""
+        allocation = self.cluster.trial(trial_id).allocation
+        assert allocation is not None
+        self.do(lambda: allocation.terminate("preempted by the scheduler"))
 
     # What the cluster asks of the machine.
 
     def start_container(self, allocation: Allocation) -> None:
-        self._processes.start(allocation, self._launch(allocation))
+        trial = self.cluster.trial_of_task(allocation.task_id)
+        entrypoint = self.cluster.experiments[trial.experiment_id].config["entrypoint"]
+        if self.made_up is None:
+            self._processes.start(allocation, self._launch(allocation))
+        elif RUNNER_MODULE in entrypoint:
+            self._processes.start(allocation, self._launch(allocation), forked=entrypoint)
+        else:
+            self.made_up.start(trial, allocation)
 
     def kill_container(self, allocation: Allocation) -> None:
         self._processes.kill(allocation.id)
 
     def later(self, delay_s: float, call: Callable[[], None]) -> None:
-        timer = threading.Timer(delay_s, self._call, (call,))
+        timer = threading.Timer(delay_s, self.do, (call,))
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
 
-    def _call(self, call: Callable[[], None]) -> None:
+    def do(self, call: Callable[[], object]) -> None:
         with self._master.changed:
             call()
             self._master.drive()
@@ -246,7 +240,7 @@ class StandIn:
             self._master.changed.notify_all()
 
     def _exited(self, allocation: Allocation, exit_code: int) -> None:
-        self._call(lambda: allocation.container_exited(exit_code))
+        self.do(lambda: allocation.container_exited(exit_code))
 
     def _launch(self, allocation: Allocation) -> Launch:
         trial = self.cluster.trial_of_task(allocation.task_id)

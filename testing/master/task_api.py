@@ -18,11 +18,6 @@ def context_directory(master: Master, request: Request) -> Answer:
     return {"b64Tgz": base64.b64encode(model_def).decode("ascii")}
 
 
-def accepted(master: Master, request: Request) -> Answer:
-    """For reports that nothing here depends on."""
-    return {}
-
-
 def rendezvous(master: Master, request: Request) -> Answer:
     """Answer at once: every allocation has a single container."""
     allocation = master.cluster.allocation(request.parts["id"])
@@ -42,11 +37,6 @@ def preemption(master: Master, request: Request) -> Answer:
 def ack_preemption(master: Master, request: Request) -> Answer:
     master.cluster.allocation(request.parts["id"]).acknowledged = True
     return {}
-
-
-def start_run(master: Master, request: Request) -> Answer:
-    master.cluster.trial(int(request.body["runId"]))
-    return {"storageId": None}
 
 
 def current_operation(master: Master, request: Request) -> Answer:
@@ -85,13 +75,13 @@ def early_exit(master: Master, request: Request) -> Answer:
     return {}
 
 
-def runner_metadata(master: Master, request: Request) -> Answer:
-    master.cluster.trial(request.id()).runner_state = request.body["state"]
+def report_checkpoint(master: Master, request: Request) -> Answer:
+    master.cluster.report_checkpoint(request.body)
     return {}
 
 
-def report_checkpoint(master: Master, request: Request) -> Answer:
-    master.cluster.report_checkpoint(request.body)
+def accepted(master: Master, request: Request) -> Answer:
+    """For reports that nothing here depends on."""
     return {}
 
 
@@ -129,13 +119,13 @@ ROUTES = [
     Route("GET", "/api/v1/allocations/{id}/resources/{resources}/rendezvous", rendezvous),
     Route("GET", "/api/v1/allocations/{id}/signals/preemption", preemption),
     Route("POST", "/api/v1/allocations/{id}/signals/ack_preemption", ack_preemption),
-    Route("POST", "/api/v1/runs/start", start_run),
+    Route("POST", "/api/v1/runs/start", lambda master, request: {"storageId": None}),
     Route("GET", "/api/v1/trials/{id}/searcher/operation", current_operation),
     Route("POST", "/api/v1/trials/{id}/searcher/completed_operation", completed_operation),
     Route("POST", "/api/v1/trials/{id}/progress", progress),
     Route("POST", "/api/v1/trials/{id}/metrics", report_metrics),
     Route("POST", "/api/v1/trials/{id}/early_exit", early_exit),
-    Route("POST", "/api/v1/trials/{id}/runner/metadata", runner_metadata),
+    Route("POST", "/api/v1/trials/{id}/runner/metadata", accepted),
     Route("POST", "/api/v1/checkpoints", report_checkpoint),
     Route(
         "GET",

@@ -61,8 +61,6 @@ class Trial:
     restarts: int = 0
     run_id: int = 0
     allocation: Allocation | None = None
-    allocation_ids: list[str] = field(default_factory=list)
-    runner_state: str = ""
     _invalid_hp: bool = False
 
     def searcher_changed(self) -> None:
@@ -94,7 +92,6 @@ class Trial:
             return
         self.run_id += 1
         self.allocation = self.host.allocate(self, self._allocation_ended)
-        self.allocation_ids.append(self.allocation.id)
 
     def _move(self, state: State, reason: str) -> None:
         self.state = state

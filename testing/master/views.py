@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from testing.master.cluster import Cluster
@@ -16,105 +16,45 @@ Json = dict[str, Any]
 
 def experiment(cluster: Cluster, one: Experiment) -> Json:
     """v1Experiment."""
-    trials = sorted(one.all_trials.values(), key=lambda trial: trial.id)
     config = one.config
-    project_id = cluster.project_of(config)
-    workspace, project = cluster.projects[project_id - 1]
     return {
         "id": one.id,
         "description": config["description"],
         "labels": config["labels"],
         "startTime": one.start_time,
-        "endTime": one.end_time,
         "state": _experiment_state(one),
         "archived": False,
-        "numTrials": len(trials),
-        "trialIds": [trial.id for trial in trials],
+        "numTrials": len(one.all_trials),
         "username": one.owner,
-        "resourcePool": config["resources"]["resource_pool"],
         "searcherType": config["searcher"]["name"],
-        "searcherMetric": config["searcher"]["metric"],
-        "hyperparameters": config["hyperparameters"],
         "name": config["name"],
         "jobId": one.job_id,
         "progress": one.progress,
-        "projectId": project_id,
-        "projectName": project,
-        "workspaceId": project_id,
-        "workspaceName": workspace,
+        "projectId": cluster.project_of(config),
+        "projectOwnerId": 1,
         "config": config,
         "originalConfig": one.original_config,
-        "projectOwnerId": 1,
     }
 
 
 def trial(cluster: Cluster, one: Trial) -> Json:
     """trialv1Trial."""
-    metrics = cluster.metrics.get(one.id, [])
-    validations = [each for each in metrics if each["group"] == "validation"]
-    owner = cluster.experiments[one.experiment_id]
+    steps = [each["steps"] for each in cluster.metrics.get(one.id, [])]
     return {
         "id": one.id,
         "experimentId": one.experiment_id,
-        "startTime": owner.start_time,
-        "endTime": owner.end_time if one.state.is_terminal else None,
-        "state": _trial_state(one),
+        "startTime": cluster.experiments[one.experiment_id].start_time,
+        "state": _enriched([one]) if one.state is State.ACTIVE else str(one.state),
         "restarts": one.restarts,
         "hparams": one.hparams,
-        "totalBatchesProcessed": max((each["steps"] for each in metrics), default=0),
-        "latestValidation": _workload(validations[-1]) if validations else None,
-        "runnerState": one.runner_state,
-        "wallClockTime": cluster.on_slots_s(one),
+        "totalBatchesProcessed": max(steps, default=0),
         "taskId": one.task_id,
-        "taskIds": [one.task_id],
-    }
-
-
-def checkpoint(cluster: Cluster, one: Mapping[str, Any]) -> Json:
-    """v1Checkpoint with its trial."""
-    of_trial = cluster.trial_of_task(one["taskId"])
-    steps = one["metadata"].get("steps_completed")
-    reports = [
-        each
-        for each in cluster.metrics.get(of_trial.id, [])
-        if each["group"] == "validation" and each["steps"] == steps
-    ]
-    return {
-        "taskId": one["taskId"],
-        "allocationId": one.get("allocationId"),
-        "uuid": one["uuid"],
-        "reportTime": one.get("reportTime"),
-        "resources": {name: str(size) for name, size in one["resources"].items()},
-        "metadata": one["metadata"],
-        "state": one["state"],
-        "storageId": one.get("storageId"),
-        "training": {
-            "trialId": of_trial.id,
-            "experimentId": of_trial.experiment_id,
-            "experimentConfig": cluster.experiments[of_trial.experiment_id].config,
-            "hparams": of_trial.hparams,
-            "trainingMetrics": {"avgMetrics": {}, "batchMetrics": []},
-            "validationMetrics": {
-                "avgMetrics": reports[-1]["metrics"] if reports else {},
-                "batchMetrics": [],
-            },
-            "searcherMetric": None,
-        },
     }
 
 
 def user(name: str) -> Json:
     """v1User."""
-    flags = {"admin": False, "active": True, "remote": False}
-    modified = {"modifiedAt": "2024-01-01T00:00:00Z"}
-    return {
-        "id": 2,
-        "username": name,
-        "agentUserGroup": None,
-        "displayName": "",
-        **flags,
-        **modified,
-    }
+    return {"id": 2, "username": name, "admin": False, "active": True}
 
 
 def trial_log(number: int, trial_id: int, line: LogLine) -> Json:
@@ -124,12 +64,9 @@ def trial_log(number: int, trial_id: int, line: LogLine) -> Json:
         "trialId": trial_id,
         "timestamp": line.timestamp,
         "message": line.message,
-        "level": f"LOG_LEVEL_{line.level}" if line.level else "LOG_LEVEL_UNSPECIFIED",
-        "agentId": line.agent_id,
-        "containerId": line.container_id,
+        "level": f"LOG_LEVEL_{line.level or 'UNSPECIFIED'}",
         "rankId": line.rank,
         "log": line.log,
-        "source": line.source,
         "stdtype": line.stdtype,
     }
 
@@ -137,26 +74,12 @@ def trial_log(number: int, trial_id: int, line: LogLine) -> Json:
 def page(name: str, rows: Sequence[Json], offset: int, limit: int) -> Json:
     """A part of a list, with its pagination."""
     end = len(rows) if limit <= 0 else min(len(rows), offset + limit)
-    return {
-        name: list(rows[offset:end]),
-        "pagination": {
-            "offset": offset,
-            "limit": limit,
-            "startIndex": min(offset, end),
-            "endIndex": end,
-            "total": len(rows),
-        },
-    }
+    place = {"startIndex": min(offset, end), "endIndex": end, "total": len(rows)}
+    return {name: list(rows[offset:end]), "pagination": {"offset": offset, "limit": limit, **place}}
 
 
 def _experiment_state(one: Experiment) -> str:
-    if one.state is not State.ACTIVE:
-        return str(one.state)
-    return _enriched(one.trials.values())
-
-
-def _trial_state(one: Trial) -> str:
-    return _enriched([one]) if one.state is State.ACTIVE else str(one.state)
+    return _enriched(one.trials.values()) if one.state is State.ACTIVE else str(one.state)
 
 
 def _enriched(trials: Iterable[Trial]) -> str:
@@ -164,13 +87,3 @@ def _enriched(trials: Iterable[Trial]) -> str:
     if any(trial.allocation is not None and trial.allocation.started for trial in trials):
         return "STATE_RUNNING"
     return "STATE_QUEUED"
-
-
-def _workload(report: Mapping[str, Any]) -> Json:
-    return {
-        "endTime": report["time"],
-        "state": "STATE_COMPLETED",
-        "metrics": {"avgMetrics": report["metrics"], "batchMetrics": []},
-        "numInputs": 0,
-        "totalBatches": report["steps"],
-    }

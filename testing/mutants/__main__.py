@@ -64,6 +64,7 @@ def main() -> int:
     if given.list:
         print("\n".join(f"{each.id}: {each.path}: {each.rule}" for each in chosen))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="mut", ignore_cleanup_errors=True) as folder:
         try:
             tests, results = _tests_of(mutations, Path(folder), given)

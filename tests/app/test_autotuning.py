@@ -1,4 +1,4 @@
-"""Settings of a search that an `autotuning` section asks for."""
+"""The search that an `autotuning` section asks for."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from dsat.app.autotuning import settings_of
-from dsat.inputs import autotuning_section, experiment
-from dsat.inputs.settings import Settings
-from dsat.search import options_of
+from testing.scenarios import User
 
 
 @pytest.mark.parametrize(
@@ -18,16 +15,16 @@ from dsat.search import options_of
     [
         ({}, "gridsearch", {"early_stopping": 5, "num_micro_batches": 3}),
         ({"tuner_type": "random", "tuner_early_stopping": 0}, "random", {"early_stopping": None}),
-        ({"tuner_type": "model_based"}, "model", {"early_stopping": 5}),
+        ({"tuner_type": "model_based"}, "model", {"early_stopping": 5, "stop_when": 0.003}),
     ],
 )
 def test_what_a_section_does_not_say_is_as_in_any_search(
-    section: dict[str, Any], method: str, given: dict[str, Any]
+    tmp_path: Path, section: dict[str, Any], method: str, given: dict[str, Any]
 ) -> None:
-    config = {"autotuning": {"enabled": True, **section}}
-    user = experiment.of_command(["python3", "train.py"], "train", Path(), config, "it")
-    read = autotuning_section.read(config, where="it")
-    settings = settings_of(Settings(method="tune"), read, user)
-    usual = {name: option.initial for name, option in options_of(method).items()}
-    assert settings.method == method
-    assert settings.search_options == {**usual, **given}
+    user = User(tmp_path)
+    config = {"train_micro_batch_size_per_gpu": 1, "autotuning": {"enabled": True, **section}}
+    user.has(config)
+    words = "tune --dry-run --json train.py --deepspeed_config ds.json"
+    plan = user.types(*words.split()).json["plan"]
+    assert plan["method"] == method
+    assert plan["search_options"].items() >= given.items()

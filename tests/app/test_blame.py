@@ -2,55 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from dsat.app.local import _blame, _failure
-from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.trial import BatchTriple, Trial, TrialKind
-from testing.helpers import failed, plan_of, ran, tuner_of, weightless
+from dsat.app import installed_deepspeed
+from testing.scenarios import User
+from testing.world import A100, GIB, Failure, World
+
+OOM = Failure("OOM", {"kind": "baseline"}, "out of memory")
+OF_DSAT = "an error inside dsat, not of your script: KeyError"
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> User:
+    monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
+    user = User(tmp_path)
+    user.has()
+    return user
 
 
 @pytest.mark.parametrize(
-    ("kind", "message", "detail", "before_engine", "told"),
+    ("failures", "words"),
     [
-        ("baseline", "rank 0: ValueError", "Traceback", False, "your script's own error"),
-        ("profile", "rank 0: ValueError", "Traceback", True, "your script's own error"),
-        ("profile", "rank 0: ValueError", "Traceback", False, "z3_offload with micro batch 2"),
-        ("baseline", "an error inside dsat, not of your script: KeyError", "x", False, "a bug of"),
-        ("search", "an error inside dsat, not of your script: KeyError", "x", False, "a bug of"),
-        ("search", "rank 0: ValueError", "Traceback", False, ""),
+        ((Failure("ERROR", {}, "rank 0: ValueError", "Traceback"),), "script's own error"),
+        (
+            (OOM, Failure("ERROR", {}, "rank 0: ValueError", "Traceback", before_engine=True)),
+            "script's own error",
+        ),
+        (
+            (OOM, Failure("ERROR", {}, "rank 0: ValueError", "Traceback")),
+            "z2_offload micro batch 1",
+        ),
+        ((Failure("ERROR", {}, OF_DSAT, "Traceback"),), "a bug of dsat"),
         # A lost host, say: the script said nothing.
-        ("baseline", "node-3 is lost: its supervisor has ended", "", False, ""),
+        ((Failure("ERROR", {}, "node-3 is lost: its supervisor has ended"),), "node-3 lost"),
     ],
 )
 def test_only_what_the_script_itself_did_is_its_own(
-    kind: str, message: str, detail: str, before_engine: bool, told: str
+    user: User, failures: tuple[Failure, ...], words: str
 ) -> None:
-    batch = BatchTriple(train_batch_size=2, micro_batch=2, gas=1)
-    trial = Trial(1, TrialKind(kind), "t", 3, batch, {}, strategy="z3_offload")
-    outcome = Outcome(
-        OutcomeKind.ERROR, message=message, detail=detail, before_engine=before_engine
-    )
-    said = _blame(trial, outcome)
-    assert told in said
-    assert bool(said) == bool(told)
-    assert ("your script's own" in said) == ("your script's own" in told)
+    user.world = World(failures=failures)
+    told = user.tunes("--max-trials", 6, method="random")
+    line = told.err.splitlines()[-1]
+    assert told.status == 1 and [word for word in words.split() if word not in line] == []
+    assert ("own error" in line) is ("own error" in words)
+    assert ("Traceback" in told.err) is bool(failures[-1].detail), "of the script"
+    assert told.json["best"] is None and told.json["best_ds_config"] is None
 
 
-@pytest.mark.parametrize("is_profiled", [False, True])
-def test_a_model_of_which_anything_ran_is_not_said_to_be_too_large(is_profiled: bool) -> None:
-    tuner, _ = tuner_of(plan_of(max_trials=4))
-    tuner.next_trials(1)
-    tuner.record(0, failed("OOM", "tried to allocate 1.86 GiB"))
-    tuner.next_trials(1)
-    tuner.record(1, replace(ran(), profile=weightless(15)) if is_profiled else failed("OOM"))
-    while not tuner.finished:
-        for trial in tuner.next_trials(1):
-            tuner.record(trial.id, failed("OOM"))
-    error = str(_failure(tuner.run, Path("trials")))
-    assert "ran out of memory" in error
-    assert ("The model does not fit" in error) is not is_profiled
-    assert ("Only profile_" in error) is is_profiled
+def test_a_model_that_fits_nowhere_is_said_to_be_too_large(user: User) -> None:
+    user.world = World(gpu=dataclasses.replace(A100, memory_bytes=2 * GIB), host_memory_bytes=10)
+    told = user.tunes("--max-trials", 8)
+    line = told.err.splitlines()[-1]
+    assert told.status == 1 and "does not fit" in line and "--nvme-path" in line
+    assert {row["outcome"] for row in told.trials} <= {"OOM", "HOST_OOM"}
+
+
+def test_a_model_of_which_anything_ran_is_not_said_to_be_too_large(user: User) -> None:
+    """Only the trial that found out the model's sizes fits, with another batch."""
+    failures = (OOM, Failure("OOM", {"kind": "search"}, "out of memory"))
+    user.world = World(failures=failures)
+    user.has({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8})
+    told = user.tunes("--max-trials", 6, method="random")
+    line = told.err.splitlines()[-1]
+    assert told.status == 1 and "profile_" in line and "does not fit" not in line

@@ -13,7 +13,6 @@ import pytest
 
 from dsat.app import estimate
 from dsat.app.memory_tables import Estimate
-from dsat.errors import UserInputError
 from dsat.inputs import hf_config
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
@@ -192,11 +191,3 @@ def test_auto_is_what_a_trainer_computes_for_the_model(model: Path, tmp_path: Pa
         return estimate.estimate(settings).lines
 
     assert lines("auto") == lines(2**20) != lines(5 * 10**8)
-
-
-def test_what_the_formula_does_not_count_needs_a_simulation(model: Path) -> None:
-    for lora in ({"dropout": "0"}, {"dropout": "0.1"}):
-        settings = EstimateSettings(hf_config=str(model), lora=lora, slot_counts=(1,))
-        refused = pytest.raises(UserInputError, match="dropout: needs a simulation")
-        with refused if lora["dropout"] != "0" else contextlib.nullcontext():
-            estimate.estimate(settings)

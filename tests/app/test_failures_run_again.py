@@ -2,158 +2,89 @@
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import replace
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dsat.app import run_folders
-from dsat.errors import UserInputError
-from dsat.inputs.settings import Settings
-from dsat.search import options_of
-from dsat.space.space import Suggestion
-from dsat.tuning import history
-from dsat.tuning.journal import FILE_NAME, Journal
-from dsat.tuning.run import Run
-from dsat.tuning.tuner import Tuner
-from dsat.values.outcome import Outcome
-from testing.helpers import World, drive, failed, plan_of
+from dsat.app import installed_deepspeed
+from testing.scenarios import Told, User
+from testing.world import Failure, World
 
-PLAN = plan_of(max_trials=8)
+BROKEN = Failure("ERROR", {"stage": 1}, "No module named 'nonsense'")
 
 
-def a_run(folder: Path, *, profile: Outcome | None = None) -> Run:
-    """A run in a folder: of the made-up world, or in which nothing ran."""
-    folder.mkdir()
-    with Journal(folder / FILE_NAME) as journal:
-        tuner = Tuner(PLAN, journal)
-        if profile is None:
-            drive(tuner, World())
-        else:
-            while trials := tuner.next_trials(1):
-                tuner.record(trials[0].id, profile)
-            tuner.stop()
-        return tuner.run
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> User:
+    monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
+    user = User(tmp_path)
+    user.has()
+    return user
 
 
-def begins_anew(folder: Path) -> bool:
-    run_folders.earlier_runs(folder, PLAN, {}, takes_over=False)
-    return is_empty(folder)
+def search(user: User, *options: object) -> Told:
+    return user.tunes("--max-trials", 14, "--finals", 0, *options, method="random")
 
 
-def is_empty(folder: Path) -> bool:
-    return (folder / FILE_NAME).read_bytes() == b""
+def cut(user: User, kind: str) -> None:
+    """Interrupt a run just after the first trial that ended so; with "" just before its end."""
+    path = user.folder / "run" / "journal.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    ended = [n for n, x in enumerate(lines) if f'"kind": "{kind}"' in x or f'"kind":"{kind}"' in x]
+    ended = [n for n in ended if json.loads(lines[n])["event"] == "finished"]
+    path.write_text("".join(lines[: ended[0] + 1] if kind else lines[:-1]))
 
 
-def test_what_another_device_measured_is_not_reused(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    a100, h100 = (replace(PLAN, measured={"device": device}) for device in ("A100", "H100"))
-    for plan, today, is_known in ((PLAN, h100, True), (a100, a100, True), (a100, h100, False)):
-        run.plan = plan
-        assert bool(history.known_outcomes([run], today, {})) is is_known
+def ends(told: Told, stage: int) -> set[str]:
+    return {row["outcome"] for row in told.trials if row["stage"] == stage}
 
 
-def test_what_another_script_or_other_software_measured_is_not_reused(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    run.info = {"software": "torch 2.9", "script_digest": "a"}
-    for today, is_known in (
-        (run.info, True),
-        ({}, True),
-        ({**run.info, "software": "torch 2.0"}, False),
-        ({**run.info, "script_digest": "b"}, False),
-    ):
-        assert bool(history.known_outcomes([run], PLAN, today)) is is_known
+@pytest.mark.parametrize("is_over", [True, False])
+def test_errors_are_run_again_if_the_search_goes_on(user: User, is_over: bool) -> None:
+    user.world = World(failures=(BROKEN,))
+    told = search(user)
+    assert ends(told, 1) == {"ERROR"}
+    if not is_over:
+        cut(user, "")
+    user.world = World()
+    again = search(user, "--resume")
+    assert ends(again, 1) == ({"ERROR"} if is_over else {"OK"}), "what a finished run found stays"
+    known = {str(row["overrides"]): row["metrics"] for row in told.trials if row["metrics"]}
+    measured = {str(row["overrides"]): row["metrics"] for row in again.trials}
+    both = known.keys() & measured.keys()
+    assert len(both) >= 3 and all(known[key] == measured[key] for key in both), "none ran again"
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"slot_memory_bytes": 24 * 2**30}, "slot memory was 24GiB, now not given"),
-        ({"slots_per_trial": 2}, "slots per trial was 2, now 1"),
-        ({"measured": {"steps": [1, 2]}}, "profile steps (start, end, most) was [1, 2]"),
-        ({"measured": {"program": "a"}}, "the entrypoint, its hyperparameters or its argument"),
-    ],
-)
-def test_why_measurements_do_not_count(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    run.plan = replace(run.plan, **changes)
-    assert said in str(history.difference(run, PLAN, {}))
-
-
-def test_what_came_since_is_none_of_a_run_that_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="dsat")
-    a_run(tmp_path / "run")
-    name, option = next(iter(options_of(PLAN.method).items()))
-    suggested = (Suggestion(1, 1, "z1", {}, {}),)
-    today = replace(PLAN, suggested=suggested, search_options={name: option.initial})
-    assert run_folders.earlier_runs(tmp_path / "run", today, {}, takes_over=True) == []
-    assert not is_empty(tmp_path / "run") and not caplog.messages
-    today = replace(PLAN, search_options={name: 9})
-    assert len(run_folders.earlier_runs(tmp_path / "run", today, {}, takes_over=True)) == 1
-    assert is_empty(tmp_path / "run")
-    assert f"option of the search {name} was" in caplog.messages[0]
-    assert caplog.messages[0].endswith("9: a new search begins and reuses what was measured")
+@pytest.mark.parametrize("kind", ["TIMEOUT", "OOM"])
+def test_a_failure_that_would_repeat_is_not_run_again(user: User, kind: str) -> None:
+    user.world = World(failures=(Failure(kind, {"micro_batch": 16}, "as always"),))
+    search(user)
+    cut(user, kind)
+    user.world = World()
+    told = search(user, "--resume")
+    again = {r["outcome"] for r in told.trials if r["train_micro_batch_size_per_gpu"] == 16}
+    assert kind in again
 
 
 @pytest.mark.parametrize("kind", ["ERROR", "OOM"])
-def test_a_profile_that_failed_is_run_again_unless_memory_ran_out(
-    kind: str, tmp_path: Path
+def test_a_first_trial_that_failed_is_run_again_unless_memory_ran_out(
+    user: User, kind: str
 ) -> None:
-    """Also by the next process, if this one is killed before it has begun anew."""
-    folder = tmp_path / "run"
-    profile = replace(failed(kind, "No module named 'nonsense'"), before_engine=kind == "ERROR")
-    a_run(folder, profile=profile)
-    assert begins_anew(folder) is (kind == "ERROR")
-    if kind == "OOM":
-        return
-    [earlier] = run_folders.earlier_runs(folder, PLAN, {}, takes_over=False)
-    assert history.known_outcomes([earlier], PLAN, {}) == {}
-    settings = Settings(method="asha", run_dir=folder, resume=True)
-    with contextlib.ExitStack() as locks:
-        assert run_folders.of_run(settings, "name", locks) == folder
-    with contextlib.ExitStack() as locks, pytest.raises(UserInputError, match="already holds a"):
-        run_folders.of_run(replace(settings, resume=False), "name", locks)
+    user.world = World(failures=(Failure(kind, {}, "no luck"),))
+    assert search(user).status == 1
+    user.world = World()
+    told = search(user, "--resume")
+    assert told.status == (0 if kind == "ERROR" else 1)
+    refused = search(user)
+    assert refused.status == 2 and "run" in refused.err, "it already holds a run"
 
 
-def test_journals_that_were_set_aside_are_read_by_their_numbers(tmp_path: Path) -> None:
-    a_run(tmp_path / "run")
-    whole = (tmp_path / "run" / FILE_NAME).read_bytes().splitlines(keepends=True)
-    for number in (1, 2, 10):
-        part = b"".join(whole[: 1 + number])
-        (tmp_path / "run" / f"journal-{number}.jsonl").write_bytes(part)
-    earlier = run_folders.earlier_runs(tmp_path / "run", PLAN, {}, takes_over=False)
-    known = [len(run.trials) + len(run.outcomes) for run in earlier]
-    assert known == sorted(known) and len(set(known)) == 3
-
-
-def cut_after(folder: Path, count: int) -> None:
-    """Interrupt a run after so many events."""
-    path = folder / FILE_NAME
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:count]))
-
-
-def ends_of(run: Run, kind: str) -> list[int]:
-    """Return the trials that ended so."""
-    return [number for number, outcome in run.outcomes.items() if outcome.kind.value == kind]
-
-
-def test_an_error_is_run_again_if_the_search_goes_on(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    assert run.best is not None and ends_of(run, "ERROR")
-    assert not begins_anew(tmp_path / "run"), "what a finished run found stays"
-    cut_after(tmp_path / "run", -1)
-    assert begins_anew(tmp_path / "run")
-
-
-def test_a_failure_that_would_repeat_is_not_run_again(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    first_error, *_ = ends_of(run, "ERROR")
-    assert any(number < first_error for number in ends_of(run, "TIMEOUT"))
-    with Journal(tmp_path / "run" / FILE_NAME) as journal:
-        ended = [event.get("trial_id") for event in journal.events]
-    cut_after(tmp_path / "run", ended.index(first_error))
-    assert not begins_anew(tmp_path / "run")
+def test_why_measurements_do_not_count_is_told(user: User) -> None:
+    search(user)
+    for options, words in (
+        (("--slot-memory", "24GiB"), "slot memory 24GiB"),
+        (("--start-profile-step", 2), "steps"),
+    ):
+        told = search(user, "--resume", *options)
+        assert told.status in (0, 2)
+        assert [word for word in words.split() if word not in told.err] == []

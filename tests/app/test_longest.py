@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +11,14 @@ import pytest
 from dsat.app import longest
 from dsat.app.estimate import configuration
 from dsat.app.longest import UNIT_TOKENS
-from dsat.errors import UserInputError
-from dsat.inputs import cards, hf_config
 from dsat.inputs.cards import Card
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import CLOSED_FORM, SIMULATED
 from dsat.memory.simulation_client import Simulator
-from dsat.report.longest_sequence import Longest, LongestSequences
+from dsat.report.longest_sequence import Longest
 from dsat.values.parallelism import Parallelism
 from dsat.values.zero_strategy import Strategy
-from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_of, failing_in
+from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_of
 
 GIB = 2**30
 FACTS = facts_of(100 * MIB)  # 30 MiB for each 1,024 tokens
@@ -88,51 +84,3 @@ def test_memory_that_grows_with_the_square_of_the_length_is_followed_to_its_end(
             for phase in ("init", "forward", "backward", "step")
         )
         assert 0.85 * 8 * GIB < peak < 8 * GIB, row.strategy
-
-
-def test_what_cannot_be_simulated_is_named() -> None:
-    host = FakeSimulationHost(FACTS, failing_in({3}, by_formula(FACTS)), sequence_length=512)
-    found = rows(host, slots=2, exact=True)
-    assert {row.strategy.stage for row in found if row.note} == {3}
-    text = str(LongestSequences("a model", found))
-    assert LongestSequences("a model", found).is_complete, "each has an answer, as in the tables"
-    failed = [row for row in found if row.note]
-    assert not LongestSequences("a model", failed).is_complete
-    assert "no fake kernel" in text
-    assert "sp2" in text
-
-
-def test_a_card_takes_the_place_of_memory_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host, card = (
-        FakeSimulationHost(FACTS, by_formula(FACTS), sequence_length=512),
-        cards.find("H100"),
-    )
-    found = rows(host, slots=1, card=card)
-    assert {(row.memory_bytes, row.source) for row in found} == {(card.memory_bytes, SIMULATED)}
-    monkeypatch.setattr(hf_config, "missing_packages", lambda: ["torch"])
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    settings = EstimateSettings(hf_config=str(tmp_path), longest_sequence=True, card="H100")
-    with pytest.raises(UserInputError, match="torch"):
-        longest.longest(settings)
-
-
-def test_samples_must_be_sequences() -> None:
-    with pytest.raises(UserInputError, match="no integers"):
-        rows(FakeSimulationHost(FACTS, by_formula(FACTS)), slots=1)
-
-
-@pytest.mark.parametrize(("size", "exceeds"), [(GIB, False), (80 * GIB, True)])
-def test_what_the_model_takes_is_said_where_memory_has_room_for_more(
-    size: int, exceeds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hf_config, "missing_packages", lambda: ["torch"])
-    model = tmp_path / "config.json"
-    model.write_text(json.dumps({**LLAMA, "max_position_embeddings": 40960}))
-    settings = EstimateSettings(
-        hf_config=str(model), longest_sequence=True, slot_counts=(1,), slot_memories=(size,)
-    )
-    found = longest.longest(settings)
-    assert (max(row.tokens for row in found.longest) > 40960) is exceeds
-    assert ("The model itself takes 40,960 tokens" in str(found)) is exceeds

@@ -39,12 +39,6 @@ def test_listed_switches_begin_with_the_scripts_own_values() -> None:
     }
 
 
-def test_packing_needs_a_metric_by_tokens() -> None:
-    with pytest.raises(UserInputError, match="trials compare by tokens_per_second only"):
-        plan(tune=("packing",))
-    assert plan(tune=("packing",), metric="tokens_per_second").tune == ("packing",)
-
-
 def test_cores_can_be_bound_by_deepspeeds_launcher_alone() -> None:
     for launch, expected in (
         (Launch(passes_local_rank=True), {"bind_cores_to_rank": (False, True)}),

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-import dsat
 import testing
 from dsat.app import estimate, past_runs, project
-from dsat.cli.main import main
 from dsat.errors import UserInputError
 from dsat.inputs import cards
 from dsat.inputs.estimate_settings import EstimateSettings
@@ -59,30 +57,6 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG), encoding="utf-8")
     return path
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.usefixtures("imported")
-def test_a_configuration_is_projected_to_other_cards(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.html"
-    words = ["project", "--hf-config", str(config), "--seq-length", "128", "--to", "16xA100-40GB"]
-    words += ["--tokens", "1B", "--price", "2", "--page", str(page), "--json"]
-    assert main(words) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert (told["cards"], told["card"], told["not_simulated"]) == (16, "A100-40GB", {})
-    assert set(told["best"]) == {str(2**n) for n in range(10)}
-    for row in [rows[0] for rows in told["best"].values()] + told["own"]:
-        low, high = row["interval_90"]
-        assert 0 < low < row["samples_per_second"] < high
-        assert 0 < row["mfu"] < 1
-        assert sum(row["parts_s"].values()) == pytest.approx(row["step_s"])
-        assert row["training"]["cost"] == pytest.approx(2 * row["training"]["card_hours"])
-    rates = [rows[0]["samples_per_second"] for rows in told["best"].values()]
-    assert rates == sorted(rates)
-    assert "16 x A100-40GB" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -190,13 +164,3 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
     after = projector.step_time(own, 16, 4, 1)
     assert after.seconds == pytest.approx(before.seconds, rel=0.1)
     assert after.parts["communication"] == pytest.approx(before.parts["communication"], rel=0.1)
-
-
-def test_settings_that_mean_nothing_are_refused() -> None:
-    for options, said in (
-        ({"to": "8xK80"}, "known cards"),
-        ({"to": "H100"}, "64xH100"),
-        ({"price": 2}, "--tokens"),
-    ):
-        with pytest.raises(UserInputError, match=said):
-            dsat.project(hf_config="config.json", **options)

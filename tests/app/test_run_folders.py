@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dsat.app import past_runs, run_folders
+from dsat.app import run_folders
 from dsat.app.folder_lock import FolderLock
 from dsat.errors import JournalLocked
 from dsat.inputs import autotuning_section
@@ -118,28 +118,3 @@ def test_a_lock_that_leads_elsewhere_is_not_followed() -> None:
     with pytest.raises(OSError, match="symbolic links"):
         FolderLock(Path("run"))
     assert Path("precious").read_text() == "precious"
-
-
-def test_the_newest_run_is_the_one_whose_journal_says_so() -> None:
-    for name, time_s, file_s in [("new", 1.6e9, 1e9), ("old", 1.5e9, 1.7e9), ("0.1", None, 1e9)]:
-        folder = run_folders.RUNS_FOLDER / name
-        folder.mkdir(parents=True)
-        began = {"event": EVENT_START, "plan": plan_of(), "info": {}}
-        with Journal(folder / FILE_NAME) as journal:
-            journal.append(encode(began if time_s is None else {**began, "time_s": time_s}))
-        os.utime(folder / FILE_NAME, (file_s, file_s))  # as of a copy
-    found, _ = past_runs.load_all()
-    assert [(past.folder.name, past.changed_s) for past in found] == [
-        ("new", 1.6e9),
-        ("old", 1.5e9),
-        ("0.1", 1e9),
-    ]
-    assert past_runs.load().folder.name == "new"
-
-
-def test_numbers_of_runs_are_ascii_digits() -> None:
-    for name in ("train-1", "train-²", "train-7x", "train-x"):
-        (Path("dsat_runs") / name).mkdir(parents=True)
-    with contextlib.ExitStack() as locks:
-        folder = run_folders.of_run(Settings(method="asha"), "train", locks)
-    assert folder == Path("dsat_runs/train-2")

@@ -69,30 +69,6 @@ def ready(monkeypatch: pytest.MonkeyPatch) -> Prepared:
     return prepared(f"deepspeed --num_gpus 1 {SCRIPT}", FOLDER, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("command", "printed"),
-    [
-        (
-            f"python3 -O -X dev {SCRIPT}",
-            "--nproc-per-node=1 --no-python python3 -O -X dev train.py",
-        ),
-        (f"deepspeed --num_gpus 1 {SCRIPT}", "deepspeed --num_gpus 1 train.py"),
-        (
-            f"deepspeed --num_gpus 1 --no_python python3 -O {SCRIPT}",
-            "--no_python python3 -O train.py",
-        ),
-        (
-            "python3 -O -m train --deepspeed_config ds_config.json",
-            "--nproc-per-node=1 --no-python python3 -O -m train",
-        ),
-    ],
-)
-def test_the_interpreters_options_and_the_launcher_are_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, printed: str
-) -> None:
-    assert printed in printed_line(prepared(command, FOLDER, monkeypatch), tmp_path)
-
-
 def test_variables_of_the_command_are_written_down_but_for_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,23 +40,19 @@ def test_the_rows_are_what_the_formula_says_today(
     """Rows are of simulated models: a formula is coarser for experts and for adapters."""
     monkeypatch.setattr("dsat.inputs.hf_config.missing_packages", lambda: ["torch"])
     near = 0.07 if name.startswith("Mixtral") or gallery.MODELS[name].lora else 0.002
-    for command in {row.command for row in gallery.known() if row.model == name}:
+    rows = [row for row in gallery.known() if row.model == name]
+    for command in {row.command for row in rows}:
         settings = settings_from_argv.parse(shlex.split(command)[1:])
         assert isinstance(settings, EstimateSettings) and settings.hf_config is not None
-        config = str(common.ROOT / settings.hf_config)
-        lines = {
-            line.strategy.label: line
-            for line in estimate.estimate(replace(settings, hf_config=config)).lines
-        }
+        here = replace(settings, hf_config=str(common.ROOT / settings.hf_config))
+        lines = {line.strategy.label: line for line in estimate.estimate(here).lines}
         (memory,) = settings.slot_memories
-        for row in [row for row in gallery.known() if (row.model, row.command) == (name, command)]:
-            line = lines[row.strategy]
-            assert row.card_gib is not None
+        for row in (row for row in rows if row.command == command):
+            line, largest = lines[row.strategy], lines[row.strategy].largest[memory]
             assert row.card_gib == pytest.approx(line.needed / 2**30, rel=near, abs=0.01)
-            assert row.fits == (line.largest[memory] > 0)
-            assert row.largest_micro_batch == pytest.approx(
-                line.largest[memory], rel=2 * near, abs=near > 0.01
-            )
+            assert row.fits == (largest > 0)
+            close = pytest.approx(largest, rel=2 * near, abs=near > 0.01)
+            assert row.largest_micro_batch == close
 
 
 def test_a_shared_run_is_a_row_that_was_measured(tmp_path: Path) -> None:

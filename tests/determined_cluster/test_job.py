@@ -1,4 +1,4 @@
-"""The experiment configurations of a search, and what the search runner is told."""
+"""The experiments of a search: what of the user's configuration is in which of them."""
 
 from __future__ import annotations
 
@@ -9,202 +9,159 @@ from typing import Any
 import pytest
 import yaml
 
-from dsat.determined_cluster import job as jobs
-from dsat.determined_cluster import submit
-from dsat.determined_cluster.job import Job
-from dsat.errors import UserInputError
-from dsat.inputs import experiment
-from dsat.values.trial import TrialOptions
-from testing.helpers import plan_of
-from testing.master.config import complete
-from testing.master.errors import ApiError
+from dsat.cli import main
+from testing.master import StandIn
+from testing.on_cluster import SEARCH, OnCluster, changed, quick_cluster
 
 SECRET = "hunter2"
-USER = {
+DS = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {}}}
+HPARAMS = {
+    "deepspeed_config": DS,
+    "overwrite_deepspeed_args": {"gradient_clipping": 2.0, "scheduler": {"type": "WarmupLR"}},
+    "width": {"type": "const", "val": 3},
+}
+ENVIRONMENT = {
+    "image": "my/image:1",
+    "environment_variables": [f"TOKEN={SECRET}"],
+    "registry_auth": {"password": SECRET},
+}
+SEARCHER = {"name": "single", "metric": "loss", "max_length": {"batches": 100}}
+TRAINING = {"min_validation_period": {"batches": 10}, "profiling": {"enabled": True}}
+USERS = {
     "name": "my-model",
     "description": "a try",
     "workspace": "Vision",
-    "project": "resnets",
+    "project": "nets",
     "labels": ["gpu", "try"],
-    "entrypoint": "python3 -m determined.launch.deepspeed python3 train.py",
-    "hyperparameters": {
-        "deepspeed_config": {"train_micro_batch_size_per_gpu": 4},
-        "overwrite_deepspeed_args": {"gradient_clipping": 2.0},
-        "width": {"type": "const", "val": 3},
-    },
-    "environment": {
-        "image": "my/image:1",
-        "environment_variables": [f"TOKEN={SECRET}"],
-        "registry_auth": {"password": SECRET},
-    },
-    "checkpoint_storage": {"type": "s3", "secret_key": SECRET, "save_trial_latest": 0},
-    "resources": {"slots_per_trial": 4, "resource_pool": "a100", "shm_size": "8g"},
-    "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 100}},
-    "min_validation_period": {"batches": 10},
-    "profiling": {"enabled": True},
+    "entrypoint": ["python3", "train.py", "--lr", 0.5],
+    "environment": ENVIRONMENT,
+    "data": {"token": SECRET},
+    "resources": {"slots_per_trial": 4, "resource_pool": "a100", "shm_size": "8g", "max_slots": 8},
+    "searcher": SEARCHER,
+    **TRAINING,
 }
 
 
-def user(tmp_path: Path, **changes: Any) -> experiment.Experiment:
-    path = tmp_path / "deepspeed.yaml"
-    path.write_text(yaml.safe_dump({**USER, **changes}))
-    return experiment.read(path, tmp_path)
+def searched(there: OnCluster, folder: Path, storage: object, *options: object) -> list[Any]:
+    """The configurations of runner, search and training in full length, as they were submitted."""
+    program = changed(
+        "pretend", folder, **USERS, hyperparameters=HPARAMS, checkpoint_storage=storage
+    )
+    most = ("--max-trials", 2, "--finals", 0, "--run-full-experiment")
+    told = there.search(program, *most, *options)
+    assert told.status == 0, told
+    return [json.loads(each.original_config) for each in there.master.experiments]
 
 
-def job(tmp_path: Path, **changes: Any) -> Job:
-    found = user(tmp_path)
-    values: dict[str, Any] = {
-        "plan": plan_of(slots_per_trial=4),
-        "info": {"name": found.name},
-        "config": jobs.without_secrets(found.config),
-        "hparams": found.hparams,
-        "trial": TrialOptions(timeout_s=60.0, slot_memory_bytes=5),
-        "max_concurrent_trials": 3,
-    }
-    return Job(**{**values, **changes})
-
-
-def test_the_runner_takes_no_slot_and_keeps_what_is_the_users(tmp_path: Path) -> None:
-    config = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=7, changes={})
-    assert config["name"] == "(DSAT) my-model"
-    for key in ("workspace", "project", "labels", "environment", "description"):
-        assert config[key] == USER[key]
-    assert config["resources"] == {"slots_per_trial": 0, "resource_pool": "a100"}
-    assert config["max_restarts"] == 7
-    assert config["searcher"]["name"] == "single"
-    assert config["entrypoint"] == ["python3", "-m", jobs.RUNNER_MODULE, jobs.JOB_FILE]
-    assert config["checkpoint_storage"]["save_trial_latest"] == 1, "it holds the result"
-    assert not {"min_validation_period", "profiling"} & config.keys()
-
-
-def test_the_job_survives_its_file_and_holds_no_secret(tmp_path: Path) -> None:
-    told = job(tmp_path, max_slots=8)
-    path = tmp_path / jobs.JOB_FILE
-    path.write_text(told.to_text())
-    assert Job.read(path) == told
-    assert SECRET not in told.to_text()
-
-
-def test_the_custom_experiment_is_the_users_with_another_searcher(tmp_path: Path) -> None:
-    runner = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=5, changes={})
-    config = jobs.custom_config(job(tmp_path, max_slots=8), 17, runner)
-    assert config["description"] == "(#17) generated - a try"
-    assert config["searcher"] == {
-        "name": "custom",
-        "metric": "throughput",
-        "smaller_is_better": False,
-    }
-    assert config["entrypoint"] == USER["entrypoint"]
-    assert config["environment"] == USER["environment"], "variables are where they were put"
-    assert config["resources"] == {
-        "slots_per_trial": 4,
-        "resource_pool": "a100",
-        "shm_size": "8g",
-        "max_slots": 8,
-    }
-    assert config["max_restarts"] == 0, "unless the user has a number"
-    assert config["hyperparameters"]["_use_dsat_mode"] is True
-    assert config["hyperparameters"]["width"] == 3
-    assert config["hyperparameters"]["_dsat"]["stage"]["type"] == "categorical"
-    json.dumps(config)
+def test_each_experiment_has_what_is_the_users_and_what_is_its_own(tmp_path: Path) -> None:
+    storage = {"type": "shared_fs", "host_path": str(tmp_path / "s"), "save_trial_latest": 0}
+    with quick_cluster(tmp_path, nodes=(4,), projects=[("Vision", "nets")]) as there:
+        runner, search, full = searched(there, tmp_path, storage)
+        for config in (runner, search, full):
+            for key in ("workspace", "project", "labels", "environment", "data"):
+                assert config[key] == USERS[key]
+        assert runner["name"] == "(DSAT) my-model" and runner["max_restarts"] > 0
+        assert runner["resources"] == {"slots_per_trial": 0, "resource_pool": "a100"}
+        assert runner["searcher"]["name"] == "single"
+        assert runner["checkpoint_storage"] == {**storage, "save_trial_latest": 1}, "the result"
+        assert not TRAINING.keys() & runner.keys()
+        assert search["checkpoint_storage"] == full["checkpoint_storage"] == storage
+        assert search["description"] == "(#1) generated - a try"
+        metric = {"metric": "throughput", "smaller_is_better": False}
+        assert search["searcher"] == {"name": "custom", **metric}
+        assert search["resources"] == full["resources"] == USERS["resources"]
+        assert search["entrypoint"] == ["python3", "train.py", "--lr", "0.5"], "texts"
+        assert search["max_restarts"] == 0, "unless the user has a number"
+        hparams = search["hyperparameters"]
+        assert hparams["_use_dsat_mode"] is True and hparams["width"] == 3
+        # Sections of DeepSpeed that have a type are no ranges for the master.
+        assert hparams["deepspeed_config"] == {"type": "const", "val": DS}
+        assert full["searcher"] == SEARCHER and full["profiling"] == {"enabled": True}
+        assert full["hyperparameters"]["deepspeed_config"] == {"type": "const", "val": DS}
+        given = full["hyperparameters"]["overwrite_deepspeed_args"]["val"]
+        assert given.items() >= HPARAMS["overwrite_deepspeed_args"].items()
+        assert given["train_micro_batch_size_per_gpu"] and "stage" in given["zero_optimization"]
+        assert SECRET not in there.master.context(1)["dsat_job.json"]
 
 
 def test_changes_for_the_runner_alone_do_not_reach_its_trials(tmp_path: Path) -> None:
+    """Whether the user has a value of his own or not."""
+    own, scratch = ({"type": "shared_fs", "host_path": str(tmp_path / n)} for n in "ab")
     changes = {
         "environment": {"image": "small:1", "environment_variables": ["A=1"]},
-        "checkpoint_storage": {"type": "shared_fs", "host_path": "/scratch"},
+        "checkpoint_storage": scratch,
         "data": {"url": "x"},
+        "integrations": {"pachyderm": {"token": "abc"}},
     }
-    found = job(tmp_path)
-    for mine in (changes, {}):
-        runner = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=5, changes=mine)
-        for config in (
-            jobs.custom_config(found, 17, runner),
-            jobs.full_run_config(found, 17, runner, {}),
-        ):
-            for key in ("environment", "checkpoint_storage", "data"):
-                assert config.get(key) == USER.get(key)
-    bare = {key: value for key, value in USER.items() if key not in changes}
-    (tmp_path / "bare.yaml").write_text(yaml.safe_dump(bare))
-    plain = experiment.read(tmp_path / "bare.yaml", tmp_path)
-    runner = jobs.runner_config(plain, plan_of(), max_restarts=5, changes=changes)
-    assert runner["environment"] == changes["environment"]
-    told = job(tmp_path, config=jobs.without_secrets(plain.config))
-    assert not jobs.custom_config(told, 17, runner).keys() & changes.keys()
+    path = tmp_path / "runner.yaml"
+    path.write_text(yaml.safe_dump(changes))
+    with quick_cluster(tmp_path, nodes=(4,), projects=[("Vision", "nets")]) as there:
+        option = ("--search-runner-config", path)
+        runner, search, full = searched(there, tmp_path, own, *option)
+        for key in ("environment", "checkpoint_storage", "data", "integrations"):
+            changed_to = changes[key]
+            assert isinstance(changed_to, dict) and runner[key].items() >= changed_to.items()
+            users = {**USERS, "checkpoint_storage": own}.get(key)
+            assert search.get(key) == full.get(key) == users
+        assert SECRET not in there.master.context(1)["dsat_job.json"]
 
 
-def test_the_runner_keeps_what_the_batch_system_needs_but_for_gpus(tmp_path: Path) -> None:
-    args = ["--account=abc", "--partition=gpu", "--mem-per-gpu=1g", "--gres=gpu:4", "-G4"]
-    slurm = {"slots_per_node": 4, "gpu_type": "tesla", "sbatch_args": args}
-    pbs = {"slots_per_node": 4, "pbsbatch_args": ["-A abc"]}
-    found = user(tmp_path, slurm=slurm, pbs=pbs, max_restarts=2)
-    config = jobs.runner_config(found, plan_of(), max_restarts=5, changes={})
-    assert config["slurm"] == {"sbatch_args": args[:2]}
-    assert config["pbs"] == {"pbsbatch_args": ["-A abc"]}
-    told = job(tmp_path, config=jobs.without_secrets(found.config))
-    trials = jobs.custom_config(told, 17, config)
-    assert trials["slurm"] == slurm and trials["max_restarts"] == 2
-    apart = user(tmp_path, slurm={"sbatch_args": ["--gres", "gpu:4", "-G", 2, "-A", "abc", "x.sh"]})
-    config = jobs.runner_config(apart, plan_of(), max_restarts=5, changes={})
-    assert config["slurm"] == {"sbatch_args": ["-A", "abc", "x.sh"]}
+def test_a_number_of_restarts_of_the_user_holds_for_trials(tmp_path: Path) -> None:
+    program = changed("pretend", tmp_path, max_restarts=2)
+    with quick_cluster(tmp_path) as there:
+        there.search(program, "--max-trials", 2, "--finals", 0, "--max-search-runner-restarts", 7)
+        assert there.master.experiment(1).config["max_restarts"] == 7
+        assert there.master.experiment(SEARCH).config["max_restarts"] == 2
 
 
-def test_a_section_that_is_no_mapping_is_left_for_the_master_to_refuse(tmp_path: Path) -> None:
-    found = user(tmp_path, slurm="text", pbs=["a"], data=3)
-    changes = {"checkpoint_storage": {"type": "shared_fs"}}
-    config = jobs.runner_config(found, plan_of(), max_restarts=5, changes=changes)
-    assert (config["slurm"], config["pbs"], config["data"]) == ("text", ["a"], 3)
-
-
-def test_words_of_an_entrypoint_are_texts_for_the_master(tmp_path: Path) -> None:
-    found = user(tmp_path, entrypoint=["python3", "train.py", "--lr", 0.5])
-    told = job(tmp_path, config=jobs.without_secrets(found.config))
-    config = jobs.full_run_config(told, 17, {}, {})
-    assert config["entrypoint"] == [*found.entrypoint] == ["python3", "train.py", "--lr", "0.5"]
-
-
-def test_the_full_run_is_the_users_with_the_best_configuration(tmp_path: Path) -> None:
-    runner = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=5, changes={})
-    best = {"zero_optimization": {"stage": 2}}
-    config = jobs.full_run_config(job(tmp_path), 17, runner, best)
-    assert config["searcher"] == USER["searcher"]
-    assert config["checkpoint_storage"] == USER["checkpoint_storage"]
-    overrides = {"gradient_clipping": 2.0, **best}
-    given = config["hyperparameters"]["overwrite_deepspeed_args"]
-    assert given == {"type": "const", "val": overrides}
-    assert "_use_dsat_mode" not in config["hyperparameters"]
-    assert config["description"].startswith(jobs.full_run_tag(17))
-    assert not jobs.full_run_tag(17).startswith(jobs.search_tag(17))
-
-
-def test_sections_with_a_type_are_no_ranges_for_the_master(tmp_path: Path) -> None:
-    """It takes any object with a key `type` for a range; DeepSpeed's optimizers have one."""
-    ds = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {}}}
-    own = {"deepspeed_config": ds, "overwrite_deepspeed_args": {"scheduler": {"type": "WarmupLR"}}}
-    runner = jobs.runner_config(user(tmp_path), plan_of(), max_restarts=5, changes={})
-    found = job(tmp_path, hparams=own)
-    for config in (
-        jobs.custom_config(found, 17, runner),
-        jobs.full_run_config(found, 17, runner, {}),
-    ):
-        kept = complete(json.dumps(config), str(tmp_path))["hyperparameters"]
-        assert kept["deepspeed_config"] == {"type": "const", "val": ds}
-    raw = {**runner, "hyperparameters": own}
-    with pytest.raises(ApiError, match="must be one of"):
-        complete(json.dumps(raw), str(tmp_path))
+ARGS = ["--account=abc", "--partition=gpu", "--mem-per-gpu=1g", "--gres=gpu:4", "-G4"]
+SLURM = {"slots_per_node": 4, "gpu_type": "tesla", "sbatch_args": ARGS}
 
 
 @pytest.mark.parametrize(
-    ("searcher", "problem"),
+    ("users", "runners"),
     [
-        (None, "there is no name"),
-        ({"name": "single", "max_length": {"batches": 1}}, "there is no metric"),
-        ({"name": "random", "metric": "loss", "max_length": {"batches": 1}}, "makes many trials"),
+        ({"slurm": SLURM}, {"slurm": {"sbatch_args": ARGS[:2]}}),
+        (
+            {"pbs": {"slots_per_node": 4, "pbsbatch_args": ["-A abc"]}},
+            {"pbs": {"pbsbatch_args": ["-A abc"]}},
+        ),
+        (
+            {"slurm": {"sbatch_args": ["--gres", "gpu:4", "-G", 2, "-A", "abc", "x.sh"]}},
+            {"slurm": {"sbatch_args": ["-A", "abc", "x.sh"]}},
+        ),
+        # What is no mapping is left for the master to refuse.
+        ({"slurm": "text", "pbs": ["a"]}, {"slurm": "text", "pbs": ["a"]}),
     ],
 )
-def test_a_training_in_full_length_needs_a_searcher_of_one_trial(
-    tmp_path: Path, searcher: Any, problem: str
+def test_the_runner_keeps_what_the_batch_system_needs_but_for_gpus(
+    users: dict[str, Any], runners: dict[str, Any], master: StandIn, tmp_path: Path
 ) -> None:
-    submit._check_full_run(user(tmp_path))
-    with pytest.raises(UserInputError, match=problem):
-        submit._check_full_run(user(tmp_path, searcher=searcher))
+    program = changed("pretend", tmp_path, **users)
+    words = ["random", program / "deepspeed.yaml", program, "--detach"]
+    assert main.main(list(map(str, words))) == 0
+    config = json.loads(master.experiment(1).original_config)
+    assert {key: config[key] for key in runners} == runners
+
+
+def test_a_limit_of_slots_in_the_experiment_is_the_searchs_too(
+    nowhere: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = changed("pretend", tmp_path, resources={"slots_per_trial": 2, "max_slots": 4})
+    words = ["random", str(program / "deepspeed.yaml"), str(program), "--dry-run"]
+    assert main.main([*words, "--slots", "5"]) == 2
+    err = capsys.readouterr().err
+    assert "resources.max_slots" in err and "4" in err and "5 slots" in err
+
+
+@pytest.mark.parametrize(("options", "at_once"), [((), 2), (("--max-slots", 2), 1)])
+def test_trials_at_once_take_no_more_slots_than_are_allowed(
+    options: tuple[object, ...], at_once: int, tmp_path: Path
+) -> None:
+    program = changed("pretend", tmp_path, resources={"slots_per_trial": 2, "max_slots": 4})
+    with quick_cluster(tmp_path, nodes=(8,)) as there:
+        most = ("--max-trials", 5, "--max-concurrent-trials", 4, "--finals", 0)
+        assert there.search(program, *most, *options).status == 0
+        assert there.master.made_up is not None and there.master.made_up.most == at_once
+        resources = there.master.experiment(SEARCH).config["resources"]
+        assert resources["max_slots"] == 2 * at_once

@@ -1,242 +1,220 @@
-"""The search over searcher events: what it answers, and that no death of the runner shows."""
+"""Whole searches through the command, whose trials are made up: what users see at the end."""
 
 from __future__ import annotations
 
 import json
-import random
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsat.determined_cluster.engine import CLOSE, CREATE, SHUTDOWN, VALIDATE
-from dsat.determined_cluster.search import ClusterSearch
-from dsat.report import format as fmt
-from dsat.space.plan import Plan
-from dsat.values.outcome import OutcomeKind
-from dsat.values.trial import TrialKind
-from testing.cluster import Event, FakeMaster, answer, metric_of, search_of
-from testing.helpers import World, plan_of, ran
-from tests.tuning.test_finals_phase import Buckets, finals_plan
+from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
+from testing.master.made_up import Ending
+from testing.on_cluster import (
+    RUNNER,
+    SEARCH,
+    OnCluster,
+    changed,
+    measured,
+    quick_cluster,
+    reported,
+    spec_of,
+)
 
-OOM_LOG = "RuntimeError: CUDA error: out of memory"
-
-
-class Theatre:
-    """A whole search against a made-up machine, its runner killed where a test says.
-
-    Args:
-        kill: the runner dies at the event of this number, at this point: `handled` (the state not
-            saved), `saved` (the operations not posted) or `posted`.
-    """
-
-    def __init__(self, plan: Plan, kill: tuple[int, str] | None = None) -> None:
-        self.plan, self.kill = plan, kill
-        self.master, self.world = FakeMaster(), World()
-        self.saved: list[dict[str, Any]] = []
-        self.said: list[str] = []
-        self.handled = 0
-
-    def play(self) -> ClusterSearch:
-        search = self.start()
-        while True:
-            if not self.master.events:
-                if not self.master.active:
-                    return search
-                self.let_one_end(search)
-            event = self.master.events[0]
-            self.handled += 1
-            operations = answer(search, event)
-            if self.dies("handled"):
-                search = self.start()
-                continue
-            self.saved = json.loads(json.dumps(search.journal.events))
-            if self.dies("saved"):
-                search = self.start()
-                continue
-            self.master.post(event.id, operations)
-            if self.dies("posted"):
-                search = self.start()
-
-    def start(self) -> ClusterSearch:
-        return search_of(self.plan, self.master, self.saved, say=self.said.append)
-
-    def dies(self, point: str) -> bool:
-        if self.kill != (self.handled, point):
-            return False
-        self.kill = None
-        return True
-
-    def let_one_end(self, search: ClusterSearch) -> None:
-        running = [search.run.trials[number] for number in self.master.active.values()]
-        trial = self.world.next_to_end(running)
-        request_id = search.engine.request_id(trial.id)
-        outcome = self.world.outcome(trial)
-        if outcome.kind in (OutcomeKind.OK, OutcomeKind.HOST_OOM):
-            self.master.report(request_id, metric_of(outcome))
-        elif outcome.kind is OutcomeKind.OOM:
-            self.master.fail(request_id, OOM_LOG)
-        elif outcome.kind is OutcomeKind.TIMEOUT:
-            self.master.kill(trial.id)
-        else:
-            self.master.fail(request_id, "ValueError: the script crashed")
+OPTIONS = ("--max-trials", 9, "--max-concurrent-trials", 2, "--max-micro-batch", 16)
+SECRET = "hf_0123456789abcdefABCD"
 
 
-def decisions(journal: list[dict[str, Any]]) -> list[Any]:
-    """A journal without times."""
-    kept = []
-    for event in json.loads(json.dumps(journal)):
-        event.pop("elapsed_s", None)
-        event.pop("at_s", None)
-        event.pop("time_s", None)
-        if "outcome" in event:
-            event["outcome"].pop("duration_s")
-        kept.append(event)
-    return kept
+def is_whole(there: OnCluster, trials: int) -> None:
+    """Each trial of the search was made once, and both experiments came to their end."""
+    ids = [each["requestId"] for each in there.created()]
+    assert len(ids) == len(set(ids)) == trials == len(there.master.trials(SEARCH))
+    assert (there.state(RUNNER), there.state(SEARCH)) == ("COMPLETED", "COMPLETED")
 
 
-@pytest.mark.parametrize("method", ["binary", "random", "asha"])
-def test_a_search_goes_from_the_profile_to_the_shutdown(method: str) -> None:
-    theatre = Theatre(plan_of(method, max_trials=12))
-    search = theatre.play()
-    kinds = [kind for kind, _ in theatre.master.posted]
-    assert kinds.count(CREATE) == 12 == len(search.run.outcomes)
-    assert kinds[-1] == SHUTDOWN and kinds.count(SHUTDOWN) == 1
-    assert search.over and search.progress == 1.0
-    assert search.run.best is not None
-    said = "\n".join(theatre.said)
-    for fact in ("parameters 200,000,000", "memory per slot", "activations", "largest micro batch"):
-        assert fact in said
-    assert f"best {search.run.best.name}" in said
+@pytest.mark.parametrize("method", ["model", "random", "asha", "binary", "gridsearch"])
+def test_a_whole_search(method: str, tmp_path: Path) -> None:
+    with quick_cluster(tmp_path) as there:
+        told = there.search("pretend", *OPTIONS, "--json", method=method)
+        assert told.status == 0, told
+        found = json.loads(told.out)
+        is_whole(there, len(found["trials"]))
+        assert 4 <= len(found["trials"]) <= 9 and there.master.made_up is not None
+        assert there.master.made_up.most == 2
+        # The best of the search is that of all that ran there, by the figures of the master.
+        best, rows = found["best"], [row for row in found["trials"] if row["kind"] != "final"]
+        most = max(row["metrics"]["throughput"] for row in rows if row["metrics"])
+        assert best["metrics"]["throughput"] == most
+        assert (found["experiment_id"], found["search_experiment_id"]) == (RUNNER, SEARCH)
+        assert found["over"] and found["stop_reason"] and found["state"] == "COMPLETED"
+        assert found["best_value"] / found["own_value"] == pytest.approx(found["gain"])
+        files = there.home / found["run_dir"]
+        for name in ("best_ds_config.json", "best_ds_metrics.json", "summary.md"):
+            assert (files / name).read_text() == (there.files() / name).read_text()
+        config = json.loads((files / "best_ds_config.json").read_text())
+        assert config == found["best_ds_config"]
+        size = best["train_micro_batch_size_per_gpu"]
+        assert config["train_micro_batch_size_per_gpu"] == size
+        assert json.loads((files / "best_ds_metrics.json").read_text())["trial"] == best["name"]
+        # The web UI tells it too.
+        runner = there.master.experiment(RUNNER)
+        assert f"{found['gain']:.3f}x" in runner.config["description"] and runner.progress == 1
+        assert there.master.metrics(there.runner)[-1] == {
+            "search_failed": 0,
+            "throughput": found["best_value"],
+        }
+        assert there.master.experiment(SEARCH).progress == 1
+        for fact in ("parameters 1,000,000", "memory per slot", "activations", best["name"]):
+            assert fact in told.err
 
 
-POINTS = ["handled", "saved", "posted"]
+def test_trials_get_their_whole_configuration_and_what_varies_is_plotted(tmp_path: Path) -> None:
+    with quick_cluster(tmp_path) as there:
+        told = there.search("pretend", *OPTIONS, "--json")
+        rows = json.loads(told.out)["trials"]
+        declared = there.master.experiment(SEARCH).config["hyperparameters"]["_dsat"]
+        sizes = set()
+        for number, (created, row) in enumerate(zip(there.created(), rows, strict=True)):
+            hparams = json.loads(created["hyperparams"])
+            assert hparams["_use_dsat_mode"] is True and hparams["lasts_s"] == 0.3
+            assert hparams["deepspeed_config"]["train_micro_batch_size_per_gpu"] == 2
+            assert hparams.get("overwrite_deepspeed_args", {}) == row["overrides"]
+            assert hparams["_dsat_trial"]["id"] == number
+            assert hparams["_dsat_trial"]["runner"] == RUNNER
+            values = hparams["_dsat"]
+            assert values["micro_batch"] == row["train_micro_batch_size_per_gpu"]
+            assert values["stage"] == row["stage"] and values.keys() == declared.keys()
+            sizes.add(values["micro_batch"])
+            for name, value in values.items():
+                kind = declared[name]
+                if kind["type"] == "categorical":
+                    assert value in kind["vals"], (name, value)
+                elif kind["type"] == "int":
+                    assert kind["minval"] <= value <= kind["maxval"], (name, value)
+        assert len(sizes) > 2
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_finals_run_alone_on_a_cluster_too(point: str, random_seed: int) -> None:
-    undisturbed = Theatre(finals_plan(finals=6))
-    undisturbed.world = Buckets({10: 1.2}, spread=0.02)
-    other = undisturbed.play().run
-    theatre = Theatre(
-        finals_plan(finals=6), (random.Random(random_seed).randrange(undisturbed.handled), point)
+def test_finals_run_alone(tmp_path: Path) -> None:
+    """In pairs of your own configuration and the best, after all of the search has ended."""
+    running: list[int] = []
+    with quick_cluster(tmp_path, lambda hparams: noted(hparams, running)) as there:
+        told = there.search("pretend", *OPTIONS, "--finals", 4, "--max-trials", 12, "--json")
+        rows = json.loads(told.out)["trials"]
+        kinds = [row["kind"] for row in rows]
+        finals = kinds.index("final")
+        assert set(kinds[finals:]) == {"final"} and "final" not in kinds[:finals]
+        assert sorted(running[:finals]) == list(range(finals))
+        assert running[finals:] == list(range(finals, len(rows)))
+        names = [row["name"].partition("_")[2] for row in rows[finals:]]
+        assert len(set(names)) == 2 and len(names) in (2, 4)
+
+
+def noted(hparams: Mapping[str, Any], running: list[int]) -> Ending:
+    running.append(hparams["_dsat_trial"]["id"])
+    return measured(hparams)
+
+
+def test_no_secret_is_told(tmp_path: Path) -> None:
+    """But where it is for use."""
+    ds = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
+        "monitor": {"wandb_token": SECRET, "url": "s3://u:pw9@x/y"},
+    }
+    environment = {"environment_variables": [f"HF_TOKEN={SECRET}"]}
+    program = changed(
+        "pretend", tmp_path, hyperparameters={"deepspeed_config": ds}, environment=environment
     )
-    theatre.world = undisturbed.world
-    run = theatre.play().run
-    finals = [t.id for t in run.trials.values() if t.kind is TrialKind.FINAL]
-    assert 4 <= len(finals) <= 6 and finals == list(range(finals[0], len(run.trials)))
-    assert list(run.trials.values()) == list(other.trials.values())
-    assert run.best is not None and other.best is not None and run.best.id == other.best.id
-    ended = list(run.outcomes)
-    assert ended.index(finals[0]) == finals[0], "it began when all of the search had ended"
+    with quick_cluster(tmp_path) as there:
+        told = there.search(program, *OPTIONS, "--max-trials", 4, "--json")
+        assert told.status == 0, told
+        written = there.home / json.loads(told.out)["run_dir"] / "best_ds_config.json"
+        ours = [line for line in there.said.splitlines() if "[dsat" in line]
+        for text in (told.out, told.err, written.read_text(), *ours, str(there.result())):
+            assert SECRET not in text and "pw9" not in text
+        kept = json.loads((there.files() / "best_ds_config.json").read_text())
+        assert kept["monitor"]["wandb_token"] == SECRET
+        given = there.master.experiment(SEARCH).config
+        assert given["environment"]["environment_variables"] == [f"HF_TOKEN={SECRET}"]
 
 
-PLAN = plan_of("asha", max_trials=9)
+def test_a_training_in_full_length_follows_once(tmp_path: Path) -> None:
+    searcher = {"name": "single", "metric": "loss", "max_length": {"batches": 200}}
+    kept = {"overwrite_deepspeed_args": {"gradient_clipping": 2.0}}
+    program = changed("pretend", tmp_path, searcher=searcher, hyperparameters=kept)
+    with quick_cluster(tmp_path) as there:
+        # The runner dies before it knows that the training has begun.
+        made = r"POST /api/v1/experiments$"
+        there.master.fault(made, kind="drop_answer", after=2, also=there.kill_runner)
+        told = there.search(program, *OPTIONS, "--run-full-experiment", "--json")
+        assert told.status == 0, told
+        found = json.loads(told.out)
+        assert found["full_run_experiment_id"] == SEARCH + 1
+        assert len(there.master.experiments) == SEARCH + 1
+        full = there.master.experiment(SEARCH + 1).config
+        assert {key: full["searcher"][key] for key in searcher} == searcher
+        given = full["hyperparameters"]["overwrite_deepspeed_args"]["val"]
+        assert given == {"gradient_clipping": 2.0, **found["best"]["overrides"]}
+        assert "_use_dsat_mode" not in full["hyperparameters"]
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_a_runner_that_dies_anywhere_leaves_no_trace(point: str, random_seed: int) -> None:
-    undisturbed = Theatre(PLAN)
-    expected = undisturbed.play()
-    assert undisturbed.handled > 20
-    moments = random.Random(random_seed).sample(range(2, undisturbed.handled), 4)
-    for number in (1, *moments, undisturbed.handled):
-        theatre = Theatre(PLAN, kill=(number, point))
-        search = theatre.play()
-        assert theatre.kill is None, "it did die"
-        assert theatre.master.posted == undisturbed.master.posted, number
-        assert decisions(search.journal.events) == decisions(expected.journal.events), number
+@pytest.mark.parametrize(
+    ("searcher", "problem"),
+    [
+        (None, "no name"),
+        ({"name": "single", "max_length": {"batches": 1}}, "no metric"),
+        ({"name": "random", "metric": "loss", "max_length": {"batches": 1}}, "many trials"),
+    ],
+)
+def test_a_training_in_full_length_needs_a_searcher_of_one_trial(
+    searcher: Any, problem: str, tmp_path: Path
+) -> None:
+    program = changed("pretend", tmp_path, searcher=searcher)
+    with quick_cluster(tmp_path) as there:
+        told = there.search(program, "--run-full-experiment")
+        assert told.status == 2 and "searcher" in told.err and problem in told.err
+        assert there.master.experiments == []
 
 
-def begun(*, slots: int = 2) -> tuple[ClusterSearch, FakeMaster, list[str]]:
-    """A search whose model is profiled, and the request ids of the trials that run."""
-    master = FakeMaster()
-    search = search_of(plan_of("random", max_trials=9), master, num_slots=slots)
-    master.post(1, answer(search, master.events[0]))
-    drain(search, master)
-    [own] = master.active
-    master.report(own, metric_of(replace(ran(), profile=World.profile)))
-    drain(search, master)
-    return search, master, list(master.active)
+def test_trials_on_another_kind_of_device_are_not_compared(tmp_path: Path) -> None:
+    """Whichever process of the runner heard of the first one."""
+
+    def behave(hparams: Mapping[str, Any]) -> Ending:
+        number = hparams["_dsat_trial"]["id"]
+        return measured(hparams, device_name="V100" if number in (2, 3) else "A100")
+
+    with quick_cluster(tmp_path, behave, limit=1) as there:
+        process = there.begin_search("pretend", *OPTIONS, "--finals", 0, "--json")
+        there.let_end(1)
+        there.kill_runner()
+        there.let_end()
+        rows = json.loads(process.communicate(timeout=600)[0])["trials"]
+        assert [row["outcome"] == "INVALID" for row in rows] == [n in (2, 3) for n in range(9)]
+        for name in ("A100", "V100", "resources.resource_pool"):
+            assert name in rows[2]["message"]
 
 
-def drain(search: ClusterSearch, master: FakeMaster) -> None:
-    while master.events:
-        event = master.events[0]
-        master.post(event.id, answer(search, event))
+def test_no_stage_is_called_unfit_that_ran(tmp_path: Path) -> None:
+    """A slot is too small for stage 2 by the formula, yet the user's own configuration runs."""
+    ds = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": 2},
+    }
+    profile = ModelProfile(2 * 10**8, 2 * 10**8, 4, 10**9, 1e12, 42 * 10**8)
 
+    def behave(hparams: Mapping[str, Any]) -> Ending:
+        spec = spec_of(hparams)
+        metrics = Metrics(10.0 + spec["micro_batch"], 1.0, 1.0, 1.0, 1.0, 1e6, 3, 0.01)
+        ran = Outcome(OutcomeKind.OK, metrics=metrics, duration_s=1.0)
+        return reported(replace(ran, profile=profile) if spec["profile"] else ran)
 
-def test_only_news_changes_anything() -> None:
-    """An event gets the same answer again; under another number, or of a stranger, it is none."""
-    search, master, [request_id, _] = begun()
-    master.report(request_id, metric_of(ran(3.0)))
-    [event] = master.events
-    first = answer(search, event)
-    assert [*map(list, first)] == [[CLOSE], [CREATE], [VALIDATE]]
-    journal = list(search.journal.events)
-    assert answer(search, event) == first
-    for request in (request_id, "00000000-0000-0000-0000-000000000000"):
-        for kind in ("validated", "failed", "canceled", "closed"):
-            assert answer(search, Event(99, kind, request, metric_of(ran(1e9)))) == []
-    assert search.journal.events == journal
-
-
-def test_a_trial_that_a_user_kills_is_lost_and_the_search_goes_on() -> None:
-    search, master, [request_id, _] = begun()
-    master.kill(master.active[request_id])
-    drain(search, master)
-    [lost] = [o for o in search.run.outcomes.values() if o.kind is OutcomeKind.CANCELED]
-    assert "user" in lost.message
-    assert len(master.active) == 2
-
-
-def test_the_time_of_a_search_goes_on_while_its_runner_is_dead_but_not_while_it_pauses() -> None:
-    now = [1000.0]
-
-    def search_at(events: list[dict[str, Any]]) -> ClusterSearch:
-        return search_of(plan_of("random", max_trials=9), master, events, clock=lambda: now[0])
-
-    master = FakeMaster()
-    search = search_at([])
-    drain(search, master)
-    now[0] += 50.0  # it dies, and another process hears the next event
-    search = search_at(list(search.journal.events))
-    [own] = master.active
-    master.report(own, metric_of(replace(ran(), profile=World.profile)))
-    drain(search, master)
-    assert search.run.running_s == 50.0
-    assert list(search.run.ended_at_s.values()) == [now[0]]
-    search.tuner.pause()
-    now[0] += 3600.0
-    search = search_at(list(search.journal.events))
-    now[0] += 7.0
-    master.report(next(iter(master.active)), metric_of(ran(3.0)))
-    drain(search, master)
-    assert search.run.running_s == 57.0
-    now[0] -= 3600.0  # the clock of the machine is set
-    master.report(next(iter(master.active)), metric_of(ran(3.0)))
-    drain(search, master)
-    assert search.run.running_s == 57.0
-
-
-class Tight(World):
-    """A slot that the formula finds too small for what runs there all the same."""
-
-    profile = replace(World.profile, slot_memory_bytes=42 * 10**8)
-
-
-def test_one_estimate_is_told_and_no_stage_is_called_unfit_that_ran() -> None:
-    base = {**plan_of().base_config, "zero_optimization": {"stage": 2}}
-    stages = (0, 1, 2, 3)
-    theatre = Theatre(plan_of("random", max_trials=4, zero_stages=stages, base_config=base))
-    theatre.world = Tight()
-    run = theatre.play().run
-    lines = {line.partition(":")[0]: line for line in theatre.said if line.startswith("stage ")}
-    assert "predicted not to fit" in lines["stage 2"] and "micro batch 4 ran" in lines["stage 2"]
-    assert "does not fit" in lines["stage 3"] and "ran" not in lines["stage 3"]
-    [smallest] = [t for t in run.trials.values() if t.name == "z0_gas1_tmbspg1"]
-    assert smallest.predicted_bytes is not None
-    told = fmt.memory(smallest.predicted_bytes)
-    assert f"{told} per slot at micro batch 1" in lines["stage 0"]
-    [result] = [line for line in theatre.said if f" {smallest.name}: " in line]
-    assert f"{told} predicted" in result
+    program = changed("pretend", tmp_path, hyperparameters={"deepspeed_config": ds})
+    with quick_cluster(tmp_path, behave) as there:
+        told = there.search(program, "--max-trials", 4, "--finals", 0, "--json")
+        lines = [line for line in told.err.splitlines() if line.startswith("stage ")]
+        said = {line.partition(":")[0]: line for line in lines}
+        assert "predicted not to fit" in said["stage 2"] and "micro batch 4 ran" in said["stage 2"]
+        assert "does not fit" in said["stage 3"] and "ran" not in said["stage 3"]

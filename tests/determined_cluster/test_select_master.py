@@ -1,4 +1,4 @@
-"""Choice of a master, and patience with one that cannot be reached."""
+"""Choice of a master."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dsat.determined_cluster.master import Master
 from dsat.determined_cluster.select_master import auth_file, choose
 from dsat.engines.places import PROVIDERS
 
@@ -84,44 +83,3 @@ def test_the_file_is_where_determined_has_it(
         monkeypatch.setenv(variable, str(tmp_path))
         assert auth_file() == util.get_config_path() / "auth.json"
         monkeypatch.delenv(variable)
-
-
-@pytest.mark.parametrize(
-    ("statuses", "least_s", "most_s"),
-    [
-        *(([status], 0, 0) for status in (400, 401, 403, 404, 501)),
-        *(([status], 1800, 1830) for status in (502, 503, 599)),
-        ([500], 120, 150),  # more slots than the cluster has
-        ([502] * 7 + [500], 211, 241),  # a master that restarts before its database
-        ([502] * 7 + [200], 91, 91),  # one that was away
-    ],
-)
-def test_how_long_a_request_is_repeated(
-    statuses: list[int], least_s: float, most_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import requests
-    from determined.common.api import errors
-
-    pauses: list[float] = []
-    said: list[str] = []
-    named = {401: errors.UnauthenticatedException(), 403: errors.ForbiddenException("no")}
-    monkeypatch.setattr("time.sleep", pauses.append)
-
-    def ask() -> str:
-        status = statuses[min(len(pauses), len(statuses) - 1)]
-        if status == 200:
-            return "here"
-        response = requests.Response()
-        response.status_code = status
-        raise named.get(status) or errors.APIException(response)
-
-    master = Master(None, said.append)
-    if statuses[-1] == 200:
-        assert master.ask(ask) == "here"
-        assert pauses == [1, 2, 4, 8, 16, 30, 30]
-    else:
-        with pytest.raises(errors.BadRequestException):
-            master.ask(ask)
-    assert least_s <= sum(pauses) <= most_s
-    assert len(said) == (len({*statuses} - {200}) if pauses else 0)
-    assert ("the master answers with an error (" in "".join(said)) is (500 in statuses)

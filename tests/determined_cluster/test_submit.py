@@ -1,43 +1,27 @@
-"""The command towards a cluster: what it refuses in one line, what it submits."""
+"""The command towards a cluster: where it submits a search, what it follows, what it refuses."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import yaml
 
 from dsat import api as dsat_api
 from dsat.cli import main
-from dsat.cli.settings_from_argv import parse
-from dsat.determined_cluster import client, result, submit
 from dsat.errors import UserInputError
 from dsat.inputs.ds_config import DSAT_TRIAL_KEY
-from dsat.inputs.settings import Settings
 from testing.local import PROGRAMS
 from testing.master import StandIn
+from testing.master.logs import LogLine
 from testing.master.states import State
-from testing.on_cluster import changed
+from testing.on_cluster import RUNNER, changed, quick_cluster
 
 PRETEND = PROGRAMS / "pretend"
-NOWHERE = "http://127.0.0.1:9"
-
-
-@pytest.fixture
-def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """A master that is configured for this process, with no slots that would run anything."""
-    with StandIn(tmp_path / "master", nodes=(1,)) as found:
-        configure(found, tmp_path, monkeypatch)
-        yield found
-
-
-def configure(found: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in found.client_environment(tmp_path / "home").items():
-        monkeypatch.setenv(name, value)
 
 
 def dsat(*options: object, model: Path = PRETEND) -> int:
@@ -60,8 +44,9 @@ def test_a_search_is_submitted_from_python(
     assert (result.run_dir, result.best) == (None, None)
     assert result.url == f"{master.url}/det/experiments/1"
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(UserInputError, match="--cold: is for trials on this machine"):
+    with pytest.raises(UserInputError) as caught:
         dsat_api.tune(config, engine="determined", cold=True)
+    assert caught.value.where == "--cold"
 
 
 def test_a_trial_on_the_cluster_submits_nothing(
@@ -76,88 +61,124 @@ def test_a_trial_on_the_cluster_submits_nothing(
 
 
 def test_the_search_is_submitted_where_the_user_wants_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    master: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = yaml.safe_load((PRETEND / "deepspeed.yaml").read_text())
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "train.py").write_text("import dsat\n")
-    (model / "notes.bin").write_text("x")
-    (model / ".detignore").write_text("*.bin\n")
-    environment = {"environment_variables": ["TOKEN=hunter2"]}
-    mine = {"workspace": "Vision", "project": "nets", "labels": ["x"], "environment": environment}
-    (model / "deepspeed.yaml").write_text(yaml.safe_dump({**data, **mine}))
     changes = tmp_path / "runner.yaml"
-    changes.write_text("resources: {resource_pool: default, priority: 50}\n")
-    with StandIn(tmp_path / "master", nodes=(1,), projects=[("Vision", "nets")]) as master:
-        configure(master, tmp_path, monkeypatch)
-        options = ("--max-search-runner-restarts", 2, "--search-runner-config", changes)
-        assert dsat(*options, "--detach", "--json", model=model) == 0
-        told = capsys.readouterr()
-        assert f'"url": "{master.url}/det/experiments/1"' in told.out
-        assert "DET_MASTER is set" in told.err and "Created experiment 1" in told.err
-        config = master.experiment(1).config
-        assert (config["workspace"], config["project"]) == ("Vision", "nets")
-        assert config["labels"] == ["x"]
-        assert config["name"] == "(DSAT) pretend" and config["max_restarts"] == 2
-        assert config["resources"]["slots_per_trial"] == 0
-        assert config["resources"]["priority"] == 50
-        assert config["environment"]["environment_variables"] == ["TOKEN=hunter2"]
-        files = {name.rstrip("/") for name in master.context_files(1)}
-        assert {
-            "dsat_job.json",
-            "dsat/in_trial/cluster_rank.py",
-            "model/train.py",
-            "model/deepspeed.yaml",
-        } <= files
-        assert "model/notes.bin" not in files
+    changes.write_text("{workspace: Vision, project: nets, resources: {priority: 50}}\n")
+    options = ("--max-search-runner-restarts", 2, "--search-runner-config", changes)
+    assert dsat(*options, "--detach", "--json") == 0
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert (found["experiment_id"], found["state"]) == (1, None)
+    assert found["url"] == f"{master.url}/det/experiments/1"
+    assert "DET_MASTER is set" in told.err and "Created experiment 1" in told.err
+    assert "dsat watch 1" in told.err
+    config = master.experiment(1).config
+    assert (config["workspace"], config["project"]) == ("Vision", "nets")
+    assert config["max_restarts"] == 2 and config["resources"]["priority"] == 50
+    changes.write_text("{workspace: Nowhere, project: none}\n")
+    assert dsat("--search-runner-config", changes) == 2
+    assert "the master refuses" in refused(capsys)
 
 
-def test_a_search_is_followed_again(
-    master: StandIn,
+def test_the_last_whole_result_of_a_log_counts(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """After Ctrl-C or --detach, from any process: to its end, with its result files."""
-    monkeypatch.chdir(tmp_path)
-    assert dsat("--detach") == 0
-    assert "Follow it: dsat watch 1" in capsys.readouterr().out
-    told = {"over": True, "best": {"name": "z1"}, "files": {"best_ds_config.json": "{}"}}
-    master.experiment(1).state = State.COMPLETED
-    lines = result.to_lines(told)
-    monkeypatch.setattr(client, "_runner_lines", lambda *_: ["measured z1", *lines])
-    assert main.main(["watch", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["experiment_id"], found["state"]) == (1, "COMPLETED")
-    assert (Path(found["run_dir"]) / "best_ds_config.json").read_text() == "{}"
-    assert Path(found["run_dir"]).name.startswith("pretend")
-    assert main.main(["watch", "2"]) == 2
-    assert master.url in refused(capsys)
+    """Its lines may be torn, alone, or of a runner that died while it told its result."""
+    ds = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam"},
+        "monitor": {"numbers": [number**9 for number in range(2000)]},
+    }
+    program = changed("pretend", tmp_path, hyperparameters={"deepspeed_config": ds})
+    with quick_cluster(tmp_path) as there:
+        told = there.search(program, "--max-trials", 6, "--json", "--detach")
+        assert told.status == 0
+        first = there.dsat("watch", RUNNER, "--json")
+        assert first.status == 0 and len(json.loads(first.out)["trials"]) == 6
+        log = there.master.cluster.logs[there.master.trials(RUNNER)[0].task_id]
+        places = [n for n, line in enumerate(log) if "[dsat-result] " in line.log]
+        assert len(places) > 2, "it is long"
+        lines = [log[place] for place in places]
+        assert all(len(line.log) < 4000 for line in lines)
+        del log[places[0] : places[-1] + 1]
+        torn = [changed_line(line, lambda text: text[:-9] + "!!!!\n") for line in lines]
+        noise = changed_line(lines[0], lambda text: "[dsat-result] what is this?\n")
+        whole, begun = [noise, *lines, noise], lines[:-1]
+        for rest, is_told in (
+            ([*whole, *begun], True),
+            ([*begun, *whole, *torn], True),
+            ([*begun, lines[0]], False),
+            ([lines[0], *lines[2:]], False),
+            (torn, False),
+            ([noise], False),
+        ):
+            log += rest
+            again = there.dsat("watch", RUNNER, "--json")
+            found = json.loads(again.out)
+            assert (again.status == 0) is is_told and (found.get("over") is True) is is_told
+            if is_told:
+                assert without_folder(found) == without_folder(json.loads(first.out))
+            del log[-len(rest) :]
 
 
-@pytest.mark.slow
+def changed_line(line: LogLine, change: Any) -> LogLine:
+    return LogLine(**{**vars(line), "log": change(line.log)})
+
+
+def without_folder(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in found.items() if key != "run_dir"}
+
+
+def test_only_a_search_is_followed(master: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert main.main(["watch", "7"]) == 2
+        assert master.url in refused(capsys)
+    config = {"entrypoint": "x", "searcher": {"name": "custom", "metric": "loss"}}
+    master.cluster.create_experiment(json.dumps(config), b"", "tester")
+    assert main.main(["watch", "1"]) == 2
+    assert "no search of dsat" in refused(capsys)
+
+
 @pytest.mark.parametrize(
-    ("status", "problem"),
+    ("statuses", "least_s", "most_s"),
     [
-        (401, "does not accept your credentials"),
-        (502, "no Determined master answers there"),
+        *(([status], 0, 0) for status in (400, 401, 403, 404, 501)),
+        ([599], 1800, 1830),
+        *(([status], 1800, 3000) for status in (502, 503)),  # determined's client repeats it too
+        ([500], 120, 150),  # more slots than the cluster has
+        ([599] * 7 + [500], 211, 241),  # a master that restarts before its database
+        ([599] * 7 + [200], 91, 91),  # one that was away
     ],
 )
-def test_a_master_that_no_longer_lets_follow(
-    status: int,
-    problem: str,
+def test_how_long_a_request_is_repeated(
+    statuses: list[int],
+    least_s: float,
+    most_s: float,
     master: StandIn,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The search goes on; the user learns how to follow it again."""
-    monkeypatch.setattr("dsat.determined_cluster.master.patience_s", lambda error: 0.0)
-    master.fault(r"GET .*/experiments/1$", status=status, times=None, after=1)
-    assert dsat() == 2
+    """When it is given up, the search goes on, and users learn how to follow it again."""
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    gone = r"GET .*/experiments/1$"
+    assert dsat("--detach") == 0
+    capsys.readouterr()
+    for number, status in enumerate(statuses):
+        times = None if number == len(statuses) - 1 else 1
+        if status != 200:
+            master.fault(gone, status=status, times=times, after=1)
+    if statuses[-1] == 200:  # it then hears that another user has ended the search
+        master.experiment(1).change_state(State.STOPPING_KILLED, "user requested kill")
+    assert main.main(["watch", "1"]) == (1 if statuses[-1] == 200 else 2)
+    assert least_s <= sum(pauses) <= most_s + 10
     told = capsys.readouterr()
-    assert problem in told.err and "Traceback" not in told.err
-    assert "no longer followed" in told.out and "dsat watch 1" in told.out
+    said = re.findall(r"the master (?:does not answer|answers with an error) \(", told.out)
+    assert len(said) == (len({*statuses} - {200}) if sum(pauses) else 0)
+    if statuses[-1] != 200:
+        assert "no longer followed" in told.out and "dsat watch 1" in told.out
+        assert ("credentials" in told.err) is (statuses[-1] in (401, 403))
 
 
 @pytest.mark.usefixtures("master")
@@ -165,7 +186,7 @@ def test_a_master_that_no_longer_lets_follow(
     ("variable", "value", "said"),
     [
         ("DET_PASS", "wrong", "does not accept your credentials"),
-        ("DET_MASTER", NOWHERE, "no Determined master answers there"),
+        ("DET_MASTER", "http://127.0.0.1:9", "no Determined master answers there"),
         ("DET_MASTER", "ftp://x:y:z", "no Determined master answers there"),
     ],
 )
@@ -180,59 +201,36 @@ def test_a_master_that_is_not_there_for_the_user(
     assert dsat() == 2
     err = refused(capsys)
     assert said in err and ("--engine local" in err) is (variable == "DET_MASTER")
+    for noise in ("HTTPConnectionPool", "object at 0x"):
+        assert noise not in err
 
 
 def test_a_master_without_custom_searches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with StandIn(tmp_path / "master", version="0.38.1-rc2") as master:
-        configure(master, tmp_path, monkeypatch)
+        for name, value in master.client_environment(tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
         assert dsat() == 2
         err = refused(capsys)
-        assert "gone since 0.38" in err and "--engine local" in err
+        assert "since 0.38" in err and "--engine local" in err
         assert master.experiments == []
 
 
+@pytest.mark.usefixtures("nowhere")
 def test_a_determined_without_custom_searches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("DET_MASTER", NOWHERE)
     found = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name.endswith(".searcher") else found(name)
     )
     assert dsat() == 2
-    assert "the installed determined has no custom searchers" in refused(capsys)
+    assert "no custom searchers" in refused(capsys)
 
 
-def test_a_limit_of_slots_in_the_experiment_is_the_searchs_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("DET_MASTER", NOWHERE)
-    model = changed("pretend", tmp_path, resources={"slots_per_trial": 2, "max_slots": 4})
-    words = ["random", model / "deepspeed.yaml", model, "--metric", "throughput"]
-
-    def limit(*options: str) -> tuple[int | None, int]:
-        settings = parse([*map(str, words), *options])
-        assert isinstance(settings, Settings)
-        job = submit.prepare(settings, submit.where(settings)).job
-        return job.max_slots, job.num_slots
-
-    assert limit() == (4, 4)
-    assert limit("--max-slots", "2") == (2, 2)
-    assert dsat("--slots", 5, model=model) == 2
-    assert "resources.max_slots: 4 is less than the 5 slots" in refused(capsys)
-
-
-def test_a_project_that_does_not_exist(
-    master: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes = tmp_path / "runner.yaml"
-    changes.write_text("workspace: Nowhere\nproject: none\n")
-    assert dsat("--search-runner-config", changes) == 2
-    assert "the master refuses" in refused(capsys)
-
-
+@pytest.mark.usefixtures("nowhere")
+@pytest.mark.parametrize("engine", ["determined", "auto"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -244,29 +242,19 @@ def test_a_project_that_does_not_exist(
     ],
 )
 def test_what_is_for_this_machine_only(
-    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str], engine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("DET_MASTER", NOWHERE)
-    for engine in ("determined", "auto"):
-        assert dsat("--engine", engine, *options) == 2
-        assert f"{options[0]}: is for trials on this machine" in refused(capsys)
+    assert dsat("--engine", engine, *options) == 2
+    assert f"{options[0]}: " in refused(capsys)
 
 
-def test_a_command_stays_on_this_machine_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("DET_MASTER", NOWHERE)
-    settings = Settings(method="random", command=("python3", "train.py"))
-    with caplog.at_level("INFO"):
-        assert submit.where(settings).master is None
-    assert "tuning on this machine" in caplog.text and "though DET_MASTER is set" in caplog.text
-
-
+@pytest.mark.usefixtures("nowhere")
 def test_the_plan_is_shown_without_asking_anybody(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("DET_MASTER", NOWHERE)
-    assert dsat("--dry-run") == 0
-    out = capsys.readouterr().out
-    for fact in ("random search, optimising throughput", "stage 1", "to upload: "):
-        assert fact in out
+    model = changed("pretend", tmp_path, resources={"slots_per_trial": 2, "max_slots": 4})
+    for options, slots in (((), 4), (("--max-slots", 2), 2)):
+        assert dsat("--dry-run", *options, model=model) == 0
+        out = capsys.readouterr().out
+        for fact in ("random search", "throughput", "stage 1", "to upload: ", f"{slots} slots"):
+            assert fact in out

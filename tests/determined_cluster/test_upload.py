@@ -1,27 +1,22 @@
-"""Context of an experiment on a cluster."""
+"""Files that a search takes to the cluster, and what the command refuses to take."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 from pathlib import Path
 
 import pytest
 
-from dsat.determined_cluster import upload
-from dsat.determined_cluster.upload import Files, check_script, check_size, stage
-from dsat.errors import UserInputError
-from dsat.inputs.entrypoint import Entrypoint
+from dsat.cli import main
+from testing.master import StandIn
 
-SCRIPT = Entrypoint(script="./train.py")
-
-
-def entries(model_dir: Path, *includes: Path) -> Files:
-    return upload.files(model_dir, includes)
-
-
-def names(found: Files) -> list[str]:
-    return sorted(map(str, found))
+CONFIG = """
+name: mine
+entrypoint: {entrypoint}
+hyperparameters:
+  deepspeed_config: {{train_micro_batch_size_per_gpu: 2, optimizer: {{type: Adam}}}}
+resources: {{slots_per_trial: 1}}
+"""
 
 
 @pytest.fixture
@@ -35,8 +30,27 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
+def dsat(model: Path, *options: object, entrypoint: str = "python3 train.py") -> int:
+    config = model.parent / "deepspeed.yaml"
+    config.write_text(CONFIG.format(entrypoint=entrypoint))
+    return main.main(["random", str(config), str(model), *map(str, options)])
+
+
+def uploaded(master: StandIn, model: Path, *includes: Path) -> set[str]:
+    """What trials find in their folder."""
+    options = [word for include in includes for word in ("--include", include)]
+    assert dsat(model, "--detach", *options) == 0
+    files = master.context(len(master.experiments))
+    assert {"dsat_job.json", "dsat/determined_cluster/runner.py"} <= files.keys()
+    assert not [name for name in files if "__pycache__" in name]
+    return {name.removeprefix("model/") for name in files if name.startswith("model/")}
+
+
+WHOLE = {"data/big.bin", "data/small.txt", "lib/net.py", "train.py"}
+
+
 def test_the_model_folder_without_what_determined_leaves_out(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    master: StandIn, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor earlier runs, nor what links lead to; however the folder is named."""
     monkeypatch.chdir(model)
@@ -45,74 +59,88 @@ def test_the_model_folder_without_what_determined_leaves_out(
     (tmp_path / "disk" / "huge.bin").write_text("x")
     (model / "link").symlink_to(tmp_path / "disk")
     (model / "broken").symlink_to(tmp_path / "nowhere")
-    whole = [*("data/big.bin", "data/small.txt", "lib/net.py", "train.py")]
-    for named in (model, Path(), tmp_path / "link", Path("..") / model.name):
-        assert names(entries(named)) == whole
-
-
-def test_a_detignore_is_honoured(model: Path) -> None:
+    for named in (model, tmp_path / "link", Path("..") / model.name):
+        assert uploaded(master, named) == WHOLE
     (model / ".detignore").write_text("# mine\n*.bin\nlib/\n")
-    assert names(entries(model)) == ["data/small.txt", "train.py"]
+    assert uploaded(master, model) == {"data/small.txt", "train.py"}
 
 
-def test_includes_keep_their_names_and_their_own_detignore(model: Path, tmp_path: Path) -> None:
+def test_includes_keep_their_names_and_their_own_detignore(
+    master: StandIn, model: Path, tmp_path: Path
+) -> None:
     extra = tmp_path / "elsewhere" / "extra"
     extra.mkdir(parents=True)
     for name in ("keep.py", "drop.bin", ".detignore"):
         (extra / name).write_text("*.bin")
     single = tmp_path / "elsewhere" / "ds.json"
     single.write_text("{}")
-    found = names(entries(model, extra, single))
-    assert [name for name in found if name.startswith(("extra", "ds"))] == [
-        *("ds.json", "extra/keep.py")
-    ]
+    assert uploaded(master, model, extra, single) == {*WHOLE, "ds.json", "extra/keep.py"}
 
 
-def test_two_of_the_same_name_are_refused(model: Path, tmp_path: Path) -> None:
+def test_a_script_in_a_folder_below_finds_the_package_beside_it(
+    master: StandIn, model: Path
+) -> None:
+    (model / "scripts").mkdir()
+    (model / "scripts" / "train.py").write_text("import dsat\n")
+    assert dsat(model, "--detach", entrypoint="python3 scripts/train.py") == 0
+    assert "model/scripts/dsat/__init__.py" in master.context(1)
+    assert "model/dsat/__init__.py" not in master.context(1)
+
+
+def refused(capsys: pytest.CaptureFixture[str]) -> str:
+    err = capsys.readouterr().err
+    assert err.startswith("dsat: error: ") and err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.usefixtures("nowhere")
+@pytest.mark.parametrize("name", ["dsat/x.py", "dsat.py"])
+def test_nothing_may_hide_the_package(
+    name: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).write_text("")
+    assert dsat(model, "--dry-run") == 2
+    assert "hide the package dsat" in refused(capsys)
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_two_of_the_same_name_are_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = tmp_path / "other" / "train.py"
     other.parent.mkdir()
     other.write_text("")
-    with pytest.raises(UserInputError, match=r"'train\.py' is in the model folder"):
-        entries(model, other)
+    assert dsat(model, "--include", other, "--dry-run") == 2
+    err = refused(capsys)
+    assert f"--include {other}" in err and "train.py" in err
 
 
-@pytest.mark.parametrize("name", ["dsat/x.py", "dsat.py"])
-def test_nothing_may_hide_the_package(model: Path, name: str) -> None:
-    (model / name).parent.mkdir(exist_ok=True)
-    (model / name).write_text("")
-    with pytest.raises(UserInputError, match="would hide the package dsat"):
-        entries(model)
-
-
-def test_too_much_is_refused_and_the_largest_files_are_named(model: Path) -> None:
-    (model / "data" / "big.bin").write_bytes(bytes(3 * 2**20))
-    (model / "lib" / "w.bin").write_bytes(bytes(2**20))
-    found = entries(model)
-    size = check_size(found)
-    assert 4 * 2**20 < size < 6 * 2**20
-    with pytest.raises(UserInputError) as caught:
-        check_size(found, limit_bytes=2 * 2**20)
-    text = str(caught.value)
-    assert re.search(r"have [45]\.\d MiB, and a Determined master takes 2\.0 MiB", text)
-    assert "files: data/big.bin (3.0 MiB), lib/w.bin (1.0 MiB), " in text
-    assert ".detignore" in text and "\n" not in text
-
-
-@pytest.mark.parametrize("script", [Path(), Path("scripts/train.py")])
-def test_the_staged_folder_holds_all_that_the_runner_needs(
-    model: Path, tmp_path: Path, script: Path
+@pytest.mark.usefixtures("nowhere")
+def test_too_much_is_refused_and_the_largest_files_are_named(
+    model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "staged"
-    folder.mkdir()
-    stage(entries(model), "{}", folder, script)
-    assert (folder / "dsat_job.json").read_text() == "{}"
-    assert (folder / "model" / "lib" / "net.py").read_text() == "x"
-    assert (folder / "dsat" / "determined_cluster" / "runner.py").is_file()
-    beside = folder / "model" / "scripts" / "dsat" / "__init__.py"
-    assert beside.is_file() is (script != Path()), "a script in a folder below finds the package"
-    assert not list(folder.rglob("__pycache__"))
+    """The largest first, at most five; this package and the files together count."""
+    sizes = {"data/big.bin": 60, "lib/w.bin": 20, "a.bin": 8, "b.bin": 4, "c.bin": 2, "d.bin": 1}
+    for name, mebibytes in sizes.items():
+        with (model / name).open("wb") as file:
+            file.truncate(mebibytes * 2**20)  # without contents on the disk
+    assert dsat(model, "--dry-run") == 2
+    err = refused(capsys)
+    total, limit = map(float, re.findall(r"(\d+\.\d|\d+) MiB", err)[:2])
+    assert sum(sizes.values()) < total < sum(sizes.values()) + 5 and limit == 95
+    named = re.findall(r"([\w/.]+) \((\d+)(?:\.0)? MiB\)", err)
+    assert named == [(name, str(size)) for name, size in sizes.items()][:5]
+    assert ".detignore" in err
+    (model / ".detignore").write_text("big.bin\n")
+    assert dsat(model, "--dry-run") == 0
 
 
+NOTHING = "nothing in the code uses dsat"
+ANCESTOR = "determined.pytorch.dsat"
+
+
+@pytest.mark.usefixtures("nowhere")
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -123,41 +151,42 @@ def test_the_staged_folder_holds_all_that_the_runner_needs(
         ("import torch; import dsat\n", None),
         ("\ufeffimport dsat\n", None),
         ("import torch, \\\n    dsat\n", None),
-        (f"import {', '.join(f'a{n}' for n in range(60))}\n", "nothing in the code uses dsat"),
-        ("import torch  # was: import dsat; import dsat\n", "nothing in the code uses dsat"),
-        ("'''\nimport dsat\n'''\n", "nothing in the code uses dsat"),
-        ("# import dsat\n", "nothing in the code uses dsat"),
-        ("import torch\n", "nothing in the code uses dsat"),
-        ("import dsatellite\n", "nothing in the code uses dsat"),
-        ("from determined.pytorch import dsat\n", r"the code uses determined\.pytorch\.dsat"),
-        ("import determined.pytorch.dsat\n", r"the code uses determined\.pytorch\.dsat"),
+        (f"import {', '.join(f'a{n}' for n in range(60))}\n", NOTHING),
+        ("import torch  # was: import dsat; import dsat\n", NOTHING),
+        ("'''\nimport dsat\n'''\n", NOTHING),
+        ("import torch\n", NOTHING),
+        ("import dsatellite\n", NOTHING),
+        ("from determined.pytorch import dsat\n", ANCESTOR),
+        ("import determined.pytorch.dsat\n", ANCESTOR),
     ],
 )
-def test_the_code_must_know_of_dsat(model: Path, text: str, problem: str | None) -> None:
+def test_the_code_must_know_of_dsat(
+    model: Path, text: str, problem: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     (model / "train.py").write_text(text)
-    if problem is None:
-        check_script(entries(model), model, SCRIPT)
-        return
-    with pytest.raises(UserInputError, match=problem):
-        check_script(entries(model), model, SCRIPT)
+    assert dsat(model, "--dry-run") == (0 if problem is None else 2)
+    if problem is not None:
+        err = refused(capsys)
+        assert problem in err and str(model) in err and "get_ds_config_from_hparams" in err
 
 
+@pytest.mark.usefixtures("nowhere")
 @pytest.mark.parametrize(
-    ("program", "text", "refused"),
+    ("entrypoint", "text", "refuses"),
     [
-        (Entrypoint(module="mypkg.train"), "import torch\n", False),
-        (Entrypoint(), "import torch\n", False),
-        (Entrypoint(module="train"), "print 'of another Python'\n", False),
-        (Entrypoint(module="train"), "import torch\n", True),
-        (Entrypoint(module="lib.net"), "import torch\n", True),
-        (Entrypoint(trial_class="train:Trial"), "import torch\n", True),
-        (Entrypoint(module="mypkg.train"), "from determined.pytorch import dsat\n", True),
+        ("python3 -m mypkg.train", "import torch\n", False),
+        ("./run.sh", "import torch\n", False),
+        ("python3 -m train", "print 'of another Python'\n", False),
+        ("python3 -m train", "import torch\n", True),
+        ("python3 -m lib.net", "import torch\n", True),
+        ("python3 -m determined.launch.deepspeed --trial train:Trial", "import torch\n", True),
+        ("python3 -m mypkg.train", "from determined.pytorch import dsat\n", True),
     ],
 )
 def test_code_that_cannot_be_read_here_is_warned_of(
-    model: Path, program: Entrypoint, text: str, refused: bool, caplog: pytest.LogCaptureFixture
+    entrypoint: str, text: str, refuses: bool, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (model / "train.py").write_text(text)
-    with pytest.raises(UserInputError) if refused else contextlib.nullcontext():
-        check_script(entries(model), model, program)
-    assert ("nothing in the code uses dsat" in caplog.text) is not refused
+    assert dsat(model, "--dry-run", entrypoint=entrypoint) == (2 if refuses else 0)
+    told = capsys.readouterr()
+    assert ("uses dsat" in told.err + told.out) or ANCESTOR in told.err

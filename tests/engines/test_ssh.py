@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -16,43 +15,13 @@ import pytest
 from dsat.app import local
 from dsat.cli.main import main
 from dsat.engines.local.machine import Machine
-from dsat.engines.local.ports import free_ports
 from dsat.engines.places import base, ssh
 from dsat.engines.places import local as this_machine
 from dsat.errors import UserInputError
+from testing import ssh_server
 from testing.command import ADAM, FAST, run_of
 from testing.local import PROGRAMS, cpu_machine, processes_of, wait_until
 
-# Runs the command here, in another folder, without variables.
-SSH = """#!/bin/sh
-echo "$@" >> {folder}/given
-if [ "$1" = -G ]; then
-    shift
-    [ "$1" = -p ] && echo port $2 && shift 2
-    case $2 in
-        head | localhost | tunnel | jump | back) echo hostname 127.0.0.1;;
-        *) echo hostname 127.0.0.2;;
-    esac
-    case $2 in
-        tunnel) echo port 2202;;
-        jump) echo proxyjump bastion;;
-        back) echo proxycommand nc;;
-    esac
-    exit
-fi
-while [ "$1" != -- ]; do shift; done
-host=$2
-shift 2
-case $host in
-    locked) echo 'eve@locked: Permission denied (publickey,password).' >&2; exit 255;;
-    gone) echo 'ssh: connect to host gone port 22: Connection timed out' >&2; exit 255;;
-    unknown) echo 'Host key verification failed.' >&2; exit 255;;
-    tunnel | jump | localhost) path={folder}/elsewhere:;;
-    back) echo Welcome back;;
-esac
-cd /
-exec env -i PATH=$path/bin:/usr/bin sh -c "$*"
-"""
 SHOWS = """
 import os, sys
 print([os.getcwd(), os.environ["OWN"], *sys.argv[1:], sys.stdin.read()])
@@ -64,12 +33,7 @@ sys.exit(3)
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with ssh, which is found first; it notes in the file `given` what it is given."""
     folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "ssh").write_text(SSH.format(folder=folder))
-    (folder / "elsewhere").mkdir()
-    (folder / "elsewhere" / "uname").write_text("#!/bin/sh\necho container\n")
-    for program in ("ssh", "elsewhere/uname"):
-        (folder / program).chmod(0o700)
+    ssh_server.scripted_ssh(folder)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
 
@@ -221,65 +185,15 @@ def test_a_hostfiles_machines_are_the_hosts(
 # -- a real server
 
 
-CLIENT = """
-Host n2
-    HostName 127.0.0.2
-Host n3
-    HostName 127.0.0.3
-Host locked
-    HostName 127.0.0.4
-Host n2 n3
-    IdentityFile {folder}/key
-Host *
-    Port {port}
-    IdentityFile none
-    IdentitiesOnly yes
-    IdentityAgent none
-    UserKnownHostsFile {folder}/known
-    StrictHostKeyChecking accept-new
-"""
-SERVER = """
-Port {port}
-ListenAddress 127.0.0.2
-ListenAddress 127.0.0.3
-ListenAddress 127.0.0.4
-HostKey {folder}/host_key
-AuthorizedKeysFile {folder}/key.pub
-PidFile none
-StrictModes no
-UsePAM no
-PermitRootLogin yes
-"""
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """sshd, and an ssh that knows it and has a key for it."""
-    path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
-    client, daemon = shutil.which("ssh"), shutil.which("sshd", path=path)
-    if client is None or daemon is None:
-        pytest.skip("ssh or sshd not found: make test-cluster installs them")
-    folder, [port] = tmp_path_factory.mktemp("ssh"), free_ports(1)
-    for name in ("key", "host_key"):
-        make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
-        subprocess.run(make, check=True)
-    (folder / "client").write_text(CLIENT.format(folder=folder, port=port))
-    (folder / "server").write_text(SERVER.format(folder=folder, port=port))
-    wrapped = shlex.join([client, "-F", str(folder / "client")])
-    (folder / "ssh").write_text(f'#!/bin/sh\nexec {wrapped} "$@"\n')
-    (folder / "ssh").chmod(0o700)
-    if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)
-    process = subprocess.Popen([daemon, "-D", "-f", str(folder / "server")])
-    try:
-        reaches = [str(folder / "ssh"), "n2", "true"]
-        wait_until(lambda: subprocess.run(reaches).returncode == 0, "sshd", 10)
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-            yield
-    finally:
-        process.terminate()
-        process.wait(600)
+    """Hosts n2 and n3, and one that is locked."""
+    if lacks := ssh_server.missing():
+        pytest.skip(f"{', '.join(lacks)} not found: make test-cluster installs them")
+    folder = tmp_path_factory.mktemp("ssh")
+    with ssh_server.running(folder), pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        yield
 
 
 @pytest.mark.slow

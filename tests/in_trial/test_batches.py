@@ -127,9 +127,7 @@ class Batch:
         lambda ids: torch.nested.nested_tensor(list(ids)),
     ],
 )
-def test_rows_are_counted_in_any_form(
-    clock: Clock, wrap: Callable[[torch.Tensor], Any]
-) -> None:
+def test_rows_are_counted_in_any_form(clock: Clock, wrap: Callable[[torch.Tensor], Any]) -> None:
     full, longer, short = (wrap(torch.zeros(*size)) for size in ((5, 9), (5, 7), (2, 99)))
     told = told_of(clock, [full], [longer], [full], [longer], [short])
     assert told.ok and told.warnings == (SHORT_BATCHES,), told

@@ -6,200 +6,220 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsat.errors import InvalidTrial
-from dsat.in_trial import cluster_rank
-from dsat.in_trial.cluster_rank import LOG_MARK, OUTCOME_KEY, Task, log_line, numbers
+from dsat.in_trial.cluster_rank import LOG_MARK, OUTCOME_KEY, log_line, spec_for_hparams
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.values.outcome import MemoryUse, Outcome, OutcomeKind
+from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import TrialOptions
-from testing.helpers import ran, weightless
-from testing.metered import CoreContext
+from testing import warm_host
+from testing.helpers import ran
+from testing.local import PATIENCE_S, environment_of_a_rank
+from testing.scripts import CONFIG, PLAIN
 from tests.conftest import ROOT
 
-SPEC = MeterSpec(TrialOptions(timeout_s=60.0), micro_batch=4, gas=1, stage=1, slots=2)
-
-
-class FakeMeter:
-    """As much of a meter as a task asks."""
-
-    spec = SPEC
-    device_name: str | None = None
-    watches = False
-    outcome: Outcome | None = None
-
-    @property
-    def shortfall(self) -> InvalidTrial:
-        problem = "the script ended after 2 optimizer steps"
-        return InvalidTrial(problem, smaller_may_run=self.watches)
-
-
-@pytest.fixture
-def meter() -> Any:
-    return FakeMeter()
-
-
-def measured(meter: Any) -> Outcome:
-    """The outcome of a meter that has measured something."""
-    meter.device_name = "A100"
-    meter.outcome = replace(ran(5.0), memory=MemoryUse(), warnings=("slow",), device_name="A100")
-    found: Outcome = meter.outcome
-    return found
-
-
-def reported(context: CoreContext) -> Outcome:
-    """What the searcher gets, after the way through JSON."""
-    [metric] = [what for kind, what in context.calls if kind == "completed"]
-    return Outcome.from_json(json.loads(json.dumps(metric))[OUTCOME_KEY])
-
-
-def test_a_measurement_is_reported_to_be_plotted_and_to_be_searched(meter: Any) -> None:
-    context, rank = CoreContext(), Task(meter)
-    expected = measured(meter)
-    rank.report(context, context, rank.ended(), 7)
-    assert [kind for kind, _ in context.calls] == ["metrics", "completed"]
-    plotted = context.calls[0][1]
-    assert plotted["throughput"] == 5.0
-    assert all(isinstance(value, int | float) for value in plotted.values())
-    assert replace(reported(context), duration_s=0.0) == expected
-    assert context.calls[1][1]["throughput"] == 5.0
-
-
-def test_only_the_chief_reports_and_only_once(meter: Any) -> None:
-    measured(meter)
-    worker, chief = CoreContext(rank=1), CoreContext()
-    for context in (worker, chief):
-        rank = Task(meter)
-        rank.report(context, context, rank.ended(), 7)
-        rank.report(context, context, rank.ended(), 7)
-    assert worker.calls == []
-    assert [kind for kind, _ in chief.calls] == ["metrics", "completed"]
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (MemoryError("no"), OutcomeKind.OOM),
-        (OSError(12, "Cannot allocate memory"), OutcomeKind.HOST_OOM),
-        (InvalidTrial("other settings"), OutcomeKind.INVALID),
-        (KeyError("x"), None),
-    ],
-)
-def test_a_failure_that_would_only_repeat_itself_is_reported(
-    meter: Any, error: BaseException, kind: OutcomeKind | None
-) -> None:
-    context, rank = CoreContext(), Task(meter)
-    rank.report_failure(context, context, error, 7)
-    assert [name for name, _ in context.calls] == ["completed"] * (kind is not None)
-    if kind is not None:
-        assert reported(context).kind is kind
-        assert reported(context).message.startswith("rank 0: ")
-
-
-def test_a_failure_is_the_scripts_own_until_it_asks_for_an_engine(meter: Any) -> None:
-    rank = Task(meter)
-    assert rank.failed(KeyError("x")).before_engine and rank.ended().before_engine
-    meter.device_name = "A100"
-    assert rank.failed(KeyError("x")).device_name == rank.ended().device_name == "A100"
-    assert not rank.failed(KeyError("x")).before_engine and not rank.ended().before_engine
-
-
-@pytest.mark.parametrize("enough", [False, True])
-def test_a_script_that_completes_the_operation_itself_reports_what_was_measured(
-    meter: Any, enough: bool
-) -> None:
-    context, rank = CoreContext(), Task(meter)
-    rank.follow(context, context, 7)
-    rank.follow(context, context, 7)  # the context is entered once a step, perhaps
-    meter.watches = True
-    expected = measured(meter) if enough else None
-    context.report_completed(0.25)
-    names = [name for name, _ in context.calls]
-    assert (names[0], names[-1]) == ("progress", "completed")
-    outcome = reported(context)
-    if expected is not None:
-        assert outcome.metrics == expected.metrics
-    else:
-        assert outcome.kind is OutcomeKind.INVALID and outcome.smaller_may_run
-        assert outcome.message == str(meter.shortfall)
-
-
-def test_a_profile_is_plotted_without_what_would_rank_it() -> None:
-    values = numbers(replace(ran(), profile=weightless(15)), measures=False)
-    assert values["slot_memory_bytes"] == 150 and "throughput" not in values
-    assert all(isinstance(value, int | float) for value in values.values())
-    assert numbers(Outcome(OutcomeKind.OOM)) == {}
-
-
-def test_a_line_of_the_log_holds_a_whole_outcome() -> None:
-    line = log_line(ran(3.0), run="1.a.0", ended=True).decode()
-    assert line.startswith(LOG_MARK) and line.count("\n") == 1
-    data = json.loads(line.removeprefix(LOG_MARK))
-    assert (data["run"], data["ended"]) == ("1.a.0", True)
-    assert Outcome.from_json(data) == ran(3.0)
-
-
-def test_a_line_of_the_log_is_never_too_long_to_be_written_at_once() -> None:
-    detail = "".join(f'line "{number}"\n' for number in range(10_000))
-    outcome = Outcome(OutcomeKind.ERROR, message="m", detail=detail)
-    line = log_line(outcome, run="1", ended=False)
-    assert 1000 < len(line) <= os.pathconf("/", "PC_PIPE_BUF")
-    kept = json.loads(line.decode().removeprefix(LOG_MARK))["detail"]
-    assert detail.endswith(kept) and kept.endswith('line "9999"\n')
-
-
-@pytest.mark.parametrize(
-    "hparams",
-    [
-        None,
-        {"_use_dsat_mode": True},
-        {"_dsat_trial": {"id": 1, "spec": "{}"}},
-        {"_use_dsat_mode": False, "_dsat_trial": {"id": 1, "spec": "{}"}},
-    ],
-)
-def test_other_trials_are_left_alone(hparams: Any) -> None:
-    assert cluster_rank.attach(hparams) is None
-
-
-SCRIPT = """
-import sys, time
+SPEC = MeterSpec(TrialOptions(timeout_s=60.0, end_step=5), micro_batch=2, gas=1, stage=1, slots=1)
+# A script in a container, as far as it sees the cluster: by Determined's package.
+CONTAINER = """
+import json, sys, time
 from types import SimpleNamespace
-from dsat.in_trial.meter import Meter
-from dsat.in_trial.meter_spec import MeterSpec
-from dsat.in_trial.cluster_rank import Task
-from dsat.values.trial import TrialOptions
+import determined
+import dsat
+from dsat.in_trial import runner_watch
+from testing.metered import CoreContext
 
-spec = MeterSpec(TrialOptions(timeout_s={timeout_s}), micro_batch=4, gas=1, stage=1, slots=2)
-meter = Meter(spec, print)
-engine = SimpleNamespace(basic_optimizer=1, forward=print, backward=print, step=print)
-Task(meter).watch()
+HPARAMS = {hparams}
+trial = SimpleNamespace(hparams=HPARAMS, experiment_id=2, trial_id=7)
+determined.get_cluster_info = lambda: SimpleNamespace(task_type="TRIAL", trial=trial)
+runner_watch.start = lambda runner_id: None  # there is no master
+{plain}
+core = CoreContext({rank})
+try:
+    config = dsat.get_ds_config_from_hparams(HPARAMS)
 {body}
+finally:
+    Path("calls.json").write_text(json.dumps(core.calls))
+"""
+TRAINS = """
+engine = make_engine(config=config)
+with dsat.dsat_reporting_context(core, core):
+    train(engine, {steps})
 """
 
 
+@dataclass(frozen=True)
+class Rank:
+    """A process of the trial that ended.
+
+    Attributes:
+        calls: of the core context.
+        told: what it left in the log, if anything.
+    """
+
+    status: int
+    calls: list[Any]
+    told: list[dict[str, Any]]
+    err: str
+
+    @property
+    def reported(self) -> Outcome:
+        """What the searcher gets, after the way through JSON."""
+        [metric] = [what for kind, what in self.calls if kind == "completed"]
+        return Outcome.from_json(metric[OUTCOME_KEY])
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.calls]
+
+
+def rank_of(folder: Path, body: str, *, rank: int = 0, hparams: Any = None, **spec: Any) -> Rank:
+    """Run a script as a rank of a trial on a cluster."""
+    trial = spec_for_hparams(replace(SPEC, **spec), 1, 1)
+    given = {"_use_dsat_mode": True, "_dsat_trial": trial, "deepspeed_config": CONFIG}
+    indented = "\n".join(f"    {line}" for line in body.splitlines())
+    code = CONTAINER.format(
+        hparams=repr(given if hparams is None else hparams), plain=PLAIN, rank=rank, body=indented
+    )
+    env = environment_of_a_rank(
+        DET_ALLOCATION_ID="7.a.0", DSAT_TRIAL_DIR=str(folder), PYTHONPATH=str(ROOT)
+    )
+    if rank:
+        env["RANK"] = str(rank)
+    words = [*warm_host.prefix(), sys.executable, "-c", code]
+    done = subprocess.run(
+        words, env=env, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert (folder / "calls.json").exists(), done.stderr
+    lines = [text.partition(LOG_MARK)[2] for text in done.stderr.splitlines() if LOG_MARK in text]
+    calls = json.loads((folder / "calls.json").read_text())
+    return Rank(done.returncode, calls, [json.loads(line) for line in lines], done.stderr)
+
+
+@pytest.mark.slow
+def test_a_measurement_is_reported_to_be_plotted_and_to_be_searched(tmp_path: Path) -> None:
+    found = rank_of(tmp_path, TRAINS.format(steps=1000))
+    assert found.kinds() == ["progress", "metrics", "completed", "over"], found.err
+    assert found.told == []
+    outcome, plotted = found.reported, found.calls[1][1]
+    assert outcome.ok and outcome.metrics is not None and not outcome.before_engine
+    assert plotted["throughput"] == outcome.metrics.throughput
+    assert all(isinstance(value, int | float) for value in plotted.values())
+    assert found.calls[2][1]["throughput"] == outcome.metrics.throughput
+
+
+@pytest.mark.slow
+def test_a_profile_is_plotted_without_what_would_rank_it(tmp_path: Path) -> None:
+    found = rank_of(tmp_path, TRAINS.format(steps=1000), profile=True, measures=False)
+    [plotted] = [what for kind, what in found.calls if kind == "metrics"]
+    assert plotted["num_params"] == 17 and "throughput" not in plotted
+    assert found.reported.profile is not None
+
+
+FAILS = """
+with dsat.dsat_reporting_context(core, core):
+    {engine}
+    {error}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "error", "kind", "is_reported"),
+    [
+        ("", "raise MemoryError", "OOM", True),
+        ("make_engine(config=config)", "raise OSError(12, 'no memory')", "HOST_OOM", True),
+        ("", "raise KeyError('x')", "ERROR", False),
+        ("make_engine(config=config)", "raise KeyError('x')", "ERROR", False),
+    ],
+)
+def test_a_failure_that_would_only_repeat_itself_is_reported(
+    tmp_path: Path, engine: str, error: str, kind: str, is_reported: bool
+) -> None:
+    """Others are left to the log, and to the master's next attempt."""
+    found = rank_of(tmp_path, FAILS.format(engine=engine or "pass", error=error))
+    assert ("completed" in found.kinds()) is is_reported
+    outcome = found.reported if is_reported else Outcome.from_json(found.told[0])
+    assert outcome.kind is OutcomeKind(kind) and outcome.message.startswith("rank 0: ")
+    assert outcome.before_engine is not bool(engine), "it is the script's own until then"
+
+
+COMPLETES = """
+engine = make_engine(config=config)
+try:
+    with dsat.dsat_reporting_context(core, core):
+        for _ in range(2):  # the context is entered once a step, perhaps
+            with dsat.dsat_reporting_context(core, core):
+                train(engine, {steps})
+except SystemExit:
+    pass
+core.report_completed(0.25)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 100])
+def test_a_script_that_completes_the_operation_itself_reports_what_was_measured(
+    tmp_path: Path, steps: int
+) -> None:
+    found = rank_of(tmp_path, COMPLETES.format(steps=steps))
+    assert found.kinds()[0] == "progress" and found.kinds().count("completed") == 1
+    if steps == 100:
+        assert found.reported.ok
+    else:
+        assert found.reported.kind is OutcomeKind.INVALID and found.reported.smaller_may_run
+        assert "after 2 optimizer steps" in found.reported.message
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "status", "kind", "ended"),
     [
         ("time.sleep(30)", 1, "TIMEOUT", False),
         ("raise MemoryError", 1, "OOM", False),
-        ("meter.watch(engine)", 0, "INVALID", True),
+        ("train(make_engine(config=config), 2)", 0, "INVALID", True),
         ("sys.exit(3)", 3, "INVALID", True),
     ],
 )
 def test_a_process_says_in_its_log_why_it_ends(
-    body: str, status: int, kind: str, ended: bool
+    tmp_path: Path, body: str, status: int, kind: str, ended: bool
 ) -> None:
-    code = SCRIPT.format(timeout_s=0.3 if "sleep" in body else 60.0, body=body)
-    env = {**os.environ, "RANK": "1", "DET_ALLOCATION_ID": "7.a.0"}
-    process = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == status, process.stderr
-    [line] = [text for text in process.stderr.splitlines() if LOG_MARK in text]
-    data = json.loads(line.partition(LOG_MARK)[2])
-    assert (data["kind"], data["ended"], data["run"]) == (kind, ended, "7.a.0")
-    assert Outcome.from_json(data).smaller_may_run == (body == "meter.watch(engine)")
+    if "sleep" in body:
+        (tmp_path / "calls.json").write_text("[]")  # it is ended in the midst
+    limit = TrialOptions(timeout_s=0.3 if "sleep" in body else 60.0, end_step=5)
+    found = rank_of(tmp_path, body, options=limit)
+    [told] = found.told
+    assert (told["kind"], told["ended"], told["run"]) == (kind, ended, "7.a.0"), found.err
+    assert found.calls == []
+    assert Outcome.from_json(told).smaller_may_run is ("train" in body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "hparams",
+    [
+        {"_use_dsat_mode": True},
+        {"_dsat_trial": spec_for_hparams(SPEC, 1, 1)},
+        {"_use_dsat_mode": False, "_dsat_trial": spec_for_hparams(SPEC, 1, 1)},
+    ],
+)
+def test_other_trials_are_left_alone(tmp_path: Path, hparams: Any) -> None:
+    own = {**hparams, "deepspeed_config": CONFIG}
+    found = rank_of(tmp_path, TRAINS.format(steps=9), hparams=own)
+    assert found.calls == found.told == []
+
+
+def test_a_line_of_the_log_holds_a_whole_outcome_and_is_written_at_once() -> None:
+    line = log_line(ran(3.0), run="1.a.0", ended=True).decode()
+    assert line.startswith(LOG_MARK) and line.count("\n") == 1
+    data = json.loads(line.removeprefix(LOG_MARK))
+    assert (data["run"], data["ended"]) == ("1.a.0", True)
+    assert Outcome.from_json(data) == ran(3.0)
+    detail = "".join(f'line "{number}"\n' for number in range(10_000))
+    outcome = Outcome(OutcomeKind.ERROR, message="m", detail=detail)
+    long = log_line(outcome, run="1", ended=False)
+    assert 1000 < len(long) <= os.pathconf("/", "PC_PIPE_BUF")
+    kept = json.loads(long.decode().removeprefix(LOG_MARK))["detail"]
+    assert detail.endswith(kept) and kept.endswith('line "9999"\n')

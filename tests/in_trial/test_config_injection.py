@@ -68,7 +68,7 @@ def test_the_trials_configuration_replaces_the_scripts(scripts: Scripts) -> None
     notes = scripts.run(PASSES + WAYS, **TRIAL).well().notes()
     own = notes.pop("own")
     ways = ("dict", "path", "config_params", "args", "positional")
-    assert notes == dict.fromkeys(ways, [4, 2, 1.0])
+    assert notes == {way: [4, 2, 1.0] for way in ways}
     assert own["train_micro_batch_size_per_gpu"] == 4 and own["zero_optimization"]["stage"] == 2
 
 

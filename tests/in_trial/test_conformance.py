@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.parallelism import DATA_ONLY, Parallelism
 from testing.metered import Clock, FakeEngine, initialize, measure, told_by, watched
 
 PipelineModule = type("PipelineModule", (), {})  # as DeepSpeed's is called

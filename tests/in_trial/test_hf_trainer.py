@@ -83,7 +83,7 @@ def test_a_measured_trial_is_short_and_leaves_nothing(scripts: Scripts) -> None:
 
 FULL = """
 args = arguments(deepspeed="ds_config.json", push_to_hub=False)
-note(fields=fields_of(args), file=args.deepspeed, control=TrainerControl(should_save=True).should_save)
+note(fields=fields_of(args), control=TrainerControl(should_save=True).should_save)
 """
 
 
@@ -112,7 +112,12 @@ def test_the_length_of_training_in_a_scheduler_is_kept(scripts: Scripts) -> None
     [
         (8, 1, "{**CONFIG, 'zero_optimization': {'stage': 'auto'}}", []),
         (16, 1, "{**CONFIG, 'zero_optimization': {'stage': 1}}", [OTHER_BATCH]),
-        (8, 2, "{**CONFIG, 'steps_per_print': 9, 'zero_optimization': {'stage': 1}}", [OTHER_BATCH]),
+        (
+            8,
+            2,
+            "{**CONFIG, 'steps_per_print': 9, 'zero_optimization': {'stage': 1}}",
+            [OTHER_BATCH],
+        ),
         (8, 1, "{**CONFIG, 'zero_optimization': {'stage': 3}}", [OTHER_CONFIG]),
         (8, 1, "own_config()", []),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def out(scripts: Scripts, tmp_path: Path) -> Iterator[Path]:
+def out(tmp_path: Path) -> Path:
     """A user's output of an earlier training, below the temporary folder."""
     folder = tmp_path / "out"
     (folder / "checkpoint-1" / "shards").mkdir(parents=True)
     for name in ("best.pt", "checkpoint-1/shards/0.pt"):
         (folder / name).write_text("old")
-    yield folder
+    return folder
 
 
 BEGINS = """

@@ -9,7 +9,6 @@ import pytest
 from deepspeed.autotuning import constants
 from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
 
-from dsat.errors import UserInputError
 from dsat.inputs import autotuning_section
 from dsat.inputs.autotuning_section import KEYS, Autotuning
 from dsat.values.objective import METRIC_NAMES
@@ -144,68 +143,3 @@ def test_what_a_mapping_may_name() -> None:
     assert found.notes == ("ds.json: arg_mappings has no effect: it belongs inside autotuning",)
     found = read({"arg_mappings": {"lr": "learning_rate"}}, optimizer={"params": {"lr": 1e-3}})
     assert found.arg_mappings == {"lr": "--learning_rate"}, "any setting of the configuration"
-
-
-@pytest.mark.parametrize(
-    ("section", "line"),
-    [
-        ([], "autotuning: must be a mapping, not []"),
-        (
-            {"tuner_typ": "random"},
-            "autotuning.tuner_typ: there is no autotuning setting 'tuner_typ'. Did you mean "
-            "'tuner_type'? Correct it or leave it out.",
-        ),
-        ({"metric": "latencies"}, "not 'latencies'. Did you mean 'latency'?"),
-        (
-            {"tuner_type": "xgboost"},
-            "autotuning.tuner_type: must be one of gridsearch, random, model_based, not 'xgboost'",
-        ),
-        (
-            {"mp_size": 2},
-            "autotuning.mp_size: is 2, and model parallel jobs cannot be tuned. Set it to 1.",
-        ),
-        ({"num_nodes": 2}, "num_nodes: is 2, and trials run on one machine. Set it to 1."),
-        ({"fast": 1}, "autotuning.fast: must be true or false, not 1"),
-        ({"results_dir": ""}, "autotuning.results_dir: must be the path of a folder, not ''"),
-        ({"exps_dir": 3}, "autotuning.exps_dir: must be the path of a folder, not 3"),
-        (
-            {"arg_mappings": ["--b"]},
-            "autotuning.arg_mappings: must be a mapping from settings to flags, not ['--b']",
-        ),
-        (
-            {"arg_mappings": {"train_micro_batch_size": "--b"}},
-            "the configuration has no setting 'train_micro_batch_size'. Did you mean "
-            f"'{MICRO}'? Correct it or leave it out.",
-        ),
-        *(
-            (
-                {"arg_mappings": {"train_batch_size": flag}},
-                "autotuning.arg_mappings.train_batch_size: must be a flag of the training script, "
-                f'not {flag!r}. For example "--per_device_train_batch_size".',
-            )
-            for flag in (3, " -- ", "--b 3")
-        ),
-        *(
-            ({key: value}, f"autotuning.{key}: must be a positive integer, not {value!r}")
-            for key in ("tuner_num_trials", "num_gpus")
-            for value in (True, "3", 0, [2])
-        ),
-        (
-            {"max_train_batch_size": -1},
-            "autotuning.max_train_batch_size: must be an integer of at least 0, not -1",
-        ),
-    ],
-    ids=str,
-)
-def test_every_mistake_is_one_line(section: Any, line: str) -> None:
-    with pytest.raises(UserInputError) as caught:
-        read(section)
-    assert str(caught.value).startswith("ds.json: autotuning") and "\n" not in str(caught.value)
-    assert str(caught.value).endswith(line)
-
-
-def test_slots() -> None:
-    assert read({}).slots_of(4, where="ds.json") == 4
-    assert read({"num_gpus": 2}).slots_of(4, where="ds.json") == 2
-    with pytest.raises(UserInputError, match="asks for 8 slots, but only 4 are available"):
-        read({"num_gpus": 8}).slots_of(4, where="ds.json")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dsat.errors import UserInputError
 from dsat.inputs.ds_config import (
     BATCH_KEYS,
     check_sections,
@@ -17,10 +16,9 @@ from dsat.inputs.ds_config import (
     merge,
     parse,
     read,
-    resolve_batch,
 )
-from dsat.values.parallelism import DATA_ONLY, Parallelism
-from dsat.values.trial import BatchTriple
+from testing.scenarios import User
+from tests.inputs.plans import Reader
 
 NESTED: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.9, 0.99]}},
@@ -101,7 +99,12 @@ def test_sizes_that_deepspeed_takes_are_taken(size: object) -> None:
 
 def test_merge_lays_one_over_the_other() -> None:
     before = copy.deepcopy(NESTED)
-    overrides = {"optimizer": {"params": {"betas": [0.5]}}, "steps_per_print": {"a": 1}, "fp16": {}}
+    overrides: dict[str, Any] = {
+        "optimizer": {"params": {"betas": [0.5]}},
+        "steps_per_print": {"a": 1},
+        "fp16": {},
+    }
+    given = copy.deepcopy(overrides)
     merged = merge(NESTED, overrides)
     assert merged == {
         "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.5]}},
@@ -110,7 +113,9 @@ def test_merge_lays_one_over_the_other() -> None:
         "fp16": {},
     }
     merged["zero_optimization"]["offload_optimizer"]["device"] = "nvme"
-    assert before == NESTED, "it shares nothing with its arguments"
+    merged["steps_per_print"]["a"] = merged["fp16"]["enabled"] = 2
+    merged["optimizer"]["params"]["betas"].append(9)
+    assert before == NESTED and given == overrides, "it shares nothing with its arguments"
 
 
 # -- batch sizes
@@ -132,71 +137,34 @@ def test_merge_lays_one_over_the_other() -> None:
     ],
 )
 def test_batch_sizes_are_derived_as_deepspeed_does(
-    total: object, micro: object, gas: object, slots: int, expected: tuple[int, int, int]
+    tmp_path: Path, total: object, micro: object, gas: object, slots: int, expected: tuple[int, ...]
 ) -> None:
     given = dict(zip(BATCH_KEYS, (total, micro, gas), strict=True))
     absent = {key: value for key, value in given.items() if value is not None}
     for config in (given, absent):
-        assert resolve_batch(config, slots, where="ds.json") == BatchTriple(*expected)
+        batch = Reader(User(tmp_path), slots).command_line(config, "--slots", slots)["own_batch"]
+        assert (batch["train_batch_size"], batch["micro_batch"], batch["gas"]) == expected
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("config", "expected", "sizes"),
     [
         # DeepSpeed counts data-parallel groups under Ulysses, and all ranks under AutoTP.
-        ({"sequence_parallel_size": 2}, BatchTriple(8, 4, 1, Parallelism(sequence=2))),
-        ({"tensor_parallel": {"autotp_size": 2}}, BatchTriple(4, 2, 1, Parallelism(2))),
-        ({"tensor_parallel": {"autotp_size": 0}}, BatchTriple(8, 2, 1)),
+        ({"sequence_parallel_size": 2}, (8, 4, 1), (1, 2)),
+        ({"tensor_parallel": {"autotp_size": 2}}, (4, 2, 1), (2, 1)),
+        ({"tensor_parallel": {"autotp_size": 0}}, (8, 2, 1), (1, 1)),
     ],
 )
 def test_slots_that_share_samples_do_not_multiply_them(
-    config: dict[str, Any], expected: BatchTriple
+    tmp_path: Path,
+    config: dict[str, Any],
+    expected: tuple[int, ...],
+    sizes: tuple[int, int],
 ) -> None:
-    found = resolve_batch({**config, "train_batch_size": 8}, 4, where="ds.json")
-    assert found == expected
-    shares = found.parallelism != DATA_ONLY
-    assert found.config()["train_batch_size"] == (None if shares else 8)
-
-
-def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(UserInputError, match="sequence parallel 3 needs a multiple of 3 slots"):
-        resolve_batch({"sequence_parallel_size": 3, "train_batch_size": 8}, 4, where="ds.json")
-    config = {"train_batch_size": 8, "zero_optimization": {"zenflow": {}}}
-    with pytest.raises(UserInputError, match=r"^ds.json: zero_optimization.zenflow: ZenFlow dec"):
-        resolve_batch(config, 4, where="ds.json")
-
-
-@pytest.mark.parametrize("sizes", [(None, None, 4), ("auto", "auto", "auto"), ("auto", None, 2)])
-def test_a_batch_size_must_be_given(sizes: tuple[object, ...]) -> None:
-    with pytest.raises(UserInputError, match="neither train_batch_size nor") as caught:
-        resolve_batch(dict(zip(BATCH_KEYS, sizes, strict=True)), 2, where="ds.json")
-    assert "train_micro_batch_size_per_gpu" in caught.value.hint
-    assert ("auto" in caught.value.hint) is ("auto" in sizes)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        (
-            (32, 4, 2),
-            "train_batch_size 32, train_micro_batch_size_per_gpu 4, gradient_accumulation_steps 2",
-        ),
-        ((32, 5, None), "train_batch_size 32, train_micro_batch_size_per_gpu 5"),
-        ((32, None, 5), "train_batch_size 32, gradient_accumulation_steps 5"),
-        ((1, None, None), "train_batch_size 1"),
-    ],
-)
-def test_batch_sizes_that_contradict_each_other(sizes: tuple[object, ...], said: str) -> None:
-    with pytest.raises(UserInputError, match=f"^ds.json: {said} contradict each other on 2 slots"):
-        resolve_batch(dict(zip(BATCH_KEYS, sizes, strict=True)), 2, where="ds.json")
-
-
-@pytest.mark.parametrize("value", [True, "4", 4.5, 0, [4]])
-def test_a_batch_size_must_be_a_positive_integer(value: object) -> None:
-    for key in BATCH_KEYS:
-        with pytest.raises(UserInputError, match="must be a positive integer") as caught:
-            resolve_batch({"train_batch_size": 8, key: value}, 1, where="ds.json")
-        assert caught.value.where == f"ds.json: {key}" and repr(value) in str(caught.value)
+    reader = Reader(User(tmp_path))
+    batch = reader.command_line({**config, "train_batch_size": 8}, "--slots", 4)["own_batch"]
+    assert (batch["train_batch_size"], batch["micro_batch"], batch["gas"]) == expected
+    assert batch["parallelism"] == {"tensor": sizes[0], "sequence": sizes[1]}
 
 
 # -- the rest

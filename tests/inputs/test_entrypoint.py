@@ -123,47 +123,6 @@ def test_forms(given: str | list[str], expected: Entrypoint, model_dir: Path) ->
     assert parse(given, model_dir) == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        *((empty, "is empty") for empty in ("", [], [" ", "train.py"], "LR=0.1")),
-        *(
-            (f"python3 train.py {rest}", "needs a shell")
-            for rest in ("&& ls", "| tee log", "> log 2>&1", "--dir $HOME", "$(nproc)", "`nproc`")
-        ),
-        ("python3 'train.py", "No closing quotation"),
-        ("accelerate launch train.py", "'accelerate' is not a launcher that dsat knows"),
-        (DET + "deepspeed bash run.sh", "'bash' is not a launcher"),
-        (DET + "deepspeed python3 missing.py", "there is no file 'missing.py' in "),
-        *((f"python3 {rest}", "names no script") for rest in ("", "-c 'print(1)'", "-m")),
-        *(
-            (DET + f"{rest}", "is given no script")
-            for rest in ("deepspeed", "torch_distributed --")
-        ),
-        (DET + "deepspeed --trial a:B more", "--trial takes exactly one module:Class"),
-        ("deepspeed --num_gpus 2", "deepspeed is given no script"),
-        ("torchrun --nproc_per_node 2", "torchrun is given no script"),
-        ("deepspeed --autotuning tune train.py", "--autotuning is DeepSpeed's own tuner"),
-        ("/opt/other/bin/python3 train.py", "/opt/other/bin/python3 is not the Python that runs"),
-        ("python3.6 train.py", "python3.6 is not the Python that runs dsat"),
-        *(
-            (f"deepspeed --bind_core_list {bad} train.py", "ascending numbers and ranges")
-            for bad in ("4,2", "3-1", "a", "1,", "0-1,1", "0-99999999999")
-        ),
-    ],
-    ids=str,
-)
-def test_errors_name_the_problem_in_one_line(
-    given: str | list[str], problem: str, model_dir: Path
-) -> None:
-    with pytest.raises(UserInputError) as caught:
-        parse(given, model_dir)
-    text = str(caught.value)
-    assert text.startswith("entrypoint: ")
-    assert problem in text
-    assert "\n" not in text
-
-
 def test_another_environment_of_the_same_python_is_another_python(
     model_dir: Path, tmp_path: Path
 ) -> None:
@@ -267,19 +226,6 @@ def test_a_script_that_reads_its_arguments_from_a_file_gets_no_flags(
 
 
 # -- the command for people
-
-
-@pytest.mark.parametrize(
-    ("given", "command"),
-    [
-        ("deepspeed --num_gpus 2 train.py --x", ["train.py", "--x"]),
-        ("python3 -O train.py", ["-O", "train.py"]),
-        ("torchrun -m package.train", ["-m", "package.train"]),
-        (DET + "deepspeed --trial a:B", ["-m", "determined.exec.harness", "a:B"]),
-    ],
-)
-def test_the_plain_command(given: str, command: list[str], model_dir: Path) -> None:
-    assert parse(given, model_dir).command() == [sys.executable, *command]
 
 
 @pytest.mark.parametrize(

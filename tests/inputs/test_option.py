@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,42 +56,6 @@ def test_adapters() -> None:
     for wrong in ("16", "r=", "r=0", "rank=8", "r=x", "r=8,dropout=2"):
         with pytest.raises(ValueError, match=r"invalid|less than|not a"):
             LORA.read(wrong)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "found"),
-    [
-        ("slot_memory_bytes", "24GiB", 24 * 2**30),
-        ("slot_memory_bytes", 24 * 2**30, 24 * 2**30),
-        ("slot_memory_bytes", None, None),
-        ("trial_timeout_s", 90, 90.0),
-        ("zero_stages", 2, (2,)),
-        ("zero_stages", [3, 1, 3], (3, 1)),
-        ("include", "data", (Path("data"),)),
-        ("arg_mappings", {"k": "flag"}, {"k": "--flag"}),
-        ("arg_mappings", "k=--flag", {"k": "--flag"}),
-        ("cold", True, True),
-    ],
-)
-def test_values_of_python(name: str, value: Any, found: Any) -> None:
-    assert OPTIONS[name].from_python(value) == found
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("slot_memory_bytes", True, "neither text nor a number"),
-        ("max_trials", 1, "1 is less than 2"),
-        ("max_trials", 2.5, "2.5 is not a whole number"),
-        ("max_trials", None, "None is not a whole number"),
-        ("zero_stages", [4], "invalid choice: 4"),
-        ("cold", 1, "not True or False"),
-        ("run_dir", 3, "3 is not a path"),
-    ],
-)
-def test_wrong_values_of_python(name: str, value: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        OPTIONS[name].from_python(value)
 
 
 @pytest.mark.parametrize("settings", [Settings, EstimateSettings])

@@ -73,27 +73,6 @@ def test_a_hostfile_that_is_named_and_missing_is_told(
     assert ["there is no hostfile missing" in message for message in caplog.messages] == [True]
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ("--hostfile hosts", "hosts gives 4 slots of a and 2 slots of c: .*--num_gpus"),
-        ("--hostfile equal --num_nodes 3", "--num_nodes 3: equal has 2 machines for it"),
-        ("--num_gpus two", "--num_gpus two: expected a whole number"),
-        ("--hostfile equal --num_nodes 2.5", "--num_nodes 2.5: expected a whole number"),
-        ("--hostfile equal --include d", "--include d: equal has no d"),
-        ("--hostfile equal --include a:5@b:0", "--include a:5: equal gives no slot 5 of a"),
-        ("--hostfile unsaid --exclude a:0@b:0", "--exclude a:0: unsaid gives no slot 0 of a"),
-        ("--hostfile equal --include a:x", "expected NAME:SLOT,SLOT"),
-        ("--hostfile equal --exclude a@b", "of equal no machine is left"),
-        ("--hostfile twice", "twice: names a twice"),
-        ("--hostfile without", "without: has the line 'b max_slots=2'. .*NAME slots=8"),
-    ],
-)
-def test_what_cannot_be_chosen(options: str, told: str) -> None:
-    with pytest.raises(UserInputError, match=told):
-        hosts_of(options)
-
-
 def test_nodes_without_names_are_counted() -> None:
     """A job of a scheduler has them."""
     found = entrypoint.parse("deepspeed --num_nodes 2 --num_gpus 4 train.py", Path.cwd())

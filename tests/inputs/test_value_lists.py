@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsat.errors import UserInputError
-from dsat.inputs.value_lists import split
+from testing.scenarios import User
+from tests.inputs import plans
+from tests.inputs.plans import Reader
 
 MICRO, GAS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -71,15 +72,16 @@ CHOSEN = {"type": "categorical", "vals": [False, True]}
     ],
 )
 def test_a_list_is_a_choice(
-    config: dict[str, Any], base: dict[str, Any], listed: dict[str, Any]
+    tmp_path: Path, config: dict[str, Any], base: dict[str, Any], listed: dict[str, Any]
 ) -> None:
-    before = copy.deepcopy(config)
-    found_base, found = split(config, where="ds.json")
-    assert json.dumps([found_base, found]) == json.dumps([base, listed]), "true is not 1"
-    assert config == before
+    plan = Reader(User(tmp_path)).command_line({MICRO: 1, **config}, "--slots", 4)
+    expected = [{MICRO: 1, **base}, {**listed, "stage": sorted(listed.get("stage", range(4)))}]
+    found = [plan["base_config"], plans.listed(plan)]
+    written = [json.dumps(each, sort_keys=True) for each in (found, expected)]
+    assert written[0] == written[1], "true is not 1"
 
 
-def test_lists_elsewhere_are_values() -> None:
+def test_lists_elsewhere_are_values(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 32,
         "optimizer": {"type": "Adam", "params": {"betas": [0.8, 0.999]}},
@@ -87,42 +89,5 @@ def test_lists_elsewhere_are_values() -> None:
         "data_types": {"type": "categorical", "vals": [1, 2]},
         **zero(leaf_module={"classes": ["A", "B"], "names": []}),
     }
-    assert split(config, where="ds.json") == (config, {})
-
-
-EMPTY = "is an empty list. Give at least one value, or leave it out."
-
-
-@pytest.mark.parametrize(
-    ("config", "line"),
-    [
-        (
-            {"train_batch_size": [8, 16]},
-            "train_batch_size: cannot be a list. List train_micro_batch_size_per_gpu and "
-            "gradient_accumulation_steps instead.",
-        ),
-        *(
-            ({MICRO: [1, bad]}, f"{MICRO}: must be a positive integer, not {bad!r}")
-            for bad in ("2", True, 0, [2])
-        ),
-        ({MICRO: []}, f"{MICRO}: {EMPTY}"),
-        ({MICRO: {"type": "int", "minval": 1}}, f"{MICRO}: is a range (int). Give a list of "),
-        (zero(overlap_comm={"type": "categorical"}), f"zero_optimization.overlap_comm: {EMPTY}"),
-        *(
-            (zero(stage=stage), f"zero_optimization.stage: must be 0, 1, 2 or 3, not {bad!r}")
-            for stage, bad in ((4, 4), ([1, 4], 4), ("1", "1"), ([0, True], True), (None, None))
-        ),
-        (zero(stage=[]), f"zero_optimization.stage: {EMPTY}"),
-        (zero(overlap_comm=[[True]]), "zero_optimization.overlap_comm: holds a list in a list"),
-        (
-            zero(offload_optimizer={"device": "cpu", "pin_memory": []}),
-            f"zero_optimization.offload_optimizer.pin_memory: {EMPTY}",
-        ),
-        ({"zero_optimization": [{"stage": 1}]}, "zero_optimization: must be a mapping, not [{'st"),
-    ],
-    ids=str,
-)
-def test_every_mistake_is_one_line(config: dict[str, Any], line: str) -> None:
-    with pytest.raises(UserInputError) as caught:
-        split(config, where="ds.json")
-    assert str(caught.value).startswith(f"ds.json: {line}") and "\n" not in str(caught.value)
+    plan = Reader(User(tmp_path)).command_line(config, "--slots", 4)
+    assert (plan["base_config"], plan["choices"]) == (config, {})

@@ -22,8 +22,7 @@ def libraries() -> Libraries:
 
 @pytest.fixture(scope="session")
 def imported(libraries: Libraries) -> tuple[str, ...]:
-    """What goes before a command so that it is forked from a process that has imported torch and
-    DeepSpeed, and finds the devices of the machine that its variables name; with NVML."""
+    """The words before a command that fork it from a process that has imported DeepSpeed."""
     return warm_host.prefix(DS_ACCELERATOR="cuda", **loading(libraries))
 
 

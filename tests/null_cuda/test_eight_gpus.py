@@ -45,7 +45,6 @@ def _tune(run_dir: Path, slots: int, callback: Callable[[Any], None], **options:
 
 
 def _used(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the ranks of each trial say of their devices."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(run_dir.glob("trials/*/device*.json")):
         found.setdefault(path.parent.name, []).append(json.loads(path.read_text()))

@@ -80,6 +80,12 @@ def outcome_of(engine: LocalEngine, number: int, **overrides: Any) -> Outcome:
     return outcome
 
 
+def fresh(outcome: Outcome) -> list[str]:
+    """What a trial that ran says of ranks in fresh processes."""
+    assert outcome.ok, outcome.detail
+    return [text for text in outcome.warnings if "fresh processes" in text]
+
+
 def env_of(folder: Path, number: int) -> str:
     return (folder / "trials" / f"t{number}" / "cmd.txt").read_text()
 
@@ -165,15 +171,13 @@ def test_a_trial_that_aborts_runs_again_in_a_fresh_process(
     """An abort may be the fork's fault."""
     machine = null_cuda(Device())
     with engine_on_devices(tmp_path / "run", prefix=imported) as engine:
-        assert outcome_of(engine, 0, kind=TrialKind.PROFILE).ok
-        assert engine._retries.way.name == "FORKED"
+        assert not fresh(outcome_of(engine, 0, kind=TrialKind.PROFILE))
         monkeypatch.setenv("NULL_CUDA_FAULTS", "cudaLaunchKernel#80=abort")
         engine.launch(trial(1))
         monkeypatch.setenv("NULL_CUDA_FAULTS", "")
         while not (ended := engine.poll(10.0)):
             pass
-        assert ended[0][1].ok, ended
-        assert engine._retries.way.name == "FRESH"
+        assert fresh(ended[0][1])
     assert not machine.held()
 
 
@@ -199,12 +203,9 @@ def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
     )
     monkeypatch.setenv("PYTHONPATH", f"{spoilt}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with engine_on_devices(tmp_path / "run") as engine:
-        assert engine._hosts[0].machine.devices == ("MIG-0b",)
-        outcome = outcome_of(engine, 0, kind=TrialKind.PROFILE)
-        assert outcome.ok, outcome.detail
-        [warning] = [text for text in outcome.warnings if "fresh processes" in text]
+        [warning] = fresh(outcome_of(engine, 0, kind=TrialKind.PROFILE))
         assert "a forked process cannot use cuda" in warning
-        assert engine._retries.way.name == "FRESH"
+        assert "CUDA_VISIBLE_DEVICES=MIG-0b " in env_of(tmp_path / "run", 0)
         # Without NVML, torch 2.15 crashes at its first expandable segment.
         assert "expandable_segments" not in env_of(tmp_path / "run", 0)
 
@@ -216,9 +217,8 @@ def test_whether_ranks_can_be_forked_is_tried_on_a_device_that_works(
     machine = null_cuda(Device(), Device(), Device())
     machine.break_device(0, 46)
     with engine_on_devices(tmp_path / "run", prefix=imported) as engine:
-        assert engine._hosts[0].machine.devices == ("1", "2")
-        assert outcome_of(engine, 0, kind=TrialKind.PROFILE).ok
-        assert engine._retries.way.name == "FORKED"
+        assert engine.num_slots == 2
+        assert not fresh(outcome_of(engine, 0, kind=TrialKind.PROFILE))
         assert "CUDA_VISIBLE_DEVICES=1 " in env_of(tmp_path / "run", 0)
 
 

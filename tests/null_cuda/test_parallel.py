@@ -28,16 +28,14 @@ SIZES = "--width 512 --layers 6 --length 512 --unchecked"
 def test_memory_of_shared_devices_is_predicted(null_cuda: MachineOf, tmp_path: Path) -> None:
     null_cuda(*(Device() for _ in range(SLOTS)))
     entry = f"deepspeed train.py {SIZES} --deepspeed_config ds_config.json"
-    options: dict[str, Any] = {
+    few: dict[str, Any] = {
         "timeout_s": PATIENCE_S,
         "max_steps": 4,
         "warm_up_s": 0.1,
         "measured_s": 0.1,
     }
     hosts = [Host(find_machines({"here": ()})[0])]
-    engine = engine_of(
-        "parallel", tmp_path, entry=entry, hosts=hosts, slots_per_trial=SLOTS, **options
-    )
+    engine = engine_of("parallel", tmp_path, entry=entry, hosts=hosts, slots_per_trial=SLOTS, **few)
     base = engine._preparation.experiment.base_config
     bench = Bench(engine, tmp_path, SLOTS)
     try:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,28 +13,15 @@ from dsat.engines.local.ports import free_ports
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
 from testing import warm_command
-from testing.command import run_of
-from testing.local import PATIENCE_S, PROGRAMS
+from testing.command import run_of, run_to_end
+from testing.local import PROGRAMS
 from testing.null_cuda import Device
 from tests.null_cuda.conftest import MachineOf
+from tests.null_cuda.test_engine import _CONFIG
 
 _GIB = 2**30
 _SHORT = "--start-profile-step 2 --end-profile-step 3 --max-profile-steps 2".split()
 _SHORT += ["--fix", "torch_compile"]  # kernels for devices that compute nothing cannot be compiled
-
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 4,
-    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}},
-    "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000000},
-}
-
-
-def _run(words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        words, capture_output=True, text=True, check=False, timeout=3 * PATIENCE_S, cwd=folder
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
 
 
 @pytest.mark.nightly
@@ -45,13 +30,14 @@ def test_a_script_that_names_cuda_is_simulated_and_predicted(
     null_cuda: MachineOf, imported: tuple[str, ...], tmp_path: Path
 ) -> None:
     machine = null_cuda(Device(total_bytes=2 * _GIB))
-    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "ds.json").write_text(json.dumps(_CONFIG))
     words = [*warm_command.words(imported), "model", "--run-dir", str(tmp_path / "run"), *_SHORT]
     words += "--slots 1 --max-trials 5 --zero-stages 1 2 --finals 0 --".split()
     words += ["python3", "only_cuda.py", "--deepspeed_config", str(tmp_path / "ds.json")]
-    done = _run(words, PROGRAMS / "memory")
-    assert "predicted by formula" not in done.stdout + done.stderr
-    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in done.stdout + done.stderr
+    told = run_to_end(words, PROGRAMS / "memory")
+    assert told.status == 0, told
+    assert "predicted by formula" not in told.out + told.err
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in told.out + told.err
     run = run_of(tmp_path / "run")
     kinds = [outcome.kind for outcome in run.outcomes.values()]
     assert kinds == [OutcomeKind.OK] * len(kinds)
@@ -78,9 +64,9 @@ def test_cores_and_variables_reach_ranks_as_the_launcher_gives_them(
 ) -> None:
     """Cores of its own and one thread for each, as of `deepspeed --bind_cores_to_rank`."""
     null_cuda(Device(), Device())
-    (tmp_path / "train.py").write_text(f"STYLES = {str(PROGRAMS / 'styles')!r}\n{BOUND}")
+    (tmp_path / "train.py").write_text(f"STYLES = {str(PROGRAMS / 'memory')!r}\n{BOUND}")
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    config = {**CONFIG, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    config = {**_CONFIG, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
     (tmp_path / "ds.json").write_text(json.dumps({**config, "zero_allow_untested_optimizer": True}))
     command = ["deepspeed", "--num_gpus", "2", "--master_port", str(free_ports(1)[0])]
     command += ["train.py", "--deepspeed_config", "ds.json"]
@@ -90,7 +76,8 @@ def test_cores_and_variables_reach_ranks_as_the_launcher_gives_them(
     options += ["--memory-model", "formula", *_SHORT, *others.split(), "--max-trials", "9"]
     options += ["--tune", "bind_cores_to_rank", "--tune", "ENV:NCCL_BUFFSIZE"]
     start = [sys.executable, "-m", "dsat", "model", "--run-dir", str(tmp_path / "run"), *options]
-    _run([*start, "--", *command], tmp_path)
+    told = run_to_end([*start, "--", *command], tmp_path)
+    assert told.status == 0, told
 
     ran: set[object] = set()
     one, other = sorted(os.sched_getaffinity(0))[:2]

@@ -5,21 +5,19 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from dsat.report import page
-from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.trial import Trial
 from testing.browser import barriers_of, chromium, errors_of, requests_of
-from testing.helpers import failed
-from testing.made_up_runs import HOSTILE, Measured, Steady, run_of_world
+from testing.scenarios import Told, User
+from testing.world import Failure, World
 
 pytestmark = pytest.mark.nightly
+
+HOSTILE = "</script><script>document.body.dataset.hacked='yes'</script><img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +26,19 @@ def browser() -> Iterator[Any]:
         yield driver
 
 
-class Hostile(Measured):
-    def outcome(self, trial: Trial) -> Outcome:
-        found = super().outcome(trial)
-        return failed("ERROR", HOSTILE) if found.kind is OutcomeKind.ERROR else found
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[User, Told]:
+    """A search whose script fails with hostile words, and out of memory at times."""
+    world = World(failures=(Failure("ERROR", {"stage": 3}, HOSTILE),))
+    user = User(tmp_path_factory.mktemp("ran"), world)
+    user.has()
+    return user, user.tunes("--max-trials", 40, "--memory-model", "none", method="random")
 
 
-def opened(browser: Any, folder: Path, text: str) -> None:
-    """Opens a page, and waits until all plots are drawn."""
-    path = folder / "report.html"
-    path.write_text(text, encoding="utf-8")
+def opened(browser: Any, user: User) -> None:
+    """Opens a run's page, and waits until all plots are drawn."""
     browser.get_log("performance")
-    browser.get(path.as_uri())
+    browser.get((user.folder / "run" / "report.html").as_uri())
     WebDriverWait(browser, 60, poll_frequency=0.05).until(
         lambda b: b.execute_script("return document.body.dataset.drawn === 'yes'")
     )
@@ -56,16 +55,16 @@ def texts_of(browser: Any, selector: str) -> list[str]:
 
 
 def test_the_page_draws_sorts_and_filters_and_asks_for_nothing(
-    browser: Any, tmp_path: Path
+    browser: Any, ran: tuple[User, Told]
 ) -> None:
-    run = run_of_world(Hostile())
-    opened(browser, tmp_path, page.html(run, "trials", "torchrun train.py"))
+    user, told = ran
+    opened(browser, user)
     assert errors_of(browser) == []
     assert {url.split(":")[0] for url in requests_of(browser)} <= {"file", "data", "blob"}
     assert browser.execute_script("return document.body.dataset.hacked") is None
 
-    measured = [t for t in run.trials.values() if run.value(t) is not None]
-    lost = [o for o in run.outcomes.values() if o.kind.value in ("OOM", "HOST_OOM")]
+    measured = [row for row in told.trials if row["metrics"]]
+    lost = [row for row in told.trials if row["outcome"] == "OOM"]
     marks = browser.find_elements(By.CSS_SELECTOR, "#plot-0 .mark-symbol.ran_marks > path")
     assert len(marks) == len(measured)
     assert all(mark.rect["width"] > 2 and mark.rect["height"] > 2 for mark in marks[:5])
@@ -78,7 +77,7 @@ def test_the_page_draws_sorts_and_filters_and_asks_for_nothing(
     micro_batch = browser.find_elements(By.CSS_SELECTOR, "#table thead button")[2]
     micro_batch.click()
     column = [int(text) for text in texts_of(browser, "#table tbody td:nth-child(3)")]
-    assert column == sorted(column) and len(column) == len(run.trials)
+    assert column == sorted(column) and len(column) == len(told.trials)
     micro_batch.click()
     column = [int(text) for text in texts_of(browser, "#table tbody td:nth-child(3)")]
     assert column == sorted(column, reverse=True)
@@ -86,18 +85,18 @@ def test_the_page_draws_sorts_and_filters_and_asks_for_nothing(
     browser.find_element(By.ID, "filter").send_keys("OOM")
     shown = texts_of(browser, "#table tbody tr")
     assert len(shown) == len(lost) and all("OOM" in text for text in shown)
-    assert browser.find_element(By.ID, "count").text == f"{len(lost)} of {len(run.trials)}"
+    assert browser.find_element(By.ID, "count").text == f"{len(lost)} of {len(told.trials)}"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_barrier(browser: Any, tmp_path: Path, scheme: str) -> None:
+def test_no_barrier(browser: Any, ran: tuple[User, Told], scheme: str) -> None:
     feature = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": feature})
-    opened(browser, tmp_path, page.html(run_of_world(), "trials", "torchrun train.py"))
+    opened(browser, ran[0])
     assert barriers_of(browser) == []
 
 
-def test_it_prints_on_two_pages(browser: Any, tmp_path: Path) -> None:
-    opened(browser, tmp_path, page.html(run_of_world(Steady(), finals=None), "trials", "train"))
+def test_it_prints_on_two_pages(browser: Any, ran: tuple[User, Told]) -> None:
+    opened(browser, ran[0])
     printed = browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})
     assert len(re.findall(rb"/Type /Page\b(?!s)", base64.b64decode(printed["data"]))) <= 2

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dsat.app import installed_deepspeed
 from testing.scenarios import User
 
 
@@ -15,3 +16,9 @@ def user(tmp_path: Path) -> User:
     user = User(tmp_path)
     user.has()
     return user
+
+
+@pytest.fixture
+def unchecked_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask DeepSpeed about no configuration, which takes seconds for each new one."""
+    monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)

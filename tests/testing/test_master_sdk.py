@@ -76,11 +76,11 @@ def test_logins(master: StandIn, home: Path) -> None:
     # The second time the cached token is enough, whatever the password.
     assert Determined(master.url, "tester", "wrong").whoami().username == "tester"
     assert [seen.path for seen in master.seen].count("/api/v1/auth/login") == 1
-    master.expire_tokens()
+    master.accounts.end_all_sessions()
     with pytest.raises(errors.UnauthenticatedException):
         client.get_experiment(1)
     assert client_of(master).whoami().username == "tester"
-    master.expire_tokens()
+    master.accounts.end_all_sessions()
     for user in ("tester", "nobody"):
         with pytest.raises(errors.ForbiddenException, match="invalid credentials"):
             Determined(master.url, user, "wrong")
@@ -98,7 +98,7 @@ def test_an_experiment(master: StandIn, tmp_path: Path) -> None:
     assert master.metrics(trial.id)[0]["loss"] == 0.25
     lines = list(trial.iter_logs())  # all of them: who stops reading drops the request
     assert any("run 1 of a trial that reports" in line for line in lines)
-    assert "trial.py" in master.context_files(experiment.id)
+    assert "trial.py" in master.context(experiment.id)
     # A trial may leave while its long poll is on the way.
     asked = [seen for seen in master.seen if not seen.path.endswith("/signals/preemption")]
     assert [seen for seen in asked if seen.status != 200] == []
@@ -106,7 +106,7 @@ def test_an_experiment(master: StandIn, tmp_path: Path) -> None:
 
 def test_what_the_master_knows_nothing_of(master: StandIn) -> None:
     client = client_of(master)
-    for ask in (client.get_experiment, client.get_trial, client.get_checkpoint):
+    for ask in (client.get_experiment, client.get_trial):
         with pytest.raises(errors.NotFoundException, match="7"):
             ask(7)
 

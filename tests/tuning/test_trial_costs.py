@@ -30,7 +30,8 @@ def took(seconds: float) -> Outcome:
 class Ran:
     """A run whose own trial took ten seconds, with others beside the one that ends."""
 
-    def __init__(self, beside: int = 0) -> None:
+    def __init__(self, beside: int = 0, longest_s: float | None = None) -> None:
+        self.longest_s = longest_s
         self.baseline = OWN
         self.outcomes = {OWN.id: took(10.0)}
         self.running = [trial(100 + number) for number in range(beside)]
@@ -60,3 +61,16 @@ def test_a_rank_that_hangs_costs_no_more_than_a_trial() -> None:
 
 def test_the_finals_are_not_the_search() -> None:
     assert left_s(took(12.0), TrialKind.FINAL) == 0.0
+
+
+@pytest.mark.parametrize("step_s", [0.5, 2.0, 16.0, 40.0])
+def test_long_steps_are_measured_in_fewer(step_s: float) -> None:
+    """Of steps of one second 22 were measured; a trial may measure for 20 s."""
+    run = Ran(longest_s=20.0)
+    costs = TrialCosts(plan_of(), cast(Run, run))
+    found = took(24.0)
+    assert found.metrics is not None
+    costs.update(OWN, replace(found, metrics=replace(found.metrics, num_steps=22)))
+    warm_up, fewest = 2, 5
+    measured = min(22, max(20 / step_s, min(fewest, 60 / step_s), 1))
+    assert costs.trial_s(step_s) == pytest.approx((warm_up + measured) * step_s, rel=0.25)

@@ -1,84 +1,62 @@
-"""The entrypoint of a container, in place of the master's `entrypoint.sh`.
+"""The entrypoint of a container, in place of the master's `entrypoint.sh`: the same steps.
 
-The same steps with the same modules of determined, in one process, for the start of four Python
-processes would take longer than the trials of most tests.
+The first process of a container is forked; what it launches is a process of its own, or runs in it
+if trials are made up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import multiprocessing
 import os
-import runpy
 import shutil
 import signal
 import subprocess
-import sys
 import threading
+from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
 
+from testing.forked import run_module
 
-def main() -> None:
+
+def main(words: Sequence[str] | None) -> None:
+    """Run a trial.
+
+    Args:
+        words: its experiment's entrypoint (`python3 -m MODULE WORD...`) to be run in this process.
+    """
     folder = Path(os.environ["HOSTNAME_CONTAINER_FOLDER"])
-    end_with_the_agent()
+    importlib.import_module("testing.master.container.sitecustomize")
+    threading.Thread(target=end_with_the_tests, daemon=True).start()
     for name, number in (("stdout.log", 1), ("stderr.log", 2)):
         link = folder / "run" / "train" / "logs" / name
         link.symlink_to(f"/proc/{os.getpid()}/fd/{number}")
-    sys.path[0] = ""
-    _run("determined.exec.prep_container", "--download_context_directory", "--resources")
+    run_module("determined.exec.prep_container", "--download_context_directory", "--resources")
     if Path("startup-hook.sh").exists():
         subprocess.run(["bash", "startup-hook.sh"], check=True)
-    _run("determined.exec.prep_container", "--rendezvous")
-    _run("determined.exec.launch")
+    run_module("determined.exec.prep_container", "--rendezvous")
+    if words is None:
+        run_module("determined.exec.launch")
+    else:
+        from testing import fast_time
+
+        fast_time.pauses = 100.0
+        run_module(*words[2:])
 
 
-def end_with_the_agent() -> None:
-    """Kills the container when the other end of its standard input is closed.
-
-    So nothing is left of a test that was killed. What runs in the container has no input.
-    """
-    alive = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-
-    def watch() -> None:
-        os.read(alive, 1)
-        shutil.rmtree(Path(os.environ["HOSTNAME_CONTAINER_TMP"]).parent, ignore_errors=True)
-        others = [process for process in psutil.process_iter() if is_here(process)]
-        # Last the one that is waited for: with its end, this process ends, too.
-        for process in sorted(others, key=_is_child):
-            with contextlib.suppress(psutil.Error):
+def end_with_the_tests() -> None:
+    """Kill the container when the process of the tests ends, even if that was killed."""
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    wait([tests.sentinel])
+    shutil.rmtree(Path(os.environ["HOSTNAME_CONTAINER_TMP"]).parent, ignore_errors=True)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            here = process.environ().get("HOSTNAME_CONTAINER_FOLDER")
+            if here == os.environ["HOSTNAME_CONTAINER_FOLDER"]:
                 process.kill()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def is_here(process: psutil.Process) -> bool:
-    """Return whether another process belongs to this container."""
-    name = "HOSTNAME_CONTAINER_FOLDER"
-    try:
-        return process.pid != os.getpid() and process.environ().get(name) == os.environ[name]
-    except (psutil.Error, OSError):
-        return False
-
-
-def _is_child(process: psutil.Process) -> bool:
-    try:
-        return process.ppid() == os.getpid()
-    except psutil.Error:
-        return False
-
-
-def _run(module: str, *arguments: str) -> None:
-    """As `python3 -m module arguments` does it."""
-    sys.argv = [module, *arguments]
-    # A module that was imported before would run twice, with a warning.
-    sys.modules.pop(module, None)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()
+    os.kill(os.getpid(), signal.SIGKILL)

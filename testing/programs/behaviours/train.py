@@ -198,7 +198,7 @@ def main() -> None:
         "file": __file__,
         "arguments": sys.argv,
         "ignores": [s.name for s in signal.Signals if signal.getsignal(s) is signal.SIG_IGN],
-        "blocks": [s.name for s in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+        "blocks": [signal.Signals(s).name for s in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         "folder": os.getcwd(),
     }
     write(f"facts{rank}.json", facts)

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.retries import COMMAND_AGAIN
-from dsat.in_trial import command_hook
-from dsat.inputs import experiment
-from dsat.inputs.entrypoint import Entrypoint
 from dsat.values.outcome import OutcomeKind
-from dsat.values.trial import TrialKind, TrialOptions
+from dsat.values.trial import TrialKind
 from testing.local import (
-    PATIENCE_S,
     PROGRAMS,
     Bench,
     buffers_of,
-    cpu_machine,
+    engine_of_command,
     processes_of,
     shared_memory,
     wait_until,
@@ -44,21 +38,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextlib.contextmanager
-def bench_of(place: Path, program: Entrypoint, *command: str) -> Iterator[Bench]:
-    """An engine for a command that was seen to run a program."""
-    slots, folder = program.slots or 1, place.parent / "run"
+def bench_of(place: Path, *command: str, slots: int = 1, **seen: Any) -> Iterator[Bench]:
+    """An engine for a command that was seen to run a program; nothing of it is left."""
+    folder = place.parent / "run"
     folder.mkdir()
-    program = Entrypoint(
-        **{**vars(program), "slots": slots, "started_by": command, "started_in": str(place)}
-    )
-    engine = LocalEngine(
-        experiment.of_command(command, "own", place, place / "ds_config.json"),
-        program,
-        [Host(cpu_machine(slots))],
-        folder,
-        LocalOptions(TrialOptions(timeout_s=PATIENCE_S, end_step=5), cold=True),
-        slots_per_trial=slots,
-    )
+    engine = engine_of_command(place, folder, command, slots=slots, **seen)
     try:
         yield Bench(engine, folder, slots)
     finally:
@@ -66,7 +50,7 @@ def bench_of(place: Path, program: Entrypoint, *command: str) -> Iterator[Bench]
     assert not processes_of(folder)
 
 
-ALONE = Entrypoint(script="", needs_command="their program is in no file")
+ALONE: dict[str, Any] = {"needs_command": "their program is in no file"}
 
 
 @pytest.mark.parametrize(
@@ -74,20 +58,15 @@ ALONE = Entrypoint(script="", needs_command="their program is in no file")
     [({}, None, "1"), ({"A_SWITCH": "0"}, "0", "1"), ({"A_SWITCH": "0"}, "2", "2")],
 )
 def test_a_switch_in_the_environment_is_the_trials(
-    seen: Mapping[str, str],
-    own: str | None,
-    found: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    seen: Mapping[str, str], own: str | None, found: str, place: Path
 ) -> None:
-    monkeypatch.setenv("A_SWITCH", "")  # is restored
-    monkeypatch.delenv("A_SWITCH")
-    if own is not None:
-        monkeypatch.setenv("A_SWITCH", own)
-    changes = {"args": [[], []], "programs": [], "env": [seen, {"A_SWITCH": "1"}]}
-    (tmp_path / command_hook._CHANGES_FILE).write_text(json.dumps(changes))
-    command_hook._Process(str(tmp_path)).change_arguments()
-    assert os.environ["A_SWITCH"] == found
+    """Of the processes that had the value seen, that is; others are no ranks."""
+    sets = [] if own is None else [f"A_SWITCH={own}"]
+    prints = "import os; print('A_SWITCH is', os.environ['A_SWITCH'])"
+    with bench_of(place, "env", *sets, "python", "-c", prints, env=seen, **ALONE) as bench:
+        trial = replace(bench.trial(), script_args={"ENV:A_SWITCH": "1"})
+        bench.run(trial)
+        assert f"A_SWITCH is {found}\n" in bench.log(trial)
 
 
 @pytest.mark.slow
@@ -95,10 +74,10 @@ def test_a_switch_in_the_environment_is_the_trials(
 def test_ranks_that_a_script_spawns_are_measured_and_ended(place: Path) -> None:
     """A wrapper tries again and again, and the script never comes to an end by itself."""
     args = ("--deepspeed_config", "ds_config.json")
-    program = Entrypoint(script="train.py", args=args, slots=2, needs_command="it spawns them")
+    seen: dict[str, Any] = {"script": "train.py", "args": args, "needs_command": "it spawns them"}
     again = f"until python train.py {' '.join(args)}; do sleep 0.1; done; touch went_on"
     before = shared_memory()
-    with bench_of(place, program, "bash", "-c", again) as bench:
+    with bench_of(place, "bash", "-c", again, slots=2, **seen) as bench:
         assert bench.engine.num_slots == 2
         trial = bench.trial(micro_batch=4)
         outcome = bench.run(trial)
@@ -115,14 +94,14 @@ def test_ranks_that_a_script_spawns_are_measured_and_ended(place: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_program_on_standard_input_has_its_own_error_or_end_shown(place: Path) -> None:
-    with bench_of(place, ALONE, "bash", "-c", "python - no-data < alone.py") as bench:
+    with bench_of(place, "bash", "-c", "python - no-data < alone.py", **ALONE) as bench:
         trial = bench.trial(kind=TrialKind.PROFILE)
         outcome = bench.run(trial)
         assert outcome.kind is OutcomeKind.ERROR and outcome.before_engine, bench.log(trial)
         assert outcome.message == "rank 0: LookupError: there are no data"
         assert "Traceback" in outcome.detail and "dsat/" not in outcome.detail
     shutil.rmtree(bench.folder)
-    with bench_of(place, ALONE, "bash", "-c", "python - short < alone.py") as bench:
+    with bench_of(place, "bash", "-c", "python - short < alone.py", **ALONE) as bench:
         trial = bench.trial()
         outcome = bench.run(trial)
         assert outcome.kind is OutcomeKind.INVALID, bench.log(trial)
@@ -144,7 +123,7 @@ def test_what_fails_by_itself_where_the_command_did_not_is_left_to_the_command(
     """A wrapper deletes the folder that its child needs."""
     (place / "run.sh").write_text(WRAPPER)
     gone = {"SCRATCH": str(place / "gone")}
-    with bench_of(place, Entrypoint(script="alone.py", env=gone), "bash", "run.sh") as bench:
+    with bench_of(place, "bash", "run.sh", script="alone.py", env=gone) as bench:
         assert not bench.engine.needs_command
         profile = bench.trial(micro_batch=1, kind=TrialKind.PROFILE)
         outcome = bench.run(profile)
@@ -156,13 +135,13 @@ def test_what_fails_by_itself_where_the_command_did_not_is_left_to_the_command(
 
 def test_all_that_a_command_starts_ends_with_the_engine(place: Path) -> None:
     starts = "setsid sleep 1000 & setsid bash -c 'sleep 1000; true' & wait"
-    with bench_of(place, ALONE, "bash", "-c", starts) as bench:
+    with bench_of(place, "bash", "-c", starts, **ALONE) as bench:
         bench.engine.launch(bench.trial())
         wait_until(lambda: len(processes_of(bench.folder)) >= 4, "all of them run")
 
 
 def test_a_command_that_ends_too_soon_is_quoted(place: Path) -> None:
-    with bench_of(place, ALONE, "bash", "-c", "echo no such cluster >&2; exit 3") as bench:
+    with bench_of(place, "bash", "-c", "echo no such cluster >&2; exit 3", **ALONE) as bench:
         outcome = bench.run(bench.trial())
     assert outcome.kind is OutcomeKind.ERROR and outcome.before_engine
     assert "exit status 3 before it called deepspeed.initialize" in outcome.message

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local import machine
+from dsat.engines.local import machine, ports
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.rank_settings import binding_options
 from dsat.inputs import entrypoint
@@ -109,9 +109,7 @@ def test_of_each_core_the_first_hardware_thread_counts(
     assert machine.physical_cores() == list(range(8))
 
 
-def test_what_the_user_has_set_is_left_alone(
-    given: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_user_has_set_is_left_alone(given: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     assert given(2).env("PYTORCH_CUDA_ALLOC_CONF") == ["expandable_segments:True"] * 2
@@ -157,3 +155,11 @@ def test_a_folder_shows_the_model_and_the_includes_together(
     engine = scripted_engine(tmp_path)
     engine.launch(trial_of(3))
     assert Path(hosts.given[3][0].cwd) == (PROGRAMS / "tiny").resolve()
+
+
+def test_ports_are_found_where_the_kernel_takes_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "range").write_text("1024\t65535\n")
+    monkeypatch.setattr(ports, "_EPHEMERAL", tmp_path / "range")
+    assert len(set(ports.free_ports(3))) == 3

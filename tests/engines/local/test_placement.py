@@ -108,7 +108,11 @@ def test_trials_leave_hosts_whole_as_long_as_others_have_room(
     assert engine.num_slots == 8
     for number in (1, 2, 3):
         engine.launch(trial_of(number))
-    assert [hosts.places(number) for number in (1, 2, 3)] == [{"a": "0,1"}, {"a": "2,3"}, {"b": "0,1"}]
+    assert [hosts.places(number) for number in (1, 2, 3)] == [
+        {"a": "0,1"},
+        {"a": "2,3"},
+        {"b": "0,1"},
+    ]
     hosts.holds = {3, 4}
     assert {number for number, _ in engine.poll(1)} == {1, 2}
     engine.launch(trial_of(4))
@@ -245,7 +249,9 @@ def test_the_other_devices_of_a_trial_with_a_stuck_one_are_looked_at(
     said = {"kind": "ERROR", "message": "RuntimeError: CUDA error: launch failure"}
     (folder / "rank0.json").write_text(json.dumps({**ran().to_json(), **said, "metrics": None}))
     hosts.holds = False
-    with pytest.raises(EngineError, match=r"cuda 2 of host a: a rank waits.* cuda 3 of host a: ECC"):
+    with pytest.raises(
+        EngineError, match=r"cuda 2 of host a: a rank waits.* cuda 3 of host a: ECC"
+    ):
         [engine.poll(1) for _ in range(3)]
     assert looks[0] == [0, 1, 3]
 

@@ -10,22 +10,17 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from dsat.engines.local import ports
-from dsat.engines.local.adopting_engine import AdoptingEngine
-from dsat.engines.local.first_run import FirstRun
 from dsat.errors import ScriptFailed, UserInputError
-from dsat.in_trial.rank_files import Progress
 from dsat.inputs import recorded_start
-from dsat.inputs.entrypoint import Entrypoint
 from dsat.values import slow
-from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
+from testing.command import run_of, typed
+from testing.first_start import begun, seen
 from testing.helpers import starts_of
-from testing.local import PATIENCE_S, PROGRAMS, processes_of, wait_until
+from testing.local import PATIENCE_S, PROGRAMS, wait_until
+from testing.scripts import CONFIG, PLAIN
 
 BIN = Path(sys.executable).parent
 OPTIONS = ("-X", "utf8", "-W", "ignore")
@@ -55,18 +50,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = [str(tmp_path / "bin"), str(BIN), os.environ["PATH"]]
     monkeypatch.setenv("PATH", os.pathsep.join(path))
     return tmp_path / "work"
-
-
-def seen(
-    place: Path, *command: str, timeout_s: float = PATIENCE_S, options: TrialOptions | None = None
-) -> Entrypoint:
-    run = FirstRun(command, place, timeout_s=timeout_s, options=options)
-    try:
-        ranks = run.ranks()
-    finally:
-        run.close()
-    assert not processes_of(run.folder) and not run.folder.exists()
-    return recorded_start.program_of(ranks, command, run.env, os.sched_getaffinity(0))
 
 
 @pytest.mark.slow
@@ -139,10 +122,9 @@ def test_a_rank_that_never_begins_is_told(place: Path) -> None:
 
 def test_what_a_daemon_started_for_a_command_ends_with_it(place: Path) -> None:
     """As `srun`'s and Docker's daemons start a task: it is no descendant of the command."""
-    run = FirstRun(["bash", "-c", "sleep 2000"], place, timeout_s=PATIENCE_S)
-    daemon = subprocess.Popen(["sleep", "2000"], env=run.env, start_new_session=True)
+    with begun(["bash", "-c", "sleep 2000"], place) as started:
+        daemon = subprocess.Popen(["sleep", "2000"], env=started.env, start_new_session=True)
     try:
-        run.close()
         assert daemon.wait(PATIENCE_S) == -signal.SIGKILL
     finally:
         daemon.kill()
@@ -154,16 +136,14 @@ def test_what_its_training_waits_for_is_told(
 ) -> None:
     monkeypatch.setattr(slow, "LONG_S", -1)
     caplog.set_level("INFO", logger="dsat")
-    run = FirstRun(["bash", "-c", "sleep 2000"], place, timeout_s=PATIENCE_S if has_engine else 0.0)
-    try:
-        Progress(run.folder).set_activity("compiling DeepSpeed's operator fused_adam")
+    timeout_s = PATIENCE_S if has_engine else 0.0
+    with begun(["bash", "-c", "sleep 2000"], place, timeout_s=timeout_s) as started:
+        started.does("compiling DeepSpeed's operator fused_adam")
         if has_engine:
-            assert run.poll(0.0) is None and run.poll(0.0) is None
+            assert started.look() is None and started.look() is None
         else:
             with pytest.raises(ScriptFailed):
-                run.ranks()
-    finally:
-        run.close()
+                started.program()
     assert caplog.messages.count("compiling DeepSpeed's operator fused_adam") == 1
 
 
@@ -177,20 +157,9 @@ def test_a_compilers_lock_neither_stops_the_command_nor_outlives_it(
         lock.parent.mkdir()
     stale.touch()
     waits = 'while [ -e "$0" ]; do sleep 0.1; done; touch "$1"; sleep 2000'
-    run = FirstRun(["bash", "-c", waits, str(stale), str(own)], place, timeout_s=PATIENCE_S)
-    try:
+    with begun(["bash", "-c", waits, str(stale), str(own)], place):
         wait_until(own.exists, "the command's own lock")
-    finally:
-        run.close()
     assert not own.exists()
-
-
-def test_ports_are_found_where_the_kernel_takes_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "range").write_text("1024\t65535\n")
-    monkeypatch.setattr(ports, "_EPHEMERAL", tmp_path / "range")
-    assert len(set(ports.free_ports(3))) == 3
 
 
 @pytest.mark.slow
@@ -329,7 +298,7 @@ def test_trackers_that_are_off_in_trials_are_not_the_commands_own_variables(
     monkeypatch.setenv("PATH", os.pathsep.join([str(BIN), os.environ["PATH"]]))
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     command = ["env", "WANDB_ENTITY=us", "python", "launcher.py", "train.py"]
-    program = seen(place, *command, options=TrialOptions(timeout_s=PATIENCE_S))
+    program = seen(place, *command, trains=True)
     assert (program.script, program.env) == ("train.py", {"WANDB_ENTITY": "us"})
 
 
@@ -386,33 +355,33 @@ if not LightningEnvironment().creates_processes_externally:
 """
 
 
-def test_a_first_run_that_lost_its_port_to_another_program_runs_again(place: Path) -> None:
-    """As any trial does, once its ranks are known; its port was free when it was chosen."""
-    fails = "echo 'OSError: [Errno 98] Address already in use' >&2; exit 1"
-    launched: list[Trial] = []
-    others: Any = SimpleNamespace(
-        launch=launched.append, import_modules_of=lambda folder: None, close=lambda: None
-    )
-    engine = AdoptingEngine(
-        FirstRun(["bash", "-c", fails], place, timeout_s=PATIENCE_S),
-        lambda: others,
-        trials=place / "trials",
-        num_slots=1,
-        config_of=dict,
-    )
-    own = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
-    engine.launch(own)
-    wait_until(lambda: engine.poll(0.1) or launched, "the end of the first run")
-    engine.close()
-    assert launched == [own]
+LOSES_ITS_PORT = f"""
+from plain import *
+began = Path("began")
+engine = make_engine(config={CONFIG})
+with open(began, "a") as file:
+    file.write("x")
+if began.read_text() == "x":
+    raise OSError(98, "Address already in use")
+train(engine)
+"""
+
+
+@pytest.mark.slow
+def test_a_first_trial_that_lost_its_port_to_another_program_runs_again(tmp_path: Path) -> None:
+    """As any trial does; its port was free when it was chosen."""
+    for name, text in (("train.py", LOSES_ITS_PORT), ("plain.py", PLAIN)):
+        (tmp_path / name).write_text(text)
+    words = "random -m throughput --run-dir run --max-trials 2 --finals 0 --memory-model formula"
+    told = typed(tmp_path, *words.split(), "--", "python3", "train.py")
+    assert told.status == 0, told
+    assert (tmp_path / "began").read_text().startswith("xx")
+    assert run_of(tmp_path / "run").outcomes[0].ok
 
 
 @pytest.mark.slow  # Lightning, twice
 def test_lightning_starts_its_ranks_where_no_launcher_does(place: Path) -> None:
     pytest.importorskip("lightning")
     (place / "alone.py").write_text(STARTS_ITS_RANKS)
-    run = FirstRun(("python3", "alone.py"), place, timeout_s=PATIENCE_S, ranks=1)
-    try:
-        assert sorted((each.rank, each.size) for each in run.ranks()) == [(0, 2), (1, 2)]
-    finally:
-        run.close()
+    with begun(("python3", "alone.py"), place, ranks=1) as started:
+        assert started.ranks() == [(0, 2), (1, 2)]

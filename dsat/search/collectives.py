@@ -1,0 +1,222 @@
+"""Collectives of an optimizer step under ZeRO, and the time that they take.
+
+`of_step` lists what DeepSpeed 0.19.8 calls; `Network` prices a list, whether it was listed here or
+traced from a simulated step. The list was compared with traced steps of stages 0 to 3 with and
+without `overlap_comm`, `reduce_scatter` and `use_multi_rank_bucket_allreduce`:
+
+- Stage 0 all-reduces the gradients after the last backward pass (runtime/engine.py:3073).
+- Stages 1 and 2 all-reduce whole buckets too, and then copy each rank's part
+  (runtime/zero/stage_1_and_2.py:1695). Without `use_multi_rank_bucket_allreduce` each part is
+  reduced to its rank. Stage 1 does so in the last micro step, stage 2 in every one. Both gather the
+  updated parameters once a step, each parameter group in one call (runtime/utils.py:1019).
+- Stage 3 reduce-scatters gradients, or all-reduces them without `reduce_scatter`, and gathers the
+  parameters for both passes of every micro step. What stays live from the forward to the backward
+  pass is not gathered again.
+- What `overlap_comm` puts on a stream of its own runs beside the kernels. Without it, kernels wait,
+  for stage 3's gathers too (runtime/zero/parameter_offload.py:195).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from dsat.values.step_trace import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BACKWARD,
+    FORWARD,
+    REDUCE_SCATTER,
+    STEP,
+    Collectives,
+)
+
+REDUCE = "reduce"
+_ALL_TO_ALL = "alltoall"  # begins torch's names of it
+_STAGE_0_BUCKET = 5e8  # elements of its all-reduces
+_GATHERS = 32  # of a model that is larger than what stays live, beside full prefetch buckets
+
+# Part of the bandwidth, seconds of a hop inside a host, and of one between hosts.
+Protocol = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links among the ranks of a training.
+
+    Attributes:
+        link_bandwidth: bytes/s of a large collective inside a host.
+        network_bandwidth: bytes/s of a rank to other hosts.
+        per_host: ranks of a host.
+        protocols: of collectives; the fastest is taken.
+    """
+
+    link_bandwidth: float
+    network_bandwidth: float
+    per_host: int
+    protocols: tuple[Protocol, ...]
+
+    def seconds(self, collectives: Collectives) -> tuple[float, float]:
+        """Return the seconds of collectives by bandwidth, and by latency.
+
+        A ring passes each byte through every rank. Its latency grows with the number of ranks, that
+        of NCCL's tree with the logarithm of the number of hosts (NCCL, src/graph/tuning.cc).
+        """
+        ranks = collectives.ranks
+        if ranks < 2:
+            return 0.0, 0.0
+        inside = min(ranks, max(1, self.per_host // collectives.stride))
+        hosts = math.ceil(ranks / inside)
+        rounds = 2 if collectives.kind == ALL_REDUCE else 1
+        moved_s = rounds * self._moved_s(collectives, inside, hosts)
+
+        def spent(protocol: Protocol) -> tuple[float, float]:
+            part, hop_s, host_hop_s = protocol
+            hops = rounds * ((ranks - hosts) * hop_s + (hosts - 1) * host_hop_s)
+            if rounds > 1 and hosts > 1:  # NCCL takes a tree where that is sooner
+                tree = (inside - 1) * hop_s + math.ceil(math.log2(hosts)) * host_hop_s
+                hops = min(hops, 2 * tree)
+            return moved_s / part, collectives.count * hops
+
+        return min(map(spent, self.protocols), key=sum)
+
+    def _moved_s(self, collectives: Collectives, inside: int, hosts: int) -> float:
+        """Return the seconds in which a part of all bytes passes from each rank to each other one.
+
+        Args:
+            inside, hosts: ranks of a host, of which the last may have fewer, and their number.
+        """
+        ranks, bandwidth = collectives.ranks, self.link_bandwidth
+        if collectives.kind.startswith(_ALL_TO_ALL):  # each rank has a network port of its own
+            here, there = (inside - 1) / bandwidth, (ranks - inside) / self.network_bandwidth
+            return collectives.bytes / ranks * max(here, there)
+        if hosts > 1:  # a ring passes through all ports of the smallest host
+            ports = ranks - inside * (hosts - 1)
+            bandwidth = min(bandwidth, ports * self.network_bandwidth)
+        return collectives.bytes * (ranks - 1) / ranks / bandwidth
+
+
+def of_step(
+    stage: int,
+    settings: Mapping[str, Any],
+    *,
+    ranks: int,
+    params: float,
+    trainable: float,
+    itemsize: int,
+    hpz: int = 1,
+) -> list[Collectives]:
+    """List the collectives of the last micro step and of each one before it.
+
+    Args:
+        stage: of ZeRO.
+        settings: of the ZeRO section, with DeepSpeed's defaults for what is not set.
+        ranks: that share the optimizer's state.
+        params, trainable: numbers of parameters.
+        itemsize: bytes of a parameter and of a gradient.
+        hpz: ranks of a secondary partition of the parameters (`zero_hpz_partition_size`).
+    """
+    if ranks < 2:
+        return []
+    overlapped = stage > 0 and settings.get("overlap_comm") is True
+    group = partial(Collectives, ranks=ranks, stride=1, overlapped=overlapped)
+    kind = _reduction(stage, settings)
+    bucket = settings.get("reduce_bucket_size") if stage else None
+    count = max(1, math.ceil(trainable / float(bucket or _STAGE_0_BUCKET)))
+    if kind == REDUCE:  # a bucket is cut where another rank's part begins
+        count += ranks - 1
+    gradient_bytes = itemsize * trainable
+    found = [group(BACKWARD, True, kind, bytes=gradient_bytes, count=count)]
+    if stage >= 2:
+        found.append(group(BACKWARD, False, kind, bytes=gradient_bytes, count=count))
+    if stage in (1, 2):
+        gathered = Collectives(STEP, True, ALL_GATHER, ranks, 1, False, gradient_bytes, 1)
+        found.append(gathered)
+    if stage == 3:
+        kept = _kept_live(settings, params)
+        prefetched = max(1.0, float(settings.get("stage3_prefetch_bucket_size") or 5e7))
+        gathers = 1 if kept == 1 else round(_GATHERS + params / prefetched)
+        param_bytes = itemsize * params
+        again = Collectives(
+            BACKWARD,
+            True,
+            ALL_GATHER,
+            ranks if hpz < 2 else hpz,
+            1,
+            overlapped,
+            (1 - kept) * param_bytes,
+            gathers if kept < 1 else 0,
+        )
+        for last in (True, False):
+            found.append(group(FORWARD, last, ALL_GATHER, bytes=param_bytes, count=gathers))
+            found.append(Collectives(**{**vars(again), "last": last}))
+    return found
+
+
+def _reduction(stage: int, settings: Mapping[str, Any]) -> str:
+    """Return the collective that reduces gradients."""
+    scatters = settings.get("reduce_scatter", True) is not False
+    if stage == 3:
+        whole = not scatters and settings.get("contiguous_gradients", True) is not False
+        return ALL_REDUCE if whole else REDUCE_SCATTER
+    if stage and scatters and settings.get("use_multi_rank_bucket_allreduce") is False:
+        return REDUCE
+    return ALL_REDUCE
+
+
+def _kept_live(settings: Mapping[str, Any], params: float) -> float:
+    """Return the part of the parameters that the backward pass finds gathered.
+
+    A parameter stays while there is room among the live ones, or if it is used again soon: the last
+    one of the forward pass at once, the first one after all others were used twice.
+    """
+    live, reuse = (
+        float(value) if isinstance(value := settings.get(name), (int, float)) else 1e9
+        for name in ("stage3_max_live_parameters", "stage3_max_reuse_distance")
+    )
+    return min(1.0, max(live, reuse / 2) / max(1.0, params))
+
+
+def columns(
+    collectives: Iterable[Collectives], network: Network, unit_s: float
+) -> dict[str, float]:
+    """Return the columns of `step_time.work` that collectives decide.
+
+    Args:
+        collectives: of the last micro step of a step, and of each one before it.
+        network: that carries them.
+        unit_s: of latencies (`Hardware.latency_s`).
+    """
+    of_micro_step: dict[bool, defaultdict[str, float]] = {
+        is_last: defaultdict(float) for is_last in (True, False)
+    }
+    for group in collectives:
+        found = of_micro_step[group.last]
+        moved, hops = network.seconds(group)
+        if group.phase == STEP:
+            found["boundary"] += moved
+            found["boundaries"] += hops / unit_s
+        elif not group.overlapped:
+            found["waited"] += moved + hops
+        elif group.kind == ALL_GATHER:  # one half in each pass
+            found["gathered"] += moved / 2
+            found["gathers"] += hops / unit_s / 2
+        else:
+            found["reduced"] += moved + hops
+            found["reductions"] += group.count
+    each, last = of_micro_step[False], of_micro_step[True]
+    return {
+        "overlaps": float(last["reduced"] > 0),
+        "reduced": each["reduced"],
+        "reduced_last": last["reduced"] if last["reduced"] > each["reduced"] else 0.0,
+        "reductions": last["reductions"],
+        "waited": each["waited"],
+        "gathered": each["gathered"],
+        "gathers": each["gathers"],
+        "boundary": last["boundary"] + last["waited"] - each["waited"],
+        "boundaries": last["boundaries"],
+    }

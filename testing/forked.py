@@ -1,0 +1,133 @@
+"""Programs in processes forked from one that has imported them, and in which time runs fast.
+
+A fork takes a hundredth of a second where the imports of dsat and Determined take two. The fork
+server of `multiprocessing` is a process of its own: nothing of the test's own process is in a fork.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
+
+from dsat.engines.local.rank_process import PR_SET_PDEATHSIG, prctl
+
+# Variable with a file of the seconds by which the machine's clock is ahead.
+AHEAD = "DSAT_TEST_AHEAD_FILE"
+_ROOT = str(Path(__file__).parents[1])
+_FORKS = multiprocessing.get_context("forkserver")
+
+
+class Forked:
+    """A process with the interface of `subprocess.Popen`, as far as it is needed.
+
+    Args:
+        target, args: what the process does; both can be pickled.
+        environment: all of its variables.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., None],
+        args: Sequence[object],
+        *,
+        environment: Mapping[str, str],
+        folder: Path,
+    ) -> None:
+        _ensure_server()
+        streams = [_FORKS.Pipe(duplex=False) for _ in range(2)]
+        outputs = [write for _, write in streams]
+        self._process = _FORKS.Process(
+            target=_run, args=(target, args, dict(environment), str(folder), outputs)
+        )
+        self._process.start()
+        for write in outputs:
+            write.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self._printed: tuple[str, str] | None = None
+        self.stdout, self.stderr = (_readable(read) for read, _ in streams)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Return what it has printed, when it has ended."""
+        if self._printed is None:
+            with ThreadPoolExecutor(max_workers=2) as readers:
+                texts = readers.map(_read_all, (self.stdout, self.stderr))
+                self.wait(timeout)
+                self._printed = (next(texts), next(texts))
+        return self._printed
+
+
+def run_module(module: str, *words: str) -> None:
+    """Do what `python3 -m module words` does."""
+    sys.argv = [module, *words]
+    sys.modules.pop(module, None)  # a module that was imported before would run with a warning
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _ensure_server() -> None:
+    """Start the fork server, once in each process that runs tests."""
+    multiprocessing.set_forkserver_preload(["testing.fast_time"])
+    with_root = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+    before = dict(os.environ)
+    os.environ["PYTHONPATH"] = with_root  # a test may have gone to another folder
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _read_all(stream: IO[bytes]) -> str:
+    with stream:
+        return stream.read().decode()
+
+
+def _readable(connection: Connection) -> IO[bytes]:
+    with connection:
+        return os.fdopen(os.dup(connection.fileno()), "rb")
+
+
+def _run(
+    target: Callable[..., None],
+    args: Sequence[object],
+    environment: Mapping[str, str],
+    folder: str,
+    outputs: Sequence[Connection],
+) -> None:
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the fork server ends with the tests
+    os.setsid()
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output.fileno(), number)
+        output.close()
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    target(*args)

@@ -1,0 +1,79 @@
+"""The catalogue of messages about users' mistakes; `python -m testing.messages` writes it anew."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from dsat.app import installed_deepspeed, source
+from testing.scenarios import Told, User
+from testing.world import World
+from tests.scenarios.errors import DS, Mistake, argv, mistakes
+
+CATALOGUE = Path(__file__).parents[1] / "tests" / "scenarios" / "messages.txt"
+_CHOICES = re.compile(r"\(choose from .*\)")  # which Python 3.12 and newer quote otherwise
+_HEAD = """\
+What dsat says about mistakes: what was typed, with which files, and the message.
+`python -m testing.messages` writes this file anew from tests/scenarios/errors.py.
+"""
+
+
+def user_in(folder: Path, mistake: Mistake) -> User:
+    """Return a user with two devices, and with the files of a mistake."""
+    user = User(folder, World(slots=2))
+    user.has(DS)
+    (folder / "empty").mkdir()
+    (folder / "model.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    for name, text in mistake.files.items():
+        data = text if isinstance(text, bytes) else text.encode()
+        (folder / name).write_bytes(data)
+    return user
+
+
+def told(user: User, mistake: Mistake) -> Told:
+    """Type what is wrong; a command that would be started is an error of the test."""
+    with (
+        mock.patch.object(source, "FirstRun", _started),
+        mock.patch.object(installed_deepspeed, "_stamp", return_value=None),
+    ):
+        return user.types(*argv(mistake))
+
+
+def _started(*_: Any, **__: Any) -> None:
+    raise AssertionError("the command would be started")
+
+
+def content_of(folder: Path) -> dict[Path, bytes | None]:
+    """Return the content of all files below a folder; None for folders."""
+    paths = sorted(folder.rglob("*"))
+    return {path: path.read_bytes() if path.is_file() else None for path in paths}
+
+
+def catalogue(folder: Path) -> str:
+    """Return the text of the catalogue, from folders made below one."""
+    return "\n".join([_HEAD, *_entries(folder, mistakes())])
+
+
+def _entries(folder: Path, rows: Iterable[Mistake]) -> Iterable[str]:
+    for number, mistake in enumerate(rows):
+        place = folder / str(number)
+        place.mkdir()
+        line = told(user_in(place, mistake), mistake).err.splitlines()[-1]
+        for path, name in ((str(place), "FOLDER"), (sys.executable, "PYTHON")):
+            line = line.replace(path, name)
+        line = _CHOICES.sub(lambda found: found[0].replace("'", ""), line)
+        yield f"{mistake}\n  {line.removeprefix('dsat: error: ')}\n"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        CATALOGUE.write_text(catalogue(Path(folder)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

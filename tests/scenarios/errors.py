@@ -1,0 +1,296 @@
+"""Mistakes of users: what they wrote, the place that the message names, and words that it has.
+
+The sentences themselves are in `messages.txt`, which `python -m testing.messages` writes anew.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MICRO, GAS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+DS = {MICRO: 4, "zero_optimization": {"stage": 1}}
+CONFIG, OVERWRITE = "hyperparameters.deepspeed_config", "hyperparameters.overwrite_deepspeed_args"
+ZERO, STAGE = "zero_optimization", "zero_optimization.stage"
+VARIABLES = "environment.environment_variables"
+SCRIPT = "train.py --deepspeed_config ds.json"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What a user types, and files besides those of `User.has`, by name.
+
+    Attributes:
+        where: what the message begins with.
+        words: that it has somewhere.
+    """
+
+    types: str
+    where: str
+    words: tuple[str, ...]
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        files = (f"{name}: {_short(text)}" for name, text in self.files.items())
+        return "\n".join([f"dsat {self.types}", *files])
+
+
+def _short(text: str | bytes) -> str:
+    found = repr(text)[1:-1] if isinstance(text, str) else repr(text)[2:-1]
+    return found if len(found) < 400 else f"{found[:60]}..."
+
+
+# What is wrong in an `autotuning` section: the key, its value, and words of the message.
+_SECTION: list[tuple[str, Any, str]] = [
+    ("", [], "mapping"),
+    ("tuner_typ", "random", "tuner_typ tuner_type"),
+    ("metric", "latencies", "latencies latency"),
+    ("tuner_type", "xgboost", "gridsearch random model_based xgboost"),
+    ("mp_size", 2, "2 model"),
+    ("num_nodes", 2, "2 machine"),
+    ("num_gpus", 8, "8 2"),
+    ("fast", 1, "true false 1"),
+    ("results_dir", "", "folder"),
+    ("exps_dir", 3, "folder 3"),
+    ("arg_mappings", ["--b"], "mapping ['--b']"),
+    ("arg_mappings", {MICRO: "batch"}, f"{MICRO} --batch"),
+    ("arg_mappings.train_micro_batch_size", "--b", f"train_micro_batch_size {MICRO}"),
+    *(("arg_mappings.train_batch_size", bad, repr(bad)) for bad in (3, " -- ", "--b 3")),
+    *(("tuner_num_trials", bad, "positive integer") for bad in (True, "3", 0, [2])),
+    ("max_train_batch_size", -1, "0 -1"),
+]
+# What is wrong in a DeepSpeed configuration: the whole, the key, and words of the message.
+_CONFIG: list[tuple[dict[str, Any], str, str]] = [
+    ({"train_batch_size": [8, 16]}, "train_batch_size", f"list {MICRO} {GAS}"),
+    *(({MICRO: [1, bad]}, MICRO, f"positive integer {bad!r}") for bad in ("2", True, 0, [2])),
+    ({MICRO: []}, MICRO, "empty"),
+    ({MICRO: {"type": "int", "minval": 1}}, MICRO, "range int"),
+    *(({key: value}, key, f"positive integer {value!r}") for key, value in ((MICRO, True),)),
+    *(({"train_batch_size": 8, GAS: bad}, GAS, f"{bad!r}") for bad in ("4", 4.5, 0)),
+    *(({**DS, ZERO: {"stage": bad}}, STAGE, f"0 1 2 3 {bad!r}") for bad in (4, "1", None)),
+    *(({**DS, ZERO: {"stage": bad}}, STAGE, "") for bad in ([], [1, 4], [0, True])),
+    *(({**DS, ZERO: bad}, ZERO, "mapping") for bad in ("most", 2, [{"stage": 1}])),
+    *(({**DS, ZERO: {"reduce_bucket_size": bad}}, ZERO, "integer") for bad in ("most", -1)),
+    ({**DS, ZERO: {"overlap_comm": [[True]]}}, f"{ZERO}.overlap_comm", "list"),
+    ({**DS, ZERO: {"overlap_comm": {"type": "categorical"}}}, f"{ZERO}.overlap_comm", "empty"),
+    ({**DS, ZERO: {"offload_optimizer": {"device": "cpu", "pin_memory": []}}}, ZERO, "empty"),
+    ({**DS, ZERO: {"zenflow": {}}}, f"{ZERO}.zenflow", "ZenFlow"),
+    ({**DS, "sequence_parallel_size": 3}, "", "3 multiple slots"),
+    *(
+        (dict(zip(("train_batch_size", MICRO, GAS), sizes, strict=True)), "", "2 slots")
+        for sizes in ((32, 4, 2), (32, 5, None), (32, None, 5), (1, None, None))
+    ),
+    ({}, "", f"train_batch_size {MICRO}"),
+    ({GAS: 4}, "", f"train_batch_size {MICRO}"),
+    ({"train_batch_size": "auto", MICRO: "auto"}, "", f"auto {MICRO}"),
+]
+# What is wrong in an experiment: the key, its value, the place and words.
+_EXPERIMENT: list[tuple[str, Any, str, str]] = [
+    *(("entrypoint", bad, "entrypoint", "entrypoint") for bad in (None, 5)),
+    *(("hyperparameters", bad, "hyperparameters", CONFIG) for bad in (None, "x")),
+    *((CONFIG, bad, CONFIG, "path") for bad in (None, "", 3)),
+    *((CONFIG, bad, CONFIG, f"file {bad!r}") for bad in ("other.json", ".")),
+    *((f"{CONFIG}.{STAGE}", bad, f"{CONFIG}: {STAGE}", "0 1 2 3") for bad in (4, None)),
+    (f"{OVERWRITE}.{STAGE}", 4, f"{OVERWRITE}: {STAGE}", "0 1 2 3"),
+    ("hyperparameters.lr", {"type": "log", "minval": 1}, "hyperparameters.lr", "range"),
+    (CONFIG, {"type": "log", "minval": 1}, CONFIG, "range"),
+    *(
+        ("resources.slots_per_trial", bad, "resources.slots_per_trial", "positive integer")
+        for bad in (0, "two", True)
+    ),
+    ("resources.slots_per_trial", 3, "", "3 2 --slots"),
+    ("searcher", "single", "searcher", "mapping"),
+    *(
+        ("searcher.max_length", bad, "searcher.max_length", "whole number")
+        for bad in (None, "100 batches", True, {}, {"batches": None}, {"batches": 1, "epochs": 2})
+    ),
+    *((VARIABLES, bad, VARIABLES, "list") for bad in ("A=1", {"cuda": "A=1"})),
+    *((VARIABLES, ["B=1", bad], VARIABLES, "NAME=VALUE") for bad in ("A", "=1")),
+]
+# What is wrong in an entrypoint, and words of the message.
+_ENTRYPOINT: dict[str, str] = {
+    **dict.fromkeys(("LR=0.1", "''"), "empty"),
+    **dict.fromkeys(("python3 train.py && ls", "python3 train.py | tee log"), "shell"),
+    **dict.fromkeys(("python3 train.py > log", "python3 train.py --dir $HOME"), "shell"),
+    **dict.fromkeys(("python3 train.py $(nproc)", "python3 train.py `nproc`"), "shell"),
+    "python3 'train.py": "quotation",
+    "python3 -m determined.launch.deepspeed bash run.sh": "'bash'",
+    "accelerate launch train.py": "'accelerate'",
+    "python3 missing.py": "'missing.py'",
+    **dict.fromkeys(("python3", "python3 -c 'print(1)'", "python3 -m"), "script"),
+    "python3 -m determined.launch.deepspeed": "script",
+    "python3 -m determined.launch.torch_distributed --": "script",
+    "python3 -m determined.launch.deepspeed --trial a:B more": "--trial module:Class",
+    "deepspeed --num_gpus 2": "deepspeed script",
+    "torchrun --nproc_per_node 2": "torchrun script",
+    "torchrun --nnodes 1:4 train.py": "--nnodes 1:4",
+    "deepspeed --autotuning tune train.py": "--autotuning",
+    "/opt/other/bin/python3 train.py": "/opt/other/bin/python3",
+    "python3.6 train.py": "python3.6",
+    **{f"deepspeed --bind_core_list {bad} train.py": bad for bad in ("4,2", "3-1", "a", "1,")},
+    "deepspeed --include localhost:999 train.py": "999",
+    "deepspeed --num_gpus 4 train.py": "4",
+    f"deepspeed {SCRIPT.replace('ds.json', 'other.json')}": "other.json ds.json",
+    "deepspeed --num_gpus two train.py": "--num_gpus two number",
+}
+# What cannot be chosen of `hosts`, and words of the message.
+_HOSTS = "a slots=4\nb slots=4\nc slots=2\n"
+_HOSTFILE: list[tuple[str, str, str]] = [
+    (_HOSTS, "", "4 a 2 c --num_gpus"),
+    ("a slots=2\nb slots=2\n", "--num_nodes 3", "--num_nodes 3 2"),
+    ("a slots=2\nb slots=2\n", "--num_nodes 2.5", "--num_nodes 2.5 number"),
+    ("a slots=2\nb slots=2\n", "--include d", "--include d"),
+    ("a slots=2\nb slots=2\n", "--include a:5@b:0", "a:5 5"),
+    ("a\nb\n", "--exclude a:0@b:0", "a:0"),
+    ("a slots=2\nb slots=2\n", "--include a:x", "NAME:SLOT"),
+    ("a slots=2\nb slots=2\n", "--exclude a@b", "left"),
+    ("a slots=1\nb slots=1\na slots=1\n", "", "a twice"),
+    ("a\nb max_slots=2\n", "", "max_slots=2 slots=8"),
+]
+# Files that cannot be read: name, content and words.
+_FILES: list[tuple[str, str | bytes, str]] = [
+    ("deepspeed.yaml", "a:\n\t- b", "2 1"),
+    ("deepspeed.yaml", "a: [1\nb: 2", "YAML"),
+    ("deepspeed.yaml", "a: 1\na: 2", "2 1"),
+    ("deepspeed.yaml", "", "mapping"),
+    ("deepspeed.yaml", "- a", "mapping"),
+    ("deepspeed.yaml", "a: 2024-01-01", "date a"),
+    ("deepspeed.yaml", "a: {b: 1}\nc: {d: [1, .nan]}", "NaN c.d.1"),
+    ("deepspeed.yaml", "? [a, b]\n: c", ""),
+    ("ds.json", '{\n"a": 1,\n', "JSON 3 1"),
+    ("ds.json", '{"a": {"b": 1,\n"b": 2, "c": 1}}', "more than once"),
+    ("ds.json", '{"b": 1, "a": {"c": 1e999}}', "NaN a.c"),
+    ("ds.json", '{"a": 1e999} // large', "too large"),
+    ("ds.json", b"\xff\xfe", "UTF-8"),
+    ("ds.json", "[1]", "mapping"),
+    ("ds.json", '{"a":' * 20_000, "deeply"),
+    ("ds.json", "zero_optimization:\n  stage: 1\n", f"{ZERO} mapping"),
+]
+# What is wrong in the words alone: the place and other words of the message.
+_WORDS: list[tuple[str, str, str]] = [
+    ("", "", "required"),
+    ("guess deepspeed.yaml .", "", "guess model asha"),
+    ("asha", "", "script yaml"),
+    ("asha deepspeed.yaml", "", "script"),
+    ("estimate", "", "yaml --hf-config"),
+    ("asha deepspeed.yaml . -- train.py", "deepspeed.yaml", "--"),
+    (f"asha {SCRIPT}", "", "-- train.py"),
+    ("asha python3 -u a.py -b 2", "", "-- python3"),
+    ("python3 train.py", "", "-- python3"),
+    ("-- python3 t.py", "", "-- python3"),
+    ("asha -- no.py", "", "no.py"),
+    ("asha -- 'deepspeed train.py --x'", "", "quotes"),
+    ("asha deepspeed.yaml none", "none", "exist"),
+    ("asha deepspeed.yaml train.py", "train.py", "folder"),
+    ("asha no.yaml .", "no.yaml", "file"),
+    ("asha deepspeed.yaml . --include lost", "lost", "exist"),
+    ("asha -i x -- train.py", "--include", "experiment"),
+    ("asha --ds-config d.json deepspeed.yaml .", "--ds-config", CONFIG),
+    ("asha --ds-config no.json -- train.py", "--ds-config no.json", "file"),
+    (f"asha --ds-config train.py -- {SCRIPT}", "--ds-config train.py", "ds.json"),
+    (f"asha -- {SCRIPT.replace('ds.json', 'gone.json')}", "", "gone.json"),
+    ("asha deepspeed.yaml . -z 4", "", "-z 4"),
+    ("asha deepspeed.yaml . --end-profile-step 2", "--end-profile-step 2", "--start-profile-step"),
+    ("binary deepspeed.yaml . --divisor 2", "", "--divisor"),
+    ("asha deepspeed.yaml . --train-batch-size 7", "", "7 2"),
+    ("asha deepspeed.yaml . --train-batch-size 12 --divisible-by 4", "", "12 8"),
+    ("model --train-batch-size 7 --divisible-by 2 -- python train.py", "", "--train-batch-size"),
+    ("asha --train-batch-size 4 --max-train-batch-size 4 -- t.py", "--train", "--max-train"),
+    ("asha --min-micro-batch 4 --max-micro-batch 3 -- t.py", "--max-micro-batch 3", "4"),
+    ("model --max-train-batch-size 3 --min-micro-batch 4 -- python train.py", "", "exclude"),
+    ("model --max-slots 1 --slots 2 -- python train.py", "--max-slots", "2 slots"),
+    ("model --max-trials 1 -- train.py", "", "--max-trials 1 2"),
+    (f"asha --slots 1 -- deepspeed --num_gpus 2 {SCRIPT}", "", "2 1"),
+    ("asha deepspeed.yaml . --tune overlap_comm --fix overlap_comm", "", "overlap_comm --fix"),
+    ("model --tune overlap -- python train.py", "--tune", "'overlap'"),
+    ("model --tune packing -- python train.py", "", "packing tokens_per_second"),
+    ("model --switch --dry-run -- t.py", "", "--switch argument"),
+    ("model --switch optim -- t.py", "", "--switch 'optim'"),
+    ("asha --arg-mapping batch -- t.py", "", "--arg-mapping 'batch' KEY=FLAG"),
+    (f"asha --arg-mapping {MICRO}=--batch -- {SCRIPT}", "--arg-mapping", "--batch"),
+    ("model --trial-timeout soon -- t.py", "", "--trial-timeout 'soon' 90s"),
+    ("model --slot-memory 80 -- t.py", "", "--slot-memory '80' 24GiB"),
+    ("model --run-dir train.py/run -- python train.py", "", "train.py: folder"),
+    ("model --resume -- python train.py", "--resume", "dsat_runs/train-*"),
+    ("model --resume --run-dir empty -- python train.py", "empty", "run"),
+    ("asha deepspeed.yaml . --search-runner-config r.yaml", "--search-runner", "cluster"),
+    (f"tune -i one@two:0 {SCRIPT}", "entrypoint", "one@two:0 2"),
+    ("tune train.py", "", "--deepspeed_config"),
+    ("tune -- python3 train.py", "", "model -- python3"),
+    ("tune --colour 2 t.py", "", "--colour"),
+    ("tune --max-trials 5 t.py", "--max-trials", "model -- COMMAND"),
+    ("run --max-trials=5 t.py", "--max-trials", "tuner_num_trials"),
+    ("show", "", "dsat_runs"),
+    ("show gone", "gone", "`dsat runs`"),
+    ("show --trials --trial x", "--trial", "--trials"),
+    ("runs nowhere", "nowhere", "folder"),
+    ("compare a", "", "two"),
+    ("export", "", "--to csv"),
+    ("export --to excel", "", "--to excel csv"),
+    ("export --share f --output o", "--output", "--to"),
+    ("watch --port none", "", "--port none"),
+    ("estimate --hf-config c -- t.py", "--hf-config", "script"),
+    ("estimate --seq-length 9 -- t.py", "--seq-length", "--hf-config"),
+    ("estimate --fits 8x80GiB --slots 8 -- t.py", "--fits", "--slots"),
+    ("estimate --fits 8x80 -- t.py", "", "--fits '80' 80"),
+    ("estimate --lora r=0 --hf-config c", "", "--lora 0"),
+    ("estimate --hf-config org/no-such-model", "", "org/no-such-model downloaded"),
+    ("project --to 9999999999xH100 -- t.py", "", "--to 9999999999"),
+    ("project --to H100 --hf-config c", "", "--to H100 64xH100"),
+    ("project --to 8xK80 --hf-config model.json", "", "K80 A100-40GB"),
+    ("project --price 2 --hf-config c", "--price", "--tokens"),
+    ("project --tokens many --hf-config c", "", "--tokens 'many' 300B"),
+]
+
+
+def mistakes() -> Iterator[Mistake]:
+    """Yield all of them."""
+    tune, dry = f"tune {SCRIPT}", "model --dry-run --slots 2 --ds-config ds.json -- train.py"
+    experiment = "model deepspeed.yaml . --dry-run"
+    for key, value, words in _SECTION:
+        section = _nested(key, value)
+        own = {**DS, "autotuning": {"enabled": True, **section} if key else value}
+        yield Mistake(tune, "ds.json: autotuning", _words(words), {"ds.json": json.dumps(own)})
+    for config, key, words in _CONFIG:
+        sparse = {name: value for name, value in config.items() if value is not None}
+        where = f"ds.json: {key}" if key else "ds.json"
+        yield Mistake(dry, where, _words(words), {"ds.json": json.dumps(sparse)})
+    for key, value, where, words in _EXPERIMENT:
+        data = {
+            "entrypoint": "python3 train.py",
+            "hyperparameters": {"deepspeed_config": "ds.json"},
+        }
+        first, *below = key.split(".")
+        wrong = _nested(".".join(below), value) if below else value
+        merged = {**data.get(first, {}), **wrong} if below else wrong  # type: ignore[dict-item]
+        text = json.dumps({**data, first: merged})
+        place = f"deepspeed.yaml: {where}" if where else ""
+        yield Mistake(experiment, place, _words(words), {"deepspeed.yaml": text})
+    for line, words in _ENTRYPOINT.items():
+        text = json.dumps({"entrypoint": line, "hyperparameters": {"deepspeed_config": "ds.json"}})
+        yield Mistake(experiment, "", _words(words), {"deepspeed.yaml": text})
+    for hosts, options, words in _HOSTFILE:
+        line = f"model --dry-run -- deepspeed --hostfile hosts {options} {SCRIPT}"
+        yield Mistake(line, "", _words(words), {"hosts": hosts})
+    for name, content, words in _FILES:
+        yield Mistake(experiment, name, _words(words), {name: content})
+    for line, where, words in _WORDS:
+        yield Mistake(line, where, _words(words))
+
+
+def _nested(path: str, value: Any) -> Any:
+    for key in reversed(path.split(".") if path else ()):
+        value = {key: value}
+    return value
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def argv(mistake: Mistake) -> list[str]:
+    """Return the words that are typed after `dsat`."""
+    return shlex.split(mistake.types)

@@ -1,0 +1,256 @@
+"""`show`, `runs`, `compare` and `watch`: at runs that go on, ended, were killed or are damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import time
+import urllib.request
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import dsat
+from testing.scenarios import Harm, Started, Terminal, Told, User
+from testing.world import Failure, World
+
+MICRO = "train_micro_batch_size_per_gpu"
+ESCAPE = "\x1b[2J\x1b]0;owned\x07</script><img src=x onerror=alert(1)>"
+RECORDED = Path(dsat.__file__).parents[1] / "testing" / "recorded_run"
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[User, Told]:
+    """A user whose search is over; in stage 3 the script writes to the terminal's controls."""
+    hostile = Failure("ERROR", {"stage": 3}, f"ValueError: {ESCAPE}", ESCAPE)
+    user = User(tmp_path_factory.mktemp("ran"), World(failures=(hostile,)))
+    user.has()
+    told = user.tunes("--max-trials", 14)
+    assert told.status == 0, told.err
+    return user, told
+
+
+@pytest.fixture
+def copied(ran: tuple[User, Told], user: User) -> User:
+    """A user in another folder, whose `dsat_runs` has two copies of the run."""
+    for name in ("train-1", "train-3"):
+        shutil.copytree(ran[0].folder / "run", user.folder / "dsat_runs" / name)
+    return user
+
+
+def cut(journal: Path, events: int) -> None:
+    """Leave the first events of a journal, as a process that was killed then."""
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:events]))
+
+
+def states(user: User) -> dict[str, str]:
+    rows = user.types("runs", "--json").json
+    return {Path(row["run_dir"]).name: row["state"] for row in rows}
+
+
+def test_a_run_is_shown_with_its_verdict_its_stages_and_its_files(ran: tuple[User, Told]) -> None:
+    user, told = ran
+    shown = user.types("show", "run")
+    lines = shown.out.splitlines()
+    assert lines[1 : 1 + len(told.json["verdict"])] == told.json["verdict"]
+    assert lines[-2:] == ["run/best_ds_config.json", "run/report.html"]
+    assert user.types("show", "run", "--json").json == {**told.json, "state": "over"}
+    assert f"{told.json['best_value'] * 1024:,.0f} tokens/s" in shown.out
+    rows = [row for row in told.trials if row["predicted_bytes"] and row["outcome"] == "OK"]
+    errors = [abs(row["predicted_bytes"] / row["used_bytes"] - 1) for row in rows]
+    assert f"median error {100 * statistics.median(errors):.1f} %" in shown.out
+    assert f"largest {100 * max(errors):.1f} % over {len(rows)} trials" in shown.out
+
+
+def test_every_trial_has_a_line(ran: tuple[User, Told]) -> None:
+    user, told = ran
+    text = user.types("show", "run", "--trials").out
+    for row in told.trials:
+        [line] = [x for x in text.splitlines() if row["name"] in x.split()]
+        speed = f"{row['metrics']['throughput']:.4g} samples/s" if row["metrics"] else "ERROR"
+        assert speed in line and f" {row[MICRO]} " in line
+    assert text.count("(best)") == text.count("(yours)") == 1
+    assert user.types("show", "run", "--trials", "--json").json == told.trials
+
+
+def test_one_trial_is_shown_in_full(ran: tuple[User, Told]) -> None:
+    user, told = ran
+    best = told.best
+    text = user.types("show", "run", "--trial", best["name"]).out
+    shown = user.types("show", "run", "--trial", best["name"], "--json").json
+    assert shown["changes"][MICRO] == {"own": "1", "here": str(best[MICRO])}
+    assert f"  output of {best['name']}" in text.splitlines()
+    used = sum(shown["memory"][kind]["backward"] for kind in ("reserved_bytes",))
+    assert f"{used / 2**30:.2f} GiB" in text and f"{best['metrics']['latency']:.4g} ms" in text
+    wrong = user.types("show", "run", "--trial", "z9")
+    assert wrong.status == 2 and "z9" in wrong.err and "--trials" in wrong.err
+
+
+def test_what_a_script_writes_cannot_move_the_cursor(ran: tuple[User, Told]) -> None:
+    user, told = ran
+    failed = next(row["name"] for row in told.trials if row["outcome"] == "ERROR")
+    log = user.folder / "run" / "trials" / failed / "stderr.log"
+    log.write_bytes(b"\xff" + ESCAPE.encode() + b"x" * 10_000)
+    for words in (["show", "run"], ["show", "run", "--trials"], ["runs", "."]):
+        assert set("\x1b\x07") & set(user.types(*words).out) == set()
+    assert "\\x1b[2J" in user.types("show", "run", "--trial", failed).out
+    tags: list[str] = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: tags.append(tag)  # type: ignore[method-assign]
+    parser.feed(user.reads("report.html"))
+    assert "img" not in tags and tags.count("table") >= 1
+
+
+def test_a_terminal_gets_a_live_table(user: User) -> None:
+    user.pause_s = 0.3
+    words = [word for word in user.words("--max-trials", 8, method="random") if word != "--json"]
+    told = user.types(*words, harm=Harm(terminal=Terminal(columns=200)))
+    assert told.status == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", told.out)
+    assert "1 of at most 8 trials" in text and " of 1 slots busy" in text
+    assert "Train with it: cd " in text and "\x1b[" in told.out
+    assert "\x1b" not in user.types("show", "run").out
+
+
+def test_a_run_is_looked_at_while_it_goes_on(user: User) -> None:
+    user.pause_s = 0.5
+    started = user.starts(*user.words("--max-trials", 12, "--watch", method="random"))
+    journal = user.folder / "run" / "journal.jsonl"
+    wait_for(lambda: journal.exists() and journal.read_text().count('"finished"') >= 2)
+    shown = user.types("show", "run", "--json").json
+    assert shown["state"] == "goes on" and shown["stop_reason"] is None
+    assert "running" in user.types("show", "run", "--trials").out
+    assert "(goes on)" in user.types("show", "run").out
+    started.signal(signal.SIGKILL)
+    told = started.wait()
+    url = re.findall(r"http://127\.0\.0\.1:\d+/\?token=\S+", told.err)
+    assert url and "ssh -L" in told.err, "it was served while it ran"
+    assert user.types("show", "run", "--json").json["state"] == "interrupted"
+    text = user.types("show", "run", "--trials").out
+    assert "interrupted" in text and "running" not in text
+
+
+def wait_for(holds: object, limit_s: float = 100.0) -> None:
+    assert callable(holds)
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come so far"
+        time.sleep(0.05)
+
+
+def test_a_page_is_served_to_the_holder_of_its_address(ran: tuple[User, Told]) -> None:
+    user, told = ran
+    started = user.starts("watch", "run", "--json")
+    out = read_json(started)
+    base, _, token = out["url"].partition("?token=")
+    with urllib.request.urlopen(f"{base}state?token={token}", timeout=60) as answer:
+        state = json.load(answer)
+    assert told.best["name"] in state["html"] and "\x1b" not in state["html"]
+    port = base.rpartition(":")[2].strip("/")
+    taken = user.types("watch", "run", "--port", port)
+    assert taken.status == 2 and port in taken.err
+    started.signal(signal.SIGINT)
+    assert started.wait().status == 0
+
+
+def read_json(started: Started) -> dict[str, str]:
+    """Read the object that a command prints before it goes on."""
+    text = b""
+    while not text.endswith(b"}\n"):
+        text += os.read(started._out, 4096)
+    found = json.loads(text)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_runs_are_listed_the_newest_first_whatever_their_clock(copied: User) -> None:
+    journals = {n: copied.folder / "dsat_runs" / f"train-{n}" / "journal.jsonl" for n in (1, 3)}
+    for number, shift in ((1, 1e6), (3, 2e6)):
+        text = journals[number].read_text()
+        journals[number].write_text(
+            re.sub(r'"time_s": ?[\d.]+', f'"time_s": {1.7e9 - shift}', text)
+        )
+    assert list(states(copied)) == ["train-1", "train-3"]
+    # The clock of the older one was wrong: it is dated by its file.
+    text = re.sub(r'"time_s": ?[\d.]+', '"time_s": 9e9', journals[3].read_text())
+    journals[3].write_text(text)
+    os.utime(journals[3], (1e9, 1e9))
+    assert list(states(copied)) == ["train-1", "train-3"]
+    assert "dsat_runs/train-1 " in copied.types("show").out
+
+
+def test_folders_are_numbered_and_the_newest_goes_on(copied: User) -> None:
+    search = ["model", *copied.words("--max-trials", 14)[1:]]
+    words = [word for word in search if word not in ("--run-dir", "run")]
+    cut(copied.folder / "dsat_runs" / "train-3" / "journal.jsonl", 5)
+    at = words.index("--json")
+    told = copied.types(*words[:at], "--resume", *words[at:])
+    assert told.json["run_dir"] == "dsat_runs/train-3" and len(told.trials) > 5
+    assert copied.types(*words).json["run_dir"] == "dsat_runs/train-4"
+    (copied.folder / "dsat_runs" / "train-7x").mkdir()
+    assert copied.types(*words).json["run_dir"] == "dsat_runs/train-5"
+
+
+def test_runs_that_are_damaged_or_of_other_versions(copied: User) -> None:
+    shutil.copytree(RECORDED, copied.folder / "dsat_runs" / "release-1")
+    cut(copied.folder / "dsat_runs" / "train-1" / "journal.jsonl", 4)
+    start = (copied.folder / "dsat_runs/train-3/journal.jsonl").read_text().splitlines()[0]
+    newer = re.sub(r'"schema": ?(\d+)', '"schema": 99', start)
+    for name, text in (
+        ("torn", '{"event":"other"}\nno\n'),
+        ("none", '{"a":1}\n'),
+        ("newer", f"{newer}\n"),
+    ):
+        folder = copied.folder / "dsat_runs" / name
+        folder.mkdir()
+        (folder / "journal.jsonl").write_text(text)
+    told = copied.types("runs", "--json")
+    found = {Path(row["run_dir"]).name: row["state"] for row in told.json}
+    assert found == {"train-3": "over", "train-1": "interrupted", "release-1": "over"}
+    for name, line in (("torn", "line 2"), ("none", "line 1"), ("newer", "newer")):
+        [said] = [x for x in told.err.splitlines() if f"dsat_runs/{name}/journal.jsonl" in x]
+        assert line in said
+        refused = copied.types("show", name)
+        assert refused.status in (1, 2) and "Traceback" not in refused.err
+    assert dsat.load_run(RECORDED).gain == pytest.approx(1.805, abs=0.001)
+
+
+def test_two_runs_side_by_side(copied: User) -> None:
+    copied.world = World(seed=3, effects={"z1": 1.25, "z2": 1.25, "z3": 1.25, "z0": 1.25})
+    copied.tunes("--max-trials", 14)
+    told = copied.types("compare", "train-1", "run", "--json").json
+    [ratio] = [text for text in told["caveats"] if "median" in text]
+    count, middle, *_ = re.findall(r"\d+(?:\.\d+)?", re.sub(r"train-\d|run", "", ratio))
+    assert int(count) >= 3 and float(middle) == pytest.approx(1 / 1.25, rel=0.03)
+    shown = copied.types("compare", "train-1", "dsat_runs/train-3")
+    assert "1.000" in shown.out and shown.status == 0
+    copied.tunes("--max-trials", 4, "--run-dir", "other", metric="latency")
+    said = copied.types("compare", "train-1", "other").out
+    assert "different metrics" in said and "median" not in said
+    for words in (("train-1", "train-1"), ("train-1", "dsat_runs/train-1")):
+        assert copied.types("compare", *words).status == 2
+
+
+@pytest.mark.slow
+def test_a_shell_completes_commands_options_and_choices(user: User) -> None:
+    def completed(line: str) -> set[str]:
+        found = user.folder / "found"
+        variables = {
+            "_ARGCOMPLETE": "1",
+            "_ARGCOMPLETE_IFS": "\n",
+            "_ARGCOMPLETE_STDOUT_FILENAME": str(found),
+            "COMP_LINE": line,
+            "COMP_POINT": str(len(line)),
+        }
+        user.types(harm=Harm(variables=variables))
+        return {word.strip() for word in found.read_text().splitlines()}
+
+    assert completed("dsat comp") == {"compare"}
+    assert completed("dsat model --trial-time") == {"--trial-timeout"}
+    assert {"throughput", "latency"} <= completed("dsat model --metric ")

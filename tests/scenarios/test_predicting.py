@@ -1,0 +1,157 @@
+"""`estimate` and `project` against published sizes and the arithmetic of ZeRO."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dsat
+from dsat.inputs import hf_config
+from testing import warm_command, warm_host
+from testing.scenarios import Told, User
+
+GIB = 2**30
+LLAMA_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+QWEN2_500M = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
+TINY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 688,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def unsimulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the formula alone to answer, as where torch is not installed."""
+    monkeypatch.setattr(hf_config, "missing_packages", lambda: ["torch"])
+
+
+def estimate(user: User, model: dict[str, Any], *words: object, status: int = 0) -> Told:
+    (user.folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
+    told = user.types("estimate", "--hf-config", "config.json", "--json", *words)
+    assert told.status == status, told.err
+    return told
+
+
+def lines(told: Told) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the lines of the table by strategy and slots."""
+    return {(line["strategy"], line["slots"]): line for line in told.json["lines"]}
+
+
+@pytest.mark.usefixtures("unsimulated")
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [(LLAMA_7B, 6_738_415_616), (QWEN2_500M, 494_032_768)],
+    ids=["Llama-2-7B", "Qwen2-0.5B"],
+)
+def test_a_model_has_its_published_size(user: User, model: dict[str, Any], parameters: int) -> None:
+    told = estimate(user, model, "--slots", 8)
+    assert told.json["model"]["num_params"] == parameters
+
+
+@pytest.mark.usefixtures("unsimulated")
+def test_states_are_divided_as_zero_divides_them(user: User) -> None:
+    """Rajbhandari et al. (2020): 2 + 2 + 12 bytes for each parameter; offloaded, on the host."""
+    options = ("--slots", 8, 64, "--slot-memory", "80GiB", "--seq-length", 128)
+    found, size = lines(estimate(user, LLAMA_7B, *options)), 6_738_415_616
+    for strategy, divided in (("z1", 12), ("z2", 12), ("z3", 14)):
+        few, many = (found[strategy, slots]["memory"]["forward"] for slots in (8, 64))
+        assert few - many == pytest.approx(divided * size * (1 / 8 - 1 / 64), rel=0.2), strategy
+    host = found["z2_offload", 8]["memory"]
+    assert host["host_pageable"] * 8 / size == pytest.approx(8, rel=0.01), "both moments in fp32"
+    assert 4 < host["host_pinned"] * 8 / size < 16
+    assert found["z2_offload", 8]["peak_bytes"] < found["z2", 8]["peak_bytes"]
+    largest = {slots: found["z3", slots]["largest_micro_batch"][str(80 * GIB)] for slots in (8, 64)}
+    assert 0 < largest[8] < largest[64]
+
+
+@pytest.mark.usefixtures("unsimulated")
+def test_options_of_the_model_change_what_it_needs(user: User) -> None:
+    def peak(*words: object) -> int:
+        line = lines(estimate(user, QWEN2_500M, "--slots", 1, *words))["z0", 1]
+        return int(line["peak_bytes"])
+
+    usual = peak("--seq-length", 8192)
+    assert peak("--seq-length", 16384) > usual
+    assert peak("--seq-length", 8192, "--activation-checkpointing", "off") > usual
+    assert peak("--seq-length", 8192, "--dtype", "fp16") == pytest.approx(usual, rel=0.3)
+    lora = peak("--seq-length", 8192, "--lora", "r=8,target=q_proj+v_proj")
+    assert usual - lora > 12 * 494_032_768, "whose states only the adapters have"
+
+
+@pytest.mark.usefixtures("unsimulated")
+@pytest.mark.parametrize(("cards", "fits"), [("1x16GiB", True), ("1x4GiB", False), ("x", None)])
+def test_a_job_is_guarded_by_the_exit_status(user: User, cards: str, fits: bool | None) -> None:
+    status = {True: 0, False: 1, None: 2}[fits]
+    told = estimate(user, QWEN2_500M, "--fits", cards, "--seq-length", 128, status=status)
+    if fits is not None:
+        assert told.json["fits"] is fits
+        assert (told.json["needed_bytes"] < told.json["card_bytes"]) is fits
+
+
+@pytest.mark.usefixtures("unsimulated")
+def test_the_api_estimates_the_same(user: User) -> None:
+    told = estimate(user, QWEN2_500M, "--slots", 8, "--slot-memory", "24GiB")
+    found = dsat.estimate(
+        hf_config=str(user.folder / "config.json"), slots=8, slot_memory=["24GiB"]
+    )
+    assert found.to_json() == told.json
+    shown = user.types("estimate", "--hf-config", "config.json", "--slots", 8)
+    assert shown.out.count("| stage 3") >= 1 and "494,032,768" in shown.out
+    refused = user.types("estimate", "--hf-config", "config.json", "--exact")
+    assert refused.status == 2 and "torch" in refused.err
+
+
+@pytest.mark.slow
+def test_a_model_is_projected_to_other_cards(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_command.use(warm_host.prefix(), monkeypatch.setattr)
+    path = Path(user.folder / "config.json")
+    path.write_text(json.dumps(TINY), encoding="utf-8")
+    told = user.types(
+        *("project", "--hf-config", "config.json", "--seq-length", 128, "--to", "16xA100-40GB"),
+        *("--tokens", "1B", "--price", 2, "--network", 100, "--json"),
+    )
+    assert told.status == 0, told.err
+    assert (told.json["cards"], told.json["card"], told.json["not_simulated"]) == (
+        *(16, "A100-40GB"),
+        {},
+    )
+    for rows in told.json["best"].values():
+        low, high = rows[0]["interval_90"]
+        assert 0 < low < rows[0]["samples_per_second"] < high
+        assert sum(rows[0]["parts_s"].values()) == pytest.approx(rows[0]["step_s"])
+        hours = 1e9 / (128 * rows[0]["samples_per_second"]) / 3600 * rows[0]["cards"]
+        assert rows[0]["training"]["card_hours"] == pytest.approx(hours, rel=0.01)
+        assert rows[0]["training"]["cost"] == pytest.approx(2 * hours, rel=0.01)
+    rates = [rows[0]["samples_per_second"] for rows in told.json["best"].values()]
+    assert rates == sorted(rates)
+    user.tunes("--max-trials", 4, "--finals", 0, method="random")
+    other = user.types("project", "--hf-config", "config.json", "--from-run", "run")
+    assert other.status == 2 and "another model" in other.err
