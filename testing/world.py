@@ -187,6 +187,7 @@ class World:
             or strategy (`z2`).
         failures: the first one that matches a trial decides its outcome.
         samples: that a device has; a larger micro batch cannot be measured.
+        tells_samples: also a trial that runs tells how many there are.
         host_memory_bytes: of the host for each rank.
         seeded: losses repeat from run to run, so that they can be compared.
         trains_otherwise: strategies (`z2`) whose losses fall more slowly.
@@ -215,6 +216,7 @@ class World:
     effects: Mapping[str, float] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
     samples: int | None = None
+    tells_samples: bool = False
     host_memory_bytes: int = 2**40 // 8
     seeded: bool = True
     trains_otherwise: tuple[str, ...] = ()
@@ -280,6 +282,7 @@ class World:
         return replace(
             self._with_noise(_with_finding(true, found), trial, found),
             profile=self.profile if trial.profiles else None,
+            most_samples=self.samples if self.tells_samples else None,
             memory=true.memory if self.tells_memory else None,
             training=self._training(trial, found),
             warnings=(*self.warnings, *found.warnings),

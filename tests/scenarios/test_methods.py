@@ -150,6 +150,18 @@ def test_the_model_stops_where_no_gain_is_expected(user: User, threshold: float)
     assert user.true_speed(user.best_config()) > (1 - threshold) * best_speed(user.world)
 
 
+def test_a_grid_tries_everything_that_fits_but_what_is_known(tmp_path: Path) -> None:
+    """Powers of two of each stage, the user's own trial not again."""
+    user = User(tmp_path, World(slots=2))
+    user.has({"train_micro_batch_size_per_gpu": 8})
+    told = user.tunes("--max-trials", 40, "--fix", "all", "--finals", 0, method="gridsearch")
+    check_result(user, told)
+    searched = of_kind(told, "search", "baseline")
+    tried = {(row["stage"], row["train_micro_batch_size_per_gpu"]) for row in searched}
+    assert tried == {(stage, size) for stage in range(4) for size in (1, 2, 4, 8, 16)}
+    assert stop_of(told) == "every configuration was tried"
+
+
 def stop_of(told: Told) -> str:
     reason = told.json["stop_reason"]
     assert isinstance(reason, str)

@@ -11,7 +11,7 @@ import pytest
 
 from testing.scenarios import Told, User
 from testing.world import A100, GIB, GPT_300M, Failure, Model, World
-from tests.scenarios.checks import METHODS, best_speed, check_result, of_kind
+from tests.scenarios.checks import METHODS, best_speed, check_result, micro_batches, of_kind
 
 KINDS = ("OOM", "HOST_OOM", "ERROR", "TIMEOUT", "INVALID", "DIVERGED", "CANCELED")
 OWN = 4  # micro batch
@@ -255,6 +255,14 @@ def test_nothing_larger_than_the_data_is_recommended(
     assert all(row["outcome"] == "INVALID" for row in larger) and len(larger) <= 4
     assert told.best["train_micro_batch_size_per_gpu"] <= samples
     assert user.true_speed(user.best_config()) > 0.93 * best_of(user, method, samples)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_the_data_loader_tells_costs_no_failed_trial(tmp_path: Path, method: str) -> None:
+    user, told = tuned(tmp_path, method=method, samples=17, tells_samples=True)
+    check_result(user, told)
+    assert all(row["outcome"] != "INVALID" for row in told.trials)
+    assert max(micro_batches(told.trials)) <= 17
 
 
 @pytest.mark.parametrize("method", METHODS)
