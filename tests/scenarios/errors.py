@@ -211,6 +211,8 @@ _WORDS: list[tuple[str, str, str]] = [
     ("model --switch optim -- t.py", "", "--switch 'optim'"),
     ("asha --arg-mapping batch -- t.py", "", "--arg-mapping 'batch' KEY=FLAG"),
     (f"asha --arg-mapping {MICRO}=--batch -- {SCRIPT}", "--arg-mapping", "--batch"),
+    (f"asha --arg-mapping {MICRO}=--bacth -- {SCRIPT} --batch 2", "--arg-mapping", "--batch"),
+    ("model --engine nowhere -- train.py", "", "--engine nowhere local slurm"),
     ("model --trial-timeout soon -- t.py", "", "--trial-timeout 'soon' 90s"),
     ("model --slot-memory 80 -- t.py", "", "--slot-memory '80' 24GiB"),
     ("model --run-dir train.py/run -- python train.py", "", "train.py: folder"),
