@@ -122,7 +122,7 @@ def test_the_api_estimates_the_same(user: User) -> None:
         hf_config=str(user.folder / "config.json"), slots=8, slot_memory=["24GiB"]
     )
     assert found.to_json() == told.json
-    shown = user.types("estimate", "--hf-config", "config.json", "--slots", 8)
+    shown = user.types("estimate", "--hf-config", ".", "--slots", 8)
     assert shown.out.count("| stage 3") >= 1 and "494,032,768" in shown.out
     refused = user.types("estimate", "--hf-config", "config.json", "--exact")
     assert refused.status == 2 and "torch" in refused.err
