@@ -301,12 +301,16 @@ def test_every_option_is_a_keyword_with_its_default(call: Any, settings: Any) ->
 
 
 def test_values_of_python_are_words_of_the_command_line(place: Place) -> None:
-    given = {"slot_memory": 24 * 2**30, "trial_timeout": 90, "zero_stages": [3, 1, 3]}
+    given: dict[str, Any] = {
+        "slot_memory": 24 * 2**30,
+        "trial_timeout": 90,
+        "zero_stages": [3, 1, 3],
+    }
     mapped = {"train_micro_batch_size_per_gpu": "batch-size"}
     script = place.user.folder / "train.py"
     for more in (given, {"slot_memory": "24GiB", "trial_timeout": "90s", "zero_stages": ["3", 1]}):
         command = ["train.py", "--deepspeed_config", "ds.json", "--batch-size", "1"]
-        usual: dict[str, Any] = {"engine": "made-up", "max_trials": 3, "include": [], "cold": True}
+        usual: dict[str, Any] = {"engine": "made-up", "max_trials": 3, "cold": True}
         dsat.tune(command, arg_mapping=mapped, slots=1, **usual, **more)
     one, other = (replace(each, run_dir=None) for each in place.settings)
     assert one == other and script.exists()

@@ -6,18 +6,14 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-import pytest
-
 from dsat.app import longest
 from dsat.app.estimate import configuration
 from dsat.app.longest import UNIT_TOKENS
 from dsat.inputs.cards import Card
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.memory import CLOSED_FORM, SIMULATED
+from dsat.memory import SIMULATED
 from dsat.memory.simulation_client import Simulator
 from dsat.report.longest_sequence import Longest
-from dsat.values.parallelism import Parallelism
-from dsat.values.zero_strategy import Strategy
 from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_of
 
 GIB = 2**30
@@ -41,29 +37,6 @@ def rows(
     with Simulator(host, as_cpu=False, workspace_bytes=0) as simulator:
         simulator.facts(BF16)
         return longest.rows(simulator, BF16, settings, card)
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_sequences_grow_with_the_slots_that_divide_them(exact: bool) -> None:
-    alone, eight = (
-        {
-            row.strategy: row
-            for row in rows(
-                FakeSimulationHost(FACTS, by_formula(FACTS), sequence_length=512),
-                slots=slots,
-                exact=exact,
-            )
-        }
-        for slots in (1, 8)
-    )
-    sharded = Strategy(3)
-    room = 8 * GIB / 1.05 - 18 * FACTS.num_params  # at least what stage 3 leaves on one slot
-    assert 0 < alone[sharded].tokens <= room / (20 * MIB) * UNIT_TOKENS
-    assert alone[sharded].parallelism == Parallelism()
-    # 12 heads are divided by 4 slots at most.
-    assert eight[sharded].parallelism == Parallelism(sequence=4)
-    assert eight[sharded].tokens > 4 * alone[sharded].tokens
-    assert eight[sharded].source == (SIMULATED if exact else CLOSED_FORM)
 
 
 def test_memory_that_grows_with_the_square_of_the_length_is_followed_to_its_end() -> None:

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dsat.app.plans import of_launcher, plan_of
-from dsat.errors import UserInputError
-from dsat.inputs import experiment
+from dsat.app import installed_deepspeed
+from dsat.app.plans import of_launcher
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.placement import Launch
-from dsat.inputs.settings import Settings
-from dsat.inputs.switches import parse
-from dsat.space.plan import Plan
-
-BASE = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+from testing.scenarios import Told, User
 
 
-def plan(*words: str, config: dict[str, Any] = BASE, **settings: Any) -> Plan:
-    user = experiment.of_command(["python3", "train.py"], "train", Path(), config, "it")
-    listed = dict(map(parse, words))
-    own = ["--workers", "2", "--fused"]
-    made = Settings(method="random", listed_switches=listed, **settings)
-    return plan_of(made, user, 1, args=own, switches={}, offload_helps=False)
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> User:
+    monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
+    user = User(tmp_path)
+    user.has()
+    return user
 
 
-def test_listed_switches_begin_with_the_scripts_own_values() -> None:
+def dry(user: User, *options: str) -> Told:
+    words = ("random", "--ds-config", "ds.json", "--dry-run", "--json", *options)
+    return user.types(*words, "--", "train.py", "--workers", 2, "--fused")
+
+
+def test_listed_switches_begin_with_the_scripts_own_values(user: User) -> None:
     words = ("--workers=0,2,4", "--fused", "--other", "ENV:A=1", "dataloader_num_workers=0,1")
-    assert plan(*words, tune=("ENV:NCCL_BUFFSIZE",)).listed_switches == {
-        "ENV:NCCL_BUFFSIZE": (None, "8388608", "16777216"),
-        "--workers": ("2", "0", "4"),
-        "--fused": (True, False),
-        "--other": (False, True),
-        "ENV:A": (None, "1"),
-        "dataloader_num_workers": (None, 0, 1),
+    options = [f"--switch={word}" for word in words]
+    told = dry(user, *options, "--tune", "ENV:NCCL_BUFFSIZE")
+    assert told.json["plan"]["listed_switches"] == {
+        "ENV:NCCL_BUFFSIZE": [None, "8388608", "16777216"],
+        "--workers": ["2", "0", "4"],
+        "--fused": [True, False],
+        "--other": [False, True],
+        "ENV:A": [None, "1"],
+        "dataloader_num_workers": [None, 0, 1],
     }
 
 
@@ -48,9 +49,10 @@ def test_cores_can_be_bound_by_deepspeeds_launcher_alone() -> None:
         assert of_launcher(Entrypoint(script="train.py", launch=launch)) == expected
 
 
-def test_accumulation_that_the_script_manages_is_left_to_it() -> None:
-    config = {**BASE, "managed_gradient_accumulation": False}
-    assert plan(config=config).train_batch_size is None
-    for asked in ({"train_batch_size": "own"}, {"max_train_batch_size": 64}):
-        with pytest.raises(UserInputError, match="leaves gradient accumulation to the script"):
-            plan(config=config, **asked)
+def test_accumulation_that_the_script_manages_is_left_to_it(user: User) -> None:
+    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    user.has({**sizes, "managed_gradient_accumulation": False})
+    assert dry(user).json["plan"]["train_batch_size"] is None
+    for option, value in (("--train-batch-size", "own"), ("--max-train-batch-size", "64")):
+        told = dry(user, option, value)
+        assert told.status == 2 and "gradient accumulation" in told.err

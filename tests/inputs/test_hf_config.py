@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsat.inputs import hf_config
 from dsat.inputs.ds_config import BATCH_KEYS
-
-
-def test_a_file_and_its_folder_are_the_same(tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "llama"}))
-    assert hf_config.find(str(file)) == hf_config.find(str(tmp_path)) == file.resolve()
-
 
 AUTO = {"enabled": "auto"}
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.option import AMOUNT, DURATION, LORA, MEMORY_SIZE, Kind, options_of
-from dsat.inputs.settings import Settings
-from dsat.space.plan import Plan, values_of
-from dsat.values.trial import BatchTriple
-
-OPTIONS = {own.name: own for own in options_of(Settings)}
+from dsat.app import installed_deepspeed
+from dsat.inputs.option import AMOUNT, DURATION, LORA, MEMORY_SIZE, Kind
+from testing.scenarios import User
 
 
 @pytest.mark.parametrize(
@@ -35,20 +29,6 @@ def test_measures(kind: Kind, text: str, value: float) -> None:
     assert kind.read(text) == kind.read(kind.write(value)) == value
 
 
-@pytest.mark.parametrize(
-    ("kind", "texts"),
-    [
-        (MEMORY_SIZE, ["", "GiB", "-1GiB", "0", "1PiBs", "nan", "80", 24, "1023KiB"]),
-        (DURATION, ["0", "soon", "1d", "9" * 400]),
-        (AMOUNT, ["0", "many", "1e400"]),
-    ],
-)
-def test_no_measures(kind: Kind, texts: list[Any]) -> None:
-    for text in texts:
-        with pytest.raises(ValueError, match=r"for example (24GiB|90s|300B)"):
-            kind.read(text)
-
-
 def test_adapters() -> None:
     found = {"r": "16", "target": "q_proj+v_proj"}
     assert LORA.read("r=16,target=q_proj+v_proj") == LORA.read(found) == found
@@ -58,56 +38,36 @@ def test_adapters() -> None:
             LORA.read(wrong)
 
 
-@pytest.mark.parametrize("settings", [Settings, EstimateSettings])
-def test_no_two_options_are_one(settings: Any) -> None:
-    flags = [flag for own in options_of(settings) for flag in own.flags]
-    assert len(flags) == len(set(flags))
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> User:
+    user = User(tmp_path_factory.mktemp("ran"))
+    user.has()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(installed_deepspeed, "_stamp", lambda: None)
+        assert user.tunes("--max-trials", 3, "--finals", 0, method="random").status == 0
+    return user
 
 
-# -- what decides trials
-
-OTHER = {
-    "metric": "latency",
-    "zero_stages": (2,),
-    "tune": ("overlap_comm",),
-    "fix": ("sub_group_size",),
-    "nvme_path": "/nvme",
-    "seed": 7,
-    "max_train_batch_size": 64,
-    "min_micro_batch": 2,
-    "max_micro_batch": 8,
-    "max_seq_length": 512,
-    "divisible_by": 4,
-    "train_batch_size": 16,
-    "slot_memory_bytes": 2**30,
-    "memory_model": "none",
-}
-
-
-def _plan(**changes: Any) -> Plan:
-    settings = Settings(method="asha", **{"zero_stages": (1, 2), **changes})
-    return Plan(
-        **values_of(settings),
-        method=settings.method,
-        slots_per_trial=1,
-        base_config={},
-        own_batch=BatchTriple(1, 1, 1),
+@pytest.mark.parametrize(
+    ("options", "is_other"),
+    [
+        *((option, True) for option in ("--zero-stages 2", "--tune overlap_comm")),
+        *((option, True) for option in ("--fix sub_group_size", "--nvme-path /nvme")),
+        *((option, True) for option in ("--random-seed 7", "--max-train-batch-size 64")),
+        *((option, True) for option in ("--min-micro-batch 2", "--max-micro-batch 8")),
+        *((option, True) for option in ("--max-seq-length 512", "--divisible-by 4")),
+        *((option, True) for option in ("--train-batch-size 16", "--slot-memory 1GiB")),
+        ("--memory-model none", True),
+        *((option, False) for option in ("--max-slots 1", "--cold", "--trial-timeout 60s")),
+    ],
+)
+def test_a_run_goes_on_with_the_options_that_decide_its_trials(
+    ran: User, options: str, is_other: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
+    told = ran.tunes(
+        *("--max-trials", 3, "--finals", 0, "--resume", *options.split()), method="random"
     )
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_an_option_that_decides_trials_is_compared_and_called_by_its_label(name: str) -> None:
-    own, earlier = OPTIONS[name], _plan()
-    difference = _plan(**{name: OTHER[name]}).difference(earlier)
-    was = own.write(earlier.to_json()[name])
-    called = own.keyword.replace("_", " ")
-    assert difference == f"{called} was {was}, now {own.write(OTHER[name])}"
-
-
-def test_other_options_do_not_keep_a_run_from_going_on() -> None:
-    assert _plan(slot_memory_bytes=24 * 2**30, zero_stages=(3,)).difference(_plan()) in (
-        "slot memory was not given, now 24GiB",
-        "zero stages was 1 2, now 3",
-    ), "values are written as users write them"
-    same = _plan(max_trials=9, max_slots=1, cold=True, engine="local", trial_timeout_s=1.0)
-    assert same.difference(_plan()) is None
+    assert told.status == (2 if is_other else 0), told.err
+    label = options.split()[0].removeprefix("--").replace("-", " ")
+    assert (f"{label} was " in told.err) is is_other

@@ -32,7 +32,7 @@ CHOSEN = {"type": "categorical", "vals": [False, True]}
         (zero(stage=[3, "all"]), zero(stage=3), {"stage": [3, 0, 1, 2]}),
         (zero(stage="all"), zero(stage=0), {"stage": [0, 1, 2, 3]}),
         ({"zero_optimization": "all"}, zero(stage=0), {"stage": [0, 1, 2, 3]}),
-        ({MICRO: [4.0, 1, 4], GAS: [2]}, {MICRO: 4, GAS: 2}, {MICRO: [4, 1], GAS: [2]}),
+        ({MICRO: [4.0, 1, 4], GAS: [2]}, {MICRO: 4, GAS: 2}, {MICRO: [1, 4], GAS: [2]}),
         (
             {MICRO: {"type": "categorical", "vals": [2, 4]}, **zero(overlap_comm=CHOSEN)},
             {MICRO: 2, **zero(overlap_comm=False)},

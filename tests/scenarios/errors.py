@@ -211,7 +211,10 @@ _WORDS: list[tuple[str, str, str]] = [
     ("model --switch optim -- t.py", "", "--switch 'optim'"),
     ("asha --arg-mapping batch -- t.py", "", "--arg-mapping 'batch' KEY=FLAG"),
     (f"asha --arg-mapping {MICRO}=--batch -- {SCRIPT}", "--arg-mapping", "--batch"),
+    (f"asha --arg-mapping {MICRO}=--bacth -- {SCRIPT} --batch 2", "--arg-mapping", "--batch"),
+    ("model --engine nowhere -- train.py", "", "--engine nowhere local slurm"),
     ("model --trial-timeout soon -- t.py", "", "--trial-timeout 'soon' 90s"),
+    ("model --slot-memory 1023KiB -- t.py", "", "--slot-memory '1023KiB' 24GiB"),
     ("model --slot-memory 80 -- t.py", "", "--slot-memory '80' 24GiB"),
     ("model --run-dir train.py/run -- python train.py", "", "train.py: folder"),
     ("model --resume -- python train.py", "--resume", "dsat_runs/train-*"),
@@ -277,6 +280,10 @@ def mistakes() -> Iterator[Mistake]:
         yield Mistake(line, "", _words(words), {"hosts": hosts})
     for name, content, words in _FILES:
         yield Mistake(experiment, name, _words(words), {name: content})
+    for bad in ("many", "0", "1.5", ""):
+        flag = f"--per_device_train_batch_size={bad}"
+        line = f"model --dry-run -- train.py --deepspeed ds.json --output_dir out {flag}"
+        yield Mistake(line, "", ("--per_device_train_batch_size", "positive"), {"ds.json": "{}"})
     for line, where, words in _WORDS:
         yield Mistake(line, where, _words(words))
 

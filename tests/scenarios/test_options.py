@@ -94,9 +94,9 @@ def test_stages_and_settings_that_are_searched_or_left_alone(user: User) -> None
 def test_a_list_in_the_configuration_is_what_is_searched(user: User) -> None:
     user.world = World(slots=2)
     user.has({MICRO: [2, 4], ZERO: {"stage": [1, 2], "overlap_comm": [True, False]}})
-    told = user.tunes("--max-trials", 40, method="gridsearch")
-    assert (set(of(told, MICRO)), set(of(told, "stage"))) == ({2, 4}, {1, 2})
-    assert settings(told, "overlap_comm") == {True, False}
+    told = user.tunes("--max-trials", 16, "--stop-when", 0)
+    assert set(of(told, "stage")) == {1, 2} and set(of(told, MICRO)) <= {2, 4}
+    assert settings(told, "overlap_comm") <= {True, False}
 
 
 def test_switches_of_the_script_are_searched(user: User) -> None:
@@ -238,6 +238,8 @@ def test_the_autotuning_section_is_a_search(user: User) -> None:
     assert max(of(told, MICRO)) == 8
     dry = user.types("run", "--dry-run", *SCRIPT)
     assert dry.status == 0 and "random search" in dry.out
+    trains = user.tunes("--max-trials", 3, "--run-full-experiment", method="random")
+    assert trains.status == 2 and "--run-full-experiment" in trains.err, "nothing real ran"
 
 
 SCRIPT = ("train.py", "--deepspeed_config", "ds.json")

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("unchecked_configurations")
 
 KINDS = {
     # the first line
-    "gain": r"^Gain .*Use \S+\.$",
+    "gain": r"^Gain \S+ \(.*Use \S+\.$",
+    "unconfirmed gain": r"^Gain \S+, unconfirmed: .*Use \S+\.$",
     "slower": r"^Slower than yours",
     "keep": r"^Keep your configuration",
     "no gain is known": r"^Use \S+ \(",
@@ -34,7 +35,8 @@ KINDS = {
     # why your configuration is kept, or there is no gain
     "not measured yet": r"nothing else was measured yet",
     "no other ran": r"nothing else ran",
-    "none is faster": r"nothing faster was found[.:](?! the whole gain)",
+    "none is faster": r"nothing faster was found\.",
+    "the faster is slower": r"nothing faster was found: \S+ is slower, ",
     "within the noise": r"is not significantly faster",
     "not worth its batch": r"does not justify a global batch",
     "yours needs too much memory": r"your configuration runs out of memory",
@@ -89,7 +91,7 @@ OWN = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 1}
 FREE = {"train_micro_batch_size_per_gpu": 1}
 GAIN = ("gain", "changes", "interval", "losses agree")
 FREED = ("gain", "changes", "interval", "losses of another batch", "batch alone", "learning rate")
-ONCE = ("gain", "changes", "measured once")
+ONCE = ("unconfirmed gain", "changes", "measured once")
 WORKERS = {"dataloader_num_workers": ScriptSwitch((0, 2), in_arguments=True)}
 HERE = {"kind": "baseline"}
 
@@ -146,7 +148,7 @@ CASES = {
     ),
     "interrupted": Case((*ONCE, "finals did not begin"), status=130, signals={5: (signal.SIGINT,)}),
     "interrupted in the finals": Case(
-        (*ONCE, "finals are not over"), status=130, signals={7: (signal.SIGINT,)}
+        (*ONCE, "finals are not over"), trials=12, status=130, signals={10: (signal.SIGINT,)}
     ),
     "interrupted at once": Case(
         ("keep", "not measured yet"), status=130, signals={1: (signal.SIGINT,)}
@@ -178,6 +180,14 @@ CASES = {
         ("keep", "none is faster"),
         {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 16},
         world={"effects": {"z1": 2, "z2": 2, "z3": 2}},
+    ),
+    "luck": Case(
+        ("keep", "the faster is slower", "interval"),
+        world={
+            "findings": (Finding({"kind": "final", "micro_batch": [2, 4, 8, 16]}, waiting=0.7),),
+            "run_sd": 0.001,
+        },
+        trials=12,
     ),
     "yours is as fast": Case(
         ("keep", "within the noise", "interval"),
