@@ -16,7 +16,7 @@ pauses = 10.0  # by how much pauses are shortened
 
 _monotonic, _sleep, _time = time.monotonic, time.sleep, time.time
 time.monotonic = lambda: CLOCK * _monotonic()
-time.sleep = lambda pause_s: _sleep(pause_s / pauses)
+time.sleep = lambda pause_s: _sleep(float(pause_s) / pauses)
 time.time = lambda: _time() + _ahead_s()
 
 

@@ -79,7 +79,7 @@ def test_each_experiment_has_what_is_the_users_and_what_is_its_own(tmp_path: Pat
         assert full["searcher"] == SEARCHER and full["profiling"] == {"enabled": True}
         assert full["hyperparameters"]["deepspeed_config"] == {"type": "const", "val": DS}
         given = full["hyperparameters"]["overwrite_deepspeed_args"]["val"]
-        assert given.items() >= HPARAMS["overwrite_deepspeed_args"].items()  # type: ignore[attr-defined]
+        assert given.items() >= HPARAMS["overwrite_deepspeed_args"].items()
         assert given["train_micro_batch_size_per_gpu"] and "stage" in given["zero_optimization"]
         assert SECRET not in there.master.context(1)["dsat_job.json"]
 
