@@ -36,21 +36,6 @@ FOLDER_VARIABLE = "HOSTNAME_CONTAINER_FOLDER"
 _KEPT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "TORCH_EXTENSIONS_DIR", "CC", "CXX")
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Start parameters of a container, besides its place in the allocation.
-
-    Attributes:
-        environment: The variables of the task.
-        shared: The host's folder that is mounted at `/determined_shared_fs`; None for none.
-        grace_s: How long launchers wait between the end of the workers and their own.
-    """
-
-    environment: Mapping[str, str]
-    shared: str | None
-    grace_s: float
-
-
 @dataclass
 class Running:
     """The first process of a container."""
@@ -87,12 +72,14 @@ class Processes:
         self._tmp = tempfile.TemporaryDirectory(prefix="dm")
 
     def start(
-        self, allocation: Allocation, launch: Launch, *, forked: Sequence[str] | None = None
+        self, allocation: Allocation, variables: Mapping[str, str], words: Sequence[str] | None
     ) -> None:
-        """Start a container; `forked` is the entrypoint of one that is forked."""
+        """Start a container with the variables of its task; `words` as of its entrypoint."""
         folder = self._folder / allocation.id
         tmp = Path(self._tmp.name) / str(len(self._threads))
-        running = Running(allocation, folder, _start(folder, tmp, allocation, launch, forked))
+        environment = _laid_out(folder, tmp, allocation, variables)
+        process = Forked(main, [words], environment=environment, folder=folder / "workdir")
+        running = Running(allocation, folder, process)
         with self._lock:
             self._running[allocation.id] = running
         thread = threading.Thread(target=self._attend, args=(running,), daemon=True)
@@ -179,13 +166,10 @@ def _clean_up(allocation_id: str) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _start(
-    folder: Path,
-    tmp: Path,
-    allocation: Allocation,
-    launch: Launch,
-    forked: Sequence[str] | None,
-) -> Forked:
+def _laid_out(
+    folder: Path, tmp: Path, allocation: Allocation, variables: Mapping[str, str]
+) -> dict[str, str]:
+    """Make the folders of a container, and return its environment."""
     for name in ("workdir", "home", "run/info", "run/train/logs", "run/train/model"):
         (folder / name).mkdir(parents=True)
     tmp.mkdir()
@@ -202,7 +186,7 @@ def _start(
         "INTER_TRAIN_PROCESS_COMM_PORT_1": str(ports[0]),
         "INTER_TRAIN_PROCESS_COMM_PORT_2": str(ports[1]),
         "HOSTNAME_CONTAINER_MASTER_PORT": str(ports[2]),
-        **launch.environment,
+        **variables,
         "DET_AGENT_ID": f"agent-{allocation.node}",
         "DET_CONTAINER_ID": allocation.container_id,
         "DET_RESOURCES_ID": allocation.resources_id,
@@ -212,10 +196,7 @@ def _start(
         "HOSTNAME": f"node-{allocation.node}",
         FOLDER_VARIABLE: str(folder),
         "HOSTNAME_CONTAINER_TMP": str(tmp),
-        "HOSTNAME_CONTAINER_GRACE_S": str(launch.grace_s),
     }
     user_paths = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([str(IMAGE), *([user_paths] if user_paths else [])])
-    if launch.shared is not None:
-        environment["HOSTNAME_CONTAINER_SHARED_FS"] = launch.shared
-    return Forked(main, [forked], environment=environment, folder=folder / "workdir")
+    return environment

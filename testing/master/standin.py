@@ -21,7 +21,7 @@ from testing.master.cluster import Cluster
 from testing.master.experiment import Experiment
 from testing.master.logs import LogLine
 from testing.master.made_up import MadeUpTrials
-from testing.master.processes import Launch, Processes
+from testing.master.processes import Processes
 from testing.master.requests import Master
 from testing.master.server import Fault, HttpServer, Seen
 from testing.master.trial import Trial
@@ -214,9 +214,9 @@ class StandIn:
         trial = self.cluster.trial_of_task(allocation.task_id)
         entrypoint = self.cluster.experiments[trial.experiment_id].config["entrypoint"]
         if self.made_up is None:
-            self._processes.start(allocation, self._launch(allocation))
+            self._processes.start(allocation, self._variables(trial, allocation), None)
         elif RUNNER_MODULE in entrypoint:
-            self._processes.start(allocation, self._launch(allocation), forked=entrypoint)
+            self._processes.start(allocation, self._variables(trial, allocation), entrypoint)
         else:
             self.made_up.start(trial, allocation)
 
@@ -242,12 +242,12 @@ class StandIn:
     def _exited(self, allocation: Allocation, exit_code: int) -> None:
         self.do(lambda: allocation.container_exited(exit_code))
 
-    def _launch(self, allocation: Allocation) -> Launch:
-        trial = self.cluster.trial_of_task(allocation.task_id)
+    def _variables(self, trial: Trial, allocation: Allocation) -> dict[str, str]:
         experiment = self.cluster.experiments[trial.experiment_id]
         checkpoint = self.cluster.latest_checkpoint(trial)
         steps = checkpoint["metadata"].get("steps_completed", 0) if checkpoint else 0
-        environment = {
+        storage = experiment.config["checkpoint_storage"]
+        return {
             **self._environment,
             "DET_MASTER": self.url,
             "DET_MASTER_HOST": "127.0.0.1",
@@ -268,10 +268,11 @@ class StandIn:
             "DET_HPARAMS": json.dumps(trial.hparams),
             "DET_STEPS_COMPLETED": str(steps),
             **({"DET_LATEST_CHECKPOINT": checkpoint["uuid"]} if checkpoint else {}),
+            # Read by `container/sitecustomize.py`.
+            "HOSTNAME_CONTAINER_SHARED_FS": storage.get("host_path") or "",
+            "HOSTNAME_CONTAINER_GRACE_S": str(self._grace_s),
             **_user_variables(experiment.config),
         }
-        storage = experiment.config["checkpoint_storage"]
-        return Launch(environment, storage.get("host_path"), self._grace_s)
 
 
 def _user_variables(config: Mapping[str, Any]) -> dict[str, str]:

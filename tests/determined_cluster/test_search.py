@@ -17,6 +17,7 @@ from testing.on_cluster import (
     SEARCH,
     OnCluster,
     changed,
+    ended,
     measured,
     quick_cluster,
     reported,
@@ -190,7 +191,7 @@ def test_trials_on_another_kind_of_device_are_not_compared(tmp_path: Path) -> No
         there.let_end(1)
         there.kill_runner()
         there.let_end()
-        rows = json.loads(process.communicate(timeout=600)[0])["trials"]
+        rows = json.loads(ended(process).out)["trials"]
         assert [row["outcome"] == "INVALID" for row in rows] == [n in (2, 3) for n in range(9)]
         for name in ("A100", "V100", "resources.resource_pool"):
             assert name in rows[2]["message"]

@@ -66,9 +66,6 @@ def until_logged(master: StandIn, trial_id: int, text: str) -> None:
     master.wait_until(lambda: text in master.log(trial_id), f"{text!r} of trial {trial_id}")
 
 
-# Logins.
-
-
 def test_logins(master: StandIn, home: Path) -> None:
     client = client_of(master)
     assert client.whoami().username == "tester"
@@ -84,9 +81,6 @@ def test_logins(master: StandIn, home: Path) -> None:
     for user in ("tester", "nobody"):
         with pytest.raises(errors.ForbiddenException, match="invalid credentials"):
             Determined(master.url, user, "wrong")
-
-
-# One trial.
 
 
 def test_an_experiment(master: StandIn, tmp_path: Path) -> None:
