@@ -205,7 +205,7 @@ def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
     with engine_on_devices(tmp_path / "run") as engine:
         [warning] = fresh(outcome_of(engine, 0, kind=TrialKind.PROFILE))
         assert "a forked process cannot use cuda" in warning
-        assert "CUDA_VISIBLE_DEVICES=MIG-0b " in env_of(tmp_path / "run", 0)
+        assert engine.num_slots == 1
         # Without NVML, torch 2.15 crashes at its first expandable segment.
         assert "expandable_segments" not in env_of(tmp_path / "run", 0)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 
-from dsat.engines.local import warm_up
 from dsat.engines.local.supervisor import MARK
 from testing.local import PATIENCE_S, is_alive, launch_request, wait_until
 
@@ -116,26 +113,33 @@ def test_whoever_is_killed_while_it_imports_leaves_no_supervisor(tmp_path: Path)
     wait_until(lambda: not is_alive(int(found.read_text())), "the supervisor's end")
 
 
-def test_a_thread_that_goes_round_a_fork_by_itself_is_no_reason_against_it() -> None:
+# A process of its own: threads of other tests come and go.
+COUNTS_THREADS = """
+import ctypes, threading
+from dsat.engines.local import warm_up
+
+before, counts = warm_up._num_threads(), []
+for name in (b"jemalloc_bg_thd", b"another"):
     named, stop = threading.Event(), threading.Event()
 
-    def run(name: bytes) -> None:
+    def run():
         ctypes.CDLL(None).prctl(15, name, 0, 0, 0)  # PR_SET_NAME
         named.set()
-        stop.wait(PATIENCE_S)
+        stop.wait()
 
-    counts = []
-    before = warm_up._num_threads()
-    for name in (b"jemalloc_bg_thd", b"another"):
-        thread = threading.Thread(target=run, args=(name,))
-        thread.start()
-        named.wait(PATIENCE_S)
-        counts.append(warm_up._num_threads() - before)
-        stop.set()
-        thread.join()
-        named.clear()
-        stop.clear()
-    assert counts == [0, 1]
+    thread = threading.Thread(target=run)
+    thread.start()
+    named.wait()
+    counts.append(warm_up._num_threads() - before)
+    stop.set()
+    thread.join()
+print(counts)
+"""
+
+
+def test_a_thread_that_goes_round_a_fork_by_itself_is_no_reason_against_it() -> None:
+    words = [sys.executable, "-c", COUNTS_THREADS]
+    assert subprocess.check_output(words, text=True).strip() == "[0, 1]"
 
 
 # -- ends of trials, and of the supervisor
