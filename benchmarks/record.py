@@ -224,14 +224,16 @@ def _fill(spec: Spec, machine: Machine, engine: LocalEngine, journal: Journal) -
         about = common.about_machine(machine)
         header = _header(spec, profile.profile, profile.duration_s, about)
         journal.append({"event": "table", **header.to_json()})
-    while (following := next_trial(spec, journal.events[1:])) is not None:
+    recorded = list(journal.events[1:])  # of an earlier call; what is appended is not among them
+    while (following := next_trial(spec, recorded)) is not None:
         settings, size, number = following
         trial = _trial(spec, next(numbers), TrialKind.SEARCH, settings, size)
         what = f"{json.dumps(settings)} at micro batch {size}"
         outcome = _run(engine, trial, what)
         # The log of an expected failure is of no use, and large.
         row = Row(settings, size, 1, spec.slots, replace(outcome, detail=""))
-        journal.append(tables.of_pass(row, number))
+        recorded.append(tables.of_pass(row, number))
+        journal.append(recorded[-1])
         said = f"{outcome.metrics.throughput:.3g}/s" if outcome.metrics else outcome.kind.value
         took = f"({outcome.duration_s:.1f} s)"
         print(f"{spec.name} {what}, pass {number}: {said} {took}", flush=True)
