@@ -1,18 +1,12 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
-import pytest
-
 from dsat.engines import Engine
-from dsat.search import SEARCHES
-from dsat.tuning.journal import MemoryJournal
-from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.engine_contract import Behaviour, EngineContract
-from testing.helpers import FakeClock, World, failed, plan_of, ran
+from testing.helpers import failed, ran
 from testing.simulated import SimulatedEngine
 
 
@@ -51,26 +45,3 @@ def test_trials_end_in_the_order_of_their_virtual_ends() -> None:
     ends = [(trial_id, engine.now_s) for _ in trials for trial_id, _ in engine.poll(100)]
     assert [trial_id for trial_id, _ in ends] == [2, 3, 1]
     assert engine.now_s == 30 and engine.busy_slot_s == 60
-
-
-@pytest.mark.parametrize("method", SEARCHES)
-def test_a_whole_run_repeats_itself(method: str) -> None:
-    def journal() -> str:
-        plan = plan_of(method, max_trials=15)
-        events = MemoryJournal([])
-        tuner = Tuner(plan, events, clock=FakeClock())
-        world = World()
-        engine = SimulatedEngine(
-            lambda trial: replace(world.outcome(trial), duration_s=60 / trial.batch.micro_batch),
-            num_slots=4,
-        )
-        while not tuner.finished:
-            for trial in tuner.next_trials(engine.num_slots - len(tuner.run.running)):
-                engine.launch(trial)
-            for trial_id, outcome in engine.poll(1000):
-                tuner.record(trial_id, outcome)
-        assert len(tuner.run.trials) == 15
-        assert tuner.run.best is not None
-        return json.dumps(events.events)
-
-    assert journal() == journal()
