@@ -541,13 +541,13 @@ def _with_finding(true: Outcome, found: Finding) -> Outcome:
     old = true.metrics
     if old is None:
         return true
-    slower, tokens = 1 / (1 - found.waiting), found.longer * (old.tokens_per_second or 0.0)
+    slower, tokens = 1 / (1 - found.waiting), old.tokens_per_second
     metrics = replace(
         old,
         latency=old.latency * slower,
         data=old.latency * slower * found.waiting,
         throughput=old.throughput / slower,
-        tokens_per_second=tokens / slower,
+        tokens_per_second=None if tokens is None else tokens * found.longer / slower,
     )
     return replace(true, metrics=metrics)
 
