@@ -135,6 +135,7 @@ def test_the_page_has_the_command_to_train_with(served: tuple[Path, str, str, Ru
     assert run.best is not None and "deepspeed train.py --best" in state["html"]
 
 
+@pytest.mark.slow
 def test_a_page_is_drawn_at_every_moment_of_a_run(tmp_path: Path) -> None:
     write_run(tmp_path, trials=8)
     lines = (tmp_path / "journal.jsonl").read_text().splitlines(keepends=True)

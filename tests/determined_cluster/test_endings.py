@@ -16,6 +16,7 @@ from testing.helpers import failed
 from testing.master.made_up import Ending
 from testing.on_cluster import RUNNER, SEARCH, changed, measured, quick_cluster
 
+pytestmark = pytest.mark.slow
 RAN = Outcome(
     OutcomeKind.OK, metrics=Metrics(3.0, 1.0, 1.0, 1.0, 1.0, 1e6, 3, 0.01), duration_s=1.0
 )

@@ -14,6 +14,7 @@ import pytest
 from testing.forked import AHEAD
 from testing.on_cluster import RUNNER, SEARCH, Command, OnCluster, ended, quick_cluster
 
+pytestmark = pytest.mark.slow
 TRIALS = 6
 OPTIONS = (
     *("--max-trials", TRIALS, "--finals", 2, "--max-concurrent-trials", 2, "--max-micro-batch", 16),

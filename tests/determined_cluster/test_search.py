@@ -24,6 +24,7 @@ from testing.on_cluster import (
     spec_of,
 )
 
+pytestmark = pytest.mark.slow
 OPTIONS = ("--max-trials", 9, "--max-concurrent-trials", 2, "--max-micro-batch", 16)
 SECRET = "hf_0123456789abcdefABCD"
 

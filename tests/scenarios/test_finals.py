@@ -84,6 +84,7 @@ def test_a_clear_gain_is_recommended_with_an_interval_that_holds_it(
     assert gain_of(user, user.best_config()) > 1.2
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_and_hardly_a_tie_replaces_ones_own(tmp_path: Path) -> None:
     """Of twelve runs; the interval is one of 95 %, and so is the decision."""
     held, shown, replaced = 0, 0, 0
@@ -104,6 +105,7 @@ def _ties() -> Iterator[tuple[int, float]]:
         yield stage, faster(stage, 1.0)[f"z{stage}"]
 
 
+@pytest.mark.slow
 def test_pairs_are_looked_at_a_few_times_only(tmp_path: Path) -> None:
     """To look after every pair would find a gain by chance too often."""
     counts = set()

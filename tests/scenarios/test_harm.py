@@ -66,6 +66,7 @@ def test_a_search_killed_at_a_trial_goes_on(user: User, method: str, trial: int)
     assert {name: after[name] for name in before} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["model", "asha"])
 @pytest.mark.parametrize("call", [1, 2, 3, 5, 8, 13, 21, 34, 55, 89])
 def test_a_search_killed_at_a_write_goes_on(user: User, method: str, call: int) -> None:
@@ -78,6 +79,7 @@ def test_a_search_killed_at_a_write_goes_on(user: User, method: str, call: int) 
     check_whole(user, again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", [1, 4, 9, 20, 40])
 @pytest.mark.parametrize("for_ever", [False, True], ids=["once", "from then on"])

@@ -45,6 +45,7 @@ def cut(user: User, events: int) -> None:
 # -- cut off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_cut_off_anywhere_ends_as_a_whole_one(

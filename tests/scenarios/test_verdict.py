@@ -232,7 +232,7 @@ CASES = {
     ),
     "it trains otherwise": Case(
         (*GAIN, "excluded"),
-        world={"effects": {"z1": 0.8}, "trains_otherwise": ("z1",)},
+        world={"effects": {"z1": 0.8, "z3": 1.3}, "trains_otherwise": ("z1",)},
         trials=12,
         method="model",
     ),
