@@ -155,3 +155,18 @@ def test_a_young_lock_is_left_where_another_host_may_hold_it(
     del parts[1]
     locks.remove()
     assert not young.exists()
+
+
+def test_shared_memory_of_other_ports_stays(tmp_path: Path) -> None:
+    port, mark = 64_999, f"test{os.getpid()}"
+    names = [f"deepspeed_allreduce_buffer_{os.getuid()}_{mark}_{p}_0" for p in (port, f"{port}1")]
+    own, other = (Path("/dev/shm") / name for name in names)
+    (tmp_path / "ports").write_text(f"{port}\n")
+    try:
+        own.touch()
+        other.touch()
+        leftovers.unlink_shared_memory(tmp_path / "ports")
+        assert other.exists() and not own.exists()
+    finally:
+        for path in (own, other):
+            path.unlink(missing_ok=True)
