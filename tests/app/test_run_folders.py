@@ -79,6 +79,16 @@ def test_overwrite_deletes_what_dsat_wrote_and_nothing_else() -> None:
         assert not Path("results/profile_z1").exists()
 
 
+def test_a_folder_without_a_journal_is_nobodys_to_overwrite() -> None:
+    """Its files bear names of results, and may be DeepSpeed's own."""
+    names = ("ds_config_optimal.json", "summary.txt", "report.html", "best_ds_config.json")
+    Path("results").mkdir()
+    for name in names:
+        (Path("results") / name).write_text("precious")
+    with opened(section_of(overwrite=True, results_dir="results", exps_dir="exps")):
+        assert {(Path("results") / name).read_text() for name in names} == {"precious"}
+
+
 def test_the_second_process_touches_nothing() -> None:
     """It says who works there, and neither deletes nor renames anything."""
     section = section_of(overwrite=True, results_dir="results", exps_dir="exps")
