@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,7 +163,15 @@ def test_how_long_a_request_is_repeated(
 ) -> None:
     """When it is given up, the search goes on, and users learn how to follow it again."""
     pauses: list[float] = []
-    monkeypatch.setattr("time.sleep", pauses.append)
+    really, here = time.sleep, threading.get_ident()
+
+    def pause(seconds: float) -> None:  # other threads of the tests go on as ever
+        if threading.get_ident() == here:
+            pauses.append(seconds)
+        else:
+            really(seconds)
+
+    monkeypatch.setattr("time.sleep", pause)
     gone = r"GET .*/experiments/1$"
     assert dsat("--detach") == 0
     capsys.readouterr()
