@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from dsat.values.step_trace import (
 )
 
 REDUCE = "reduce"
-_ALL_TO_ALL = "alltoall"  # begins torch's names of it
+ALL_TO_ALL = "alltoall"  # begins torch's names of it
 _STAGE_0_BUCKET = 5e8  # elements of its all-reduces
 _GATHERS = 32  # of a model that is larger than what stays live, beside full prefetch buckets
 
@@ -91,7 +91,7 @@ class Network:
             inside, hosts: ranks of a host, of which the last may have fewer, and their number.
         """
         ranks, bandwidth = collectives.ranks, self.link_bandwidth
-        if collectives.kind.startswith(_ALL_TO_ALL):  # each rank has a network port of its own
+        if collectives.kind.startswith(ALL_TO_ALL):  # every rank has one network port
             here, there = (inside - 1) / bandwidth, (ranks - inside) / self.network_bandwidth
             return collectives.bytes / ranks * max(here, there)
         if hosts > 1:  # a ring passes through all ports of the smallest host
@@ -153,7 +153,7 @@ def of_step(
         )
         for last in (True, False):
             found.append(group(FORWARD, last, ALL_GATHER, bytes=param_bytes, count=gathers))
-            found.append(Collectives(**{**vars(again), "last": last}))
+            found.append(replace(again, last=last))
     return found
 
 

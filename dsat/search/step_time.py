@@ -38,7 +38,7 @@ from dsat.values.outcome import ModelProfile
 from dsat.values.parallelism import DATA_ONLY, Parallelism, of_settings
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy
 
-HOP_S = 3.4e-6  # of NCCL's ring inside a host (NCCL, src/graph/tuning.cc)
+_HOP_S = 3.4e-6  # of NCCL's ring inside a host (NCCL, src/graph/tuning.cc)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Hardware:
     pcie_bandwidth: float = 25e9
     host_memory_bandwidth: float = 25e9
     launch_s: float = 5e-3
-    latency_s: float = HOP_S
+    latency_s: float = _HOP_S
     filling: float = 1.0
     unaligned: float = 0.02
     edge: float = 0.05
@@ -134,6 +134,7 @@ class Job:
             trainable=self.trainable / shared.tensor,
             flops_per_sample=self.flops_per_sample / shared.shared,
             slots=self.slots // shared.tensor,
+            slots_per_host=-(-self.slots_per_host // shared.tensor),
         )
 
     @classmethod
@@ -234,7 +235,7 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     found = dict.fromkeys(COLUMNS, 0.0)
     shared = of_settings(settings, job.parallelism)
     found["data_parallel"] = shared.data(job.slots)
-    network, job = job.network, job.divided(shared)
+    job = job.divided(shared)
     stage, n = strategy.stage, job.slots
     given = {key: value for key, value in settings.items() if value != AUTO}
     get = {**defaults(stage), **given}.get
@@ -253,7 +254,7 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
         itemsize=job.param_bytes,
         hpz=(get(HPZ) or 1) if job.slots_per_host else 1,
     )
-    found |= collectives.columns(listed, network, job.hardware.latency_s)
+    found |= collectives.columns(listed, job.network, job.hardware.latency_s)
     # What is reduced is copied to its place, and what is gathered at the end from there.
     if stage == 1:
         found["optimizer"] += 4 * gradient_bytes

@@ -18,7 +18,7 @@ import numpy as np
 
 from dsat.inputs.cards import MEMORY_PART, Card
 from dsat.search import step_time
-from dsat.search.collectives import Network, columns
+from dsat.search.collectives import ALL_TO_ALL, Network, columns
 from dsat.search.normal import Array
 from dsat.search.step_time import COLUMNS, GROUP_LAUNCHES, Hardware
 from dsat.values.parallelism import DATA_ONLY, Parallelism
@@ -38,7 +38,6 @@ from dsat.values.step_trace import (
 )
 
 _PASSES = (FORWARD, BACKWARD)
-_ALL_TO_ALL = "alltoall"  # begins torch's names of it
 _UNIT_S = 1e-3  # of launches
 # Seconds of a processor core in which DeepSpeed's hooks of a trained parameter run in a forward and
 # in a backward pass, by stage (measured with 300 small layers, DeepSpeed 0.19.8).
@@ -247,7 +246,7 @@ def _at(trace: StepTrace, micro_batch: int, parallelism: Parallelism) -> list[Co
 
     def carries_activations(group: Collectives) -> bool:
         of_layers = group.ranks == parallelism.tensor > 1 and group.stride == 1
-        return group.phase != STEP and (of_layers or group.kind.startswith(_ALL_TO_ALL))
+        return group.phase != STEP and (of_layers or group.kind.startswith(ALL_TO_ALL))
 
     return [
         replace(group, bytes=ratio * group.bytes) if carries_activations(group) else group

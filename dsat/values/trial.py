@@ -11,8 +11,8 @@ from dsat.values.codec import Recorded
 from dsat.values.outcome import StepFacts
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 
-# The fewest steps may take so many times as long as a trial may measure: one or two steps give no
-# confidence interval.
+# Factor by which the fewest steps may exceed a trial's time limit for measuring: one or two steps
+# give no confidence interval.
 FEWEST_MAY_TAKE = 3.0
 
 
