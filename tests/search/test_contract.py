@@ -295,3 +295,16 @@ def test_an_own_micro_batch_above_the_largest_allowed_one_is_no_bound(method: st
     search.observe(2 * search.space.micro_batches[-1], ran(10.0))
     proposal = search.propose()
     assert proposal is not None and proposal.micro_batch in search.space.micro_batches
+
+
+@pytest.mark.parametrize("method", ["asha", "binary", "random"])
+def test_the_next_allowed_size_above_ones_own_is_tried(method: str) -> None:
+    tried = set()
+    for seed in range(8):
+        search = Driven(method, space_of(2, micro_batches=(1, 2, 4, 8)), ceiling=9, seed=seed)
+        search.observe(3, ran(3.0))
+        asked = proposals_of(
+            search, lambda p: ran(p.micro_batch) if p.micro_batch < 8 else failed("OOM")
+        )
+        tried |= {proposal.micro_batch for proposal in asked}
+    assert 4 in tried
