@@ -102,6 +102,7 @@ def test_two_ranks_of_which_one_races(tmp_path: Path) -> None:
         assert found.differs, found
 
 
+@pytest.mark.nightly
 def test_muon_whose_gradients_were_scattered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
