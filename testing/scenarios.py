@@ -262,8 +262,10 @@ class User:
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         here = Path.cwd()
         os.chdir(self.folder)
+        # No test cuts the power: that nothing is forced to the disk saves a quarter of the time.
+        quick = mock.patch.object(os, "fsync")
         try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), quick:
                 status = self._command(argv, Harm())
         finally:
             os.chdir(here)

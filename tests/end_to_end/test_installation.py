@@ -209,6 +209,7 @@ def tuned_there(environment: Environment, example: str, folder: Path, script: st
     assert (folder / "run" / "best_ds_config.json").is_file()
 
 
+@pytest.mark.nightly
 def test_a_script_is_tuned_with_nothing_else_installed(bare: Environment, tmp_path: Path) -> None:
     tuned_there(bare, "plain", tmp_path, "train.py --deepspeed --deepspeed_config ds_config.json")
 
