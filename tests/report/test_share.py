@@ -33,7 +33,7 @@ def test_a_shared_run_has_measurements_and_no_names(
     assert user.types("export", "run", "--share", "shared.json").status == 0
     text = (user.folder / "shared.json").read_text()
     shared = json.loads(text)
-    assert PRIVATE not in text and "/home" not in text and '"lr"' not in text
+    assert PRIVATE not in text and "/home" not in text and 'lr"' not in text
     assert len(shared["trials"]) == len(told.trials)
     best = shared["trials"][shared["best"]]
     assert best["metrics"]["throughput"] == told.best["metrics"]["throughput"]
