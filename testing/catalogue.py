@@ -261,12 +261,6 @@ _FAILING = (
     _fails("a missing file, in a shell script", _NO_FILE, "no/such/file", command=_BY_SHELL),
     _fails("a missing module, in a shell script", "import not_there\n", command=_BY_SHELL),
     _fails(
-        "an error before the training",
-        "import torch\nraise ValueError('no data here')\n",
-        *("ValueError: no data here", "dsat: error: "),
-        suite=SLOW,
-    ),
-    _fails(
         "a model in a pipeline",
         _IMPORTS + _PIPELINE,
         *("error: command: rank 0: ", "pipeline parallel models cannot be tuned"),

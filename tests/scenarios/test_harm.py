@@ -18,6 +18,8 @@ from testing.scenarios import Harm, Started, Terminal, Told, User
 
 METHODS = ("model", "asha", "binary", "random", "gridsearch")
 BUDGET = 10
+# Processes without a cache would each begin with an import of DeepSpeed.
+pytestmark = pytest.mark.usefixtures("unchecked_configurations")
 
 
 def check_whole(user: User, told: Told) -> None:
@@ -53,7 +55,10 @@ def measured(user: User) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("method", "trial"),
-    [*(("model", trial) for trial in (0, 1, 4, 9)), *((method, 4) for method in METHODS[1:])],
+    [
+        *(("model", trial) for trial in (0, 1, 4, 9)),
+        *(pytest.param(method, 4, marks=pytest.mark.slow) for method in METHODS[1:]),
+    ],
 )
 def test_a_search_killed_at_a_trial_goes_on(user: User, method: str, trial: int) -> None:
     killed = Harm(signals={trial: (signal.SIGKILL,)})
@@ -109,7 +114,7 @@ def test_one_ctrl_c_ends_a_search_with_the_best_so_far(user: User) -> None:
     check_whole(user, resume(user))
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
 def test_two_signals_together_are_one_interruption(user: User, first: int) -> None:
     told = user.tunes("--max-trials", BUDGET, harm=Harm(signals={4: (first, signal.SIGINT)}))
     assert told.status == 130 and "Traceback" not in told.err
@@ -149,14 +154,19 @@ SURROUNDINGS = {
 }
 
 
-@pytest.mark.parametrize("harm", SURROUNDINGS.values(), ids=SURROUNDINGS)
+@pytest.mark.parametrize(
+    "harm",
+    [
+        pytest.param(harm, id=name, marks=[] if harm.python is None else pytest.mark.slow)
+        for name, harm in SURROUNDINGS.items()
+    ],
+)
 def test_surroundings_do_not_matter(user: User, harm: Harm) -> None:
     check_whole(user, user.tunes("--max-trials", BUDGET, harm=harm))
 
 
-@pytest.mark.parametrize("name", ["with spaces", "größe-模型", "it's", "-dash", "%d{x}$HOME"])
-def test_any_name_of_a_folder_will_do(user: User, name: str) -> None:
-    user.folder /= name
+def test_any_name_of_a_folder_will_do(user: User) -> None:
+    user.folder /= "-größe 模型/it's %d{x}$HOME"
     user.has()
     check_whole(user, user.tunes("--max-trials", BUDGET))
     check_whole(user, user.tunes("--max-trials", BUDGET, "--resume", experiment=False))
@@ -183,6 +193,7 @@ TERMINALS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("terminal", "variables"), TERMINALS.values(), ids=TERMINALS)
 def test_a_search_in_a_terminal(user: User, terminal: Terminal, variables: dict[str, str]) -> None:
     words = [word for word in user.words("--max-trials", BUDGET) if word != "--json"]
