@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from dsat.app import installed_deepspeed
 from testing.scenarios import Told, User
 from testing.world import Failure, World
 
 BROKEN = Failure("ERROR", {"stage": 1}, "No module named 'nonsense'")
 
 
-@pytest.fixture
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> User:
-    monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
-    user = User(tmp_path)
-    user.has()
-    return user
+pytestmark = pytest.mark.usefixtures("unchecked_configurations")
 
 
 def search(user: User, *options: object) -> Told:
