@@ -114,9 +114,11 @@ def test_one_ctrl_c_ends_a_search_with_the_best_so_far(user: User) -> None:
     check_whole(user, resume(user))
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
-def test_two_signals_together_are_one_interruption(user: User, first: int) -> None:
-    told = user.tunes("--max-trials", BUDGET, harm=Harm(signals={4: (first, signal.SIGINT)}))
+@pytest.mark.parametrize("pair", [("HUP", "HUP"), ("TERM", "HUP"), ("INT", "TERM")])
+def test_two_signals_together_are_one_interruption(user: User, pair: tuple[str, str]) -> None:
+    """As of a terminal that closes (HUP twice) or a service manager (TERM and HUP)."""
+    both = tuple(signal.Signals[f"SIG{name}"] for name in pair)
+    told = user.tunes("--max-trials", BUDGET, harm=Harm(signals={4: both}))
     assert told.status == 130 and "Traceback" not in told.err
     check_whole(user, resume(user))
 
