@@ -69,33 +69,3 @@ def test_an_error_of_the_script_is_shown_in_its_own_words(tmp_path: Path, script
     trials = told.folder / "run" / "trials"
     kept = [path.name for path in trials.iterdir()] if trials.exists() else []
     assert all(name.startswith("baseline") for name in kept)
-
-
-@pytest.fixture(scope="module")
-def rotated(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
-    told = searched(SCRIPTS["files of its own"], tmp_path_factory.mktemp("files") / "work")
-    assert told.status == 0, told
-    return told
-
-
-_REALLY_DONE = "what a script does before its engine is done in trials too"
-_OVERWRITTEN = "files that are opened for writing are overwritten by trials"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "change",
-    [
-        *("deleted.after", "renamed.after"),
-        *(
-            pytest.param(change, marks=pytest.mark.xfail(strict=True, reason=_OVERWRITTEN))
-            for change in ("rotated.after", "truncated.after", "appended.after")
-        ),
-        *(
-            pytest.param(f"{how}.before", marks=pytest.mark.xfail(strict=True, reason=_REALLY_DONE))
-            for how in ("deleted", "renamed", "rotated", "truncated", "appended")
-        ),
-    ],
-)
-def test_a_file_of_the_user_stays_as_it_was(rotated: Tuned, change: str) -> None:
-    assert [path for path in rotated.changed if path.startswith(change)] == []

@@ -79,6 +79,7 @@ def test_a_model_is_switched_as_the_script_could_have(
     assert switched.peak == pytest.approx(written.peak, rel=0.001)
 
 
+@pytest.mark.nightly
 def test_what_is_compiled_is_simulated_as_it_was_written(tmp_path: Path) -> None:
     compiled, written = (
         simulated(style(name), tmp_path, 4)
