@@ -81,7 +81,7 @@ def serve(address: str) -> None:
     from dsat.engines.local.supervisors import WARM_MODULES
 
     # As after a first trial of a Trainer script: each would take seconds for it.
-    for name in (*WARM_MODULES, "dsat.in_trial.simulation.borrowed_model", "transformers.trainer"):
+    for name in (*WARM_MODULES, "dsat.simulation.borrowed_model", "transformers.trainer"):
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:

@@ -22,8 +22,8 @@ from dsat.in_trial import config_injection, failures, preparation
 from dsat.in_trial.memory_limit import limit_memory
 from dsat.in_trial.meter import Meter, TrialComplete
 from dsat.in_trial.rank_files import MODULES_FILE, Progress, RankSpec, write_outcome
-from dsat.in_trial.simulation import server
 from dsat.inputs.entrypoint import Entrypoint
+from dsat.simulation import server
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
 

@@ -13,7 +13,7 @@ from benchmarks.gallery import CONFIGS, MODELS
 from dsat.app.estimate import simulated
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.memory.config_facts import Decoder, Formula
+from dsat.simulation.config_facts import Decoder, Formula
 from testing import warm_command, warm_host
 from testing.versions import needs
 

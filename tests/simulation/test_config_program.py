@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial.simulation import config_program
-from dsat.in_trial.simulation.fake_parameters import FakeParameters
-from dsat.in_trial.simulation.server import SimulationServer
+from dsat.simulation import config_program
+from dsat.simulation.fake_parameters import FakeParameters
+from dsat.simulation.server import SimulationServer
 
 pytest.importorskip("transformers")
 

@@ -11,9 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsat.in_trial.simulation.attention import workspace_bytes
-from dsat.in_trial.simulation.operator_trace import OperatorTrace
 from dsat.memory.closed_form import BIASED_WORKSPACE_BYTES
+from dsat.simulation.attention import workspace_bytes
+from dsat.simulation.operator_trace import OperatorTrace
 
 aten = torch.ops.aten
 DEVICE, HOST, PINNED, ALL = "device", "host", "pinned", "all"

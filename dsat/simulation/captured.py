@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from dsat.in_trial.simulation.fake_parameters import assign
-from dsat.memory.simulation_client import Question
+from dsat.simulation.fake_parameters import assign
+from dsat.simulation.protocol import Question
 
 _Named = dict[str, torch.Tensor | None]
 _HOOKS = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from dsat.in_trial.simulation import fake_device, patches
-from dsat.in_trial.simulation.autocast import Autocast, outside_of_contexts
-from dsat.in_trial.simulation.captured import Captured, repeated, translated, without_state
-from dsat.in_trial.simulation.fake_parameters import is_scripts
-from dsat.in_trial.simulation.known_values import ValuesMode
-from dsat.in_trial.simulation.operator_trace import OperatorTrace
-from dsat.in_trial.simulation.storage_tracker import (
+from dsat.inputs import ds_config
+from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
+from dsat.simulation import fake_device, patches
+from dsat.simulation.autocast import Autocast, outside_of_contexts
+from dsat.simulation.captured import Captured, repeated, translated, without_state
+from dsat.simulation.fake_parameters import is_scripts
+from dsat.simulation.known_values import ValuesMode
+from dsat.simulation.operator_trace import OperatorTrace
+from dsat.simulation.protocol import Question
+from dsat.simulation.storage_tracker import (
     ALL,
     DEVICE,
     HOST,
@@ -27,10 +30,7 @@ from dsat.in_trial.simulation.storage_tracker import (
     StorageTracker,
     tensors_in,
 )
-from dsat.in_trial.versions import transformers_masks
-from dsat.inputs import ds_config
-from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
-from dsat.memory.simulation_client import Question
+from dsat.simulation.versions import transformers_masks
 from dsat.values.trial import BatchTriple
 
 

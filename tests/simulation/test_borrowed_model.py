@@ -11,9 +11,9 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 
 from dsat.app import estimate
-from dsat.in_trial.simulation.borrowed_model import BorrowedModel
-from dsat.in_trial.simulation.captured import Captured, ModuleSnapshot
-from dsat.memory.simulation_client import Question
+from dsat.simulation.borrowed_model import BorrowedModel
+from dsat.simulation.captured import Captured, ModuleSnapshot
+from dsat.simulation.protocol import Question
 
 
 class Own(Adam):

@@ -13,7 +13,8 @@ import pytest
 
 from dsat.inputs import ds_config
 from dsat.memory import PHASES, SIMULATED, MemoryEstimate, closed_form
-from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
+from dsat.simulation.client import SimulationUnavailable, Simulator
+from dsat.simulation.protocol import Question
 from dsat.values.step_trace import BACKWARD, FORWARD, MEMORY, STEP
 from testing.allocator import configuration, counting_library, real_peaks
 from testing.local import PATIENCE_S, PROGRAMS, engine_of

@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from dsat.in_trial.simulation import named_cuda
-from dsat.in_trial.simulation.attention import attention
-from dsat.in_trial.simulation.fake_parameters import is_scripts
-from dsat.in_trial.simulation.storage_tracker import StorageTracker
-from dsat.in_trial.versions import collectives
+from dsat.simulation import named_cuda
+from dsat.simulation.attention import attention
+from dsat.simulation.fake_parameters import is_scripts
+from dsat.simulation.storage_tracker import StorageTracker
+from dsat.simulation.versions import collectives
 from dsat.values.zero_strategy import of_config
 
 aten = torch.ops.aten

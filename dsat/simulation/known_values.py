@@ -16,9 +16,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dsat.in_trial.simulation.fake_parameters import value_of
-from dsat.in_trial.simulation.storage_tracker import tensors_in
 from dsat.memory.estimate import MOST_TOKENS
+from dsat.simulation.fake_parameters import value_of
+from dsat.simulation.storage_tracker import tensors_in
 
 aten = torch.ops.aten
 _MOST_FLOATS = 2**12  # positions in an image, say; no activations

@@ -8,17 +8,18 @@ import select
 import socket
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MOST_TOKENS, MemoryEstimate
-from dsat.values import parallelism
+from dsat.simulation import protocol
+from dsat.simulation.protocol import Question, ScriptFacts
 from dsat.values.files import folder_for_sockets
-from dsat.values.parallelism import Parallelism
 from dsat.values.step_trace import ModelTrace, StepTrace
 
 # Large enough for activations, and not gradients, to decide the peak of the backward pass: samples
@@ -30,65 +31,6 @@ _OF_ACTIVATIONS = ("bf16", "bfloat16", "fp16", "torch_autocast", "activation_che
 _OF_ANOTHER_VERSION = ("AttributeError", "ImportError", "ModuleNotFoundError", "TypeError")
 _DEPENDS_ON_DATA = "DynamicOutputShapeException"  # torch._subclasses.fake_tensor
 _PATIENCE_S = 10.0  # beyond the limit at which the server itself ends a simulation
-_LARGEST_MESSAGE_BYTES = 2**20
-
-
-class Question(NamedTuple):
-    """A configuration to simulate.
-
-    Attributes:
-        config: the whole DeepSpeed configuration, in which "auto" is the script's to decide.
-        micro_batch: whatever the configuration says.
-        slots: ranks.
-        sequence_length: tokens of a sample; None for those that the script's has.
-        switches: of the model, beside the simulator's own.
-        activations_only: the model's passes alone.
-        traced: kernels and collectives are recorded.
-        as_cpu: the ranks run on a CPU. The simulator sets this and `workspace_bytes`.
-        workspace_bytes: what cuBLAS takes on a device while it multiplies.
-    """
-
-    config: Mapping[str, Any]
-    micro_batch: int
-    slots: int
-    sequence_length: int | None = None
-    switches: Mapping[str, Any] = {}
-    activations_only: bool = False
-    traced: bool = False
-    as_cpu: bool = False
-    workspace_bytes: int = 0
-
-    @property
-    def parallelism(self) -> Parallelism:
-        """Division of layers and sequences among the ranks."""
-        return parallelism.of_config(self.config)
-
-    @property
-    def gas(self) -> int:
-        """Micro steps of an optimizer step."""
-        return int(self.config.get("gradient_accumulation_steps", 1))
-
-
-class ScriptFacts(NamedTuple):
-    """Facts of a script at its first training step.
-
-    Attributes:
-        sequence_length: tokens of a sample of its first batch, if samples are sequences of tokens.
-        attention_heads: of its model; None if they are not known.
-        hidden_size: of its model, by which a Trainer fills in "auto"; None if it is not known.
-        model_takes: the model's `max_position_embeddings`; 0 if it has none.
-        sizes: of its model for `ModelFacts`, with the type in which DeepSpeed trains it, and
-            whether stage 3 partitions it while the script makes it.
-        optimizer: the `optimizer` section that stands for what it passes to
-            `deepspeed.initialize`; empty if it passes none.
-    """
-
-    sequence_length: int | None
-    attention_heads: int | None
-    hidden_size: int | None
-    model_takes: int
-    sizes: Mapping[str, Any] = {}
-    optimizer: Mapping[str, Any] = {}
 
 
 class SimulationHost(Protocol):
@@ -130,6 +72,7 @@ class Simulator:
 
     script: ScriptFacts
     _socket: socket.socket
+    _receiver: protocol.Receiver
 
     def __init__(
         self,
@@ -153,6 +96,7 @@ class Simulator:
     def __enter__(self) -> Simulator:
         try:
             self._socket = _connect(self._engine, self._script_args, self._timeout_s)
+            self._receiver = protocol.Receiver(self._socket)
             self.script = ScriptFacts(**self._receive())
         except BaseException:
             self._engine.stop_simulation_server()
@@ -259,9 +203,7 @@ class Simulator:
         """Return the answers in order, each with a reason in `failed` if there is no other."""
         if not self._problem:
             try:
-                for number, question in enumerate(questions):
-                    self._send(question, number)
-                answers = [self._receive() for _ in questions]
+                answers = self._exchange(questions)
                 return sorted(answers, key=lambda answer: int(answer["number"]))
             except OSError as error:
                 self._problem = f"the script has ended: {error}"
@@ -269,24 +211,49 @@ class Simulator:
                 self._problem = str(error)
         return [{"failed": self._problem}] * len(questions)
 
-    def _send(self, question: Question, number: int) -> None:
+    def _exchange(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
+        """Send questions, and receive their answers in any order.
+
+        The server reads no further question while it simulates as many as it has processors, and a
+        simulation ends once its answer is read: neither side may wait for the other.
+        """
+        packets = deque(
+            packet
+            for number, question in enumerate(questions)
+            for packet in protocol.split(self._request(question, number), sender=0)
+        )
+        answers: list[dict[str, Any]] = []
+        while len(answers) < len(questions):
+            writing = [self._socket] if packets else []
+            ready, writable, _ = select.select([self._socket], writing, [], self._patience_s)
+            if ready:
+                answers.append(self._receive())
+            elif writable:
+                self._socket.send(packets.popleft())
+            else:
+                raise SimulationUnavailable("no answer from the script: timed out")
+        return answers
+
+    def _request(self, question: Question, number: int) -> dict[str, Any]:
         whole = question._replace(
             switches={**self._model_switches, **question.switches},
             as_cpu=self._as_cpu,
             workspace_bytes=self._workspace_bytes,
         )
-        message = {**whole._asdict(), "number": number, "timeout_s": self._timeout_s}
-        self._socket.send(json.dumps(message).encode())
+        return {**whole._asdict(), "number": number, "timeout_s": self._timeout_s}
+
+    @property
+    def _patience_s(self) -> float:
+        return self._timeout_s + _PATIENCE_S
 
     def _receive(self) -> dict[str, Any]:
-        self._socket.settimeout(self._timeout_s + _PATIENCE_S)
+        self._socket.settimeout(self._patience_s)
         try:
-            message = self._socket.recv(_LARGEST_MESSAGE_BYTES)
+            answer = self._receiver.receive()
         except OSError as error:
             raise SimulationUnavailable(f"no answer from the script: {error}") from error
-        if not message:
+        if answer is None:
             raise SimulationUnavailable("the script has ended")
-        answer: dict[str, Any] = json.loads(message)
         if "failed" in answer:
             answer["failed"] = _explained(answer["failed"])
         return answer
@@ -309,7 +276,7 @@ def _connect(
         try:
             temporary = tempfile.TemporaryDirectory(prefix="dsat-", dir=folder_for_sockets())
             address = Path(stack.enter_context(temporary)) / "s"
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, protocol.SOCKET_TYPE))
             listener.bind(str(address))
         except OSError as error:
             raise SimulationUnavailable(f"there is no socket for its answers: {error}") from error

@@ -1,7 +1,7 @@
 """A device that exists only for fake tensors, and DeepSpeed's view of it.
 
 A Python module replaces the backend of torch's private device type
-(`dsat.in_trial.versions.device_types`), so autograd finds streams and guards for a device that no
+(`dsat.simulation.versions.device_types`), so autograd finds streams and guards for a device that no
 machine has. DeepSpeed asks its accelerator object for everything else.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from dsat.in_trial.simulation.storage_tracker import PINNED, StorageTracker
-from dsat.in_trial.versions import device_types
+from dsat.simulation.storage_tracker import PINNED, StorageTracker
+from dsat.simulation.versions import device_types
 
 DEVICE_TYPE = "dsat"
 # More than any model needs: nothing in DeepSpeed is to act as if memory were short.

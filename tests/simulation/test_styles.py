@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.memory.simulation_client import SimulationUnavailable
+from dsat.simulation.client import SimulationUnavailable
 from testing.catalogue import STYLES, Style
 from testing.styles import real_peaks, simulated
 from testing.versions import needs

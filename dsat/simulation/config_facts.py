@@ -2,7 +2,7 @@
 
 Parameters are counted as the models of transformers 5.23 have them. Activations are those that
 their layers keep for the backward pass, with an attention that keeps no matrix of scores (SDPA,
-flash). Held against the simulation by tests/memory/test_config_facts.py.
+flash). Held against the simulation by tests/simulation/test_config_facts.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dsat.inputs.option import ALL_LINEAR
 from dsat.memory import closed_form
 from dsat.memory.closed_form import MATMUL_WORKSPACE_BYTES, TYPE_BYTES, ModelFacts
 from dsat.memory.estimate import MemoryEstimate
-from dsat.memory.simulation_client import Question, ScriptFacts
+from dsat.simulation.protocol import Question, ScriptFacts
 
 # model_type: words on what is particular about it. All have gated layers and RMSNorm.
 _BIAS, _NORMALISED, _FUSED = "bias", "normalised", "fused"

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from dsat.memory import anchors, closed_form
+from dsat.memory import closed_form
 from dsat.memory.estimate import SIMULATED, MemoryEstimate
 from dsat.memory.predictor import Basis, MemoryModel
-from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
+from dsat.simulation import anchors
+from dsat.simulation.client import SimulationUnavailable, Simulator
+from dsat.simulation.protocol import Question
 from dsat.values.outcome import ModelProfile, ScriptSwitch
 from dsat.values.zero_strategy import of_config
 from testing.helpers import plan_of
@@ -90,7 +92,7 @@ def test_a_simulation_fits_below_any_temporary_folder(
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     assert isinstance(simulate(), MemoryEstimate)
-    monkeypatch.setattr("dsat.memory.simulation_client.folder_for_sockets", lambda: str(folder))
+    monkeypatch.setattr("dsat.simulation.client.folder_for_sockets", lambda: str(folder))
     with pytest.raises(SimulationUnavailable, match="no socket for its answers: AF_UNIX path too"):
         simulate()
 
@@ -99,7 +101,7 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stage 3 is answered only once the next question has come."""
-    monkeypatch.setattr("dsat.memory.simulation_client._PATIENCE_S", 0.0)
+    monkeypatch.setattr("dsat.simulation.client._PATIENCE_S", 0.0)
     plain, next_came = by_formula(FACTS), threading.Event()
 
     def late(request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,6 +116,26 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
         next_came.set()
         [second] = simulator.estimates([Question(CONFIGS[1], 2, 1)])
     assert "no answer from the script" in str(second)
+
+
+def test_questions_and_answers_are_of_any_size() -> None:
+    """A socket's buffer takes 208 KiB, and neither side waits for the other to empty it."""
+    plain = by_formula(FACTS)
+
+    def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**plain(request), "padding": "x" * MIB}
+
+    host = FakeSimulationHost(FACTS, answer)
+    large = {**CONFIGS[1], "words": "x" * MIB}
+    with Simulator(host, as_cpu=False) as simulator:
+        found = simulator.estimates([Question(large, size, 1) for size in (1, 2, 3)])
+    assert [request["config"]["words"] for request in host.asked] == ["x" * MIB] * 3
+    assert found == [simulated_of(CONFIGS[1], size) for size in (1, 2, 3)]
+
+
+def simulated_of(config: Mapping[str, Any], micro_batch: int) -> MemoryEstimate | str:
+    with Simulator(FakeSimulationHost(FACTS, by_formula(FACTS)), as_cpu=False) as simulator:
+        return simulator.estimates([Question(config, micro_batch, 1)])[0]
 
 
 @pytest.mark.parametrize("failing", ["fails", "fails_early"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils import backend_registration
 
-from dsat.in_trial.versions import device_types, transformers_types
+from dsat.simulation.versions import device_types, transformers_types
 
 ROOT = Path(__file__).parents[2]
 NEWER = "_setup_privateuseone_for_python_backend"  # since torch 2.10
@@ -24,7 +24,7 @@ OF_OLDER_TORCH = """
     import torch
     from torch.utils import backend_registration
 
-    from dsat.in_trial.versions import device_types
+    from dsat.simulation.versions import device_types
 
     if sys.argv[1] == "older":
         del backend_registration._setup_privateuseone_for_python_backend

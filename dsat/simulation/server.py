@@ -18,7 +18,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import json
 import math
 import os
 import resource
@@ -34,13 +33,13 @@ from typing import Any, NoReturn
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures
 from dsat.in_trial.clocks import ProcessMemory
+from dsat.simulation import protocol
 from dsat.values import host_cores, host_memory
 from dsat.values.memory_size import readable
 from dsat.values.outcome import OutcomeKind
 
 CAPTURED_MICRO_BATCH = 13
 AS_IF_CUDA = "DSAT_AS_IF_CUDA"  # variable: CUDA is said to be available where there is none
-LARGEST_MESSAGE_BYTES = 2**20
 # Limits of a simulation: part of the memory available at its start, and bytes.
 _PART_OF_AVAILABLE, _MOST_BYTES = 0.5, 8 * 2**30
 _POLL_S = 0.02
@@ -58,13 +57,12 @@ class SimulationServer:
     """Answers to candidates from the script's first training step on.
 
     Args:
-        address: path of the client's listening socket, of type SOCK_SEQPACKET; each message is a
-            JSON object.
+        address: path of the client's listening socket; see `protocol` for the messages.
     """
 
     def __init__(self, address: Path) -> None:
         self._address = address
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection = socket.socket(socket.AF_UNIX, protocol.SOCKET_TYPE)
         self._number: int | None = None  # of the candidate, in a child
         self._fakes: Any = None
         self._limit_bytes = 0
@@ -76,15 +74,15 @@ class SimulationServer:
         import torch.distributed
         from deepspeed.accelerator import get_accelerator
 
-        from dsat.in_trial.simulation import named_cuda
-        from dsat.in_trial.simulation.fake_parameters import FakeParameters
+        from dsat.simulation import named_cuda
+        from dsat.simulation.fake_parameters import FakeParameters
 
         self._initialize = deepspeed.initialize
         original = torch.distributed.init_process_group
 
         @functools.wraps(original)
         def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
-            from dsat.in_trial.simulation import patches
+            from dsat.simulation import patches
 
             if backend == patches.FAKE_GROUP:
                 original(backend, *args, **kwargs)
@@ -107,7 +105,7 @@ class SimulationServer:
         self._fakes.install()
 
     def _initialize_borrowed(self, *args: Any, **kwargs: Any) -> Any:
-        from dsat.in_trial.simulation import borrowed_model
+        from dsat.simulation import borrowed_model
 
         bound = inspect.signature(self._initialize).bind(*args, **kwargs)
         passed = config_injection.trained_config(bound.arguments)
@@ -129,6 +127,7 @@ class SimulationServer:
         self._connection.connect(str(self._address))
         model.keep_integers(args, kwargs)
         self._send(model.facts(args, kwargs)._asdict())
+        receiver = protocol.Receiver(self._connection)
         running: dict[int, Mapping[str, Any]] = {}
         capacity = len(host_cores.usable())
         while True:
@@ -136,10 +135,9 @@ class SimulationServer:
             sources = [self._connection] if len(running) < capacity else []
             if not select.select(sources, [], [], _POLL_S)[0]:
                 continue
-            message = self._connection.recv(LARGEST_MESSAGE_BYTES)
-            if not message:
+            candidate = receiver.receive()
+            if candidate is None:
                 break
-            candidate = json.loads(message)
             child = os.fork()
             if child == 0:
                 return self._simulate(model, candidate, args, kwargs)
@@ -163,7 +161,7 @@ class SimulationServer:
 
     def _send(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # noticed at the next read
-            self._connection.send(json.dumps(message).encode())
+            protocol.send(self._connection, message, sender=os.getpid())
 
     def _simulate(
         self, model: Any, candidate: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any]

@@ -15,15 +15,15 @@ from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, script_switches
 from dsat.in_trial.batches import longest_of
 from dsat.in_trial.profiler import attention_heads
-from dsat.in_trial.simulation.captured import Captured, ModuleSnapshot
-from dsat.in_trial.simulation.known_values import ValuesMode
-from dsat.in_trial.simulation.patches import SimulationUnsupported, for_fake_cpu
-from dsat.in_trial.simulation.simulation import ActivationPass, Simulation
-from dsat.in_trial.simulation.storage_tracker import StorageTracker, tensors_in
 from dsat.inputs import ds_config
 from dsat.inputs.ds_config import BATCH_KEYS
 from dsat.memory.estimate import as_simulated
-from dsat.memory.simulation_client import Question, ScriptFacts
+from dsat.simulation.captured import Captured, ModuleSnapshot
+from dsat.simulation.known_values import ValuesMode
+from dsat.simulation.patches import SimulationUnsupported, for_fake_cpu
+from dsat.simulation.protocol import Question, ScriptFacts
+from dsat.simulation.simulation import ActivationPass, Simulation
+from dsat.simulation.storage_tracker import StorageTracker, tensors_in
 
 _TOKENS_DIM = 2  # samples and tokens
 _PRECISIONS = ("bf16", "bfloat16", "fp16")

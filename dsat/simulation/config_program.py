@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial.versions.transformers_types import type_argument
 from dsat.inputs.option import ALL_LINEAR
+from dsat.simulation.versions.transformers_types import type_argument
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _USUAL_SEQUENCE = 2048

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsat.in_trial.simulation.patches import skip_triton_kernels
+from dsat.simulation.patches import skip_triton_kernels
 
 triton: Any = pytest.importorskip("triton")
 

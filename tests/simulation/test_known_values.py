@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
-from dsat.in_trial.simulation.known_values import ValuesMode
+from dsat.simulation.known_values import ValuesMode
 
 TOKENS = torch.arange(24).reshape(4, 6)
 

@@ -16,7 +16,7 @@ import torch
 from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_map
 
-from dsat.in_trial.simulation.storage_tracker import tensors_in
+from dsat.simulation.storage_tracker import tensors_in
 
 _KEY = "AutocastPrivateUse1"
 _LOWER_PRECISION = """

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from dsat.in_trial.simulation.fake_device import Stream
+from dsat.simulation.fake_device import Stream
 
 _CUDA = "cuda"
 _DO_NOTHING = (

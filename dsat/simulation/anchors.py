@@ -11,12 +11,8 @@ from typing import Any
 from dsat.inputs.switches import MODEL_SWITCHES
 from dsat.memory.estimate import MOST_TOKENS
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
-from dsat.memory.simulation_client import (
-    Question,
-    SimulationHost,
-    SimulationUnavailable,
-    Simulator,
-)
+from dsat.simulation.client import SimulationHost, SimulationUnavailable, Simulator
+from dsat.simulation.protocol import Question
 from dsat.space.plan import Plan
 from dsat.space.space import levers
 from dsat.values import slow
