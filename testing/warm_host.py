@@ -79,7 +79,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def serve(address: str) -> None:
     """Forks supervisors until the standard input ends; then removes the folder of its socket."""
     from dsat.engines.local.supervisors import WARM_MODULES
+    from dsat.in_trial.adapters.install import install
 
+    install()  # as a supervisor does before its imports
     # As after a first trial of a Trainer script: each would take seconds for it.
     for name in (*WARM_MODULES, "dsat.simulation.borrowed_model", "transformers.trainer"):
         importlib.import_module(name)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.inputs import ds_config
 
 _BY_ARGUMENT = ("config", "config_params")
@@ -53,32 +54,8 @@ def on_initialize(
         before: takes the arguments by name, and may change them.
         after: takes the engine.
     """
-    import deepspeed
-
-    if not hasattr(deepspeed.initialize, "dsat_handlers"):
-        deepspeed.initialize = _wrapped(deepspeed.initialize)
-    deepspeed.initialize.dsat_handlers.append((before, after))
-
-
-def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-    handlers: list[tuple[Callable[[dict[str, Any]], None], Callable[[Any], None]]] = []
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError:  # the script's own mistake, which DeepSpeed reports
-            return original(*args, **kwargs)
-        for before, _ in handlers:
-            before(bound.arguments)
-        result = original(*bound.args, **bound.kwargs)
-        for _, after in handlers:
-            after(result[0])
-        return result
-
-    initialize.dsat_handlers = handlers  # type: ignore[attr-defined]
-    return initialize
+    TRIAL.before_engine.append(before)
+    TRIAL.after_engine.append(after)
 
 
 def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> None:

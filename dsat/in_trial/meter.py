@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 from dsat.errors import DsatError, InvalidTrial
 from dsat.in_trial import available_memory, config_injection, failures, loaders, precision
+from dsat.in_trial.adapters import install as adapters
+from dsat.in_trial.adapters.trial import TRIAL, Phase
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.clocks import ProcessMemory, wait_for_memory
 from dsat.in_trial.conformance import check_arguments, check_engine
@@ -43,6 +45,9 @@ def install(
     """Return a meter that watches the engines that `deepspeed.initialize` returns."""
     from deepspeed.accelerator import get_accelerator
 
+    adapters.install()
+    if TRIAL.phase is Phase.INERT:  # on a cluster
+        TRIAL.phase = Phase.PREPARING
     meter = Meter(spec, on_complete, on_step)
     loaders.watch()
     precision.watch()

@@ -21,11 +21,12 @@ from dsat.in_trial import (
     loopback,
     meter,
 )
+from dsat.in_trial.adapters import trackers
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank_files import CONFIG_FILE, Progress, RankSpec
 from dsat.in_trial.script_switches import ScriptSwitches
-from dsat.in_trial.side_effects import SideEffects
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
@@ -88,14 +89,14 @@ def prepare(
     return found
 
 
-def prevent_side_effects(spec: RankSpec, folder: Path, effects: SideEffects | None = None) -> None:
-    """Keep a trial from changing anything outside its folder; a full-length run may.
+def prevent_side_effects(spec: RankSpec) -> None:
+    """Have engines of a trial report nothing; a full-length run may.
 
     The recorder of the configuration that the script passes comes first.
     """
+    TRIAL.is_simulated = spec.simulation_socket is not None
     if not spec.is_full_run:
-        effects = effects or SideEffects(folder)
-        effects.prevent(simulated=spec.simulation_socket is not None)
+        config_injection.on_initialize(trackers.disable_reports)
 
 
 def default_local_rank(local_rank: str) -> None:
@@ -118,11 +119,8 @@ def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
     Some packages import most of theirs only when they are used.
 
     Returns:
-        Nothing if the program set environment variables, which may be for these modules, or if one
-        of them imported `deepspeed.initialize` itself, which dsat could then no longer replace.
+        Nothing if the program set environment variables, which may be for these modules.
     """
-    import deepspeed
-
     changed = {key for key, value in os.environ.items() if before.get(key) != value}
     if any(not key.startswith(_SET_BY_LIBRARIES) for key in changed):
         return []
@@ -130,9 +128,6 @@ def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
     for name, module in list(sys.modules.items()):
         if name in known or name == "__main__":
             continue
-        names = list(getattr(module, "__dict__", {}).values())
-        if any(value is deepspeed.initialize for value in names):
-            return []
         if "site-packages" in str(getattr(module, "__file__", "") or ""):
             found.append(name)
     return found

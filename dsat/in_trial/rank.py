@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures, preparation
+from dsat.in_trial.adapters.begin import begin
 from dsat.in_trial.memory_limit import limit_memory
 from dsat.in_trial.meter import Meter, TrialComplete
 from dsat.in_trial.rank_files import MODULES_FILE, Progress, RankSpec, write_outcome
@@ -50,6 +51,7 @@ class _Rank:
 
     def run(self) -> NoReturn:
         try:
+            begin(self._folder)
             if "deepspeed" not in sys.modules:
                 self._progress.set_activity("importing torch and DeepSpeed in a fresh process")
             self._prepare()
@@ -94,7 +96,7 @@ class _Rank:
             on_complete=complete,
             on_step=self._progress.count,
         )
-        preparation.prevent_side_effects(spec, self._folder)
+        preparation.prevent_side_effects(spec)
         if spec.cpu_memory_bytes is not None:
             limit_memory(spec.cpu_memory_bytes)
         known, before = set(sys.modules), dict(os.environ)

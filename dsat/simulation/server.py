@@ -26,12 +26,13 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.clocks import ProcessMemory
 from dsat.simulation import protocol
 from dsat.values import host_cores, host_memory
@@ -69,15 +70,13 @@ class SimulationServer:
         self._was_used = False
 
     def install(self) -> None:
-        """Wrap `deepspeed.initialize`, limit memory, and make parameters and process group fake."""
-        import deepspeed
+        """Take the place of `deepspeed.initialize`, limit memory, and make tensors fake."""
         import torch.distributed
         from deepspeed.accelerator import get_accelerator
 
         from dsat.simulation import named_cuda
         from dsat.simulation.fake_parameters import FakeParameters
 
-        self._initialize = deepspeed.initialize
         original = torch.distributed.init_process_group
 
         @functools.wraps(original)
@@ -93,25 +92,23 @@ class SimulationServer:
         communication: Any = importlib.import_module("deepspeed.comm.torch")
         communication.build_shm_op = lambda: None  # compiled for minutes, and of no use here
 
-        @functools.wraps(deepspeed.initialize)
-        def initialize(*args: Any, **kwargs: Any) -> Any:
-            return self._initialize_borrowed(*args, **kwargs)
-
-        deepspeed.initialize = initialize
+        TRIAL.make_engine = self._initialize_borrowed
         self._limit_bytes = _limit_memory()
         get_accelerator()  # decides for itself what there is
         named_cuda.stand_in(as_if_available=AS_IF_CUDA in os.environ)
         self._fakes = FakeParameters()
         self._fakes.install()
 
-    def _initialize_borrowed(self, *args: Any, **kwargs: Any) -> Any:
+    def _initialize_borrowed(
+        self, initialize: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         from dsat.simulation import borrowed_model
 
-        bound = inspect.signature(self._initialize).bind(*args, **kwargs)
+        bound = inspect.signature(initialize).bind(*args, **kwargs)
         passed = config_injection.trained_config(bound.arguments)
         if passed is None or self._was_used:
-            return self._initialize(*args, **kwargs)
-        model = borrowed_model.BorrowedModel(self._initialize, bound.arguments, passed.content)
+            return initialize(*args, **kwargs)
+        model = borrowed_model.BorrowedModel(initialize, bound.arguments, passed.content)
         model.uses_zero_init = self._fakes.partitions_in_stage_3(bound.arguments["model"])
         result = model.engine_for_the_script()
         model.on_first_training_forward(functools.partial(self._serve, model))

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from dsat.in_trial.adapters import install as adapters
+
 # jemalloc's own handlers restart it after a fork (`background_thread_prefork0`); pyarrow, which
 # pandas imports, brings it.
 _THREADS_THAT_MAY_FORK = frozenset({"jemalloc_bg_thd"})
@@ -27,6 +29,7 @@ def warm_up(modules: Sequence[str], device: Mapping[str, str]) -> str:
         modules: to import.
         device: variables by which a process sees one device.
     """
+    adapters.install()
     import numpy  # noqa: F401
 
     # Older torch starts inductor's workers at its import (`_inductor/async_compile.py` of 2.7.1).
