@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.in_trial import config_injection, failures, preparation, start_record
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.memory_limit import limit_memory
 from dsat.in_trial.meter import Meter
@@ -178,7 +179,7 @@ def _with_own_devices(spec: RankSpec) -> RankSpec:
 
     on_cpu = get_accelerator().is_synchronized_device()
     if spec.task["slots"] > 1:  # dsat started them, with no launcher that passes --local_rank
-        preparation.default_local_rank(os.environ["LOCAL_RANK"])
+        TRIAL.local_rank = os.environ["LOCAL_RANK"]
     slots = rank_and_size()[1]
     devices = [] if on_cpu else list(map(str, range(slots)))
     return replace(

@@ -89,7 +89,7 @@ _TRANSPARENT = tuple(
         "in_trial/adapters/calls.py",
         "in_trial/rank.py",
         "in_trial/script_api.py",
-        "in_trial/determined_shim.py",
+        "in_trial/adapters/determined_shim.py",
         "simulation/",
     )
 )

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-import wrapt
-
-from dsat.in_trial import (
-    available_memory,
-    config_injection,
-    determined_shim,
-    hf_trainer,
-    lightning_trainer,
-    loopback,
-    meter,
-)
+from dsat.in_trial import config_injection, loopback, meter
 from dsat.in_trial.adapters import trackers
+from dsat.in_trial.adapters.determined_shim import LocalTask
+from dsat.in_trial.adapters.hf_trainer import TrainerSettings
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.meter_spec import MeterSpec
@@ -55,37 +46,30 @@ def prepare(
     _show_compilations(progress)
     if spec.threads:
         torch.set_num_threads(spec.threads)
-    loopback.install()
-    determined_shim.install(determined_shim.LocalTask(**{**spec.task, "folder": folder}))
-    if spec.program["trial_class"]:
-        determined_shim.adapt_trial_classes(on_cpu=on_cpu)
+    loopback.choose_interface()
+    TRIAL.task = LocalTask(**{**spec.task, "folder": folder})
     found = None
     if spec.meter is not None:
         found = meter.install(MeterSpec.from_json(spec.meter), on_complete, on_step)
-    warn = _print if found is None else found.warn
-    if found is None and spec.simulation_socket is None:
-        available_memory.adapt(None, warn)
     if not spec.own:
         path = folder / CONFIG_FILE
         config = json.loads(path.read_text())
         config_injection.install(config, trial.overrides, path)
-        lightning_trainer.install(trial.batch.gas, warn)
-        if spec.simulation_socket is None:  # one script is simulated in all stages
-            config_injection.keep_models_whole(config, warn)
+        TRIAL.config = config
     compiles_deep = (trial.overrides.get("compile") or {}).get("deepcompile") is True
     switches = ScriptSwitches(trial.script_args, on_cpu=on_cpu, deep_compiles=compiles_deep)
     if spec.simulation_socket is None:
         config_injection.on_initialize(switches.before_engine, switches.after_engine)
     if found is not None:
         found.switches = switches.found
-    settings = hf_trainer.TrainerSettings(
+    TRIAL.trainer = TrainerSettings(
         trial,
         None if spec.own else folder / CONFIG_FILE,
         switches,
         max_steps=None if found is None else found.spec.longest,
         batch_in_file=bool(spec.program["launch"].get("batch_in_file")),
+        on_cpu=on_cpu,
     )
-    hf_trainer.install(settings, warn, on_cpu=on_cpu)
     return found
 
 
@@ -97,20 +81,6 @@ def prevent_side_effects(spec: RankSpec) -> None:
     TRIAL.is_simulated = spec.simulation_socket is not None
     if not spec.is_full_run:
         config_injection.on_initialize(trackers.disable_reports)
-
-
-def default_local_rank(local_rank: str) -> None:
-    """Give a script that is started without a launcher the `--local_rank` that a launcher passes.
-
-    Its default is mostly 0 or -1, and DeepSpeed refuses to run if it is not the rank's own.
-    """
-
-    def with_default(original: Any, _: Any, flags: Any, options: Any) -> Any:
-        if "--local_rank" in flags and "action" not in options:
-            options = {**options, "default": int(local_rank), "required": False}
-        return original(*flags, **options)
-
-    wrapt.wrap_function_wrapper(argparse, "_ActionsContainer.add_argument", with_default)
 
 
 def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
@@ -134,16 +104,13 @@ def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
 
 
 def _show_compilations(progress: Progress) -> None:
-    def show(original: Any, builder: Any, args: Any, options: Any) -> Any:
+    @contextlib.contextmanager
+    def show(name: str) -> Iterator[None]:
         before = progress.activity
-        progress.set_activity(f"compiling DeepSpeed's operator {builder.name}; the result is kept")
+        progress.set_activity(f"compiling DeepSpeed's operator {name}; the result is kept")
         try:
-            return original(*args, **options)
+            yield
         finally:
             progress.set_activity(before)
 
-    wrapt.wrap_function_wrapper("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load", show)
-
-
-def _print(text: str) -> None:
-    print(f"dsat: {text}", file=sys.stderr)
+    TRIAL.around_compilations.append(show)

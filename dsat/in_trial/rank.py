@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures, preparation
 from dsat.in_trial.adapters.begin import begin
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.memory_limit import limit_memory
 from dsat.in_trial.meter import Meter, TrialComplete
 from dsat.in_trial.rank_files import MODULES_FILE, Progress, RankSpec, write_outcome
@@ -148,7 +149,7 @@ def _run_program(program: Entrypoint) -> None:
     if program.launch.passes_local_rank:
         args.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        preparation.default_local_rank(os.environ["LOCAL_RANK"])
+        TRIAL.local_rank = os.environ["LOCAL_RANK"]
     if program.trial_class:
         from determined.exec import harness
 

@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from dsat.in_trial.adapters.calls import Adapter
 from dsat.in_trial.adapters.install import owner_of
-from dsat.in_trial.adapters.table import TABLE
+from dsat.in_trial.adapters.table import ENGINE, TABLE
 from dsat.in_trial.adapters.trial import TRIAL, Phase
 from testing.scripts import Scripts
 
@@ -28,7 +28,8 @@ def is_installed(adapter: Adapter) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", TABLE, ids=lambda a: f"{a.module}.{a.attribute}")
+@pytest.mark.filterwarnings("ignore")  # of what is imported
+@pytest.mark.parametrize("adapter", [*TABLE, *ENGINE], ids=lambda a: f"{a.module}.{a.attribute}")
 def test_a_target_exists(adapter: Adapter) -> None:
     if not is_installed(adapter):
         pytest.skip(f"{adapter.module} {adapter.versions} is not installed")
@@ -37,10 +38,10 @@ def test_a_target_exists(adapter: Adapter) -> None:
 
 
 def test_every_target_is_adapted_once_and_described() -> None:
-    places = [(adapter.module, adapter.attribute) for adapter in TABLE]
+    places = [(adapter.module, adapter.attribute) for adapter in [*TABLE, *ENGINE]]
     assert len(set(places)) == len(places)
-    assert all((adapter.wrapper.__doc__ or "").strip() for adapter in TABLE)
-    assert all(Phase.INERT not in adapter.phases for adapter in TABLE)
+    assert all((adapter.wrapper.__doc__ or "").strip() for adapter in [*TABLE, *ENGINE])
+    assert all(Phase.INERT not in adapter.phases for adapter in [*TABLE, *ENGINE])
 
 
 def test_nothing_happens_without_a_trial() -> None:

@@ -51,8 +51,12 @@ class Original:
         return self.function(*args, **kwargs)
 
 
-def entrance(adapter: Adapter) -> Callable[..., Any]:
-    """Return a wrapper for `wrapt` that calls an adapter's, or passes the call on."""
+def entrance(adapter: Adapter, owner: Any = None) -> Callable[..., Any]:
+    """Return a wrapper for `wrapt` that calls an adapter's, or passes the call on.
+
+    Args:
+        owner: the object whose attribute the function is, if it is not a class's.
+    """
     wrapper, phases, name = adapter.wrapper, frozenset(adapter.phases), adapter.name
 
     def enter(
@@ -60,7 +64,8 @@ def entrance(adapter: Adapter) -> Callable[..., Any]:
     ) -> Any:
         if TRIAL.phase not in phases:
             return function(*args, **kwargs)
-        return wrapper(TRIAL, Original(function, name), instance, args, dict(kwargs))
+        here = instance if owner is None else owner
+        return wrapper(TRIAL, Original(function, name), here, args, dict(kwargs))
 
     return enter
 

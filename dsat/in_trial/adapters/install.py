@@ -7,15 +7,13 @@ import io
 import os
 import pathlib
 import pkgutil
-from collections.abc import Sequence
-from itertools import groupby
 from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
 import wrapt
 
 from dsat.in_trial.adapters.calls import Adapter, entrance
-from dsat.in_trial.adapters.table import TABLE
+from dsat.in_trial.adapters.table import ENGINE, TABLE
 
 _FunctionWrapper: Any = wrapt.FunctionWrapper  # its types differ between versions
 _BoundFunctionWrapper: Any = wrapt.BoundFunctionWrapper
@@ -31,8 +29,8 @@ class _Adapted(_FunctionWrapper):  # type: ignore[misc]
 
     __bound_function_wrapper__ = _Bound
 
-    def __init__(self, function: Any, adapter: Adapter) -> None:
-        super().__init__(function, entrance(adapter))
+    def __init__(self, function: Any, adapter: Adapter, owner: Any = None) -> None:
+        super().__init__(function, entrance(adapter, owner))
         self._self_place = f"{adapter.module}:{adapter.attribute}"
 
     def __get__(self, instance: Any, owner: Any) -> Any:
@@ -56,14 +54,15 @@ def install() -> None:
 
     It has to come before other imports: a module keeps what it has bound to a name of its own.
     """
-    by_module = sorted(TABLE, key=lambda adapter: adapter.module)
-    for module, adapters in groupby(by_module, key=lambda adapter: adapter.module):
-        hook = functools.partial(_adapt, tuple(adapters))
-        wrapt.register_post_import_hook(hook, module)
+    for name in dict.fromkeys(adapter.module for adapter in TABLE):
+        wrapt.register_post_import_hook(adapt, name)
 
 
-def _adapt(adapters: Sequence[Adapter], module: ModuleType) -> None:
-    for adapter in adapters:
+def adapt(module: ModuleType) -> None:
+    """Wrap the functions of the table in a module that was just imported."""
+    for adapter in TABLE:
+        if adapter.module != module.__name__:
+            continue
         owner, name = owner_of(adapter, module)
         if owner is None or not hasattr(owner, name):
             continue  # in this version of the library
@@ -71,6 +70,14 @@ def _adapt(adapters: Sequence[Adapter], module: ModuleType) -> None:
         wrapt.wrap_object(module, adapter.attribute, _Adapted, (adapter,))
         if module in (io, os):
             _adapt_pathlib(name, original, getattr(module, name))
+
+
+def adapt_engine(engine: Any) -> None:
+    """Wrap the methods of an engine that trains."""
+    for adapter in ENGINE:
+        name = adapter.attribute.rpartition(".")[2]
+        if hasattr(engine, name):
+            setattr(engine, name, _Adapted(getattr(engine, name), adapter, engine))
 
 
 def owner_of(adapter: Adapter, module: ModuleType) -> tuple[Any, str]:

@@ -2,38 +2,109 @@
 
 from __future__ import annotations
 
-from dsat.in_trial.adapters import deepspeed_calls, files, trackers
-from dsat.in_trial.adapters.calls import Adapter
+from dsat.in_trial.adapters import deepspeed_calls as engine
+from dsat.in_trial.adapters import (
+    determined_shim,
+    files,
+    launchers,
+    lightning_trainer,
+    torch_calls,
+    trackers,
+)
+from dsat.in_trial.adapters import hf_trainer as hf
+from dsat.in_trial.adapters.calls import Adapter, Wrapper
+from dsat.in_trial.adapters.engine_phases import measure, scale
 from dsat.in_trial.adapters.trial import IN_TRIALS
+
+
+def _in_trials(module: str, attribute: str, wrapper: Wrapper, versions: str = "") -> Adapter:
+    """Return a row of a function that is as ever in a full-length run."""
+    return Adapter(module, attribute, wrapper, versions, IN_TRIALS)
+
 
 _TRAINER_MODULES = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 
+_PYTHON = (Adapter("argparse", "_ActionsContainer.add_argument", launchers.add_argument),)
+
+_TORCH = (
+    _in_trials("torch.utils.data.dataloader", "DataLoader.__iter__", torch_calls.iterate),
+    _in_trials(
+        "torch.utils.data.dataloader", "_BaseDataLoaderIter.__next__", torch_calls.get_batch
+    ),
+    _in_trials("torch.amp.autocast_mode", "autocast.__enter__", torch_calls.enter_autocast),
+    _in_trials("torch.autograd", "backward", torch_calls.backward),
+    Adapter("torch.distributed.rendezvous", "TCPStore", torch_calls.open_store),
+)
+
 _DEEPSPEED = (
-    Adapter("deepspeed", "initialize", deepspeed_calls.initialize),
+    Adapter("deepspeed", "initialize", engine.initialize),
     Adapter(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.load_checkpoint",
-        files.load_checkpoint,
-        "",
-        IN_TRIALS,
+        "deepspeed.runtime.zero.partition_parameters",
+        "Init.__init__",
+        engine.open_zero_init,
+    ),
+    Adapter("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load", engine.compile_operator),
+    Adapter(
+        "deepspeed.accelerator.cuda_accelerator",
+        "CUDA_Accelerator.available_memory",
+        engine.available,
+    ),
+    _in_trials(
+        "deepspeed.runtime.engine", "DeepSpeedEngine.load_checkpoint", files.load_checkpoint
     ),
 )
 
+# Methods of one object, the engine that trains: subclasses have their own.
+ENGINE = (
+    *(
+        _in_trials("deepspeed.runtime.engine", f"DeepSpeedEngine.{name}", measure(name))
+        for name in ("forward", "backward", "step")
+    ),
+    _in_trials("deepspeed.runtime.engine", "DeepSpeedEngine.scale", scale, ">=0.18"),
+)
+
 _FILES = (
-    *(Adapter("os", name, files.remove, "", IN_TRIALS) for name in ("remove", "unlink", "rmdir")),
-    Adapter("shutil", "rmtree", files.remove, "", IN_TRIALS),
-    *(Adapter("os", name, files.move, "", IN_TRIALS) for name in ("rename", "replace")),
-    *(Adapter("os", name, files.change, "", IN_TRIALS) for name in ("truncate", "chmod", "utime")),
-    Adapter("os", "mkdir", files.create("path", 0), "", IN_TRIALS),
-    Adapter("os", "symlink", files.create("dst", 1), "", IN_TRIALS),
-    Adapter("builtins", "open", files.open_file, "", IN_TRIALS),
-    Adapter("io", "open", files.open_file, "", IN_TRIALS),
-    Adapter("safetensors", "safe_open", files.read, "", IN_TRIALS),
+    *(_in_trials("os", name, files.remove) for name in ("remove", "unlink", "rmdir")),
+    _in_trials("shutil", "rmtree", files.remove),
+    *(_in_trials("os", name, files.move) for name in ("rename", "replace")),
+    *(_in_trials("os", name, files.change) for name in ("truncate", "chmod", "utime")),
+    _in_trials("os", "mkdir", files.create("path", 0)),
+    _in_trials("os", "symlink", files.create("dst", 1)),
+    _in_trials("builtins", "open", files.open_file),
+    _in_trials("io", "open", files.open_file),
+    _in_trials("safetensors", "safe_open", files.read),
+)
+
+_TRAINERS = (
+    Adapter("transformers.training_args", "TrainingArguments.__post_init__", hf.check_arguments),
+    Adapter("transformers.trainer", "Trainer.train", hf.train),
+    Adapter("transformers.trainer_callback", "TrainerControl.__setattr__", hf.control),
+    Adapter("accelerate.utils.dataclasses", "DeepSpeedPlugin.__post_init__", hf.check_plugin),
+    Adapter("accelerate.state", "PartialState._prepare_backend", hf.prepare_backend),
+    *(
+        Adapter(
+            f"{package}.strategies.deepspeed", "DeepSpeedStrategy.setup", lightning_trainer.set_up
+        )
+        for package in ("lightning.pytorch", "pytorch_lightning")
+    ),
+)
+
+_DETERMINED = (
+    Adapter("determined._info", "get_cluster_info", determined_shim.get_cluster_info),
+    Adapter("determined.core._context", "init", determined_shim.init),
+    Adapter("determined.core._distributed", "DistributedContext.__init__", determined_shim.connect),
+    Adapter("determined.ipc", "ZMQBroadcastServer.__init__", determined_shim.serve),
+    Adapter("determined.util", "write_user_code", determined_shim.write_user_code),
+    Adapter(
+        "determined.pytorch.deepspeed._deepspeed_context",
+        "DeepSpeedTrialContext._init_device",
+        determined_shim.choose_device,
+    ),
 )
 
 # Functions and methods that write checkpoints or resume; an engine says whether it has saved.
 _CHECKPOINTS = tuple(
-    Adapter(module, name, files.skip, versions, IN_TRIALS)
+    _in_trials(module, name, files.skip, versions)
     for module, versions, names in (
         ("deepspeed.runtime.engine", "", ("DeepSpeedEngine.save_checkpoint",)),
         ("deepspeed.runtime.engine", "", ("DeepSpeedEngine.save_16bit_model",)),
@@ -49,7 +120,7 @@ _CHECKPOINTS = tuple(
 )
 
 _TO_FILE = tuple(
-    Adapter(module, name, files.save(argument, 1), "", IN_TRIALS)
+    _in_trials(module, name, files.save(argument, 1))
     for module, name, argument in (
         ("torch.serialization", "save", "f"),
         ("torch.jit._serialization", "save", "f"),
@@ -58,7 +129,7 @@ _TO_FILE = tuple(
     )
 )
 _TO_FOLDER = tuple(
-    Adapter(module, f"{name}.save_pretrained", files.save("save_directory", 0), versions, IN_TRIALS)
+    _in_trials(module, f"{name}.save_pretrained", files.save("save_directory", 0), versions)
     for module, name, versions in (
         ("transformers.modeling_utils", "PreTrainedModel", ""),
         ("transformers.configuration_utils", "PretrainedConfig", "<5"),
@@ -74,7 +145,7 @@ _TO_FOLDER = tuple(
     )
 )
 _TRACKERS = tuple(
-    Adapter(module, name, wrapper, "", IN_TRIALS)
+    _in_trials(module, name, wrapper)
     for module, name, wrapper in (
         (
             "torch.utils.tensorboard.writer",
@@ -90,8 +161,12 @@ _TRACKERS = tuple(
 )
 
 TABLE: tuple[Adapter, ...] = (
-    *_DEEPSPEED,
+    *_PYTHON,
     *_FILES,
+    *_TORCH,
+    *_DEEPSPEED,
+    *_TRAINERS,
+    *_DETERMINED,
     *_CHECKPOINTS,
     *_TO_FILE,
     *_TO_FOLDER,

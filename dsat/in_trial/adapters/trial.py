@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from dsat.in_trial.adapters.user_files import UserFiles
+from typing import Any
 
 
 class Phase(enum.Enum):
@@ -31,21 +29,35 @@ class RunningTrial:
     Attributes:
         phase: decides which adapters act.
         folder: of the trial; None without one, as on a cluster.
-        files: what the trial must leave as it is; None in a full-length run.
+        files: the `UserFiles` that the trial must leave; None in a full-length run.
         is_simulated: tensors may be fake, and none is written.
         before_engine: take the arguments of `deepspeed.initialize` by name, and may change them.
         after_engine: take the engine that it returns.
         make_engine: takes `deepspeed.initialize` and its arguments in its place, to simulate.
+        around_compilations: contexts of a compilation of DeepSpeed's, by the operator's name.
+        warn: takes messages for the user.
+        config: the trial's DeepSpeed configuration; None leaves the script's own.
+        meter: the `Meter` of the engine.
+        trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
+        task: the `LocalTask` of which determined answers.
+        local_rank: the default of `--local_rank`.
     """
 
     def __init__(self) -> None:
         self.phase = Phase.INERT
         self.folder: Path | None = None
-        self.files: UserFiles | None = None
+        self.files: Any = None
         self.is_simulated = False
         self.before_engine: list[Callable[[dict[str, Any]], None]] = []
         self.after_engine: list[Callable[[Any], None]] = []
         self.make_engine: Callable[..., Any] | None = None
+        self.around_compilations: list[Callable[[str], AbstractContextManager[None]]] = []
+        self.warn: Callable[[str], None] = self.say
+        self.config: Mapping[str, Any] | None = None
+        self.meter: Any = None
+        self.trainer: Any = None
+        self.task: Any = None
+        self.local_rank: str | None = None
         self._said: set[str] = set()
 
     def say(self, text: str) -> None:

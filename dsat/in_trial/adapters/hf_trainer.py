@@ -8,21 +8,22 @@ the script imports them. Read for it: transformers 4.46 to 5.23, accelerate 1.15
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import wrapt
+from typing import TYPE_CHECKING, Any
 
 from dsat.in_trial import config_injection
-from dsat.in_trial.script_switches import ScriptSwitches
+from dsat.in_trial.adapters.calls import Original
+from dsat.in_trial.adapters.trial import RunningTrial
 from dsat.inputs import accelerate_env, ds_config
 from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
 from dsat.values.trial import Trial
+
+if TYPE_CHECKING:  # imports torch
+    from dsat.in_trial.script_switches import ScriptSwitches
 
 NO_CPU_RANKS = (
     "accelerate does not use DeepSpeed on several CPU ranks by itself; dsat makes it do so in its "
@@ -41,6 +42,7 @@ class TrainerSettings:
         max_steps: optimizer steps that a measured trial must be ready to make; None in a
             full-length run.
         batch_in_file: the script has its batch sizes from a file, of which the user gets a copy.
+        on_cpu: the slots are processor cores.
     """
 
     trial: Trial
@@ -48,6 +50,7 @@ class TrainerSettings:
     switches: ScriptSwitches
     max_steps: int | None = None
     batch_in_file: bool = False
+    on_cpu: bool = False
 
     def differs_from(self, given: Any) -> bool:
         """Return whether a configuration that the script gives lacks a setting of the trial's.
@@ -56,19 +59,6 @@ class TrainerSettings:
         """
         its = {k: v for k, v in self.trial.overrides.items() if k not in ds_config.BATCH_KEYS}
         return not config_injection.agrees(_read_config(given), its, but_for=ds_config.AUTO)
-
-
-def install(settings: TrainerSettings, warn: Callable[[str], None], *, on_cpu: bool) -> None:
-    """Adapt transformers and accelerate in this process, whether they are imported yet or not."""
-    hook = wrapt.register_post_import_hook
-    hook(functools.partial(_adapt_arguments, settings, warn), "transformers.training_args")
-    if settings.config_path is not None:
-        hook(functools.partial(_adapt_plugin, settings, warn), "accelerate.utils.dataclasses")
-    if settings.max_steps is not None:
-        hook(_never_resume, "transformers.trainer")
-        hook(ignore_requests, "transformers.trainer_callback")
-    if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        hook(functools.partial(_join_cpu_ranks, warn), "accelerate.state")
 
 
 def prepare(args: Any, settings: TrainerSettings) -> list[str]:
@@ -143,75 +133,78 @@ def _share_sequences(args: Any, slots: int) -> list[str]:
     return [OTHER_PARALLELISM]
 
 
-def _adapt_arguments(settings: TrainerSettings, warn: Callable[[str], None], module: Any) -> None:
-    def post_init(original: Callable[..., Any], args: Any, positional: Any, keywords: Any) -> Any:
-        for warning in prepare(args, settings):
-            warn(warning)
-        return original(*positional, **keywords)
+def check_arguments(
+    trial: RunningTrial, original: Original, arguments: Any, args: Any, kwargs: Any
+) -> Any:
+    """Give `TrainingArguments`, also what classes made of it call, the trial's values."""
+    if trial.trainer is not None:
+        for warning in prepare(arguments, trial.trainer):
+            trial.warn(warning)
+    return original(*args, **kwargs)
 
-    # Also what classes made of it call, first or last, in their own `__post_init__`.
-    wrapt.wrap_function_wrapper(module, "TrainingArguments.__post_init__", post_init)
 
-
-def _adapt_plugin(settings: TrainerSettings, warn: Callable[[str], None], module: Any) -> None:
+def check_plugin(
+    trial: RunningTrial, original: Original, plugin: Any, args: Any, kwargs: Any
+) -> Any:
     """Give accelerate's DeepSpeed plugin the trial's configuration."""
+    settings = trial.trainer
+    if settings is None or settings.config_path is None:
+        return original(*args, **kwargs)
+    given = plugin.hf_ds_config
+    if given is None or isinstance(given, (str, dict)):  # else the Trainer's own, prepared
+        config = _read_config(settings.config_path)
+        if given is not None and settings.differs_from(given):
+            trial.warn(OTHER_CONFIG)
+        zero = config.setdefault("zero_optimization", {"stage": 0})
+        plugin.hf_ds_config = config
+        plugin.zero_stage = stage = zero.get("stage", 0)
+        plugin.gradient_accumulation_steps = settings.trial.batch.gas
+        plugin.zero3_init_flag = stage == 3
+        for part in ("optimizer", "param"):
+            device = (zero.get(f"offload_{part}") or {}).get("device", "none")
+            setattr(plugin, f"offload_{part}_device", device)
+    else:
+        plugin.zero3_init_flag = given.is_zero3()
+    # Settings of accelerate's own, which it refuses beside a configuration.
+    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    return original(*args, **kwargs)
 
-    def post_init(original: Callable[..., Any], plugin: Any, positional: Any, keywords: Any) -> Any:
-        given = plugin.hf_ds_config
-        if given is None or isinstance(given, (str, dict)):  # else the Trainer's own, prepared
-            config = _read_config(settings.config_path)
-            if given is not None and settings.differs_from(given):
-                warn(OTHER_CONFIG)
-            zero = config.setdefault("zero_optimization", {"stage": 0})
-            plugin.hf_ds_config = config
-            plugin.zero_stage = stage = zero.get("stage", 0)
-            plugin.gradient_accumulation_steps = settings.trial.batch.gas
-            plugin.zero3_init_flag = stage == 3
-            for part in ("optimizer", "param"):
-                device = (zero.get(f"offload_{part}") or {}).get("device", "none")
-                setattr(plugin, f"offload_{part}_device", device)
-        else:
-            plugin.zero3_init_flag = given.is_zero3()
-        # Settings of accelerate's own, which it refuses beside a configuration.
-        os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
-        return original(*positional, **keywords)
 
-    wrapt.wrap_function_wrapper(module, "DeepSpeedPlugin.__post_init__", post_init)
-
-
-def _never_resume(module: Any) -> None:
+def train(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
     """Ignore checkpoints, which would end a trial before its first step."""
-
-    def train(original: Callable[..., Any], trainer: Any, positional: Any, keywords: Any) -> Any:
-        if positional:
-            return original(None, *positional[1:], **keywords)
-        return original(**{**keywords, "resume_from_checkpoint": None})
-
-    wrapt.wrap_function_wrapper(module, "Trainer.train", train)
+    if trial.trainer is None or trial.trainer.max_steps is None:
+        return original(*args, **kwargs)
+    if args:
+        return original(None, *args[1:], **kwargs)
+    return original(**{**kwargs, "resume_from_checkpoint": None})
 
 
-def ignore_requests(module: Any) -> None:
+def control(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
     """Have the Trainer neither save nor evaluate, whatever settings and callbacks ask it to.
 
     With a checkpoint it would also delete the user's older ones (`save_total_limit`).
     """
-    never = property(lambda control: False, lambda control, value: None)
-    for name in ("should_save", "should_evaluate"):
-        setattr(module.TrainerControl, name, never)
+    name, value = args
+    is_measured = trial.trainer is not None and trial.trainer.max_steps is not None
+    if is_measured and name in ("should_save", "should_evaluate"):
+        value = False
+    original(name, value)
 
 
-def _join_cpu_ranks(warn: Callable[[str], None], module: Any) -> None:
+def prepare_backend(
+    trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
     """Make accelerate find all ranks where DeepSpeed runs on processor cores.
 
     It looks for a device to choose a backend by, finds none, and takes each rank for the only one
     (accelerate/state.py: PartialState._prepare_backend).
     """
-
-    def prepare_backend(original: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
-        backend, kind = original(*args, **kwargs)
-        if not accelerate_env.uses_deepspeed(os.environ) or kind != module.DistributedType.NO:
-            return backend, kind
-        warn(NO_CPU_RANKS)
-        return "gloo", module.DistributedType.MULTI_CPU
-
-    wrapt.wrap_function_wrapper(module, "PartialState._prepare_backend", prepare_backend)
+    backend, kind = original(*args, **kwargs)
+    is_on_cpu = trial.trainer is not None and trial.trainer.on_cpu
+    if not is_on_cpu or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return backend, kind
+    kinds = type(kind)  # accelerate's `DistributedType`
+    if not accelerate_env.uses_deepspeed(os.environ) or kind != kinds.NO:
+        return backend, kind
+    trial.warn(NO_CPU_RANKS)
+    return "gloo", kinds.MULTI_CPU

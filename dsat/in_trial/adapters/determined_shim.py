@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import wrapt
-
 from dsat.errors import InvalidTrial
 from dsat.in_trial import loopback
+from dsat.in_trial.adapters.calls import Original
+from dsat.in_trial.adapters.trial import RunningTrial
 
 _CHIEF_PORTS = ("pub_port", "pull_port")
 _SUPPORTED = ((0, 28), (0, 37))  # first and last
@@ -57,17 +57,20 @@ class LocalTask:
         return self.slots // len(self.hosts)
 
 
-def install(task: LocalTask) -> None:
-    """Make determined answer as in a task, once the script imports it."""
-    wrapt.register_post_import_hook(functools.partial(_adapt, task), "determined")
+def get_cluster_info(
+    trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
+) -> Any:
+    """Answer as in the task of a Determined cluster."""
+    if trial.task is None:
+        return original(*args, **kwargs)
+    _check_version()
+    return _cluster_info(trial.task)
 
 
-def _adapt(task: LocalTask, determined: Any) -> None:
-    """Adapt determined, which has just been imported.
+def _check_version() -> None:
+    """Raise InvalidTrial if determined is of a version that works otherwise."""
+    import determined
 
-    Raises:
-        InvalidTrial: it is of a version that works otherwise.
-    """
     version, (first, last) = determined.__version__, _SUPPORTED
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or not first <= (int(found[1]), int(found[2])) <= last:
@@ -75,15 +78,9 @@ def _adapt(task: LocalTask, determined: Any) -> None:
             f"the script imports determined {version}, and dsat works with 0.28 to 0.37. Run "
             "pip install 'determined>=0.28,<0.38'"
         )
-    from determined import _info, core
-
-    _info._info = _cluster_info(task)
-    init = functools.partial(_init, task)
-    core.init = init
-    core._context.init = init
-    _listen(task.ports, task.hosts[0])
 
 
+@functools.lru_cache(maxsize=1)
 def _cluster_info(task: LocalTask) -> Any:
     from determined import _info
 
@@ -140,6 +137,14 @@ _CONFIG_DEFAULTS: dict[str, Any] = {
 }
 
 
+def init(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+    """Return a context whose reports, checkpoints and operations stay in the trial's folder."""
+    if trial.task is None:
+        return original(*args, **kwargs)
+    _check_version()
+    return _init(trial.task, *args, **kwargs)
+
+
 def _init(
     task: LocalTask,
     *,
@@ -148,7 +153,7 @@ def _init(
     preempt_mode: Any = None,
     tensorboard_mode: Any = None,
 ) -> Any:
-    """Replacement of `determined.core.init`, with its parameters."""
+    """Take the place of `determined.core.init`, with its parameters."""
     import determined
     from determined import core
     from determined.core import _context
@@ -206,44 +211,42 @@ def _searcher_context(distributed: Any, task: LocalTask) -> Any:
     return SearcherContext(distributed, task.length)
 
 
-def _listen(ports: Sequence[int], address: str) -> None:
-    """Give every trial ports of its own, and keep the chief's sockets off other networks.
+def connect(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
+    """Give the trial ports of its own.
 
     determined binds two fixed ports on all interfaces, which two trials on one machine cannot.
     """
-    from determined import core, ipc
+    if trial.task is not None:
+        kwargs = {**dict(zip(_CHIEF_PORTS, trial.task.ports, strict=True)), **kwargs}
+    original(*args, **kwargs)
 
-    numeric = socket.gethostbyname(address)
 
-    def init(original: Any, _: Any, args: Any, kwargs: Any) -> None:
-        original(*args, **{**dict(zip(_CHIEF_PORTS, ports, strict=True)), **kwargs})
-
-    def serve(original: Any, _: Any, args: Any, kwargs: Any) -> None:
+def serve(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
+    """Keep the chief's sockets off other networks."""
+    if trial.task is not None:
+        numeric = socket.gethostbyname(trial.task.hosts[0])
         for name in ("pub_url", "pull_url"):
             if kwargs.get(name):
                 kwargs[name] = kwargs[name].replace("tcp://*:", f"tcp://{numeric}:")
+    original(*args, **kwargs)
+
+
+def write_user_code(
+    trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
+) -> None:
+    """Copy no model folder to a checkpoint: a container has it at a fixed place."""
+    if trial.task is None:
         original(*args, **kwargs)
 
-    wrapt.wrap_function_wrapper(core, "DistributedContext.__init__", init)
-    wrapt.wrap_function_wrapper(ipc, "ZMQBroadcastServer.__init__", serve)
 
-
-def adapt_trial_classes(*, on_cpu: bool) -> None:
-    """Adapt determined's Trial classes, which need more than a task.
-
-    DeepSpeedTrial insists on a GPU, although its context works on a CPU device as well. Checkpoints
-    get no copy of the model folder, which a container has at a fixed place.
-    """
-    import torch
-    from determined import util
-    from determined.pytorch import deepspeed
-
-    util.write_user_code = lambda *args, **kwargs: None
-    if not on_cpu:
+def choose_device(
+    trial: RunningTrial, original: Original, context: Any, args: Any, kwargs: Any
+) -> None:
+    """Let a DeepSpeedTrial train on processor cores; it insists on a GPU."""
+    if trial.task is None or trial.task.devices:
+        original(*args, **kwargs)
         return
+    import torch
 
-    def init_device(context: Any) -> None:
-        context.n_gpus = 0
-        context.device = torch.device("cpu")
-
-    deepspeed.DeepSpeedTrialContext._init_device = init_device
+    context.n_gpus = 0
+    context.device = torch.device("cpu")
