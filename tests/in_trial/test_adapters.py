@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import time
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from dsat.in_trial.adapters import user_files
 from dsat.in_trial.adapters.calls import Adapter
 from dsat.in_trial.adapters.install import owner_of
 from dsat.in_trial.adapters.table import ENGINE, TABLE
@@ -69,3 +72,43 @@ train(make_engine())
 @pytest.mark.slow
 def test_an_adapted_function_behaves_as_the_original_one(scripts: Scripts) -> None:
     scripts.run(COPIES).well()
+
+
+@pytest.mark.parametrize(
+    ("path", "mode", "is_other"),
+    [
+        ("old", "w", True),
+        ("old", "ab", True),
+        ("old", "r+", True),
+        ("link", "w", True),
+        ("old", "r", False),
+        ("new", "w", False),
+        ("large", "a", False),
+        ("large", "w", True),
+        ("trial/old", "w", False),
+        ("cache/old", "w", False),
+        ("home/.cache/old", "w", False),
+        ("/proc/self/comm", "w", False),
+        ("/dev/null", "w", False),
+    ],
+)
+def test_what_has_a_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, mode: str, is_other: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(user_files, "_LARGEST_COPIED_BYTES", 3)
+    for name in ("old", "trial/old", "cache/old", "home/.cache/old"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("old")
+    (tmp_path / "large").write_text("large")
+    (tmp_path / "link").symlink_to("old")
+    time.sleep(0.02)  # the clock of a file system is coarse
+    files = user_files.UserFiles(tmp_path / "trial")
+    time.sleep(0.02)
+    (tmp_path / "new").write_text("new")
+    found = files.instead_of(path, mode)
+    assert (found != path) is is_other
+    if is_other and "w" not in mode:
+        assert found.read_text() == "old"

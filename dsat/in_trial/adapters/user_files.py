@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from dsat.in_trial import failures
+from dsat.values.files import home
 
 # Of a trial on a host; its time is that of the trial's begin there, by the file system's clock.
 _BEGAN_FILE = "began-{host}.json"
 _INSTEAD_FOLDER = "instead"  # of the trial's folder: what it wrote in place of older files
 # Larger files are changed in place by a script that opens them to append or to change parts.
 _LARGEST_COPIED_BYTES = 2**26
+_KERNEL_FOLDERS = (Path("/proc"), Path("/sys"))
 # Libraries replace what is in their caches, by default in folders of the user's home.
 _CACHE_FOLDERS = (".cache", ".triton", ".nv")
 _CACHE_VARIABLES = tuple(
@@ -45,8 +47,8 @@ class UserFiles:
             return False
 
     def is_scratch(self, path: Path) -> bool:
-        """Return whether a path is in the trial's folder, in a new temporary one or in a cache."""
-        if path.is_relative_to(self._folder) or any(map(path.is_relative_to, _caches())):
+        """Return whether a path is the trial's own, new and temporary, a cache's or the kernel's."""
+        if any(map(path.is_relative_to, (self._folder, *_KERNEL_FOLDERS, *_caches()))):
             return True
         if not path.is_relative_to(self._temporary) or path == self._temporary:
             return False
@@ -131,7 +133,7 @@ def absolute(path: Any) -> Path | None:
 def _caches() -> list[Path]:
     """Return the folders of libraries' caches; a script may set the variables at any time."""
     named = [Path(os.environ[name]) for name in _CACHE_VARIABLES if os.environ.get(name)]
-    return [*(Path.home() / name for name in _CACHE_FOLDERS), *named]
+    return [*(home() / name for name in _CACHE_FOLDERS), *named]
 
 
 def _note_begin(folder: Path, temporary: Path) -> tuple[int, frozenset[str]]:
