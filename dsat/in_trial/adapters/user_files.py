@@ -47,7 +47,7 @@ class UserFiles:
             return False
 
     def is_scratch(self, path: Path) -> bool:
-        """Return whether a path is the trial's own, new and temporary, a cache's or the kernel's."""
+        """Return whether a path is the trial's, new and temporary, a cache's or the kernel's."""
         if any(map(path.is_relative_to, (self._folder, *_KERNEL_FOLDERS, *_caches()))):
             return True
         if not path.is_relative_to(self._temporary) or path == self._temporary:
