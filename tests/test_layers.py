@@ -180,8 +180,6 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS, MOST_METHODS, MOST_ATTRIBUTES 
 # What is larger still. An entry that no longer is has to go.
 TOO_LARGE = {
     "simulation.attention attention: parameters",
-    "search.base Search: attributes",
-    "search.base __init__: parameters",
     "tuning.run Run: attributes",
 }
 

@@ -1,7 +1,4 @@
-"""A run, as the fold of its journal: trials, outcomes, the best one, why it stopped.
-
-All that a person looks at is drawn from here.
-"""
+"""A run, as the fold of its journal: trials, outcomes, the best one, why it stopped."""
 
 from __future__ import annotations
 
@@ -46,12 +43,14 @@ class Run:
         disqualified: why a leader cannot win although it ran, by its trial id.
         same_batch_final: the one with the user's own global batch, if another one is the best.
         search_ended: why the search was over when the finals began.
+        converged: that was another reason than the number of trials.
         memory_basis: what memory is predicted from.
         skipped: names of configurations that were not launched since they would not have fitted.
         most_samples: the largest micro batch that there are data for, once that is known.
         stop_asked: somebody wants no further trials.
         stop_reason: None while the run goes on or after it was interrupted.
         paused: it was interrupted, and did not go on since.
+        neighbours: the most trials that ran beside a trial at once, by its trial id.
         running_s: wall time from the command's start to the last event, pauses left out.
         ended_s: that time when a trial ended, by trial id.
         ended_at_s: seconds since the epoch when a trial ended; None if the journal does not say.
@@ -75,6 +74,7 @@ class Run:
         self._leaders_value: float | None = None
         self.finals: Finals | None = None
         self.search_ended: str | None = None
+        self.converged = False
         self.num_finals = 0
         self._earlier_noise: float | None = None
         self.disqualified: dict[int, str] = {}
@@ -88,7 +88,7 @@ class Run:
         self.stop_asked = False
         self.stop_reason: str | None = None
         self.paused = False
-        self.trials_since_best = 0
+        self.neighbours: dict[int, int] = {}
         self.running_s = 0.0
         self.ended_s: dict[int, float] = {}
         self.ended_at_s: dict[int, float | None] = {}
@@ -115,6 +115,9 @@ class Run:
         elif kind == events.EVENT_PROPOSED:
             trial: Trial = event["trial"]
             self.trials[trial.id] = self._running[trial.id] = trial
+            beside = len(self._running) - 1
+            for running in self._running:
+                self.neighbours[running] = max(beside, self.neighbours.get(running, 0))
             if trial.kind is TrialKind.BASELINE:
                 self.baseline = trial
             elif trial.kind is TrialKind.FINAL:
@@ -128,7 +131,8 @@ class Run:
         elif kind == events.EVENT_FINALS:
             self._begin_finals(event)
         elif kind == events.EVENT_BUDGET:
-            goes_on = event["max_trials"] > self.plan.max_trials and not event.get("converged")
+            converged = event.get("converged", self.converged)
+            goes_on = event["max_trials"] > self.plan.max_trials and not converged
             if goes_on:
                 self._earlier_noise = self.noise
                 self.finals = None  # the search goes on; new finals follow
@@ -177,13 +181,11 @@ class Run:
         ):
             self.leader = trial
             self._leaders_value = value
-            self.trials_since_best = 0
-        else:
-            self.trials_since_best += 1
 
     def _begin_finals(self, event: Mapping[str, Any]) -> None:
         assert self.baseline is not None
         self.search_ended = event["reason"]
+        self.converged = event.get("converged", not event["reason"].startswith("the budget of"))
         self.repeated.clear()
         self.disqualified = {}
         self.finals = Finals(
