@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dsat.in_trial.config_injection import ZERO_INIT
+from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.report import advice, caveats, step_parts
 from dsat.report import format as fmt
 from dsat.report.differences import TRAIN_BATCH, differences
