@@ -4,76 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dsat.inputs.option import FRACTION, Option, search_option
 from dsat.search.base import NO_NEW_BEST, Outlook, Search
-from dsat.search.candidates import compared_positions
-from dsat.search.lineage import Lineage
-from dsat.search.normal import Array, log_cdf, log_expected_gain
-from dsat.search.predictions import Predictions
-from dsat.search.speed import Points
+from dsat.search.choice import Choice, Chooser, TooDear
+from dsat.search.predictions import Predictions, Problem, Tried
 from dsat.search.threads import in_one_thread
 from dsat.space.space import Space
 from dsat.values.objective import Objective
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Proposal
-
-_WORTHWHILE = math.log(1.01)  # the gain whose chance people are told
-_LEAST = math.log(0.01)  # of a gain, for which the first trial of another strategy waits
-_CAUTION = 1.5  # power of the chance to fit: a trial without memory is worse than a dull one
-# Of a first trial: gains that justify the double cost, and that it fails, after which predictions
-# leave more room everywhere.
-_DOUBLING, _FAILURE = 0.01, 0.25
-_UNLIKELY = math.log(0.5)  # that it runs
-_MOST_UNKNOWN = 0.7  # of the logarithm of a step that is judged too long
-_RETRIES = 3  # smaller micro batches for the first trial of a strategy
-_LONG = 10.0  # a step so many times as long as the best one's doubles the cost of a trial
-
-
-@dataclass(frozen=True)
-class _Candidates:
-    """Configurations to compare, as arrays of one length n.
-
-    Attributes:
-        points: as the model of speed takes them.
-        index: numbers of their settings in their branches.
-        position: of their micro batches in the allowed ones.
-        log_s: predicted logarithm of the seconds of a step.
-        gain: predicted logarithm of the gain over the best so far.
-        sd: standard deviation of that.
-        runs: logarithm of the chance to run.
-        cost: of a trial, in seconds where they are known.
-    """
-
-    points: Points
-    index: Array
-    position: Array
-    log_s: Array
-    gain: Array
-    sd: Array
-    runs: Array
-    cost: Array
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """The next configuration.
-
-    Attributes:
-        at: its position in `candidates`.
-        expected: largest expected gain of any candidate, as a logarithm; infinite while a strategy
-            was not measured.
-        chance: largest chance of any candidate of a worthwhile gain.
-    """
-
-    candidates: _Candidates
-    at: int
-    expected: float
-    chance: float
 
 
 class ModelSearch(Search):
@@ -118,67 +62,75 @@ class ModelSearch(Search):
         super().__init__(profile, objective, space, **kwargs)
         self._stop_when = stop_when
         self.patience = early_stopping
-        self._predictions = Predictions(
-            profile, objective, space, self._largest, predicted=self._predict is not None
-        )
-        self.speed = self._predictions.speed
-        # Lineages of each branch, by the numbers of their settings.
-        self._known: list[dict[int, Lineage]] = [{} for _ in space.branches]
-        self._running: dict[tuple[int, int], Points] = {}  # by lineage and micro batch
-        self._openings = [0] * len(space.branches)  # first trials of each strategy
-        self._starved: list[tuple[int, int]] = []  # micro batches and gas that lacked data
-        self._is_too_dear = False  # whatever is left to try
-        self._latest: _Choice | None = None  # of the last decision
+        self._problem = Problem(profile, objective, space, self._largest, self._predict is not None)
+        self._chooser = Chooser(self._problem, self._costs, self._gated, stop_when)
+        self._tried: list[Tried] = []
+        self._proposed: dict[int, Proposal] = {}  # what runs, by position in the former
+        self._lineage: dict[str, int] = {}  # numbers of settings, as text
+        self._latest: Choice | None = None  # of the last decision
         self._is_current = False  # `_latest`, until something changes
+        self._is_too_dear = False  # whatever is left to try
 
     def ask(self) -> Proposal | None:
         choice = self._choice()
         if choice is None:
             return None
         candidates, at = choice.candidates, choice.at
-        branch = int(candidates.points.strategy[at])
-        lineage = self._open(branch, int(candidates.index[at]))
-        position = int(candidates.position[at])
-        lineage.asked.add(position)
-        self._openings[branch] += branch in self._unopened()
-        proposal = self._propose(lineage, position)
-        self._running[lineage.id, proposal.micro_batch] = candidates.points.only(np.array([at]))
+        branch, index = int(candidates.branch[at]), int(candidates.index[at])
+        micro_batch = int(candidates.micro_batch[at])
+        settings = self._problem.settings.of(branch, index)
+        lineage = self._lineage.setdefault(repr((branch, index)), len(self._lineage))
+        proposal = Proposal(settings=settings, micro_batch=micro_batch, lineage=lineage)
+        neighbours = len(self._proposed)
+        for place in self._proposed:
+            others = max(self._tried[place].neighbours, neighbours)
+            self._tried[place] = replace(self._tried[place], neighbours=others)
+        self._proposed[len(self._tried)] = proposal
+        self._tried.append(
+            replace(self._configuration(branch, settings, micro_batch), neighbours=neighbours)
+        )
         self._is_current = False
         return proposal
 
-    @in_one_thread
     def tell(self, proposal: Proposal, outcome: Outcome) -> None:
-        del self._running[proposal.lineage, proposal.micro_batch]
-        lineage = self._told(proposal, outcome)
-        self._update(lineage, proposal.micro_batch, outcome)
+        place = next(at for at, each in self._proposed.items() if each == proposal)
+        del self._proposed[place]
+        self._tried[place] = replace(self._tried[place], outcome=outcome)
+        self._is_current = False
 
     def limit(self, micro_batch: int) -> None:
+        super().limit(micro_batch)
         self._is_current = False
-        self._starved.append((micro_batch + 1, 1))
 
-    @in_one_thread
     def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
         self._is_current = False
         if branch is None:
             return
-        lineage = self._open(branch, 0)
-        if micro_batch in self.space.micro_batches:
-            lineage.asked.add(lineage.position(micro_batch))
-            self._record(lineage, micro_batch, outcome)
-        self._update(lineage, micro_batch, outcome)
+        settings = self._problem.settings.of(branch, 0)
+        self._tried.append(
+            replace(self._configuration(branch, settings, micro_batch), outcome=outcome)
+        )
+
+    def _configuration(self, branch: int, settings: Mapping[str, Any], micro_batch: int) -> Tried:
+        gas = self.space.accumulation(micro_batch, settings)
+        return Tried(self.space.strategies[branch], settings, micro_batch, gas)
 
     @in_one_thread
     def predicted(self, settings: Mapping[str, Any], micro_batch: int) -> float | None:
-        lineage = next((each for each in self._lineages if each.settings == settings), None)
-        if lineage is None:
+        like = next((each for each in self._tried if each.settings == settings), None)
+        if like is None:
             return None
-        first, size = np.array([0]), np.array([micro_batch])
-        points = self._predictions.points(lineage.branch, [lineage.index], first, size)
-        return float(self._predictions.log_rate(points)[0])
+        known = Predictions.of(self._problem, self._tried)
+        gas = self.space.accumulation(micro_batch, settings)
+        asked = replace(like, micro_batch=micro_batch, gas=gas, outcome=None)
+        points = Predictions.of(self._problem, [asked]).running
+        return float(known.log_rate(points)[0])
 
     @property
     def stop_reason(self) -> str | None:
-        if not self._stop_when or self.speed.measured is None:
+        if not self._stop_when or all(
+            each.outcome is None or not each.outcome.value(self.objective) for each in self._tried
+        ):
             return None
         choice = self._choice()
         if choice is None:
@@ -192,180 +144,27 @@ class ModelSearch(Search):
         choice = self._latest
         if choice is None:
             return None
-        points, at = choice.candidates.points, choice.at
-        log_rate = self._predictions.log_work(points)[at] - choice.candidates.log_s[at]
+        candidates, at = choice.candidates, choice.at
+        only = np.array([at])
+        log_rate = self._problem.log_work(candidates.points.only(only))[0] - candidates.log_s[at]
         sign = -1 if self.objective.smaller_is_better else 1
         return Outlook(
-            strategy=self.space.strategies[int(points.strategy[at])].name,
-            micro_batch=int(points.micro_batch[at]),
+            strategy=self.space.strategies[int(candidates.branch[at])].name,
+            micro_batch=int(candidates.micro_batch[at]),
             value=math.exp(sign * log_rate),
             chance=choice.chance,
         )
 
-    # -- what is known
-
-    def _update(self, lineage: Lineage, micro_batch: int, outcome: Outcome) -> None:
-        """Update the models with the outcome of a trial."""
-        self._is_current = False
-        if outcome.smaller_may_run:
-            gas = self.space.accumulation(micro_batch, lineage.settings)
-            self._starved.append((micro_batch, gas))
-            if outcome.most_samples is not None:
-                self._starved.append((outcome.most_samples + 1, 1))
-        self._predictions.update(lineage.branch, lineage.index, micro_batch, outcome)
-
-    def _open(self, branch: int, index: int) -> Lineage:
-        """The lineage of a branch's settings number `index`."""
-        known = self._known[branch]
-        if index not in known:
-            known[index] = Lineage(
-                id=len(self._lineages),
-                branch=branch,
-                index=index,
-                settings=self._predictions.settings.of(branch, index),
-                micro_batches=self.space.micro_batches,
-                ceiling=self.space.micro_batches[-1],
-            )
-            self._lineages.append(known[index])
-        return known[index]
-
-    # -- what to try
-
-    def _unopened(self) -> set[int]:
-        """Strategies without offloading whose first trial is to come, or failed for its size."""
-        found = set()
-        ran = {branch for branch, _ in self._predictions.measured}
-        running = {self._lineages[lineage].branch for lineage, _ in self._running}
-        for branch, strategy in enumerate(self.space.strategies):
-            tries = self._openings[branch]
-            if strategy.burden - (strategy.stage == 3) or branch in running:
-                continue
-            if tries == 0 or (branch not in ran and tries < _RETRIES):
-                found.add(branch)
-        return found
-
-    def _choice(self) -> _Choice | None:
+    def _choice(self) -> Choice | None:
         if not self._is_current:
             self._latest, self._is_current = self._choose(), True
         return self._latest
 
     @in_one_thread
-    def _choose(self) -> _Choice | None:
-        candidates = self._candidates()
-        if candidates is None:
+    def _choose(self) -> Choice | None:
+        self._is_too_dear = False
+        try:
+            return self._chooser.choose(self._tried, self._most_samples)
+        except TooDear:
+            self._is_too_dear = True
             return None
-        opened = ~np.isin(candidates.points.strategy, list(self._unopened()))
-        first = ~opened & (candidates.index == 0) & (candidates.runs > _UNLIKELY)
-        gain = log_expected_gain(candidates.gain, candidates.sd)
-        worth = gain + candidates.runs
-        if self.speed.measured is None:
-            score = candidates.gain + _CAUTION * candidates.runs
-            if first.any():  # several at once are of different strategies
-                score = np.where(first, score, -np.inf)
-        elif first.any() and np.any(better := opened & self._cannot_wait(candidates, worth, first)):
-            score = np.where(better, worth, -np.inf)
-        elif first.any():
-            score = candidates.gain - _FAILURE * (1 - np.exp(candidates.runs))
-            score = np.where(first, score - _DOUBLING * np.log2(candidates.cost), -np.inf)
-        else:
-            score = worth + (_CAUTION - 1) * candidates.runs - np.log(candidates.cost)
-        chance = log_cdf((candidates.gain - _WORTHWHILE) / candidates.sd) + candidates.runs
-        return _Choice(
-            candidates,
-            int(np.argmax(score)),
-            expected=math.inf if first.any() else math.exp(float(worth.max())),
-            chance=math.exp(float(chance.max())),
-        )
-
-    def _cannot_wait(self, candidates: _Candidates, worth: Array, first: Array) -> Array:
-        """Return which gain surely more than first trials, whose cost would leave too little."""
-        if self._costs is None:
-            return np.zeros(len(worth), bool)
-        strategy, cost = candidates.points.strategy, candidates.cost
-        firsts_s = sum(cost[first & (strategy == branch)].max() for branch in set(strategy[first]))
-        gains: Array = worth > max(_LEAST, float(worth[first].max()))
-        too_dear: Array = gains & (cost + firsts_s > self._costs.left_s)
-        return too_dear
-
-    def _candidates(self) -> _Candidates | None:
-        """All configurations to compare that may be tried."""
-        running = list(self._running.values())
-        reference, best_rate = self._predictions.incumbent(running)
-        parts = [self._of_branch(b, reference) for b in range(len(self.space.branches))]
-        found = [part for part in parts if part is not None]
-        if not found:
-            return None
-        points = Points.of([part[0] for part in found])
-        index, position, runs = (np.concatenate([part[n] for part in found]) for n in (1, 2, 3))
-        fit = self.speed.fit if not running else self.speed.fit.beside(Points.of(running))
-        log_s, sd = fit.predict(points, reference)
-        cost = 1 + np.exp(log_s - log_s.min()) / _LONG
-        kept = np.ones(len(points), bool)
-        step_s = self._predictions.seconds(log_s)
-        if self._costs is not None and step_s is not None:
-            cost = self._costs.trial_s(step_s)
-            least_s = step_s * np.exp(-np.minimum(sd, _MOST_UNKNOWN))
-            kept = ~self._costs.are_too_long(least_s)
-            if self._stop_when:
-                kept &= ~self._costs.are_unaffordable(least_s)
-        self._is_too_dear = not kept.any()
-        if self._is_too_dear:
-            return None
-        gain = self._predictions.log_work(points) - log_s - best_rate
-        sd = self._predictions.learnable(fit, sd)
-        arrays = (index, position, log_s, gain, sd, runs, cost)
-        return _Candidates(points.only(kept), *(array[kept] for array in arrays))
-
-    def _of_branch(
-        self, branch: int, reference: Points | None
-    ) -> tuple[Points, Array, Array, Array] | None:
-        """Configurations of a branch that may be tried, and their chances to run.
-
-        Returns:
-            The configurations, the numbers of their settings, the positions of their micro batches
-            and the logarithms of their chances; None if there is none.
-        """
-        predictions, sizes, known = self._predictions, self.space.micro_batches, self._known[branch]
-        closed = {
-            each.index
-            for each in known.values()
-            if each.abandoned or sum(at <= each.open_hi for at in each.asked) > each.open_hi
-        }
-        best = predictions.best_settings(branch)
-        indexes = predictions.settings.promising(branch, best, self.speed.fit, closed)
-        if not indexes:
-            return None
-        edges = [predictions.edge(branch, number) for number in indexes]
-        near = [] if reference is None else [float(reference.micro_batch[0])]
-        most = self._oom_limit(branch)
-        ends = [min(most, edge) for edge in (edges[0], max(edges))]
-        positions = np.array(compared_positions(sizes, edges=ends, best=near))
-        size_at = np.array([sizes[position] for position in positions.tolist()])
-        is_open = np.empty((len(indexes), len(positions)), bool)
-        for row, number in enumerate(indexes):
-            is_open[row] = size_at <= min(most, edges[row] if self._gated else math.inf)
-            lineage = known.get(number)
-            if lineage is not None:
-                is_open[row] &= positions <= lineage.open_hi
-                is_open[row] &= [at not in lineage.asked for at in positions.tolist()]
-            if self._starved:
-                is_open[row] &= ~self._lacks_data(branch, number, size_at)
-        if not is_open.any():
-            return None
-        rows, columns = np.nonzero(is_open)
-        micro_batches = size_at[columns]
-        points = predictions.points(branch, indexes, rows, micro_batches, edges)
-        fits, sound = predictions.log_runs(branch, points, indexes, rows)
-        for row, number in enumerate(indexes):
-            lineage = known.get(number)
-            if lineage is not None and lineage.lo:
-                fits[(rows == row) & (micro_batches < sizes[lineage.lo - 1])] = 0.0
-        return points, np.array(indexes)[rows], positions[columns], fits + sound
-
-    def _lacks_data(self, branch: int, index: int, micro_batches: Array) -> Array:
-        """Return for which micro batches of some settings there were too few data, (n,)."""
-        settings = self._predictions.settings.of(branch, index)
-        gas = self.space.accumulation(micro_batches, settings)
-        lacking = [(micro_batches >= size) & (gas >= steps) for size, steps in self._starved]
-        found: Array = np.any(lacking, axis=0)
-        return found

@@ -1,185 +1,278 @@
-"""Predictions of speed and feasibility for all configurations of a space, from the outcomes."""
+"""What trials tell of the speed, the memory and the failures of all configurations of a space."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from dsat.search.candidates import Settings
-from dsat.search.feasibility import Feasibility
+from dsat.search.candidates import Row, Settings
+from dsat.search.feasibility import Ended, Feasibility
 from dsat.search.normal import Array
-from dsat.search.speed import Fit, Layout, Points, SpeedModel
+from dsat.search.speed import Points, Posterior, Prior, fit
 from dsat.search.step_time import COLUMNS, Job
 from dsat.space.space import Space
 from dsat.values.objective import Objective
-from dsat.values.outcome import ModelProfile, Outcome
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
+from dsat.values.zero_strategy import Strategy
 
-_UNTRIED_SD = 0.01  # of a configuration beside the model, although the model fits what was tried
+
+@dataclass(frozen=True)
+class Tried:
+    """A configuration that was measured, or is being measured.
+
+    Attributes:
+        settings: as in a proposal.
+        outcome: None while it runs.
+        neighbours: trials that ran on the machine at the same time.
+    """
+
+    strategy: Strategy
+    settings: Mapping[str, Any]
+    micro_batch: int
+    gas: int
+    outcome: Outcome | None = None
+    neighbours: int = 0
 
 
-class Predictions:
-    """Models of speed, memory and failures.
+@dataclass
+class History:
+    """What was tried of one choice of settings.
 
-    Configurations are named by the numbers of a branch, of settings in it, and a micro batch.
+    Attributes:
+        sizes: micro batches.
+        ran: the largest that ran.
+        below: smaller ones alone may be tried.
+        timeouts: number of trials that took too long.
+        abandoned: it failed in a way that no other micro batch would avoid.
+    """
 
-    Args:
+    sizes: set[int] = field(default_factory=set)
+    ran: int = 0
+    below: float = math.inf
+    timeouts: int = 0
+    abandoned: bool = False
+
+    def add(self, micro_batch: int, ended: Ended) -> None:
+        if ended.outcome.ok:
+            self.ran = max(self.ran, micro_batch)
+        elif ended.is_too_large:
+            self.below = min(self.below, micro_batch)
+            self.timeouts += ended.outcome.kind is OutcomeKind.TIMEOUT
+            self.abandoned |= self.timeouts > 1
+        else:
+            self.abandoned = True
+
+    def admits(self, micro_batch: int) -> bool:
+        return not self.abandoned and micro_batch < self.below and micro_batch not in self.sizes
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is searched.
+
+    Attributes:
         profile: of the model.
         objective: the metric to optimise.
         space: what may be tried.
         largest: the largest micro batch that settings should allow, 0 if none.
-        predicted: whether that is a prediction, and no bound from above.
-
-    Attributes:
-        settings: of the space, by their numbers.
-        speed: the model of speed, and what was measured.
-        measured: branch and settings of each of `speed.measured`.
+        is_predicted: whether that is a prediction, and no bound from above.
     """
 
-    def __init__(
-        self,
-        profile: ModelProfile,
-        objective: Objective,
-        space: Space,
-        largest: Callable[[Mapping[str, Any]], float],
-        *,
-        predicted: bool,
-    ) -> None:
-        job = Job.of_profile(
-            profile, slots=space.slots, slots_per_host=space.freedom.slots_per_host
-        )
-        self.settings = Settings(space, job)
-        settings = self.settings
-        layout = Layout(job, space.strategies, settings.num_values, of_whole=settings.of_whole)
-        self.speed = SpeedModel(layout)
-        self._objective, self._space, self._largest = objective, space, largest
-        on_device = profile.host_memory_bytes > 0
-        count = len(space.branches)
-        self._feasibility = Feasibility(count, predicted=predicted, on_device=on_device)
-        # Of the memory, what a sample takes.
-        self._sample_part = max(1, profile.activation_bytes_per_sample) / profile.slot_memory_bytes
-        self._log_units: list[float] = []  # what makes seconds of the model's unit, by outcome
-        self.measured: list[tuple[int, int]] = []
+    profile: ModelProfile
+    objective: Objective
+    space: Space
+    largest: Callable[[Mapping[str, Any]], float]
+    is_predicted: bool
 
-    def update(self, branch: int, index: int, micro_batch: int, outcome: Outcome) -> None:
-        """Take in the end of a trial."""
-        points = self.points(branch, [index], np.array([0]), np.array([micro_batch]))
-        octaves = float(self._octaves(points)[0])
-        values = self.settings.row(branch, index).values
-        self._feasibility.update(branch, values, octaves, outcome)
-        value = outcome.value(self._objective)
-        if value is None or not 0 < value < math.inf:
-            return
-        assert outcome.metrics is not None
-        sign = 1 if self._objective.smaller_is_better else -1
-        log_s = float(self.log_work(points)[0]) + sign * math.log(value)
-        self.speed.update(points, log_s, outcome.metrics.standard_error)
-        self._log_units.append(math.log(outcome.metrics.latency / 1000) - log_s)
-        self.measured.append((branch, index))
+    @cached_property
+    def job(self) -> Job:
+        hosts = self.space.freedom.slots_per_host
+        return Job.of_profile(self.profile, slots=self.space.slots, slots_per_host=hosts)
+
+    @cached_property
+    def settings(self) -> Settings:
+        return Settings(self.space, self.job)
+
+    @cached_property
+    def prior(self) -> Prior:
+        settings = self.settings
+        return Prior(self.job.hardware, settings.effects, settings.is_switch)
+
+    @cached_property
+    def sample_part(self) -> float:
+        """Part of the memory that a sample takes."""
+        return max(1, self.profile.activation_bytes_per_sample) / self.profile.slot_memory_bytes
+
+    def edge(self, settings: Mapping[str, Any]) -> float:
+        """The largest micro batch that should fit; in the middle between it and the next."""
+        return math.floor(self.largest(settings)) + 0.5
 
     def points(
         self,
-        branch: int,
-        numbers: Sequence[int],
-        where: Array,
+        rows: Sequence[Row],
+        where: Any,
         micro_batch: Array,
-        edges: Sequence[float] | None = None,
+        gas: Array,
+        edges: Sequence[float],
     ) -> Points:
-        """Return n configurations of a branch.
+        """Return n configurations.
 
         Args:
-            numbers: of settings.
-            where: position in `numbers` of each configuration's settings, (n,).
-            micro_batch: of each, (n,).
-            edges: `edge` of the settings, if it is known already.
+            rows: settings.
+            where: position of each configuration's settings among them, (n,).
+            micro_batch, gas: of each, (n,).
+            edges: the largest micro batches of the settings.
         """
-        rows = [self.settings.row(branch, number) for number in numbers]
-        most = np.array(edges or [self.edge(branch, number) for number in numbers])
-        gas = np.ones(len(where))
-        for position, number in enumerate(numbers):
-            here = where == position
-            settings = self.settings.of(branch, number)
-            gas[here] = self._space.accumulation(micro_batch[here], settings)
-        return Points(
-            strategy=np.full(len(where), branch),
-            work=np.stack([row.work for row in rows])[where],
-            knobs=np.stack([row.knobs for row in rows])[where],
-            micro_batch=micro_batch.astype(float),
-            gas=gas,
-            room=(most[where] - micro_batch) * self._sample_part,
+        none = np.zeros((0, len(COLUMNS))), np.zeros((0, len(self.settings.effects)))
+        work, traits = (
+            (np.stack(both) for both in zip(*((r.work, r.traits) for r in rows), strict=True))
+            if rows
+            else none
         )
-
-    def edge(self, branch: int, index: int) -> float:
-        """The largest micro batch that should fit; in the middle between it and the next."""
-        return math.floor(self._largest(self.settings.of(branch, index))) + 0.5
+        size = np.asarray(micro_batch, float)
+        return Points(
+            work=work[where],
+            micro_batch=size,
+            gas=np.asarray(gas, float),
+            room=(np.array(edges)[where] - size) * self.sample_part,
+            traits=self.settings.with_tiles(traits[where], size),
+        )
 
     def log_work(self, points: Points) -> Array:
         """Return the offset between the logarithms of a rate and a time, (n,)."""
         groups = points.work[:, COLUMNS.index("data_parallel")]
         work: Array = np.log(points.micro_batch * points.gas * groups)
-        return np.zeros(len(work)) if self._objective.smaller_is_better else work
+        return np.zeros(len(work)) if self.objective.smaller_is_better else work
 
-    def log_rate(self, points: Points) -> Array:
-        """Return the predicted logarithms of the objective, larger is better, (n,)."""
-        rates: Array = self.log_work(points) - self.speed.fit.log_s(points)
-        return rates
+    def octaves(self, points: Points) -> Array:
+        """Octaves of the micro batches above the largest that should fit."""
+        edges = points.room / self.sample_part + points.micro_batch
+        octaves: Array = np.log2(points.micro_batch) - np.log2(np.maximum(edges, 0.5))
+        return octaves
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What is known of all configurations.
+
+    Attributes:
+        speed: predicted times.
+        runs: which configurations run.
+        histories: what was tried of each choice of settings, by strategy and values.
+        measured: what was measured, with its points and the logarithms of its rates.
+        running: what is being measured.
+        lacking: micro batches and accumulation steps from which on data are lacking.
+        log_unit: logarithm of the seconds of the unit of `speed`; None before anything ran.
+    """
+
+    problem: Problem
+    speed: Posterior
+    runs: Feasibility
+    histories: Mapping[tuple[Strategy, Any], History]
+    measured: Sequence[Tried]
+    measured_points: Points
+    running: Points
+    lacking: Sequence[tuple[int, int]]
+    log_unit: float | None
+
+    @classmethod
+    def of(cls, problem: Problem, tried: Sequence[Tried]) -> Predictions:
+        """Return what trials tell, fitted to all of them."""
+        rows = [problem.settings.row_of(each.strategy, each.settings) for each in tried]
+        points = _points_of(problem, tried, rows)
+        octaves = problem.octaves(points).tolist()
+        histories: dict[tuple[Strategy, Any], History] = defaultdict(History)
+        ended, measured, lacking = [], [], []
+        strategies = list(problem.space.strategies)
+        for place, (each, row) in enumerate(zip(tried, rows, strict=True)):
+            history = histories[each.strategy, row.values]
+            history.sizes.add(each.micro_batch)
+            outcome = each.outcome
+            if outcome is None:
+                continue
+            if each.strategy in strategies:
+                at = strategies.index(each.strategy)
+                ended.append(Ended(at, row.values, octaves[place], outcome))
+                history.add(each.micro_batch, ended[-1])
+            if outcome.smaller_may_run:
+                lacking.append((each.micro_batch, each.gas))
+            if outcome.most_samples is not None:
+                lacking.append((outcome.most_samples + 1, 1))
+            value = outcome.value(problem.objective)
+            if value is not None and 0 < value < math.inf:
+                measured.append(place)
+        found = points.only(np.array(measured, int))
+        outcomes = [tried[place].outcome for place in measured]
+        metrics = [outcome.metrics for outcome in outcomes if outcome and outcome.metrics]
+        sign = 1 if problem.objective.smaller_is_better else -1
+        values = np.array([m.value(problem.objective.metric) for m in metrics], float)
+        log_s = problem.log_work(found) + sign * np.log(values)
+        errors = np.array([m.standard_error for m in metrics], float)
+        units = np.log([m.latency / 1000 for m in metrics]) - log_s
+        running = np.array([n for n, each in enumerate(tried) if each.outcome is None], int)
+        return cls(
+            problem,
+            fit(problem.prior, found, log_s, errors),
+            Feasibility(
+                ended,
+                len(strategies),
+                predicted=problem.is_predicted,
+                on_device=problem.profile.host_memory_bytes > 0,
+            ),
+            histories,
+            [tried[place] for place in measured],
+            found,
+            points.only(running),
+            lacking,
+            float(np.median(units)) if len(units) else None,
+        )
 
     def seconds(self, log_s: Array) -> Array | None:
         """Seconds of steps whose times are predicted; None before anything was measured."""
-        if not self._log_units:
+        return None if self.log_unit is None else np.exp(log_s + self.log_unit)
+
+    def log_rate(self, points: Points) -> Array:
+        """Return the predicted logarithms of the objective, larger is better, (n,)."""
+        rates: Array = self.problem.log_work(points) - self.speed.predict(points)[0]
+        return rates
+
+    @cached_property
+    def incumbent(self) -> tuple[Points, Mapping[str, Any], float] | None:
+        """The best by the model, which noise misleads less, its settings and its log rate."""
+        points = self.measured_points
+        if not len(points):
             return None
-        seconds: Array = np.exp(log_s + float(np.median(self._log_units)))
-        return seconds
-
-    def log_runs(
-        self, branch: int, points: Points, numbers: Sequence[int], where: Array
-    ) -> tuple[Array, Array]:
-        """Logarithms of the chances to have enough memory, and to run for all else, (n,) both.
-
-        Args:
-            points, numbers, where: as of `points`.
-        """
-        fits = np.log(self._feasibility.fits(branch, self._octaves(points)))
-        sound = [self._feasibility.runs(self.settings.row(branch, n).values) for n in numbers]
-        return fits, np.log(sound)[where]
-
-    def learnable(self, fit: Fit, sd: Array) -> Array:
-        """By how much a trial will move the prediction of its configuration, (n,).
-
-        A measurement is as uncertain as those before it, so it tells little of what is known better
-        than that (the knowledge gradient's standard deviation: Frazier, Powell and Dayanik, SIAM J.
-        Control Optim. 47 (2008)).
-        """
-        variance = sd**2 + fit.misfit**2 + _UNTRIED_SD**2
-        moved: Array = variance / np.sqrt(variance + fit.noise**2)
-        return moved
-
-    def incumbent(self, running: Sequence[Points]) -> tuple[Points | None, float]:
-        """The best by the model, which noise misleads less, and the logarithm of its rate."""
-        points = self.speed.measured
-        if points is None and running:
-            points = Points.of(running)
-        if points is None:
-            return None, 0.0
         rates = self.log_rate(points)
         best = int(np.argmax(rates))
-        return points.only(np.array([best])), float(rates[best])
+        return points.only(np.array([best])), self.measured[best].settings, float(rates[best])
 
-    def best_settings(self, branch: int) -> Mapping[str, Any]:
-        """The settings of the best that was measured in a branch, or else in any."""
-        points = self.speed.measured
-        if points is None:
+    def best_settings(self, strategy: Strategy) -> Mapping[str, Any]:
+        """The settings of the best that was measured of a strategy, or else of any."""
+        if not self.measured:
             return {}
-        rates: Array = self.log_work(points) - np.array(self.speed.log_s)
-        own = points.strategy == branch
+        rates = self.log_rate(self.measured_points)
+        own = np.array([each.strategy == strategy for each in self.measured])
         if own.any():
             rates[~own] = -np.inf
-        return self.settings.of(*self.measured[int(np.argmax(rates))])
+        return self.measured[int(np.argmax(rates))].settings
 
-    def _octaves(self, points: Points) -> Array:
-        """Octaves of the micro batches above the largest that should fit."""
-        edges = points.room / self._sample_part + points.micro_batch
-        octaves: Array = np.log2(points.micro_batch) - np.log2(np.maximum(edges, 0.5))
-        return octaves
+
+def _points_of(problem: Problem, tried: Sequence[Tried], rows: Sequence[Row]) -> Points:
+    edges: dict[Any, float] = {}
+    for each, row in zip(tried, rows, strict=True):
+        key = each.strategy, row.values
+        if key not in edges:
+            edges[key] = problem.edge(each.settings)
+    return problem.points(
+        rows,
+        np.arange(len(tried)),
+        np.array([each.micro_batch for each in tried], float),
+        np.array([each.gas for each in tried], float),
+        [edges[each.strategy, row.values] for each, row in zip(tried, rows, strict=True)],
+    )
