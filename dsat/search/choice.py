@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from dsat.search.base import Costs
+from dsat.search.base import Costs, Observation, Source
 from dsat.search.candidates import compared_positions
 from dsat.search.normal import Array, log_cdf, log_expected_gain
-from dsat.search.predictions import Predictions, Problem, Tried
+from dsat.search.predictions import Configurations, Predictions
 from dsat.search.speed import Points
 
 _WORTHWHILE = math.log(1.01)  # the gain whose chance people are told
@@ -84,27 +84,25 @@ class Chooser:
     """Choice of the next trial by all that was tried.
 
     Attributes:
+        configurations: that may be tried.
         costs: of trials; None if they are not known.
-        gated: nothing above the predicted end of memory is launched.
         stops: it ends where nothing affordable is left.
     """
 
-    problem: Problem
+    configurations: Configurations
     costs: Costs | None
-    gated: bool
     stop_when: float
 
-    def choose(self, tried: Sequence[Tried], most_samples: float) -> Choice | None:
+    def choose(self, known: Predictions, observations: Sequence[Observation]) -> Choice | None:
         """Return the next configuration; None if there is none left.
 
         Raises:
             TooDear: whatever is left takes too long.
         """
-        known = Predictions.of(self.problem, tried)
-        candidates = self.candidates(known, most_samples)
+        candidates = self.candidates(known)
         if candidates is None:
             return None
-        unopened = self._unopened(tried)
+        unopened = self._unopened(observations)
         first = np.isin(candidates.branch, list(unopened)) & (candidates.index == 0)
         first &= candidates.log_runs > _UNLIKELY
         gain = log_expected_gain(candidates.gain, candidates.sd)
@@ -131,15 +129,17 @@ class Chooser:
             chance=math.exp(float(chance.max())),
         )
 
-    def _unopened(self, tried: Sequence[Tried]) -> set[int]:
-        """Strategies without offloading whose first trial is to come, or failed for its size."""
+    def _unopened(self, observations: Sequence[Observation]) -> set[int]:
+        """Branches without offloading whose first trial is to come, or failed for its size."""
         found = set()
-        for branch, strategy in enumerate(self.problem.space.strategies):
-            if strategy.burden - (strategy.stage == 3) > 0:
-                continue
-            own = [each.outcome for each in tried if each.strategy == strategy]
+        for branch, strategy in enumerate(self.configurations.problem.space.strategies):
+            own = [
+                each.outcome
+                for each in observations
+                if each.point and each.point.branch == branch and each.source is not Source.FINAL
+            ]
             ran = any(outcome is None or outcome.ok for outcome in own)
-            if not ran and len(own) < _RETRIES:
+            if strategy.burden - (strategy.stage == 3) <= 0 and not ran and len(own) < _RETRIES:
                 found.add(branch)
         return found
 
@@ -153,11 +153,10 @@ class Chooser:
         better &= cost + firsts_s > self.costs.left_s
         return better
 
-    def candidates(self, known: Predictions, most_samples: float) -> Candidates | None:
+    def candidates(self, known: Predictions) -> Candidates | None:
         """Return all configurations to compare that may be tried."""
-        parts = [
-            self._of_branch(b, known, most_samples) for b in range(len(self.problem.space.branches))
-        ]
+        branches = range(len(self.configurations.problem.space.branches))
+        parts = [self._of_branch(branch, known) for branch in branches]
         found = [part for part in parts if part is not None]
         if not found:
             return None
@@ -166,7 +165,7 @@ class Chooser:
         speed = known.speed.beside(known.running) if len(known.running) else known.speed
         best = known.incumbent
         log_s, sd = speed.predict(points, None if best is None else best[0])
-        gain = self.problem.log_work(points) - log_s - (0.0 if best is None else best[2])
+        gain = self.configurations.log_work(points) - log_s - (0.0 if best is None else best[1])
         cost = 1 + np.exp(log_s - log_s.min()) / _LONG
         step_s = known.seconds(log_s)
         kept, usual_cost = np.ones(len(points), bool), math.inf
@@ -189,7 +188,7 @@ class Chooser:
         return Candidates(points, *arrays, usual_cost).only(kept)
 
     def _of_branch(
-        self, branch: int, known: Predictions, most_samples: float
+        self, branch: int, known: Predictions
     ) -> tuple[Points, Array, Array, Array] | None:
         """Return the configurations of a branch that may be tried, and their chances to run.
 
@@ -197,8 +196,9 @@ class Chooser:
             The configurations, the numbers of their branch and of their settings, and the
             logarithms of their chances; None if there is none.
         """
-        problem, sizes = self.problem, self.problem.space.micro_batches
-        strategy, settings = problem.space.strategies[branch], problem.settings
+        configurations, settings = self.configurations, self.configurations.settings
+        space, is_gated = configurations.problem.space, configurations.memory is not None
+        sizes = space.micro_batches
         best = known.incumbent
         near = [] if best is None else [float(best[0].micro_batch[0])]
 
@@ -208,40 +208,35 @@ class Chooser:
             points = self._points(branch, numbers, np.arange(len(numbers)), size)
             return known.speed.predict(points, reference)
 
-        closed = (
-            {
-                number
-                for number in range(problem.space.branches[branch].count)
-                if (own := known.histories.get((strategy, settings.row(branch, number).values)))
-                and not any(map(own.admits, sizes))
-            }
-            if problem.space.branches[branch].count < 10
-            else set()
-        )
-        indexes = settings.promising(branch, known.best_settings(strategy), predict, closed)
+        closed = {
+            number
+            for (own, number), history in known.histories.items()
+            if own == branch and not any(map(history.admits, sizes))
+        }
+        indexes = settings.promising(branch, known.best_settings(branch), predict, closed)
         if not indexes:
             return None
-        edges = [problem.edge(settings.of(branch, number)) for number in indexes]
+        edges = [configurations.edge(settings.of(branch, number)) for number in indexes]
         ends = [edges[0], max(edges)]
         positions = compared_positions(sizes, edges=ends, best=near)
         size_at = np.array([sizes[position] for position in positions])
         is_open = np.empty((len(indexes), len(positions)), bool)
         for row, number in enumerate(indexes):
-            is_open[row] = size_at <= min(most_samples, edges[row] if self.gated else math.inf)
-            history = known.histories.get((strategy, settings.row(branch, number).values))
+            is_open[row] = size_at <= (edges[row] if is_gated else math.inf)
+            history = known.histories.get((branch, number))
             if history is not None:
                 is_open[row] &= [history.admits(size) for size in size_at.tolist()]
-            gas = problem.space.accumulation(size_at, settings.of(branch, number))
+            gas = space.accumulation(size_at, settings.of(branch, number))
             for size, steps in known.lacking:
                 is_open[row] &= ~((size_at >= size) & (gas >= steps))
         if not is_open.any():
             return None
         rows, columns = np.nonzero(is_open)
         points = self._points(branch, indexes, rows, size_at[columns], edges)
-        fits = np.log(known.runs.fits(branch, problem.octaves(points)))
+        fits = np.log(known.runs.fits(branch, configurations.octaves(points)))
         sound = np.log([known.runs.runs(settings.row(branch, n).values) for n in indexes])
         for row, number in enumerate(indexes):
-            history = known.histories.get((strategy, settings.row(branch, number).values))
+            history = known.histories.get((branch, number))
             if history is not None:
                 fits[(rows == row) & (points.micro_batch < history.ran)] = 0.0
         numbers = np.array(indexes)[rows]
@@ -255,16 +250,21 @@ class Chooser:
         micro_batch: Array,
         edges: Sequence[float] | None = None,
     ) -> Points:
-        """Return n configurations of a branch; see `Problem.points`."""
-        problem, settings, where = self.problem, self.problem.settings, np.asarray(where)
+        """Return n configurations of a branch; see `Configurations.points`."""
+        known, settings, where = (
+            self.configurations,
+            self.configurations.settings,
+            np.asarray(where),
+        )
         if edges is None:
-            edges = [problem.edge(settings.of(branch, number)) for number in numbers]
+            edges = [known.edge(settings.of(branch, number)) for number in numbers]
         gas = np.ones(len(where))
         for position, number in enumerate(numbers):
             here = where == position
-            gas[here] = problem.space.accumulation(micro_batch[here], settings.of(branch, number))
+            its = settings.of(branch, number)
+            gas[here] = known.problem.space.accumulation(micro_batch[here], its)
         rows = [settings.row(branch, number) for number in numbers]
-        return problem.points(rows, where, micro_batch, gas, edges)
+        return known.points(rows, where, micro_batch, gas, edges)
 
 
 class TooDear(Exception):

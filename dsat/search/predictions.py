@@ -4,40 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from dsat.search.base import Memory, Observation, Problem, Source, largest_micro_batch
 from dsat.search.candidates import Row, Settings
 from dsat.search.feasibility import Ended, Feasibility
 from dsat.search.normal import Array
 from dsat.search.speed import Points, Posterior, Prior, fit
 from dsat.search.step_time import COLUMNS, Job
-from dsat.space.space import Space
-from dsat.values.objective import Objective
-from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
-from dsat.values.zero_strategy import Strategy
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A configuration that was measured, or is being measured.
-
-    Attributes:
-        settings: as in a proposal.
-        outcome: None while it runs.
-        neighbours: trials that ran on the machine at the same time.
-    """
-
-    strategy: Strategy
-    settings: Mapping[str, Any]
-    micro_batch: int
-    gas: int
-    outcome: Outcome | None = None
-    neighbours: int = 0
+from dsat.space.locate import Point
+from dsat.values.outcome import OutcomeKind
 
 
 @dataclass
@@ -73,45 +54,38 @@ class History:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What is searched.
+class Configurations:
+    """The configurations of a problem, as the models take them.
 
     Attributes:
-        profile: of the model.
-        objective: the metric to optimise.
-        space: what may be tried.
-        largest: the largest micro batch that settings should allow, 0 if none.
-        is_predicted: whether that is a prediction, and no bound from above.
+        problem: what is searched.
+        settings: of its space, by their numbers.
+        prior: of the speed.
+        memory: predicts memory; None if nothing is predicted.
     """
 
-    profile: ModelProfile
-    objective: Objective
-    space: Space
-    largest: Callable[[Mapping[str, Any]], float]
-    is_predicted: bool
+    problem: Problem
+    settings: Settings
+    prior: Prior
+    memory: Memory | None = None
 
-    @cached_property
-    def job(self) -> Job:
-        hosts = self.space.freedom.slots_per_host
-        return Job.of_profile(self.profile, slots=self.space.slots, slots_per_host=hosts)
-
-    @cached_property
-    def settings(self) -> Settings:
-        return Settings(self.space, self.job)
-
-    @cached_property
-    def prior(self) -> Prior:
-        settings = self.settings
-        return Prior(self.job.hardware, settings.effects, settings.is_switch)
+    @classmethod
+    def of(cls, problem: Problem) -> Configurations:
+        space = problem.space
+        hosts = space.freedom.slots_per_host
+        job = Job.of_profile(problem.profile, slots=space.slots, slots_per_host=hosts)
+        settings = Settings(space, job)
+        return cls(problem, settings, Prior(job.hardware, settings.effects, settings.is_switch))
 
     @cached_property
     def sample_part(self) -> float:
         """Part of the memory that a sample takes."""
-        return max(1, self.profile.activation_bytes_per_sample) / self.profile.slot_memory_bytes
+        profile = self.problem.profile
+        return max(1, profile.activation_bytes_per_sample) / profile.slot_memory_bytes
 
     def edge(self, settings: Mapping[str, Any]) -> float:
         """The largest micro batch that should fit; in the middle between it and the next."""
-        return math.floor(self.largest(settings)) + 0.5
+        return math.floor(largest_micro_batch(self.problem, self.memory, settings)) + 0.5
 
     def points(
         self,
@@ -129,12 +103,9 @@ class Problem:
             micro_batch, gas: of each, (n,).
             edges: the largest micro batches of the settings.
         """
-        none = np.zeros((0, len(COLUMNS))), np.zeros((0, len(self.settings.effects)))
-        work, traits = (
-            (np.stack(both) for both in zip(*((r.work, r.traits) for r in rows), strict=True))
-            if rows
-            else none
-        )
+        count, num_traits = len(rows), len(self.settings.effects)
+        work = np.array([row.work for row in rows]).reshape(count, len(COLUMNS))
+        traits = np.array([row.traits for row in rows]).reshape(count, num_traits)
         size = np.asarray(micro_batch, float)
         return Points(
             work=work[where],
@@ -148,7 +119,7 @@ class Problem:
         """Return the offset between the logarithms of a rate and a time, (n,)."""
         groups = points.work[:, COLUMNS.index("data_parallel")]
         work: Array = np.log(points.micro_batch * points.gas * groups)
-        return np.zeros(len(work)) if self.objective.smaller_is_better else work
+        return np.zeros(len(work)) if self.problem.objective.smaller_is_better else work
 
     def octaves(self, points: Points) -> Array:
         """Octaves of the micro batches above the largest that should fit."""
@@ -162,73 +133,80 @@ class Predictions:
     """What is known of all configurations.
 
     Attributes:
+        configurations: of the problem.
         speed: predicted times.
         runs: which configurations run.
-        histories: what was tried of each choice of settings, by strategy and values.
-        measured: what was measured, with its points and the logarithms of its rates.
-        running: what is being measured.
+        histories: what was tried of each choice of settings, by branch and index.
+        measured: what was measured.
+        measured_points: the same for the model of speed.
+        running: what is being measured, for the same.
         lacking: micro batches and accumulation steps from which on data are lacking.
         log_unit: logarithm of the seconds of the unit of `speed`; None before anything ran.
     """
 
-    problem: Problem
+    configurations: Configurations
     speed: Posterior
     runs: Feasibility
-    histories: Mapping[tuple[Strategy, Any], History]
-    measured: Sequence[Tried]
+    histories: Mapping[tuple[int, int], History]
+    measured: Sequence[Point]
     measured_points: Points
     running: Points
     lacking: Sequence[tuple[int, int]]
     log_unit: float | None
 
     @classmethod
-    def of(cls, problem: Problem, tried: Sequence[Tried]) -> Predictions:
+    def of(cls, known: Configurations, observations: Sequence[Observation]) -> Predictions:
         """Return what trials tell, fitted to all of them."""
-        rows = [problem.settings.row_of(each.strategy, each.settings) for each in tried]
-        points = _points_of(problem, tried, rows)
-        octaves = problem.octaves(points).tolist()
-        histories: dict[tuple[Strategy, Any], History] = defaultdict(History)
+        problem, settings = known.problem, known.settings
+        located = [
+            (each.point, each)
+            for each in observations
+            if each.point is not None and each.source is not Source.FINAL
+        ]
+        points = _points_of(known, located)
+        octaves = known.octaves(points).tolist()
+        histories: dict[tuple[int, int], History] = defaultdict(History)
         ended, measured, lacking = [], [], []
-        strategies = list(problem.space.strategies)
-        for place, (each, row) in enumerate(zip(tried, rows, strict=True)):
-            history = histories[each.strategy, row.values]
-            history.sizes.add(each.micro_batch)
+        for place, (point, each) in enumerate(located):
+            history = histories[point.branch, point.index]
+            if each.is_exact:
+                history.sizes.add(point.micro_batch)
             outcome = each.outcome
             if outcome is None:
                 continue
-            if each.strategy in strategies:
-                at = strategies.index(each.strategy)
-                ended.append(Ended(at, row.values, octaves[place], outcome))
-                history.add(each.micro_batch, ended[-1])
+            values = settings.row(point.branch, point.index).values
+            ended.append(Ended(point.branch, values, octaves[place], outcome))
+            if each.is_exact:
+                history.add(point.micro_batch, ended[-1])
             if outcome.smaller_may_run:
-                lacking.append((each.micro_batch, each.gas))
+                lacking.append((each.batch.micro_batch, each.batch.gas))
             if outcome.most_samples is not None:
                 lacking.append((outcome.most_samples + 1, 1))
             value = outcome.value(problem.objective)
             if value is not None and 0 < value < math.inf:
                 measured.append(place)
         found = points.only(np.array(measured, int))
-        outcomes = [tried[place].outcome for place in measured]
+        outcomes = [located[place][1].outcome for place in measured]
         metrics = [outcome.metrics for outcome in outcomes if outcome and outcome.metrics]
         sign = 1 if problem.objective.smaller_is_better else -1
-        values = np.array([m.value(problem.objective.metric) for m in metrics], float)
-        log_s = problem.log_work(found) + sign * np.log(values)
+        values_of = np.array([m.value(problem.objective.metric) for m in metrics], float)
+        log_s = known.log_work(found) + sign * np.log(values_of)
         errors = np.array([m.standard_error for m in metrics], float)
         units = np.log([m.latency / 1000 for m in metrics]) - log_s
-        running = np.array([n for n, each in enumerate(tried) if each.outcome is None], int)
+        running = [place for place, (_, each) in enumerate(located) if each.outcome is None]
         return cls(
-            problem,
-            fit(problem.prior, found, log_s, errors),
+            known,
+            fit(known.prior, found, log_s, errors),
             Feasibility(
                 ended,
-                len(strategies),
-                predicted=problem.is_predicted,
+                len(problem.space.branches),
+                predicted=known.memory is not None,
                 on_device=problem.profile.host_memory_bytes > 0,
             ),
             histories,
-            [tried[place] for place in measured],
+            [located[place][0] for place in measured],
             found,
-            points.only(running),
+            points.only(np.array(running, int)),
             lacking,
             float(np.median(units)) if len(units) else None,
         )
@@ -239,40 +217,42 @@ class Predictions:
 
     def log_rate(self, points: Points) -> Array:
         """Return the predicted logarithms of the objective, larger is better, (n,)."""
-        rates: Array = self.problem.log_work(points) - self.speed.predict(points)[0]
+        rates: Array = self.configurations.log_work(points) - self.speed.predict(points)[0]
         return rates
 
     @cached_property
-    def incumbent(self) -> tuple[Points, Mapping[str, Any], float] | None:
-        """The best by the model, which noise misleads less, its settings and its log rate."""
-        points = self.measured_points
-        if not len(points):
-            return None
-        rates = self.log_rate(points)
-        best = int(np.argmax(rates))
-        return points.only(np.array([best])), self.measured[best].settings, float(rates[best])
+    def measured_rates(self) -> Array:
+        """Predicted logarithms of what was measured, which noise misleads less, (n,)."""
+        return self.log_rate(self.measured_points)
 
-    def best_settings(self, strategy: Strategy) -> Mapping[str, Any]:
-        """The settings of the best that was measured of a strategy, or else of any."""
+    @cached_property
+    def incumbent(self) -> tuple[Points, float] | None:
+        """The best so far by the model, and the logarithm of its rate."""
+        if not self.measured:
+            return None
+        best = int(np.argmax(self.measured_rates))
+        return self.measured_points.only(np.array([best])), float(self.measured_rates[best])
+
+    def best_settings(self, branch: int) -> Mapping[str, Any]:
+        """The settings of the best that was measured of a branch, or else of any."""
         if not self.measured:
             return {}
-        rates = self.log_rate(self.measured_points)
-        own = np.array([each.strategy == strategy for each in self.measured])
+        rates = self.measured_rates.copy()
+        own = np.array([point.branch == branch for point in self.measured])
         if own.any():
             rates[~own] = -np.inf
-        return self.measured[int(np.argmax(rates))].settings
+        best = self.measured[int(np.argmax(rates))]
+        return self.configurations.settings.of(best.branch, best.index)
 
 
-def _points_of(problem: Problem, tried: Sequence[Tried], rows: Sequence[Row]) -> Points:
-    edges: dict[Any, float] = {}
-    for each, row in zip(tried, rows, strict=True):
-        key = each.strategy, row.values
-        if key not in edges:
-            edges[key] = problem.edge(each.settings)
-    return problem.points(
-        rows,
-        np.arange(len(tried)),
-        np.array([each.micro_batch for each in tried], float),
-        np.array([each.gas for each in tried], float),
-        [edges[each.strategy, row.values] for each, row in zip(tried, rows, strict=True)],
+def _points_of(known: Configurations, located: Sequence[tuple[Point, Observation]]) -> Points:
+    """Return what was tried, with the batch sizes that it had."""
+    keys = list(dict.fromkeys((point.branch, point.index) for point, _ in located))
+    place = {key: number for number, key in enumerate(keys)}
+    return known.points(
+        [known.settings.row(*key) for key in keys],
+        np.array([place[point.branch, point.index] for point, _ in located], int),
+        np.array([each.batch.micro_batch for _, each in located], float),
+        np.array([each.batch.gas for _, each in located], float),
+        [known.edge(known.settings.of(*key)) for key in keys],
     )
