@@ -11,7 +11,7 @@ from typing import Any
 
 from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
-from dsat.engines.local.launch import LocalOptions
+from dsat.engines.local.start import LocalOptions
 from dsat.in_trial.simulation.server import AS_IF_CUDA
 from dsat.inputs import entrypoint, experiment
 from dsat.memory import MemoryEstimate

@@ -148,8 +148,8 @@ def _run(words: list[str]) -> int:
     elif words[:1] == ["-c"]:
         return _run_program(words[1])
     else:
-        assert words[:2] == LOOK, words
-        accelerators.answer_to(words[2:])
+        assert words == LOOK, words
+        accelerators.look()
     return 0
 
 

@@ -20,8 +20,8 @@ from dsat.app.memory_tables import Estimate, Line
 from dsat.app.source import Source
 from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
-from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.machine import find_machine_for_simulations
+from dsat.engines.local.start import LocalOptions
 from dsat.errors import DsatError, UserInputError
 from dsat.in_trial.simulation.server import AS_IF_CUDA
 from dsat.inputs import ds_config, hf_config, script_args

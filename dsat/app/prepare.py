@@ -19,9 +19,9 @@ from dsat.app.hosts import all_slots, check_slots, describe
 from dsat.app.source import Source
 from dsat.engines import places
 from dsat.engines.local import device_use
-from dsat.engines.local.first_run import FirstRun
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import Machine
+from dsat.engines.local.own_command import OwnCommand
 from dsat.engines.places import ENGINE_NAMES
 from dsat.engines.places.base import Environment
 from dsat.errors import UserInputError
@@ -57,7 +57,7 @@ class Prepared:
     hosts: tuple[Host, ...]
     plan: Plan
     native: Autotuning | None
-    first: FirstRun | None
+    first: OwnCommand | None
     began_s: float
 
     @property
@@ -235,11 +235,11 @@ def _with_slots(
         given, where = settings.arg_mappings, "--arg-mapping"
     else:
         own = program.slots or 1
-        _check_slots(settings, hosts_of.comparable(hosts, own), own)
+        _check_slots(settings, hosts_of.with_slots(hosts, own), own)
         slots = section.slots_of(program.slots or available, where=str(program.config_path))
         program = replace(program, slots=slots)
         given, where = section.arg_mappings, f"{program.config_path}: autotuning.arg_mappings"
-    chosen = hosts_of.comparable(hosts, slots)
+    chosen = hosts_of.with_slots(hosts, slots)
     _check_slots(settings, chosen, slots)
     mappings = script_args.checked(given, program.args, where=where)
     experiment = replace(source.experiment, arg_mappings=mappings)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dsat.app import own_files
-from dsat.engines.local.first_run import FirstRun
-from dsat.engines.local.leftovers import TRIAL_VARIABLE
+from dsat.engines.local.own_command import OwnCommand
 from dsat.errors import UserInputError
+from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.in_trial.script_api import hparams_of_this_task
 from dsat.inputs import ds_config, recorded_start
 from dsat.inputs import entrypoint as entrypoints
@@ -70,10 +70,10 @@ class Source:
             and not _HIDE_THE_HOOK.intersection(program.python_options)
         )
 
-    def first_run(self, options: TrialOptions, slots: int | None) -> FirstRun:
+    def first_run(self, options: TrialOptions, slots: int | None) -> OwnCommand:
         """Begin the user's command as the first trial; a plain script is started `slots` times."""
         ranks = self._ranks(slots)
-        return FirstRun(
+        return OwnCommand(
             self.command, Path.cwd(), timeout_s=options.timeout_s, options=options, ranks=ranks
         )
 
@@ -89,7 +89,7 @@ class Source:
         # On several hosts the script alone shows its configuration.
         launch = self.program.launch
         own = not launch.hosts and launch.nodes == 1
-        run = FirstRun(
+        run = OwnCommand(
             self.command if own else self.program.command(),
             Path.cwd(),
             timeout_s=timeout_s,
@@ -102,7 +102,7 @@ class Source:
         finally:
             run.close()
 
-    def as_recorded(self, run: FirstRun) -> Source:
+    def as_recorded(self, run: OwnCommand) -> Source:
         """Return this with the program and the configuration that a run of the command shows."""
         ranks, cores = run.ranks(), os.sched_getaffinity(0)
         program, own = recorded_start.program_of(ranks, self.command, run.env, cores), self.program

@@ -51,6 +51,8 @@ def prepare(
     import torch
 
     trial, on_cpu = Trial.from_json(spec.trial), not spec.task["devices"]
+    if spec.defaults_local_rank:
+        _default_local_rank(os.environ["LOCAL_RANK"])
     _show_compilations(progress)
     if spec.threads:
         torch.set_num_threads(spec.threads)
@@ -98,7 +100,7 @@ def prevent_side_effects(spec: RankSpec, folder: Path, effects: SideEffects | No
         effects.prevent(simulated=spec.simulation_socket is not None)
 
 
-def default_local_rank(local_rank: str) -> None:
+def _default_local_rank(local_rank: str) -> None:
     """Give a script that is started without a launcher the `--local_rank` that a launcher passes.
 
     Its default is mostly 0 or -1, and DeepSpeed refuses to run if it is not the rank's own.

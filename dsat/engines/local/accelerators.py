@@ -1,6 +1,6 @@
 """Look at the accelerators of this machine, and print the slots as JSON.
 
-    python3 -m dsat.engines.local.accelerators [--check ACCELERATOR VARIABLES DEVICE]
+    python3 -m dsat.engines.local.accelerators
 
 Asking an accelerator how many devices it has can initialise it, and a process in which it is
 initialised cannot fork trials; so this process does nothing else.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -152,29 +151,11 @@ def _visible_devices_variables(accelerator: Any) -> list[str]:
     return [*found, *(name for name in ("HIP_VISIBLE_DEVICES",) if name in os.environ)]
 
 
-def _check(accelerator: str, variables: Sequence[str], device: str) -> dict[str, str]:
-    """Use a device, as the only one that this process sees; return the problem, if there is one."""
-    os.environ.update(dict.fromkeys(variables, device))
-    import torch
-
-    try:
-        torch.empty(1, device=accelerator).add_(1).cpu()
-    except Exception as error:
-        # torch's errors go on with advice.
-        first = (str(error).splitlines() or [""])[0]
-        return {"problem": f"{type(error).__name__}: {first}"}
-    return {"problem": ""}
-
-
-def answer_to(options: Sequence[str]) -> None:
-    """Print the answer to the options of this module as a program."""
-    if options[:1] == ["--check"]:
-        answer: Mapping[str, Any] = _check(options[1], options[2].split(","), options[3])
-    else:
-        answer = asdict(_inspect())
-    print(MARK + json.dumps(answer), flush=True)
+def look() -> None:
+    """Print the slots of this machine."""
+    print(MARK + json.dumps(asdict(_inspect())), flush=True)
 
 
 if __name__ == "__main__":
-    answer_to(sys.argv[1:])
+    look()
     os._exit(0)  # an orderly end takes the interpreter a second, with torch in it

@@ -4,44 +4,39 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dsat.engines.local import trial_result
+from dsat.engines.local.agents import Agents
 from dsat.engines.local.heartbeats import PING_EVERY_S
 from dsat.engines.local.hosts import Host, without_segments
-from dsat.engines.local.launch import LINGER_S, LocalOptions, working_folder
-from dsat.engines.local.leftovers import CompilerLocks, remove
-from dsat.engines.local.preparation import Preparation
+from dsat.engines.local.own_command import OwnCommand
 from dsat.engines.local.rank_settings import offloads
-from dsat.engines.local.retries import Again, Retries
-from dsat.engines.local.running import (
+from dsat.engines.local.retries import Retries, Retry
+from dsat.engines.local.running import ActivityLog, Running, find_overdue
+from dsat.engines.local.slots import DeviceErrors, Slots
+from dsat.engines.local.start import (
     FULL_RUN_ID,
     SIMULATION_ID,
-    Running,
+    LocalOptions,
     Start,
-    Way,
-    slow_activities,
+    StartMethod,
 )
-from dsat.engines.local.slots import Slots
+from dsat.engines.local.starts import LINGER_S, StartBuilder
 from dsat.engines.local.supervisor import GRACE_AFTER_FAILURE_S
-from dsat.engines.local.supervisors import LOST, Supervisors
-from dsat.in_trial.meter_spec import MeterSpec
+from dsat.engines.local.supervisors import LOST
+from dsat.engines.local.trial_folder import working_folder
 from dsat.in_trial.rank_files import MODULES_FILE, result_file
-from dsat.in_trial.simulation.server import CAPTURED_MICRO_BATCH
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
-from dsat.space.overrides import overrides_for
-from dsat.values import parallelism, slow
 from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.parallelism import DATA_ONLY
-from dsat.values.trial import BatchTriple, Trial, TrialKind
+from dsat.values.trial import Trial
 
 _log = logging.getLogger(__name__)
 _SIMULATION_POLL_S = 0.05
@@ -60,8 +55,8 @@ class LocalEngine:
         hosts: where, with equally many slots each; simulations run on the first. Several must share
             the run's folder and the model's.
         folder: of the run.
-        trials: where trials get their folders; by default `folder / "trials"`.
         options: how trials are run and measured.
+        own: the user's own command, which runs already and becomes the first trial.
     """
 
     def __init__(
@@ -73,64 +68,59 @@ class LocalEngine:
         options: LocalOptions,
         *,
         slots_per_trial: int,
-        trials: Path | None = None,
+        own: OwnCommand | None = None,
     ) -> None:
         self._hosts = list(hosts)
-        self._options = options
-        self._slots_per_trial = slots_per_trial
         cwd = working_folder(experiment, folder).resolve()
-        self._preparation = Preparation(
-            experiment, program, folder, trials or folder / "trials", cwd, options
-        )
         self._slots = Slots(self._hosts, slots_per_trial)
-        self._retries = Retries(_ways(program, options, self._hosts))
+        host_slots = self._hosts[0].machine.num_slots
+        self._builder = StartBuilder(
+            experiment, program, folder, cwd, options, slots_per_trial, host_slots
+        )
+        self._devices = DeviceErrors()
+        self._retries = Retries(_methods(program, options, self._hosts))
+        self._agents = Agents(self._builder, self._hosts, own)
         self._waiting: list[Start] = []
         self._running: dict[int, Running] = {}
         self._known: set[int] = set()
         self._ended: list[tuple[int, Outcome]] = []  # for `poll`
-        self._lost: list[str] = []  # slots, for the warnings of the next outcome
+        self._lost: list[str] = []  # hosts, for the warnings of the next outcome
+        self._activities = ActivityLog()
         self._closed = False
-        self._logged = set[str]()  # activities that take long
-        env = {**experiment.env, **program.env}
-        self._locks = CompilerLocks({**os.environ, **env})
-        self._locks.remove()
-        self._supervisors = Supervisors(hosts, folder, env=env)
-        try:
-            if any(host.prefix for host in hosts):
-                named = filter(None, (program.script, program.config_path))
-                self._supervisors.check_files(cwd, [cwd / name for name in named])
-            if self._retries.way is Way.FORKED:
-                self._warm_up()
-        except BaseException:
-            self._supervisors.kill()
-            raise
+        if own is None:
+            self._agents.remove_locks()
+            self._begin_trials()
 
     @property
     def num_slots(self) -> int:
         """Slots that work; of one trial if each runs the user's command, one after the other."""
         usable = self._slots.usable
-        return min(usable, self._slots_per_trial) if self.needs_command else usable
+        return min(usable, self._slots.needed) if self.needs_command else usable
 
     @property
     def needs_command(self) -> str:
         """Reason for which each trial runs the user's command again; empty if none does."""
-        if self._retries.way is not Way.COMMAND:
+        if self._retries.method is not StartMethod.COMMAND:
             return ""
-        reason = self._preparation.program.needs_command
+        reason = self._builder.program.needs_command
         return reason or f"started by dsat, they failed with {self._retries.failure}"
 
     def launch(self, trial: Trial) -> None:
         if trial.id in self._known:
             return
+        own = self._agents.own
+        if own is not None and own.is_of(trial):
+            self._known.add(trial.id)
+            start = self._builder.start_of(trial)
+            running = own.become(start, self._builder.config_of(start))
+            self._running[trial.id] = running
+            if not running.hosts_going_on:
+                self._on_trial_ended(running)
+            return
+        self._begin_trials()
         self._slots.check_free(waiting=len(self._waiting))
-        spec = MeterSpec.of_trial(
-            trial,
-            self._options.trial,
-            slots=self._slots_per_trial,
-            host_slots=self._hosts[0].machine.num_slots,
-        )
         self._known.add(trial.id)
-        self._waiting.append(Start(trial, self._preparation.trials / trial.name, spec))
+        self._waiting.append(self._builder.start_of(trial))
         self._start_waiting()
 
     def train(self, trial: Trial) -> Path:
@@ -141,10 +131,11 @@ class LocalEngine:
         Returns:
             The run's folder.
         """
-        run = self._preparation.run
+        run = self._builder.run
         folder, number = run / "full", 2
         while folder.exists():  # an earlier one, with its checkpoints
             folder, number = run / f"full-{number}", number + 1
+        self._begin_trials()
         self._waiting.append(Start(replace(trial, id=FULL_RUN_ID), folder, None))
         self._start_waiting()
         return folder
@@ -159,24 +150,12 @@ class LocalEngine:
         Returns:
             A file that says, once it exists, why there will be no simulations (`message` in it).
         """
-        size = CAPTURED_MICRO_BATCH
-        batch = BatchTriple(size, size, 1)
-        own = parallelism.of_config(self._preparation.experiment.base_config)
-        alone = {} if own == DATA_ONLY else DATA_ONLY.settings  # it is a single rank
-        trial = Trial(
-            SIMULATION_ID,
-            TrialKind.SEARCH,
-            "simulation",
-            0,
-            batch,
-            overrides_for({**alone, "stage": 0}, batch),
-            script_args=script_args,
-        )
-        folder = self._preparation.run / "simulation"
+        start = self._builder.simulation(address, script_args)
+        self._begin_trials()
         if 0 not in self._slots.lost:  # the socket is on it
-            self._waiting.append(Start(trial, folder, None, address))
+            self._waiting.append(start)
             self._start_waiting()
-        return folder / result_file(0)
+        return start.folder / result_file(0)
 
     def has_simulation_server(self) -> bool:
         """Return whether the simulation server runs, or is yet to begin."""
@@ -210,72 +189,83 @@ class LocalEngine:
                 self._ended.append((trial_id, canceled))
         if trial_id in self._running:
             self._running[trial_id].canceled = True
-            _end(self._supervisors, self._running[trial_id], grace_s=0)
+            self._end(self._running[trial_id], grace_s=0)
 
     def close(self) -> None:
         if not self._closed:
-            self._supervisors.close()  # a Ctrl-C meanwhile leaves this to be done again
-            self._locks.remove(own=bool(self._running) and len(self._hosts) == 1)
+            for running in self._running.values():
+                if running.start.is_own:  # its files go as well
+                    running.folder.unlink(missing_ok=True)
+            self._agents.close()  # a Ctrl-C meanwhile leaves this to be done again
+            self._agents.remove_locks(own=bool(self._running) and len(self._hosts) == 1)
             self._running.clear()
             self._closed = True
 
     def import_modules_of(self, folder: Path) -> None:
         """Import in advance what the user's script imported in a trial, whose folder this is."""
-        # On a device that no longer works, the check after the imports would not come back.
-        if self._retries.way is not Way.FORKED or any(self._slots.broken):
+        # The check after the imports would wait for a driver that is stuck.
+        if self._retries.method is not StartMethod.FORKED or self._devices.failure:
             return
         try:
             modules = json.loads((folder / MODULES_FILE).read_text())
         except (OSError, ValueError):  # where also scripts may write
             return
         if isinstance(modules, list) and all(isinstance(name, str) for name in modules):
-            self._warm_up(modules)
+            self._retries.on_warm_up(self._agents.import_modules(modules))
 
-    def _warm_up(self, modules: Sequence[str] = ()) -> None:
-        which = f"{len(modules)} modules of your script" if modules else "torch and DeepSpeed"
-        with slow.logged(_log, f"importing {which} once"):
-            imported = modules or self._options.imported
-            self._retries.on_warm_up(self._supervisors.warm_up(imported))
+    # -- the user's own command
+
+    def _begin_trials(self) -> None:
+        """Begin with other trials than the user's own command."""
+        if self._agents.has_begun:
+            return
+        for running in self._running.values():  # the command's files go as well
+            running.folder.unlink(missing_ok=True)
+        self._retries.on_warm_up(self._agents.begin(self._retries.method))
 
     def _start_waiting(self) -> None:
         """Start what has been requested, in that order, as far as there is room."""
-        while self._waiting:
+        while self._waiting and not self._devices.failure:
             start = self._waiting[0]
             # An optimizer on the host needs its cores and memory for itself.
-            on_host = offloads(self._preparation.config_of(start))
+            on_host = offloads(self._builder.config_of(start))
             alone = start.alone or (on_host and not self._hosts[0].machine.is_cpu)
             shares = self._slots.find_room(start, self._running.values(), alone=alone)
             if shares is None:
                 self._slots.check_enough()
                 return
             del self._waiting[0]
-            way, why = self._retries.way, self.needs_command
-            running, requests = self._preparation.prepare(start, shares, way, why=why)
+            method = self._retries.method
+            requests = self._builder.build(start, shares, method)
+            running = Running(start, shares, method)
             running.alone = alone and bool(shares[0].slots)
             if start.simulation_socket is None:
                 for other in self._running.values():
                     other.beside = running.beside = True
             self._running[start.trial.id] = running
-            for host, request in requests.items():
-                self._supervisors.send(host, request)
+            self._agents.send(requests)
 
     def _wait(self, timeout_s: float) -> None:
         """Wait until a trial has ended or for so long; what has ended is kept for `poll`."""
         deadline, before = time.monotonic() + timeout_s, len(self._ended)
         while len(self._ended) == before:
+            if not self._running:
+                self._devices.check()
             if not (self._running or self._waiting):
                 self._slots.check_enough()
             self._start_waiting()
             # What has ended by now did so in time, however long this process was busy.
-            messages = self._supervisors.receive(0.0)
+            messages = self._agents.supervisors.receive(0.0)
             if not messages:
                 now = time.monotonic()
-                ends = [deadline, now + PING_EVERY_S, *self._end_overdue(now)]
-                for name, activity in slow_activities(self._running.values(), self._waiting):
-                    if activity not in self._logged:
-                        self._logged.add(activity)
-                        _log.info("%s: %s", name, activity)
-                messages = self._supervisors.receive(max(0.0, min(ends) - now))
+                overdue, left_s = find_overdue(
+                    self._running.values(), self._builder.options.trial.timeout_s
+                )
+                for running in overdue:
+                    self._end(running, grace_s=0)
+                ends = [deadline, now + PING_EVERY_S, now + left_s]
+                self._activities.write(self._running.values(), self._waiting)
+                messages = self._agents.supervisors.receive(max(0.0, min(ends) - now))
             for host, message in messages:
                 if message["event"] == LOST:
                     self._lose(host, message["reason"])
@@ -284,18 +274,10 @@ class LocalEngine:
             if time.monotonic() >= deadline:
                 break
 
-    def _end_overdue(self, now: float) -> Iterator[float]:
-        """End trials that take too long; yield when others will."""
-        limit_s = self._options.trial.timeout_s
-        for running in self._running.values():
-            if running.timed_out or running.trial.id in (FULL_RUN_ID, SIMULATION_ID):
-                continue
-            left_s = limit_s - running.clock.now_s()
-            if left_s <= 0:
-                running.timed_out = True
-                _end(self._supervisors, running, grace_s=0)
-            else:
-                yield now + left_s
+    def _end(self, running: Running, *, grace_s: float) -> None:
+        """Have the ranks of a trial killed that do not end by themselves in time."""
+        request = {"op": "kill", "trial": running.trial.id, "grace_s": grace_s}
+        self._agents.send(dict.fromkeys(running.hosts_going_on, request))
 
     def _on_ranks_ended(self, host: int, message: Mapping[str, Any]) -> None:
         """Take in that a trial's ranks on a host have ended."""
@@ -305,9 +287,9 @@ class LocalEngine:
             self._on_trial_ended(running)
         elif any(message["statuses"]):
             # As among the ranks of one host: they see it fail, and their own report may say more.
-            _end(self._supervisors, running, grace_s=GRACE_AFTER_FAILURE_S)
+            self._end(running, grace_s=GRACE_AFTER_FAILURE_S)
         elif running.trial.id != FULL_RUN_ID:
-            _end(self._supervisors, running, grace_s=LINGER_S)
+            self._end(running, grace_s=LINGER_S)
 
     def _lose(self, host: int, reason: str) -> None:
         """Go on without a host. Trials that had ranks there are ended elsewhere too."""
@@ -322,27 +304,29 @@ class LocalEngine:
             statuses = [-signal.SIGKILL] * share.ranks
             running.ended[host] = {"statuses": statuses, "killed": [True] * share.ranks}
             if running.hosts_going_on:
-                _end(self._supervisors, running, grace_s=0)
+                self._end(running, grace_s=0)
             else:
                 self._on_trial_ended(running)
 
     def _on_trial_ended(self, running: Running) -> None:
-        """Take in that a trial has ended; there is no outcome if it is run again."""
+        """Report that a trial has ended; there is no outcome if it runs again."""
         del self._running[running.trial.id]
-        remove(running.swap)
         if running.trial.id == SIMULATION_ID:
             return
-        outcome = trial_result.of(running, timeout_s=self._options.trial.timeout_s)
-        lost = self._slots.check(running.shares, outcome, stuck=running.stuck)
-        self._lost += lost
-        self._slots.give_back(running.shares)
+        outcome = trial_result.of(running, timeout_s=self._builder.options.trial.timeout_s)
+        if not running.start.is_own:
+            self._slots.give_back(running.shares)
         if not outcome.ok:
             # Compilers of trials that go on are seen if they run here.
-            self._locks.remove(own=len(self._hosts) == 1 or not self._running)
-        again = self._retries.decide(running, outcome, broken=bool(lost))
-        if again is not None:
-            self._run_again(running, outcome, again)
+            self._agents.remove_locks(own=len(self._hosts) == 1 or not self._running)
+        self._devices.note(running, outcome)
+        retry = None if self._devices.failure else self._retries.decide(running, outcome)
+        if retry is not None:
+            self._run_again(running, outcome, retry)
             return
+        if self._agents.own is not None:
+            self._agents.own.move_files()
+            self._agents.end_own()
         if running.trial.profiles and outcome.ok:
             self.import_modules_of(running.folder)
             outcome = trial_result.with_smallest_device(outcome, self._hosts)
@@ -351,35 +335,33 @@ class LocalEngine:
         warnings, self._lost = (*outcome.warnings, *self._lost), []
         self._ended.append((running.trial.id, replace(outcome, warnings=warnings)))
 
-    def _run_again(self, running: Running, outcome: Outcome, again: Again) -> None:
-        if again is Again.NO_SEGMENTS:
+    def _run_again(self, running: Running, outcome: Outcome, retry: Retry) -> None:
+        if running.start.is_own:
+            running.folder.unlink()  # a link to the command's
+            self._begin_trials()
+        if retry.drops_segments:
             self._hosts[:] = without_segments(self._hosts)
-        if again is Again.ELSEWHERE:
+        if retry.after_loss:
             time.sleep(_RETRY_AFTER_S)
-        _log.info("%s failed (%s); %s", running.trial.name, outcome.message, again.value)
+        _log.info("%s failed (%s); %s", running.trial.name, outcome.message, retry)
         folder = running.folder
         if running.lost:  # a host that is only cut off may still write there
             folder = folder.with_name(folder.name + _AGAIN)
-        alone = again is Again.ALONE or running.start.alone
-        self._waiting.append(replace(running.start, folder=folder, alone=alone))
+        alone = running.start.alone or not retry.after_loss
+        self._waiting.append(replace(running.start, folder=folder, alone=alone, own_ranks=None))
 
 
-def _ways(program: Entrypoint, options: LocalOptions, hosts: Sequence[Host]) -> list[Way]:
-    """Return the ways in which ranks may be started, the first one first."""
-    command = [Way.COMMAND] if program.started_in and len(hosts) == 1 else []
+def _methods(
+    program: Entrypoint, options: LocalOptions, hosts: Sequence[Host]
+) -> list[StartMethod]:
+    """Return the methods by which ranks may be started, the first one first."""
     if program.needs_command:
-        return [Way.COMMAND]
+        return [StartMethod.COMMAND]
+    command = [StartMethod.COMMAND] if program.started_in and len(hosts) == 1 else []
     # Options of the interpreter need an interpreter of their own.
     if options.cold or program.python_options or program.interpreter:
-        return [Way.FRESH, *command]
-    return [Way.FORKED, Way.FRESH, *command]
-
-
-def _end(supervisors: Supervisors, running: Running, *, grace_s: float) -> None:
-    """Have the ranks of a trial killed that do not end by themselves in time."""
-    for host in running.hosts_going_on:
-        request = {"op": "kill", "trial": running.trial.id, "grace_s": grace_s}
-        supervisors.send(host, request)
+        return [StartMethod.FRESH, *command]
+    return [StartMethod.FORKED, StartMethod.FRESH, *command]
 
 
 def _rename_to_trial(folder: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from dsat.engines.local.machine import Machine
 from dsat.in_trial.loopback import ADDRESS
 
-_UNSEEN = Machine("", "", (), (), 0)
+UNSEEN = Machine("", "", (), (), 0)
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Host:
         is_here: whether this process runs on it.
     """
 
-    machine: Machine = _UNSEEN
+    machine: Machine = UNSEEN
     name: str = ""
     prefix: tuple[str, ...] = ()
     address: str = ADDRESS

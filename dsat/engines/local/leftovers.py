@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import glob
+import hashlib
 import math
 import os
 import shutil
 import signal
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.values.files import home
 
 # In the environment of supervisors, and so of all that they fork.
 RUN_VARIABLE = "DSAT_RUN_DIR"
-TRIAL_VARIABLE = "DSAT_TRIAL_DIR"
 _PORTS_FILE = "used-ports"
 _ROUNDS, _PAUSE_S = 200, 0.02
 _OFFLOADED = ("offload_optimizer", "offload_param")
@@ -103,28 +105,46 @@ def unlink_shared_memory(file: Path, *ports: int) -> None:
 # -- swap folders
 
 
-def with_own_swap_folder(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[Path]]:
-    """Return a DeepSpeed configuration that swaps to a folder of its own, and such folders.
+def with_own_swap_folder(config: Mapping[str, Any], run: Path, trial: str) -> dict[str, Any]:
+    """Return a DeepSpeed configuration that swaps to a folder of the trial's own.
 
     DeepSpeed removes the folder that it swaps to when it starts (deepspeed 0.19.8,
     runtime/swap_tensor/partitioned_param_swapper.py), although other trials may be using it.
     """
     own: dict[str, Any] = copy.deepcopy(dict(config))
-    folders = []
-    zero = own.get("zero_optimization") or {}
-    for section in _OFFLOADED:
-        offload = zero.get(section)
-        if isinstance(offload, dict) and offload.get("device") == "nvme":
-            folder = Path(str(offload.get("nvme_path", "/local_nvme"))) / name
-            zero[section] = {**offload, "nvme_path": str(folder)}  # both may be one object
-            folders.append(folder)
-    for folder in folders:
+    # Folders of runs may have the same name in two projects.
+    place = f"{socket.gethostname()}:{run.resolve()}"
+    name = f"dsat-{hashlib.sha256(place.encode()).hexdigest()[:12]}-{trial}"
+    for section, offload in _on_nvme(own):
+        folder = Path(str(offload.get("nvme_path", "/local_nvme"))) / name
+        # Both sections may be one object.
+        own["zero_optimization"][section] = {**offload, "nvme_path": str(folder)}
+    return own
+
+
+def swap_folders(config: Mapping[str, Any]) -> list[str]:
+    """Return the folders that a configuration swaps to."""
+    return list(dict.fromkeys(offload["nvme_path"] for _, offload in _on_nvme(config)))
+
+
+def _on_nvme(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the sections that offload to NVMe."""
+    zero = config.get("zero_optimization") or {}
+    found = [(section, zero.get(section)) for section in _OFFLOADED]
+    return [(s, o) for s, o in found if isinstance(o, dict) and o.get("device") == "nvme"]
+
+
+def make_folders(folders: Sequence[str]) -> list[Path]:
+    """Make swap folders on this host; return those that were not there before."""
+    made = []
+    for folder in map(Path, folders):
         with contextlib.suppress(OSError):  # DeepSpeed's own message says more
-            folder.mkdir(parents=True, exist_ok=True)
-    return own, folders
+            folder.mkdir(parents=True)
+            made.append(folder)
+    return made
 
 
-def remove(folders: list[Path]) -> None:
+def remove_folders(folders: Sequence[Path]) -> None:
     """Remove swap folders."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

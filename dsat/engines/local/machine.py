@@ -98,6 +98,10 @@ class Machine:
             for variable in self.visible_devices
         }
 
+    def devices_of(self, slots: Sequence[int]) -> list[str]:
+        """Return the devices of some slots; none of a machine that was not looked at."""
+        return [self.devices[slot] for slot in slots if slot < len(self.devices)]
+
     def with_slots(self, count: int) -> Machine:
         """Return the machine with so many CPU slots, if only a quota of time leaves fewer."""
         if not self.has_quota or self.num_slots < self.threads:
@@ -138,23 +142,17 @@ class Machine:
             device_names=names,
         )
 
-    def comparable(self, slots: int) -> Machine:
-        """Return the machine with devices on which any trials of so many slots can be compared.
-
-        They are like the first ones, which the user's command takes by itself, or these alone if
-        they differ among themselves.
-        """
-        kinds = list(zip(self.device_names, self.device_memory_bytes, strict=True))
-        first = kinds[:slots]
-        kept = [n for n, kind in enumerate(kinds) if all(_are_alike(kind, one) for one in first)]
-        kept = kept or list(range(len(first)))
-        reasons = tuple(
-            f"{self.accelerator} {self.devices[n]} ({name}, {readable(size, whole=True)}) is left "
-            "out: trials on unequal devices cannot be compared"
-            for n, (name, size) in enumerate(kinds)
-            if n not in kept
-        )
-        return replace(self.at(kept), left_out=(*self.left_out, *reasons))
+    def devices_by_kind(self) -> dict[str, list[str]]:
+        """Return the devices of each kind, by a description of it; none on a CPU."""
+        found: dict[str, list[str]] = {}
+        first: list[tuple[str, int]] = []  # of each kind
+        kinds = zip(self.devices, self.device_names, self.device_memory_bytes, strict=False)
+        for device, name, size in kinds:
+            alike = [one for one in first if one[0] == name and are_close(one[1], size)]
+            first += [] if alike else [(name, size)]
+            kind, memory = alike[0] if alike else (name, size)
+            found.setdefault(f"{kind} ({readable(memory, whole=True)})", []).append(device)
+        return found
 
     def describe(self) -> str:
         """Describe the slots for people."""
@@ -174,11 +172,6 @@ def are_close(*sizes: int) -> bool:
     They differ by the part that firmware keeps.
     """
     return min(sizes) >= (1 - _EQUAL_WITHIN) * max(sizes)
-
-
-def _are_alike(one: tuple[str, int], other: tuple[str, int]) -> bool:
-    """Return whether devices, of a name and a memory, are of one kind."""
-    return one[0] == other[0] and are_close(one[1], other[1])
 
 
 def find_machine(variables: Mapping[str, str] | None = None) -> Machine:
@@ -231,7 +224,7 @@ def find_machines(
         prefixes: words before a command that run it on a machine, by the machine's name.
         variables: of the commands; by default this process's.
     """
-    asked = [_ask([], prefix, variables) for prefix in prefixes.values()]
+    asked = [_ask(prefix, variables) for prefix in prefixes.values()]
     deadline = time.monotonic() + _FIND_LIMIT_S
     try:
         answers = [_answer_of(process, deadline) for process in asked]
@@ -240,27 +233,6 @@ def find_machines(
             _give_up(process)
         raise
     return [_machine(name, answer) for name, answer in zip(prefixes, answers, strict=True)]
-
-
-def problems_with(
-    machine: Machine, slots: Sequence[int], prefix: Sequence[str] = ()
-) -> dict[int, str]:
-    """Return why fresh processes cannot use slots' devices, by slot; nothing for working ones.
-
-    Args:
-        machine: of the slots.
-        slots: to check.
-        prefix: words before a command that run it on the machine, if it is another one.
-    """
-    options = ["--check", machine.accelerator, ",".join(machine.visible_devices)]
-    asked = {slot: _ask([*options, machine.devices[slot]], prefix) for slot in slots}
-    deadline = time.monotonic() + _FIND_LIMIT_S
-    answers = {slot: _answer_of(process, deadline) for slot, process in asked.items()}
-    problems = {
-        slot: answer if isinstance(answer, str) else answer["problem"]
-        for slot, answer in answers.items()
-    }
-    return {slot: problem for slot, problem in problems.items() if problem}
 
 
 def _machine(name: str, answer: dict[str, Any] | str) -> Machine:
@@ -275,12 +247,10 @@ def _machine(name: str, answer: dict[str, Any] | str) -> Machine:
     return Machine(**values)
 
 
-def _ask(
-    options: Sequence[str], prefix: Sequence[str], variables: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """Start a process that may use the accelerator; without options it looks at the slots."""
+def _ask(prefix: Sequence[str], variables: Mapping[str, str] | None) -> subprocess.Popen[str]:
+    """Start a process that looks at the slots, and may use the accelerator."""
     return subprocess.Popen(  # noqa: S603
-        [*prefix, sys.executable, "-m", "dsat.engines.local.accelerators", *options],
+        [*prefix, sys.executable, "-m", "dsat.engines.local.accelerators"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dsat.in_trial.hook import RANK_VARIABLE
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 # Signals that are for dsat: a terminal's, and those that Slurm sends before and at a time limit.
@@ -62,15 +64,16 @@ def become_rank(
         os.chdir(request["cwd"])
         if rank["cores"]:
             os.sched_setaffinity(0, rank["cores"])
-        if request["command"] is not None:
-            _execute(request["command"], rank["env"])
+        if not request["fork"]:
+            own = {RANK_VARIABLE: str(os.getpid())} if request["starts_ranks"] else {}
+            _execute(rank["command"], {**rank["env"], **own})
         for name in set(os.environ) - set(rank["env"]):
             del os.environ[name]
         os.environ.update(rank["env"])
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         from dsat.in_trial import rank as rank_module
 
-        rank_module.run(folder)
+        rank_module.run_forked(folder, rank["command"])
     except BaseException:
         import traceback
 

@@ -12,8 +12,23 @@ from dsat.values.zero_strategy import NONE, of_config
 
 # Otherwise memory is lost between blocks, and runs out before what is allocated says so. The name
 # is understood by all versions of torch; the newer one goes before it where both are set.
-ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-_ALLOCATOR_VARIABLES = {*ALLOCATOR_SETTINGS, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
+_ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+_ALLOCATOR_VARIABLES = {*_ALLOCATOR_SETTINGS, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
+
+
+def settings_of_command(machine: Machine, given: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that memory and speed depend on, for a command that starts its ranks.
+
+    The number of threads is its launcher's affair, but on a CPU, whose slots are cores.
+
+    Args:
+        machine: where it runs.
+        given: variables that are set already.
+    """
+    settings = {"OMP_NUM_THREADS": "1"} if machine.is_cpu else {}
+    if machine.expandable_segments and not _ALLOCATOR_VARIABLES & given.keys():
+        settings.update(_ALLOCATOR_SETTINGS)
+    return settings
 
 
 def settings_of_ranks(
@@ -23,7 +38,7 @@ def settings_of_ranks(
     ranks: int,
     given: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return variables that memory and speed depend on.
+    """Return variables that memory and speed depend on, for ranks that dsat starts.
 
     Args:
         machine: where the ranks run.
@@ -33,13 +48,11 @@ def settings_of_ranks(
         given: variables that are set already; the user's choice stays, but on a CPU, whose slots
             are cores.
     """
-    settings = {}
-    if machine.expandable_segments and not allocator_is_set(given):
-        settings.update(ALLOCATOR_SETTINGS)
+    settings = settings_of_command(machine, given)
     sharers = _sharers(machine, config, ranks)
     if machine.is_cpu:
-        settings["OMP_NUM_THREADS"] = "1"
-    elif program.launch.binds_cores:  # the launcher sets it, whatever it was
+        return settings
+    if program.launch.binds_cores:  # the launcher sets it, whatever it was
         share = share_of(_shared_cores(machine, program), 0, sharers)
         settings["OMP_NUM_THREADS"] = str(len(share))
     elif "OMP_NUM_THREADS" not in given:
@@ -49,11 +62,6 @@ def settings_of_ranks(
         elif sharers > 1:
             settings["OMP_NUM_THREADS"] = str(max(1, machine.threads // sharers))
     return settings
-
-
-def allocator_is_set(env: Mapping[str, str]) -> bool:
-    """Return whether the user has chosen settings of torch's allocator."""
-    return bool(_ALLOCATOR_VARIABLES & env.keys())
 
 
 def binding_options(

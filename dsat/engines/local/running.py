@@ -1,9 +1,10 @@
-"""Requested trials and running trials."""
+"""Running trials."""
 
 from __future__ import annotations
 
 import contextlib
-import enum
+import logging
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,41 +13,12 @@ from typing import Any
 
 from dsat.engines.local.heartbeats import PING_EVERY_S, ListeningClock
 from dsat.engines.local.hosts import Share
-from dsat.in_trial.meter_spec import MeterSpec
+from dsat.engines.local.start import FULL_RUN_ID, SIMULATION_ID, Start, StartMethod
 from dsat.in_trial.rank_files import ACTIVITY_FILE
 from dsat.values import slow
 from dsat.values.trial import Trial
 
-# Of what is no trial of the search.
-FULL_RUN_ID = -1
-SIMULATION_ID = -3
-
-
-class Way(enum.Enum):
-    """Ways to start ranks."""
-
-    FORKED = "forked from the supervisor"
-    FRESH = "the same program in fresh processes, where forks fail"
-    COMMAND = "the user's command again"
-
-
-@dataclass(frozen=True)
-class Start:
-    """A requested start; it may have to wait for slots.
-
-    Attributes:
-        meter: what is measured; None in a run that is not.
-        simulation_socket: where simulations of the script are asked for, if they are.
-        alone: no other trial may run at all, because it failed beside others.
-        asked_s: when it was requested, by the monotonic clock.
-    """
-
-    trial: Trial
-    folder: Path
-    meter: MeterSpec | None
-    simulation_socket: Path | None = None
-    alone: bool = False
-    asked_s: float = field(default_factory=time.monotonic)
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,9 +27,8 @@ class Running:
 
     Attributes:
         shares: its slots of each host.
-        way: in which its ranks were started.
+        method: by which its ranks were started.
         alone: no other trial may run on its hosts.
-        swap: its folders on NVMe, to be removed afterwards.
         clock: its time limit counts by it.
         beside: another trial ran at the same time.
         ended: what the supervisors of hosts reported of its ranks' end, by host.
@@ -66,9 +37,8 @@ class Running:
 
     start: Start
     shares: tuple[Share, ...]
-    way: Way
+    method: StartMethod
     alone: bool = False
-    swap: list[Path] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
     clock: ListeningClock = field(default_factory=lambda: ListeningClock(2 * PING_EVERY_S))
     beside: bool = False
@@ -114,7 +84,35 @@ class Running:
         return [each for share in self.shares for each in self.ended[share.index][what]]
 
 
-def slow_activities(
+def find_overdue(running: Collection[Running], limit_s: float) -> tuple[list[Running], float]:
+    """Return trials that take too long, from now on marked so, and the time left to others."""
+    overdue, left_s = [], [math.inf]
+    for each in running:
+        if each.timed_out or each.trial.id in (FULL_RUN_ID, SIMULATION_ID):
+            continue
+        left_s.append(limit_s - each.clock.now_s())
+        if left_s[-1] <= 0:
+            each.timed_out = True
+            overdue.append(each)
+            left_s.pop()
+    return overdue, min(left_s)
+
+
+class ActivityLog:
+    """Log of what trials do for more than a moment, each said once."""
+
+    def __init__(self) -> None:
+        self._logged = set[str]()
+
+    def write(self, running: Collection[Running], waiting: Sequence[Start]) -> None:
+        """Log what is new."""
+        for name, activity in _slow_activities(running, waiting):
+            if activity not in self._logged:
+                self._logged.add(activity)
+                _log.info("%s%s", f"{name}: " if len(running) > 1 else "", activity)
+
+
+def _slow_activities(
     running: Collection[Running], waiting: Sequence[Start]
 ) -> Iterator[tuple[str, str]]:
     """Yield what trials have been doing for more than a moment, with their names."""

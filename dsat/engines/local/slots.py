@@ -1,37 +1,17 @@
-"""Placement of trials: free slots, broken slots, lost hosts."""
+"""Placement of trials: free slots, lost hosts, devices that fail."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from dsat.engines.local.hosts import Host, Share
-from dsat.engines.local.machine import problems_with
-from dsat.engines.local.running import SIMULATION_ID, Running, Start
+from dsat.engines.local.retries import is_of_device
+from dsat.engines.local.running import Running
+from dsat.engines.local.start import SIMULATION_ID, Start
 from dsat.errors import EngineError
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import Outcome
 
-# Errors that call for a look at the device; an illegal address is the program's own mistake:
-# https://docs.nvidia.com/deploy/xid-errors
-_MAY_BE_BROKEN = (
-    "busy or unavailable",
-    "ECC error",
-    "hardware stack error",
-    "HIP error",
-    "Invalid access of peer GPU memory over nvlink or a hardware error",
-    "launch failure",
-    "launch timed out",
-    "no CUDA-capable device",
-    "NVLink error",
-    "system not yet initialized",
-    "unhandled cuda error",
-    "unhandled system error",
-    "unknown error",
-    "unrecognized error code",
-    "Xid",
-    "was killed by SIGABRT",
-    "was killed by SIGBUS",
-)
-_STUCK = "a rank waits for the device's driver and cannot be ended"
+_MAX_DEVICE_ERRORS = 2
 
 
 class Slots:
@@ -40,32 +20,31 @@ class Slots:
     A trial has slots of one host, or, if it needs more than a host has, whole hosts.
 
     Attributes:
+        needed: by each trial.
         lost: why hosts are not used any more, by host.
-        broken: why slots are not, by slot, of each host.
     """
 
     def __init__(self, hosts: Sequence[Host], needed: int) -> None:
         self._hosts = hosts
-        self._needed = needed
+        self.needed = needed
         self._per_host = hosts[0].machine.num_slots
         self._free = [set(range(self._per_host)) for _ in hosts]
-        self.broken: list[dict[int, str]] = [{} for _ in hosts]
         self.lost: dict[int, str] = {}
 
     @property
     def usable(self) -> int:
-        """Number of working slots that trials can use at once."""
-        return self._room([self._working(host) for host in range(len(self._hosts))])
+        """Number of slots that trials can use at once."""
+        left = len(self._hosts) - len(self.lost)
+        return self._room([self._per_host] * left)
 
     def check_free(self, *, waiting: int) -> None:
         """Raise EngineError if there is no room for one more trial.
 
-        After a device or a host has failed, trials that were on their way may wait.
+        After a host was lost, trials that were on their way may wait.
         """
         free = self._room([len(slots) for slots in self._free])
-        any_broken = self.lost or any(self.broken)
-        if free < self._needed * (waiting + 1) and not any_broken:
-            raise EngineError(f"a trial needs {self._needed} slots and {free} are free")
+        if free < self.needed * (waiting + 1) and not self.lost:
+            raise EngineError(f"a trial needs {self.needed} slots and {free} are free")
 
     def find_room(
         self, start: Start, running: Collection[Running], *, alone: bool
@@ -83,19 +62,19 @@ class Slots:
         if any(other.start.alone for other in trials) or (start.alone and trials):
             return None
         taken = {host for other in trials if alone or other.alone for host in other.hosts}
-        return self.take(without=taken)
+        return self._take(without=taken)
 
-    def take(self, *, without: Collection[int] = ()) -> tuple[Share, ...] | None:
+    def _take(self, *, without: Collection[int]) -> tuple[Share, ...] | None:
         """Take free slots for a trial, on the hosts with the fewest to spare; None without room."""
-        count = min(self._needed, self._per_host)
+        count = min(self.needed, self._per_host)
         fitting = [
             host
             for host, free in enumerate(self._free)
             if len(free) >= count and host not in without
         ]
         fitting.sort(key=lambda host: len(self._free[host]))
-        chosen = sorted(fitting[: -(-self._needed // self._per_host)])
-        if len(chosen) * count < self._needed:
+        chosen = sorted(fitting[: -(-self.needed // self._per_host)])
+        if len(chosen) * count < self.needed:
             return None
         shares = tuple(
             Share(host, self._hosts[host], tuple(sorted(self._free[host])[:count]))
@@ -109,46 +88,7 @@ class Slots:
         """Free the slots of a trial that ended."""
         for share in shares:
             if share.index not in self.lost:
-                self._free[share.index] |= set(share.slots) - self.broken[share.index].keys()
-
-    def check(
-        self,
-        shares: Sequence[Share],
-        outcome: Outcome,
-        *,
-        stuck: Mapping[int, Collection[int]],
-    ) -> list[str]:
-        """Take out slots of an ended trial whose devices no longer work, for the rest of the run.
-
-        Args:
-            shares: of the trial.
-            outcome: of the trial; says whether devices are worth a look.
-            stuck: slots whose ranks cannot be ended, by host.
-
-        Returns:
-            A line for people on each slot that was taken out.
-        """
-        if self._hosts[0].machine.is_cpu:
-            return []
-        may_be_broken = outcome.kind is OutcomeKind.TIMEOUT or (
-            outcome.kind is OutcomeKind.ERROR
-            and any(sign in outcome.message + outcome.detail for sign in _MAY_BE_BROKEN)
-        )
-        lines = []
-        for share in shares:
-            if share.index in self.lost:
-                continue
-            problems = dict.fromkeys(stuck.get(share.index, ()), _STUCK)
-            others = [slot for slot in share.slots if slot not in problems]
-            if may_be_broken and others:
-                problems |= problems_with(share.host.machine, others, share.host.prefix)
-            self.broken[share.index].update(problems)
-            self._free[share.index] -= problems.keys()
-            lines += [
-                f"{self._name(share.index, slot)} is not used any more: {problem}"
-                for slot, problem in problems.items()
-            ]
-        return lines
+                self._free[share.index] |= set(share.slots)
 
     def lose(self, host: int, reason: str) -> str:
         """Take a host out for the rest of the run; return a line for people."""
@@ -158,35 +98,53 @@ class Slots:
         return f"host {name} is not used any more: {reason}" if name else reason
 
     def check_enough(self) -> None:
-        """Raise EngineError if too few are left for a trial."""
-        if self.usable >= self._needed:
+        """Raise EngineError if too few hosts are left for a trial."""
+        if self.usable >= self.needed:
             return
         if len(self.lost) == len(self._hosts) == 1:
             raise EngineError(f"{self.lost[0]}. Continue with --resume.")
         reasons = [f"host {self._hosts[host].name}: {why}" for host, why in self.lost.items()]
-        reasons += [
-            f"{self._name(host, slot)}: {reason}"
-            for host, broken in enumerate(self.broken)
-            for slot, reason in sorted(broken.items())
-        ]
-        working = sum(self._working(host) for host in range(len(self._hosts)))
+        left = len(self._hosts) - len(self.lost)
         raise EngineError(
-            f"a trial needs {self._needed} slots, and {working} of "
+            f"a trial needs {self.needed} slots, and {left * self._per_host} of "
             f"{self._per_host * len(self._hosts)} still work ({'; '.join(reasons)}). Continue with "
             "--resume once they do."
         )
 
-    def _working(self, host: int) -> int:
-        return 0 if host in self.lost else self._per_host - len(self.broken[host])
-
     def _room(self, counts: Sequence[int]) -> int:
         """Return how many slots trials can use at once, of so many on each host."""
-        if self._needed > self._per_host:
+        if self.needed > self._per_host:
             whole = sum(count == self._per_host for count in counts)
-            return whole * self._per_host // self._needed * self._needed
-        return sum(count // self._needed * self._needed for count in counts)
+            return whole * self._per_host // self.needed * self.needed
+        return sum(count // self.needed * self.needed for count in counts)
 
-    def _name(self, host: int, slot: int) -> str:
-        machine, name = self._hosts[host].machine, self._hosts[host].name
-        on_host = f" of host {name}" if name else ""
-        return f"{machine.accelerator} {machine.devices[slot]}{on_host}"
+
+class DeviceErrors:
+    """Count of the errors of devices in succession, the second of which ends the run.
+
+    Attributes:
+        failure: why the run ends; empty as long as it does not.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.failure = ""
+
+    def note(self, running: Running, outcome: Outcome) -> None:
+        """Note how a trial has ended: a rank may also wait for the driver of its device."""
+        machine = running.shares[0].host.machine
+        if machine.is_cpu:
+            return
+        self._count = 0 if outcome.ok else self._count + is_of_device(outcome)
+        stuck = [slot for slots in running.stuck.values() for slot in sorted(slots)]
+        if stuck:
+            names = ", ".join(machine.devices_of(stuck))
+            waits = f"a rank waits for the driver of {machine.accelerator} {names}"
+            self.failure = f"{waits}, and cannot be ended"
+        elif self._count == _MAX_DEVICE_ERRORS:
+            self.failure = f"a device failed twice: {outcome.message}"
+
+    def check(self) -> None:
+        """Raise EngineError if the run ends."""
+        if self.failure:
+            raise EngineError(f"{self.failure}. Continue with --resume once it works.")

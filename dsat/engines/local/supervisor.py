@@ -14,7 +14,10 @@ Requests:
     {"op": "warm", "modules": [...],
      "device": variables by which a process sees one device}
     {"op": "launch", "trial": id, "folder": path, "cwd": path, "port": n,
-     "command": [...] or null (fork), "ranks": [{"env": {...}, "cores": [...]}],
+     "fork": whether ranks run Python's program in a fork of this process,
+     "starts_ranks": whether each process is a rank, and not a command that starts them,
+     "ranks": [{"env": {...}, "cores": [...], "command": [...]}],
+     "swap": [folders on NVMe that are made, and removed in the end],
      "logs": [name, name] of their standard output and standard error,
      "linger_s": how long ranks may go on after one has ended well, or null,
      "done": optional name of a file in the folder: the trial is ended once it is there}
@@ -50,8 +53,8 @@ from typing import Any
 
 import psutil
 
+from dsat.engines.local import leftovers
 from dsat.engines.local.heartbeats import ListeningClock
-from dsat.engines.local.leftovers import TRIAL_VARIABLE, unlink_shared_memory
 from dsat.engines.local.rank_process import (
     FOR_DSAT,
     PR_SET_CHILD_SUBREAPER,
@@ -60,6 +63,7 @@ from dsat.engines.local.rank_process import (
     prctl,
 )
 from dsat.engines.local.warm_up import warm_up
+from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.in_trial.rank_files import PORTS_FILE
 from dsat.values.files import digest
 
@@ -84,12 +88,18 @@ class _Group:
     port: int
     linger_s: float | None
     done: Path | None = None
+    swap: list[Path] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     killed_ranks: set[int] = field(default_factory=set)
     kill_at: float | None = None
     killed_at: float | None = None
     descendants: set[int] = field(default_factory=set)
+
+    def remove_leftovers(self) -> None:
+        """Remove shared memory and swap folders of ranks that have ended."""
+        leftovers.unlink_shared_memory(Path(self.folder, PORTS_FILE), self.port)
+        leftovers.remove_folders(self.swap)
 
 
 class Supervisor:
@@ -146,7 +156,7 @@ class Supervisor:
                 lambda: {pid for pid in _descendants([os.getpid()]) if not _is_tracker(pid)}
             )
             for group in self._groups.values():
-                unlink_shared_memory(Path(group.folder, PORTS_FILE), group.port)
+                group.remove_leftovers()
 
     # -- requests
 
@@ -196,6 +206,7 @@ class Supervisor:
         folder, done = request["folder"], request.get("done")
         group = _Group(request["trial"], folder, request["port"], request["linger_s"])
         group.done = Path(folder, done) if done else None
+        group.swap = leftovers.make_folders(request.get("swap", ()))
         self._groups[group.trial] = group
         sys.stdout.flush()
         sys.stderr.flush()
@@ -238,7 +249,7 @@ class Supervisor:
         _let_trackers_clean_up(group.descendants | self._strays(group))
         _kill_all(group.pids[0], group.descendants)
         _kill_until_gone(lambda: group.descendants | self._strays(group))
-        unlink_shared_memory(Path(group.folder, PORTS_FILE), group.port)
+        group.remove_leftovers()
         ranks = range(len(group.pids))
         ended = {
             "event": "ended",

@@ -131,19 +131,20 @@ class Supervisors:
                     )
 
     def warm_up(self, modules: Sequence[str] = ()) -> str:
-        """Import the modules that ranks need, or more modules later on; nothing may be running.
+        """Import the modules that ranks need; no trial may be running.
 
-        If a supervisor can no longer fork afterwards, all are started again without them.
+        If a supervisor can no longer fork afterwards, all are started again without `modules`.
 
         Args:
-            modules: to import; the needs of every rank by default.
+            modules: to import besides.
 
         Returns:
             Why no ranks can be forked even with only torch and DeepSpeed imported; empty if they
             can be.
         """
         reason = ""
-        for names in (modules, WARM_MODULES) if modules else (WARM_MODULES,):
+        own = [(*WARM_MODULES, *modules)] if modules else []
+        for names in (*own, WARM_MODULES):
             request = {"op": "warm", "modules": list(names)}
             requests = {
                 number: {**request, "device": host.machine.variables_of((0,))}

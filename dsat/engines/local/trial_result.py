@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsat.engines.local.hosts import Host
-from dsat.engines.local.launch import log_files
-from dsat.engines.local.running import FULL_RUN_ID, Running, Way
+from dsat.engines.local.running import Running
+from dsat.engines.local.start import FULL_RUN_ID, StartMethod
+from dsat.engines.local.trial_folder import log_files
 from dsat.in_trial import failures
 from dsat.in_trial.rank_files import METRICS_FILE, PORTS_FILE, result_file, steps_made
 from dsat.values import host_memory
@@ -83,7 +84,7 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
     Out of memory on any rank explains the failure of the others; else the first to fail does.
     """
     out_of_memory = [outcome for outcome in reports if outcome.kind is OutcomeKind.OOM]
-    if running.way is Way.COMMAND:
+    if running.method is StartMethod.COMMAND:
         explained = [*out_of_memory, *reports]
         return explained[0] if explained else _of_command(running.folder, status_of(running))
     if out_of_memory:

@@ -131,13 +131,12 @@ def test_trials_that_swap_to_nvme_have_folders_of_their_own(
     engine, hosts.holds = scripted_engine(run, [Host(MACHINE)]), True
     engine.launch(trial_of(1, stage=3, offload_optimizer=nvme, offload_param=nvme))
     written = json.loads((Path(hosts.given[1][0].folder) / "ds_config.json").read_text())
-    [own] = disk.iterdir()
+    (theirs := disk / "t1").mkdir()
     for part in ("offload_optimizer", "offload_param"):
-        assert written["zero_optimization"][part] == {"device": "nvme", "nvme_path": str(own)}
-    (own / "zero_stage_3").mkdir()
-    hosts.holds = False
-    [(_, outcome)] = engine.poll(1)
-    assert outcome.ok and list(disk.iterdir()) == []
+        own = Path(written["zero_optimization"][part]["nvme_path"])
+        assert own.parent == disk and own != theirs
+    [(_, request)] = hosts.requests
+    assert request["swap"] == [str(own)], "one, which each host makes and removes"
 
 
 def test_a_folder_shows_the_model_and_the_includes_together(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from dsat.app.hosts import check_kinds
 from dsat.engines.local import accelerators, machine
 from dsat.engines.local.engine import LocalEngine
+from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import Machine
-from dsat.errors import EngineError
+from dsat.errors import EngineError, UserInputError
 from dsat.in_trial import loopback
 from dsat.in_trial.rank_files import MODULES_FILE
 from testing.helpers import ran
@@ -44,38 +46,21 @@ def engine_of(hosts: ScriptedHosts, tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "slots", "kept"),
+    ("kinds", "choice"),
     [
-        ([A100, T4, A100], 1, "02"),
-        ([T4, A100, A100], 1, "0"),
-        ([A100, A100, T4, T4], 2, "01"),
-        ([A100, T4, T4], 2, "01"),  # as the command has them
-        ([A100, T4, T4], 3, "012"),
-        ([A100, T4], 16, "01"),
-        ([A100, ("A100", 79 * 2**30), ("A100", 40 * 2**30)], 1, "01"),
+        ([A100, T4, A100], "CUDA_VISIBLE_DEVICES=0,2"),
+        ([A100, ("A100", 40 * 2**30)], "CUDA_VISIBLE_DEVICES=0"),
+        ([A100, ("A100", 79 * 2**30)], ""),  # firmware keeps a part
+        ([], ""),  # processor cores have no names
     ],
 )
-def test_trials_run_on_devices_like_those_of_the_command(
-    kinds: list[tuple[str, int]], slots: int, kept: str
-) -> None:
-    names, sizes = zip(*kinds, strict=True)
-    found = replace(
-        GPUS,
-        devices=tuple(map(str, range(len(kinds)))),
-        device_names=names,
-        device_memory_bytes=sizes,
-    ).comparable(slots)
-    assert found.devices == tuple(kept)
-    own = [kinds[int(device)] for device in kept]
-    assert found.device_name == ", ".join(dict.fromkeys(name for name, _ in own))
-    assert found.memory_bytes == min(size for _, size in own)
-    left = [text.split(" is left out: ")[0] for text in found.left_out]
-    assert left == [
-        f"cuda {n} ({name}, {size >> 30} GiB)"
-        for n, (name, size) in enumerate(kinds)
-        if str(n) not in kept
-    ]
-    assert GPUS.comparable(1) == GPUS  # as processor cores, which have no names
+def test_devices_of_several_kinds_are_refused(kinds: list[tuple[str, int]], choice: str) -> None:
+    names, sizes = zip(*kinds, strict=True) if kinds else ((), ())
+    found = replace(GPUS, device_names=names, device_memory_bytes=sizes)
+    with contextlib.ExitStack() as raised:
+        if choice:
+            raised.enter_context(pytest.raises(UserInputError, match=f"several kinds.*{choice}"))
+        check_kinds(Host(found))
 
 
 def test_devices_are_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,99 +137,64 @@ def test_an_offloading_trial_runs_alone(hosts: ScriptedHosts, engine_of: Make) -
 # -- devices that fail
 
 
-def test_a_device_whose_driver_is_stuck_is_left_and_its_trial_runs_elsewhere(
+def test_a_rank_that_waits_for_a_driver_ends_the_run(
     hosts: ScriptedHosts, engine_of: Make, tmp_path: Path
 ) -> None:
     (tmp_path / MODULES_FILE).write_text('["json"]')
-    engine, hosts.stuck = engine_of(), {"0"}
+    engine, hosts.stuck, hosts.measures = engine_of(slots_per_trial=2), {"1"}, {1}
     engine.import_modules_of(tmp_path)
     assert hosts.imported == ["json"]
     engine.launch(trial_of(1))
-    [(_, outcome)] = engine.poll(1)
-    assert outcome.ok
-    assert hosts.devices(1) == ["0", "1"]
-    assert engine.num_slots == 3
-    [warning] = outcome.warnings
-    assert warning.startswith("cuda 0 is not used any more: a rank waits for the device's driver")
-    engine.launch(trial_of(2))
-    [(_, outcome)] = engine.poll(1)
-    assert (outcome.warnings, hosts.devices(2)) == ((), ["1"]), "said once"
+    [(number, outcome)] = engine.poll(1)
+    assert number == 1 and outcome.ok, "it was measured before its ranks got stuck"
     # The check behind an import would wait for its driver until the run ends.
     engine.import_modules_of(tmp_path)
     assert hosts.imported == ["json"]
-
-
-def test_of_a_trial_only_the_device_is_left_whose_rank_is_stuck(
-    hosts: ScriptedHosts, engine_of: Make
-) -> None:
-    engine, hosts.stuck = engine_of(slots_per_trial=2), {"1"}
-    engine.launch(trial_of(1))
-    [(_, outcome)] = engine.poll(1)
-    assert outcome.ok
-    assert hosts.devices(1) == ["0,1", "0,2"]
-    [warning] = outcome.warnings
-    assert warning.startswith("cuda 1 is not used any more")
-
-
-def test_a_configuration_that_breaks_every_device_is_given_up_before_there_are_none(
-    hosts: ScriptedHosts, engine_of: Make
-) -> None:
-    engine, hosts.stuck = engine_of(), {"0", "1", "2", "3"}
-    engine.launch(trial_of(1))
-    [(_, outcome)] = engine.poll(1)
-    assert not outcome.ok
-    assert hosts.devices(1) == ["0", "1", "2"]
-    assert (engine.num_slots, len(outcome.warnings)) == (1, 3)
     engine.launch(trial_of(2))
-    with pytest.raises(EngineError, match=r"1 slots, and 0 of 4 still work .*cuda 3: a rank waits"):
+    with pytest.raises(EngineError, match=r"driver of cuda 1, and cannot be ended.*--resume"):
         engine.poll(1)
+    assert list(hosts.given) == [1], "nothing is started any more"
 
 
-def test_what_has_ended_is_told_before_the_last_device_is_missed(
-    hosts: ScriptedHosts, engine_of: Make
-) -> None:
-    engine, hosts.stuck, hosts.measures = engine_of(slots_per_trial=2), set("0123"), {1}
-    engine.launch(trial_of(1))
-    engine.launch(trial_of(2))
-    [(number, outcome)] = engine.poll(1)
-    assert number == 1 and outcome.ok, "it was measured before its ranks got stuck"
-    with pytest.raises(EngineError, match="a trial needs 2 slots, and 0 of 4 still work"):
-        engine.poll(1)
-
-
-def test_all_devices_are_left_of_a_command_that_is_stuck(
-    hosts: ScriptedHosts, tmp_path: Path
-) -> None:
+def test_all_devices_of_a_command_may_be_stuck(hosts: ScriptedHosts, tmp_path: Path) -> None:
     """What it has started, and where, is its own affair."""
     command = ("bash", "-c", "python train.py")
     engine = scripted_engine(tmp_path, slots_per_trial=4, command=command)
     hosts.stuck = {""}
     engine.launch(trial_of(1))
-    with pytest.raises(EngineError, match="4 slots, and 0 of 4 still work"):
+    with pytest.raises(EngineError, match="driver of cuda 0, 1, 2, 3,"):
         [engine.poll(1) for _ in range(2)]
 
 
-def test_the_other_devices_of_a_trial_with_a_stuck_one_are_looked_at(
-    hosts: ScriptedHosts, engine_of: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[list[int]] = []
-
-    def problems(machine: Machine, at: list[int], prefix: Any = ()) -> dict[int, str]:
-        looks.append(at)
-        return {3: "ECC error"}
-
-    monkeypatch.setattr("dsat.engines.local.slots.problems_with", problems)
-    engine, hosts.stuck, hosts.holds = engine_of(2, 4), {"2"}, True
-    engine.launch(trial_of(1))
-    folder = Path(hosts.given[1][0].folder)
+def fails_by_device(engine: LocalEngine, hosts: ScriptedHosts, number: int) -> Any:
+    """Have the last start of a trial end with an error of its device; return what is told."""
+    folder = Path(hosts.given[number][-1].folder)
     said = {"kind": "ERROR", "message": "RuntimeError: CUDA error: launch failure"}
     (folder / "rank0.json").write_text(json.dumps({**ran().to_json(), **said, "metrics": None}))
+    hosts.ends[number], hosts.holds = ([1], [False]), False
+    told = engine.poll(0)
+    del hosts.ends[number]
+    hosts.holds = True
+    return told
+
+
+def test_a_device_error_is_tried_again_once_and_the_second_ends_the_run(
+    hosts: ScriptedHosts, engine_of: Make
+) -> None:
+    engine, hosts.holds = engine_of(), True
+    engine.launch(trial_of(1))
+    assert fails_by_device(engine, hosts, 1) == []
     hosts.holds = False
-    with pytest.raises(
-        EngineError, match=r"cuda 2 of host a: a rank waits.* cuda 3 of host a: ECC"
-    ):
-        [engine.poll(1) for _ in range(3)]
-    assert looks[0] == [0, 1, 3]
+    [(_, outcome)] = engine.poll(1)
+    assert outcome.ok and len(hosts.given[1]) == 2
+    hosts.holds = True
+    engine.launch(trial_of(2))
+    assert fails_by_device(engine, hosts, 2) == []
+    assert engine.poll(0) == [], "it runs again"
+    [(number, outcome)] = fails_by_device(engine, hosts, 2)
+    assert number == 2 and not outcome.ok
+    with pytest.raises(EngineError, match=r"failed twice: .*launch failure.*--resume"):
+        engine.poll(1)
 
 
 # -- hosts that are lost
@@ -290,7 +240,7 @@ def test_a_host_that_is_cut_off_cannot_write_into_the_trial_that_runs_again(
     engine.poll(2)  # it has begun again
     assert len(hosts.given[1]) == 2
     (folder / "metrics.json").write_text(json.dumps(ran(7.0).to_json()))
-    hosts.stuck, hosts.holds = {"0", "1", "2", "3"}, False
+    hosts.ends[1], hosts.holds = ([1], [False]), False
     [(_, outcome)] = engine.poll(5)
     assert not outcome.ok, "it was not measured"
     assert [path.name for path in folder.parent.iterdir()] == ["t1"]

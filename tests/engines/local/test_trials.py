@@ -83,9 +83,9 @@ def canceled(bench: Bench, *trials: Trial) -> None:
 
 
 def test_a_hang_is_a_timeout(tight: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = tight.engine._options
-    hasty = replace(options, trial=replace(options.trial, timeout_s=3.0))
-    monkeypatch.setattr(tight.engine, "_options", hasty)
+    builder = tight.engine._builder
+    hasty = replace(builder.options, trial=replace(builder.options.trial, timeout_s=3.0))
+    monkeypatch.setattr(tight.engine, "_builder", replace(builder, options=hasty))
     for outcome in ended(tight, *launched(tight, "hangs", "hangs on 1")):
         assert outcome.kind is OutcomeKind.TIMEOUT
         assert "3 s" in outcome.message and "--trial-timeout" in outcome.message
