@@ -18,6 +18,7 @@ import json
 import os
 import random
 import runpy
+import subprocess
 import sys
 import threading
 import time
@@ -192,8 +193,7 @@ class Rank:
             found = replace(found, message=message)
         if self.is_rank:
             self._end(replace(found, before_engine=not self._has_begun()))
-        elif self._pid is None and not any(self._folder.glob(result_file("*"))):
-            # The launcher of ranks that failed fails as well, after them.
+        elif self._pid is None and not self._has_ranks() and not _is_of_signal(error):
             self._end(replace(found, before_engine=True))
 
     def finish(self) -> None:
@@ -226,6 +226,11 @@ class Rank:
 
         watches = self._meter is not None and self._meter.watches
         return self._has_engine and (not self._spec.own or watches or dist.is_initialized())
+
+    def _has_ranks(self) -> bool:
+        """Return whether a rank began to train, or failed: its launcher fails as well, after it."""
+        begun = (self._folder / PORTS_FILE).exists()
+        return begun or any(self._folder.glob(result_file("*")))
 
     def _begin_engine(self, _: Any) -> None:
         spec = self._spec
@@ -280,6 +285,12 @@ class Rank:
             _flush()
             time.sleep(_IS_ENDED_WITHIN_S)  # the supervisor ends the command
         _leave(0 if outcome.ok else FAILED)
+
+
+def _is_of_signal(error: BaseException) -> bool:
+    """Return whether an error says that another process was killed, as a launcher's does."""
+    status = error.returncode if isinstance(error, subprocess.CalledProcessError) else 0
+    return status < 0
 
 
 def outcome_of_ended(meter: Meter) -> Outcome:

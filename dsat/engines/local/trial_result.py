@@ -28,7 +28,14 @@ _TRACEBACK = "Traceback (most recent call last):"
 _OF_LAUNCHERS = ("torch.distributed.elastic.", "subprocess.CalledProcessError: ")
 _LOGGED_BY_LAUNCHER = re.compile(r"torch[./]distributed[./]elastic")
 _LOG_TAIL_BYTES = 64 * 2**10
-_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is what shells say of it
+# What launchers log of the first rank that failed: torchrun, DeepSpeed's, accelerate's.
+_EXIT_OF_RANK = re.compile(
+    r"exitcode\s*: (?P<torchrun>-?\d+)|return code = (?P<deepspeed>-?\d+)"
+    r"|died with <Signals\.\w+: (?P<accelerate>\d+)>"
+)
+_SIGNALS = range(1, 65)
+# Signals by which a process ends itself or the kernel ends it; a program may exit with -1.
+_CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
 _KILLED_FOR_MEMORY = "was killed with SIGKILL, most likely because the host ran out of memory"
 
 
@@ -84,11 +91,10 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
     Out of memory on any rank explains the failure of the others; else the first to fail does.
     """
     out_of_memory = [outcome for outcome in reports if outcome.kind is OutcomeKind.OOM]
-    if running.method is StartMethod.COMMAND:
-        explained = [*out_of_memory, *reports]
-        return explained[0] if explained else _of_command(running.folder, status_of(running))
     if out_of_memory:
         return out_of_memory[0]
+    if running.method is StartMethod.COMMAND and not running.start.own_ranks:
+        return _of_command(running, reports)
     killed, statuses = running.by_rank("killed"), running.by_rank("statuses")
     died = {
         rank: -status
@@ -117,25 +123,41 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
     return Outcome(kind, message=how, detail=log)
 
 
-def _of_command(folder: Path, status: int) -> Outcome:
-    """Return the outcome of the user's whole command whose ranks have reported nothing.
-
-    Args:
-        folder: of the trial.
-        status: exit status of the command, or minus the signal.
-    """
+def _of_command(running: Running, reports: list[Outcome]) -> Outcome:
+    """Return the outcome of the user's whole command, which starts its ranks itself."""
+    folder, status = running.folder, status_of(running)
+    number = _signal_of_rank(_log_lines(folder), 0 if all(running.by_rank("killed")) else status)
+    if reports and number != signal.SIGKILL:
+        return reports[0]
     log = log_tail(folder)
-    kind, how = failures.of_text(log), f"ended with exit status {status}"
-    if status in _KILLED and kind is OutcomeKind.ERROR:
-        kind, how = OutcomeKind.HOST_OOM, _KILLED_FOR_MEMORY
-    elif status < 0:
-        how = f"was killed by {signal.Signals(-status).name}"
+    kind, who, how = failures.of_text(log), "your command", f"ended with exit status {status}"
+    if number == signal.SIGKILL and kind is OutcomeKind.ERROR:
+        kind, who, how = OutcomeKind.HOST_OOM, "a rank of your command", _KILLED_FOR_MEMORY
+    elif number is not None:
+        who, how = "a rank of your command", f"was killed by {signal.Signals(number).name}"
     before_engine = not (folder / PORTS_FILE).exists()
     when = "before it called deepspeed.initialize" if before_engine else "before it was measured"
     if steps := steps_made(folder):
         when = f"after {steps} optimizer steps, {when}"
-    message = f"your command {how} {when}"
+    message = f"{who} {how} {when}"
     return Outcome(kind, message=message, detail=log, before_engine=before_engine)
+
+
+def _signal_of_rank(log: Sequence[str], status: int) -> int | None:
+    """Return the signal that ended the first rank that failed; None if none did.
+
+    Args:
+        log: lines of the command's standard error, its launcher's among them.
+        status: of the command: minus a signal, as a shell says that, or modulo 256.
+    """
+    for line in log:
+        if found := _EXIT_OF_RANK.search(line):
+            [number] = filter(None, found.groups())
+            status = int(number) if found["accelerate"] is None else -int(number)
+            return -status if -status in _SIGNALS else None
+    if 256 - status in _CRASHES:
+        return 256 - status
+    return next((number for number in (-status, status - 128) if number in _SIGNALS), None)
 
 
 def reported(folder: Path, duration_s: float) -> list[Outcome]:
@@ -167,12 +189,7 @@ def log_tail(folder: Path, cross_rank: int = 0) -> str:
         folder: of the trial.
         cross_rank: the host's number among those of the trial.
     """
-    path = folder / log_files(cross_rank)[1]
-    if not path.exists():
-        return ""
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
+    lines = _log_lines(folder, cross_rank)
     launchers = next((n for n, line in enumerate(lines) if line.startswith(_OF_LAUNCHERS)), None)
     if launchers is not None and _TRACEBACK in lines[:launchers]:
         while lines.pop() != _TRACEBACK or len(lines) > launchers:
@@ -180,3 +197,13 @@ def log_tail(folder: Path, cross_rank: int = 0) -> str:
         while lines and _LOGGED_BY_LAUNCHER.search(lines[-1]):
             lines.pop()
     return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+
+def _log_lines(folder: Path, cross_rank: int = 0) -> list[str]:
+    """Return the last lines of a trial's standard error on a host."""
+    path = folder / log_files(cross_rank)[1]
+    if not path.exists():
+        return []
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()

@@ -115,16 +115,11 @@ COMMAND = {"cold": False, "command": ("bash", "run.sh")}
     [
         (0, "ERROR", "exit status 0 after 3 optimizer steps"),
         (3, "ERROR", "exit status 3 after 3 optimizer steps"),
+        (255, "ERROR", "exit status 255 after 3 optimizer steps"),  # -1
         (KILLED, "HOST_OOM", "SIGKILL"),
         (137, "HOST_OOM", "SIGKILL"),  # as a shell says it
-        pytest.param(
-            *(247, "HOST_OOM", "memory"),
-            marks=pytest.mark.xfail(strict=True, reason="DeepSpeed's launcher exits so: -9 % 256"),
-        ),
-        pytest.param(
-            *(1, "HOST_OOM", "memory"),
-            marks=pytest.mark.xfail(strict=True, reason="torchrun exits so, and logs exitcode: -9"),
-        ),
+        (247, "HOST_OOM", "memory"),  # as DeepSpeed's launcher exits: -9 % 256
+        (1, "HOST_OOM", "memory"),  # as torchrun does
     ],
 )
 def test_a_command_that_leaves_in_the_midst_of_its_training(
@@ -147,7 +142,6 @@ ACCELERATE = (
 )
 
 
-@pytest.mark.xfail(strict=True, reason="only the launcher's exit status 1 is told")
 def test_a_rank_of_accelerates_that_dies_by_a_signal_is_told(judge: Judge) -> None:
     found = judge([None], [1], files={"stderr.log": ACCELERATE}, **COMMAND)
     assert "SIGSEGV" in found.message and "exit status 1" not in found.message
