@@ -18,7 +18,7 @@ from dsat.app import source as sources
 from dsat.app.hosts import all_slots, check_slots, describe
 from dsat.app.source import Source
 from dsat.engines import places
-from dsat.engines.local import device_use
+from dsat.engines.local import device_use, leftovers
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import Machine
 from dsat.engines.local.own_command import OwnCommand
@@ -104,6 +104,8 @@ def _prepare(
     settings: Settings, argv: Sequence[str] | None, acquired: contextlib.ExitStack
 ) -> Prepared:
     began_s = time.monotonic()
+    if orphans := leftovers.end_orphans():
+        _log.info("ended %d processes that an earlier dsat has left", len(orphans))
     source, first = sources.read(settings), None
     engine = settings.engine
     if engine == places.AUTO:

@@ -20,6 +20,8 @@ from types import ModuleType
 from typing import Any
 
 TRIAL_VARIABLE = "DSAT_TRIAL_DIR"  # the trial's folder
+RUN_VARIABLE = "DSAT_RUN_DIR"  # the run's folder; in all processes that dsat starts
+OWNER_VARIABLE = "DSAT_OWNER"  # the process of dsat that started this one
 RANK_VARIABLE = "DSAT_RANK_PID"  # the process that is a rank; none if a command starts the ranks
 ALONE_VARIABLE = "DSAT_ALONE"  # the user's command has no launcher
 HOOK_FOLDER, SPARE_FOLDER = "hook", "spare"  # the second holds packages that may be missing

@@ -86,9 +86,14 @@ class Agents:
         for host, request in requests.items():
             self.supervisors.send(host, request)
 
-    def remove_locks(self, *, own: bool = False) -> None:
-        """Remove locks of compilers; see `CompilerLocks`."""
-        self._locks.remove(own=own)
+    def remove_locks(self, *, any_running: bool) -> None:
+        """Remove locks of compilers that ended processes have left.
+
+        Args:
+            any_running: trials go on; their compilers are seen if they run here.
+        """
+        if len(self._hosts) == 1 or not any_running:
+            self._locks.remove()
 
     def close(self) -> None:
         """End all processes."""

@@ -88,7 +88,6 @@ class LocalEngine:
         self._activities = ActivityLog()
         self._closed = False
         if own is None:
-            self._agents.remove_locks()
             self._begin_trials()
 
     @property
@@ -197,7 +196,7 @@ class LocalEngine:
                 if running.start.is_own:  # its files go as well
                     running.folder.unlink(missing_ok=True)
             self._agents.close()  # a Ctrl-C meanwhile leaves this to be done again
-            self._agents.remove_locks(own=bool(self._running) and len(self._hosts) == 1)
+            self._agents.remove_locks(any_running=False)
             self._running.clear()
             self._closed = True
 
@@ -317,8 +316,7 @@ class LocalEngine:
         if not running.start.is_own:
             self._slots.give_back(running.shares)
         if not outcome.ok:
-            # Compilers of trials that go on are seen if they run here.
-            self._agents.remove_locks(own=len(self._hosts) == 1 or not self._running)
+            self._agents.remove_locks(any_running=bool(self._running))
         self._devices.note(running, outcome)
         retry = None if self._devices.failure else self._retries.decide(running, outcome)
         if retry is not None:

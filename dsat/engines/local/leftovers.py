@@ -6,29 +6,28 @@ import contextlib
 import copy
 import glob
 import hashlib
-import math
+import logging
 import os
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from dsat.in_trial.hook import TRIAL_VARIABLE
+from dsat.in_trial.hook import OWNER_VARIABLE, RUN_VARIABLE
 from dsat.values.files import home
 
-# In the environment of supervisors, and so of all that they fork.
-RUN_VARIABLE = "DSAT_RUN_DIR"
+_log = logging.getLogger(__name__)
 _PORTS_FILE = "used-ports"
+_SAME_TIME_S = 1.0
 _ROUNDS, _PAUSE_S = 200, 0.02
 _OFFLOADED = ("offload_optimizer", "offload_param")
-# A folder of operators may be on a disk of several hosts; compilers of them are long done then.
-_ABANDONED_AFTER_S = 15 * 60.0
-_OF_ONE_HOST = frozenset("bcachefs btrfs ext2 ext3 ext4 f2fs overlay ramfs tmpfs xfs zfs".split())
+_OLD_S = 15 * 60.0  # of a lock, whose compiler is long done
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 # -- processes
@@ -59,19 +58,54 @@ def end_processes(run: Path) -> list[int]:
     return sorted(ended)
 
 
+def owner_mark() -> dict[str, str]:
+    """Return the variable by which every process that dsat starts names this process.
+
+    With it goes where its number counts: the start of the machine, and the namespace.
+    """
+    process = psutil.Process()
+    return {OWNER_VARIABLE: f"{_place_of(process.pid)} {process.pid} {process.create_time()}"}
+
+
+def end_orphans() -> list[int]:
+    """End processes on this machine that dsat started and whose dsat is gone; return them."""
+    ended = set()
+    for process, variables in _own_processes():
+        with contextlib.suppress(psutil.Error, OSError, ValueError):
+            place, owner, created = variables.get(OWNER_VARIABLE, "").rsplit(" ", 2)
+            # Numbers in another namespace say nothing here.
+            is_here = place == _place_of(os.getpid()) == _place_of(process.pid)
+            if is_here and not _is_process(int(owner), float(created)):
+                process.kill()
+                ended.add(process.pid)
+    return sorted(ended)
+
+
+def _is_process(pid: int, created_s: float) -> bool:
+    """Return whether a process is there that began at that time."""
+    try:
+        return abs(psutil.Process(pid).create_time() - created_s) < _SAME_TIME_S
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _place_of(pid: int) -> str:
+    """Return the start of the machine and the namespace of processes that a process is in."""
+    return f"{_BOOT_ID.read_text().strip()} {os.readlink(f'/proc/{pid}/ns/pid')}"
+
+
 def _processes_of(run: Path) -> set[int]:
-    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-    found = set()
+    found = _own_processes()
+    return {p.pid for p, variables in found if variables.get(RUN_VARIABLE) == str(run)}
+
+
+def _own_processes() -> Iterator[tuple[psutil.Process, Mapping[str, str]]]:
+    """Yield this user's processes but for this one and those above it, with their variables."""
+    above = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid in own or process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            variables = process.environ()
-            trial = variables.get(TRIAL_VARIABLE, "")  # the run itself, of a first run
-            is_below = trial == str(run) or trial.startswith(f"{run}{os.sep}")
-            if is_below or variables.get(RUN_VARIABLE) == str(run):
-                found.add(process.pid)
-    return found
+            if process.pid not in above and process.status() != psutil.STATUS_ZOMBIE:
+                yield process, process.environ()
 
 
 # -- shared memory
@@ -157,33 +191,36 @@ class CompilerLocks:
     """Locks that killed processes left where DeepSpeed compiles operators.
 
     torch's lock is a file that exists or not (torch/utils/file_baton.py): all later processes wait
-    for ever for one that was killed while it compiled. A lock that a living process of this host
-    has open stays, and so does a young one in a folder that other hosts may share.
+    for ever for one that was killed while it compiled. A lock that was there before this began may
+    be of another user or container, whose processes cannot be seen.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._folder = _extensions_folder(env)
         self._first = self._times_ns()
+        for path, made_ns in self._first.items():
+            if time.time() - made_ns / 1e9 > _OLD_S:
+                _log.warning(
+                    "trials wait for the lock %s, which an earlier process has left: remove it, "
+                    "unless something compiles there",
+                    path,
+                )
 
-    def remove(self, *, own: bool = False) -> None:
-        """Remove abandoned locks.
-
-        Args:
-            own: locks that were made since this began belong to ended processes.
-        """
-        before_s = time.time() - _ABANDONED_AFTER_S if _may_be_shared(self._folder) else math.inf
+    def remove(self) -> None:
+        """Remove locks that were made since this began, by processes that have ended."""
         for path, made_ns in self._times_ns().items():
-            is_own = own and made_ns != self._first.get(path)
-            if (is_own or made_ns < before_s * 1e9) and not _is_open(path):
+            if made_ns != self._first.get(path) and not _is_open(path):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
     def _times_ns(self) -> dict[Path, int]:
-        """Return when each lock was made, by the clock of its file system."""
+        """Return when each lock of this user's was made."""
         times = {}
         for path in sorted(self._folder.glob("**/lock")):
             with contextlib.suppress(OSError):
-                times[path] = path.stat().st_mtime_ns
+                status = path.stat()
+                if status.st_uid == os.getuid():
+                    times[path] = status.st_mtime_ns
         return times
 
 
@@ -195,14 +232,6 @@ def _is_open(path: Path) -> bool:
             if any(os.path.realpath(fd) == target for fd in descriptors.iterdir()):
                 return True
     return False
-
-
-def _may_be_shared(folder: Path) -> bool:
-    """Return whether other hosts may share a folder: it is on none of the usual local disks."""
-    kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
-    real = Path(os.path.realpath(folder))
-    on = next((str(at) for at in (real, *real.parents) if str(at) in kinds), "")
-    return kinds.get(on) not in _OF_ONE_HOST
 
 
 def _extensions_folder(env: Mapping[str, str]) -> Path:

@@ -73,7 +73,6 @@ class OwnCommand:
         self._recorded: list[RankStart] = []
         self._records = self.folder / RECORDS_FOLDER
         self._records.mkdir()
-        self._is_closed = False
         cwd = cwd.resolve()
         builder = StartBuilder(
             experiments.of_command(command, "own", cwd, {}),
@@ -165,10 +164,8 @@ class OwnCommand:
 
     def close(self) -> None:
         """End all processes, and remove the folder."""
-        failed = not self._has_ended or trial_result.status_of(self.running) != 0
         self.supervisors.close()
-        self._locks.remove(own=failed and not self._is_closed)
-        self._is_closed = True
+        self._locks.remove()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @property

@@ -26,7 +26,7 @@ from dsat.engines.local.start import (
 )
 from dsat.engines.local.trial_folder import COMMAND_FILE, PACKAGES_FOLDER, log_files
 from dsat.in_trial import hook
-from dsat.in_trial.hook import HOOK_FOLDER, TRIAL_VARIABLE
+from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE
 from dsat.in_trial.loopback import ADDRESS, INTERFACES, is_loopback
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank_files import (
@@ -260,6 +260,8 @@ class _Plan:
             **builder.experiment.env,
             "PYTHONUNBUFFERED": "1",
             TRIAL_VARIABLE: str(self._folder),
+            RUN_VARIABLE: str(builder.run.resolve()),
+            **leftovers.owner_mark(),
         }
         if not is_command:
             env |= self.program.env

@@ -19,6 +19,7 @@ from dsat.engines.local import heartbeats, leftovers
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.supervisor import MARK
 from dsat.errors import EngineError
+from dsat.in_trial.hook import RUN_VARIABLE
 from dsat.values.files import PRIVATE_FILE, digest
 
 # Modules that `deepspeed.initialize` and the first steps import on demand (deepspeed 0.19.8: 1,512
@@ -182,7 +183,7 @@ class Supervisors:
         self._inbox: _Inbox = queue.Queue()
         self._clients: dict[int, _Client] = {}
         for number in hosts:
-            env = {**self._env, leftovers.RUN_VARIABLE: str(self._folder)}
+            env = {**self._env, RUN_VARIABLE: str(self._folder), **leftovers.owner_mark()}
             log = self._folder / "supervisor.log"
             self._clients[number] = _Client(number, self._hosts[number], log, env, self._inbox)
 
