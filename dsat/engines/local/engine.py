@@ -85,7 +85,7 @@ class LocalEngine:
         self._known: set[int] = set()
         self._ended: list[tuple[int, Outcome]] = []  # for `poll`
         self._lost: list[str] = []  # hosts, for the warnings of the next outcome
-        self._activities = ActivityLog()
+        self._activities = ActivityLog() if own is None else own.activities
         self._closed = False
         if own is None:
             self._begin_trials()

@@ -57,6 +57,7 @@ class OwnCommand:
         folder: logs, records and results.
         running: the trial.
         supervisors: of this machine.
+        activities: what it does for long.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class OwnCommand:
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="dsat-")).resolve()
         self._timeout_s = timeout_s
+        self.activities = ActivityLog()
         self._recorded: list[RankStart] = []
         self._records = self.folder / RECORDS_FOLDER
         self._records.mkdir()
@@ -115,10 +117,10 @@ class OwnCommand:
             UserInputError: it is not one training on one machine, or none that can be tuned.
             ScriptFailed: it ended, or took too long, without a call of `deepspeed.initialize`.
         """
-        began_s, activities = time.monotonic(), ActivityLog()
+        began_s = time.monotonic()
         while not self._recorded:
             self._receive(_POLL_S)
-            activities.write([self.running], ())
+            self.activities.write([self.running], ())
             self._check_nodes()
             is_over = self._has_ended or time.monotonic() - began_s > self._timeout_s
             found = self._read()

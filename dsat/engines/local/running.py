@@ -99,29 +99,38 @@ def find_overdue(running: Collection[Running], limit_s: float) -> tuple[list[Run
 
 
 class ActivityLog:
-    """Log of what trials do for more than a moment, each said once."""
+    """Log of what trials do for more than a moment, with the time from then on."""
 
     def __init__(self) -> None:
-        self._logged = set[str]()
+        self._next_s: dict[str, float] = {}  # when each is logged again, by its duration
 
     def write(self, running: Collection[Running], waiting: Sequence[Start]) -> None:
-        """Log what is new."""
-        for name, activity in _slow_activities(running, waiting):
-            if activity not in self._logged:
-                self._logged.add(activity)
-                _log.info("%s%s", f"{name}: " if len(running) > 1 else "", activity)
+        """Log what is new, or goes on for long."""
+        for name, activity, duration_s in _slow_activities(running, waiting):
+            text = f"{name}: {activity}" if name else activity
+            if text not in self._next_s:
+                _log.info("%s", text)
+                self._next_s[text] = duration_s + slow.AGAIN_S
+            elif duration_s >= self._next_s[text]:
+                _log.info("%s: %.0f s so far", text, duration_s)
+                self._next_s[text] = duration_s + slow.AGAIN_S
 
 
 def _slow_activities(
     running: Collection[Running], waiting: Sequence[Start]
-) -> Iterator[tuple[str, str]]:
-    """Yield what trials have been doing for more than a moment, with their names."""
+) -> Iterator[tuple[str, str, float]]:
+    """Yield what trials have been doing for more than a moment, and for how long.
+
+    Each behind its trial's name; the user's own command, which begins the run, has none.
+    """
     for each in running:
         path = each.folder / ACTIVITY_FILE
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > slow.LONG_S:
-                yield each.trial.name, path.read_text()
+            duration_s = time.time() - path.stat().st_mtime
+            if duration_s > slow.LONG_S:
+                yield "" if each.start.is_own else each.trial.name, path.read_text(), duration_s
     for start in waiting:
-        if time.monotonic() - start.asked_s > slow.LONG_S:
+        duration_s = time.monotonic() - start.asked_s
+        if duration_s > slow.LONG_S:
             names = ", ".join(each.trial.name for each in running)
-            yield start.trial.name, f"waits for {names} to end"
+            yield start.trial.name, f"waits for {names} to end", duration_s

@@ -138,12 +138,14 @@ def test_what_its_training_waits_for_is_told(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(slow, "LONG_S", -1)
+    monkeypatch.setattr(slow, "AGAIN_S", 0.2)
     caplog.set_level("INFO", logger="dsat")
-    with begun(["bash", "-c", "sleep 2000"], place, timeout_s=0.0) as started:
+    with begun(["bash", "-c", "sleep 2000"], place, timeout_s=1.0) as started:
         started.does("compiling DeepSpeed's operator fused_adam")
         with pytest.raises(ScriptFailed):
             started.program()
     assert caplog.messages.count("compiling DeepSpeed's operator fused_adam") == 1
+    assert "compiling DeepSpeed's operator fused_adam: 1 s so far" in caplog.messages
 
 
 def test_a_compilers_lock_of_the_command_does_not_outlive_it(
