@@ -61,7 +61,7 @@ class Agents:
         self.supervisors = Supervisors(self._hosts, builder.run, env=self._env)
         self.has_begun = True
         try:
-            if any(host.prefix for host in self._hosts):
+            if any(host.reach for host in self._hosts):
                 named = filter(None, (program.script, program.config_path))
                 files = [builder.cwd / name for name in named]
                 self.supervisors.check_files(builder.cwd, files)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dsat.engines.local.machine import Machine
+from dsat.engines.local.processes import Reach
 from dsat.in_trial.loopback import ADDRESS
 
 UNSEEN = Machine("", "", (), (), 0)
@@ -21,6 +23,7 @@ class Host:
         prefix: words before a command that run it there; none for this machine.
         address: by which ranks on other hosts reach it.
         is_here: whether this process runs on it.
+        call: calls that run a command there, see `Reach`; None where the prefix does.
     """
 
     machine: Machine = UNSEEN
@@ -28,6 +31,12 @@ class Host:
     prefix: tuple[str, ...] = ()
     address: str = ADDRESS
     is_here: bool = True
+    call: Callable[..., Any] | None = None
+
+    @property
+    def reach(self) -> Reach:
+        """How commands are run there."""
+        return self.call or self.prefix
 
 
 def without_segments(hosts: Iterable[Host]) -> tuple[Host, ...]:

@@ -11,12 +11,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from dsat.engines.local.processes import Reach, spawn
 from dsat.errors import EngineError, UserInputError
 from dsat.values import host_cores, host_memory
 from dsat.values.memory_size import readable
@@ -216,23 +218,22 @@ def has_library(name: str) -> bool:
 
 
 def find_machines(
-    prefixes: Mapping[str, Sequence[str]], variables: Mapping[str, str] | None = None
+    reaches: Mapping[str, Reach], variables: Mapping[str, str] | None = None
 ) -> list[Machine]:
     """Look at the slots of several machines at the same time.
 
     Args:
-        prefixes: words before a command that run it on a machine, by the machine's name.
+        reaches: how commands run on a machine, by the machine's name.
         variables: of the commands; by default this process's.
     """
-    asked = [_ask(prefix, variables) for prefix in prefixes.values()]
+    looks = [_Look.begin(reach, variables) for reach in reaches.values()]
     deadline = time.monotonic() + _FIND_LIMIT_S
     try:
-        answers = [_answer_of(process, deadline) for process in asked]
-    except BaseException:
-        for process in asked:
-            _give_up(process)
-        raise
-    return [_machine(name, answer) for name, answer in zip(prefixes, answers, strict=True)]
+        answers = [look.answer(deadline) for look in looks]
+    finally:
+        for look in looks:
+            look.end()
+    return [_machine(name, answer) for name, answer in zip(reaches, answers, strict=True)]
 
 
 def _machine(name: str, answer: dict[str, Any] | str) -> Machine:
@@ -247,40 +248,46 @@ def _machine(name: str, answer: dict[str, Any] | str) -> Machine:
     return Machine(**values)
 
 
-def _ask(prefix: Sequence[str], variables: Mapping[str, str] | None) -> subprocess.Popen[str]:
-    """Start a process that looks at the slots, and may use the accelerator."""
-    return subprocess.Popen(  # noqa: S603
-        [*prefix, sys.executable, "-m", "dsat.engines.local.accelerators"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=variables,
-        text=True,
-    )
+@dataclass(frozen=True)
+class _Look:
+    """A process that looks at the slots of a machine, and may use the accelerator."""
 
+    process: Any
+    errors: IO[bytes]
 
-def _answer_of(process: subprocess.Popen[str], deadline: float) -> dict[str, Any] | str:
-    """Return the answer, or why there is none."""
-    try:
-        out, err = process.communicate(timeout=max(_READ_LIMIT_S, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        _give_up(process)
-        return f"no answer within {_FIND_LIMIT_S:g} s: imports are that slow, or a driver is stuck"
-    for line in out.splitlines():
-        if line.startswith(MARK):
-            found: dict[str, Any] = json.loads(line[len(MARK) :])
-            return found
-    lines = err.strip().splitlines() or [f"exit status {process.returncode}"]
-    # torch's errors go on with advice.
-    named = [line for line in lines if _EXCEPTION.match(line)]
-    return (named or lines)[-1]
+    @classmethod
+    def begin(cls, reach: Reach, variables: Mapping[str, str] | None) -> _Look:
+        errors = tempfile.TemporaryFile()  # noqa: SIM115
+        command = [sys.executable, "-m", "dsat.engines.local.accelerators"]
+        process = spawn(reach, command, variables, errors)
+        process.stdin.close()  # type: ignore[union-attr]
+        return cls(process, errors)
 
+    def answer(self, deadline: float) -> dict[str, Any] | str:
+        """Return the answer, or why there is none."""
+        try:
+            self.process.wait(max(_READ_LIMIT_S, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            limit = f"no answer within {_FIND_LIMIT_S:g} s"
+            return f"{limit}: imports are that slow, or a driver is stuck"
+        for line in self.process.stdout.read().decode(errors="replace").splitlines():
+            if line.startswith(MARK):
+                found: dict[str, Any] = json.loads(line[len(MARK) :])
+                return found
+        self.errors.seek(0)
+        said = self.errors.read().decode(errors="replace").strip().splitlines()
+        lines = said or [f"exit status {self.process.returncode}"]
+        # torch's errors go on with advice.
+        named = [line for line in lines if _EXCEPTION.match(line)]
+        return (named or lines)[-1]
 
-def _give_up(process: subprocess.Popen[str]) -> None:
-    """Kill a process, which may be stuck in the driver, beyond the reach of signals."""
-    process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=1)
+    def end(self) -> None:
+        """Kill the process, which may be stuck in the driver, beyond the reach of signals."""
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1)
+        self.process.stdout.close()
+        self.errors.close()
 
 
 def machine_of_cores() -> Machine:

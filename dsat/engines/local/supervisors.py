@@ -17,6 +17,7 @@ from typing import Any
 
 from dsat.engines.local import heartbeats, leftovers
 from dsat.engines.local.hosts import Host
+from dsat.engines.local.processes import spawn
 from dsat.engines.local.supervisor import MARK
 from dsat.errors import EngineError
 from dsat.in_trial.hook import RUN_VARIABLE
@@ -282,13 +283,11 @@ class _Client:
         self._requests = queue.SimpleQueue[Mapping[str, Any] | None]()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         with open(os.open(log, flags, PRIVATE_FILE), "ab") as file:
-            self._process = subprocess.Popen(  # noqa: S603
-                [*host.prefix, sys.executable, "-m", "dsat.engines.local.supervisor"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                env=_environment(host.machine.accelerator, env),
-                start_new_session=True,
+            self._process = spawn(
+                host.reach,
+                [sys.executable, "-m", "dsat.engines.local.supervisor"],
+                _environment(host.machine.accelerator, env),
+                file,
             )
         threading.Thread(target=self._write, daemon=True).start()
         threading.Thread(target=self._read, args=(number, inbox), daemon=True).start()

@@ -176,7 +176,7 @@ def test_a_host_that_comes_back_ends_what_it_had(
     hosts = [*made_up(ANSWERS), far]
     with contextlib.closing(Supervisors(hosts, tmp_path, env={})) as talk:
         answered(talk, 0, 1)
-        relay = psutil.Process(talk._clients[1]._process.pid)
+        relay = psutil.Process(talk._clients[1]._process.pid)  # type: ignore[union-attr]
         [supervisor] = relay.children()
         talk.send(1, launch_request(tmp_path, "/bin/sleep", "2000"))
         [trial] = wait_until(supervisor.children, "the trial")

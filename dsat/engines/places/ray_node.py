@@ -1,33 +1,30 @@
-"""Actor on each node: runs commands there, and streams their output.
+"""Actor on each node of a Ray cluster, which runs commands there.
 
-Ray sends the class as it is, so that nodes need no dsat for it: only the standard library is used.
-The pipes of a command belong to this process alone. When it ends, with Ray's driver or the node's
-own daemon, the command's standard input ends.
+Ray sends the class as it is, so that nodes need no dsat for it: it uses the standard library alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import queue
 import selectors
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 # Variables with which Ray tells a process its devices, by kind of accelerator.
-_OF_DEVICES = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ONEAPI_DEVICE_SELECTOR",
-    "ASCEND_RT_VISIBLE_DEVICES",
-    "HABANA_VISIBLE_MODULES",
+_OF_DEVICES = tuple(
+    "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ONEAPI_DEVICE_SELECTOR "
+    "ASCEND_RT_VISIBLE_DEVICES HABANA_VISIBLE_MODULES".split()
 )
 _CHUNK = 1 << 16
+_Outputs = queue.Queue[tuple[int, bytes]]
 # Ray kills the children of its processes that end. A command is a grandchild: it ends in order,
-# with its standard input. Ray's processes have Ctrl-C blocked.
+# with its standard input, whose only other end the actor has. Ray's processes have Ctrl-C blocked.
 _PARENT = """
 import os, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
@@ -69,7 +66,8 @@ class NodeActor:
     def __init__(self, cores: int | None) -> None:
         # Ray 2.60 leaves an actor whose node's daemon was killed.
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._numbers = itertools.count()
+        self._commands: dict[int, tuple[subprocess.Popen[bytes], _Outputs]] = {}
         self._env = {name: os.environ[name] for name in _OF_DEVICES if name in os.environ}
         # Ray's processes are killed first where memory runs out, and run last; commands inherit it.
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -80,23 +78,10 @@ class NodeActor:
             self._env = {"DS_ACCELERATOR": "cpu"}
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 
-    def run(
-        self, number: int, command: Sequence[str], cwd: str, env: Mapping[str, str]
-    ) -> Iterator[tuple[int, bytes]]:
-        """Run a command; variables that name devices are this node's.
-
-        Args:
-            number: of the command, for `write` and `end`.
-            command: with an absolute path.
-            cwd: folder to run in.
-            env: its variables.
-
-        Yields:
-            Its outputs, each after the number 1 or 2 of its pipe; before them (0, b"") once the
-            command takes input, and behind them 0 and its exit status.
-        """
+    def spawn(self, command: Sequence[str], cwd: str, env: Mapping[str, str]) -> int:
+        """Start a command; return its number. Variables that name devices are this node's."""
         others = {name: value for name, value in env.items() if name not in _OF_DEVICES}
-        process = self._processes[number] = subprocess.Popen(  # noqa: S603
+        process = subprocess.Popen(  # noqa: S603
             [sys.executable, "-I", "-S", "-c", _PARENT, cwd, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -104,38 +89,39 @@ class NodeActor:
             bufsize=0,
             env={**others, **self._env},
         )
-        yield 0, b""
-        with process, selectors.DefaultSelector() as outputs:
-            for target, pipe in ((1, process.stdout), (2, process.stderr)):
-                assert pipe is not None
-                outputs.register(pipe, selectors.EVENT_READ, target)
-            while outputs.get_map():
-                for key, _ in outputs.select():
-                    if data := os.read(key.fd, _CHUNK):
-                        yield key.data, data
-                    else:
-                        outputs.unregister(key.fileobj)
-        del self._processes[number]
-        yield 0, b"%d" % process.returncode
+        number, outputs = next(self._numbers), _Outputs(16)
+        self._commands[number] = (process, outputs)
+        threading.Thread(target=_forward, args=(process, outputs), daemon=True).start()
+        return number
+
+    def read(self, number: int) -> tuple[int, bytes]:
+        """Return the next output with the number of its pipe, or 0 and the exit status."""
+        return self._commands[number][1].get()
 
     def write(self, number: int, data: bytes) -> None:
-        """Write to a command's standard input; do nothing if it reads no more."""
-        with contextlib.suppress(KeyError, BrokenPipeError, ValueError):  # it has ended
-            stdin = self._processes[number].stdin
-            assert stdin is not None
+        """Write to a command's input, which ends with no data; nothing if it reads no more."""
+        stdin = self._commands[number][0].stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            if not data:
+                stdin.close()
             while data:
                 data = data[stdin.write(data) or 0 :]
 
-    def end(self, number: int, *, terminate: bool) -> None:
-        """End a command's standard input.
+    def terminate(self, number: int) -> None:
+        """End a command by SIGTERM, which it ignores if it ends with its input."""
+        self._commands[number][0].terminate()
 
-        Args:
-            number: of the command, which may have ended.
-            terminate: send SIGTERM too, which a command ignores that ends with its input.
-        """
-        process = self._processes.get(number)
-        if process is not None:
-            assert process.stdin is not None
-            process.stdin.close()
-            if terminate:
-                process.terminate()
+
+def _forward(process: subprocess.Popen[bytes], outputs: _Outputs) -> None:
+    with process, selectors.DefaultSelector() as open_pipes:
+        for target, pipe in ((1, process.stdout), (2, process.stderr)):
+            assert pipe is not None
+            open_pipes.register(pipe, selectors.EVENT_READ, target)
+        while open_pipes.get_map():
+            for key, _ in open_pipes.select():
+                if data := os.read(key.fd, _CHUNK):
+                    outputs.put((key.data, data))
+                else:
+                    open_pipes.unregister(key.fileobj)
+    outputs.put((0, b"%d" % process.returncode))
