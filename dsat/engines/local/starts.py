@@ -165,7 +165,7 @@ class _Plan:
         is_cpu, memory_bytes = self._machine.is_cpu, options.trial.slot_memory_bytes
         devices = self._machine.devices_of(self.shares[0].slots or (0,))
         is_limited = (is_cpu or start.is_own) and meter is not None
-        starts_ranks = self.method is not StartMethod.COMMAND or start.is_own
+        starts_ranks = not self._is_command or start.is_own
         return RankSpec(
             trial=trial.to_json(),
             program={**asdict(self.program), "env": {}},
@@ -185,7 +185,7 @@ class _Plan:
             cpu_memory_bytes=memory_bytes if is_limited else None,
             threads=1 if is_cpu else None,
             own=start.is_own,
-            is_command=self.method is StartMethod.COMMAND,
+            is_command=self._is_command,
             defaults_local_rank=(
                 starts_ranks
                 and (start.own_ranks or self._ranks) > 1
@@ -200,7 +200,7 @@ class _Plan:
         for cross_rank, share in enumerate(self.shares):
             first = cross_rank * self._ranks_per_host
             processes = share.ranks
-            if self.method is StartMethod.COMMAND:
+            if self._is_command:
                 processes = self.start.own_ranks or 1
             found[share.index] = {
                 "op": "launch",
@@ -211,7 +211,7 @@ class _Plan:
                 "ranks": [self._process(share, local, first) for local in range(processes)],
                 "logs": log_files(cross_rank),
                 "fork": self.method is StartMethod.FORKED,
-                "starts_ranks": self.method is not StartMethod.COMMAND,
+                "starts_ranks": not self._is_command,
                 "linger_s": None if self.start.trial.id == FULL_RUN_ID else LINGER_S,
                 "done": self._done_file,
                 "swap": self._swap,
@@ -233,14 +233,15 @@ class _Plan:
     def command_text(self) -> str:
         """Return the user's command as a person can paste it into a shell, for each rank."""
         change = f"cd {shlex.quote(str(self._cwd))}"
-        shown = shlex.join(words_without_secrets(self._command(0)))
+        words = self._command(0) if self._is_command else self.program.command()
+        shown = shlex.join(words_without_secrets(words))
         if self.start.is_own:
             return f"{change}\n{shown}\n"
         chosen = self.start.trial.script_args
         lines = [f"# {shown}"]
         lines += [f"# with {switches.write(name, value)}" for name, value in chosen.items()]
         texts = []
-        for rank in range(1 if self.method is StartMethod.COMMAND else self._ranks):
+        for rank in range(1 if self._is_command else self._ranks):
             command = shlex.join(words_without_secrets(self._command(rank)))
             env = assignments(self.environment(rank))
             hooked = f"PYTHONPATH={shlex.quote(str(self._folder / HOOK_FOLDER))}"
@@ -253,7 +254,7 @@ class _Plan:
     def environment(self, rank: int) -> dict[str, str]:
         """Return all variables of a rank, or of the user's command, but for those of the hook."""
         builder, share = self.builder, self.shares[rank // self._ranks_per_host]
-        is_command = self.method is StartMethod.COMMAND
+        is_command = self._is_command
         env = {
             **(INTERFACES if is_loopback(self._addresses[0]) else {}),
             **os.environ,
@@ -319,7 +320,7 @@ class _Plan:
             if self.builder.experiment.includes:  # a script that is a link has other neighbours
                 paths.insert(2, str(self._cwd))
             env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        is_bound = self.method is not StartMethod.COMMAND or self._machine.is_cpu
+        is_bound = not self._is_command or self._machine.is_cpu
         return {
             "env": env,
             "cores": cores_of(share, local, self.program, self.config) if is_bound else [],
@@ -328,7 +329,7 @@ class _Plan:
 
     def _command(self, rank: int) -> list[str]:
         """Return the words of a process."""
-        if self.method is StartMethod.COMMAND:
+        if self._is_command:
             name, *words = self.program.started_by
             return [shutil.which(name) or name, *words]
         program = self.program
@@ -338,6 +339,10 @@ class _Plan:
         return program.command()
 
     @property
+    def _is_command(self) -> bool:
+        return self.method is StartMethod.COMMAND
+
+    @property
     def _swap(self) -> list[str]:
         """Its folders on NVMe, which each host makes and removes."""
         return leftovers.swap_folders(self.config) if not self.start.is_own else []
@@ -345,13 +350,11 @@ class _Plan:
     @property
     def _done_file(self) -> str | None:
         """File that exists once the user's command is not needed any more."""
-        is_ended = self.method is StartMethod.COMMAND and self.start.trial.id != FULL_RUN_ID
-        return DONE_FILE if is_ended else None
+        return DONE_FILE if self._is_command and self.start.trial.id != FULL_RUN_ID else None
 
     @property
     def _cwd(self) -> Path:
-        is_command = self.method is StartMethod.COMMAND
-        started_in = self.program.started_in if is_command else ""
+        started_in = self.program.started_in if self._is_command else ""
         return Path(started_in or self.builder.cwd).resolve()
 
     @property

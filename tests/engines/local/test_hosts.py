@@ -33,6 +33,7 @@ from testing.local import (
     launch_request,
     processes_of,
     wait_until,
+    warnings_of,
 )
 from testing.ranks_contract import facts_of
 
@@ -255,7 +256,7 @@ def test_hosts_that_stop_or_die_leave_the_run_and_a_trial_runs_elsewhere(
         bench.supervisor(1).suspend()
         [(_, outcome)] = bench.engine.poll(PATIENCE_S)
         assert outcome.ok, (outcome, bench.log(trial))
-        [warning] = [line for line in outcome.warnings if "host" in line]
+        [warning] = [line for line in warnings_of(outcome) if "host" in line]
         assert warning == "host host1 is not used any more: it has not answered for 30 s"
         folders = [path.name for path in (tmp_path / "trials").iterdir() if path.is_dir()]
         assert folders == [trial.name]
