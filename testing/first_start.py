@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dsat.engines.local.own_command import OwnCommand
+from dsat.engines.own_command import OwnCommand
 from dsat.in_trial.rank_files import Progress
 from dsat.inputs import recorded_start
 from dsat.inputs.entrypoint import Entrypoint

@@ -15,11 +15,11 @@ from typing import Any
 
 import psutil
 
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine
-from dsat.engines.local.ports import free_ports
-from dsat.engines.local.start import LocalOptions
+from dsat.engines.engine import LocalEngine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine
+from dsat.engines.ports import free_ports
+from dsat.engines.start import LocalOptions
 from dsat.in_trial.measurement import HOST_ACCIDENTS
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome

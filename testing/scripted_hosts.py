@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine
+from dsat.engines.engine import LocalEngine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import ran
 from testing.local import engine_of
@@ -80,7 +80,7 @@ class ScriptedHosts:
 
     def replace_those_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have every engine that is made from now on talk to these."""
-        monkeypatch.setattr("dsat.engines.local.agents.Supervisors", lambda *_, **__: self)
+        monkeypatch.setattr("dsat.engines.agents.Supervisors", lambda *_, **__: self)
 
     def devices(self, trial: int) -> list[str]:
         """Return the devices of a trial's starts."""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dsat.app import estimate
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine, find_machines
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine, find_machines
 from dsat.engines.places import local as this_machine
 from testing import warm_host
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.engines.local.machine import Machine, find_machine
+from dsat.engines.machines.machine import Machine, find_machine
 
 ROOT = Path(__file__).parent.parent
 # Seconds that a test may take, by marker: many times what it takes on a busy machine.

@@ -16,9 +16,9 @@ from benchmarks import common
 from benchmarks.common import MIB
 from benchmarks.gpu.report import Report, line, new_trial
 from dsat.app import probe
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import find_machine
-from dsat.engines.local.supervisors import Supervisors
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import find_machine
+from dsat.engines.supervisors import Supervisors
 from dsat.inputs import cards
 from dsat.values.outcome import Outcome, OutcomeKind
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dsat.engines.local.accelerators import NAMED, ids_chosen
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import are_close
+from dsat.engines.machines.accelerators import NAMED, ids_chosen
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import are_close
 from dsat.engines.places import PROVIDERS
 from dsat.engines.places.base import Environment
 from dsat.errors import UserInputError
@@ -31,7 +31,7 @@ def acquired(
         engine: name of a place. Engines that are not places see this machine.
         program: may name devices.
         given: options of the place, by keyword.
-        in_use: variables of `dsat.engines.local.device_use`, if the command runs already.
+        in_use: variables of `dsat.engines.machines.device_use`, if the command runs already.
     """
     program = program or Entrypoint()
     launch = program.launch

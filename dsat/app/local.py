@@ -14,9 +14,9 @@ from dsat.app.hosts import describe
 from dsat.app.observers import FileKeeper, Logger, write_files
 from dsat.app.prepare import Prepared
 from dsat.engines import Engine, cached
-from dsat.engines.local import leftovers
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.start import FULL_RUN_ID, LocalOptions
+from dsat.engines.agent import leftovers
+from dsat.engines.engine import LocalEngine
+from dsat.engines.start import FULL_RUN_ID, LocalOptions
 from dsat.errors import DecisionMismatch, DsatError, SearchFailed, UserInputError
 from dsat.in_trial.failures import OF_DSAT
 from dsat.memory import anchors

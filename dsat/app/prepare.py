@@ -18,10 +18,11 @@ from dsat.app import source as sources
 from dsat.app.hosts import all_slots, check_slots, describe
 from dsat.app.source import Source
 from dsat.engines import places
-from dsat.engines.local import device_use, leftovers
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine
-from dsat.engines.local.own_command import OwnCommand
+from dsat.engines.agent import leftovers
+from dsat.engines.machines import device_use
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine
+from dsat.engines.own_command import OwnCommand
 from dsat.engines.places import ENGINE_NAMES
 from dsat.engines.places.base import Environment
 from dsat.errors import UserInputError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.app import own_files
-from dsat.engines.local.own_command import OwnCommand
+from dsat.engines.own_command import OwnCommand
 from dsat.errors import UserInputError
 from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.in_trial.script_api import hparams_of_this_task

@@ -13,15 +13,15 @@ from typing import Any
 from dsat.app import own_files
 from dsat.app.own_files import Answer, Rewriting
 from dsat.app.prepare import Prepared
-from dsat.engines.local.hosts import without_segments
-from dsat.engines.local.machine import Machine
-from dsat.engines.local.rank_settings import (
+from dsat.engines.machines.hosts import without_segments
+from dsat.engines.machines.machine import Machine
+from dsat.engines.rank_settings import (
     binding_options,
     settings_of_command,
     settings_of_ranks,
 )
-from dsat.engines.local.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
-from dsat.engines.local.trial_folder import working_folder
+from dsat.engines.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
+from dsat.engines.trial_folder import working_folder
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.inputs import accelerate_env, switches
 from dsat.inputs import entrypoint as entrypoints

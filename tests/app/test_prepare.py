@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dsat.app import prepare
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine
 from dsat.engines.places import PROVIDERS
 from dsat.engines.places.base import Environment
 from dsat.errors import UserInputError

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from dsat.app.hosts import acquired
-from dsat.engines.local import heartbeats
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.processes import RemoteProcess, spawn
+from dsat.engines.agent import heartbeats
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.processes import RemoteProcess, spawn
 from dsat.engines.places import detect, given_options
 from dsat.engines.places.base import Environment
 from dsat.engines.places.ray import reserved as reserved_nodes

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from dsat.app import hosts as hosts_of
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine, find_machine, find_machines
-from dsat.engines.local.retries import is_of_device
+from dsat.engines.engine import LocalEngine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine, find_machine, find_machines
+from dsat.engines.retries import is_of_device
 from dsat.errors import UserInputError
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.placement import Launch
@@ -122,7 +122,7 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
 ) -> None:
     machine = null_cuda(*[Device()] * 8)
     found: dict[int, Outcome] = {}
-    monkeypatch.setattr("dsat.engines.local.slots._MAX_DEVICE_ERRORS", 1000)
+    monkeypatch.setattr("dsat.engines.slots._MAX_DEVICE_ERRORS", 1000)
     hanging = [number for number, (fault, *_) in enumerate(FAILURES) if "hang" in fault]
     others: dict[str, Any] = {"slots": 2, "program": "on_devices", "prefix": imported}
     with (
@@ -192,7 +192,7 @@ def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
     (spoilt / "sitecustomize.py").write_text("")
     (spoilt / "determined_spoilt.py").write_text("import torch; torch.cuda.device_count()")
     monkeypatch.setattr(
-        "dsat.engines.local.supervisors.WARM_MODULES",
+        "dsat.engines.supervisors.WARM_MODULES",
         ("torch", "deepspeed", "determined_spoilt"),
     )
     monkeypatch.setenv("PYTHONPATH", f"{spoilt}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -272,7 +272,7 @@ def test_devices_are_chosen_as_the_user_chose_them(
     assert "busy or unavailable" in find_machine().left_out[0]
     # What the command itself holds, as after the first run, is no use by others.
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    code = "import json; from dsat.engines.local import device_use as use; "
+    code = "import json; from dsat.engines.machines import device_use as use; "
     code += "print(json.dumps(use.as_of_now()))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     machine.use(0, 6 * _GIB)

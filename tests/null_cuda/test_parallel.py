@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import find_machines
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import find_machines
 from dsat.memory.simulation_client import Question, Simulator
 from dsat.space.overrides import overrides_for
 from dsat.values.parallelism import DATA_ONLY, Parallelism

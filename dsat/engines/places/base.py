@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import find_machines
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import find_machines
 from dsat.inputs.option import Group, Option
 
 

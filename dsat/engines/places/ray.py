@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dsat.engines.local.hosts import Host
+from dsat.engines.machines.hosts import Host
 from dsat.engines.places import ray_node
 from dsat.engines.places.base import Environment, place_option, with_machines
 from dsat.engines.places.ray_choice import NodeResources, Parts, ResourceRequest, choose

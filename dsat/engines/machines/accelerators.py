@@ -1,6 +1,6 @@
 """Look at the accelerators of this machine, and print the slots as JSON.
 
-    python3 -m dsat.engines.local.accelerators
+    python3 -m dsat.engines.machines.accelerators
 
 Asking an accelerator how many devices it has can initialise it, and a process in which it is
 initialised cannot fork trials; so this process does nothing else.
@@ -15,8 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dsat.engines.local import device_use
-from dsat.engines.local.machine import MARK, Machine, has_library, machine_of_cores, physical_cores
+from dsat.engines.machines import device_use
+from dsat.engines.machines.machine import (
+    MARK,
+    Machine,
+    has_library,
+    machine_of_cores,
+    physical_cores,
+)
 from dsat.values import host_cores
 from dsat.values.memory_size import readable
 

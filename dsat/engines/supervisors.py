@@ -15,10 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.local import heartbeats, leftovers
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.processes import spawn
-from dsat.engines.local.supervisor import MARK
+from dsat.engines.agent import heartbeats, leftovers
+from dsat.engines.agent.supervisor import MARK
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.processes import spawn
 from dsat.errors import EngineError
 from dsat.in_trial.hook import RUN_VARIABLE
 from dsat.values.files import PRIVATE_FILE, digest
@@ -285,7 +285,7 @@ class _Client:
         with open(os.open(log, flags, PRIVATE_FILE), "ab") as file:
             self._process = spawn(
                 host.reach,
-                [sys.executable, "-m", "dsat.engines.local.supervisor"],
+                [sys.executable, "-m", "dsat.engines.agent.supervisor"],
                 _environment(host.machine.accelerator, env),
                 file,
             )
@@ -338,7 +338,7 @@ class _Client:
 
 def _environment(accelerator: str, own: Mapping[str, str]) -> dict[str, str]:
     env = {**os.environ, **own}
-    path = [*filter(None, [env.get("PYTHONPATH")]), str(Path(__file__).resolve().parents[3])]
+    path = [*filter(None, [env.get("PYTHONPATH")]), str(Path(__file__).resolve().parents[2])]
     return {
         **env,
         "PYTHONPATH": os.pathsep.join(path),

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsat.engines.local.machine import Machine
-from dsat.engines.local.processes import Reach
+from dsat.engines.machines.machine import Machine
+from dsat.engines.machines.processes import Reach
 from dsat.in_trial.loopback import ADDRESS
 
 UNSEEN = Machine("", "", (), (), 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import wrapt
@@ -11,6 +13,7 @@ import dsat
 from dsat.in_trial import hook
 from dsat.in_trial.hook import HOOK_FOLDER, SPARE_FOLDER
 from dsat.inputs.experiment import Experiment
+from dsat.values.text import assignment
 
 COMMAND_FILE = "cmd.txt"
 PACKAGES_FOLDER = "packages"
@@ -51,3 +54,12 @@ def working_folder(experiment: Experiment, folder: Path) -> Path:
         if not link.is_symlink():
             link.symlink_to(path.resolve())
     return together
+
+
+def assignments(env: Mapping[str, str]) -> list[str]:
+    """Return a shell's assignments of variables that differ from this process's."""
+    return [
+        assignment(name, value)
+        for name, value in sorted(env.items())
+        if os.environ.get(name) != value
+    ]

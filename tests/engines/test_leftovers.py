@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsat.engines.local import leftovers
-from dsat.engines.local.leftovers import CompilerLocks
+from dsat.engines.agent import leftovers
+from dsat.engines.agent.leftovers import CompilerLocks
 from testing.local import (
     PATIENCE_S,
     bench_of,
@@ -52,7 +52,7 @@ def test_an_engine_ends_what_is_left_of_its_run_and_of_no_other(tmp_path: Path) 
 
 OWNS = """
 import pathlib, subprocess, sys
-from dsat.engines.local.own_command import OwnCommand
+from dsat.engines.own_command import OwnCommand
 words = ["bash", "-c", "setsid sleep 2000 & echo $! > left; wait"]
 run = OwnCommand(words, pathlib.Path(sys.argv[1]), timeout_s=600)
 run.ranks()

@@ -12,26 +12,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.local import trial_result
-from dsat.engines.local.agents import Agents
-from dsat.engines.local.heartbeats import PING_EVERY_S
-from dsat.engines.local.hosts import Host, without_segments
-from dsat.engines.local.own_command import OwnCommand
-from dsat.engines.local.rank_settings import offloads
-from dsat.engines.local.retries import Retries, Retry
-from dsat.engines.local.running import ActivityLog, Running, find_overdue
-from dsat.engines.local.slots import DeviceErrors, Slots
-from dsat.engines.local.start import (
+from dsat.engines import results as trial_result
+from dsat.engines.agent.heartbeats import PING_EVERY_S
+from dsat.engines.agent.supervisor import GRACE_AFTER_FAILURE_S
+from dsat.engines.agents import Agents
+from dsat.engines.machines.hosts import Host, without_segments
+from dsat.engines.own_command import OwnCommand
+from dsat.engines.rank_settings import offloads
+from dsat.engines.retries import Retries, Retry
+from dsat.engines.running import ActivityLog, Running, find_overdue
+from dsat.engines.slots import DeviceErrors, Slots
+from dsat.engines.start import (
     FULL_RUN_ID,
     SIMULATION_ID,
     LocalOptions,
     Start,
     StartMethod,
 )
-from dsat.engines.local.starts import LINGER_S, StartBuilder
-from dsat.engines.local.supervisor import GRACE_AFTER_FAILURE_S
-from dsat.engines.local.supervisors import LOST
-from dsat.engines.local.trial_folder import working_folder
+from dsat.engines.starts import LINGER_S, StartBuilder
+from dsat.engines.supervisors import LOST
+from dsat.engines.trial_folder import working_folder
 from dsat.in_trial.rank_files import MODULES_FILE, result_file
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment

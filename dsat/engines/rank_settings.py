@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsat.engines.local.hosts import Share
-from dsat.engines.local.machine import Machine
+from dsat.engines.machines.hosts import Share
+from dsat.engines.machines.machine import Machine
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.values.zero_strategy import NONE, of_config
 

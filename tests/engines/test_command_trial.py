@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local.retries import COMMAND_AGAIN
+from dsat.engines.retries import COMMAND_AGAIN
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
 from testing.local import (

@@ -36,7 +36,7 @@ def become_rank(
     """Run a rank in this process.
 
     Args:
-        request: to launch a trial; see `dsat.engines.local.supervisor`.
+        request: to launch a trial; see `dsat.engines.agent.supervisor`.
         rank: its entry in the request.
         leader: of the trial's process group; 0 for this process.
         parent: the supervisor's process ID.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dsat.engines.local.hosts import Host
+from dsat.engines.machines.hosts import Host
 from dsat.values.outcome import OutcomeKind
 from testing import warm_host
 from testing.hosts_contract import HostsContract

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local.hosts import Host
+from dsat.engines.machines.hosts import Host
 from dsat.values.outcome import Outcome, OutcomeKind
 from testing.helpers import ran
 from testing.local import cpu_machine

@@ -1,6 +1,6 @@
 """Run a command on a host through ssh, with these three pipes, this folder and these variables.
 
-    python3 -m dsat.engines.ssh_run [--port N] HOST COMMAND ...
+    python3 -m dsat.engines.places.ssh_run [--port N] HOST COMMAND ...
 
 The folder and the variables go through the pipe, since everyone on both hosts can see the arguments
 of processes. The command's standard input ends with this process.

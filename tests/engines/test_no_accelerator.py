@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local import machine
-from dsat.engines.local.machine import find_machine_for_simulations
+from dsat.engines.machines import machine
+from dsat.engines.machines.machine import find_machine_for_simulations
 
 
 @pytest.fixture(autouse=True)

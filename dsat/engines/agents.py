@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.leftovers import CompilerLocks
-from dsat.engines.local.own_command import OwnCommand
-from dsat.engines.local.start import StartMethod
-from dsat.engines.local.starts import StartBuilder
-from dsat.engines.local.supervisors import Supervisors
+from dsat.engines.agent.leftovers import CompilerLocks
+from dsat.engines.machines.hosts import Host
+from dsat.engines.own_command import OwnCommand
+from dsat.engines.start import StartMethod
+from dsat.engines.starts import StartBuilder
+from dsat.engines.supervisors import Supervisors
 from dsat.values import slow
 
 _log = logging.getLogger(__name__)

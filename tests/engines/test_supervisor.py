@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dsat.engines.local.supervisor import MARK
+from dsat.engines.agent.supervisor import MARK
 from testing.local import PATIENCE_S, is_alive, launch_request, wait_until
 
 WARM = {"op": "warm", "modules": ["library"], "device": {}}
@@ -27,7 +27,7 @@ class Supervised:
     def __init__(self, folder: Path, *program: str) -> None:
         env = {name: value for name, value in os.environ.items() if name != "TORCH_WARM_POOL"}
         self.process: Any = subprocess.Popen(
-            [sys.executable, *(program or ("-m", "dsat.engines.local.supervisor"))],
+            [sys.executable, *(program or ("-m", "dsat.engines.agent.supervisor"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=folder,
@@ -94,7 +94,7 @@ def test_what_an_import_does_may_forbid_to_fork(tmp_path: Path, code: str, reaso
 
 OWNER = """
 import subprocess, sys, time
-command = [sys.executable, "-m", "dsat.engines.local.supervisor"]
+command = [sys.executable, "-m", "dsat.engines.agent.supervisor"]
 process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
 process.stdin.write('{"op": "warm", "modules": ["library"], "device": {}}\\n')
 process.stdin.flush()
@@ -116,7 +116,7 @@ def test_whoever_is_killed_while_it_imports_leaves_no_supervisor(tmp_path: Path)
 # A process of its own: threads of other tests come and go.
 COUNTS_THREADS = """
 import ctypes, threading
-from dsat.engines.local import warm_up
+from dsat.engines.agent import warm_up
 
 before, counts = warm_up._num_threads(), []
 for name in (b"jemalloc_bg_thd", b"another"):
@@ -183,7 +183,7 @@ def test_signals_to_the_whole_job_end_no_supervisor_and_ranks_have_their_default
 
 
 UNKILLABLE = """
-from dsat.engines.local import supervisor
+from dsat.engines.agent import supervisor
 supervisor._STUCK_AFTER_S = 0.5
 supervisor._kill_all = lambda group, pids: None
 supervisor.Supervisor().run()

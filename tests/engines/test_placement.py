@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from dsat.app.hosts import check_kinds
-from dsat.engines.local import accelerators, machine
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine
+from dsat.engines.engine import LocalEngine
+from dsat.engines.machines import accelerators, machine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine
 from dsat.errors import EngineError, UserInputError
 from dsat.in_trial import loopback
 from dsat.in_trial.rank_files import MODULES_FILE

@@ -12,19 +12,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.local import leftovers, trial_folder
-from dsat.engines.local.hosts import Share
-from dsat.engines.local.machine import Machine
-from dsat.engines.local.ports import free_ports
-from dsat.engines.local.rank_settings import cores_of, settings_of_command, settings_of_ranks
-from dsat.engines.local.start import (
+from dsat.engines import trial_folder
+from dsat.engines.agent import leftovers
+from dsat.engines.machines.hosts import Share
+from dsat.engines.machines.machine import Machine
+from dsat.engines.ports import free_ports
+from dsat.engines.rank_settings import cores_of, settings_of_command, settings_of_ranks
+from dsat.engines.start import (
     FULL_RUN_ID,
     LocalOptions,
     Start,
     StartMethod,
     make_simulation_trial,
 )
-from dsat.engines.local.trial_folder import COMMAND_FILE, PACKAGES_FOLDER, log_files
+from dsat.engines.trial_folder import COMMAND_FILE, PACKAGES_FOLDER, assignments, log_files
 from dsat.in_trial import hook
 from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE
 from dsat.in_trial.loopback import ADDRESS, INTERFACES, is_loopback
@@ -42,7 +43,7 @@ from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment, length_in_units, trial_hparams
 from dsat.values import parallelism
 from dsat.values.files import PRIVATE_FOLDER, remove, write_atomically
-from dsat.values.text import assignment, words_without_secrets
+from dsat.values.text import words_without_secrets
 from dsat.values.trial import Trial
 
 # How long processes may go on after the trial's end.
@@ -384,15 +385,6 @@ class _Plan:
         if len(self.shares) == 1:
             return [ADDRESS]
         return [share.host.address for share in self.shares]
-
-
-def assignments(env: Mapping[str, str]) -> list[str]:
-    """Return a shell's assignments of variables that differ from this process's."""
-    return [
-        assignment(name, value)
-        for name, value in sorted(env.items())
-        if os.environ.get(name) != value
-    ]
 
 
 def _max_length(config: Mapping[str, Any]) -> int:

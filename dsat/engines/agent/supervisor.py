@@ -1,6 +1,6 @@
 """Supervisor: the process that starts and ends the ranks of all trials.
 
-    python3 -m dsat.engines.local.supervisor
+    python3 -m dsat.engines.agent.supervisor
 
 It takes requests as JSON lines on its standard input and answers on its standard output. After a
 request to warm up it has imported torch and DeepSpeed, and forks ranks that have them already; it
@@ -53,16 +53,16 @@ from typing import Any
 
 import psutil
 
-from dsat.engines.local import leftovers
-from dsat.engines.local.heartbeats import ListeningClock
-from dsat.engines.local.rank_process import (
+from dsat.engines.agent import leftovers
+from dsat.engines.agent.heartbeats import ListeningClock
+from dsat.engines.agent.rank_process import (
     FOR_DSAT,
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
     become_rank,
     prctl,
 )
-from dsat.engines.local.warm_up import warm_up
+from dsat.engines.agent.warm_up import warm_up
 from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.in_trial.rank_files import PORTS_FILE
 from dsat.values.files import digest

@@ -12,16 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.local import machine, trial_result
-from dsat.engines.local.accelerators import has_nvml
-from dsat.engines.local.hosts import UNSEEN, Host, Share
-from dsat.engines.local.leftovers import CompilerLocks
-from dsat.engines.local.machine import machine_of_cores
-from dsat.engines.local.running import ActivityLog, Running
-from dsat.engines.local.start import LocalOptions, Start, StartMethod
-from dsat.engines.local.starts import StartBuilder
-from dsat.engines.local.supervisors import LOST, Supervisors
-from dsat.engines.local.trial_folder import log_files, remove_hook
+from dsat.engines import results as trial_result
+from dsat.engines.agent.leftovers import CompilerLocks
+from dsat.engines.machines import machine
+from dsat.engines.machines.accelerators import has_nvml
+from dsat.engines.machines.hosts import UNSEEN, Host, Share
+from dsat.engines.machines.machine import machine_of_cores
+from dsat.engines.running import ActivityLog, Running
+from dsat.engines.start import LocalOptions, Start, StartMethod
+from dsat.engines.starts import StartBuilder
+from dsat.engines.supervisors import LOST, Supervisors
+from dsat.engines.trial_folder import log_files, remove_hook
 from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import start_record
 from dsat.in_trial.meter_spec import MeterSpec

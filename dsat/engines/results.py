@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.running import Running
-from dsat.engines.local.start import FULL_RUN_ID, StartMethod
-from dsat.engines.local.trial_folder import log_files
+from dsat.engines.machines.hosts import Host
+from dsat.engines.running import Running
+from dsat.engines.start import FULL_RUN_ID, StartMethod
+from dsat.engines.trial_folder import log_files
 from dsat.in_trial import failures
 from dsat.in_trial.rank_files import METRICS_FILE, PORTS_FILE, result_file, steps_made
 from dsat.values import host_memory

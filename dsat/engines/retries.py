@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dsat.engines.local.running import Running
-from dsat.engines.local.start import FULL_RUN_ID, StartMethod
+from dsat.engines.running import Running
+from dsat.engines.start import FULL_RUN_ID, StartMethod
 from dsat.values.outcome import Outcome, OutcomeKind
 
 FRESH_PROCESSES_ONLY = (

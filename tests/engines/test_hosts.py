@@ -15,10 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsat.engines.local import heartbeats, leftovers, supervisors
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine
-from dsat.engines.local.supervisors import LOST, Supervisors
+from dsat.engines import supervisors
+from dsat.engines.agent import heartbeats, leftovers
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine
+from dsat.engines.supervisors import LOST, Supervisors
 from dsat.errors import EngineError
 from dsat.values.outcome import OutcomeKind
 from testing.local import (
@@ -277,7 +278,7 @@ def test_hosts_that_stop_or_die_leave_the_run_and_a_trial_runs_elsewhere(
 # A supervisor for which other files are there.
 SEES = """
 import pathlib
-from dsat.engines.local import supervisor
+from dsat.engines.agent import supervisor
 digest = supervisor.digest
 changed = lambda path: {answer} if path.name.startswith("{name}") else digest(path)
 supervisor.digest = changed

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dsat.app import train_command
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.retries import FRESH_PROCESSES_ONLY, NO_SEGMENTS
+from dsat.engines.machines.hosts import Host
+from dsat.engines.retries import FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import TrialKind

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from dsat.engines.local.hosts import Host, Share
-from dsat.engines.local.retries import is_of_device
-from dsat.engines.local.running import Running
-from dsat.engines.local.start import SIMULATION_ID, Start
+from dsat.engines.machines.hosts import Host, Share
+from dsat.engines.retries import is_of_device
+from dsat.engines.running import Running
+from dsat.engines.start import SIMULATION_ID, Start
 from dsat.errors import EngineError
 from dsat.values.outcome import Outcome
 

@@ -1,4 +1,4 @@
-"""Slots of a machine, found in a process of its own (`dsat.engines.local.accelerators`)."""
+"""Slots of a machine, found in a process of its own (`dsat.engines.machines.accelerators`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from dsat.engines.local.processes import Reach, spawn
+from dsat.engines.machines.processes import Reach, spawn
 from dsat.errors import EngineError, UserInputError
 from dsat.values import host_cores, host_memory
 from dsat.values.memory_size import readable
@@ -258,7 +258,7 @@ class _Look:
     @classmethod
     def begin(cls, reach: Reach, variables: Mapping[str, str] | None) -> _Look:
         errors = tempfile.TemporaryFile()  # noqa: SIM115
-        command = [sys.executable, "-m", "dsat.engines.local.accelerators"]
+        command = [sys.executable, "-m", "dsat.engines.machines.accelerators"]
         process = spawn(reach, command, variables, errors)
         process.stdin.close()  # type: ignore[union-attr]
         return cls(process, errors)
