@@ -67,7 +67,6 @@ class Source:
             and not (program.trial_class or program.launch.hosts or self.ds_config)
             and not any("determined" in word for word in self.command)
             and not (self.experiment.choices or "autotuning" in self.experiment.ds_config)
-            and not _HIDE_THE_HOOK.intersection(program.python_options)
         )
 
     def first_run(self, options: TrialOptions, slots: int | None) -> OwnCommand:
@@ -144,6 +143,7 @@ def read(target: Target) -> Source:
     if not target.command:
         experiment = read_experiment(target)
         program = entrypoints.parse(experiment.entrypoint, experiment.model_dir)
+        _check_options(program)
         check_config_path(experiment, program)
         return Source(experiment, program)
     folder = Path.cwd()
@@ -151,6 +151,7 @@ def read(target: Target) -> Source:
         program = entrypoints.parse(target.command, folder)
     except UnknownStart:
         return _unknown(target)
+    _check_options(program)
     if entrypoints.starts_its_ranks(target.command, folder):
         return _unknown(target)
     program = _with_word(program, folder)
@@ -160,6 +161,17 @@ def read(target: Target) -> Source:
     program = replace(program, started_by=_command_of(target, is_known=True))
     given = None if program.config_path is not None else target.ds_config
     return Source(experiment, program, unknown, given)
+
+
+def _check_options(program: Entrypoint) -> None:
+    """Raise UserInputError if options of the interpreter hide dsat from the script."""
+    hiding = _HIDE_THE_HOOK.intersection(program.python_options)
+    if hiding:
+        raise UserInputError(
+            f"{min(hiding)} hides dsat from the script's Python, whose training it measures",
+            where="entrypoint",
+            hint="Leave it out.",
+        )
 
 
 def refuse_in_trial() -> None:

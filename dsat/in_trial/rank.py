@@ -130,6 +130,7 @@ class Rank:
         # A process that is forked from a rank is none.
         self._pid = os.getpid() if is_rank else None
         self._has_engine = False
+        self._is_complete = False
         self._exit: SystemExit | None = None  # that a call of `sys.exit` has raised
         self._known, self._env = set(sys.modules), dict(os.environ)
         socket = self._spec.simulation_socket
@@ -158,7 +159,7 @@ class Rank:
             spec,
             self._folder,
             self._progress,
-            on_complete=self._end,
+            on_complete=self._complete,
             on_step=self._count_step,
         )
         if start is not None:
@@ -179,6 +180,7 @@ class Rank:
 
     def fail(self, error: BaseException) -> None:
         """Report the error with which this process ends."""
+        self._leave_if_complete()
         if isinstance(error, SystemExit) and error.code in (None, 0):
             self.finish()
             return
@@ -198,6 +200,7 @@ class Rank:
 
     def finish(self) -> None:
         """Report that a rank's script has come to its own end before enough was measured."""
+        self._leave_if_complete()
         if not self.is_rank or self._spec.is_full_run:
             return
         uncaught = getattr(sys, "last_value", None)  # another hook than this one has seen it
@@ -268,13 +271,29 @@ class Rank:
 
         sys.exit = exit
 
-    def _end(self, outcome: Outcome) -> None:
-        """Report an outcome, and end the process if it is a measured rank."""
+    def _complete(self, outcome: Outcome) -> None:
+        """Report what the meter has measured, which then ends the script in order."""
+        if self._spec.is_command:
+            self._end(outcome)
+        else:
+            self._report(outcome)
+            self._is_complete = True
+
+    def _leave_if_complete(self) -> None:
+        if self._is_complete and self.is_rank:
+            _leave(0)
+
+    def _report(self, outcome: Outcome) -> None:
         number, _ = rank_and_size()
         write_outcome(self._folder, number, outcome)
         if outcome.ok and number == 0:
             names = preparation.libraries(self._known, self._env)
             write_atomically(self._folder / MODULES_FILE, json.dumps(names))
+
+    def _end(self, outcome: Outcome) -> None:
+        """Report an outcome, and end the process if it is a measured rank."""
+        self._report(outcome)
+        number, _ = rank_and_size()
         if self._is_forked and not outcome.ok:
             sys.stderr.write((outcome.detail or outcome.message) + "\n")
         if not self.is_rank or (self._spec.is_full_run and not self._is_forked):
