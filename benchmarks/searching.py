@@ -15,7 +15,7 @@ from benchmarks.ledger import OBJECTIVE, STAGES, Ledger, Workload
 from dsat.inputs import ds_config
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION
 from dsat.memory.predictor import Basis
-from dsat.search import SEARCHES, usual_options
+from dsat.search import SEARCHES, Context, Observation, Problem, Proposal, usual_options
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.overrides import overrides_for
@@ -28,7 +28,7 @@ from dsat.tuning.run import Run
 from dsat.tuning.strategies import make_space
 from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import ModelProfile, Outcome
-from dsat.values.trial import Proposal, Trial, TrialKind
+from dsat.values.trial import Trial, TrialKind
 from dsat.values.zero_strategy import plain
 from testing.simulated import SimulatedEngine
 
@@ -124,15 +124,33 @@ def decide(
         slots=slots,
         freedom=Freedom(choices={"gradient_accumulation_steps": range(1, 101)}),
     )
-    asked = SEARCHES[method](profile, OBJECTIVE, space, seed=42)
-    running: deque[Proposal] = deque()
-    for _ in range(trials):
-        while len(running) < concurrent:
-            proposal = asked.ask()
-            assert proposal is not None
-            running.append(proposal)
-        proposal = running.popleft()
-        asked.tell(proposal, outcome_of(proposal.settings, proposal.micro_batch))
+    asked = SEARCHES[method](Problem(profile, OBJECTIVE, space, seed=42))
+    observations: list[Observation] = []
+    running: deque[int] = deque()
+    while len(observations) < trials + concurrent - 1 or running:
+        while len(running) < concurrent and len(observations) < trials + concurrent - 1:
+            proposal = asked.propose(observations, Context())
+            assert isinstance(proposal, Proposal)
+            point = proposal.point
+            settings = space.branches[point.branch].settings(point.index)
+            running.append(len(observations))
+            batch = space.batch(point.micro_batch, settings)
+            observations.append(
+                Observation(
+                    point,
+                    batch,
+                    None,
+                    neighbours=len(running) - 1,
+                    arm=proposal.arm,
+                    note=proposal.note,
+                )
+            )
+        ended = running.popleft()
+        known = observations[ended]
+        assert known.point is not None
+        settings = space.branches[known.point.branch].settings(known.point.index)
+        outcome = outcome_of(settings, known.point.micro_batch)
+        observations[ended] = replace(known, outcome=outcome)
 
 
 def reference_configs(plan: Plan, profile: ModelProfile) -> list[dict[str, Any]]:

@@ -216,7 +216,10 @@ def register_search(name: str, search: type[Search]) -> None:
         raise ValueError(f"dsat has a method {name!r} itself: choose another name")
     is_search = isinstance(search, type) and issubclass(search, Search)
     if not is_search or inspect.isabstract(search):
-        raise TypeError(f"{search!r} is no subclass of dsat.search.Search with `ask` and `tell`")
+        hint = ""
+        if hasattr(search, "ask"):
+            hint = " (`ask` and `tell` became `propose`: see the changelog)"
+        raise TypeError(f"{search!r} is no subclass of dsat.search.Search with `propose`{hint}")
     SEARCHES[name] = search
 
 

@@ -4,8 +4,7 @@
     |-- UserInputError        something the user wrote is wrong: exit status 2, one line
     |-- JournalError          a run's journal cannot be read or written
     |   |-- JournalLocked     another process is working on the run
-    |   `-- JournalMismatch   a replay did not decide what the journal says was decided: status 2
-    |       `-- DecisionMismatch  and the plan is the same
+    |   `-- JournalMismatch   the journal is of a run with another plan: status 2
     |-- SearchFailed          no configuration of a run could be measured, or trained
     |-- EngineError           trials cannot be run on this machine at all
     |   `-- ScriptFailed      the user's script failed before there is a trial; a SearchFailed too
@@ -47,22 +46,7 @@ class JournalLocked(JournalError):
 
 
 class JournalMismatch(JournalError):
-    """A replay decided something else than the journal records."""
-
-
-class DecisionMismatch(JournalMismatch):
-    """A replay of the same plan decided another trial.
-
-    Args:
-        difference: both trials, in one line.
-    """
-
-    def __init__(self, difference: str) -> None:
-        self.difference = difference
-        super().__init__(
-            f"Cannot resume: {difference}. Another version of dsat or another kind of CPU began "
-            "the run: resume it there, or start a new run."
-        )
+    """The journal is of a run with another plan."""
 
 
 class SearchFailed(DsatError):

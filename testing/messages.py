@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,25 +53,22 @@ def content_of(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in paths}
 
 
-def catalogue(folder: Path) -> str:
-    """Return the text of the catalogue, from folders made below one."""
-    return "\n".join([_HEAD, *_entries(folder, mistakes())])
-
-
-def _entries(folder: Path, rows: Iterable[Mistake]) -> Iterable[str]:
-    for number, mistake in enumerate(rows):
-        place = folder / str(number)
-        place.mkdir()
-        line = told(user_in(place, mistake), mistake).err.splitlines()[-1]
-        for path, name in ((str(place), "FOLDER"), (sys.executable, "PYTHON")):
-            line = line.replace(path, name)
-        line = _CHOICES.sub(lambda found: found[0].replace("'", ""), line)
-        yield f"{mistake}\n  {line.removeprefix('dsat: error: ')}\n"
+def entry(folder: Path, mistake: Mistake, said: Told) -> str:
+    """Return the entry of the catalogue for a mistake that was made in a folder."""
+    line = said.err.splitlines()[-1]
+    for path, name in ((str(folder), "FOLDER"), (sys.executable, "PYTHON")):
+        line = line.replace(path, name)
+    line = _CHOICES.sub(lambda found: found[0].replace("'", ""), line)
+    return f"\n{mistake}\n  {line.removeprefix('dsat: error: ')}\n"
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        CATALOGUE.write_text(catalogue(Path(folder)), encoding="utf-8")
+    entries = []
+    for mistake in mistakes():
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            entries.append(entry(folder, mistake, told(user_in(folder, mistake), mistake)))
+    CATALOGUE.write_text(_HEAD + "".join(entries), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -108,15 +108,6 @@ class OnCluster:
     def has_begun(self, experiment_id: int) -> bool:
         return experiment_id in [each.id for each in self.master.experiments]
 
-    def until_started(self, experiment_id: int) -> None:
-        """Waits until a trial of an experiment (of the program `pretend`) runs."""
-
-        def running() -> bool:
-            trials = self.master.trials(experiment_id) if self.has_begun(experiment_id) else []
-            return any("a trial that runs" in self.master.log(trial.id) for trial in trials)
-
-        self.master.wait_until(running, "a running trial", PATIENCE_S)
-
     def until_reported(self, count: int) -> None:
         """Waits until so many trials of the search have reported."""
 

@@ -1,29 +1,63 @@
 """What every search must do, and the one place that knows how a search is driven.
 
-Tests of searches speak of proposals and of what became of them. How a search is asked and told is
-in `Driven` alone: whoever changes the interface of searches changes this class, and no test.
+Tests of searches speak of proposals and of how they ended. How a search is called is in `Driven`
+alone: whoever changes the interface of searches changes this class, and no test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from dsat.search import SEARCHES, Search
+from dsat.search import SEARCHES, Context, Observation, Problem, Proposal, Search, Stop, Wait
+from dsat.search.base import EXHAUSTED, Costs, Source
+from dsat.space.locate import Point
 from dsat.space.space import Freedom, Space
 from dsat.values.objective import Objective
 from dsat.values.outcome import ModelProfile, Outcome
-from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
 from testing.helpers import failed, ran, weightless
 
 BUCKETS = (10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 5 * 10**8, 10**9, 5 * 10**9)
 
 
+@dataclass(frozen=True)
+class Proposed:
+    """A proposal, in the terms of tests.
+
+    Attributes:
+        settings: flat, by the names of the settings.
+        micro_batch: samples per device and micro step.
+        arm: the search's number for these settings; -1 if it gave none.
+        note: facts of the search.
+        place: among all trials that began.
+    """
+
+    settings: Mapping[str, Any]
+    micro_batch: int
+    arm: int
+    note: Mapping[str, int]
+    place: int
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predicted memory: the largest micro batch that fits, by the settings."""
+
+    predict: Callable[[Mapping[str, Any]], float]
+
+    def largest(self, settings: Mapping[str, Any]) -> float:
+        return self.predict(settings)
+
+    def fits(self, settings: Mapping[str, Any], micro_batch: int) -> bool:
+        return micro_batch <= self.predict(settings)
+
+
 class Driven:
-    """A search, with what it has proposed and what has become of that.
+    """A search, with what it has proposed and how that ended.
 
     Args:
         method: its name, or its class.
@@ -31,7 +65,9 @@ class Driven:
         ceiling: samples that fit by the profile of a model without parameters.
         profile: of another model.
         metric: to optimise.
-        options: of the search, its seed among them.
+        predict: predicts the largest micro batch of some settings.
+        costs: predicts durations.
+        options: of the search.
     """
 
     def __init__(
@@ -42,36 +78,66 @@ class Driven:
         ceiling: int = 15,
         profile: ModelProfile | None = None,
         metric: str = "throughput",
+        seed: int = 0,
+        predict: Callable[[Mapping[str, Any]], float] | None = None,
+        costs: Costs | None = None,
         **options: Any,
     ) -> None:
         self.space = space
         self.objective = Objective(metric)
         kind = SEARCHES[method] if isinstance(method, str) else method
-        given = {"seed": 0, **options}
-        self._search = kind(profile or weightless(ceiling), self.objective, space, **given)
+        problem = Problem(profile or weightless(ceiling), self.objective, space, seed)
+        self._search = kind(problem, **options)
+        self._context = Context(None if predict is None else Predicted(predict), costs)
+        self._observations: list[Observation] = []
 
-    def propose(self) -> Proposal | None:
-        """Return the next configuration; None if there is none before another one has ended."""
-        return self._search.ask()
+    def propose(self) -> Proposed | None:
+        """Return the next configuration, which begins; None if there is none now."""
+        answer = self._ask()
+        if not isinstance(answer, Proposal):
+            return None
+        point = answer.point
+        settings = self.space.branches[point.branch].settings(point.index)
+        batch = self.space.batch(point.micro_batch, settings)
+        beside = sum(each.outcome is None for each in self._observations)
+        self._observations.append(
+            Observation(point, batch, None, neighbours=beside, arm=answer.arm, note=answer.note)
+        )
+        place = len(self._observations) - 1
+        arm = -1 if answer.arm is None else answer.arm
+        return Proposed(settings, point.micro_batch, arm, answer.note, place)
 
-    def end(self, proposal: Proposal, outcome: Outcome) -> None:
+    def end(self, proposal: Proposed, outcome: Outcome) -> None:
         """Let a proposal end; those that run at once end in any order."""
-        if outcome.ok and outcome.most_samples is not None:
-            self._search.limit(outcome.most_samples)
-        self._search.tell(proposal, outcome)
+        place = proposal.place
+        self._observations[place] = replace(self._observations[place], outcome=outcome)
 
     def observe(self, micro_batch: int, outcome: Outcome, *, branch: int = 0) -> None:
-        """Show the trial of a branch's first settings that the search did not propose."""
-        self._search.learn(branch, micro_batch, outcome)
+        """Show the user's own trial, with a branch's first settings."""
+        batch = self.space.batch(micro_batch, self.space.branches[branch].settings(0))
+        self._observations.append(
+            Observation(
+                Point(branch, 0, micro_batch),
+                batch,
+                outcome,
+                Source.BASELINE,
+                is_exact=micro_batch in self.space.micro_batches,
+            )
+        )
 
     @property
     def stop_reason(self) -> str | None:
-        return self._search.stop_reason
+        """Why the search is over; None while it is not, or only waits."""
+        answer = self._ask()
+        return answer.reason if isinstance(answer, Stop) and answer.reason != EXHAUSTED else None
 
     @property
     def outlook(self) -> Any:
-        """What the search expects of its next proposal."""
+        """Prediction for the latest proposal."""
         return self._search.outlook
+
+    def _ask(self) -> Proposal | Wait | Stop:
+        return self._search.propose(tuple(self._observations), self._context)
 
 
 def space_of(
@@ -98,7 +164,7 @@ def play(search: Driven, script: str, *, metric: str = "throughput") -> None:
         tell L@M OOM         what became of a proposal
         tell L@M OK 12.5     the same, with the objective's value
     """
-    running: dict[str, Proposal] = {}
+    running: dict[str, Proposed] = {}
     for number, line in enumerate(script.strip().splitlines(), start=1):
         verb, what, *rest = line.split("#")[0].split()
         if verb == "ask":
@@ -115,8 +181,8 @@ def play(search: Driven, script: str, *, metric: str = "throughput") -> None:
             search.end(running.pop(what), outcome)
 
 
-def _words(search: Driven, proposal: Proposal) -> list[str]:
-    words = [f"{proposal.lineage}@{proposal.micro_batch}"]
+def _words(search: Driven, proposal: Proposed) -> list[str]:
+    words = [f"{proposal.arm}@{proposal.micro_batch}"]
     if len(search.space.branches) > 1:
         words += ["stage", str(proposal.settings["stage"])]
     for name, number in proposal.note.items():
@@ -137,22 +203,22 @@ def walk(search: Driven, trials: str) -> None:
         what, kind = trial.split()
         *lineage, size = map(int, what.split("@"))
         assert proposal is not None and proposal.micro_batch == size, trial
-        assert lineage in ([], [proposal.lineage]), trial
+        assert lineage in ([], [proposal.arm]), trial
         search.end(proposal, ran(1 / size) if kind == "OK" else failed(kind))
 
 
 def proposals_of(
     search: Driven,
-    outcome: Callable[[Proposal], Outcome],
+    outcome: Callable[[Proposed], Outcome],
     *,
     concurrency: int = 1,
     order: int = 0,
     limit: int = 300,
-) -> list[Proposal]:
+) -> list[Proposed]:
     """Return all proposals of a search; `order` seeds which of the running ones ends next."""
     rng = np.random.default_rng(order)
-    proposed: list[Proposal] = []
-    running: list[Proposal] = []
+    proposed: list[Proposed] = []
+    running: list[Proposed] = []
     while True:
         while len(running) < concurrency and len(proposed) < limit and search.stop_reason is None:
             proposal = search.propose()

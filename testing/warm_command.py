@@ -7,11 +7,15 @@ import and of how long they take need the command itself.
 from __future__ import annotations
 
 import functools
+import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from dsat.app import estimate
+from dsat.app import estimate, installed_deepspeed
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine, find_machines
 from dsat.engines.places import local as this_machine
@@ -23,6 +27,12 @@ import sys
 sys.path[0] = sys.argv[1]
 from testing import warm_command
 warm_command.main(sys.argv[2:])
+"""
+_CHECK = """
+import sys
+from dsat.in_trial import config_check
+sys.argv[1:] = {files}
+config_check.main()
 """
 
 
@@ -51,6 +61,18 @@ def use(prefix: Sequence[str], put: Callable[[object, str, object], None] = seta
     put(estimate, "find_machine_for_simulations", find_machine)
     for module in (this_machine, estimate):
         put(module, "Host", functools.partial(Host, prefix=tuple(prefix)))
+    put(installed_deepspeed, "_ask", functools.partial(check_configurations, prefix=tuple(prefix)))
+
+
+def check_configurations(questions: str, prefix: Sequence[str] = ()) -> dict[str, Any]:
+    """Let DeepSpeed check configurations, as `dsat.app.installed_deepspeed` does."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [f"{folder}/questions.json", f"{folder}/answer.json"]
+        Path(files[0]).write_text(questions, encoding="utf-8")
+        command = [*(prefix or warm_host.prefix()), sys.executable, "-c"]
+        subprocess.run([*command, _CHECK.format(files=files)], check=True, cwd=folder)
+        found: dict[str, Any] = json.loads(Path(files[1]).read_text(encoding="utf-8"))
+        return found
 
 
 def main(args: Sequence[str]) -> None:

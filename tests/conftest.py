@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dsat.app import installed_deepspeed
 from dsat.engines.machines.machine import Machine, find_machine
+from testing.scenarios import User
 
 ROOT = Path(__file__).parent.parent
 # Seconds that a test may take, by marker: many times what it takes on a busy machine.
@@ -58,6 +60,20 @@ def _no_cluster(tmp_path_factory: pytest.TempPathFactory) -> None:
 def random_seed() -> int:
     """Seed of a test's random choices: the same in every run, unless `DSAT_TEST_SEED` says so."""
     return int(os.environ.get("DSAT_TEST_SEED", "1"))
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> User:
+    """Return a user whose script trains with a micro batch of 1 on a device that holds 30."""
+    user = User(tmp_path)
+    user.has()
+    return user
+
+
+@pytest.fixture
+def unchecked_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask DeepSpeed about no configuration, which takes seconds for each new one."""
+    monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
 
 
 @pytest.fixture(scope="session")

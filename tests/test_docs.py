@@ -130,8 +130,7 @@ OUTPUTS = dict.fromkeys(
 
 
 def _marks(block: shown.Block) -> list[pytest.MarkDecorator]:
-    of_model = any("--hf-config" in command for command in block.commands)
-    return [] if block.looks else [pytest.mark.nightly if of_model else pytest.mark.slow]
+    return [] if block.looks else [pytest.mark.nightly]
 
 
 @pytest.mark.parametrize(

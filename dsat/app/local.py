@@ -17,11 +17,11 @@ from dsat.engines import Engine, cached
 from dsat.engines.agent import leftovers
 from dsat.engines.engine import LocalEngine
 from dsat.engines.start import FULL_RUN_ID, LocalOptions
-from dsat.errors import DecisionMismatch, DsatError, SearchFailed, UserInputError
+from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.in_trial.failures import OF_DSAT
-from dsat.memory import anchors
 from dsat.memory.predictor import Basis
 from dsat.report.progress import Status
+from dsat.simulation import anchors
 from dsat.tuning import history
 from dsat.tuning.journal import FILE_NAME, Journal
 from dsat.tuning.loop import Observer, drive
@@ -65,12 +65,7 @@ class LocalSearch:
                 _log.info(
                     "ended %d processes left over from an earlier run in this folder", len(ended)
                 )
-            try:
-                self._tuner = _tuner(ready, self.folder, opened)
-            except DecisionMismatch as mismatch:
-                version = ready.info["dsat"]
-                earlier.append(run_folders.begin_anew(self.folder, version, mismatch))
-                self._tuner = _tuner(ready, self.folder, opened)
+            self._tuner = _tuner(ready, self.folder, opened)
             if not self._tuner.run.trials:
                 self._tuner.raise_budget(history.asked_trials(earlier, ready.plan))
             self._known = history.known_outcomes(earlier, ready.plan, ready.info)

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from dsat.app.folder_lock import FolderLock
-from dsat.errors import DecisionMismatch, JournalError, UserInputError
+from dsat.errors import JournalError, UserInputError
 from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.settings import Settings
 from dsat.report import autotuner_files, page, progress, summary
 from dsat.space.plan import Plan
 from dsat.tuning import history
 from dsat.tuning.journal import FILE_NAME, read_events
-from dsat.tuning.replay import as_begun
 from dsat.tuning.run import Run, read_run
+from dsat.tuning.tuner import difference_to
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import OutcomeKind
 
@@ -142,8 +142,7 @@ def earlier_runs(
     if journal.exists():
         events = read_events(journal)
         run = Run(events, name=str(journal))
-        begun = as_begun(plan, events)
-        other = begun.difference(run.plan) if run.has_begun else None
+        other = difference_to(plan, run.plan) if run.has_begun else None
         changed = history.difference(run, plan, info) if run.has_begun else None
         goes_on = changed is not None and not _is_over(run, plan)
         if takes_over if other else goes_on or _has_errors_to_retry(run):
@@ -158,21 +157,6 @@ def earlier_runs(
             else:
                 _log.info("trials that failed are run again")
     return [read_run(path) for path in _set_aside_in(folder)]
-
-
-def begin_anew(folder: Path, dsat: str, mismatch: DecisionMismatch) -> Run:
-    """Set aside the journal of a run whose search decides otherwise here; return the earlier run.
-
-    Searches calculate with floats, whose last digits differ between kinds of processors. Checkouts
-    of dsat between two versions decide differently too.
-    """
-    run = read_run(folder / FILE_NAME)
-    finished = run.stop_reason is not None and not run.stop_asked
-    if finished or run.info.get("dsat") != dsat:
-        raise mismatch
-    _set_aside(folder / FILE_NAME)
-    _log.info("%s: the search begins again and reuses what was measured", mismatch.difference)
-    return run
 
 
 def _set_aside(journal: Path) -> None:

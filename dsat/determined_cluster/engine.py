@@ -52,11 +52,11 @@ class ClusterEngine:
         self._running: dict[int, float] = {}  # launch times
         self._trial_by_request: dict[str, int] = {}
         self._ended: list[tuple[int, Outcome]] = []
-        self._operations: list[tuple[int | None, Operation]] = []  # with the trial's id
+        self._operations: list[Operation] = []
         self._closed = False
         self._device_name = ""  # of the first trial that told it
 
-    # -- the interface of every engine
+    # -- the interface of every engine, without canceling, which users do in the web UI
 
     @property
     def num_slots(self) -> int:
@@ -85,8 +85,8 @@ class ClusterEngine:
         length = length_in_units(meter.longest, self._job.config, trial.batch)
         request = {"requestId": self.request_id(trial.id)}
         self._operations += [
-            (trial.id, {CREATE: {**request, "hyperparams": json.dumps(hparams)}}),
-            (trial.id, {VALIDATE: {"validateAfter": {**request, "length": str(length)}}}),
+            {CREATE: {**request, "hyperparams": json.dumps(hparams)}},
+            {VALIDATE: {"validateAfter": {**request, "length": str(length)}}},
         ]
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
@@ -94,27 +94,17 @@ class ClusterEngine:
         ended, self._ended = self._ended, []
         return [] if self._closed else ended
 
-    def cancel(self, trial_id: int) -> None:
-        if trial_id not in self._running:
-            return
-        posted = [(of, operation) for of, operation in self._operations if of != trial_id]
-        if len(posted) < len(self._operations):  # the master does not know it yet
-            self._operations = posted
-            self._end(trial_id, trial_result.canceled())
-        else:
-            self._cluster.kill(trial_id)
-
     def close(self, *, failure: bool = False) -> None:
         if not self._closed:
             self._closed = True
-            self._operations.append((None, {SHUTDOWN: {"cancel": False, "failure": failure}}))
+            self._operations.append({SHUTDOWN: {"cancel": False, "failure": failure}})
 
     # -- towards the master
 
     def take_operations(self) -> list[Operation]:
         """Return the operations to post, in this order; each one once."""
         operations, self._operations = self._operations, []
-        return [operation for _, operation in operations]
+        return operations
 
     def request_id(self, trial_id: int) -> str:
         """Return a trial's request id, the same in every process of the same search."""
@@ -137,7 +127,7 @@ class ClusterEngine:
         trial_id = self._running_trial(request_id)
         if trial_id is not None:
             self._end(trial_id, trial_result.of_metric(metric))
-            self._operations.append((trial_id, {CLOSE: {"requestId": request_id}}))
+            self._operations.append({CLOSE: {"requestId": request_id}})
 
     def exited(self, request_id: str, *, canceled: bool) -> None:
         """Record a trial that failed for good or was canceled; the master closes it."""

@@ -191,12 +191,6 @@ class RemoteCluster:
                 break
         return lines
 
-    def kill(self, trial_id: int) -> None:
-        """End a trial; do nothing if there is none."""
-        trial = self._trial(trial_id)
-        if trial is not None:
-            self._master.ask(trial.kill)
-
     def _trial(self, trial_id: int) -> Any:
         assert self.experiment_id is not None
         for trial in self._master.trials(self.experiment_id):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.in_trial.simulation.server import CAPTURED_MICRO_BATCH
+from dsat.simulation.server import CAPTURED_MICRO_BATCH
 from dsat.space.overrides import overrides_for
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions

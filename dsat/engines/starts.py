@@ -27,17 +27,12 @@ from dsat.engines.start import (
 )
 from dsat.engines.trial_folder import COMMAND_FILE, PACKAGES_FOLDER, assignments, log_files
 from dsat.in_trial import hook
+from dsat.in_trial.adapters.trackers import variables_off
 from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE
 from dsat.in_trial.loopback import ADDRESS, INTERFACES, is_loopback
+from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.in_trial.rank_files import (
-    CHANGES_FILE,
-    CONFIG_FILE,
-    DONE_FILE,
-    SPEC_FILE,
-    RankSpec,
-)
-from dsat.in_trial.side_effects import trackers_off
+from dsat.in_trial.rank_files import CHANGES_FILE, CONFIG_FILE, DONE_FILE, SPEC_FILE, RankSpec
 from dsat.inputs import accelerate_env, ds_config, switches
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment, length_in_units, trial_hparams
@@ -165,7 +160,6 @@ class _Plan:
             config["searcher"] = {**dict(config.get("searcher") or {}), "name": "custom"}
         is_cpu, memory_bytes = self._machine.is_cpu, options.trial.slot_memory_bytes
         devices = self._machine.devices_of(self.shares[0].slots or (0,))
-        is_limited = (is_cpu or start.is_own) and meter is not None
         starts_ranks = not self._is_command or start.is_own
         return RankSpec(
             trial=trial.to_json(),
@@ -183,7 +177,7 @@ class _Plan:
             },
             meter=None if meter is None else meter.to_json(),
             simulation_socket=None if socket is None else str(socket),
-            cpu_memory_bytes=memory_bytes if is_limited else None,
+            cpu_memory_bytes=memory_bytes if self._limits_memory else None,
             threads=1 if is_cpu else None,
             own=start.is_own,
             is_command=self._is_command,
@@ -275,13 +269,16 @@ class _Plan:
             env["DS_ACCELERATOR"] = self._machine.accelerator
         if is_command and (self.start.is_own or self.start.meter is not None):
             # What a launcher's process adds would be recorded as the user's own.
-            env |= trackers_off(self._folder)
+            env |= variables_off(self._folder)
         if is_command:
             env |= settings_of_command(self._machine, env)
         else:
             env |= share.host.machine.variables_of(share.slots or (0,))
             ranks = self._ranks_per_host
             env |= settings_of_ranks(self._machine, self.program, self.config, ranks, env)
+        if self.method is StartMethod.FRESH and self._limits_memory:
+            # The limit comes with the first model.
+            env |= {name: str(value) for name, value in MALLOC_VARIABLES.items()}
         return env | accelerate_env.for_parallelism(env, self.config, self._ranks)
 
     def _variables_of_launcher(self, rank: int) -> dict[str, str]:
@@ -338,6 +335,12 @@ class _Plan:
             local_rank = f"--local_rank={rank % self._ranks_per_host}"
             program = replace(program, args=(local_rank, *program.args))
         return program.command()
+
+    @property
+    def _limits_memory(self) -> bool:
+        is_wanted = self.builder.options.trial.slot_memory_bytes is not None
+        on_cpu = self._machine.is_cpu or self.start.is_own
+        return is_wanted and on_cpu and self.start.meter is not None
 
     @property
     def _is_command(self) -> bool:

@@ -48,7 +48,6 @@ class _Process:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._effects: Any = None
         self._is_alone = os.environ.pop(ALONE_VARIABLE, None) is not None
         self._is_rank = os.environ.pop(RANK_VARIABLE, None) == str(os.getpid())
         if self._is_rank:
@@ -78,11 +77,11 @@ class _Process:
                 del os.environ[name]
             os.environ.update(wanted)
 
-    def prevent_side_effects(self) -> None:
+    def install_adapters(self) -> None:
         """Adapt functions that the script may bind to names of its own before it trains."""
-        from dsat.in_trial import side_effects
+        from dsat.in_trial.adapters.begin import begin
 
-        self._effects = side_effects.of_command(str(self._folder))
+        begin(self._folder)
 
     def watch_end(self) -> None:
         """Report how a rank ends, even if that is before it imports DeepSpeed."""
@@ -128,7 +127,7 @@ class _Process:
             return  # DeepSpeed below 0.18 imports transformers itself, and is not ready yet
         from dsat.in_trial import rank
 
-        rank.begin(self._folder, self._start, self._effects, is_rank=self._is_rank)
+        rank.begin(self._folder, self._start, is_rank=self._is_rank)
 
     def _this_rank(self) -> Any:
         from dsat.in_trial import rank
@@ -180,7 +179,7 @@ if __name__ == "sitecustomize":
     if TRIAL_VARIABLE in os.environ and sys.version_info >= (3, 10):
         _process = _Process(Path(os.environ[TRIAL_VARIABLE]))
         _process.change_arguments()
-        _process.prevent_side_effects()
+        _process.install_adapters()
         _process.watch_end()
         _process.watch_imports()
     _run_hidden_sitecustomize()

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures, preparation, start_record
+from dsat.in_trial.adapters import begin as adapters
 from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.memory_limit import limit_memory
 from dsat.in_trial.meter import Meter
@@ -42,9 +43,8 @@ from dsat.in_trial.rank_files import (
     result_file,
     write_outcome,
 )
-from dsat.in_trial.side_effects import SideEffects
-from dsat.in_trial.simulation import server
 from dsat.inputs.entrypoint import split_interpreter
+from dsat.simulation import server
 from dsat.values import host_cores
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
@@ -54,14 +54,11 @@ _IS_ENDED_WITHIN_S = 30.0
 begun: Rank | None = None  # in this process
 
 
-def begin(
-    folder: Path, start: Mapping[str, Any], effects: SideEffects | None, *, is_rank: bool
-) -> None:
+def begin(folder: Path, start: Mapping[str, Any], *, is_rank: bool) -> None:
     """Prepare this process to be a rank of the trial in the folder; does nothing twice.
 
     Args:
         start: see `start_record.install`.
-        effects: adapted before the script began; None in a full-length run.
         is_rank: the supervisor started this process as a rank.
     """
     global begun
@@ -72,7 +69,7 @@ def begin(
         if not is_rank:  # of a rank the hook does that
             failures.report_uncaught(begun.fail)
             atexit.register(begun.finish)
-        begun.prepare(effects, start)
+        begun.prepare(start)
     else:
         start_record.install(folder, start, waits=True)
         failures.report_uncaught(functools.partial(_report_unmeasured, folder))
@@ -95,7 +92,8 @@ def run_forked(folder: Path, command: Sequence[str]) -> NoReturn:
         # A forked process has its parent's state, a fresh one would have a random one.
         random.seed()
         numpy.random.seed()
-        rank.prepare(None)
+        adapters.begin(folder)
+        rank.prepare()
         _run_program(split_interpreter(command[1:])[1])
     except BaseException as error:
         rank.fail(error)
@@ -136,11 +134,10 @@ class Rank:
         socket = self._spec.simulation_socket
         self._server = None if socket is None else server.SimulationServer(Path(socket))
 
-    def prepare(self, effects: SideEffects | None, start: Mapping[str, Any] | None = None) -> None:
+    def prepare(self, start: Mapping[str, Any] | None = None) -> None:
         """Adapt DeepSpeed and what else the script uses.
 
         Args:
-            effects: adapted before the script began, if they were.
             start: of this process, which is recorded if the run's first trial asks for it.
         """
         if "deepspeed" not in sys.modules:  # it may be transformers that was imported first
@@ -164,7 +161,7 @@ class Rank:
         )
         if start is not None:
             start_record.install(self._folder, start, waits=False)
-        preparation.prevent_side_effects(spec, self._folder, effects)
+        preparation.prevent_side_effects(spec)
         # What the script imports from here on does not count.
         if spec.cpu_memory_bytes is not None and self._is_forked:
             limit_memory(spec.cpu_memory_bytes)

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsat.inputs.option import Option
-from dsat.search.asha import ASHASearch
-from dsat.search.base import Search
-from dsat.search.binary import BinarySearch
+from dsat.search.base import Context, Observation, Problem, Proposal, Search, Stop, Wait
+from dsat.search.classic import ASHASearch, BinarySearch, RandomSearch
 from dsat.search.grid import GridSearch
 from dsat.search.model import ModelSearch
-from dsat.search.random_search import RandomSearch
 
 SEARCHES: dict[str, type[Search]] = {
     "model": ModelSearch,
@@ -22,7 +20,7 @@ SEARCHES: dict[str, type[Search]] = {
     "gridsearch": GridSearch,
 }
 
-_GIVEN_BY_RUNS = set("self profile objective space seed predict gated costs".split())
+_GIVEN_BY_RUNS = {"self", "problem"}
 
 
 def options_of(method: str) -> Mapping[str, Option]:
@@ -59,10 +57,16 @@ __all__ = [
     "SEARCHES",
     "ASHASearch",
     "BinarySearch",
+    "Context",
     "GridSearch",
     "ModelSearch",
+    "Observation",
+    "Problem",
+    "Proposal",
     "RandomSearch",
     "Search",
+    "Stop",
+    "Wait",
     "options_of",
     "parameters_of",
 ]

@@ -5,13 +5,22 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dsat.inputs.option import Option, at_least, search_option
-from dsat.search.base import Search, early_stopping
-from dsat.search.lineage import Lineage
-from dsat.values.outcome import Outcome
-from dsat.values.trial import Proposal
+from dsat.search.arm import Arm
+from dsat.search.arms import Arms
+from dsat.search.base import (
+    EXHAUSTED,
+    Context,
+    Observation,
+    Problem,
+    Proposal,
+    Search,
+    Stop,
+    Wait,
+    early_stopping,
+)
 
 
 class GridSearch(Search):
@@ -26,7 +35,7 @@ class GridSearch(Search):
     branch whose settings all run out of memory lets the others go first.
 
     Args:
-        num_micro_batches: go on to the next settings after so many micro batches that ran; by
+        num_micro_batches: continue with the next settings after so many micro batches that ran; by
             default none is left out.
         early_stopping: leave a branch after so many trials in a row without a new best of it. If
             nothing has run in it so far, what was begun is tried to its smallest micro batch.
@@ -49,80 +58,80 @@ class GridSearch(Search):
 
     def __init__(
         self,
-        *args: Any,
+        problem: Problem,
+        *,
         num_micro_batches: int | None = None,
         early_stopping: int | None = None,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(problem)
         self._num_micro_batches = num_micro_batches
         self._early_stopping = early_stopping
-        self._sizes = _grid(self.space.micro_batches)
-        self._branches = [_Progress() for _ in self.space.branches]
-        self._open: dict[int, _Walk] = {}  # by lineage
-        self._ready: list[int] = []  # the open ones that wait for nothing, ascending
+        self._sizes = _grid(problem.space.micro_batches)
 
-    def ask(self) -> Proposal | None:
-        while self._ready:
-            walk = self._open[self._ready.pop(0)]
-            proposal = self._step(walk)
-            if proposal is not None:
-                return proposal
-            del self._open[walk.lineage.id]
-        walk_begun = self._begin()
-        return None if walk_begun is None else self._step(walk_begun)
-
-    def tell(self, proposal: Proposal, outcome: Outcome) -> None:
-        lineage = self._told(proposal, outcome)
-        self._open[lineage.id].ran += outcome.ok
-        bisect.insort(self._ready, lineage.id)
-        progress = self._branches[lineage.branch]
-        value = outcome.value(self.objective)
-        if value is not None and self.objective.is_better(value, progress.best):
-            progress.best, progress.since_best = value, 0
-        else:
-            progress.since_best += 1
-
-    def _begin(self) -> _Walk | None:
-        """Open the next settings of the branch with the fewest memory failures, in their order."""
+    def propose(
+        self, observations: Sequence[Observation], context: Context
+    ) -> Proposal | Wait | Stop:
         if not self._sizes:
-            return None
-        order = sorted(range(len(self._branches)), key=lambda n: self._oom_history[n].failures)
-        for number in order:
-            branch, progress = self.space.branches[number], self._branches[number]
-            while progress.begun < branch.count and not self._is_over(progress):
-                settings = branch.settings(progress.begun)
-                largest = self._largest(settings)
-                progress.begun += 1
-                if self._predict is not None and largest < self._sizes[0]:
-                    continue
-                lineage = Lineage(
-                    id=len(self._lineages),
-                    branch=number,
-                    settings=settings,
-                    micro_batches=self._sizes,
-                    ceiling=int(largest) if self._predict is not None else self._sizes[-1],
-                )
-                lineage.limit(self._most_samples)
-                self._lineages.append(lineage)
-                walk = _Walk(lineage, self._first_size(largest))
-                self._open[lineage.id] = walk
-                return walk
-        return None
+            return Stop(EXHAUSTED)
+        arms = Arms(self.problem, observations, context, sizes=self._sizes, is_bounded=False)
+        progress = self._progress(observations)
+        for arm in arms.all:
+            if arm.number is None or arm.is_running:
+                continue
+            known = progress[arm.branch]
+            if self._is_over(known) and known.best is not None:
+                continue
+            position = self._next(arms, arm)
+            if position is not None:
+                return arm.propose(position)
+        return self._begin(arms, progress)
 
-    def _first_size(self, largest: float) -> int:
-        if not isinstance(self.space.micro_batches, range):
+    def _begin(self, arms: Arms, progress: Sequence[_Progress]) -> Proposal | Wait | Stop:
+        """Begin the next settings of the branch with the fewest memory failures."""
+        for number in sorted(range(len(progress)), key=lambda n: arms.branches[n].failures):
+            if self._is_over(progress[number]):
+                continue
+            for index in range(self.problem.space.branches[number].count):
+                if index in arms.branches[number].drawn:
+                    continue
+                arm = arms.arm(number, index)
+                position = self._next(arms, arm)
+                if position is not None:
+                    arms.begin(arm)
+                    return arm.propose(position)
+        return Wait() if arms.is_anything_running else Stop(EXHAUSTED)
+
+    def _next(self, arms: Arms, arm: Arm) -> int | None:
+        """Return the next position of an arm: up from the first one, then down from there."""
+        ran = sum(each.outcome is not None and each.outcome.ok for each in arm.ours)
+        if arm.abandoned or ran == self._num_micro_batches:
+            return None
+        if arm.ours:
+            start = bisect.bisect_left(self._sizes, arm.ours[0].batch.micro_batch)
+        else:
+            start = self._first(arms.largest(arm.settings))
+        way = (*range(start, len(self._sizes)), *range(start - 1, -1, -1))
+        fitting = (at for at in way if at <= arm.open_hi and at not in arm.tried)
+        return next((at for at in fitting if arms.allows(arm, at)), None)
+
+    def _first(self, largest: float) -> int:
+        if not isinstance(self.problem.space.micro_batches, range):
             return 0
         return max(0, bisect.bisect_right(self._sizes, max(1, int(largest))) - 1)
 
-    def _step(self, walk: _Walk) -> Proposal | None:
-        """The next micro batch of an open walk; None at its end."""
-        progress = self._branches[walk.lineage.branch]
-        given_up = self._is_over(progress) and progress.best is not None
-        if given_up or walk.ran == self._num_micro_batches:
-            return None
-        index = walk.take()
-        return None if index is None else self._propose(walk.lineage, index)
+    def _progress(self, observations: Sequence[Observation]) -> list[_Progress]:
+        """Return the best of each branch, and the trials since then."""
+        found = [_Progress() for _ in self.problem.space.branches]
+        for each in observations:
+            if each.point is None or each.arm is None or each.outcome is None:
+                continue
+            progress = found[each.point.branch]
+            value = each.outcome.value(self.problem.objective)
+            if value is not None and self.problem.objective.is_better(value, progress.best):
+                progress.best, progress.since_best = value, 0
+            else:
+                progress.since_best += 1
+        return found
 
     def _is_over(self, progress: _Progress) -> bool:
         return self._early_stopping is not None and progress.since_best >= self._early_stopping
@@ -130,35 +139,14 @@ class GridSearch(Search):
 
 @dataclass
 class _Progress:
-    """Progress of a branch: settings begun, the best value, and trials since that one."""
+    """The best value of a branch, and the number of trials since that one."""
 
-    begun: int = 0
     best: float | None = None
     since_best: int = 0
 
 
-class _Walk:
-    """The way through the micro batches of one lineage: up from a start, then down from there."""
-
-    def __init__(self, lineage: Lineage, start: int) -> None:
-        self.lineage = lineage
-        self.ran = 0
-        self._up = start
-        self._down = start - 1
-
-    def take(self) -> int | None:
-        """The next position in the lineage's micro batches, or None."""
-        if self.lineage.abandoned:
-            return None
-        if self._up <= self.lineage.open_hi:
-            self._up += 1
-            return self._up - 1
-        self._down = min(self._down, self.lineage.open_hi) - 1
-        return self._down + 1 if self._down >= -1 else None
-
-
 def _grid(micro_batches: Sequence[int]) -> Sequence[int]:
-    """The micro batches to try: a list as it is; of a range, the powers of two times its step."""
+    """Return the micro batches to try: of a range, powers of two times its step."""
     if not isinstance(micro_batches, range) or not micro_batches:
         return micro_batches
     sizes = []

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dsat.inputs.option import FRACTION, Option, search_option
-from dsat.search.base import NO_NEW_BEST, Outlook, Search
+from dsat.search.arm import Arm
+from dsat.search.arms import Arms
+from dsat.search.base import (
+    EXHAUSTED,
+    NO_NEW_BEST,
+    Context,
+    Costs,
+    Memory,
+    Observation,
+    Outlook,
+    Problem,
+    Proposal,
+    Search,
+    Source,
+    Stop,
+    Wait,
+    largest_micro_batch,
+    stop_without_new_best,
+)
 from dsat.search.candidates import compared_positions
-from dsat.search.lineage import Lineage
 from dsat.search.normal import Array, log_cdf, log_expected_gain
 from dsat.search.predictions import Predictions
-from dsat.search.speed import Points
-from dsat.search.threads import in_one_thread
-from dsat.space.space import Space
-from dsat.values.objective import Objective
-from dsat.values.outcome import ModelProfile, Outcome
-from dsat.values.trial import Proposal
+from dsat.search.speed import Points, SpeedModel
+from dsat.space.locate import Point
 
 _WORTHWHILE = math.log(1.01)  # the gain whose chance people are told
 _LEAST = math.log(0.01)  # of a gain, for which the first trial of another strategy waits
@@ -103,89 +116,75 @@ class ModelSearch(Search):
         ),
         "early_stopping": NO_NEW_BEST,
     }
-    weighs_costs = True
 
     def __init__(
-        self,
-        profile: ModelProfile,
-        objective: Objective,
-        space: Space,
-        *,
-        stop_when: float = 0.0,
-        early_stopping: int | None = None,
-        **kwargs: Any,
+        self, problem: Problem, *, stop_when: float = 0.0, early_stopping: int | None = None
     ) -> None:
-        super().__init__(profile, objective, space, **kwargs)
+        super().__init__(problem)
+        self.space, self.objective = problem.space, problem.objective
         self._stop_when = stop_when
-        self.patience = early_stopping
-        self._predictions = Predictions(
-            profile, objective, space, self._largest, predicted=self._predict is not None
-        )
-        self.speed = self._predictions.speed
-        # Lineages of each branch, by the numbers of their settings.
-        self._known: list[dict[int, Lineage]] = [{} for _ in space.branches]
-        self._running: dict[tuple[int, int], Points] = {}  # by lineage and micro batch
-        self._openings = [0] * len(space.branches)  # first trials of each strategy
+        self._patience = early_stopping
+        self._memory: Memory | None = None
+        self._costs: Costs | None = None
+        self._learned: set[int] = set()  # positions of the observations that the models know
+        self._known: Predictions | None = None
+        self._running: list[Points] = []
         self._starved: list[tuple[int, int]] = []  # micro batches and gas that lacked data
+        self._observations: Sequence[Observation] = ()
         self._is_too_dear = False  # whatever is left to try
         self._latest: _Choice | None = None  # of the last decision
-        self._is_current = False  # `_latest`, until something changes
 
-    def ask(self) -> Proposal | None:
-        choice = self._choice()
+    def propose(
+        self, observations: Sequence[Observation], context: Context
+    ) -> Proposal | Wait | Stop:
+        self._memory, self._costs = context.memory, context.costs
+        self._latest = None
+        stop = stop_without_new_best(self._patience, observations, self.objective)
+        if stop is not None or not self.space.micro_batches:
+            return stop or Stop(EXHAUSTED)
+        self._observe(observations, context)
+        self._latest = choice = self._choose()
+        has_measured = self.speed.measured is not None
         if choice is None:
-            return None
+            if self._is_too_dear and self._stop_when and has_measured:
+                return Stop("further trials take longer than is worth it")
+            is_running = any(each.outcome is None for each in observations)
+            return Wait() if is_running else Stop(EXHAUSTED)
+        if self._stop_when and has_measured and math.expm1(choice.expected) < self._stop_when:
+            gain = f"{100 * self._stop_when:g} %"
+            return Stop(f"no further trial is expected to gain more than {gain}")
         candidates, at = choice.candidates, choice.at
-        branch = int(candidates.points.strategy[at])
-        lineage = self._open(branch, int(candidates.index[at]))
-        position = int(candidates.position[at])
-        lineage.asked.add(position)
-        self._openings[branch] += branch in self._unopened()
-        proposal = self._propose(lineage, position)
-        self._running[lineage.id, proposal.micro_batch] = candidates.points.only(np.array([at]))
-        self._is_current = False
-        return proposal
-
-    @in_one_thread
-    def tell(self, proposal: Proposal, outcome: Outcome) -> None:
-        del self._running[proposal.lineage, proposal.micro_batch]
-        lineage = self._told(proposal, outcome)
-        self._update(lineage, proposal.micro_batch, outcome)
-
-    def limit(self, micro_batch: int) -> None:
-        self._is_current = False
-        self._starved.append((micro_batch + 1, 1))
-
-    @in_one_thread
-    def learn(self, branch: int | None, micro_batch: int, outcome: Outcome) -> None:
-        self._is_current = False
-        if branch is None:
-            return
-        lineage = self._open(branch, 0)
-        if micro_batch in self.space.micro_batches:
-            lineage.asked.add(lineage.position(micro_batch))
-            self._record(lineage, micro_batch, outcome)
-        self._update(lineage, micro_batch, outcome)
-
-    @in_one_thread
-    def predicted(self, settings: Mapping[str, Any], micro_batch: int) -> float | None:
-        lineage = next((each for each in self._lineages if each.settings == settings), None)
-        if lineage is None:
-            return None
-        first, size = np.array([0]), np.array([micro_batch])
-        points = self._predictions.points(lineage.branch, [lineage.index], first, size)
-        return float(self._predictions.log_rate(points)[0])
+        branch, index = int(candidates.points.strategy[at]), int(candidates.index[at])
+        arm = self._arms.arm(branch, index)
+        if arm.number is None:
+            self._arms.begin(arm)
+        micro_batch = self.space.micro_batches[int(candidates.position[at])]
+        return Proposal(Point(branch, index, micro_batch), arm.number)
 
     @property
-    def stop_reason(self) -> str | None:
-        if not self._stop_when or self.speed.measured is None:
-            return None
-        choice = self._choice()
-        if choice is None:
-            return "further trials take longer than is worth it" if self._is_too_dear else None
-        if math.expm1(choice.expected) >= self._stop_when:
-            return None
-        return f"no further trial is expected to gain more than {100 * self._stop_when:g} %"
+    def _predictions(self) -> Predictions:
+        if self._known is None:
+            problem = self.problem
+            self._known = Predictions(
+                problem.profile,
+                problem.objective,
+                problem.space,
+                self._largest,
+                predicted=self._memory is not None,
+            )
+        return self._known
+
+    @property
+    def speed(self) -> SpeedModel:
+        return self._predictions.speed
+
+    def _largest(self, settings: Mapping[str, Any]) -> float:
+        return largest_micro_batch(self.problem, self._memory, settings)
+
+    def predicted(self, point: Point) -> float | None:
+        first, size = np.array([0]), np.array([point.micro_batch])
+        points = self._predictions.points(point.branch, [point.index], first, size)
+        return float(self._predictions.log_rate(points)[0])
 
     @property
     def outlook(self) -> Outlook | None:
@@ -204,30 +203,29 @@ class ModelSearch(Search):
 
     # -- what is known
 
-    def _update(self, lineage: Lineage, micro_batch: int, outcome: Outcome) -> None:
-        """Update the models with the outcome of a trial."""
-        self._is_current = False
-        if outcome.smaller_may_run:
-            gas = self.space.accumulation(micro_batch, lineage.settings)
-            self._starved.append((micro_batch, gas))
+    def _observe(self, observations: Sequence[Observation], context: Context) -> None:
+        """Update the models with what has ended since the last decision."""
+        self._observations = observations
+        self._arms = Arms(self.problem, observations, context, is_bounded=False)
+        self._running, self._starved = [], []
+        for position, each in enumerate(observations):
+            point, outcome = each.point, each.outcome
+            if point is None:
+                continue
+            if outcome is None:
+                size = np.array([point.micro_batch])
+                points = self._predictions.points(point.branch, [point.index], np.array([0]), size)
+                self._running.append(points)
+                continue
+            if outcome.smaller_may_run:
+                self._starved.append((point.micro_batch, each.batch.gas))
             if outcome.most_samples is not None:
                 self._starved.append((outcome.most_samples + 1, 1))
-        self._predictions.update(lineage.branch, lineage.index, micro_batch, outcome)
-
-    def _open(self, branch: int, index: int) -> Lineage:
-        """The lineage of a branch's settings number `index`."""
-        known = self._known[branch]
-        if index not in known:
-            known[index] = Lineage(
-                id=len(self._lineages),
-                branch=branch,
-                index=index,
-                settings=self._predictions.settings.of(branch, index),
-                micro_batches=self.space.micro_batches,
-                ceiling=self.space.micro_batches[-1],
-            )
-            self._lineages.append(known[index])
-        return known[index]
+            if position not in self._learned and each.source is not Source.FINAL:
+                self._learned.add(position)
+                self._predictions.update(
+                    point.branch, point.index, point.micro_batch, outcome, each.batch.gas
+                )
 
     # -- what to try
 
@@ -235,21 +233,15 @@ class ModelSearch(Search):
         """Strategies without offloading whose first trial is to come, or failed for its size."""
         found = set()
         ran = {branch for branch, _ in self._predictions.measured}
-        running = {self._lineages[lineage].branch for lineage, _ in self._running}
+        mine = [each for each in self._observations if each.point and each.source is Source.SEARCH]
         for branch, strategy in enumerate(self.space.strategies):
-            tries = self._openings[branch]
-            if strategy.burden - (strategy.stage == 3) or branch in running:
+            own = [each for each in mine if each.point and each.point.branch == branch]
+            if strategy.burden - (strategy.stage == 3) or any(o.outcome is None for o in own):
                 continue
-            if tries == 0 or (branch not in ran and tries < _RETRIES):
+            if branch not in ran and len(own) < _RETRIES:
                 found.add(branch)
         return found
 
-    def _choice(self) -> _Choice | None:
-        if not self._is_current:
-            self._latest, self._is_current = self._choose(), True
-        return self._latest
-
-    @in_one_thread
     def _choose(self) -> _Choice | None:
         candidates = self._candidates()
         if candidates is None:
@@ -289,7 +281,7 @@ class ModelSearch(Search):
 
     def _candidates(self) -> _Candidates | None:
         """All configurations to compare that may be tried."""
-        running = list(self._running.values())
+        running = self._running
         reference, best_rate = self._predictions.incumbent(running)
         parts = [self._of_branch(b, reference) for b in range(len(self.space.branches))]
         found = [part for part in parts if part is not None]
@@ -325,29 +317,26 @@ class ModelSearch(Search):
             The configurations, the numbers of their settings, the positions of their micro batches
             and the logarithms of their chances; None if there is none.
         """
-        predictions, sizes, known = self._predictions, self.space.micro_batches, self._known[branch]
-        closed = {
-            each.index
-            for each in known.values()
-            if each.abandoned or sum(at <= each.open_hi for at in each.asked) > each.open_hi
-        }
+        predictions, sizes = self._predictions, self.space.micro_batches
+        known = {arm.index: arm for arm in self._arms.all if arm.branch == branch}
+        closed = {number for number, arm in known.items() if _is_closed(arm)}
         best = predictions.best_settings(branch)
         indexes = predictions.settings.promising(branch, best, self.speed.fit, closed)
         if not indexes:
             return None
         edges = [predictions.edge(branch, number) for number in indexes]
         near = [] if reference is None else [float(reference.micro_batch[0])]
-        most = self._oom_limit(branch)
+        most = self._arms.memory_limit(branch)
         ends = [min(most, edge) for edge in (edges[0], max(edges))]
         positions = np.array(compared_positions(sizes, edges=ends, best=near))
         size_at = np.array([sizes[position] for position in positions.tolist()])
         is_open = np.empty((len(indexes), len(positions)), bool)
         for row, number in enumerate(indexes):
-            is_open[row] = size_at <= min(most, edges[row] if self._gated else math.inf)
-            lineage = known.get(number)
-            if lineage is not None:
-                is_open[row] &= positions <= lineage.open_hi
-                is_open[row] &= [at not in lineage.asked for at in positions.tolist()]
+            is_open[row] = size_at <= min(most, edges[row] if self._memory else math.inf)
+            arm = known.get(number)
+            if arm is not None:
+                is_open[row] &= positions <= arm.open_hi
+                is_open[row] &= [at not in arm.tried for at in positions.tolist()]
             if self._starved:
                 is_open[row] &= ~self._lacks_data(branch, number, size_at)
         if not is_open.any():
@@ -357,9 +346,9 @@ class ModelSearch(Search):
         points = predictions.points(branch, indexes, rows, micro_batches, edges)
         fits, sound = predictions.log_runs(branch, points, indexes, rows)
         for row, number in enumerate(indexes):
-            lineage = known.get(number)
-            if lineage is not None and lineage.lo:
-                fits[(rows == row) & (micro_batches < sizes[lineage.lo - 1])] = 0.0
+            arm = known.get(number)
+            if arm is not None and arm.lo:
+                fits[(rows == row) & (micro_batches < sizes[arm.lo - 1])] = 0.0
         return points, np.array(indexes)[rows], positions[columns], fits + sound
 
     def _lacks_data(self, branch: int, index: int, micro_batches: Array) -> Array:
@@ -369,3 +358,8 @@ class ModelSearch(Search):
         lacking = [(micro_batches >= size) & (gas >= steps) for size, steps in self._starved]
         found: Array = np.any(lacking, axis=0)
         return found
+
+
+def _is_closed(arm: Arm) -> bool:
+    """Return whether every micro batch of an arm was tried, or is too large."""
+    return arm.abandoned or sum(at <= arm.open_hi for at in arm.tried) > arm.open_hi

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,9 +64,10 @@ class Predictions:
         self._log_units: list[float] = []  # what makes seconds of the model's unit, by outcome
         self.measured: list[tuple[int, int]] = []
 
-    def update(self, branch: int, index: int, micro_batch: int, outcome: Outcome) -> None:
-        """Take in the end of a trial."""
+    def update(self, branch: int, index: int, micro_batch: int, outcome: Outcome, gas: int) -> None:
+        """Take in the end of a trial, with its own accumulation steps."""
         points = self.points(branch, [index], np.array([0]), np.array([micro_batch]))
+        points = replace(points, gas=np.array([float(gas)]))
         octaves = float(self._octaves(points)[0])
         values = self.settings.row(branch, index).values
         self._feasibility.update(branch, values, octaves, outcome)

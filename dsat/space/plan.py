@@ -31,7 +31,10 @@ _LABELS = {
 _OPTIONS = {own.name: own for own in options_of(Settings)}
 LONGEST_S = 20.0  # what `Plan.longest_s` usually is
 _ABSENT = "not given"
-_MAY_DIFFER = ("max_trials", "finals", "indifference")
+# A run that continues keeps its suggestions and the length of a trial, whatever this version
+# of dsat and this machine would choose.
+_KEPT = ("suggested", "longest_s")
+_MAY_DIFFER = ("max_trials", "finals", "indifference", *_KEPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +90,7 @@ class Plan(Recorded, BatchRule, Freedom):
     def difference(self, earlier: Plan) -> str | None:
         """Return the first difference to an earlier plan, `FIELD was X, now Y`, or None.
 
-        Fields that only end a run may differ: the number of trials, and the finals.
+        Fields that only end a run may differ, and those that it keeps.
         """
         mine = {**self.to_json(), "measured": self.measured_beside(earlier)}
         theirs = {**earlier.to_json(), "measured": earlier.measured_beside(self)}

@@ -15,7 +15,6 @@ from dsat.values.trial import Trial
 
 EVENT_START = "start"
 EVENT_PROPOSED = "proposed"
-EVENT_WAITING = "waiting"
 EVENT_FINISHED = "finished"
 EVENT_STOPPED = "stopped"
 EVENT_BUDGET = "budget"
@@ -45,9 +44,9 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
     EVENT_CANCEL_ASKED: {"trial_id": int},
 }
 # Values that any event may have; `time_s`: when, since the epoch, which earlier versions did not
-# say; `asked`: somebody raised the budget of a run that goes on;
-# `converged`: its search was over for another reason. Finals of earlier versions have neither
-# reserves nor a least gain.
+# say; `asked`: somebody raised the budget of a run that goes on; `converged`: of finals, the
+# search was over for another reason than its budget. Finals of earlier versions have neither
+# reserves nor a least gain nor this; there it stands in the event of another budget.
 _VALUES_OF_ALL: Mapping[str, Any] = {
     "elapsed_s": float,
     "time_s": float,
@@ -94,8 +93,6 @@ def raise_as_corrupt_journal(number: int, name: str = "the journal") -> Iterator
     except (
         UserInputError,
         ArithmeticError,
-        AssertionError,
-        AttributeError,
         LookupError,
         TypeError,
         ValueError,

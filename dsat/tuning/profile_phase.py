@@ -53,12 +53,15 @@ class ProfilePhase:
         return strategies.make_space(self._plan, self.profile, rung=self._rung, only=only)
 
     def next_trial(self) -> Trial | None:
-        """Return the trial to start next, which counts as started; None to wait for an outcome."""
+        """Return the trial to start next; None to wait for an outcome. It changes nothing."""
+        own = self._plan.own_batch
         if self._own_is_next:
-            self._own_is_next, own = False, self._plan.own_batch
             return self._trials.make(TrialKind.BASELINE, own.config(), own, self._plan.switches)
-        micro_batch, self._next_micro_batch = self._next_micro_batch, None
-        return None if micro_batch is None else self._trial(micro_batch)
+        return None if self._next_micro_batch is None else self._trial(self._next_micro_batch)
+
+    def begin(self) -> None:
+        """Enter that the next trial began."""
+        self._own_is_next, self._next_micro_batch = False, None
 
     def update(self, trial: Trial, outcome: Outcome) -> None:
         """Process the outcome of a trial of this phase, which the run holds already."""

@@ -1,22 +1,17 @@
-"""A run, as the fold of its journal: trials, outcomes, the best one, why it stopped.
-
-All that a person looks at is drawn from here.
-"""
+"""A run, as the fold of its journal: trials, outcomes, the best one, why it stopped."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 from dsat.inputs import ds_config
 from dsat.memory.predictor import Basis
 from dsat.space.plan import Plan
 from dsat.tuning import events
-from dsat.tuning.comparison import Gain
+from dsat.tuning.comparison import Gain, Variation, margin_of_single_runs
 from dsat.tuning.finals import Contestant, Finals, Role
 from dsat.tuning.journal import read_events
 from dsat.tuning.training_check import TrainingCheck
@@ -46,12 +41,14 @@ class Run:
         disqualified: why a leader cannot win although it ran, by its trial id.
         same_batch_final: the one with the user's own global batch, if another one is the best.
         search_ended: why the search was over when the finals began.
+        converged: that was another reason than the number of trials.
         memory_basis: what memory is predicted from.
         skipped: names of configurations that were not launched since they would not have fitted.
         most_samples: the largest micro batch that there are data for, once that is known.
         stop_asked: somebody wants no further trials.
         stop_reason: None while the run goes on or after it was interrupted.
         paused: it was interrupted, and did not go on since.
+        neighbours: the most trials that ran beside a trial at once, by its trial id.
         running_s: wall time from the command's start to the last event, pauses left out.
         ended_s: that time when a trial ended, by trial id.
         ended_at_s: seconds since the epoch when a trial ended; None if the journal does not say.
@@ -75,8 +72,9 @@ class Run:
         self._leaders_value: float | None = None
         self.finals: Finals | None = None
         self.search_ended: str | None = None
+        self.converged = False
         self.num_finals = 0
-        self._earlier_noise: float | None = None
+        self._earlier_variation: Variation | None = None
         self.disqualified: dict[int, str] = {}
         self.same_batch_final: Trial | None = None
         self.repeated: dict[int, int] = {}
@@ -88,7 +86,7 @@ class Run:
         self.stop_asked = False
         self.stop_reason: str | None = None
         self.paused = False
-        self.trials_since_best = 0
+        self.neighbours: dict[int, int] = {}
         self.running_s = 0.0
         self.ended_s: dict[int, float] = {}
         self.ended_at_s: dict[int, float | None] = {}
@@ -115,12 +113,15 @@ class Run:
         elif kind == events.EVENT_PROPOSED:
             trial: Trial = event["trial"]
             self.trials[trial.id] = self._running[trial.id] = trial
+            beside = len(self._running) - 1
+            for running in self._running:
+                self.neighbours[running] = max(beside, self.neighbours.get(running, 0))
             if trial.kind is TrialKind.BASELINE:
                 self.baseline = trial
             elif trial.kind is TrialKind.FINAL:
                 self._enter_final(trial)
             self.stop_reason = None
-        elif kind == events.EVENT_FINISHED:
+        elif kind == events.EVENT_FINISHED and event["trial_id"] not in self.outcomes:
             self.ended_at_s[event["trial_id"]] = event.get("time_s")
             self._finish(event["trial_id"], event["outcome"])
         elif kind == events.EVENT_MEMORY_BASIS:
@@ -128,9 +129,10 @@ class Run:
         elif kind == events.EVENT_FINALS:
             self._begin_finals(event)
         elif kind == events.EVENT_BUDGET:
-            goes_on = event["max_trials"] > self.plan.max_trials and not event.get("converged")
+            converged = event.get("converged", self.converged)
+            goes_on = event["max_trials"] > self.plan.max_trials and not converged
             if goes_on:
-                self._earlier_noise = self.noise
+                self._earlier_variation = self.variation
                 self.finals = None  # the search goes on; new finals follow
             self.plan = replace(self.plan, max_trials=event["max_trials"])
             if not event.get("asked"):
@@ -177,13 +179,12 @@ class Run:
         ):
             self.leader = trial
             self._leaders_value = value
-            self.trials_since_best = 0
-        else:
-            self.trials_since_best += 1
 
     def _begin_finals(self, event: Mapping[str, Any]) -> None:
-        assert self.baseline is not None
+        if self.baseline is None:
+            raise ValueError("finals without the user's own configuration")
         self.search_ended = event["reason"]
+        self.converged = event.get("converged", not event["reason"].startswith("the budget of"))
         self.repeated.clear()
         self.disqualified = {}
         self.finals = Finals(
@@ -201,9 +202,10 @@ class Run:
     def _enter_final(self, trial: Trial) -> None:
         self.num_finals += 1
         turn = None if self.finals is None else self.finals.turn
-        assert self.baseline is not None
         if turn is None:
             return
+        if self.baseline is None:
+            raise ValueError("finals without the user's own configuration")
         if turn.role is Role.OWN:
             self.repeated[trial.id] = self.baseline.id
         elif turn.role is Role.SAME_BATCH:
@@ -225,7 +227,8 @@ class Run:
     def contestant(self, trial: Trial, predicted: float | None = None) -> Contestant:
         """Make a contestant of the finals from a trial that ran, and what a model predicts."""
         outcome, value = self.outcomes[trial.id], self.value(trial)
-        assert value is not None and outcome.metrics is not None
+        if value is None or outcome.metrics is None:
+            raise ValueError(f"trial {trial.id} was not measured")
         memory = outcome.memory
         log_value = self._objective.log_value(value)
         return Contestant(
@@ -300,8 +303,6 @@ class Run:
     def gain_of(self, trial: Trial | None) -> Gain | None:
         """Return the gain of a trial over the user's own configuration, both measured once.
 
-        Its interval is as wide as the best of so many trials needs (Bonferroni).
-
         Returns:
             None if either is missing, if they are the same, or if the user's own is not within the
             batch sizes of the plan.
@@ -313,8 +314,8 @@ class Run:
             return None
         first, then = self.contestant(own), self.contestant(trial)
         tried = sum(outcome.ok for outcome in self.outcomes.values())
-        margin = NormalDist().inv_cdf(1 - 0.025 / tried)
-        margin *= math.hypot(first.standard_error, then.standard_error)
+        errors = first.standard_error, then.standard_error
+        margin = margin_of_single_runs(errors, tried, self.variation)
         return Gain.of_log(then.log_value - first.log_value, margin)
 
     @property
@@ -323,10 +324,15 @@ class Run:
         return None if self.best is None else typical_outcome(self, self.best)
 
     @property
-    def noise(self) -> float | None:
-        """Run-to-run variation in the finals (relative standard deviation); None before."""
+    def variation(self) -> Variation | None:
+        """Run-to-run variation, measured in the finals; None before."""
         comparison = None if self.finals is None else self.finals.comparison
-        return self._earlier_noise if comparison is None else comparison.noise
+        return self._earlier_variation if comparison is None else comparison.variation
+
+    @property
+    def noise(self) -> float | None:
+        """Standard deviation of `variation`."""
+        return None if self.variation is None else self.variation.sd
 
     @property
     def best_value(self) -> float | None:

@@ -1,37 +1,49 @@
-"""Measures what a search proposes."""
+"""The search of a run: from its trials to observations, from a proposal to the next trial."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat.inputs.ds_config import BATCH_KEYS
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.search import SEARCHES
-from dsat.search.base import Outlook
+from dsat.search.base import (
+    EXHAUSTED,
+    Context,
+    Observation,
+    Outlook,
+    Problem,
+    Proposal,
+    Source,
+    Stop,
+    Wait,
+)
+from dsat.search.threads import in_one_thread
+from dsat.space.locate import Location, Locator
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
-from dsat.tuning.ramp import Ramp, halfway
 from dsat.tuning.run import Run
 from dsat.tuning.trial_costs import TrialCosts
 from dsat.tuning.trial_factory import TrialFactory, name_of
-from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
-from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
-from dsat.values.zero_strategy import of_config
+from dsat.values.outcome import ModelProfile
+from dsat.values.trial import Trial, TrialKind
 
-# A smaller micro batch takes less; a search that learns this tries nothing larger.
-_TOO_LONG = Outcome(OutcomeKind.TIMEOUT, message="predicted to take long", smaller_may_run=True)
+_SOURCES = {
+    TrialKind.BASELINE: Source.BASELINE,
+    TrialKind.SEARCH: Source.SEARCH,
+    TrialKind.FINAL: Source.FINAL,
+}
+_MOST_REPEATED = 1000  # proposals in a row of what is known, after which a search is over
 
 
 class SearchPhase:
-    """Proposals of a search, none of which is measured twice.
+    """Asks the search what to measure next.
 
-    A proposal that equals an earlier trial gets that one's outcome, at once or when it ends. One
-    that is predicted to run out of memory takes no trial.
+    Everything is computed from the run, so a search continues wherever its journal is read.
 
     Args:
         plan: what is tuned.
@@ -42,57 +54,28 @@ class SearchPhase:
 
     Attributes:
         forecast: predicted memory, if it is predicted.
+        skipped: names of configurations that were predicted not to fit since the last decision.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        run: Run,
-        trials: TrialFactory,
-        space: Space,
-        basis: Basis | None,
+        self, plan: Plan, run: Run, trials: TrialFactory, space: Space, basis: Basis | None
     ) -> None:
-        own = run.baseline
-        assert own is not None and run.profile is not None
-        self._plan = plan
-        self._run = run
-        self._trials = trials
-        self._space = space
-        digest = trials.fingerprint(own.overrides, own.script_args)
-        self._trial_by_config = {digest: own.id}
-        self._proposals: dict[int, list[Proposal]] = {}  # by the trial that answers them
-        self._settings_of: dict[int, Mapping[str, Any]] = {}  # of trials but the user's own
-        self._skipped: list[str] = []
-        self.forecast = None if basis is None else _forecast(basis, plan, run, space)
-        searches = SEARCHES[plan.method]
+        assert run.profile is not None
+        self.skipped: list[str] = []
+        self._plan, self._run, self._trials, self._space = plan, run, trials, space
+        self.forecast = None if basis is None else Forecast(basis, plan, run.profile, space)
         self._costs = TrialCosts(plan, run)
-        self._ramp: Ramp | None = None
-        if plan.ramp and searches.ramps:
-            strategies, strategy = list(space.strategies), of_config(plan.base_config)
-            is_searched = strategy in strategies
-            branch = strategies.index(strategy) if is_searched else 0
-            self._ramp = Ramp(run, space, branch, run.outcomes[own.id] if is_searched else None)
-        self._search = searches(
-            run.profile,
-            plan.objective,
-            space,
-            seed=plan.seed,
-            predict=None if self.forecast is None else self.forecast.largest,
-            gated=self.forecast is not None,
-            costs=self._costs,
-            **plan.search_options,
-        )
-        self._suggested = list(_suggested(plan, run.profile, space))
-        self._most_samples: int | None = None
-        self._learn(own, run.outcomes[own.id])
-
-    @property
-    def stop_reason(self) -> str | None:
-        """The reason to end the search although there may be more to try, or None."""
-        since, patience = self._run.trials_since_best, self._search.patience
-        if patience is not None and self._run.best is not None and since >= patience:
-            return f"no better configuration in the last {since} trials"
-        return self._search.stop_reason
+        self._observations = _Observations(plan, run, space)
+        self._learned = 0
+        self._learn()
+        if self.forecast is not None and not self._anything_fits(self.forecast):
+            self.forecast = None  # the model was profiled, so that cannot be true
+        search = SEARCHES[plan.method]
+        ramps = plan.ramp and search.ramps
+        problem = Problem(run.profile, plan.objective, space, plan.seed, ramp=ramps)
+        self._search = search(problem, **plan.search_options)
+        memory = None if self.forecast is None else _Memory(self.forecast, space, self._skip)
+        self._context = Context(memory, self._costs)
 
     @property
     def outlook(self) -> Outlook | None:
@@ -100,147 +83,44 @@ class SearchPhase:
         return self._search.outlook
 
     def predicted(self, trial: Trial) -> float | None:
-        """The logarithm of the value that the search's model predicts; see `Search.predicted`."""
-        return self._search.predicted(self._settings_of[trial.id], trial.batch.micro_batch)
+        """Return the logarithm of a trial's value that the search predicts."""
+        location = self._observations.location(trial)
+        return None if location is None else self._search.predicted(location.point)
 
-    def next_trial(self) -> Trial | None:
-        """Return the trial to start next, which counts as started; None to wait for an outcome."""
-        if self._ramp is not None:
-            return self._next_of_ramp(self._ramp)
-        return self._next_of_search()
-
-    def _next_of_ramp(self, ramp: Ramp) -> Trial | None:
-        """A step of the ramp, which is alone: what comes after it depends on it."""
-        if self._run.running:
-            return None
-        micro_batch = ramp.ask()
-        settings = self._space.branches[ramp.branch].settings(0)
-        trial = None if micro_batch is None else self._unasked(settings, micro_batch)
-        if trial is not None:
-            return trial
-        self._end_ramp(ramp)
-        return self._next_of_search()
-
-    def _end_ramp(self, ramp: Ramp) -> None:
-        self._ramp = None
-        if ramp.limit is not None:
-            self._search.limit(ramp.limit)
-
-    def _next_of_search(self) -> Trial | None:
-        while self._suggested:
-            trial = self._unasked(*self._suggested.pop(0))
+    @in_one_thread
+    def propose(self) -> Trial | Wait | Stop:
+        """Return the next trial, or why there is none. It changes nothing."""
+        self._learn()
+        for settings, micro_batch in _suggested(self._plan, self._run.profile, self._space):
+            trial = self._trial(settings, micro_batch, None)
+            if trial is not None and self._context_allows(settings, micro_batch):
+                return trial
+        for _ in range(_MOST_REPEATED):
+            answer = self._search.propose(self._observations.all(), self._context)
+            if not isinstance(answer, Proposal):
+                return answer
+            point = answer.point
+            settings = self._space.branches[point.branch].settings(point.index)
+            trial = self._trial(settings, point.micro_batch, answer)
             if trial is not None:
                 return trial
-        while (proposal := self._search.ask()) is not None:
-            trial = self._try(proposal)
-            if trial is not None:
-                return trial
-        may_go_on = self._plan.ramp and self._search.ramps and not self._run.running
-        return self._next_beside_the_best() if may_go_on else None
-
-    def _next_beside_the_best(self) -> Trial | None:
-        """More micro batches of the best settings, once the search has nothing new to try."""
-        leader = self._run.leader
-        if leader is None or leader.id not in self._settings_of:
-            return None
-        settings, best = self._settings_of[leader.id], leader.batch.micro_batch
-        tried = {
-            self._run.trials[trial_id].batch.micro_batch
-            for trial_id, its in self._settings_of.items()
-            if its == settings
-        }
-        for size in halfway(best, tried, self._space.micro_batches):
-            trial = self._unasked(settings, size)
-            if trial is not None:
-                return trial
-        return None
-
-    def _unasked(self, settings: Mapping[str, Any], micro_batch: int) -> Trial | None:
-        """A trial that no search proposed; None if it is known already or cannot fit."""
-        batch = self._space.batch(micro_batch, settings)
-        overrides, script_args = overrides_for(settings, batch), self._space.script_args(settings)
-        if self._trials.fingerprint(overrides, script_args) in self._trial_by_config:
-            return None
-        if self.forecast is not None and not self.forecast.fits(overrides, script_args):
-            self._skipped.append(name_of(self._trials.strategy(overrides), batch))
-            return None
-        if self._takes_too_long(overrides, batch):
-            return None
-        trial = self._trial(overrides, batch, script_args)
-        self._settings_of[trial.id] = settings
-        return trial
-
-    def update(self, trial: Trial, outcome: Outcome) -> None:
-        """Process the outcome of a trial of this phase, which the run holds already."""
-        if self.forecast is not None:
-            self.forecast.learn(trial.overrides, trial.script_args, outcome)
-        self._learn(trial, outcome)
-
-    def _learn(self, trial: Trial, outcome: Outcome) -> None:
-        """Has the search and the ramp take in what came of a trial."""
-        self._costs.update(trial, outcome)
-        if outcome.metrics is not None and self._run.noise is not None:
-            # Earlier finals have shown how much one run differs from the next.
-            metrics = outcome.metrics.at_least_as_uncertain(self._run.noise)
-            outcome = replace(outcome, metrics=metrics)
-        self._limit_to_data()
-        if self._ramp is not None and trial.kind is not TrialKind.BASELINE:
-            self._ramp.update(trial.batch.micro_batch, outcome)
-        proposals = self._proposals.pop(trial.id, [])
-        for proposal in proposals:
-            self._search.tell(proposal, outcome)
-        if not proposals:
-            self._tell_unasked(trial, outcome)
-
-    def _limit_to_data(self) -> None:
-        """Limit the search once to the samples that the data set provides."""
-        if self._run.most_samples not in (None, self._most_samples):
-            self._most_samples = self._run.most_samples
-            self._search.limit(self._run.most_samples)
-
-    def take_skipped(self) -> list[str]:
-        """Return, once, the names of new proposals that were predicted not to fit."""
-        skipped, self._skipped = self._skipped, []
-        return skipped
-
-    def _try(self, proposal: Proposal) -> Trial | None:
-        """A trial for a proposal, unless its outcome is known or will be."""
-        batch = self._space.batch(proposal.micro_batch, proposal.settings)
-        overrides = overrides_for(proposal.settings, batch)
-        script_args = self._space.script_args(proposal.settings)
-        known = self._trial_by_config.get(self._trials.fingerprint(overrides, script_args))
-        if known is not None and known in self._run.outcomes:
-            self._search.tell(proposal, self._run.outcomes[known])
-        elif known is not None:
-            self._proposals.setdefault(known, []).append(proposal)
-        elif self.forecast is not None and not self.forecast.fits(overrides, script_args):
-            self._skipped.append(name_of(self._trials.strategy(overrides), batch))
-            self._search.tell(proposal, Outcome(OutcomeKind.OOM, message="predicted not to fit"))
-        elif not self._search.weighs_costs and self._takes_too_long(overrides, batch):
-            self._search.tell(proposal, _TOO_LONG)
-        else:
-            trial = self._trial(overrides, batch, script_args, proposal)
-            self._proposals[trial.id] = [proposal]
-            self._settings_of[trial.id] = proposal.settings
-            return trial
-        return None
-
-    def _takes_too_long(self, overrides: Mapping[str, Any], batch: BatchTriple) -> bool:
-        """Check if a trial is predicted to exceed the time limit, from other trials."""
-        step_s = self._costs.step_s(self._trials.strategy(overrides), batch)
-        return bool(self._costs.are_too_long(step_s))
+        return Stop(EXHAUSTED)
 
     def _trial(
-        self,
-        overrides: Mapping[str, Any],
-        batch: BatchTriple,
-        script_args: Mapping[str, Any],
-        proposal: Proposal | None = None,
-    ) -> Trial:
+        self, settings: Mapping[str, Any], micro_batch: int, proposal: Proposal | None
+    ) -> Trial | None:
+        """Make a trial; None if an equal one is known, which answers the proposal."""
+        batch = self._space.batch(micro_batch, settings)
+        overrides, script_args = overrides_for(settings, batch), self._space.script_args(settings)
+        known = self._trials.equal_trial(overrides, script_args)
+        if known is not None:
+            if proposal is not None:
+                self._observations.add_equal(proposal, known)
+            return None
         predicted_bytes = None
         if self.forecast is not None:
             predicted_bytes = self.forecast.predicted_bytes(overrides, script_args)
-        trial = self._trials.make(
+        return self._trials.make(
             TrialKind.SEARCH,
             overrides,
             batch,
@@ -248,43 +128,129 @@ class SearchPhase:
             proposal=proposal,
             predicted_bytes=predicted_bytes,
         )
-        self._trial_by_config[self._trials.fingerprint(overrides, script_args)] = trial.id
-        return trial
 
-    def _tell_unasked(self, trial: Trial, outcome: Outcome) -> None:
-        """Pass the outcome of the user's own configuration to the search.
+    def _learn(self) -> None:
+        """Correct predictions by the trials that have ended since the last call."""
+        ended = list(self._run.outcomes.items())
+        for trial_id, outcome in ended[self._learned :]:
+            trial = self._run.trials[trial_id]
+            if self.forecast is not None:
+                self.forecast.learn(trial.overrides, trial.script_args, outcome)
+            if trial.kind in _SOURCES:
+                self._costs.update(trial, outcome)
+        self._learned = len(ended)
 
-        It is one of the space if it has the first settings of a branch, and batch sizes that the
-        plan admits: the other settings are not looked at, for there may be millions.
-        """
-        found = None
-        if self._plan.admits(trial.batch):
-            found = self._branch_of(trial.overrides, trial.script_args, trial.batch.micro_batch)
-        self._search.learn(found, trial.batch.micro_batch, outcome)
+    def _anything_fits(self, forecast: Forecast) -> bool:
+        smallest = self._space.micro_batches[0]
+        settings = (branch.settings(0) for branch in self._space.branches)
+        return any(forecast.largest(each) >= smallest for each in settings)
 
-    def _branch_of(
-        self, overrides: Mapping[str, Any], script_args: Mapping[str, Any], micro_batch: int
-    ) -> int | None:
-        """The number of the branch whose first settings a configuration has, if any."""
-        fingerprint = partial(self._trials.fingerprint, num_params=self._space.num_params)
-        digest = fingerprint(overrides, script_args)
-        found = None
-        for number, branch in enumerate(self._space.branches):
-            settings = branch.settings(0)
-            batch = self._space.batch(micro_batch, settings)
-            script = self._space.script_args(settings)
-            if fingerprint(overrides_for(settings, batch), script) == digest:
-                found = number
+    def _context_allows(self, settings: Mapping[str, Any], micro_batch: int) -> bool:
+        memory = self._context.memory
+        return memory is None or memory.fits(settings, micro_batch)
+
+    def _skip(self, settings: Mapping[str, Any], micro_batch: int) -> None:
+        batch = self._space.batch(micro_batch, settings)
+        name = name_of(self._trials.strategy(overrides_for(settings, batch)), batch)
+        if name not in self.skipped and name not in self._run.skipped:
+            self.skipped.append(name)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Predicted memory, as a search asks for it.
+
+    Attributes:
+        skip: called with what is not to be launched.
+    """
+
+    forecast: Forecast
+    space: Space
+    skip: Callable[[Mapping[str, Any], int], None]
+
+    def largest(self, settings: Mapping[str, Any]) -> float:
+        return self.forecast.largest(settings)
+
+    def fits(self, settings: Mapping[str, Any], micro_batch: int) -> bool:
+        overrides = overrides_for(settings, self.space.batch(micro_batch, settings))
+        fits = self.forecast.fits(overrides, self.space.script_args(settings))
+        if not fits:
+            self.skip(settings, micro_batch)
+        return fits
+
+
+class _Observations:
+    """The trials of a run as observations."""
+
+    def __init__(self, plan: Plan, run: Run, space: Space) -> None:
+        self._plan, self._run = plan, run
+        self._locator = Locator(space)
+        self._known: dict[int, Observation] = {}
+        self._equal: list[tuple[Proposal, int]] = []
+
+    def add_equal(self, proposal: Proposal, trial_id: int) -> None:
+        """Answer a proposal by a trial of an equal configuration."""
+        self._equal.append((proposal, trial_id))
+
+    def all(self) -> list[Observation]:
+        """Return all observations, in the order in which trials began."""
+        run = self._run
+        trials = [trial for trial in run.trials.values() if trial.kind in _SOURCES]
+        found = [self._of(trial) for trial in trials]
+        for proposal, trial_id in self._equal:
+            observed = self._of(run.trials[trial_id])
+            found.append(
+                replace(
+                    observed,
+                    point=proposal.point,
+                    is_exact=True,
+                    source=Source.SEARCH,
+                    arm=proposal.arm,
+                    note=proposal.note,
+                )
+            )
         return found
+
+    def location(self, trial: Trial) -> Location | None:
+        return self._locator.locate(trial.overrides, trial.script_args, trial.batch)
+
+    def _of(self, trial: Trial) -> Observation:
+        known, outcome = self._known.get(trial.id), self._run.outcomes.get(trial.id)
+        if known is None:
+            location = self.location(trial)
+            is_admitted = self._plan.admits(trial.batch)
+            known = Observation(
+                None if location is None else location.point,
+                trial.batch,
+                None,
+                _SOURCES[trial.kind],
+                is_exact=location is not None and location.is_exact and is_admitted,
+                is_admitted=is_admitted,
+                arm=trial.lineage,
+                note=trial.note,
+            )
+        if outcome is None:
+            return known
+        if known.outcome is None:
+            neighbours = self._run.neighbours.get(trial.id, 0)
+            known = replace(known, outcome=outcome, neighbours=neighbours)
+            self._known[trial.id] = known
+        noise = self._run.noise
+        if outcome.metrics is None or noise is None:
+            return known
+        # The finals have shown how much one run differs from the next.
+        metrics = outcome.metrics.at_least_as_uncertain(noise)
+        return replace(known, outcome=replace(outcome, metrics=metrics))
 
 
 def _suggested(
-    plan: Plan, profile: ModelProfile, space: Space
+    plan: Plan, profile: ModelProfile | None, space: Space
 ) -> Iterator[tuple[Mapping[str, Any], int]]:
     """Yield settings and micro batches of the space that were the best for others.
 
     Of a setting that is not searched here, or has other values, the first value is taken.
     """
+    assert profile is not None
     for each in plan.suggested:
         model = (each.num_params, each.trainable_params)
         branch = next((b for b in space.branches if b.strategy.name == each.strategy), None)
@@ -296,19 +262,3 @@ def _suggested(
         known |= each.switches
         chosen = {key: known[key] for key, values in branch.knobs if known.get(key) in values}
         yield {**branch.settings(0), **chosen}, sizes[-1]
-
-
-def _forecast(basis: Basis, plan: Plan, run: Run, space: Space) -> Forecast | None:
-    """Predicted memory, calibrated by the trials so far.
-
-    None if it says that nothing fits: the model was profiled, so that cannot be true.
-    """
-    assert run.profile is not None
-    forecast = Forecast(basis, plan, run.profile, space)
-    for trial_id, outcome in run.outcomes.items():
-        trial = run.trials[trial_id]
-        forecast.learn(trial.overrides, trial.script_args, outcome)
-    smallest = space.micro_batches[0]
-    if any(forecast.largest(branch.settings(0)) >= smallest for branch in space.branches):
-        return forecast
-    return None

@@ -63,7 +63,7 @@ class TrialCosts:
         duration_s = outcome.duration_s
         if outcome.metrics is None and self._steps:
             duration_s = min(duration_s, float(self.trial_s(self.step_s(strategy, trial.batch))))
-        return duration_s / (1 + len(self._run.running))  # which ran beside it
+        return duration_s / (1 + self._run.neighbours.get(trial.id, 0))
 
     def trial_s(self, step_s: Any) -> Any:
         """Seconds of whole trials, by the seconds of their optimizer steps (also an array)."""
@@ -82,11 +82,17 @@ class TrialCosts:
         measured = np.maximum(np.minimum(usual, affordable), fewest)
         return self._warm_up_steps + np.maximum(1.0, measured)
 
+    @property
+    def longest_step_s(self) -> float:
+        """Seconds of the longest step with which a trial keeps to the time limit."""
+        longest_s = self._run.longest_s
+        if longest_s is None:
+            return math.inf
+        return float(max(TOO_LONG_S, longest_s) / self._least_steps)
+
     def are_too_long(self, step_s: Any) -> Any:
         """Return which trials would exceed the time limit, by the seconds of their steps."""
-        longest_s = self._run.longest_s
-        too_long_s = math.inf if longest_s is None else max(TOO_LONG_S, longest_s)
-        return self._least_steps * step_s > too_long_s
+        return np.asarray(step_s) > self.longest_step_s
 
     def are_unaffordable(self, step_s: Any) -> Any:
         """Return which trials cost more than a verdict may take, by the seconds of their steps.

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsat.inputs import ds_config
-from dsat.space.knobs import KNOBS, defaults
+from dsat.search.base import Proposal
+from dsat.space.locate import fingerprint
 from dsat.space.plan import Plan
 from dsat.tuning.run import Run
-from dsat.values import parallelism
 from dsat.values.objective import KNOWN_TO_CI95
 from dsat.values.outcome import StepFacts
-from dsat.values.parallelism import SEQUENCE_SIZE
-from dsat.values.trial import BatchTriple, Proposal, Trial, TrialKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
 _SEARCHED = (TrialKind.BASELINE, TrialKind.SEARCH)
-_OTHER = object()  # than any value
-_ELEMENTS = [knob.path.partition(".")[2] for knob in KNOBS if knob.elements]
 _LIMITED = (TrialKind.SEARCH, TrialKind.FINAL)
 
 
@@ -33,7 +29,8 @@ class TrialFactory:
     def __init__(self, plan: Plan, run: Run) -> None:
         self._plan = plan
         self._run = run
-        self._names: set[str] = set()
+        self._by_digest: dict[str, int] = {}
+        self._indexed = 0  # trials that are in the former
 
     def make(
         self,
@@ -66,7 +63,7 @@ class TrialFactory:
             batch=batch,
             overrides=overrides,
             script_args=script_args,
-            lineage=None if proposal is None else proposal.lineage,
+            lineage=None if proposal is None else proposal.arm,
             note={} if proposal is None else proposal.note,
             flops_per_sample=None if profile is None else profile.flops_per_sample,
             batch_dimensions={} if profile is None else profile.batch_dimensions,
@@ -89,38 +86,24 @@ class TrialFactory:
         """The strategy of a configuration."""
         return of_config(self._plan.config(overrides))
 
-    def fingerprint(
-        self,
-        overrides: Mapping[str, Any],
-        script_args: Mapping[str, Any],
-        *,
-        num_params: int | None = None,
-    ) -> str:
-        """A digest that is equal for configurations which DeepSpeed takes for the same.
+    def fingerprint(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
+        """Return a digest that is equal for configurations which DeepSpeed treats alike."""
+        return fingerprint(self._plan.config(overrides), script_args)
 
-        Args:
-            num_params: of the model, if buckets that it cannot fill are alike.
-        """
-        config = self._plan.config(overrides)
-        shared = parallelism.of_config(config)
-        for key, size in (("tensor_parallel", shared.tensor), (SEQUENCE_SIZE, shared.sequence)):
-            if size == 1:
-                config.pop(key, None)
-        zero = config["zero_optimization"]
-        # As DeepSpeed understands what is absent.
-        stage = zero.get("stage", 0)
-        later = defaults(stage, later=True)
-        zero = {key: value for key, value in zero.items() if value != later.get(key, _OTHER)}
-        zero = {"stage": stage, **defaults(stage), **zero}
-        if num_params is not None:
-            sizes = {key: zero.get(key) for key in _ELEMENTS}
-            zero |= {k: min(n, num_params) for k, n in sizes.items() if isinstance(n, (int, float))}
-        config["zero_optimization"] = zero
-        return ds_config.fingerprint({"config": config, "script_args": dict(script_args)})
+    def equal_trial(
+        self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]
+    ) -> int | None:
+        """Return the id of an equal trial, the baseline or one of the search; None if none is."""
+        for trial in list(self._run.trials.values())[self._indexed :]:
+            if trial.kind in _SEARCHED:
+                digest = self.fingerprint(trial.overrides, trial.script_args)
+                self._by_digest.setdefault(digest, trial.id)
+        self._indexed = len(self._run.trials)
+        return self._by_digest.get(self.fingerprint(overrides, script_args))
 
     def _to_beat(self) -> dict[str, float]:
         run, metric = self._run, self._plan.metric
-        best = run.leader if run.best is run.leader else run.baseline
+        best = run.leader or run.baseline
         value = None if best is None else run.value(best)
         return {} if value is None or metric not in KNOWN_TO_CI95 else {metric: value}
 
@@ -131,10 +114,10 @@ class TrialFactory:
             stem = f"{kind.value}{self._run.num_finals + 1}_{stem}"
         elif kind is not TrialKind.SEARCH:
             stem = f"{kind.value}_{stem}"
+        names = {trial.name for trial in self._run.trials.values()}
         name, length = stem, 4
-        while name in self._names:
+        while name in names:
             name, length = f"{stem}_{digest[:length]}", length + 1
-        self._names.add(name)
         return name
 
 

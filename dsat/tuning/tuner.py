@@ -1,32 +1,23 @@
-"""The only decision loop: which trial next, what an outcome means, when to stop.
+"""The one decision loop: what is decided and what happens goes through the journal.
 
-A state machine without I/O but the journal's, so that the same object serves an engine that is
-polled and a cluster that sends events.
+There is no I/O here but the journal's, so that one class serves an engine that is polled and a
+cluster that sends events.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dsat.errors import JournalMismatch
 from dsat.memory.predictor import Basis
+from dsat.search import usual_options
 from dsat.space.plan import Plan
-from dsat.tuning.decisions import Decisions
-from dsat.tuning.events import (
-    EVENT_BUDGET,
-    EVENT_CANCEL_ASKED,
-    EVENT_FINISHED,
-    EVENT_MEMORY_BASIS,
-    EVENT_PAUSED,
-    EVENT_PROPOSED,
-    EVENT_START,
-    EVENT_STOP_ASKED,
-    EVENT_STOPPED,
-)
+from dsat.tuning import events as journaled
+from dsat.tuning.decisions import BeginFinals, Decisions
 from dsat.tuning.journal import SCHEMA_VERSION, Journal, MemoryJournal
-from dsat.tuning.replay import as_begun, replay
 from dsat.tuning.run import Run
 from dsat.values.codec import encode
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -34,13 +25,14 @@ from dsat.values.trial import Trial
 
 
 class Tuner:
-    """Decides the trials of a run: profile, the user's own configuration, search and finals.
+    """Decides the trials of a run: the user's own configuration, the search and the finals.
 
-    Every decision is appended to the journal before it is returned, and every outcome before the
-    search receives it. A tuner made from the events of an earlier one continues as if it were it.
+    Every decision is appended to the journal before it is returned, and every outcome before it
+    changes a decision.
 
     Args:
-        plan: what to tune. Must agree with the plan in `events`, but for the number of trials.
+        plan: what to tune. Must agree with the plan in `events`, but for the number of trials and
+            the finals.
         journal: takes new events.
         info: for people, into the journal's first line.
         events: those of an earlier tuner, to continue from.
@@ -50,7 +42,12 @@ class Tuner:
             `events`, or the start of the command.
 
     Attributes:
+        plan: of the run; of an earlier tuner's, with this one's number of trials.
         decisions: those that follow from the events so far.
+
+    Raises:
+        JournalMismatch: the plan in `events` is another one.
+        JournalError: an event is damaged, or does not fit those before it.
     """
 
     def __init__(
@@ -59,36 +56,40 @@ class Tuner:
         journal: Journal | MemoryJournal,
         *,
         info: Mapping[str, Any] | None = None,
-        events: list[dict[str, Any]] | None = None,
+        events: Sequence[Mapping[str, Any]] = (),
         clock: Callable[[], float] = time.monotonic,
         time_of_day: Callable[[], float] | None = None,
         last_event_s: float | None = None,
     ) -> None:
-        self.plan = plan = as_begun(plan, events or [])
-        self.decisions = Decisions(plan)
+        self.plan = _continued(plan, events)
+        self.decisions = Decisions(self.plan)
         self._journal = journal
         self._clock = clock
         self._time_of_day = time_of_day
         self._last_event_s = clock() if last_event_s is None else last_event_s
-        replay(self.decisions, events or [])
+        for number, line in enumerate(events, start=1):
+            with journaled.raise_as_corrupt_journal(number):
+                self.decisions.apply(journaled.event_of(line))
+        self._continue(plan, info or {}, events)
+
+    def _continue(
+        self, plan: Plan, info: Mapping[str, Any], events: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Begin the run, or continue an earlier tuner's."""
         if not self.run.has_begun:
-            self._append(
-                {
-                    "event": EVENT_START,
-                    "schema": SCHEMA_VERSION,
-                    "plan": plan,
-                    "info": dict(info or {}),
-                }
-            )
+            start = {"event": journaled.EVENT_START, "schema": SCHEMA_VERSION}
+            self._append({**start, "plan": self.plan, "info": dict(info)})
         elif self.run.planned_trials != plan.max_trials:
-            self._append(self._budget(plan.max_trials))
+            self._append({"event": journaled.EVENT_BUDGET, "max_trials": plan.max_trials})
         else:  # somebody may have asked for more
-            self.plan = replace(plan, max_trials=self.run.plan.max_trials)
-        if self.run.stop_asked:  # of the earlier tuner
-            self._append({"event": EVENT_STOP_ASKED, "asked": False})
-        asked = [e["trial_id"] for e in events or [] if e["event"] == EVENT_CANCEL_ASKED]
+            self.plan = replace(self.plan, max_trials=self.run.plan.max_trials)
+        if self.run.stop_asked:
+            self._append({"event": journaled.EVENT_STOP_ASKED, "asked": False})
+        canceled = [
+            each["trial_id"] for each in events if each["event"] == journaled.EVENT_CANCEL_ASKED
+        ]
         for trial in self.run.running:
-            if trial.id in asked:  # and the earlier tuner ended before the trial did
+            if trial.id in canceled:  # and the earlier tuner ended before the trial did
                 self.record(trial.id, Outcome(OutcomeKind.CANCELED, message="canceled"))
 
     @property
@@ -97,70 +98,107 @@ class Tuner:
         return self.decisions.run
 
     def next_trials(self, free_slots: int) -> list[Trial]:
-        """Trials to start now, as many as there is room and something to try for."""
+        """Return trials to start now, as many as there is room and something to try for."""
         trials: list[Trial] = []
         while free_slots >= self.plan.slots_per_trial:
-            event = self.decisions.next_event()
-            if event is None:
-                break
-            self._append(event)
-            if event["event"] == EVENT_PROPOSED:
-                trials.append(event["trial"])
+            step = self.decisions.next_step()
+            if isinstance(step, BeginFinals):
+                self._append(step.event)
+            elif isinstance(step, Trial):
+                self._append({"event": journaled.EVENT_PROPOSED, "trial": step})
+                trials.append(step)
                 free_slots -= self.plan.slots_per_trial
+            else:
+                break
         return trials
-
-    def record(self, trial_id: int, outcome: Outcome) -> None:
-        """Enters what came of a trial; a second outcome of the same trial is ignored."""
-        assert trial_id in self.run.trials, trial_id
-        if trial_id in self.run.outcomes:
-            return
-        self._append({"event": EVENT_FINISHED, "trial_id": trial_id, "outcome": outcome})
-
-    def ask_stop(self) -> None:
-        """Starts no further trial; those that run come to their end."""
-        if not self.run.stop_asked:
-            self._append({"event": EVENT_STOP_ASKED, "asked": True})
-
-    def ask_cancel(self, trial_id: int) -> None:
-        """Records that somebody wants a trial ended, whose outcome follows."""
-        self._append({"event": EVENT_CANCEL_ASKED, "trial_id": trial_id})
-
-    def raise_budget(self, max_trials: int) -> None:
-        """Raise the maximum number of trials; a smaller number changes nothing."""
-        if max_trials > self.plan.max_trials:
-            self._append({**self._budget(max_trials), "asked": True})
-            self.plan = replace(self.plan, max_trials=max_trials)
-
-    def _budget(self, max_trials: int) -> dict[str, Any]:
-        event = {"event": EVENT_BUDGET, "max_trials": max_trials}
-        return {**event, "converged": True} if self.decisions.converged else event
-
-    def set_memory_basis(self, basis: Basis) -> None:
-        """Enters what memory is predicted from, and begins the search."""
-        assert self.decisions.needs_memory_basis
-        self._append({"event": EVENT_MEMORY_BASIS, "basis": basis})
 
     @property
     def finished(self) -> bool:
         """Return whether the run is over and nothing runs."""
-        return self.decisions.stop_reason is not None and not self.run.running
+        return not self.run.running and self.decisions.stop_reason is not None
+
+    def record(self, trial_id: int, outcome: Outcome) -> None:
+        """Enter the outcome of a trial; a second outcome of the same trial is ignored."""
+        assert trial_id in self.run.trials, trial_id
+        if trial_id not in self.run.outcomes:
+            event = {"event": journaled.EVENT_FINISHED, "trial_id": trial_id}
+            self._append({**event, "outcome": outcome})
+
+    def set_memory_basis(self, basis: Basis) -> None:
+        """Enter what memory is predicted from, and begin the search."""
+        assert self.decisions.needs_memory_basis
+        self._append({"event": journaled.EVENT_MEMORY_BASIS, "basis": basis})
+
+    def ask_stop(self) -> None:
+        """Start no further trial; those that run come to their end."""
+        if not self.run.stop_asked:
+            self._append({"event": journaled.EVENT_STOP_ASKED, "asked": True})
+
+    def ask_cancel(self, trial_id: int) -> None:
+        """Record that somebody wants a trial ended, whose outcome follows."""
+        self._append({"event": journaled.EVENT_CANCEL_ASKED, "trial_id": trial_id})
+
+    def raise_budget(self, max_trials: int) -> None:
+        """Raise the maximum number of trials; a smaller number changes nothing."""
+        if max_trials > self.plan.max_trials:
+            event = {"event": journaled.EVENT_BUDGET, "max_trials": max_trials, "asked": True}
+            self._append(event)
+            self.plan = replace(self.plan, max_trials=max_trials)
 
     def stop(self) -> None:
-        """Records why the run is over."""
+        """Record why the run is over."""
         assert self.finished
         reason = self.decisions.stop_reason
         if self.run.stop_reason != reason:
-            self._append({"event": EVENT_STOPPED, "reason": reason})
+            self._append({"event": journaled.EVENT_STOPPED, "reason": reason})
 
     def pause(self) -> None:
-        """Records that the run was interrupted, and so the time since the last event."""
-        self._append({"event": EVENT_PAUSED})
+        """Record that the run was interrupted, and so the time since the last event."""
+        self._append({"event": journaled.EVENT_PAUSED})
 
-    def _append(self, event: dict[str, Any]) -> None:
+    def _append(self, event: Mapping[str, Any]) -> None:
+        """Write an event, then apply it."""
         now = self._clock()
         event = {**event, "elapsed_s": round(max(0.0, now - self._last_event_s), 3)}
         if self._time_of_day is not None:
             event["time_s"] = round(self._time_of_day(), 3)
+        if skipped := self.decisions.take_skipped():
+            event["skipped"] = skipped
         self._last_event_s = now
         self._journal.append(encode(event))
         self.decisions.apply(event)
+
+
+def difference_to(plan: Plan, earlier: Plan) -> str | None:
+    """Return the first difference of a plan to an earlier run's, or None.
+
+    Options of the search and settings of DeepSpeed that came after the earlier run do not count.
+    """
+    options = {**usual_options(earlier.method), **earlier.search_options}
+    defaults = {path: plan.defaults.get(path, was) for path, was in earlier.defaults.items()}
+    compared = replace(plan, defaults=defaults)
+    return compared.difference(replace(earlier, search_options=options))
+
+
+def _continued(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
+    """Return the plan of the run in some events, with the number of trials and finals of a new one.
+
+    Raises:
+        JournalMismatch: they differ in anything that decides on trials.
+    """
+    if not events:
+        return plan
+    with journaled.raise_as_corrupt_journal(1):
+        earlier: Plan = journaled.event_of(events[0])["plan"]
+    difference = difference_to(plan, earlier)
+    if difference is not None:
+        raise JournalMismatch(
+            f"Cannot resume: {difference}. Resume with the options and files that the run was "
+            "started with, or start a new run."
+        )
+    return replace(
+        earlier,
+        max_trials=plan.max_trials,
+        finals=plan.finals,
+        indifference=plan.indifference,
+    )

@@ -92,23 +92,6 @@ class TrialOptions(Recorded):
     measured_s: float = 2.0
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Proposal of a search: settings and a micro batch.
-
-    Attributes:
-        settings: flat, by the names of the knobs, `stage` among them; a dot leads into a section.
-        micro_batch: samples per slot and micro step.
-        lineage: the search's number for these settings.
-        note: facts of the search (a rung, say), shown to people and never read back.
-    """
-
-    settings: Mapping[str, Any]
-    micro_batch: int
-    lineage: int
-    note: Mapping[str, int] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, kw_only=True)
 class KnownOfModel:
     """Facts of the profile that a measurement needs.

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-
 import pytest
 
-from dsat.app import installed_deepspeed
 from testing.scenarios import User
-from testing.world import A100, GIB, Failure, World
+from testing.world import Failure, World
 
 OOM = Failure("OOM", {"kind": "baseline"}, "out of memory")
 OF_DSAT = "an error inside dsat, not of your script: KeyError"
 
 
-@pytest.fixture
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> User:
-    monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
-    user = User(tmp_path)
-    user.has()
-    return user
+pytestmark = pytest.mark.usefixtures("unchecked_configurations")
 
 
 @pytest.mark.parametrize(
@@ -50,14 +41,6 @@ def test_only_what_the_script_itself_did_is_its_own(
     assert ("own error" in line) is ("own error" in words)
     assert ("Traceback" in told.err) is bool(failures[-1].detail), "of the script"
     assert told.json["best"] is None and told.json["best_ds_config"] is None
-
-
-def test_a_model_that_fits_nowhere_is_said_to_be_too_large(user: User) -> None:
-    user.world = World(gpu=dataclasses.replace(A100, memory_bytes=2 * GIB), host_memory_bytes=10)
-    told = user.tunes("--max-trials", 8)
-    line = told.err.splitlines()[-1]
-    assert told.status == 1 and "does not fit" in line and "--nvme-path" in line
-    assert {row["outcome"] for row in told.trials} <= {"OOM", "HOST_OOM"}
 
 
 def test_a_model_of_which_anything_ran_is_not_said_to_be_too_large(user: User) -> None:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from dsat.app import installed_deepspeed
 from dsat.app.plans import of_launcher
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.placement import Launch
 from testing.scenarios import Told, User
 
-
-@pytest.fixture
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> User:
-    monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
-    user = User(tmp_path)
-    user.has()
-    return user
+pytestmark = pytest.mark.usefixtures("unchecked_configurations")
 
 
 def dry(user: User, *options: str) -> Told:

@@ -19,7 +19,7 @@ from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.predictor import Anchor
-from dsat.memory.simulation_client import Question
+from dsat.simulation.protocol import Question
 from dsat.values.step_trace import (
     ALL_GATHER,
     ATTENTION,
@@ -59,7 +59,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("imported")
 def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
     config: Path, tmp_path: Path
@@ -85,7 +85,6 @@ def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
     assert formula.init == pytest.approx(on_host.init, rel=0.02)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.usefixtures("imported")
 def test_long_samples_are_no_packed_ones_that_need_a_mask(tmp_path: Path) -> None:

@@ -11,18 +11,10 @@ from typing import Any
 
 import pytest
 
-from dsat.app import installed_deepspeed
 from testing.scenarios import User
 
 MICRO, ZERO = "train_micro_batch_size_per_gpu", "zero_optimization"
 HPARAMS = {"deepspeed_config": "ds.json"}
-
-
-@pytest.fixture
-def user(tmp_path: Path) -> User:
-    user = User(tmp_path)
-    user.has()
-    return user
 
 
 @pytest.mark.slow  # imports DeepSpeed
@@ -52,23 +44,6 @@ def test_settings_that_deepspeed_refuses(
     told = user.types("asha", "deepspeed.yaml", ".")
     assert told.status == 2
     assert [word for word in words.split() if word not in told.err.splitlines()[-1]] == []
-
-
-def test_a_run_is_neither_overwritten_nor_continued_by_other_options(
-    user: User, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
-    user.tunes("--max-trials", 4, method="random")
-    journal = user.reads("journal.jsonl")
-    for options, words in (
-        ([], "run"),
-        (["--resume", "--zero-stages", 1], "zero stages 1"),
-        (["--resume", "--metric", "latency"], "metric throughput latency"),
-    ):
-        told = user.tunes("--max-trials", 4, *options, method="random")
-        assert told.status == 2 and told.out == ""
-        assert [word for word in words.split() if word not in told.err] == []
-        assert user.reads("journal.jsonl") == journal
 
 
 @pytest.mark.parametrize("key", ["metric", "max_length"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +21,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gridsearch": {"num_micro_batches": None, "early_stopping": None},
     "model": {"stop_when": 0.003, "early_stopping": None},
 }
-
-
-@pytest.fixture
-def user(tmp_path: Path) -> User:
-    user = User(tmp_path)
-    user.has({"train_micro_batch_size_per_gpu": 1})
-    return user
 
 
 def plan(user: User, *words: object) -> dict[str, Any]:

@@ -55,35 +55,3 @@ def test_a_bug_is_called_a_bug() -> None:
     assert "this is a bug in dsat 0." in ended.stderr.splitlines()[-1]
     assert "Traceback" in ended.stderr and "in fails" in ended.stderr
     assert "hunter2" not in ended.stderr
-
-
-def test_signals_that_come_together_are_one_interruption() -> None:
-    """As of a terminal that closes (HUP twice) or a service manager (TERM and HUP)."""
-    program = """
-import contextlib, os, queue, signal, subprocess
-from dsat.cli import commands, main
-
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has them ignored, and so has a job of a script
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
-def wait_and_end_cleanly(*given):
-    kill = f"read; kill -{pair[0]} {os.getpid()}; kill -{pair[1]} {os.getpid()}"
-    with subprocess.Popen(["bash", "-c", kill], stdin=subprocess.PIPE) as both:
-        try:
-            both.stdin.close()
-            while True:
-                with contextlib.suppress(queue.Empty):
-                    queue.Queue().get(timeout=0.5)
-        except KeyboardInterrupt:
-            both.wait()  # the second has come, too
-            print("clean", flush=True)
-            raise
-
-commands.run = wait_and_end_cleanly
-for pair in [("HUP", "HUP"), ("TERM", "HUP"), ("INT", "TERM")]:
-    print(main.main(["asha", "a.yaml", "."]))
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False
-    )
-    assert ended.stdout.split() == 3 * ["clean", "130"], ended.stderr[-2000:]

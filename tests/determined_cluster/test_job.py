@@ -57,6 +57,7 @@ def searched(there: OnCluster, folder: Path, storage: object, *options: object) 
     return [json.loads(each.original_config) for each in there.master.experiments]
 
 
+@pytest.mark.slow
 def test_each_experiment_has_what_is_the_users_and_what_is_its_own(tmp_path: Path) -> None:
     storage = {"type": "shared_fs", "host_path": str(tmp_path / "s"), "save_trial_latest": 0}
     with quick_cluster(tmp_path, nodes=(4,), projects=[("Vision", "nets")]) as there:
@@ -88,6 +89,7 @@ def test_each_experiment_has_what_is_the_users_and_what_is_its_own(tmp_path: Pat
         assert SECRET not in there.master.context(1)["dsat_job.json"]
 
 
+@pytest.mark.slow
 def test_changes_for_the_runner_alone_do_not_reach_its_trials(tmp_path: Path) -> None:
     """Whether the user has a value of his own or not."""
     own, scratch = ({"type": "shared_fs", "host_path": str(tmp_path / n)} for n in "ab")
@@ -110,6 +112,7 @@ def test_changes_for_the_runner_alone_do_not_reach_its_trials(tmp_path: Path) ->
         assert SECRET not in there.master.context(1)["dsat_job.json"]
 
 
+@pytest.mark.slow
 def test_a_number_of_restarts_of_the_user_holds_for_trials(tmp_path: Path) -> None:
     program = changed("pretend", tmp_path, max_restarts=2)
     with quick_cluster(tmp_path) as there:
@@ -158,6 +161,7 @@ def test_a_limit_of_slots_in_the_experiment_is_the_searchs_too(
     assert "resources.max_slots" in err and "4" in err and "5 slots" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "at_once"), [((), 2), (("--max-slots", 2), 1)])
 def test_trials_at_once_take_no_more_slots_than_are_allowed(
     options: tuple[object, ...], at_once: int, tmp_path: Path

@@ -43,6 +43,7 @@ def measured(there: OnCluster) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.nightly
 def test_the_core_api_example(tmp_path: Path) -> None:
     example = ROOT / "examples" / "core_api"
     with cluster(tmp_path) as there:

@@ -83,6 +83,7 @@ def test_the_search_is_submitted_where_the_user_wants_it(
     assert "the master refuses" in refused(capsys)
 
 
+@pytest.mark.slow
 def test_the_last_whole_result_of_a_log_counts(
     tmp_path: Path,
 ) -> None:

@@ -12,7 +12,7 @@ from testing.command import kinds_of, run_of, run_to_end, typed
 from testing.local import PROGRAMS, processes_of, read_json
 from testing.printed import printed_in
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def test_the_answer_to_accelerate_launch_is_its_own_configuration(tmp_path: Path) -> None:
@@ -39,7 +39,6 @@ def test_the_answer_to_accelerate_launch_is_its_own_configuration(tmp_path: Path
     assert f"trained {run.best.batch.micro_batch} at {run.best.stage}\n" in told.out, told
 
 
-@pytest.mark.nightly
 def test_a_program_in_the_command_itself_is_run_again_in_each_trial(tmp_path: Path) -> None:
     place = tmp_path / "work"
     shutil.copytree(PROGRAMS / "own_ranks", place)

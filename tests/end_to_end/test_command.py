@@ -201,6 +201,7 @@ def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.nightly
 def test_a_script_that_feeds_its_own_batch_is_told_so(tmp_path: Path) -> None:
     own = inline(train_micro_batch_size_per_gpu=7, behaviour="feeds its own batch")
     config = experiment_of(tmp_path, "behaviours", hyperparameters=own)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dsat.in_trial import side_effects
+from dsat.in_trial.adapters import trackers
 from dsat.in_trial.loopback import INTERFACES
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from testing.command import FAST, run_of, run_to_end, typed
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.slow
 
 # Who a rank is and where it meets the others, and what shells and launchers say of themselves.
 IDENTITY = """
-_ CROSS_RANK CROSS_SIZE CUDA_VISIBLE_DEVICES DET_CHIEF_IP DSAT_OWNER DSAT_RUN_DIR DSAT_TRIAL_DIR GROUP_RANK
-GROUP_WORLD_SIZE HAND_DIR LOCAL_RANK LOCAL_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OLDPWD PWD
-PYTHONPATH PYTHONUNBUFFERED RANK ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE SHLVL USE_DEEPSPEED WORLD_SIZE
-_MLFLOW_TELEMETRY_SESSION_ID
+_ CROSS_RANK CROSS_SIZE CUDA_VISIBLE_DEVICES DET_CHIEF_IP DSAT_OWNER DSAT_RUN_DIR DSAT_TRIAL_DIR
+GROUP_RANK GROUP_WORLD_SIZE HAND_DIR LOCAL_RANK LOCAL_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
+OLDPWD PWD PYTHONPATH PYTHONUNBUFFERED RANK ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE SHLVL USE_DEEPSPEED
+WORLD_SIZE _MLFLOW_TELEMETRY_SESSION_ID
 """.split()
 # The accelerator that is found without it as well; that a call of NCCL may fail, as torch has it by
 # default; mallopt's variables, in whose place trials call mallopt; and that ranks meet on loopback.
@@ -83,7 +83,7 @@ def conditions(folder: Path, rank: int) -> dict[str, Any]:
         for name, value in found["environment"].items()
         if name not in IDENTITY
         and not name.startswith("TORCHELASTIC_")
-        and name not in (*side_effects.TRACKERS_OFF, "MLFLOW_TRACKING_URI")
+        and name not in (*trackers.TRACKERS_OFF, "MLFLOW_TRACKING_URI")
         and SAME_WITHOUT.get(name) != value
     }
     config = next(i for i, word in enumerate(found["arguments"]) if word.endswith(".json"))

@@ -38,7 +38,9 @@ def estimate(*words: object, cwd: Path, cache: Path) -> Told:
 @pytest.mark.parametrize(
     ("example", "words", "parameters"),
     [
-        ("deepspeed_trial", ["deepspeed.yaml", "."], 11_689_512),
+        pytest.param(
+            *("deepspeed_trial", ["deepspeed.yaml", "."], 11_689_512), marks=pytest.mark.nightly
+        ),
         ("hf_trainer", ["--", "train.py", *HF_ARGS.split()], 5_273_088),
     ],
 )

@@ -36,14 +36,8 @@ def words(command: str, *options: str) -> list[str]:
     return ["random", *OPTIONS.split(), *options, "--", *command.split()]
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGHUP, marks=pytest.mark.nightly),
-        pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly),
-        signal.SIGKILL,
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL])
 def test_ended_in_its_first_trial(
     place: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

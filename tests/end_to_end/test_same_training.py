@@ -92,6 +92,7 @@ def _apart(one: float | None, other: float | None) -> float:
     return abs(one - other) / abs(one)
 
 
+@pytest.mark.nightly
 def test_two_ranks_of_which_one_races(tmp_path: Path) -> None:
     with bench_of(
         "seeded", tmp_path, slots_per_trial=2, end_step=LAST_STEP, imported=True
@@ -102,6 +103,7 @@ def test_two_ranks_of_which_one_races(tmp_path: Path) -> None:
         assert found.differs, found
 
 
+@pytest.mark.nightly
 def test_muon_whose_gradients_were_scattered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "work"
 
 
+def nightly(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 MPI = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
 
 
@@ -61,13 +65,13 @@ MPI = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
     [
         (["env", "COLOUR=blue", "python3", "-u", *OPTIONS, "train.py"], "train.py", (), 1),
         (["bash", "run.sh", "7"], "train.py", ("--steps", "7"), 1),
-        (["bash", "-c", "cd .. && python3 work/train.py"], "work/train.py", (), 1),
-        (["make", "train"], "train.py", ("--steps", "3"), 1),
-        (["srun", "-N1", "python3", "train.py"], "train.py", (), 2),
+        nightly(["bash", "-c", "cd .. && python3 work/train.py"], "work/train.py", (), 1),
+        nightly(["make", "train"], "train.py", ("--steps", "3"), 1),
+        nightly(["srun", "-N1", "python3", "train.py"], "train.py", (), 2),
         (["pipx-like", "--steps", "2"], "pipx-like", ("--steps", "2"), 1),
         (["torchrun", "--nproc-per-node", "2", "train.py"], "train.py", (), 2),
-        (["uv", "run", "--no-project", "python", "train.py"], "train.py", (), 1),
-        ([*MPI, "python", "train.py"], "train.py", (), 2),
+        nightly(["uv", "run", "--no-project", "python", "train.py"], "train.py", (), 1),
+        nightly([*MPI, "python", "train.py"], "train.py", (), 2),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -172,7 +176,7 @@ def test_a_script_that_names_no_shell_is_run_by_one(place: Path) -> None:
     )  # whatever folder trials start in
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_scripts_own_error_is_shown_as_soon_as_it_is_there(place: Path) -> None:
     (place / "broken.py").write_text("import missing\n")
     with pytest.raises(ScriptFailed, match="exit status 2 before") as caught:
@@ -233,10 +237,10 @@ OLD_LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--nproc_per_node",
     ("command", "why", "script", "args", "slots"),
     [
         (["python3", "-c", TRAINS, "--steps"], "no file", "", ("--steps",), 1),
-        (["bash", "-c", "python3 - 7 < trains.py"], "no file", "", ("7",), 1),
+        nightly(["bash", "-c", "python3 - 7 < trains.py"], "no file", "", ("7",), 1),
         (["python3", "spawns.py", "fork"], "multiprocessing", "spawns.py", ("fork",), 2),
-        (["python3", "spawns.py", "spawn"], "multiprocessing", "spawns.py", ("spawn",), 2),
-        ([*OLD_LAUNCHER, "trains.py", "7"], "passes --local-rank", "trains.py", ("7",), 2),
+        nightly(["python3", "spawns.py", "spawn"], "multiprocessing", "spawns.py", ("spawn",), 2),
+        nightly([*OLD_LAUNCHER, "trains.py", "7"], "passes --local-rank", "trains.py", ("7",), 2),
     ],
     ids=["-c", "stdin", "fork", "spawn", "torch.distributed.launch"],
 )
@@ -264,7 +268,7 @@ deepspeed.initialize(model=model, model_parameters=model.parameters(), config=co
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trackers_that_are_off_in_trials_are_not_the_commands_own_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,7 +350,7 @@ train(engine)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_first_trial_that_lost_its_port_to_another_program_runs_again(tmp_path: Path) -> None:
     """As any trial does; its port was free when it was chosen."""
     for name, text in (("train.py", LOSES_ITS_PORT), ("plain.py", PLAIN)):
@@ -358,7 +362,7 @@ def test_a_first_trial_that_lost_its_port_to_another_program_runs_again(tmp_path
     assert run_of(tmp_path / "run").outcomes[0].ok
 
 
-@pytest.mark.slow  # Lightning, twice
+@pytest.mark.nightly  # Lightning, twice
 def test_lightning_starts_its_ranks_where_no_launcher_does(place: Path) -> None:
     pytest.importorskip("lightning")
     (place / "alone.py").write_text(STARTS_ITS_RANKS)

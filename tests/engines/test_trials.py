@@ -325,6 +325,15 @@ def test_full_length_runs_are_not_measured_and_never_removed(pair: Bench) -> Non
     assert_nothing_is_left(pair)
 
 
+def test_a_full_length_run_is_never_repeated(tmp_path: Path) -> None:
+    """A second one would delete the checkpoints of the first."""
+    ends = "open(FOLDER.parent / 'starts', 'a').write('x')\nos.kill(os.getpid(), 15)"
+    with scripts_in(tmp_path) as scripts:
+        ended = scripts.run_in_full(ends)
+    assert not ended.outcome.ok
+    assert (scripts.run_folder / "starts").read_text() == "x"
+
+
 @pytest.mark.nightly  # two ranks that import all
 def test_cmd_txt_can_be_pasted_into_a_shell(pair: Bench) -> None:
     trial = pair.trial()

@@ -133,21 +133,12 @@ def test_the_memory_of_the_best_is_shown_in_parts(ran: tuple[User, Told, Parts])
     assert measured <= told.best["used_bytes"]
 
 
-def test_without_vl_convert_the_page_is_plain(
-    user_of_page: User, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("unchecked_configurations")
+def test_without_vl_convert_the_page_is_plain(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
     page._vega.cache_clear()
-    user_of_page.tunes("--max-trials", 5, method="random")
+    user.tunes("--max-trials", 5, method="random")
     page._vega.cache_clear()
-    text = user_of_page.reads("report.html")
+    text = user.reads("report.html")
     assert "vegaEmbed(" not in text.split("<script>")[0] and len(text) < 200_000
     assert "pip install vl-convert-python" in text
-
-
-@pytest.fixture
-def user_of_page(tmp_path: Any) -> User:
-    user = User(tmp_path)
-    user.has()
-    return user

@@ -10,19 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from dsat.app import installed_deepspeed
 from dsat.in_trial.rank_files import ACTIVITY_FILE, Progress
 from dsat.report import progress
 from testing.scenarios import Harm, Terminal, User
 from testing.world import World
 
-
-@pytest.fixture
-def user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> User:
-    monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
-    found = User(tmp_path_factory.mktemp("user"))
-    found.has()
-    return found
+pytestmark = pytest.mark.usefixtures("unchecked_configurations")
 
 
 @pytest.mark.parametrize("metric", ["throughput", "latency"])

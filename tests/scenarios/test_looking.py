@@ -119,6 +119,7 @@ def test_a_terminal_gets_a_live_table(user: User) -> None:
     assert "\x1b" not in user.types("show", "run").out
 
 
+@pytest.mark.slow
 def test_a_run_is_looked_at_while_it_goes_on(user: User) -> None:
     user.pause_s = 0.5
     started = user.starts(*user.words("--max-trials", 12, "--watch", method="random"))

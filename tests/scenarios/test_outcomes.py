@@ -14,6 +14,7 @@ from testing.world import A100, GIB, GPT_300M, Failure, Model, World
 from tests.scenarios.checks import METHODS, best_speed, check_result, micro_batches, of_kind
 
 KINDS = ("OOM", "HOST_OOM", "ERROR", "TIMEOUT", "INVALID", "DIVERGED", "CANCELED")
+EVERY_KIND = [("model", kind) for kind in KINDS]
 OWN = 4  # micro batch
 LARGE = Model(layers=48, hidden=4096, tokens=1024, vocabulary=50304)
 
@@ -139,7 +140,7 @@ def test_a_model_that_fits_nowhere_says_what_would_help(tmp_path: Path) -> None:
     world: dict[str, Any] = {"model": replace(LARGE, hidden=12288), "host_memory_bytes": GIB}
     _, told = tuned(tmp_path, **world)
     said = blamed(told)
-    assert "memory" in said and ("--nvme-path" in said or "host memory" in said)
+    assert "does not fit" in said and ("--nvme-path" in said or "host memory" in said)
     assert all(row["outcome"] in ("OOM", "HOST_OOM") for row in told.trials)
 
 
@@ -188,7 +189,8 @@ def test_wrong_predictions_are_corrected_by_what_trials_use(
     assert sum(row["outcome"] == "OOM" for row in told.trials) <= 3
     last = [row for row in of_kind(told, "search") if row["outcome"] == "OK"][-1]
     assert last["predicted_bytes"] == pytest.approx(last["used_bytes"], rel=0.15)
-    assert user.true_speed(user.best_config()) > 0.93 * best_of(user, method, 64)
+    measured = (row["metrics"]["throughput"] for row in told.trials if row["outcome"] == "OK")
+    assert max(measured) > 0.93 * best_of(user, method, 64)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -204,8 +206,7 @@ def test_a_prediction_that_nothing_fits_is_not_believed(tmp_path: Path, method: 
 # -- the search
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", ["model", "asha", "random"])
+@pytest.mark.parametrize(("method", "kind"), [*EVERY_KIND, ("asha", "OOM"), ("random", "OOM")])
 def test_a_strategy_that_fails_leaves_the_others(tmp_path: Path, method: str, kind: str) -> None:
     failure = Failure(kind, {"strategy": "z1"}, "not in stage 1")
     user, told = tuned(tmp_path, failure, method=method)
@@ -215,8 +216,9 @@ def test_a_strategy_that_fails_leaves_the_others(tmp_path: Path, method: str, ki
     assert user.true_speed(user.best_config()) > 0.93 * best_speed(user.world)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "kind"), [*EVERY_KIND, *((method, "ERROR") for method in METHODS[1:])]
+)
 def test_if_nothing_else_runs_ones_own_is_kept_and_it_is_said_why(
     tmp_path: Path, method: str, kind: str
 ) -> None:
@@ -295,7 +297,7 @@ def test_if_ones_own_fails_in_the_finals_the_gain_is_unconfirmed(tmp_path: Path,
     assert told.best["train_micro_batch_size_per_gpu"] > OWN
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["OOM", "ERROR", "DIVERGED"])
 def test_the_next_takes_the_place_of_a_leader_that_fails_in_the_finals(
     tmp_path: Path, kind: str
 ) -> None:

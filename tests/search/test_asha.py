@@ -150,15 +150,15 @@ def test_asha_counts_a_lineage_that_never_ran_but_promotes_it_never() -> None:
 def test_asha_resources_of_each_rung(options: dict[str, Any], resources: list[int]) -> None:
     wide = Space(strategies=plain(1, 2), micro_batches=range(1, 2**60), slots=2, gas=1)
     search = Driven("asha", wide, ceiling=2**60, **options)
-    asked = proposals_of(search, lambda p: ran(p.lineage), limit=400)
+    asked = proposals_of(search, lambda p: ran(p.arm), limit=400)
 
     trials_until: dict[int, dict[int, int]] = defaultdict(dict)
     counts: Counter[int] = Counter()
     for proposal in asked:
-        counts[proposal.lineage] += 1
-        trials_until[proposal.lineage][proposal.note["rung"]] = counts[proposal.lineage]
+        counts[proposal.arm] += 1
+        trials_until[proposal.arm][proposal.note["rung"]] = counts[proposal.arm]
     assert max(max(rungs) for rungs in trials_until.values()) == len(resources) - 1
     for lineage, rungs in trials_until.items():
         assert list(rungs) == list(range(len(rungs)))
-        if lineage != asked[-1].lineage:
+        if lineage != asked[-1].arm:
             assert list(rungs.values()) == resources[: len(rungs)]

@@ -40,8 +40,8 @@ def test_binary_asked_ahead_of_tells() -> None:
         ask nothing
         tell 2@8 OOM
         tell 0@8 OK 1
-        ask 2@4     # waits the longest
-        ask 0@12
+        ask 0@12    # its latest trial began first
+        ask 2@4
         ask nothing
         tell 0@12 ERROR
         ask nothing

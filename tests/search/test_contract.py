@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from threadpoolctl import threadpool_info, threadpool_limits
 
 from dsat.search import SEARCHES
 from dsat.space.space import Freedom, Space
 from dsat.values.outcome import Outcome
-from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
 from testing.helpers import failed, ran
-from testing.search_contract import Driven, play, proposals_of, space_of
+from testing.search_contract import Driven, Proposed, play, proposals_of, space_of
 
 # The model search takes milliseconds a decision, and these tests ask for hundreds.
 MODEL_IS_SLOW = [
@@ -41,11 +39,11 @@ def wide_space() -> Space:
     )
 
 
-def settings_of(proposal: Proposal) -> str:
+def settings_of(proposal: Proposed) -> str:
     return json.dumps(proposal.settings, sort_keys=True)
 
 
-def scripted(proposal: Proposal, salt: int) -> Outcome:
+def scripted(proposal: Proposed, salt: int) -> Outcome:
     """Return an outcome that is a function of the configuration alone."""
 
     def draw(of: str) -> int:
@@ -72,8 +70,8 @@ class Rules:
         self.settings: dict[int, str] = {}
         self.running: Counter[int] = Counter()
 
-    def begin(self, proposal: Proposal) -> None:
-        size, arm = proposal.micro_batch, proposal.lineage
+    def begin(self, proposal: Proposed) -> None:
+        size, arm = proposal.micro_batch, proposal.arm
         assert (settings_of(proposal), size) not in self.seen, "measured twice"
         assert self.settings.setdefault(arm, settings_of(proposal)) == settings_of(proposal)
         self.seen.add((settings_of(proposal), size))
@@ -86,9 +84,9 @@ class Rules:
             assert all(size > other for other, kind in self.told[arm] if kind == "OK")
         self.running[arm] += 1
 
-    def end(self, proposal: Proposal, outcome: Outcome) -> None:
-        self.running[proposal.lineage] -= 1
-        self.told[proposal.lineage].append((proposal.micro_batch, outcome.kind.value))
+    def end(self, proposal: Proposed, outcome: Outcome) -> None:
+        self.running[proposal.arm] -= 1
+        self.told[proposal.arm].append((proposal.micro_batch, outcome.kind.value))
 
 
 @pytest.mark.parametrize("concurrency", [1, 5])
@@ -97,7 +95,7 @@ def test_no_schedule_breaks_the_rules(method: str, concurrency: int) -> None:
     for seed in range(2 if method == "model" else 12):
         search, rules = Driven(method, wide_space(), ceiling=60, seed=seed), Rules(method)
         rng = np.random.default_rng([seed, concurrency])
-        running: list[Proposal] = []
+        running: list[Proposed] = []
         for _ in range(250):
             if len(running) < concurrency and rng.random() < 0.7:
                 proposal = search.propose()
@@ -130,7 +128,7 @@ def test_the_whole_space_is_tried_when_there_is_time(method: str) -> None:
 
 @pytest.mark.parametrize("method", MODEL_IS_SLOW)
 def test_one_seed_one_schedule(method: str) -> None:
-    def schedule(seed: int) -> list[Proposal]:
+    def schedule(seed: int) -> list[Proposed]:
         search = Driven(method, wide_space(), ceiling=60, seed=seed)
         return proposals_of(search, lambda p: scripted(p, 1), concurrency=3, limit=60)
 
@@ -161,7 +159,7 @@ def test_the_best_of_a_small_space_is_found(method: str, seed: int) -> None:
         fits = size <= space.micro_batches[ends[settings]]
         return effects[settings] * size / (size + 3) if fits else None
 
-    def outcome(proposal: Proposal) -> Outcome:
+    def outcome(proposal: Proposed) -> Outcome:
         found = value(settings_of(proposal), proposal.micro_batch)
         return failed("OOM") if found is None else ran(found)
 
@@ -195,7 +193,7 @@ def test_what_runs_out_of_memory_leads_to_what_needs_less(
     )
     given: dict[str, Any] = {}
     if predicted is not None:
-        given = {"predict": lambda settings: predicted, "gated": True}
+        given = {"predict": lambda settings: predicted}
     search = Driven(method, space, ceiling=200, **given)
     tried: list[tuple[int, int]] = []
     while len(tried) < 30:
@@ -222,7 +220,7 @@ def test_new_settings_begin_below_what_ran_out_of_memory(method: str) -> None:
             search.end(second, ran(1.0) if other_runs else failed("OOM"))
             for proposal in (search.propose() for _ in range(6)):
                 assert proposal is not None
-                is_new = proposal.lineage not in (first.lineage, second.lineage)
+                is_new = proposal.arm not in (first.arm, second.arm)
                 if is_new and proposal.settings["stage"] == first.settings["stage"]:
                     sizes.append(proposal.micro_batch / first.micro_batch)
         assert sizes and max(sizes) < 1
@@ -299,28 +297,14 @@ def test_an_own_micro_batch_above_the_largest_allowed_one_is_no_bound(method: st
     assert proposal is not None and proposal.micro_batch in search.space.micro_batches
 
 
-# -- what it leaves to trials
-
-
-def blas_threads() -> set[int]:
-    """Return the threads of numpy's linear algebra; other packages bring a BLAS of their own."""
-    blas = [found for found in threadpool_info() if found["user_api"] == "blas"]
-    of_numpy = [found for found in blas if "numpy" in found["filepath"]] or blas
-    return {found["num_threads"] for found in of_numpy}
-
-
-def test_a_search_leaves_the_cores_to_the_trials_beside_it() -> None:
-    seen: list[set[int]] = []
-
-    def predict(settings: Mapping[str, Any]) -> float:
-        seen.append(blas_threads())
-        return 15.0
-
-    with threadpool_limits(2, user_api="blas"):
-        search = Driven("model", space_of(4), predict=predict)
-        seen.clear()
-        proposal = search.propose()
-        assert proposal is not None
-        search.end(proposal, ran(1.0))
-        assert blas_threads() == {2}
-    assert seen and all(each == {1} for each in seen)
+@pytest.mark.parametrize("method", ["asha", "binary", "random"])
+def test_the_next_allowed_size_above_ones_own_is_tried(method: str) -> None:
+    tried = set()
+    for seed in range(8):
+        search = Driven(method, space_of(2, micro_batches=(1, 2, 4, 8)), ceiling=9, seed=seed)
+        search.observe(3, ran(3.0))
+        asked = proposals_of(
+            search, lambda p: ran(p.micro_batch) if p.micro_batch < 8 else failed("OOM")
+        )
+        tried |= {proposal.micro_batch for proposal in asked}
+    assert 4 in tried

@@ -12,10 +12,9 @@ import pytest
 
 from dsat.space.space import Freedom, Space
 from dsat.values.outcome import Outcome
-from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
 from testing.helpers import failed, ran
-from testing.search_contract import Driven, play, proposals_of, space_of, walk
+from testing.search_contract import Driven, Proposed, play, proposals_of, space_of, walk
 
 # -- the micro batches of one choice of settings
 
@@ -96,7 +95,7 @@ def test_branches_as_listed_and_in_each_the_defaults_first() -> None:
         {"stage": 2, "reduce_bucket_size": 10**6, "contiguous_gradients": False},
         {"stage": 0},
     ]
-    assert [p.lineage for p in asked] == [0, 1, 2, 3, 4]
+    assert [p.arm for p in asked] == [0, 1, 2, 3, 4]
 
 
 def test_a_branch_ends_after_trials_without_a_better_one() -> None:
@@ -129,7 +128,7 @@ def test_a_branch_ends_after_trials_without_a_better_one() -> None:
 # -- whatever happens
 
 
-def _outcome(proposal: Proposal) -> Outcome:
+def _outcome(proposal: Proposed) -> Outcome:
     """A function of the configuration alone: what fits, how fast it is, and now and then a failure.
 
     A configuration that fails does so with every micro batch, so that no order hides anything.

@@ -15,10 +15,9 @@ from dsat.space.knobs import KNOB_NAMES
 from dsat.space.space import Freedom, Space
 from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind, ScriptSwitch
-from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
 from testing.helpers import failed, ran, weightless
-from testing.search_contract import Driven, proposals_of, space_of
+from testing.search_contract import Driven, Proposed, proposals_of, space_of
 
 THROUGHPUT = Objective("throughput")
 
@@ -45,7 +44,7 @@ def timed(size: int, factor: float = 1.0) -> Outcome:
     return Outcome(OutcomeKind.OK, metrics=found)
 
 
-def best_of(asked: Sequence[Proposal], outcome: Any) -> Proposal:
+def best_of(asked: Sequence[Proposed], outcome: Any) -> Proposed:
     return max(asked, key=lambda p: outcome(p).value(THROUGHPUT) or 0.0)
 
 
@@ -113,10 +112,10 @@ def test_switches_of_the_script_are_each_tried_soon(own: Switches, slots: int) -
     freedom = Freedom(offload_helps=True)
     space = stages(1, 2, 3, slots=slots, freedom=freedom, found_switches=found, num_params=10**9)
 
-    def factor_of(proposal: Proposal) -> float:
+    def factor_of(proposal: Proposed) -> float:
         return math.prod(values[proposal.settings[name]] for name, values in factors.items())
 
-    def measured(proposal: Proposal) -> Outcome:
+    def measured(proposal: Proposed) -> Outcome:
         if proposal.micro_batch > 40:
             return failed("OOM")
         return timed(proposal.micro_batch, factor_of(proposal))
@@ -135,11 +134,11 @@ def test_switches_of_the_script_are_each_tried_soon(own: Switches, slots: int) -
 def test_smaller_micro_batches_are_found_where_they_are_faster() -> None:
     """Caches: beyond eight samples each one costs twice as much."""
 
-    def outcome(proposal: Proposal) -> Outcome:
+    def outcome(proposal: Proposed) -> Outcome:
         size = proposal.micro_batch
         return ran(size / (1.0 + size + max(0, size - 8)))
 
-    asked = proposals_of(model_of(stages(1, 2), ceiling=60), outcome, limit=24)
+    asked = proposals_of(model_of(stages(1, 2), ceiling=60), outcome, limit=28)
     best = outcome(best_of(asked, outcome)).value(THROUGHPUT)
     assert best == pytest.approx(8 / 9, rel=0.05)
 
@@ -148,7 +147,7 @@ def test_accumulation_is_part_of_the_search_where_it_is_free() -> None:
     gas_name = "gradient_accumulation_steps"
     freedom = Freedom(fix=KNOB_NAMES, choices={gas_name: [1, 2, 4, 8]})
 
-    def outcome(proposal: Proposal) -> Outcome:
+    def outcome(proposal: Proposed) -> Outcome:
         gas, size = proposal.settings[gas_name], proposal.micro_batch
         return failed("OOM") if size > 16 else ran(gas * size / (gas * (1 + size) + 20))
 
@@ -234,7 +233,7 @@ def test_a_larger_size_comes_before_other_strategies_where_time_is_short() -> No
     """On a single slot partitioning only costs time."""
     space = stages(0, 1, 2, micro_batches=range(1, 256), slots=1)
 
-    def asked(left_s: float) -> list[Proposal]:
+    def asked(left_s: float) -> list[Proposed]:
         search = model_of(space, ceiling=40, costs=Price(1.0, left_s=left_s))
         return proposals_of(search, lambda p: timed(p.micro_batch), limit=3)
 
@@ -246,7 +245,7 @@ def test_a_larger_size_comes_before_other_strategies_where_time_is_short() -> No
 def test_it_ends_only_after_every_strategy_was_measured() -> None:
     """The model expects all to be as fast as the first, which here they are not."""
 
-    def outcome(proposal: Proposal) -> Outcome:
+    def outcome(proposal: Proposed) -> Outcome:
         return timed(proposal.micro_batch, 0.5 if proposal.settings["stage"] == 3 else 1.0)
 
     search = model_of(stages(1, 2, 3), ceiling=60, stop_when=0.5, costs=Price(1000.0))

@@ -9,10 +9,9 @@ import pytest
 
 from dsat.space.space import Freedom, Space
 from dsat.values.outcome import Outcome
-from dsat.values.trial import Proposal
 from dsat.values.zero_strategy import plain
 from testing.helpers import failed, ran
-from testing.search_contract import Driven, proposals_of, space_of
+from testing.search_contract import Driven, Proposed, proposals_of, space_of
 
 SEEDS = range(12)
 
@@ -46,10 +45,10 @@ def test_settings_get_a_limited_number_of_trials(most: int) -> None:
         asked = proposals_of(
             search, lambda p: ran(p.micro_batch) if p.micro_batch <= 30 else failed("OOM"), limit=60
         )
-        counts = Counter(p.lineage for p in asked)
+        counts = Counter(p.arm for p in asked)
         assert max(counts.values()) <= most and (most == 1 or max(counts.values()) > 1)
         for arm in counts:
-            sizes = [p.micro_batch for p in asked if p.lineage == arm]
+            sizes = [p.micro_batch for p in asked if p.arm == arm]
             fits = [size for size in sizes if size <= 30]
             assert fits == sorted(fits)
 
@@ -60,15 +59,15 @@ def test_new_settings_start_above_the_best_of_their_stage(metric: str) -> None:
     starts = defaultdict(list)
     for seed in SEEDS:
 
-        def outcome(proposal: Proposal) -> Outcome:
+        def outcome(proposal: Proposed) -> Outcome:
             distance = abs(proposal.micro_batch - 8)
             return ran(100.0 + distance if metric == "latency" else 100.0 - distance, metric)
 
         search = Driven("random", space_of(8), ceiling=15, metric=metric, seed=seed)
         asked = proposals_of(search, outcome, limit=40)
         best = min(asked[:5], key=lambda p: abs(p.micro_batch - 8)).micro_batch
-        for first in {p.lineage: p for p in reversed(asked)}.values():
-            if first.lineage > 0:
+        for first in {p.arm: p for p in reversed(asked)}.values():
+            if first.arm > 0:
                 starts[seed].append(first.micro_batch > min(best, 8))
     assert all(all(found) for found in starts.values()) and len(starts) > 6
 
@@ -104,7 +103,7 @@ def test_stage_3_is_kept_while_lower_stages_fail_or_only_stage_0_ran() -> None:
 def test_other_settings_are_tried_where_the_data_set_ends() -> None:
     few = replace(failed("INVALID"), smaller_may_run=True, most_samples=6)
 
-    def outcome(proposal: Proposal) -> Outcome:
+    def outcome(proposal: Proposed) -> Outcome:
         return few if proposal.micro_batch > 6 else ran(proposal.micro_batch)
 
     asked = proposals_of(Driven("random", space_of(8)), outcome)

@@ -34,7 +34,7 @@ class Ran:
         self.longest_s = longest_s
         self.baseline = OWN
         self.outcomes = {OWN.id: took(10.0)}
-        self.running = [trial(100 + number) for number in range(beside)]
+        self.neighbours = {2: beside}
 
 
 def left_s(ended: Outcome, kind: TrialKind = TrialKind.SEARCH, *, beside: int = 0) -> float:

@@ -20,7 +20,10 @@ from pathlib import Path
 
 import psutil
 
+from dsat.engines.agent.rank_process import PR_SET_PDEATHSIG, prctl
 from testing.forked import run_module
+
+_ending = threading.Lock()
 
 
 def main(words: Sequence[str] | None) -> None:
@@ -30,6 +33,7 @@ def main(words: Sequence[str] | None) -> None:
         words: its experiment's entrypoint (`python3 -m MODULE WORD...`) to be run in this process.
     """
     folder = Path(os.environ["HOSTNAME_CONTAINER_FOLDER"])
+    prctl(PR_SET_PDEATHSIG, 0)  # a kill by the fork server's end would leave the other processes
     importlib.import_module("testing.master.container.sitecustomize")
     threading.Thread(target=end_with_the_tests, daemon=True).start()
     for name, number in (("stdout.log", 1), ("stderr.log", 2)):
@@ -39,13 +43,17 @@ def main(words: Sequence[str] | None) -> None:
     if Path("startup-hook.sh").exists():
         subprocess.run(["bash", "startup-hook.sh"], check=True)
     run_module("determined.exec.prep_container", "--rendezvous")
-    if words is None:
-        run_module("determined.exec.launch")
-    else:
-        from testing import fast_time
+    try:
+        if words is None:
+            run_module("determined.exec.launch")
+        else:
+            from testing import fast_time
 
-        fast_time.pauses = 100.0
-        run_module(*words[2:])
+            fast_time.pauses = 100.0
+            run_module(*words[2:])
+    finally:
+        with _ending:  # or the other processes would outlive this one
+            pass
 
 
 def end_with_the_tests() -> None:
@@ -53,6 +61,7 @@ def end_with_the_tests() -> None:
     tests = multiprocessing.parent_process()
     assert tests is not None
     wait([tests.sentinel])
+    _ending.acquire()  # until the end of this process
     shutil.rmtree(Path(os.environ["HOSTNAME_CONTAINER_TMP"]).parent, ignore_errors=True)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -30,10 +30,14 @@ def mapped_blocks() -> int:
 
 
 def is_mapped(size: int) -> bool:
-    """Return whether a tensor of so many bytes gets a mapping of its own, freed with it."""
-    before = mapped_blocks()
-    tensor = torch.empty(size, dtype=torch.uint8)
-    return mapped_blocks() > before and tensor.numel() == size
+    """Return whether tensors of so many bytes get mappings of their own, freed with them.
+
+    A tensor that fits into a free block of the heap goes there: the first ones fill such blocks.
+    """
+    before, tensors = mapped_blocks(), list[torch.Tensor]()
+    while mapped_blocks() == before and len(tensors) < 100:
+        tensors.append(torch.empty(size, dtype=torch.uint8))
+    return mapped_blocks() > before
 
 
 def conditions() -> dict[str, Any]:

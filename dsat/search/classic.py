@@ -1,0 +1,306 @@
+"""The classic searches: which arm to continue, and when to begin a new one."""
+
+from __future__ import annotations
+
+import bisect
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from dsat.inputs.option import Option, at_least, search_option
+from dsat.search.arm import Arm
+from dsat.search.arms import Arms
+from dsat.search.base import (
+    EXHAUSTED,
+    NO_NEW_BEST,
+    RANGE_FACTOR,
+    Context,
+    Observation,
+    Problem,
+    Proposal,
+    Search,
+    Stop,
+    Wait,
+    stop_without_new_best,
+)
+from dsat.search.ramp import Ramp
+
+
+class ArmSearch(Search):
+    """A search over arms, after the ramp of the user's own micro batch.
+
+    Args:
+        problem: what is searched.
+        search_range_factor: multiplies the largest micro batch that is predicted to fit, up to
+            which is searched.
+    """
+
+    ramps = True
+    goes_beyond: ClassVar[float] = 1.0  # see `Arms`
+
+    def __init__(self, problem: Problem, *, search_range_factor: float | None = None) -> None:
+        super().__init__(problem)
+        self._range_factor = search_range_factor or 1.0
+
+    def propose(
+        self, observations: Sequence[Observation], context: Context
+    ) -> Proposal | Wait | Stop:
+        if not self.problem.space.micro_batches:
+            return Stop(EXHAUSTED)
+        arms = Arms(
+            self.problem,
+            observations,
+            context,
+            range_factor=self._range_factor,
+            goes_beyond=self.goes_beyond,
+        )
+        ramp = Ramp.of(self.problem, observations, context) if self.problem.ramp else None
+        if ramp is not None:
+            arm = arms.arm(ramp.branch, 0)
+            position = -1 if ramp.next is None else bisect.bisect_left(arm.sizes, ramp.next)
+            if position >= 0 and arms.allows(arm, position):
+                # The next step depends on the one that runs.
+                return Wait() if arms.is_anything_running else arm.propose(position)
+            if ramp.limit is not None:
+                arms.limit(ramp.limit)
+        return self._propose(arms)
+
+    @abstractmethod
+    def _propose(self, arms: Arms) -> Proposal | Wait | Stop:
+        """Return the next step of an arm."""
+
+
+class BinarySearch(ArmSearch):
+    """Bisects each arm to its end; one that is over makes room for a newly drawn one."""
+
+    summary = "bisects the micro batch of randomly drawn configurations"
+    options: ClassVar[Mapping[str, Option]] = {"search_range_factor": RANGE_FACTOR}
+
+    def _propose(self, arms: Arms) -> Proposal | Wait | Stop:
+        ready = arms.ready
+        arm = min(ready, key=lambda each: each.latest) if ready else arms.draw()
+        return arms.finish() if arm is None else _propose_middle(arms, arm)
+
+
+class ASHASearch(ArmSearch):
+    """Asynchronous successive halving (Li et al., arXiv:1810.05934) over arms.
+
+    The number of trials of an arm's bisection is its resource. An arm may use
+    `min_trials * divisor ** (early_stopping + rung)` trials, counted from its beginning, until it
+    has completed a rung. The best 1/divisor of the arms that completed a rung are promoted to the
+    next. Whatever can continue in the highest rung goes first; of the arms that wait in one rung,
+    the one with the most trials.
+
+    Args:
+        max_rungs: number of rungs.
+        min_trials: trials until the first rung is completed (`r` of the paper).
+        divisor: growth of resources and thinning of arms from rung to rung (`eta`).
+        early_stopping: the smallest rate of early stopping (`s`).
+    """
+
+    summary = "successive halving: many configurations get a few trials, the best ones more"
+    options: ClassVar[Mapping[str, Option]] = {
+        "max_rungs": search_option(
+            "--max-rungs", "number of rungs", kind=at_least(1), default=5, metavar="N"
+        ),
+        "min_trials": search_option(
+            "--min-binary-search-trials",
+            "trials that every drawn configuration gets",
+            kind=at_least(1),
+            default=3,
+            metavar="N",
+        ),
+        "early_stopping": search_option(
+            "--asha-early-stopping",
+            "smallest rate of early stopping (`s` in arXiv:1810.05934)",
+            kind=at_least(0),
+            default=0,
+            metavar="N",
+        ),
+        "divisor": search_option(
+            "--divisor",
+            "1/divisor of the configurations go on to the next rung, with divisor times as many "
+            "trials (`eta` in arXiv:1810.05934)",
+            kind=at_least(2),
+            default=2,
+            metavar="N",
+        ),
+        "search_range_factor": RANGE_FACTOR,
+    }
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        max_rungs: int = 5,
+        min_trials: int = 3,
+        divisor: int = 2,
+        early_stopping: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(problem, **options)
+        self._divisor = divisor
+        self._resources = [min_trials * divisor ** (early_stopping + r) for r in range(max_rungs)]
+
+    def _propose(self, arms: Arms) -> Proposal | Wait | Stop:
+        rungs = self._rungs(arms)
+        waiting = [
+            (-rung, -arm.trials, number)
+            for number, arm in arms.begun.items()
+            if not arm.is_running and (rung := rungs[number]) is not None
+            if arm.trials < self._resources[rung] and arms.is_open(arm)
+        ]
+        promoted = self._promote(arms, rungs)
+        if promoted is not None and (not waiting or rungs[promoted] >= -min(waiting)[0]):
+            return _propose_middle(arms, arms.begun[promoted], rung=rungs[promoted] + 1)
+        if waiting:
+            rung, _, number = min(waiting)
+            return _propose_middle(arms, arms.begun[number], rung=-rung)
+        arm = arms.draw()
+        return arms.finish() if arm is None else _propose_middle(arms, arm, rung=0)
+
+    def _rungs(self, arms: Arms) -> dict[int, int]:
+        """Return the rung of each begun arm, and promote the arms that cannot use a promotion.
+
+        An arm whose bisection is over completes the next rung at once, and so leaves its place
+        there to the next one.
+        """
+        rungs = {number: arm.rung for number, arm in arms.begun.items()}
+        for rung in range(len(self._resources) - 1):
+            for number in self._best_of(arms, rungs, rung):
+                if rungs[number] == rung and not arms.is_open(arms.begun[number]):
+                    rungs[number] = rung + 1
+        return rungs
+
+    def _promote(self, arms: Arms, rungs: Mapping[int, int]) -> int | None:
+        """Return the number of the arm to promote, from the highest rung first."""
+        for rung in reversed(range(len(self._resources) - 1)):
+            for number in self._best_of(arms, rungs, rung):
+                if rungs[number] == rung:
+                    return number
+        return None
+
+    def _best_of(self, arms: Arms, rungs: Mapping[int, int], rung: int) -> list[int]:
+        """Return the best 1/divisor of the arms that completed a rung, the best first."""
+        completed = [
+            number
+            for number, arm in arms.begun.items()
+            if rungs[number] > rung
+            or (
+                rungs[number] == rung
+                and not arm.is_running
+                and (arm.trials >= self._resources[rung] or not arms.is_open(arm))
+            )
+        ]
+        loss = self.problem.objective.loss
+        ranked = sorted((loss(best), n) for n in completed if (best := arms.begun[n].best))
+        return [number for _, number in ranked[: len(completed) // self._divisor]]
+
+
+class RandomSearch(ArmSearch):
+    """Draws micro batches around the middle of what is open, and gives up early.
+
+    An arm ends when it has used up its trials, when its strategy only adds traffic to one that
+    shards and runs (stage 3 to stage 1 or 2, say, or offloading), or when it ran out of memory and
+    a larger micro batch than it can still reach ran in its branch. A new arm starts above the best
+    micro batch of its branch.
+
+    Args:
+        trials_per_config: the most trials of one choice of settings.
+        early_stopping: end the search after so many trials without a new best.
+    """
+
+    summary = "random configurations and micro batches, with early stopping"
+    goes_beyond = 2.0
+    options: ClassVar[Mapping[str, Option]] = {
+        "trials_per_config": search_option(
+            "--trials-per-random-config",
+            "maximum number of trials of one drawn configuration",
+            kind=at_least(1),
+            default=5,
+            metavar="N",
+        ),
+        "early_stopping": NO_NEW_BEST,
+        "search_range_factor": RANGE_FACTOR,
+    }
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        trials_per_config: int = 5,
+        early_stopping: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(problem, **options)
+        self._trials_per_config = trials_per_config
+        self._patience = early_stopping
+
+    def propose(
+        self, observations: Sequence[Observation], context: Context
+    ) -> Proposal | Wait | Stop:
+        stop = stop_without_new_best(self._patience, observations, self.problem.objective)
+        return stop or super().propose(observations, context)
+
+    def _propose(self, arms: Arms) -> Proposal | Wait | Stop:
+        self._raise_above_best(arms.all)
+        for arm in sorted(arms.ready, key=lambda each: each.latest):
+            if not self._should_end(arms, arm):
+                position = _near_middle(arms, arm)
+                if position is not None:
+                    return arm.propose(position)
+        worthwhile = [n for n in range(len(arms.branches)) if self._is_worthwhile(arms, n)]
+        drawn = arms.draw(worthwhile)
+        if drawn is None:
+            return arms.finish()
+        self._raise_above_best(arms.all)
+        position = _near_middle(arms, drawn)
+        return arms.finish() if position is None else drawn.propose(position)
+
+    def _raise_above_best(self, arms: Sequence[Arm]) -> None:
+        """Start each arm above the best micro batch of the arms before it in its branch.
+
+        The largest that should fit is worth a trial with any settings.
+        """
+        best: dict[int, Arm] = {}
+        for arm in arms:
+            before = best.get(arm.branch)
+            if before is not None:
+                above = bisect.bisect_right(arm.sizes, before.best_size)
+                arm.lo = max(arm.lo, min(above, arm.ceiling))
+            if arm.best is not None and (
+                before is None or self.problem.objective.is_better(arm.best, before.best)
+            ):
+                best[arm.branch] = arm
+
+    def _is_worthwhile(self, arms: Arms, branch: int) -> bool:
+        """Return whether no sharding strategy with less traffic has run."""
+        strategies = self.problem.space.strategies
+        burden = strategies[branch].burden
+        return not any(
+            known.largest_ran and strategy.stage > 0 and strategy.burden < burden
+            for known, strategy in zip(arms.branches, strategies, strict=True)
+        )
+
+    def _should_end(self, arms: Arms, arm: Arm) -> bool:
+        largest_ran = arms.branches[arm.branch].largest_ran
+        return (
+            arm.trials >= self._trials_per_config
+            or not self._is_worthwhile(arms, arm.branch)
+            or (arm.out_of_memory and largest_ran >= arm.sizes[max(arm.hi, 0)])
+        )
+
+
+def _propose_middle(arms: Arms, arm: Arm, **note: int) -> Proposal:
+    position = arms.middle(arm)
+    assert position is not None
+    return arm.propose(position, **note)
+
+
+def _near_middle(arms: Arms, arm: Arm) -> int | None:
+    """Return an open position that is drawn around the middle; None if there is none."""
+
+    def choose() -> int:
+        return arm.lo + int(arms.rng.binomial(arm.open_hi - arm.lo, 0.5))
+
+    return arms.pick(arm, choose)

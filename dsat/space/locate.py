@@ -1,0 +1,170 @@
+"""The inverse of `Branch.settings`: which point of a space a configuration is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsat.inputs import ds_config
+from dsat.inputs.ds_config import BATCH_KEYS
+from dsat.space.knobs import KNOBS, defaults
+from dsat.space.overrides import GAS, overrides_for
+from dsat.space.space import Space
+from dsat.values import parallelism
+from dsat.values.parallelism import SEQUENCE_SIZE
+from dsat.values.trial import BatchTriple
+from dsat.values.zero_strategy import of_config
+
+_ELEMENTS = [knob.path.partition(".")[2] for knob in KNOBS if knob.elements]
+_OTHER = object()  # differs from every value
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """A configuration of a space.
+
+    Attributes:
+        branch: position of its strategy in `Space.branches`.
+        index: number of its settings in the branch; see `Branch.settings`.
+        micro_batch: samples per device and micro step.
+    """
+
+    branch: int
+    index: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a configuration is in a space.
+
+    Attributes:
+        point: the configuration, or the nearest of its strategy.
+        is_exact: the configuration is this point; otherwise a setting or a batch size differs.
+    """
+
+    point: Point
+    is_exact: bool
+
+
+class Locator:
+    """Finds the points of configurations in a space."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+
+    def locate(
+        self, overrides: Mapping[str, Any], script_args: Mapping[str, Any], batch: BatchTriple
+    ) -> Location | None:
+        """Return the point of a trial's configuration, or the nearest one of its strategy.
+
+        Args:
+            overrides: laid over the user's DeepSpeed configuration.
+            script_args: switches of the script.
+            batch: batch sizes of the trial.
+
+        Returns:
+            None if the space has no branch for its strategy.
+        """
+        config = ds_config.for_use(self._space.freedom.base_config, overrides)
+        strategies = list(self._space.strategies)
+        strategy = of_config(config)
+        if strategy not in strategies:
+            return None
+        number = strategies.index(strategy)
+        branch = self._space.branches[number]
+        actual = self._flat(config, {**self._own_switches, **script_args}, batch.gas)
+        index = 0
+        for stride, digits in zip(branch.strides, self._digits(number), strict=True):
+            matching = (
+                digit
+                for digit, values in enumerate(digits)
+                if all(actual.get(path, _OTHER) == value for path, value in values.items())
+            )
+            index += stride * next(matching, 0)
+        point = Point(number, index, batch.micro_batch)
+        settings = branch.settings(index)
+        is_exact = (
+            batch.micro_batch in self._space.micro_batches
+            and batch == self._space.batch(batch.micro_batch, settings)
+            and actual == self._flat_of(settings)
+        )
+        return Location(point, is_exact)
+
+    @functools.cached_property
+    def _own_switches(self) -> dict[str, Any]:
+        own = {name: values[0] for name, values in self._space.levers.items()}
+        return {**self._space.freedom.switches, **own}
+
+    @functools.cache  # noqa: B019  (a locator lives as long as its run)
+    def _digits(self, number: int) -> tuple[tuple[Mapping[str, Any], ...], ...]:
+        """Return what each value of each knob of a branch sets, by paths of a configuration."""
+        branch = self._space.branches[number]
+        found = []
+        for stride, (_, values) in zip(branch.strides, branch.knobs, strict=True):
+            flat = [self._flat_of(branch.settings(stride * n)) for n in range(len(values))]
+            found.append(_differences(flat))
+        return tuple(found)
+
+    def _flat_of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        batch = self._space.batch(self._space.micro_batches[0], settings)
+        config = ds_config.for_use(self._space.freedom.base_config, overrides_for(settings, batch))
+        script_args = {**self._own_switches, **self._space.script_args(settings)}
+        return self._flat(config, script_args, settings.get(GAS, _OTHER))
+
+    def _flat(
+        self, config: Mapping[str, Any], script_args: Mapping[str, Any], gas: Any
+    ) -> dict[str, Any]:
+        """Return a configuration by paths; accumulation only where it is searched."""
+        canonical = canonical_config(config, num_params=self._space.num_params)
+        settings = {key: value for key, value in canonical.items() if key not in BATCH_KEYS}
+        flat = ds_config.flat({**settings, **script_args})
+        return {**flat, GAS: gas} if self._searches_gas else flat
+
+    @functools.cached_property
+    def _searches_gas(self) -> bool:
+        return any(key == GAS for branch in self._space.branches for key, _ in branch.knobs)
+
+
+def _differences(flat: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Return of each mapping the values that not all of them have, missing ones included."""
+    paths = dict.fromkeys(path for each in flat for path in each)
+    differing = [
+        path for path in paths if any(each.get(path) != flat[0].get(path) for each in flat[1:])
+    ]
+    return tuple({path: each.get(path, _OTHER) for path in differing} for each in flat)
+
+
+def canonical_config(config: Mapping[str, Any], *, num_params: int | None = None) -> dict[str, Any]:
+    """Return a DeepSpeed configuration in the form that equal ones share.
+
+    Defaults of ZeRO are filled in, and parallelism of size 1 is left out.
+
+    Args:
+        config: a whole configuration.
+        num_params: if given, buckets that the model cannot fill become alike.
+    """
+    found = dict(config)
+    shared = parallelism.of_config(config)
+    for key, size in (("tensor_parallel", shared.tensor), (SEQUENCE_SIZE, shared.sequence)):
+        if size == 1:
+            found.pop(key, None)
+    zero = found.get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    later = defaults(stage, later=True)
+    zero = {key: value for key, value in zero.items() if value != later.get(key, _OTHER)}
+    zero = {"stage": stage, **defaults(stage), **zero}
+    if num_params is not None:
+        sizes = {key: zero.get(key) for key in _ELEMENTS}
+        zero |= {k: min(n, num_params) for k, n in sizes.items() if isinstance(n, (int, float))}
+    found["zero_optimization"] = zero
+    return found
+
+
+def fingerprint(config: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
+    """Return a digest that is equal for configurations which DeepSpeed treats alike."""
+    return ds_config.fingerprint(
+        {"config": canonical_config(config), "script_args": dict(script_args)}
+    )
