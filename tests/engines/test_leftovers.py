@@ -66,7 +66,8 @@ def test_a_later_start_ends_what_a_killed_first_command_left(tmp_path: Path) -> 
     )
     [supervisor] = owner.children()
     assert int(left) not in leftovers.end_orphans(), "its dsat lives"
-    for process in (owner, supervisor):
+    owner.suspend()  # neither sees the other one's end
+    for process in (supervisor, owner):
         process.kill()
     owner.wait(PATIENCE_S)
     assert is_alive(int(left)), "or there is nothing to show"
