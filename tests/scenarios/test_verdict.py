@@ -224,6 +224,7 @@ CASES = {
             *("gain at your batch", "learning rate"),
         ),
         {"train_micro_batch_size_per_gpu": 24},
+        world={"effects": {"z2": 1 / 1.03}},
         options=("--train-batch-size", 16),
         trials=24,
         method="model",
@@ -259,7 +260,7 @@ CASES = {
             "findings": (Finding({"dataloader_num_workers": 2}), Finding(waiting=0.31)),
         },
         trials=16,
-        method="model",
+        method="gridsearch",
     ),
     "what the script's code sets": Case(
         (*GAIN, "script"), world={"warnings": (OTHER_BATCH, OTHER_CONFIG, OTHER_ACCUMULATION)}
