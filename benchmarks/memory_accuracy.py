@@ -16,7 +16,8 @@ from typing import Any
 from benchmarks import common
 from benchmarks.common import MIB
 from dsat.memory import PHASES
-from dsat.memory.simulation_client import Question, Simulator
+from dsat.simulation.client import Simulator
+from dsat.simulation.protocol import Question
 from testing.allocator import configuration, counting_library, real_peaks
 from testing.local import engine_of
 

@@ -25,7 +25,8 @@ from dsat.app.source import Source
 from dsat.inputs import entrypoint, experiment
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
+from dsat.simulation.client import SimulationUnavailable, Simulator
+from dsat.simulation.protocol import Question
 
 DATA = Path(__file__).parent / "data" / "published.json"
 FOLDER = Path(__file__).parent / "programs" / "published"

@@ -29,7 +29,7 @@ from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import Machine, find_machine
 from dsat.inputs.settings import BY_SIMULATION
-from dsat.memory import anchors
+from dsat.simulation import anchors
 from dsat.space.overrides import overrides_for
 from dsat.tuning.journal import Journal
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind

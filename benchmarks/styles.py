@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from dsat.memory import MemoryEstimate
-from dsat.memory.simulation_client import SimulationUnavailable
+from dsat.simulation.client import SimulationUnavailable
 from testing.catalogue import STYLES, Style
 from testing.styles import real_peaks, simulated
 from testing.tuned_scripts import is_installed

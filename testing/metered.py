@@ -16,6 +16,8 @@ import torch
 
 from dsat.errors import DsatError
 from dsat.in_trial import failures
+from dsat.in_trial.adapters.install import adapt
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.meter import TrialComplete, install
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank import outcome_of_ended
@@ -191,6 +193,8 @@ def watched(make: Callable[..., Any], **settings: Any) -> Measured:
         )
 
     deepspeed.initialize = initialize
+    TRIAL.__init__()  # type: ignore[misc]  # as in a new process
+    adapt(deepspeed)
     return Measured(**settings)
 
 

@@ -13,11 +13,13 @@ from typing import Any
 
 from dsat.cli.parser import PREDICTS, options_of_command
 from dsat.engines import places
+from dsat.in_trial.adapters.table import ENGINE, TABLE
 from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.inputs.option import Group, Option, options_of
 from dsat.inputs.settings import TUNE, Settings
 from dsat.search import SEARCHES
 from dsat.space.knobs import KNOB_NAMES, KNOBS
+from testing import touched
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- From the declarations in the code, by `make docs`. -->\n\n"
@@ -82,7 +84,11 @@ def _row(own: Option) -> str:
 
 def references() -> dict[Path, str]:
     """Return the references by their pages, below whose mark they are."""
-    return {DOCS / "options.md": option_reference(), DOCS / "settings.md": setting_reference()}
+    return {
+        DOCS / "options.md": option_reference(),
+        DOCS / "settings.md": setting_reference(),
+        DOCS / "what-dsat-touches.md": touched.markdown([*TABLE, *ENGINE]),
+    }
 
 
 if __name__ == "__main__":

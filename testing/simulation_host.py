@@ -14,6 +14,7 @@ from dsat.app.longest import UNIT_TOKENS
 from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
+from dsat.simulation import protocol
 from dsat.values.zero_strategy import of_config
 
 MIB = 2**20
@@ -86,14 +87,15 @@ class FakeSimulationHost:
     def _serve(self, address: str) -> None:
         with (
             contextlib.suppress(OSError),
-            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+            socket.socket(socket.AF_UNIX, protocol.SOCKET_TYPE) as connection,
         ):
             connection.connect(address)
-            _send(connection, self._hello)
-            while message := connection.recv(2**20):
-                self.asked.append(json.loads(message))
-                number = self.asked[-1]["number"]
-                _send(connection, {**self._answered(self.asked[-1]), "number": number})
+            receiver = protocol.Receiver(connection)
+            protocol.send(connection, self._hello, sender=0)
+            while request := receiver.receive():
+                self.asked.append(request)
+                answer = {**self._answered(request), "number": request["number"]}
+                protocol.send(connection, answer, sender=0)
 
     def _answered(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._fails:
@@ -140,7 +142,3 @@ def failing_in(stages: set[int], other: Answer) -> Answer:
 def _units(request: Mapping[str, Any]) -> float:
     """What activations are proportional to: samples, or units of one sample's tokens."""
     return float(request["micro_batch"] * (request["sequence_length"] or UNIT_TOKENS) / UNIT_TOKENS)
-
-
-def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
-    connection.send(json.dumps(message).encode())

@@ -12,10 +12,11 @@ from typing import Any
 from dsat.engines.local.engine import LocalEngine
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.launch import LocalOptions
-from dsat.in_trial.simulation.server import AS_IF_CUDA
 from dsat.inputs import entrypoint, experiment
 from dsat.memory import MemoryEstimate
-from dsat.memory.simulation_client import Question, SimulationUnavailable, Simulator
+from dsat.simulation.client import SimulationUnavailable, Simulator
+from dsat.simulation.protocol import Question
+from dsat.simulation.server import AS_IF_CUDA
 from dsat.values.trial import TrialOptions
 from testing import warm_host
 from testing.allocator import counting_library, measured

@@ -79,9 +79,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def serve(address: str) -> None:
     """Forks supervisors until the standard input ends; then removes the folder of its socket."""
     from dsat.engines.local.supervisors import WARM_MODULES
+    from dsat.in_trial.adapters.install import install
 
+    install()  # as a supervisor does before its imports
     # As after a first trial of a Trainer script: each would take seconds for it.
-    for name in (*WARM_MODULES, "dsat.in_trial.simulation.borrowed_model", "transformers.trainer"):
+    for name in (*WARM_MODULES, "dsat.simulation.borrowed_model", "transformers.trainer"):
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:

@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # The folders and modules right below `dsat`, lowest first: each may import itself and what stands
-# above it in this list, and nothing else. "" is `dsat` itself, which opens its upper floors lazily.
+# above it in this list, and nothing else. Two packages on one floor may import each other. "" is
+# `dsat` itself, which opens its upper floors lazily.
 FLOORS = (
     "errors",
     "values",
@@ -23,7 +24,7 @@ FLOORS = (
     "space",
     "memory",
     "search",
-    "in_trial",
+    "in_trial simulation",  # a rank serves simulations, which use the parts of a rank
     "",
     "engines",
     "tuning",
@@ -49,7 +50,8 @@ def _sources() -> dict[str, str]:
 
 def _floor(module: str) -> int | None:
     top = module.split(".")[0]
-    return FLOORS.index(top) if top in FLOORS else None
+    floors = (i for i, names in enumerate(FLOORS) if top in (names.split() or [""]))
+    return next(floors, None)
 
 
 def _imports(module: str, text: str, modules: Collection[str]) -> Iterator[str]:
@@ -113,7 +115,7 @@ def test_few_things_stand_at_the_top() -> None:
         for path in folder.iterdir()
         if path.suffix == ".py" or any(path.glob("*.py"))
     }
-    assert len(code) <= 20, sorted(code)
+    assert len(code) <= 21, sorted(code)
 
 
 def test_searches_and_engines_know_nothing_of_each_other() -> None:
@@ -177,7 +179,7 @@ def test_importing_loads_nothing_heavy(module: str, heavy: str) -> None:
 MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS, MOST_METHODS, MOST_ATTRIBUTES = 400, 60, 7, 20, 15
 # What is larger still. An entry that no longer is has to go.
 TOO_LARGE = {
-    "in_trial.simulation.attention attention: parameters",
+    "simulation.attention attention: parameters",
     "tuning.run Run: attributes",
 }
 

@@ -23,24 +23,20 @@ from dsat.engines.local.hosts import Host
 from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.machine import find_machine_for_simulations
 from dsat.errors import DsatError, UserInputError
-from dsat.in_trial.simulation.server import AS_IF_CUDA
 from dsat.inputs import ds_config, hf_config, script_args
 from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.estimate_settings import EstimateSettings, ModelSettings
 from dsat.inputs.experiment import read_mapping
 from dsat.inputs.switches import CHECKPOINTING
-from dsat.memory import anchors as survey
 from dsat.memory import closed_form
-from dsat.memory.config_facts import HOW_TO_SIMULATE, Formula
 from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
-from dsat.memory.simulation_client import (
-    Question,
-    ScriptFacts,
-    SimulationUnavailable,
-    Simulator,
-)
+from dsat.simulation import anchors as survey
+from dsat.simulation.client import SimulationUnavailable, Simulator
+from dsat.simulation.config_facts import HOW_TO_SIMULATE, Formula
+from dsat.simulation.protocol import Question, ScriptFacts
+from dsat.simulation.server import AS_IF_CUDA
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.tuning import strategies
@@ -57,7 +53,7 @@ _IMPORTED = (
     "deepspeed",
     "deepspeed.ops.adam",
     "dsat.in_trial.rank",
-    "dsat.in_trial.simulation.borrowed_model",
+    "dsat.simulation.borrowed_model",
 )
 _WHAT_RAN = (
     " The script was run up to its first training step. `dsat model` also searches scripts that "
@@ -276,7 +272,7 @@ def _model_of_configuration(settings: ModelSettings, path: Path) -> Source:
     if settings.activation_checkpointing == "on":
         args.append("--gradient-checkpointing")
     args += ["--deepspeed_config", "ds_config.json"]  # a trial's own file takes its place
-    program = Entrypoint(module="dsat.in_trial.simulation.config_program", args=tuple(args))
+    program = Entrypoint(module="dsat.simulation.config_program", args=tuple(args))
     experiment = experiments.of_command(
         program.command(), _name_of(path), Path.cwd(), config, "--ds-config"
     )

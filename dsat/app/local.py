@@ -21,9 +21,9 @@ from dsat.engines.local.launch import LocalOptions
 from dsat.engines.local.running import FULL_RUN_ID
 from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.in_trial.failures import OF_DSAT
-from dsat.memory import anchors
 from dsat.memory.predictor import Basis
 from dsat.report.progress import Status
+from dsat.simulation import anchors
 from dsat.tuning import history
 from dsat.tuning.journal import FILE_NAME, Journal
 from dsat.tuning.loop import Observer, drive

@@ -15,11 +15,12 @@ from dsat.inputs.cards import Card
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
-from dsat.memory.config_facts import Formula
 from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
-from dsat.memory.simulation_client import Question, Simulator
 from dsat.report.longest_sequence import Longest, LongestSequences
+from dsat.simulation.client import Simulator
+from dsat.simulation.config_facts import Formula
+from dsat.simulation.protocol import Question
 from dsat.values.parallelism import Parallelism
 
 UNIT_TOKENS = 1024  # of the "samples" that facts and models are asked about here

@@ -23,12 +23,13 @@ from dsat.inputs.cards import Card
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
-from dsat.memory.simulation_client import Question, Simulator
 from dsat.report.projection import Projection, Row
 from dsat.search.normal import Array
 from dsat.search.projected_speed import ProjectedSpeed, StepTime
 from dsat.search.speed import Points
 from dsat.search.traced_work import Cluster, hardware_of, scaled, work_of
+from dsat.simulation.client import Simulator
+from dsat.simulation.protocol import Question
 from dsat.values.outcome import Metrics
 from dsat.values.parallelism import Parallelism
 from dsat.values.parallelism import of_config as parallelism_of

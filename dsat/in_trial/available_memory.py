@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 BY_NAME = (
     "DeepSpeed does not understand CUDA_VISIBLE_DEVICES={devices} while pynvml is installed, and "
@@ -15,32 +16,39 @@ BY_NAME = (
 )
 
 
-def adapt(limit_bytes: int | None, warn: Callable[[str], None]) -> None:
-    """Make the answer hold for a device that is named, and for a limit; on CUDA devices only.
+_limit_bytes: int | None = None  # of a slot
+
+
+def limit(limit_bytes: int | None) -> None:
+    """Have DeepSpeed find no more memory than a slot may use."""
+    global _limit_bytes
+    _limit_bytes = limit_bytes
+
+
+def available(
+    ask: Callable[[int | None], Any],
+    accelerator: Any,
+    index: int | None,
+    warn: Callable[[str], None],
+) -> int:
+    """Return the memory that is left of a device, also if it is named, within the limit.
 
     With pynvml DeepSpeed asks NVML, by a number that it reads from CUDA_VISIBLE_DEVICES, where
     there may be UUIDs or MIG devices.
+
+    Args:
+        ask: DeepSpeed's own function.
     """
-    from deepspeed.accelerator import get_accelerator
+    import torch
 
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cuda":
-        return
-    ask = accelerator.available_memory
-
-    def available_memory(device_index: int | None = None) -> int:
-        import torch
-
-        try:
-            left = int(ask(device_index))
-        except ValueError:
-            warn(BY_NAME.format(devices=os.environ.get("CUDA_VISIBLE_DEVICES", "")))
-            left, _ = torch.cuda.mem_get_info(device_index)
-        if limit_bytes is None:
-            return left
-        return min(left, limit_bytes - int(accelerator.memory_allocated(device_index)))
-
-    accelerator.available_memory = available_memory
+    try:
+        left = int(ask(index))
+    except ValueError:
+        warn(BY_NAME.format(devices=os.environ.get("CUDA_VISIBLE_DEVICES", "")))
+        left, _ = torch.cuda.mem_get_info(index)
+    if _limit_bytes is None:
+        return left
+    return min(left, _limit_bytes - int(accelerator.memory_allocated(index)))
 
 
 def limit_allocator(limit_bytes: int | None, device: int) -> None:

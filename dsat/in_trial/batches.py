@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ OWN_ACCUMULATION = (
     "batch (real and generated samples, say)"
 )
 _DEPTH = 4  # of containers that are searched for tensors
+_LARGE = 256  # values, which take some tenths of a millisecond
 
 
 def is_about(warning: str) -> bool:
@@ -103,17 +104,19 @@ class BatchCounter:
         self._known = known or {}
         self._fed_before = fed_before or {}
         self._carriers: dict[str, int] | None = None  # dimension of the samples by place
+        self._finder = LeafFinder()
         self._lengths: list[int] = []
         self.dimensions: dict[str, int] = {}
         self.fed_instead: dict[str, int] = {}
         self.warning: str | None = None
 
-    def count(self, leaves: Leaves) -> Fed:
+    def count(self, values: Iterable[Any]) -> Fed:
         """Count one call; does not wait for an asynchronous device.
 
         Args:
-            leaves: the tensors among the arguments of the forward pass, by their places.
+            values: the arguments of the forward pass; see `LeafFinder`.
         """
+        leaves = self._finder.find(values)
         shapes = {place: _shape(leaf) for place, leaf in leaves.items()}
         if self._carriers is None:
             self._carriers = self._find_carriers(shapes)
@@ -230,16 +233,46 @@ class BatchCounter:
         return sum(counts) if counts else None, max(lengths, default=None)
 
 
-def leaves_of(values: Iterable[Any]) -> Leaves:
-    """Return all tensors among values that have a dimension, by their places (`1.input_ids`).
+class LeafFinder:
+    """Finder of the tensors in the arguments of a model.
 
-    Containers, dataclasses and other objects that hold tensors are searched. Named arguments are to
-    be given as a mapping.
+    It looks once into large containers without tensors, such as lists of tokens.
     """
-    found: dict[str, torch.Tensor] = {}
-    for place, value in enumerate(values):
-        found.update(_leaves(value, str(place), _DEPTH))
-    return found
+
+    def __init__(self) -> None:
+        self._without_tensors: set[str] = set()  # places
+
+    def find(self, values: Iterable[Any]) -> Leaves:
+        """Return all tensors that have a dimension, by their places (`1.input_ids`).
+
+        Containers, dataclasses and other objects that hold tensors are searched. Named arguments
+        are to be given as a mapping.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for place, value in enumerate(values):
+            self._search(value, str(place), _DEPTH, found)
+        return found
+
+    def _search(self, value: Any, place: str, depth: int, found: dict[str, torch.Tensor]) -> int:
+        """Add the tensors in a value; return the number of values that were looked at."""
+        if value is None or type(value) in (int, float, bool, str):
+            return 1
+        import torch
+
+        if isinstance(value, torch.Tensor):
+            if value.is_nested or value.dim():
+                found[place] = value
+            return 1
+        if depth == 0 or isinstance(value, (str, bytes, type, torch.nn.Module)):
+            return 1
+        if place in self._without_tensors:
+            return 1
+        looked_at, before = 1, len(found)
+        for name, part in _parts(value):
+            looked_at += self._search(part, f"{place}.{name}", depth - 1, found)
+        if looked_at >= _LARGE and len(found) == before:
+            self._without_tensors.add(place)
+        return looked_at
 
 
 def batch_flag(args: Sequence[str], fed: int) -> str | None:
@@ -257,26 +290,18 @@ def _advice(fed: int) -> str:
     return _ADVICE.format(flag=batch_flag(sys.argv[1:], fed) or "--batch-size")
 
 
-def _leaves(value: Any, place: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        if value.is_nested or value.dim():
-            yield place, value
-        return
-    if depth == 0 or isinstance(value, (str, bytes, type, torch.nn.Module)):
-        return
-    inside: Iterable[tuple[Any, Any]] = ()
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what is in a container or an object, by names; nothing of other values."""
     if isinstance(value, Mapping):
-        inside = value.items()
-    elif isinstance(value, (list, tuple)):
-        inside = enumerate(value)
-    elif dataclasses.is_dataclass(value):
-        inside = ((f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value))
-    elif type(value).__module__ != "builtins" and hasattr(value, "__dict__"):
-        inside = vars(value).items()
-    for name, part in inside:
-        yield from _leaves(part, f"{place}.{name}", depth - 1)
+        return value.items()
+    if isinstance(value, (list, tuple)):
+        return enumerate(value)
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(name, getattr(value, name, None)) for name in names]
+    if type(value).__module__ != "builtins" and hasattr(value, "__dict__"):
+        return list(vars(value).items())
+    return ()
 
 
 def _name(place: str) -> str:

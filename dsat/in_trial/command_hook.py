@@ -42,7 +42,6 @@ class _Process:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._effects: Any = None
         self._is_alone = os.environ.pop(ALONE_VARIABLE, None) is not None
         self._start = {
             "pid": os.getpid(),
@@ -70,13 +69,15 @@ class _Process:
                 del os.environ[name]
             os.environ.update(wanted)
 
-    def prevent_side_effects(self) -> None:
+    def install_adapters(self) -> None:
         """Adapt functions that the script may bind to names of its own before it trains."""
         if sys.version_info < (3, 10):  # noqa: UP036  (of another program, without DeepSpeed)
             return
-        from dsat.in_trial import side_effects
+        from pathlib import Path
 
-        self._effects = side_effects.of_command(self._folder)
+        from dsat.in_trial.adapters.begin import begin
+
+        begin(Path(self._folder))
 
     def watch_imports(self) -> None:
         """Adapt modules as soon as the program imports them."""
@@ -101,7 +102,7 @@ class _Process:
             return  # DeepSpeed below 0.18 imports transformers itself, and is not ready yet
         from dsat.in_trial import command_rank
 
-        command_rank.begin(self._folder, self._start, self._effects)
+        command_rank.begin(self._folder, self._start)
 
     def _refuse_nodes(self, module: ModuleType) -> None:
         from dsat.in_trial import start_record
@@ -147,6 +148,6 @@ if __name__ == "sitecustomize":
     if TRIAL_VARIABLE in os.environ:
         _process = _Process(os.environ[TRIAL_VARIABLE])
         _process.change_arguments()
-        _process.prevent_side_effects()
+        _process.install_adapters()
         _process.watch_imports()
     _run_hidden_sitecustomize()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.in_trial import config_injection, failures, preparation, start_record
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.memory_limit import limit_memory
 from dsat.in_trial.meter import Meter
@@ -35,7 +36,6 @@ from dsat.in_trial.rank_files import (
     result_file,
     write_outcome,
 )
-from dsat.in_trial.side_effects import SideEffects
 from dsat.values import host_cores
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
@@ -44,19 +44,18 @@ _IS_ENDED_WITHIN_S = 30.0
 begun: CommandRank | None = None  # in this process
 
 
-def begin(folder: str, start: Mapping[str, Any], effects: SideEffects | None) -> None:
+def begin(folder: str, start: Mapping[str, Any]) -> None:
     """Prepare this process to be a rank of the trial in the folder; does nothing twice.
 
     Args:
         start: see `start_record.install`.
-        effects: adapted before the script began; None in a full-length run.
     """
     global begun
     if begun is not None:
         return
     if (Path(folder) / SPEC_FILE).exists():
         begun = CommandRank(Path(folder))
-        begun.prepare(start, effects)
+        begun.prepare(start)
     else:
         start_record.install(Path(folder), start, waits=True)
         failures.report_uncaught(functools.partial(_report_first, Path(folder)))
@@ -79,7 +78,7 @@ class CommandRank:
         self._engine_in: int | None = None  # a process that is forked from a rank is none
         self._known, self._env = set(sys.modules), dict(os.environ)
 
-    def prepare(self, start: Mapping[str, Any], effects: SideEffects | None) -> None:
+    def prepare(self, start: Mapping[str, Any]) -> None:
         """Adapt DeepSpeed and what else the script uses, as in any rank."""
         import deepspeed  # noqa: F401  (it may be transformers that was imported first)
 
@@ -98,7 +97,7 @@ class CommandRank:
             on_step=self._count_step,
         )
         start_record.install(self._folder, start, waits=False)
-        preparation.prevent_side_effects(self._spec, self._folder, effects)
+        preparation.prevent_side_effects(self._spec)
         self._progress.set_activity("your command runs, up to its first optimizer step")
         # What the script imports from here on does not count, as in a forked rank.
         if self._spec.cpu_memory_bytes is not None:
@@ -180,7 +179,7 @@ def _with_own_devices(spec: RankSpec) -> RankSpec:
 
     on_cpu = get_accelerator().is_synchronized_device()
     if spec.task["slots"] > 1:  # dsat started them, with no launcher that passes --local_rank
-        preparation.default_local_rank(os.environ["LOCAL_RANK"])
+        TRIAL.local_rank = os.environ["LOCAL_RANK"]
     slots = rank_and_size()[1]
     devices = [] if on_cpu else list(map(str, range(slots)))
     return replace(

@@ -8,23 +8,17 @@ wrapper knows the signatures of deepspeed 0.14 to 0.19.
 
 from __future__ import annotations
 
-import functools
-import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.inputs import ds_config
 
 _BY_ARGUMENT = ("config", "config_params")
 _BY_ATTRIBUTE = "deepspeed_config"
-ZERO_INIT = (
-    "the script opens deepspeed.zero.Init in every stage, and trials below stage 3 switch it off: "
-    "training fails there unless the script passes enabled=(stage == 3) to it"
-)
 SEVERAL_ENGINES = (
     "the script trains several engines: throughput and latency are those of the whole loop, "
     "all other figures those of the engine that trains first. Another engine with a configuration "
@@ -53,32 +47,8 @@ def on_initialize(
         before: takes the arguments by name, and may change them.
         after: takes the engine.
     """
-    import deepspeed
-
-    if not hasattr(deepspeed.initialize, "dsat_handlers"):
-        deepspeed.initialize = _wrapped(deepspeed.initialize)
-    deepspeed.initialize.dsat_handlers.append((before, after))
-
-
-def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-    handlers: list[tuple[Callable[[dict[str, Any]], None], Callable[[Any], None]]] = []
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError:  # the script's own mistake, which DeepSpeed reports
-            return original(*args, **kwargs)
-        for before, _ in handlers:
-            before(bound.arguments)
-        result = original(*bound.args, **bound.kwargs)
-        for _, after in handlers:
-            after(result[0])
-        return result
-
-    initialize.dsat_handlers = handlers  # type: ignore[attr-defined]
-    return initialize
+    TRIAL.before_engine.append(before)
+    TRIAL.after_engine.append(after)
 
 
 def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> None:
@@ -106,33 +76,6 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
             replace(arguments, passed, {**own, **_batch(config)}, path)
 
     on_initialize(inject)
-
-
-def keep_models_whole(config: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-    """Make `zero.Init` partition no model, if a trial's configuration has a lower stage than 3.
-
-    Scripts make their model under it for their own stage 3. Lower stages cannot train such a model,
-    and an engine of stage 3 partitions a whole one itself. Libraries open it by the stage of their
-    configuration (`from_pretrained`), so that they train as trials do.
-    """
-    if (config.get("zero_optimization") or {}).get("stage", 0) >= 3:
-        return
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    original = Init.__init__
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def init(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind_partial(*args, **kwargs)
-        if bound.arguments.get("module") is None:
-            is_library = f"-packages{os.sep}" in sys._getframe(1).f_code.co_filename
-            if bound.arguments.get("enabled", True) and not is_library:
-                warn(ZERO_INIT)
-            bound.arguments["enabled"] = False
-        original(*bound.args, **bound.kwargs)
-
-    Init.__init__ = init
 
 
 def replace(

@@ -81,13 +81,17 @@ _ADVICE = {
 }
 unwritten: set[Path] = set()  # files that the script takes for written
 _DSAT = f"{Path(__file__).parents[1]}{os.sep}"
-# Functions that scripts call, and that refuse wrong arguments.
-_FOR_SCRIPTS = tuple(f"{_DSAT}in_trial/{name}.py" for name in ("script_api", "determined_shim"))
-# Where dsat passes on what is not its own: wrappers name it `original`, torch's modes `func`; the
-# simulation calls DeepSpeed's `initialize`, a rank runs the script.
-_HANDS_ON = re.compile(
-    r"\boriginal\w*\(|\bfunc\)?\(|\bsuper\(\)\.__torch_dispatch__\(|\b_initialize\("
-    r"|\brunpy\.run_|\bharness\.main\("
+# Modules of dsat through which an error of the script or a library comes: calls of an adapted
+# function, ranks, which run the script, the modes of simulations, and functions that scripts call.
+_TRANSPARENT = tuple(
+    f"{_DSAT}{name}"
+    for name in (
+        "in_trial/adapters/calls.py",
+        "in_trial/rank.py",
+        "in_trial/script_api.py",
+        "in_trial/adapters/determined_shim.py",
+        "simulation/",
+    )
 )
 _LIBRARIES = ("<", f"{Path(os.__file__).parent}{os.sep}")
 
@@ -193,19 +197,12 @@ def _is_of_dsat(error: BaseException) -> bool:
         return False
     if _has(str(error).lower(), _FROM_ELSEWHERE) or classify(error) is not OutcomeKind.ERROR:
         return False
-    passed_on = False
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = frame.filename
+    paths = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for path in reversed(paths):
         if path.startswith(_DSAT):
-            passed_on = (
-                passed_on or path in _FOR_SCRIPTS or bool(_HANDS_ON.search(frame.line or ""))
-            )
-            if not passed_on:
-                return True
-        elif not path.startswith(_LIBRARIES) and f"-packages{os.sep}" not in path:
+            return not path.startswith(_TRANSPARENT)
+        if not path.startswith(_LIBRARIES) and f"-packages{os.sep}" not in path:
             return False
-        else:
-            passed_on = False
     return False
 
 

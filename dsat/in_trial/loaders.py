@@ -5,9 +5,10 @@ As long as a loader feeds from what its workers made in advance, a script looks 
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 # What is known of a loader: the batch size, and the most samples of an epoch on this rank.
@@ -18,41 +19,39 @@ _begun: Counter[Kind] = Counter()  # epochs
 _read: Counter[Kind] = Counter()  # batches, since the training's engine was made
 
 
-@functools.cache
-def watch() -> None:
-    """Note what each loader that is iterated from now on has in advance, and time its batches."""
-    from torch.utils.data import DataLoader
+def note(loader: Any) -> None:
+    """Note how many batches a loader makes in advance that is iterated."""
+    global _in_store
+    _in_store = max(_in_store, loader.num_workers * (loader.prefetch_factor or 0))
+
+
+def begin_epoch(loader: Any, iterator: Any) -> None:
+    """Count an epoch of a loader, whose batches its iterator returns."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    original_iter, original_next = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+    if "dsat_kind" not in loader.__dict__:  # to ask a script's own sampler may cost much
+        loader.dsat_kind = _kind_of(loader.batch_sampler)
+    if loader.dsat_kind is not None:
+        _begun[loader.dsat_kind] += 1
+    if isinstance(iterator, _BaseDataLoaderIter):
+        iterator.dsat_kind = loader.dsat_kind  # type: ignore[attr-defined]
 
-    @functools.wraps(original_iter)
-    def iterate(self: Any) -> Any:
-        global _in_store
-        _in_store = max(_in_store, self.num_workers * (self.prefetch_factor or 0))
-        iterator: Any = original_iter(self)
-        if "dsat_kind" not in self.__dict__:  # to ask a script's own sampler may cost much
-            self.dsat_kind = _kind_of(self.batch_sampler)
-        if self.dsat_kind is not None:
-            _begun[self.dsat_kind] += 1
-        if isinstance(iterator, _BaseDataLoaderIter):
-            iterator.dsat_kind = self.dsat_kind  # type: ignore[attr-defined]
-        return iterator
 
-    @functools.wraps(original_next)
-    def get_batch(self: Any) -> Any:
-        global _waited_s
-        begin = time.perf_counter()
-        try:
-            batch = original_next(self)
-        finally:
-            _waited_s += time.perf_counter() - begin
-        if (kind := getattr(self, "dsat_kind", None)) is not None:
-            _read[kind] += 1
-        return batch
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Add the time inside to what this process has waited for batches."""
+    global _waited_s
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        _waited_s += time.perf_counter() - begin
 
-    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
-    _BaseDataLoaderIter.__next__ = get_batch  # type: ignore[method-assign]
+
+def count_batch(iterator: Any) -> None:
+    """Count a batch that an iterator has returned."""
+    if (kind := getattr(iterator, "dsat_kind", None)) is not None:
+        _read[kind] += 1
 
 
 def batches_in_store() -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import ipaddress
 import os
 import socket
-import sys
+from collections.abc import Callable
 from typing import Any
 
 ADDRESS = "127.0.0.1"
@@ -19,33 +18,35 @@ _POSITIONAL = ("host_name", "port", "world_size", "is_master", "timeout")  # in 
 _ANY_PORT = 9
 
 
-def install() -> None:
-    """Make rank 0's store listen on loopback where the others look for it, and nowhere else.
+def choose_interface() -> None:
+    """Give gloo the interface that leads to rank 0, if that is on another host.
 
-    torch's own listens on all interfaces (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp),
-    but takes a socket that listens already. Between hosts, gloo is given the interface that leads
-    to rank 0: by itself it takes that of the host's own name, in some /etc/hosts loopback.
+    By itself it takes that of the host's own name, in some /etc/hosts loopback.
     """
     master = os.environ.get("MASTER_ADDR", ADDRESS)
     if not is_loopback(master) and (name := interface_to(master)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
-    original = rendezvous.TCPStore
 
-    @functools.wraps(original)
-    def store(*args: Any, **options: Any) -> Any:
-        options |= dict(zip(_POSITIONAL, args, strict=False))
-        host, port = options.get("host_name"), options.get("port")
-        if options.get("is_master") and port and is_loopback(host):
-            options["use_libuv"] = False
-            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listening.bind((host, port))
-                listening.listen(_BACKLOG)
-                options.setdefault("master_listen_fd", os.dup(listening.fileno()))
-        return original(**options)
 
-    rendezvous.TCPStore = store
+def open_store(make: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
+    """Make a store that listens on loopback where the other ranks look for it, and nowhere else.
+
+    torch's own listens on all interfaces (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp),
+    but takes a socket that listens already.
+
+    Args:
+        make: torch's class of stores.
+    """
+    options = {**options, **dict(zip(_POSITIONAL, args, strict=False))}
+    host, port = options.get("host_name"), options.get("port")
+    if options.get("is_master") and port and is_loopback(host):
+        options["use_libuv"] = False
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+            listening.listen(_BACKLOG)
+            options.setdefault("master_listen_fd", os.dup(listening.fileno()))
+    return make(**options)
 
 
 def interface_to(address: str) -> str:

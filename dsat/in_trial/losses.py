@@ -6,7 +6,6 @@ Nothing is synchronised inside a step: losses stay tensors on their device until
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,10 +52,7 @@ class LossWatch:
         self.count = 0  # losses since the last optimizer step
         self._steps: list[_Step] = []
         self._num_read = 0
-        if hasattr(engine, "scale"):
-            engine.scale = self._remember_unscaled(engine.scale)
         _watch = self
-        _wrap_backward()
 
     def close(self) -> None:
         """Take no more losses."""
@@ -91,6 +87,11 @@ class LossWatch:
             scaled, loss = self._scaled
             self._add(loss if tensor is scaled else tensor, 1)
         self._scaled = (None, None)
+
+    def of_scaled(self, engine: Any, scaled: Any, loss: Any) -> None:
+        """Remember which loss an engine has scaled."""
+        if engine is self._engine:
+            self._scaled = (scaled, loss)
 
     def end_step(self, *, micro_steps: int, applied: bool) -> None:
         """End an optimizer step of so many micro steps."""
@@ -151,17 +152,6 @@ class LossWatch:
         self._sum = value if self._sum is None else self._sum + value
         self.count += 1
 
-    def _remember_unscaled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Remember the loss that fp16 scales in `engine.scale(loss).backward()`."""
-
-        @functools.wraps(original)
-        def scale(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(loss, *args, **kwargs)
-            self._scaled = (result, loss)
-            return result
-
-        return scale
-
 
 def in_training(engine: Any) -> bool:
     """Return whether a call of an engine's model is one of training."""
@@ -177,20 +167,16 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-@functools.cache
-def _wrap_backward() -> None:
-    """Have all backward passes reported; `Tensor.backward` calls this function too."""
-    import torch
+def note_scaled(engine: Any, scaled: Any, loss: Any) -> None:
+    """Remember the loss that fp16 scales in `engine.scale(loss).backward()`."""
+    if _watch is not None:
+        _watch.of_scaled(engine, scaled, loss)
 
-    original = torch.autograd.backward
 
-    @functools.wraps(original)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if _watch is not None:
-            _watch.of_script(tensors)
-        return original(tensors, *args, **kwargs)
-
-    torch.autograd.backward = backward
+def note_backward(tensors: Any) -> None:
+    """Take the loss of a backward pass; `Tensor.backward` calls torch's function, too."""
+    if _watch is not None:
+        _watch.of_script(tensors)
 
 
 def _numbers(values: Sequence[Any]) -> list[float | None]:

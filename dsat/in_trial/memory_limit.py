@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import resource
-from typing import Any
+from collections.abc import Iterator
 
-import wrapt
-
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.clocks import ProcessMemory
 
 _SLACK_BYTES = 16 * 2**20
@@ -40,11 +39,12 @@ def limit_memory(budget_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
     # The compilers that DeepSpeed starts for its operators have all the memory that they need.
-    def unlimited(original: Any, _: Any, args: Any, options: Any) -> Any:
+    @contextlib.contextmanager
+    def unlimited(_: str) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         try:
-            return original(*args, **options)
+            yield
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
-    wrapt.wrap_function_wrapper("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load", unlimited)
+    TRIAL.around_compilations.append(unlimited)

@@ -7,7 +7,6 @@ On an asynchronous device the marks are events on its stream: nothing is synchro
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 from collections.abc import Callable, Mapping
@@ -15,7 +14,9 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from dsat.errors import DsatError, InvalidTrial
-from dsat.in_trial import available_memory, config_injection, failures, loaders, precision
+from dsat.in_trial import available_memory, config_injection, failures, loaders
+from dsat.in_trial.adapters import install as adapters
+from dsat.in_trial.adapters.trial import TRIAL, Phase
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.clocks import ProcessMemory, wait_for_memory
 from dsat.in_trial.conformance import check_arguments, check_engine
@@ -23,7 +24,7 @@ from dsat.in_trial.losses import in_training
 from dsat.in_trial.measurement import Measurement
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.profiler import device_name
-from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder
+from dsat.in_trial.step_recorder import StepMarks, StepRecorder
 from dsat.values.outcome import Outcome, OutcomeKind, ScriptSwitch
 
 
@@ -43,10 +44,12 @@ def install(
     """Return a meter that watches the engines that `deepspeed.initialize` returns."""
     from deepspeed.accelerator import get_accelerator
 
+    adapters.install()
+    if TRIAL.phase is Phase.INERT:  # on a cluster
+        TRIAL.phase = Phase.PREPARING
     meter = Meter(spec, on_complete, on_step)
-    loaders.watch()
-    precision.watch()
-    available_memory.adapt(spec.options.slot_memory_bytes, meter.warn)
+    TRIAL.warn = meter.warn
+    available_memory.limit(spec.options.slot_memory_bytes)
 
     def begin(arguments: dict[str, Any]) -> None:
         meter.device_name = ""
@@ -62,7 +65,7 @@ def install(
 
 
 class Meter:
-    """Wraps `forward`, `backward` and `step` of engines, and measures the first that trains.
+    """Follows `forward`, `backward` and `step` of engines, and measures the first that trains.
 
     A script may begin again after an error, with another engine, which is then measured instead.
 
@@ -149,8 +152,8 @@ class Meter:
         if not self.watches:
             loaders.begin_training()
         self.watches = True
-        for name in PHASES:
-            setattr(engine, name, self._wrapped(engine, name))
+        TRIAL.meter = self
+        adapters.adapt_engine(engine)
 
     def let_go(self) -> None:
         """Measure another engine, if an error has stopped the one that is measured.
@@ -187,18 +190,10 @@ class Meter:
         ranks.maximum([0.0])  # makes the communicator while there is memory for it
         self._measurement = Measurement(self.spec, self._recorder, ranks, self.warnings)
 
-    def _wrapped(self, engine: Any, name: str) -> Callable[..., Any]:
-        original = getattr(engine, name)
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return self._call(engine, name, original, args, kwargs)
-
-        return wrapper
-
-    def _call(
+    def call(
         self, engine: Any, name: str, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        """Call the engine's method for a phase, and record it if the engine is measured."""
         if name in self._inside:
             return original(*args, **kwargs)
         if self._is_ended:

@@ -6,7 +6,6 @@ half precision, or allow TF32.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,21 +14,12 @@ from dsat.values.outcome import PRECISIONS
 _entered: set[str] = set()
 
 
-@functools.cache
-def watch() -> None:
-    """Note the precisions of autocasting from now on."""
+def note_autocast(device: str) -> None:
+    """Note the precision in which a script autocasts from now on."""
     import torch
 
-    original = torch.autocast.__enter__
-
-    @functools.wraps(original)
-    def enter(self: Any) -> Any:
-        result = original(self)  # type: ignore[no-untyped-call]
-        if torch.is_autocast_enabled(self.device):
-            _entered.add(_of_dtype(torch.get_autocast_dtype(self.device)))
-        return result
-
-    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    if torch.is_autocast_enabled(device):
+        _entered.add(_of_dtype(torch.get_autocast_dtype(device)))
 
 
 def of_engine(engine: Any) -> str:

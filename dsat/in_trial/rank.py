@@ -19,11 +19,13 @@ from typing import Any, NoReturn
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures, preparation
+from dsat.in_trial.adapters.begin import begin
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.memory_limit import limit_memory
 from dsat.in_trial.meter import Meter, TrialComplete
 from dsat.in_trial.rank_files import MODULES_FILE, Progress, RankSpec, write_outcome
-from dsat.in_trial.simulation import server
 from dsat.inputs.entrypoint import Entrypoint
+from dsat.simulation import server
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
 
@@ -50,6 +52,7 @@ class _Rank:
 
     def run(self) -> NoReturn:
         try:
+            begin(self._folder)
             if "deepspeed" not in sys.modules:
                 self._progress.set_activity("importing torch and DeepSpeed in a fresh process")
             self._prepare()
@@ -94,7 +97,7 @@ class _Rank:
             on_complete=complete,
             on_step=self._progress.count,
         )
-        preparation.prevent_side_effects(spec, self._folder)
+        preparation.prevent_side_effects(spec)
         if spec.cpu_memory_bytes is not None:
             limit_memory(spec.cpu_memory_bytes)
         known, before = set(sys.modules), dict(os.environ)
@@ -146,7 +149,7 @@ def _run_program(program: Entrypoint) -> None:
     if program.launch.passes_local_rank:
         args.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        preparation.default_local_rank(os.environ["LOCAL_RANK"])
+        TRIAL.local_rank = os.environ["LOCAL_RANK"]
     if program.trial_class:
         from determined.exec import harness
 

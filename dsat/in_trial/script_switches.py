@@ -24,6 +24,7 @@ from dsat.inputs.switches import (
     TILED_MLP,
     WORKERS,
 )
+from dsat.values import host_cores
 from dsat.values.outcome import ScriptSwitch
 
 _WORKERS = (2, 4, 8)
@@ -117,6 +118,13 @@ class ScriptSwitches:
             engine.compile()
 
 
+def cores_of_this_rank() -> int:
+    """Return the cores that this rank may use: its own, or a share of those of all ranks."""
+    is_bound = os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())  # by the launcher
+    sharers = 1 if is_bound else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return len(host_cores.usable()) // sharers
+
+
 def _of_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return the switches among the fields of `TrainingArguments`, their own values first."""
     own = _checkpointing_of(args)
@@ -127,7 +135,7 @@ def _of_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, 
     if hasattr(args, known.NEWER_CHECKPOINTING) and not of_trl:
         others.append(known.EVERY_SECOND)
     workers = int(args.dataloader_num_workers)
-    cores_of_a_rank = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores_of_a_rank = cores_of_this_rank()
     values: dict[str, tuple[Any, ...]] = {
         CHECKPOINTING: (own, *others),
         WORKERS: (workers, *(n for n in _WORKERS if n <= max(2, cores_of_a_rank))),

@@ -9,7 +9,7 @@ from typing import Any
 
 from dsat.in_trial import compiling, loaders
 from dsat.in_trial.agreement import Ranks
-from dsat.in_trial.batches import BatchCounter, Fed, leaves_of
+from dsat.in_trial.batches import BatchCounter, Fed
 from dsat.in_trial.clocks import Clock, MemoryWatch, ProcessMemory, clock_for
 from dsat.in_trial.losses import LossWatch, in_backward, in_training
 from dsat.in_trial.meter_spec import MeterSpec
@@ -254,7 +254,7 @@ class StepRecorder:
 
     def _begin_forward(self, args: Any, kwargs: Any) -> None:
         self._close_backward()
-        self.marks.calls.append(self.counter.count(leaves_of([*args, kwargs])))
+        self.marks.calls.append(self.counter.count([*args, kwargs]))
         if self.counter.warning is not None:
             self._warn(self.counter.warning)
         if self.profiler is not None and self._calls_engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 
 from dsat.in_trial import batches
@@ -16,6 +17,7 @@ from dsat.values.trial import Trial
 from dsat.values.zero_strategy import of_config
 
 _NOISY = 0.2  # half-width of the 95 % interval of one measurement
+_DRIFTED = 1.2  # ratio of the user's own speeds; run-to-run variation is at most half of that
 _UNSURE = 2.0  # upper by lower end of the gain's interval
 _LONGER, _ERRORS = 1.2, 3.0  # samples, and standard errors, from which on lengths differ
 _QUIETER = "End other programs on the machine, or measure longer (--max-profile-steps)."
@@ -32,6 +34,7 @@ def of_run(run: Run, best: Trial, outcome: Outcome, found: Gain | None) -> Itera
     """
     yield from _excluded(run)
     yield from _of_noise(run, found)
+    yield from _of_drift(run)
     yield from _of_steps(run)
     yield from _of_samples(run, outcome)
     yield from _of_lengths(run, best)
@@ -60,6 +63,29 @@ def _of_noise(run: Run, found: Gain | None) -> Iterator[str]:
             f"the gain may be anything from {found.low:.2f}x to {found.high:.2f}x, because runs of "
             f"the same configuration differ much. {_QUIETER} More pairs help too (--finals, with "
             "enough --max-trials)."
+        )
+
+
+def _of_drift(run: Run) -> Iterator[str]:
+    """Yield a warning if the user's own configuration changed its speed during the run."""
+    own = run.baseline
+    first = None if own is None else run.value(own)
+    again = [
+        value
+        for trial_id, repeated in run.repeated.items()
+        if own is not None and repeated == own.id
+        if (value := run.value(run.trials[trial_id])) is not None
+    ]
+    if first is None or not again:
+        return
+    later = statistics.median(again)
+    if max(first, later) > _DRIFTED * min(first, later):
+        metric = run.plan.metric
+        yield (
+            f"your own configuration measured {fmt.metric(metric, first)} first and "
+            f"{fmt.metric(metric, later)} in the finals: the machine changed its speed (heat, or "
+            "other programs). The gain holds, since its runs took turns, but the search compared "
+            "trials of different conditions."
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dsat.in_trial.config_injection import ZERO_INIT
+from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.report import advice, caveats, step_parts
 from dsat.report import format as fmt
 from dsat.report.differences import TRAIN_BATCH, differences
@@ -249,7 +249,7 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
     finals = run.finals
     if finals is None or not finals.over:
         if _rival(run) is not None and search_gain(run) is not None:
-            yield "low, because each was measured once and the luckiest looks best."
+            yield _how_often(run)
             yield _no_finals(run)
         return
     if finals.comparison is None:
@@ -274,6 +274,14 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
         yield "On the same data the losses agree with yours."
     else:
         yield f"Losses were not compared: {finding.reason}."
+
+
+def _how_often(run: Run) -> str:
+    """Say how often the best and the user's own were measured, before the finals are over."""
+    pairs = 0 if run.finals is None else len(run.finals.pairs)
+    if pairs:
+        return f"low, with {fmt.count(pairs, 'pair')} of the finals so far."
+    return "low: each was measured once, and picking the fastest overstates it."
 
 
 def _no_finals(run: Run) -> str:

@@ -16,6 +16,48 @@ REPORTED, CLEAR = 0.975, 0.99
 _FEW, _DIFFERENT = 3, 0.95
 
 
+# What is assumed of the run-to-run variation of a machine before it was measured, and how many
+# degrees of freedom that is worth. With these, at 5 % of variation and without finals, nothing
+# better replaces the user's own in at most 5 % of runs (`benchmarks/winners_curse.py`).
+_PRIOR_SD, _PRIOR_FREEDOM = 0.02, 3
+
+
+@dataclass(frozen=True)
+class Variation:
+    """Measured run-to-run variation of a machine.
+
+    Attributes:
+        sd: standard deviation of the logarithm of a run's value.
+        freedom: degrees of freedom behind it.
+    """
+
+    sd: float
+    freedom: int
+
+
+def margin_of_single_runs(
+    errors: tuple[float, float], tried: int, measured: Variation | None = None
+) -> float:
+    """Return the half-width of the 95 % interval of the difference of two runs, in logarithms.
+
+    It is as wide as the best of several needs (Bonferroni). What a single run tells of its own
+    error leaves out what differs from run to run.
+
+    Args:
+        errors: standard errors of both, by the steps of each.
+        tried: number of configurations that ran.
+        measured: run-to-run variation; None if it was not measured.
+    """
+    freedom, squares = _PRIOR_FREEDOM, _PRIOR_FREEDOM * _PRIOR_SD**2
+    if measured is not None:
+        freedom += measured.freedom
+        squares += measured.freedom * measured.sd**2
+    level = 1 - 0.05 / max(1, tried)
+    within = statistics.NormalDist().inv_cdf((1 + level) / 2) * math.hypot(*errors)
+    between = student.half_width(level, freedom) * math.sqrt(2 * squares / freedom)
+    return math.hypot(within, between)
+
+
 @dataclass(frozen=True)
 class Gain:
     """Ratio of two configurations and its 95 % confidence interval."""
@@ -82,6 +124,11 @@ class Comparison:
     @property
     def gain(self) -> Gain:
         return Gain.of_log(self.mean, self.margin)
+
+    @property
+    def variation(self) -> Variation:
+        """The measured variation from run to run."""
+        return Variation(self.noise, self.freedom)
 
     @property
     def is_better(self) -> bool:

@@ -93,8 +93,6 @@ def raise_as_corrupt_journal(number: int, name: str = "the journal") -> Iterator
     except (
         UserInputError,
         ArithmeticError,
-        AssertionError,
-        AttributeError,
         LookupError,
         TypeError,
         ValueError,

@@ -17,9 +17,8 @@ import enum
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
-from dsat.tuning.comparison import REPORTED, Comparison, Gain
+from dsat.tuning.comparison import REPORTED, Comparison, Gain, margin_of_single_runs
 from dsat.values import student
 
 # With 1 % of noise from run to run, seven pairs see a gain of 3 % nearly always, with 2 % in half
@@ -27,7 +26,8 @@ from dsat.values import student
 MOST_TRIALS, LEAST_TRIALS = 15, 5
 _UNCLEAR = 7  # whatever they cost: three pairs and a run with the own batch, if two are not enough
 SHARE, MOST_COST = 0.25, 0.30
-SHORT_RUN, LEAST_RUN = 12, 8  # trials of a run; one pair in a short one, none in a shorter one
+# Trials of a run; one pair in a short one, none in a shorter one: the user's own, one to compare.
+SHORT_RUN, LEAST_RUN = 12, 4
 _PAIR = 2
 
 # After so many pairs they are looked at, and whenever the budget is spent.
@@ -288,14 +288,11 @@ class Finals:
                 self.pick = self._surely_better()
 
     def _surely_better(self) -> Contestant | None:
-        """Return the first candidate that its own trial tells from the user's, if there is one.
-
-        Its interval is as wide as the best of so many needs (Bonferroni).
-        """
-        z = NormalDist().inv_cdf(1 - 0.025 / (1 + len(self._candidates)))
+        """Return the first candidate whose own trial shows that it is better, if there is one."""
 
         def least(candidate: Contestant) -> float:
-            margin = z * math.hypot(candidate.standard_error, self.own.standard_error)
+            errors = candidate.standard_error, self.own.standard_error
+            margin = margin_of_single_runs(errors, 1 + len(self._candidates))
             return candidate.log_value - self.own.log_value - margin
 
         return next((each for each in self._candidates if least(each) > 0), None)

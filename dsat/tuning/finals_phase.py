@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import Any
 
 from dsat.space.plan import Plan
@@ -128,10 +130,21 @@ class FinalsPhase:
 def contenders(run: Run) -> list[Trial]:
     """Return the trials of the search that finals may compare with the user's own configuration.
 
-    While that is the best, only those whose interval holds a gain that is worth something.
+    While that is the best, only those whose interval holds a gain that is worth something, by the
+    steps of both, and those that ran beside more trials than it.
     """
-    least = 1 + run.plan.indifference
     tried = [trial for trial in searched(run) if run.plan.admits(trial.batch)]
     if run.leader is not run.baseline:
         return tried
-    return [trial for trial in tried if (gain := run.gain_of(trial)) and gain.high > least]
+    return [trial for trial in tried if _may_gain(run, trial)]
+
+
+def _may_gain(run: Run, trial: Trial) -> bool:
+    assert run.baseline is not None
+    own, its = run.contestant(run.baseline), run.contestant(trial)
+    if run.neighbours.get(trial.id, 0) > run.neighbours.get(own.trial_id, 0):
+        return True
+    ran = sum(outcome.ok for outcome in run.outcomes.values())
+    margin = NormalDist().inv_cdf(1 - 0.025 / ran)
+    margin *= math.hypot(own.standard_error, its.standard_error)
+    return its.log_value - own.log_value + margin > math.log1p(run.plan.indifference)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 from dsat.inputs import ds_config
 from dsat.memory.predictor import Basis
 from dsat.space.plan import Plan
 from dsat.tuning import events
-from dsat.tuning.comparison import Gain
+from dsat.tuning.comparison import Gain, Variation, margin_of_single_runs
 from dsat.tuning.finals import Contestant, Finals, Role
 from dsat.tuning.journal import read_events
 from dsat.tuning.training_check import TrainingCheck
@@ -76,7 +74,7 @@ class Run:
         self.search_ended: str | None = None
         self.converged = False
         self.num_finals = 0
-        self._earlier_noise: float | None = None
+        self._earlier_variation: Variation | None = None
         self.disqualified: dict[int, str] = {}
         self.same_batch_final: Trial | None = None
         self.repeated: dict[int, int] = {}
@@ -123,7 +121,7 @@ class Run:
             elif trial.kind is TrialKind.FINAL:
                 self._enter_final(trial)
             self.stop_reason = None
-        elif kind == events.EVENT_FINISHED:
+        elif kind == events.EVENT_FINISHED and event["trial_id"] not in self.outcomes:
             self.ended_at_s[event["trial_id"]] = event.get("time_s")
             self._finish(event["trial_id"], event["outcome"])
         elif kind == events.EVENT_MEMORY_BASIS:
@@ -134,7 +132,7 @@ class Run:
             converged = event.get("converged", self.converged)
             goes_on = event["max_trials"] > self.plan.max_trials and not converged
             if goes_on:
-                self._earlier_noise = self.noise
+                self._earlier_variation = self.variation
                 self.finals = None  # the search goes on; new finals follow
             self.plan = replace(self.plan, max_trials=event["max_trials"])
             if not event.get("asked"):
@@ -183,7 +181,8 @@ class Run:
             self._leaders_value = value
 
     def _begin_finals(self, event: Mapping[str, Any]) -> None:
-        assert self.baseline is not None
+        if self.baseline is None:
+            raise ValueError("finals without the user's own configuration")
         self.search_ended = event["reason"]
         self.converged = event.get("converged", not event["reason"].startswith("the budget of"))
         self.repeated.clear()
@@ -203,9 +202,10 @@ class Run:
     def _enter_final(self, trial: Trial) -> None:
         self.num_finals += 1
         turn = None if self.finals is None else self.finals.turn
-        assert self.baseline is not None
         if turn is None:
             return
+        if self.baseline is None:
+            raise ValueError("finals without the user's own configuration")
         if turn.role is Role.OWN:
             self.repeated[trial.id] = self.baseline.id
         elif turn.role is Role.SAME_BATCH:
@@ -227,7 +227,8 @@ class Run:
     def contestant(self, trial: Trial, predicted: float | None = None) -> Contestant:
         """Make a contestant of the finals from a trial that ran, and what a model predicts."""
         outcome, value = self.outcomes[trial.id], self.value(trial)
-        assert value is not None and outcome.metrics is not None
+        if value is None or outcome.metrics is None:
+            raise ValueError(f"trial {trial.id} was not measured")
         memory = outcome.memory
         log_value = self._objective.log_value(value)
         return Contestant(
@@ -302,8 +303,6 @@ class Run:
     def gain_of(self, trial: Trial | None) -> Gain | None:
         """Return the gain of a trial over the user's own configuration, both measured once.
 
-        Its interval is as wide as the best of so many trials needs (Bonferroni).
-
         Returns:
             None if either is missing, if they are the same, or if the user's own is not within the
             batch sizes of the plan.
@@ -315,8 +314,8 @@ class Run:
             return None
         first, then = self.contestant(own), self.contestant(trial)
         tried = sum(outcome.ok for outcome in self.outcomes.values())
-        margin = NormalDist().inv_cdf(1 - 0.025 / tried)
-        margin *= math.hypot(first.standard_error, then.standard_error)
+        errors = first.standard_error, then.standard_error
+        margin = margin_of_single_runs(errors, tried, self.variation)
         return Gain.of_log(then.log_value - first.log_value, margin)
 
     @property
@@ -325,10 +324,15 @@ class Run:
         return None if self.best is None else typical_outcome(self, self.best)
 
     @property
-    def noise(self) -> float | None:
-        """Run-to-run variation in the finals (relative standard deviation); None before."""
+    def variation(self) -> Variation | None:
+        """Run-to-run variation, measured in the finals; None before."""
         comparison = None if self.finals is None else self.finals.comparison
-        return self._earlier_noise if comparison is None else comparison.noise
+        return self._earlier_variation if comparison is None else comparison.variation
+
+    @property
+    def noise(self) -> float | None:
+        """Standard deviation of `variation`."""
+        return None if self.variation is None else self.variation.sd
 
     @property
     def best_value(self) -> float | None:

@@ -103,7 +103,7 @@ class TrialFactory:
 
     def _to_beat(self) -> dict[str, float]:
         run, metric = self._run, self._plan.metric
-        best = run.leader if run.best is run.leader else run.baseline
+        best = run.leader or run.baseline
         value = None if best is None else run.value(best)
         return {} if value is None or metric not in KNOWN_TO_CI95 else {metric: value}
 

@@ -21,7 +21,7 @@ os.environ.pop("LD_PRELOAD", None)  # not for the compilers that DeepSpeed may s
 import deepspeed
 import torch
 
-from dsat.in_trial.simulation.patches import make_process_group
+from dsat.simulation.patches import make_process_group
 
 on_device = torch.cuda.is_available()
 if not on_device:

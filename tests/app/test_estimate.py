@@ -16,7 +16,7 @@ from dsat.app.memory_tables import Estimate
 from dsat.inputs import hf_config
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
-from dsat.memory.simulation_client import Simulator
+from dsat.simulation.client import Simulator
 from dsat.values import parallelism
 from dsat.values.parallelism import Parallelism
 from dsat.values.zero_strategy import Strategy

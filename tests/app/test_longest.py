@@ -12,8 +12,8 @@ from dsat.app.longest import UNIT_TOKENS
 from dsat.inputs.cards import Card
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import SIMULATED
-from dsat.memory.simulation_client import Simulator
 from dsat.report.longest_sequence import Longest
+from dsat.simulation.client import Simulator
 from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_of
 
 GIB = 2**30

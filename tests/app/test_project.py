@@ -19,7 +19,7 @@ from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.predictor import Anchor
-from dsat.memory.simulation_client import Question
+from dsat.simulation.protocol import Question
 from dsat.values.step_trace import (
     ALL_GATHER,
     ATTENTION,

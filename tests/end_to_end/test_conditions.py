@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dsat.in_trial import side_effects
+from dsat.in_trial.adapters import trackers
 from dsat.in_trial.loopback import INTERFACES
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from testing.command import FAST, run_of, run_to_end, typed
@@ -83,7 +83,7 @@ def conditions(folder: Path, rank: int) -> dict[str, Any]:
         for name, value in found["environment"].items()
         if name not in IDENTITY
         and not name.startswith("TORCHELASTIC_")
-        and name not in (*side_effects.TRACKERS_OFF, "MLFLOW_TRACKING_URI")
+        and name not in (*trackers.TRACKERS_OFF, "MLFLOW_TRACKING_URI")
         and SAME_WITHOUT.get(name) != value
     }
     config = next(i for i, word in enumerate(found["arguments"]) if word.endswith(".json"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.in_trial.config_injection import ZERO_INIT
+from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.values.outcome import OutcomeKind
 from testing.command import FAST, kinds_of, run_of, typed
 from testing.local import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from dsat.in_trial.batches import UNCOUNTED, batch_flag, is_about
+from dsat.in_trial.batches import UNCOUNTED, LeafFinder, batch_flag, is_about
 from dsat.in_trial.measurement import SHORT_BATCHES
 from dsat.values.outcome import Outcome, OutcomeKind, SequenceLengths
 from testing.metered import Clock, FakeEngine, attach, measured_by
@@ -251,3 +251,23 @@ def test_lengths_over_the_micro_steps(clock: Clock) -> None:
                 engine.step()
 
     assert measured_by(loop).sequences == SequenceLengths(7, 30, 512)
+
+
+class Words(list[int]):
+    """A list that counts how often it is walked."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_a_large_list_without_tensors_is_walked_once() -> None:
+    finder, words, few = LeafFinder(), Words(range(1000)), Words(range(10))
+    for size in (2, 3):
+        batch = {"ids": torch.zeros(size, 4), "words": [words], "few": few}
+        assert {place: len(leaf) for place, leaf in finder.find([batch]).items()} == {"0.ids": size}
+    assert (words.walks, few.walks) == (1, 2), "a small one may have tensors later"
+    few[:] = [torch.zeros(1)]  # type: ignore[list-item]
+    assert list(finder.find([batch])) == ["0.ids", "0.few.0"]

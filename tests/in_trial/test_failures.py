@@ -13,7 +13,7 @@ import torch
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial import failures
-from dsat.in_trial.simulation.borrowed_model import BorrowedModel
+from dsat.simulation.borrowed_model import BorrowedModel
 from dsat.values.outcome import OutcomeKind
 from testing.scripts import Scripts
 

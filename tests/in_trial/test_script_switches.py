@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dsat.in_trial import script_switches
+from dsat.values import host_cores
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
 from testing.scripts import CONFIG, Ended, Scripts, scripts_in
@@ -309,3 +312,20 @@ def test_lightning_counts_optimizer_steps_as_the_engine_makes_them(scripts: Scri
     ended = scripts.run(LIGHTNING, gas=4).well()
     assert ended.notes()["found"] == [4, 4, 4, 4, 1, 1]
     assert any("accumulat" in text for text in ended.warnings)
+
+
+@pytest.mark.parametrize(
+    ("own", "launchers", "ranks", "expected"),
+    [
+        (range(4), range(4), 2, 2),  # a container's, shared
+        (range(4, 8), range(16), 4, 4),  # bound by the launcher
+    ],
+)
+def test_workers_are_as_many_as_there_are_cores_to_use(
+    monkeypatch: pytest.MonkeyPatch, own: range, launchers: range, ranks: int, expected: int
+) -> None:
+    affinities = {0: set(own), os.getppid(): set(launchers)}
+    monkeypatch.setattr(os, "sched_getaffinity", affinities.__getitem__)
+    monkeypatch.setattr(host_cores, "usable", lambda: list(own))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert script_switches.cores_of_this_rank() == expected

@@ -113,6 +113,70 @@ def test_a_file_that_dsat_did_not_write_is_not_the_scripts_fault(
     assert not (scripts.work / "best.pt").exists()
 
 
+SAVES = """
+import json
+import numpy
+import safetensors.numpy
+from accelerate.utils.other import save as save_early  # which has bound `save_file` itself
+from transformers import GPT2Config
+import torch.distributed.checkpoint.state_dict_saver as saver
+
+out = Path("{out}")
+config, names = GPT2Config(), sorted(path.name for path in out.iterdir())
+scripted = torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1, 1))
+engine = make_engine()
+weights = {{"a": torch.ones(1)}}
+save_early(weights, out / "best.pt", safe_serialization=True)
+save_early(weights, out / "early.safetensors", safe_serialization=True)
+config.save_pretrained(out)
+torch.jit.save(scripted, str(out / "best.pt"))
+safetensors.numpy.save_file({{"a": numpy.ones(1)}}, str(out / "best.pt"))
+saver.save(weights, checkpoint_id=str(out))
+numpy.save(out / "array.npy", numpy.zeros(3))
+shutil.copy(__file__, out / "best.pt")
+shutil.copy2(__file__, out / "best.pt")
+os.truncate(out / "best.pt", 0)
+note(read=(out / "best.pt").read_text() == Path(__file__).read_text(),
+     array=numpy.load(out / "array.npy").sum(),
+     added=sorted({{path.name for path in out.iterdir()}} - set(names)))
+train(engine)
+"""
+
+
+def test_no_saver_changes_an_older_file(scripts: Scripts, out: Path) -> None:
+    (out / "array.npy").write_text("old")
+    before = {path: (path.read_text(), path.stat()) for path in out.iterdir() if path.is_file()}
+    ended = scripts.run(f"import os, shutil\n{SAVES.format(out=out)}").well()
+    for path, (text, status) in before.items():
+        assert path.read_text() == text
+        assert (path.stat().st_mtime_ns, path.stat().st_mode) == (
+            status.st_mtime_ns,
+            status.st_mode,
+        )
+    assert ended.notes() == {"read": True, "array": 0.0, "added": []}
+
+
+BEGINS_ANEW = """
+import shutil
+out = Path("{out}")
+shutil.rmtree(out)
+os.makedirs(out)
+os.makedirs(out / "checkpoint-1" / "shards")
+(out / "best.pt").write_text("new")
+with open(out / "best.pt", "a") as file:
+    file.write("er")
+note(read=(out / "best.pt").read_text())
+train(make_engine())
+"""
+
+
+def test_a_script_may_begin_in_a_folder_that_it_has_cleared(scripts: Scripts, out: Path) -> None:
+    ended = scripts.run(BEGINS_ANEW.format(out=out)).well()
+    assert ended.notes() == {"read": "newer"}
+    assert (out / "best.pt").read_text() == "old"
+    assert ended.log.count("shutil.rmtree did nothing") == 1
+
+
 PREPARES = """
 import shutil
 out = Path("{out}")
@@ -127,7 +191,6 @@ def test_what_a_script_prepares_before_its_engine_is_written(scripts: Scripts, o
     assert (out / "data.pt").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="what is deleted before deepspeed.initialize is gone")
 def test_what_a_script_deletes_before_its_engine_stays(scripts: Scripts, out: Path) -> None:
     scripts.run(PREPARES.format(out=out, deletes="shutil.rmtree(out / 'checkpoint-1')")).well()
     assert (out / "checkpoint-1" / "shards" / "0.pt").exists()

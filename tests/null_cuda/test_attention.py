@@ -14,9 +14,9 @@ from tests.null_cuda.conftest import MachineOf
 COMPARE = """
 import itertools, json, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from dsat.in_trial.simulation import fake_device
-from dsat.in_trial.simulation.attention import Kernel, attention, kernel_for
-from dsat.in_trial.simulation.storage_tracker import StorageTracker
+from dsat.simulation import fake_device
+from dsat.simulation.attention import Kernel, attention, kernel_for
+from dsat.simulation.storage_tracker import StorageTracker
 from dsat.memory.closed_form import MATMUL_WORKSPACE_BYTES
 
 NAMES = {0: Kernel.MATH, 1: Kernel.FLASH, 2: Kernel.EFFICIENT}

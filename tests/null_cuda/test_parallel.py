@@ -9,7 +9,8 @@ import pytest
 
 from dsat.engines.local.hosts import Host
 from dsat.engines.local.machine import find_machines
-from dsat.memory.simulation_client import Question, Simulator
+from dsat.simulation.client import Simulator
+from dsat.simulation.protocol import Question
 from dsat.space.overrides import overrides_for
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.trial import BatchTriple, Trial, TrialKind

@@ -28,7 +28,7 @@ def tuned(
 def kept_for_finals(trials: int) -> int:
     """Return how many trials docs/certainty.md keeps for the finals."""
     if trials < 12:
-        return 2 if trials >= 8 else 0
+        return 2 if trials >= 4 else 0
     return min(15, max(5, trials // 4))
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.in_trial.batches import OF_ITS_OWN, OWN_ACCUMULATION, UNCOUNTED, UNSEEN
-from dsat.in_trial.config_injection import SEVERAL_ENGINES, ZERO_INIT
+from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.inputs.switches import OTHER_ACCUMULATION, OTHER_BATCH, OTHER_CONFIG
 from dsat.values.outcome import ScriptSwitch
 from testing.scenarios import Harm, Told, User
@@ -43,7 +44,8 @@ KINDS = {
     "none is confirmed": r"none of the leading configurations was confirmed",
     # what changes, and how sure it is
     "changes": r"^Changed: ",
-    "measured once": r"^Confidence: low, because each was measured once",
+    "measured once": r"^Confidence: low: each was measured once",
+    "pairs so far": r"^Confidence: low, with \d+ pair",
     "finals are off": r"\(--finals\)\.$",
     "too few trials for finals": r"\(--max-trials \d+ or more\)\.$",
     "finals did not begin": r"continue it with --resume",
@@ -74,6 +76,7 @@ KINDS = {
     "first failure": r"^Warning: \S+ failed: ",
     "excluded": r"^Warning: \S+ is excluded",
     "noisy": r"^Warning: measurements are uncertain",
+    "drift": r"^Warning: your own configuration measured .* first and .* in the finals",
     "wide interval": r"^Warning: the gain may be anything from",
     "late in both": r"^Warning: optimizer steps .* took far longer",
     "other work": r"^Warning: the gain may not be comparable",
@@ -131,9 +134,9 @@ CASES = {
     ),
     "without a seed": Case((*GAIN[:3], "losses without a seed"), world={"seeded": False}),
     "no finals": Case((*ONCE, "finals are off"), options=("--finals", 0)),
-    "few trials": Case((*ONCE, "too few trials for finals"), trials=6),
+    "few trials": Case((*ONCE, "too few trials for finals"), trials=3),
     "few trials, other batch": Case(
-        (*ONCE, "too few trials for finals", "batch not measured", "learning rate"), FREE, trials=5
+        (*ONCE, "too few trials for finals", "batch not measured", "learning rate"), FREE, trials=3
     ),
     "no finals, other batch": Case(
         (*ONCE, "finals are off", "batch unconfirmed", "learning rate"),
@@ -144,11 +147,14 @@ CASES = {
         ("keep", "within the noise", "measured once", "too few trials for finals"),
         {"train_micro_batch_size_per_gpu": 16},
         world={"step_sd": 0.1},
-        trials=6,
+        trials=3,
     ),
     "interrupted": Case((*ONCE, "finals did not begin"), status=130, signals={5: (signal.SIGINT,)}),
     "interrupted in the finals": Case(
-        (*ONCE, "finals are not over"), trials=12, status=130, signals={10: (signal.SIGINT,)}
+        (*ONCE[:2], "pairs so far", "finals are not over"),
+        trials=12,
+        status=130,
+        signals={10: (signal.SIGINT,)},
     ),
     "interrupted at once": Case(
         ("keep", "not measured yet"), status=130, signals={1: (signal.SIGINT,)}
@@ -240,6 +246,7 @@ CASES = {
         ("keep", "none is confirmed", "excluded"),
         world={"effects": {"z1": 0.8}, "trains_otherwise": ("z1",)},
     ),
+    "a machine that heats up": Case((*GAIN, "drift"), world={"drift": 0.02}, trials=24),
     "a slow loader": Case((*GAIN, "data wait"), world={"findings": (Finding(waiting=0.31),)}),
     "a loader that is fast enough for the best": Case(
         (*GAIN, "the best reads faster"),

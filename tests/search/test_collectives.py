@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from dsat.inputs.cards import Card
-from dsat.memory.simulation_client import Question, Simulator
 from dsat.search.collectives import Network, of_step
+from dsat.simulation.client import Simulator
+from dsat.simulation.protocol import Question
 from dsat.space.knobs import defaults
 from dsat.values.step_trace import ALL_GATHER, ALL_REDUCE, BACKWARD, STEP, Collectives
 from testing.allocator import configuration

@@ -14,9 +14,9 @@ from typing import Any
 from dsat.engines.local.launch import Launch, assignments
 from dsat.engines.local.rank_settings import ALLOCATOR_SETTINGS, allocator_is_set, cores_of
 from dsat.in_trial import command_hook
+from dsat.in_trial.adapters.trackers import variables_off
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
 from dsat.in_trial.rank_files import CHANGES_FILE, DONE_FILE
-from dsat.in_trial.side_effects import trackers_off
 from dsat.inputs import accelerate_env
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.values.files import write_atomically
@@ -103,7 +103,7 @@ class CommandLaunch(Launch):
             DSAT_TRIAL_DIR=str(self._folder),  # by which the hook finds the trial
         )
         if self.start.meter is not None:
-            env.update(trackers_off(self._folder))
+            env.update(variables_off(self._folder))
         if self._machine.is_cpu:
             env["OMP_NUM_THREADS"] = "1"
         elif self._machine.expandable_segments and not allocator_is_set(env):

@@ -34,9 +34,9 @@ from dsat.engines.local.supervisor import GRACE_AFTER_FAILURE_S
 from dsat.engines.local.supervisors import LOST, Supervisors
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank_files import MODULES_FILE, result_file
-from dsat.in_trial.simulation.server import CAPTURED_MICRO_BATCH
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.experiment import Experiment
+from dsat.simulation.server import CAPTURED_MICRO_BATCH
 from dsat.space.overrides import overrides_for
 from dsat.values import parallelism, slow
 from dsat.values.outcome import Outcome, OutcomeKind

@@ -29,7 +29,8 @@ from dsat.engines.local.rank_settings import ALLOCATOR_SETTINGS, allocator_is_se
 from dsat.engines.local.running import Running, Start, Way, slow_activities
 from dsat.engines.local.supervisors import LOST, Supervisors
 from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
-from dsat.in_trial import command_hook, side_effects, start_record
+from dsat.in_trial import command_hook, start_record
+from dsat.in_trial.adapters import trackers
 from dsat.in_trial.loopback import ADDRESS, INTERFACES
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank_files import DONE_FILE, RECORDS_FOLDER, SPEC_FILE, RankSpec
@@ -314,7 +315,7 @@ def _environment(folder: Path) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "DSAT_TRIAL_DIR": str(folder),
         # Here too: what a launcher's process adds would be recorded as the user's own.
-        **side_effects.trackers_off(folder),
+        **trackers.variables_off(folder),
         **INTERFACES,
     }
 

@@ -5,17 +5,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import inspect
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from dsat.in_trial.adapters import install as adapters
 
 # jemalloc's own handlers restart it after a fork (`background_thread_prefork0`); pyarrow, which
 # pandas imports, brings it.
 _THREADS_THAT_MAY_FORK = frozenset({"jemalloc_bg_thd"})
+_STARTED_THREADS = (
+    "importing {modules} started threads, and then no process can be forked. The library may have "
+    "a variable that switches them off"
+)
 _PROBE_LIMIT_S = 60
 _THREADS_END_WITHIN_S = 2.0
 
@@ -27,28 +35,72 @@ def warm_up(modules: Sequence[str], device: Mapping[str, str]) -> str:
         modules: to import.
         device: variables by which a process sees one device.
     """
+    adapters.install()
     import numpy  # noqa: F401
 
     # Older torch starts inductor's workers at its import (`_inductor/async_compile.py` of 2.7.1).
     os.environ["TORCH_WARM_POOL"] = "0"  # ranks have variables of their own
     # OpenBLAS starts its threads when numpy is imported, and ends them itself before a fork.
     threads_before = _num_threads()
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except (Exception, SystemExit) as error:  # a user's library may do anything
-            sys.stderr.write(f"{name} cannot be imported in advance: {error!r}\n")
+    starters = _Starters()
+    with starters:
+        for name in modules:
+            try:
+                importlib.import_module(name)
+            except (Exception, SystemExit) as error:  # a user's library may do anything
+                sys.stderr.write(f"{name} cannot be imported in advance: {error!r}\n")
+            starters.note_native(name)
     reason = ""
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         reason = "an import initialised CUDA"
     elif not _threads_end(threads_before):
-        reason = "an import started threads"
+        reason = _STARTED_THREADS.format(modules=starters.described())
     else:
         reason = _check_fork_safe(os.environ.get("DS_ACCELERATOR", "cpu"), device)
     if not reason:
         gc.collect()
         gc.freeze()  # forked ranks then share these objects instead of copying them
     return reason
+
+
+class _Starters:
+    """Modules whose import has started threads; a context manager around the imports."""
+
+    def __init__(self) -> None:
+        self._modules: dict[threading.Thread, str] = {}
+        self._native: list[str] = []
+        self._count = _num_threads()
+        self._class: Any = threading.Thread
+        self._start = self._class.start
+
+    def __enter__(self) -> None:
+        def start(thread: threading.Thread) -> None:
+            self._modules[thread] = _importing_module()
+            self._start(thread)
+
+        self._class.start = start
+
+    def __exit__(self, *_: object) -> None:
+        self._class.start = self._start
+
+    def note_native(self, module: str) -> None:
+        """Note whether the import of a module has left more threads."""
+        before, self._count = self._count, _num_threads()
+        if self._count > before:
+            self._native.append(module)
+
+    def described(self) -> str:
+        """Return the modules of threads that go on; of native threads what imported them."""
+        found = [module for thread, module in self._modules.items() if thread.is_alive()]
+        return ", ".join(dict.fromkeys(filter(None, found or self._native))) or "a library"
+
+
+def _importing_module() -> str:
+    """Return the module that is being imported, and so calls this; empty without one."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
 def _check_fork_safe(accelerator: str, device: Mapping[str, str]) -> str:

@@ -1,0 +1,76 @@
+"""DeepSpeed's functions in a trial."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from typing import Any
+
+from dsat.in_trial import available_memory
+from dsat.in_trial.adapters import calls
+from dsat.in_trial.adapters.calls import Original
+from dsat.in_trial.adapters.trial import Phase, RunningTrial
+
+ZERO_INIT = (
+    "the script opens deepspeed.zero.Init in every stage, and trials below stage 3 switch it off: "
+    "training fails there unless the script passes enabled=(stage == 3) to it"
+)
+
+
+def initialize(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+    """Make the engine with the trial's configuration, and have it measured."""
+    try:
+        bound = inspect.signature(original.function).bind(*args, **kwargs)
+    except TypeError:  # the script's own mistake, which DeepSpeed reports
+        return original(*args, **kwargs)
+    if trial.phase is Phase.PREPARING:
+        trial.phase = Phase.MEASURING
+    for before in trial.before_engine:
+        before(bound.arguments)
+    if trial.make_engine is None:
+        result = original(*bound.args, **bound.kwargs)
+    else:
+        result = trial.make_engine(original.function, *bound.args, **bound.kwargs)
+    for after in trial.after_engine:
+        after(result[0])
+    return result
+
+
+def open_zero_init(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
+    """Partition no model below stage 3.
+
+    Scripts make their model under `zero.Init` for their own stage 3. Lower stages cannot train such
+    a model, and an engine of stage 3 partitions a whole one itself. Libraries open it by the stage
+    of their configuration (`from_pretrained`), so that they train as trials do.
+    """
+    zero = (trial.config or {}).get("zero_optimization") or {}
+    # One script is simulated in all stages.
+    if trial.config is None or trial.is_simulated or zero.get("stage", 0) >= 3:
+        original(*args, **kwargs)
+        return
+    bound = inspect.signature(original.function).bind_partial(*args, **kwargs)
+    if bound.arguments.get("module") is None:
+        is_library = f"-packages{os.sep}" in calls.caller().f_code.co_filename
+        if bound.arguments.get("enabled", True) and not is_library:
+            trial.warn(ZERO_INIT)
+        bound.arguments["enabled"] = False
+    original(*bound.args, **bound.kwargs)
+
+
+def compile_operator(
+    trial: RunningTrial, original: Original, builder: Any, args: Any, kwargs: Any
+) -> Any:
+    """Show the compilation of an operator, and lift the trial's limit of memory meanwhile."""
+    with contextlib.ExitStack() as stack:
+        for around in trial.around_compilations:
+            stack.enter_context(around(builder.name))
+        return original(*args, **kwargs)
+
+
+def available(trial: RunningTrial, original: Original, device: Any, args: Any, kwargs: Any) -> int:
+    """Answer for devices that are named in place of numbered, and for the limit of a slot."""
+    if trial.is_simulated:
+        return int(original(*args, **kwargs))
+    index = kwargs.get("device_index", args[0] if args else None)
+    return available_memory.available(original, device, index, trial.warn)

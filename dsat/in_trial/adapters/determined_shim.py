@@ -1,0 +1,252 @@
+"""An unmodified Determined script without a master.
+
+determined is adapted as soon as the script imports it: `det.get_cluster_info()` answers with the
+trial's hyperparameters, and `det.core.init()` gives a context whose metrics, checkpoints and
+searcher operations stay in the trial's folder. Builds on parts of determined 0.28 to 0.37.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsat.errors import InvalidTrial
+from dsat.in_trial import loopback
+from dsat.in_trial.adapters.calls import Original
+from dsat.in_trial.adapters.trial import RunningTrial
+
+_CHIEF_PORTS = ("pub_port", "pull_port")
+_SUPPORTED = ((0, 28), (0, 37))  # first and last
+
+
+@dataclass(frozen=True)
+class LocalTask:
+    """Answers to a script's questions about its task.
+
+    Attributes:
+        trial_id, slots: of the trial.
+        hparams: hyperparameters, `deepspeed_config` and `overwrite_deepspeed_args` among them.
+        experiment_config: the whole experiment configuration.
+        length: of the one searcher operation, in the script's own unit.
+        seed: `info.trial.trial_seed`.
+        folder: where reports and checkpoints go.
+        ports: two free ports for the chief's broadcasts.
+        devices: identifiers of the slots' devices; empty on a CPU.
+        hosts: addresses of the trial's hosts, which have equally many of its slots.
+    """
+
+    trial_id: int
+    slots: int
+    hparams: Mapping[str, Any]
+    experiment_config: Mapping[str, Any]
+    length: int
+    seed: int
+    folder: Path
+    ports: Sequence[int]
+    devices: Sequence[str] = ()
+    hosts: Sequence[str] = (loopback.ADDRESS,)
+
+    @property
+    def slots_per_host(self) -> int:
+        return self.slots // len(self.hosts)
+
+
+def get_cluster_info(
+    trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
+) -> Any:
+    """Answer as in the task of a Determined cluster."""
+    if trial.task is None:
+        return original(*args, **kwargs)
+    _check_version()
+    return _cluster_info(trial.task)
+
+
+def _check_version() -> None:
+    """Raise InvalidTrial if determined is of a version that works otherwise."""
+    import determined
+
+    version, (first, last) = determined.__version__, _SUPPORTED
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not first <= (int(found[1]), int(found[2])) <= last:
+        raise InvalidTrial(
+            f"the script imports determined {version}, and dsat works with 0.28 to 0.37. Run "
+            "pip install 'determined>=0.28,<0.38'"
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def _cluster_info(task: LocalTask) -> Any:
+    from determined import _info
+
+    config = {**_CONFIG_DEFAULTS, **task.experiment_config, "hyperparameters": dict(task.hparams)}
+    for section in ("optimizations", "profiling", "searcher"):  # others hold the key of a unit
+        config[section] = {**_CONFIG_DEFAULTS[section], **(config[section] or {})}
+    return _info.ClusterInfo(
+        master_url="http://127.0.0.1:8080",
+        cluster_id="dsat-local",
+        agent_id=socket.gethostname(),
+        slot_ids=list(range(task.slots_per_host)),
+        task_id=f"{task.trial_id}.local",
+        allocation_id=f"{task.trial_id}.local.0",
+        session_token="",
+        task_type="TRIAL",
+        trial_info=_info.TrialInfo(
+            trial_id=task.trial_id,
+            experiment_id=0,
+            trial_seed=task.seed,
+            hparams=dict(task.hparams),
+            config=config,
+            steps_completed=0,
+            trial_run_id=0,
+            debug=False,
+            inter_node_network_interface=None,
+        ),
+        rendezvous_info=_info.RendezvousInfo(
+            list(task.hosts),
+            int(os.environ.get("CROSS_RANK", "0")),
+            [task.slots_per_host] * len(task.hosts),
+        ),
+        resources_info=_info.ResourcesInfo(gpu_uuids=list(task.devices)),
+    )
+
+
+# What a master fills in (master/pkg/schemas/expconf of 0.37) and the harness reads.
+_CONFIG_DEFAULTS: dict[str, Any] = {
+    "checkpoint_policy": "best",
+    "checkpoint_storage": {"type": "directory", "container_path": "."},
+    "debug": False,
+    "min_checkpoint_period": {"batches": 0},
+    "min_validation_period": {"batches": 0},
+    "optimizations": {
+        "aggregation_frequency": 1,
+        "average_aggregated_gradients": True,
+        "average_training_metrics": True,
+        "gradient_compression": False,
+    },
+    "perform_initial_validation": False,
+    "profiling": {"enabled": False},
+    "records_per_epoch": 0,
+    "scheduling_unit": 100,
+    "searcher": {"metric": "throughput", "smaller_is_better": True},
+}
+
+
+def init(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+    """Return a context whose reports, checkpoints and operations stay in the trial's folder."""
+    if trial.task is None:
+        return original(*args, **kwargs)
+    _check_version()
+    return _init(trial.task, *args, **kwargs)
+
+
+def _init(
+    task: LocalTask,
+    *,
+    distributed: Any = None,
+    checkpoint_storage: Any = None,
+    preempt_mode: Any = None,
+    tensorboard_mode: Any = None,
+) -> Any:
+    """Take the place of `determined.core.init`, with its parameters."""
+    import determined
+    from determined import core
+    from determined.core import _context
+
+    if distributed is None and task.slots > 1:
+        raise ValueError("you must provide a valid DistributedContext for a multi-slot task")
+    context = _context._dummy_init(
+        distributed=distributed,
+        checkpoint_storage=checkpoint_storage or str(task.folder / "checkpoints"),
+        preempt_mode=preempt_mode or core.PreemptMode.WorkersAskChief,
+    )
+    is_chief = context.distributed.rank == 0
+    reports = task.folder / "reports.jsonl" if is_chief else Path(os.devnull)
+    context.info = determined.get_cluster_info()
+    searcher = context.info.trial._config["searcher"]
+    context.train = _train_context(reports, task.folder / "tensorboard", searcher)
+    context.searcher = _searcher_context(context.distributed, task)
+    return context
+
+
+def _train_context(reports: Path, tensorboard: Path, searcher: Mapping[str, Any]) -> Any:
+    from determined import core, util
+
+    better = min if searcher["smaller_is_better"] else max
+
+    class TrainContext(core.DummyTrainContext):  # type: ignore[misc]
+        best: float | None = None
+
+        def _report_trial_metrics(
+            self, group: Any, steps_completed: int, metrics: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            group = getattr(group, "value", group)
+            report = {"group": group, "steps_completed": steps_completed, "metrics": metrics}
+            with open(reports, "a", encoding="utf-8") as file:
+                file.write(util.json_encode(report) + "\n")
+            value = metrics.get(searcher.get("metric"))
+            if group == "validation" and util.is_numerical_scalar(value):
+                self.best = float(value if self.best is None else better(self.best, value))
+
+        def get_experiment_best_validation(self) -> float | None:
+            """Return the value by which the harness keeps checkpoints under the policy `best`."""
+            return self.best
+
+    tensorboard.mkdir(exist_ok=True)
+    return TrainContext(tensorboard)
+
+
+def _searcher_context(distributed: Any, task: LocalTask) -> Any:
+    from determined import core
+
+    class SearcherContext(core.DummySearcherContext):  # type: ignore[misc]
+        def get_configured_units(self) -> Any:
+            return core._parse_searcher_units(dict(task.experiment_config))
+
+    return SearcherContext(distributed, task.length)
+
+
+def connect(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
+    """Give the trial ports of its own.
+
+    determined binds two fixed ports on all interfaces, which two trials on one machine cannot.
+    """
+    if trial.task is not None:
+        kwargs = {**dict(zip(_CHIEF_PORTS, trial.task.ports, strict=True)), **kwargs}
+    original(*args, **kwargs)
+
+
+def serve(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
+    """Keep the chief's sockets off other networks."""
+    if trial.task is not None:
+        numeric = socket.gethostbyname(trial.task.hosts[0])
+        for name in ("pub_url", "pull_url"):
+            if kwargs.get(name):
+                kwargs[name] = kwargs[name].replace("tcp://*:", f"tcp://{numeric}:")
+    original(*args, **kwargs)
+
+
+def write_user_code(
+    trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
+) -> None:
+    """Copy no model folder to a checkpoint: a container has it at a fixed place."""
+    if trial.task is None:
+        original(*args, **kwargs)
+
+
+def choose_device(
+    trial: RunningTrial, original: Original, context: Any, args: Any, kwargs: Any
+) -> None:
+    """Let a DeepSpeedTrial train on processor cores; it insists on a GPU."""
+    if trial.task is None or trial.task.devices:
+        original(*args, **kwargs)
+        return
+    import torch
+
+    context.n_gpus = 0
+    context.device = torch.device("cpu")

@@ -1,0 +1,210 @@
+"""Hugging Face's Trainer and accelerate inside a trial.
+
+When the script makes its `TrainingArguments`, they get the trial's configuration and batch sizes,
+wherever the script has them from: its command line, a file or its code. In a measured trial they
+also lose what would make it long or leave something behind. The libraries are adapted as soon as
+the script imports them. Read for it: transformers 4.46 to 5.23, accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsat.in_trial import config_injection
+from dsat.in_trial.adapters.calls import Original
+from dsat.in_trial.adapters.trial import RunningTrial
+from dsat.inputs import accelerate_env, ds_config
+from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
+from dsat.values.trial import Trial
+
+if TYPE_CHECKING:  # imports torch
+    from dsat.in_trial.script_switches import ScriptSwitches
+
+NO_CPU_RANKS = (
+    "accelerate does not use DeepSpeed on several CPU ranks by itself; dsat makes it do so in its "
+    "own runs only"
+)
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Settings that the Trainer of a trial must use.
+
+    Attributes:
+        config_path: of the trial's DeepSpeed configuration; None leaves the script's own, with its
+            batch sizes.
+        switches: sets the trial's switches of the script.
+        max_steps: optimizer steps that a measured trial must be ready to make; None in a
+            full-length run.
+        batch_in_file: the script has its batch sizes from a file, of which the user gets a copy.
+        on_cpu: the slots are processor cores.
+    """
+
+    trial: Trial
+    config_path: Path | None
+    switches: ScriptSwitches
+    max_steps: int | None = None
+    batch_in_file: bool = False
+    on_cpu: bool = False
+
+    def differs_from(self, given: Any) -> bool:
+        """Return whether a configuration that the script gives lacks a setting of the trial's.
+
+        Batch sizes follow from TrainingArguments, or from the plugin.
+        """
+        its = {k: v for k, v in self.trial.overrides.items() if k not in ds_config.BATCH_KEYS}
+        return not config_injection.agrees(_read_config(given), its, but_for=ds_config.AUTO)
+
+
+def prepare(args: Any, settings: TrainerSettings) -> list[str]:
+    """Set the fields of `TrainingArguments` that a trial decides, before they are checked.
+
+    Returns:
+        Warnings about settings of the script's own that were replaced.
+    """
+    if settings.max_steps is not None:
+        _keep_short(args, settings.max_steps)
+    if not (args.deepspeed or accelerate_env.uses_deepspeed(os.environ)):
+        return []
+    own_config = args.deepspeed or os.environ.get(accelerate_env.CONFIG_FILE)
+    config = _read_config(settings.config_path or own_config)
+    settings.switches.set_arguments(args, config)
+    if settings.config_path is None:
+        args.max_steps = _scheduled_steps(config) or args.max_steps
+        return []
+    is_of_code = bool(args.deepspeed) and settings.differs_from(args.deepspeed)
+    if args.deepspeed:
+        args.deepspeed = config if isinstance(args.deepspeed, dict) else str(settings.config_path)
+    batch = settings.trial.batch
+    own = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    agrees = settings.batch_in_file or own == (batch.micro_batch, batch.gas)
+    warnings = [] if agrees else [OTHER_BATCH]
+    if is_of_code and not settings.batch_in_file:
+        warnings.append(OTHER_CONFIG)
+    args.per_device_train_batch_size = batch.micro_batch
+    args.gradient_accumulation_steps = batch.gas
+    if settings.max_steps is not None:
+        args.max_steps = _scheduled_steps(config) or settings.max_steps
+    return warnings + _share_sequences(args, batch.parallelism.sequence)
+
+
+def _read_config(given: Any) -> dict[str, Any]:
+    """Read a DeepSpeed configuration of TrainingArguments; empty if it cannot be read."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    try:
+        return dict(json.loads(Path(given).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _keep_short(args: Any, max_steps: int) -> None:
+    """Have nothing sent, and no step made of less than a batch."""
+    args.max_steps = max_steps
+    args.report_to = "none"
+    args.dataloader_drop_last = True
+    args.resume_from_checkpoint = None
+    for switch in ("push_to_hub", "auto_find_batch_size", "eval_on_start"):
+        if hasattr(args, switch):
+            setattr(args, switch, False)
+
+
+def _scheduled_steps(config: Mapping[str, Any]) -> int | None:
+    """The length of training in the configuration itself, with which the Trainer must agree."""
+    scheduler = config.get("scheduler") or {}
+    total = (scheduler.get("params") or {}).get("total_num_steps")
+    return total if isinstance(total, int) else None
+
+
+def _share_sequences(args: Any, slots: int) -> list[str]:
+    """Change the size in the script's own `ParallelismConfig`; without one, variables give it."""
+    own = getattr(args, "parallelism_config", None)
+    if own is None or own.sp_size == slots:
+        return []
+    groups = int(os.environ.get("WORLD_SIZE", "1")) // slots
+    args.parallelism_config = replace(
+        own, sp_size=slots, sp_backend="deepspeed", dp_shard_size=groups if slots > 1 else 1
+    )
+    return [OTHER_PARALLELISM]
+
+
+def check_arguments(
+    trial: RunningTrial, original: Original, arguments: Any, args: Any, kwargs: Any
+) -> Any:
+    """Give `TrainingArguments`, also what classes made of it call, the trial's values."""
+    if trial.trainer is not None:
+        for warning in prepare(arguments, trial.trainer):
+            trial.warn(warning)
+    return original(*args, **kwargs)
+
+
+def check_plugin(
+    trial: RunningTrial, original: Original, plugin: Any, args: Any, kwargs: Any
+) -> Any:
+    """Give accelerate's DeepSpeed plugin the trial's configuration."""
+    settings = trial.trainer
+    if settings is None or settings.config_path is None:
+        return original(*args, **kwargs)
+    given = plugin.hf_ds_config
+    if given is None or isinstance(given, (str, dict)):  # else the Trainer's own, prepared
+        config = _read_config(settings.config_path)
+        if given is not None and settings.differs_from(given):
+            trial.warn(OTHER_CONFIG)
+        zero = config.setdefault("zero_optimization", {"stage": 0})
+        plugin.hf_ds_config = config
+        plugin.zero_stage = stage = zero.get("stage", 0)
+        plugin.gradient_accumulation_steps = settings.trial.batch.gas
+        plugin.zero3_init_flag = stage == 3
+        for part in ("optimizer", "param"):
+            device = (zero.get(f"offload_{part}") or {}).get("device", "none")
+            setattr(plugin, f"offload_{part}_device", device)
+    else:
+        plugin.zero3_init_flag = given.is_zero3()
+    # Settings of accelerate's own, which it refuses beside a configuration.
+    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    return original(*args, **kwargs)
+
+
+def train(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+    """Ignore checkpoints, which would end a trial before its first step."""
+    if trial.trainer is None or trial.trainer.max_steps is None:
+        return original(*args, **kwargs)
+    if args:
+        return original(None, *args[1:], **kwargs)
+    return original(**{**kwargs, "resume_from_checkpoint": None})
+
+
+def control(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
+    """Have the Trainer neither save nor evaluate, whatever settings and callbacks ask it to.
+
+    With a checkpoint it would also delete the user's older ones (`save_total_limit`).
+    """
+    name, value = args
+    is_measured = trial.trainer is not None and trial.trainer.max_steps is not None
+    if is_measured and name in ("should_save", "should_evaluate"):
+        value = False
+    original(name, value)
+
+
+def prepare_backend(
+    trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Make accelerate find all ranks where DeepSpeed runs on processor cores.
+
+    It looks for a device to choose a backend by, finds none, and takes each rank for the only one
+    (accelerate/state.py: PartialState._prepare_backend).
+    """
+    backend, kind = original(*args, **kwargs)
+    is_on_cpu = trial.trainer is not None and trial.trainer.on_cpu
+    if not is_on_cpu or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return backend, kind
+    kinds = type(kind)  # accelerate's `DistributedType`
+    if not accelerate_env.uses_deepspeed(os.environ) or kind != kinds.NO:
+        return backend, kind
+    trial.warn(NO_CPU_RANKS)
+    return "gloo", kinds.MULTI_CPU

@@ -1,0 +1,93 @@
+"""Installation of the table of adapters in this process."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import pathlib
+import pkgutil
+from types import BuiltinFunctionType, ModuleType
+from typing import Any
+
+import wrapt
+
+from dsat.in_trial.adapters.calls import Adapter, entrance
+from dsat.in_trial.adapters.table import ENGINE, TABLE
+
+_FunctionWrapper: Any = wrapt.FunctionWrapper  # its types differ between versions
+_BoundFunctionWrapper: Any = wrapt.BoundFunctionWrapper
+
+
+class _Bound(_BoundFunctionWrapper):  # type: ignore[misc]
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self.__self__, self.__name__)
+
+
+class _Adapted(_FunctionWrapper):  # type: ignore[misc]
+    """An adapted function, which can be copied and pickled like the original one."""
+
+    __bound_function_wrapper__ = _Bound
+
+    def __init__(self, function: Any, adapter: Adapter, owner: Any = None) -> None:
+        super().__init__(function, entrance(adapter, owner))
+        self._self_place = f"{adapter.module}:{adapter.attribute}"
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        if isinstance(self.__wrapped__, BuiltinFunctionType):  # which becomes no method in a class
+            return self
+        return super().__get__(instance, owner)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return pkgutil.resolve_name, (self._self_place,)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+@functools.cache
+def install() -> None:
+    """Wrap the functions of the table in modules as they are imported, or now if they are.
+
+    It has to come before other imports: a module keeps what it has bound to a name of its own.
+    """
+    for name in dict.fromkeys(adapter.module for adapter in TABLE):
+        wrapt.register_post_import_hook(adapt, name)
+
+
+def adapt(module: ModuleType) -> None:
+    """Wrap the functions of the table in a module that was just imported."""
+    for adapter in TABLE:
+        if adapter.module != module.__name__:
+            continue
+        owner, name = owner_of(adapter, module)
+        if owner is None or not hasattr(owner, name):
+            continue  # in this version of the library
+        original = getattr(owner, name)
+        wrapt.wrap_object(module, adapter.attribute, _Adapted, (adapter,))
+        if module in (io, os):
+            _adapt_pathlib(name, original, getattr(module, name))
+
+
+def adapt_engine(engine: Any) -> None:
+    """Wrap the methods of an engine that trains."""
+    for adapter in ENGINE:
+        name = adapter.attribute.rpartition(".")[2]
+        if hasattr(engine, name):
+            setattr(engine, name, _Adapted(getattr(engine, name), adapter, engine))
+
+
+def owner_of(adapter: Adapter, module: ModuleType) -> tuple[Any, str]:
+    """Return the module or the class that has a function, None without it; and the name there."""
+    above, _, name = adapter.attribute.rpartition(".")
+    return (getattr(module, above, None) if above else module), name
+
+
+def _adapt_pathlib(name: str, original: Any, adapted: Any) -> None:
+    """Replace a function in pathlib of Python 3.10, which keeps references to those of `os`."""
+    accessor = getattr(pathlib, "_NormalAccessor", None)
+    if getattr(accessor, name, None) is original:
+        setattr(accessor, name, adapted)

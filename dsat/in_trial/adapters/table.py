@@ -1,0 +1,174 @@
+"""The table of adapters: everything that dsat changes in a user's process."""
+
+from __future__ import annotations
+
+from dsat.in_trial.adapters import deepspeed_calls as engine
+from dsat.in_trial.adapters import (
+    determined_shim,
+    files,
+    launchers,
+    lightning_trainer,
+    torch_calls,
+    trackers,
+)
+from dsat.in_trial.adapters import hf_trainer as hf
+from dsat.in_trial.adapters.calls import Adapter, Wrapper
+from dsat.in_trial.adapters.engine_phases import measure, scale
+from dsat.in_trial.adapters.trial import IN_TRIALS
+
+
+def _in_trials(module: str, attribute: str, wrapper: Wrapper, versions: str = "") -> Adapter:
+    """Return a row of a function that is as ever in a full-length run."""
+    return Adapter(module, attribute, wrapper, versions, IN_TRIALS)
+
+
+_TRAINER_MODULES = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
+
+_PYTHON = (Adapter("argparse", "_ActionsContainer.add_argument", launchers.add_argument),)
+
+_TORCH = (
+    _in_trials("torch.utils.data.dataloader", "DataLoader.__iter__", torch_calls.iterate),
+    _in_trials(
+        "torch.utils.data.dataloader", "_BaseDataLoaderIter.__next__", torch_calls.get_batch
+    ),
+    _in_trials("torch.amp.autocast_mode", "autocast.__enter__", torch_calls.enter_autocast),
+    _in_trials("torch.autograd", "backward", torch_calls.backward),
+    Adapter("torch.distributed.rendezvous", "TCPStore", torch_calls.open_store),
+)
+
+_DEEPSPEED = (
+    Adapter("deepspeed", "initialize", engine.initialize),
+    Adapter(
+        "deepspeed.runtime.zero.partition_parameters",
+        "Init.__init__",
+        engine.open_zero_init,
+    ),
+    Adapter("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load", engine.compile_operator),
+    Adapter(
+        "deepspeed.accelerator.cuda_accelerator",
+        "CUDA_Accelerator.available_memory",
+        engine.available,
+    ),
+    _in_trials(
+        "deepspeed.runtime.engine", "DeepSpeedEngine.load_checkpoint", files.load_checkpoint
+    ),
+)
+
+# Methods of one object, the engine that trains: subclasses have their own.
+ENGINE = (
+    *(
+        _in_trials("deepspeed.runtime.engine", f"DeepSpeedEngine.{name}", measure(name))
+        for name in ("forward", "backward", "step")
+    ),
+    _in_trials("deepspeed.runtime.engine", "DeepSpeedEngine.scale", scale, ">=0.18"),
+)
+
+_FILES = (
+    *(_in_trials("os", name, files.remove) for name in ("remove", "unlink", "rmdir")),
+    _in_trials("shutil", "rmtree", files.remove),
+    *(_in_trials("os", name, files.move) for name in ("rename", "replace")),
+    *(_in_trials("os", name, files.change) for name in ("truncate", "chmod", "utime")),
+    _in_trials("os", "mkdir", files.create("path", 0)),
+    _in_trials("os", "symlink", files.create("dst", 1)),
+    _in_trials("builtins", "open", files.open_file),
+    _in_trials("io", "open", files.open_file),
+    _in_trials("safetensors", "safe_open", files.read),
+)
+
+_TRAINERS = (
+    Adapter("transformers.training_args", "TrainingArguments.__post_init__", hf.check_arguments),
+    Adapter("transformers.trainer", "Trainer.train", hf.train),
+    Adapter("transformers.trainer_callback", "TrainerControl.__setattr__", hf.control),
+    Adapter("accelerate.utils.dataclasses", "DeepSpeedPlugin.__post_init__", hf.check_plugin),
+    Adapter("accelerate.state", "PartialState._prepare_backend", hf.prepare_backend),
+    *(
+        Adapter(
+            f"{package}.strategies.deepspeed", "DeepSpeedStrategy.setup", lightning_trainer.set_up
+        )
+        for package in ("lightning.pytorch", "pytorch_lightning")
+    ),
+)
+
+_DETERMINED = (
+    Adapter("determined._info", "get_cluster_info", determined_shim.get_cluster_info),
+    Adapter("determined.core._context", "init", determined_shim.init),
+    Adapter("determined.core._distributed", "DistributedContext.__init__", determined_shim.connect),
+    Adapter("determined.ipc", "ZMQBroadcastServer.__init__", determined_shim.serve),
+    Adapter("determined.util", "write_user_code", determined_shim.write_user_code),
+    Adapter(
+        "determined.pytorch.deepspeed._deepspeed_context",
+        "DeepSpeedTrialContext._init_device",
+        determined_shim.choose_device,
+    ),
+)
+
+# Functions and methods that write checkpoints or resume; an engine says whether it has saved.
+_CHECKPOINTS = tuple(
+    _in_trials(module, name, files.skip, versions)
+    for module, versions, names in (
+        ("deepspeed.runtime.engine", "", ("DeepSpeedEngine.save_checkpoint",)),
+        ("deepspeed.runtime.engine", "", ("DeepSpeedEngine.save_16bit_model",)),
+        ("deepspeed.runtime.engine", "", ("DeepSpeedEngine.save_fp16_model",)),
+        ("accelerate.accelerator", "", ("Accelerator.save_state", "Accelerator.save_model")),
+        ("accelerate.accelerator", "", ("Accelerator.load_state",)),
+        ("transformers.trainer", "", ("Trainer.save_model", "Trainer.save_state")),
+        *((module, "", ("Trainer.save_checkpoint",)) for module in _TRAINER_MODULES),
+        ("torch.distributed.checkpoint.state_dict_saver", "", ("save", "async_save")),
+        ("torch.distributed.checkpoint.state_dict_saver", "", ("save_state_dict",)),
+    )
+    for name in names
+)
+
+_TO_FILE = tuple(
+    _in_trials(module, name, files.save(argument, 1))
+    for module, name, argument in (
+        ("torch.serialization", "save", "f"),
+        ("torch.jit._serialization", "save", "f"),
+        ("safetensors.torch", "save_file", "filename"),
+        ("safetensors.numpy", "save_file", "filename"),
+    )
+)
+_TO_FOLDER = tuple(
+    _in_trials(module, f"{name}.save_pretrained", files.save("save_directory", 0), versions)
+    for module, name, versions in (
+        ("transformers.modeling_utils", "PreTrainedModel", ""),
+        ("transformers.configuration_utils", "PretrainedConfig", "<5"),
+        ("transformers.configuration_utils", "PreTrainedConfig", ">=5"),
+        ("transformers.generation.configuration_utils", "GenerationConfig", ""),
+        ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase", ""),
+        ("transformers.feature_extraction_utils", "FeatureExtractionMixin", ""),
+        ("transformers.image_processing_base", "ImageProcessingMixin", ""),
+        ("transformers.processing_utils", "ProcessorMixin", ""),
+        ("peft.peft_model", "PeftModel", ""),
+        ("diffusers.models.modeling_utils", "ModelMixin", ""),
+        ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline", ""),
+    )
+)
+_TRACKERS = tuple(
+    _in_trials(module, name, wrapper)
+    for module, name, wrapper in (
+        (
+            "torch.utils.tensorboard.writer",
+            "SummaryWriter.__init__",
+            trackers.log_in_trial("log_dir"),
+        ),
+        ("tensorboardX.writer", "SummaryWriter.__init__", trackers.log_in_trial("logdir")),
+        ("mlflow.tracking.client", "MlflowClient.__init__", trackers.connect_client),
+        ("mlflow", "set_tracking_uri", trackers.set_address),
+        ("wandb", "init", trackers.start_run),
+        ("hydra._internal.hydra", "Hydra.run", trackers.run_hydra),
+    )
+)
+
+TABLE: tuple[Adapter, ...] = (
+    *_PYTHON,
+    *_FILES,
+    *_TORCH,
+    *_DEEPSPEED,
+    *_TRAINERS,
+    *_DETERMINED,
+    *_CHECKPOINTS,
+    *_TO_FILE,
+    *_TO_FOLDER,
+    *_TRACKERS,
+)

@@ -1,0 +1,45 @@
+"""PyTorch's functions in a trial: what is measured of a script, and where its ranks meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsat.in_trial import loaders, loopback, losses, precision
+from dsat.in_trial.adapters.calls import Original
+from dsat.in_trial.adapters.trial import RunningTrial
+
+
+def iterate(_: RunningTrial, original: Original, loader: Any, args: Any, kwargs: Any) -> Any:
+    """Note the batches that a loader makes in advance, and the length of its epoch."""
+    loaders.note(loader)
+    iterator = original(*args, **kwargs)
+    loaders.begin_epoch(loader, iterator)
+    return iterator
+
+
+def get_batch(_: RunningTrial, original: Original, iterator: Any, args: Any, kwargs: Any) -> Any:
+    """Measure how long the script waits for a batch."""
+    with loaders.waiting():
+        batch = original(*args, **kwargs)
+    loaders.count_batch(iterator)
+    return batch
+
+
+def enter_autocast(
+    _: RunningTrial, original: Original, context: Any, args: Any, kwargs: Any
+) -> Any:
+    """Note the precision of autocasting."""
+    result = original(*args, **kwargs)
+    precision.note_autocast(context.device)
+    return result
+
+
+def backward(_: RunningTrial, original: Original, __: Any, args: Any, kwargs: Any) -> Any:
+    """Note the loss, if the script calls `loss.backward()` itself."""
+    losses.note_backward(kwargs.get("tensors", args[0] if args else None))
+    return original(*args, **kwargs)
+
+
+def open_store(_: RunningTrial, original: Original, __: Any, args: Any, kwargs: Any) -> Any:
+    """Listen on loopback where the other ranks look for rank 0 there, and nowhere else."""
+    return loopback.open_store(original, args, kwargs)

@@ -1,0 +1,70 @@
+"""The trial that runs in this process, which decides what adapted functions do."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+
+class Phase(enum.Enum):
+    """The phases of a process; a value describes it for people."""
+
+    INERT = "no trial runs in the process"
+    PREPARING = "a trial's script prepares its training"
+    MEASURING = "a trial's script has called `deepspeed.initialize`"
+    TRAINING = "the training in full length (`--run-full-experiment`)"
+
+
+IN_TRIALS = (Phase.PREPARING, Phase.MEASURING)
+ALWAYS = (*IN_TRIALS, Phase.TRAINING)
+
+
+class RunningTrial:
+    """State of the process's trial.
+
+    Attributes:
+        phase: decides which adapters act.
+        folder: of the trial; None without one, as on a cluster.
+        files: the `UserFiles` that the trial must leave; None in a full-length run.
+        is_simulated: tensors may be fake, and none is written.
+        before_engine: take the arguments of `deepspeed.initialize` by name, and may change them.
+        after_engine: take the engine that it returns.
+        make_engine: takes `deepspeed.initialize` and its arguments in its place, to simulate.
+        around_compilations: contexts of a compilation of DeepSpeed's, by the operator's name.
+        warn: takes messages for the user.
+        config: the trial's DeepSpeed configuration; None leaves the script's own.
+        meter: the `Meter` of the engine.
+        trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
+        task: the `LocalTask` of which determined answers.
+        local_rank: the default of `--local_rank`.
+    """
+
+    def __init__(self) -> None:
+        self.phase = Phase.INERT
+        self.folder: Path | None = None
+        self.files: Any = None
+        self.is_simulated = False
+        self.before_engine: list[Callable[[dict[str, Any]], None]] = []
+        self.after_engine: list[Callable[[Any], None]] = []
+        self.make_engine: Callable[..., Any] | None = None
+        self.around_compilations: list[Callable[[str], AbstractContextManager[None]]] = []
+        self.warn: Callable[[str], None] = self.say
+        self.config: Mapping[str, Any] | None = None
+        self.meter: Any = None
+        self.trainer: Any = None
+        self.task: Any = None
+        self.local_rank: str | None = None
+        self._said: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """Print a message to the trial's log, once."""
+        if text not in self._said:
+            self._said.add(text)
+            print(f"dsat: {text}", file=sys.stderr)
+
+
+TRIAL = RunningTrial()

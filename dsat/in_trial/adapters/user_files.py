@@ -1,0 +1,152 @@
+"""Files of the user, which a trial must leave as they are: all that are older than the trial."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dsat.in_trial import failures
+from dsat.values.files import home
+
+# Of a trial on a host; its time is that of the trial's begin there, by the file system's clock.
+_BEGAN_FILE = "began-{host}.json"
+_INSTEAD_FOLDER = "instead"  # of the trial's folder: what it wrote in place of older files
+# Larger files are changed in place by a script that opens them to append or to change parts.
+_LARGEST_COPIED_BYTES = 2**26
+_KERNEL_FOLDERS = (Path("/proc"), Path("/sys"))
+# Libraries replace what is in their caches, by default in folders of the user's home.
+_CACHE_FOLDERS = (".cache", ".triton", ".nv")
+_CACHE_VARIABLES = tuple(
+    "HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE TRANSFORMERS_CACHE TORCH_HOME "
+    "TORCH_EXTENSIONS_DIR TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR TRITON_HOME XDG_CACHE_HOME "
+    "MPLCONFIGDIR NUMBA_CACHE_DIR CUDA_CACHE_PATH MODELSCOPE_CACHE".split()
+)
+
+
+class UserFiles:
+    """Files that are older than the trial in a folder, and what is written in place of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.resolve()
+        self._instead = self._folder / _INSTEAD_FOLDER
+        self._temporary = Path(tempfile.gettempdir()).resolve()
+        self._began_ns, self._there = _note_begin(self._folder, self._temporary)
+        self._removed: set[Path] = set()  # for the script, which are there as before
+
+    def is_older(self, path: Path) -> bool:
+        """Return whether a file or folder is older than the trial."""
+        try:
+            return os.lstat(path).st_ctime_ns < self._began_ns
+        except OSError:
+            return False
+
+    def is_scratch(self, path: Path) -> bool:
+        """Return whether a path is the trial's, new and temporary, a cache's or the kernel's."""
+        if any(map(path.is_relative_to, (self._folder, *_KERNEL_FOLDERS, *_caches()))):
+            return True
+        if not path.is_relative_to(self._temporary) or path == self._temporary:
+            return False
+        first = path.relative_to(self._temporary).parts[0]
+        return first not in self._there or first.startswith("torchinductor_")
+
+    def is_to_stay(self, given: Any) -> bool:
+        """Return whether a path is the user's, holds some that is, or was not written."""
+        path = absolute(given)
+        if path is None or self.is_scratch(path):
+            return False
+        if not os.path.lexists(path):
+            return path.resolve() in failures.unwritten
+        if self.is_older(path):
+            return True
+        inside = os.walk(path) if path.is_dir() and not path.is_symlink() else ()
+        return any(self.is_older(Path(at, n)) for at, dirs, files in inside for n in dirs + files)
+
+    def remove(self, given: Any) -> None:
+        """Note that the script takes a path for removed."""
+        path = absolute(given)
+        if path is not None:
+            self._removed.add(path)
+
+    def is_removed(self, given: Any) -> bool:
+        """Return whether a path, or a folder above it, is there only because it was to stay."""
+        path = absolute(given)
+        return path is not None and not self._removed.isdisjoint({path, *path.parents})
+
+    def move(self, source: Any, target: Any) -> None:
+        """Note that a path that is to stay was to be moved, or that one was to be replaced."""
+        old, new = absolute(source), absolute(target)
+        if old is None or new is None:
+            return
+        if self.is_to_stay(old):
+            self._removed.add(old)
+            failures.unwritten.add(new.resolve())
+        elif old.is_file():
+            self._instead.mkdir(exist_ok=True)
+            shutil.copyfile(old, self._stand_in(new))
+            os.unlink(old)
+
+    def instead_of(self, given: Any, mode: str) -> Any:
+        """Return the path to open for one that the script opens: a stand-in of an older file.
+
+        Args:
+            mode: as of `open`.
+        """
+        path = absolute(given)
+        if path is None:
+            return given
+        if not set(mode) & set("wax+"):
+            has_stand_in = self._instead.exists() and self._stand_in(path).exists()
+            return self._stand_in(path) if has_stand_in else given
+        target = path.resolve()
+        if self.is_scratch(target) or not (target.is_file() and self.is_older(target)):
+            return given
+        stand_in = self._stand_in(path)
+        if stand_in.exists() or "w" in mode or "x" in mode:
+            self._instead.mkdir(exist_ok=True)
+        elif target.stat().st_size <= _LARGEST_COPIED_BYTES:
+            self._instead.mkdir(exist_ok=True)
+            shutil.copyfile(target, stand_in)
+        else:
+            return given
+        return stand_in
+
+    def _stand_in(self, path: Path) -> Path:
+        target = path.resolve()
+        digest = hashlib.sha256(os.fsencode(target)).hexdigest()[:16]
+        return self._instead / f"{digest}-{target.name}"
+
+
+def absolute(path: Any) -> Path | None:
+    """Return a path that a script gives a function; None for a descriptor or what is no path."""
+    try:
+        return Path(os.path.abspath(os.fsdecode(path)))
+    except TypeError:
+        return None
+
+
+def _caches() -> list[Path]:
+    """Return the folders of libraries' caches; a script may set the variables at any time."""
+    named = [Path(os.environ[name]) for name in _CACHE_VARIABLES if os.environ.get(name)]
+    return [*(home() / name for name in _CACHE_FOLDERS), *named]
+
+
+def _note_begin(folder: Path, temporary: Path) -> tuple[int, frozenset[str]]:
+    """Return when the trial began, and what was in the temporary folder then.
+
+    The first process of a trial notes it for the others of the host.
+    """
+    file = folder / _BEGAN_FILE.format(host=os.uname().nodename)
+    own = file.with_suffix(f".{os.getpid()}")
+    if not file.exists():
+        own.write_text(json.dumps(os.listdir(temporary)), encoding="utf-8")
+        with contextlib.suppress(FileExistsError):
+            os.link(own, file)
+        own.unlink()
+    there = json.loads(file.read_text(encoding="utf-8"))
+    return file.stat().st_mtime_ns, frozenset(there)

@@ -1,0 +1,147 @@
+"""Simulations of the script's model, from which the memory of a run is predicted."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from dsat.inputs.switches import MODEL_SWITCHES
+from dsat.memory.estimate import MOST_TOKENS
+from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
+from dsat.simulation.client import SimulationHost, SimulationUnavailable, Simulator
+from dsat.simulation.protocol import Question
+from dsat.space.plan import Plan
+from dsat.space.space import levers
+from dsat.values import slow
+from dsat.values.outcome import ModelProfile
+from dsat.values.zero_strategy import of_config
+
+_log = logging.getLogger(__name__)
+# For the script to reach its first step, and for each simulation.
+TIMEOUT_S = 180.0
+_FASTER = f" (each is given up after {TIMEOUT_S:g} s; --memory-model formula needs none)"
+# Factor of the formula's room beyond which nothing has to be simulated.
+_PLENTY = 4.0
+# Micro batches beyond it give no better prediction.
+_LARGEST_SIMULATED = 2**16
+_MOST_COMBINATIONS = 12  # of the switches of a model
+
+
+def of_run(
+    engine: SimulationHost,
+    plan: Plan,
+    profile: ModelProfile,
+    configs: Sequence[Mapping[str, Any]],
+    *,
+    as_cpu: bool,
+    say: Callable[[str], None],
+) -> Basis:
+    """Simulate a configuration of each strategy, with each setting of the script's switches.
+
+    Args:
+        engine: none of its slots are used.
+        profile: the basis where the script cannot be simulated.
+        configs: whole DeepSpeed configurations, one of each strategy.
+        as_cpu: trials run on a CPU.
+    """
+    if _is_plenty(plan, profile, configs):
+        note = f"all micro batches up to {plan.allowed_micro_batches[-1]} have plenty of room"
+        return Basis.of_profile(profile, plan.switches, note=note)
+    operation = f"predicting memory: DeepSpeed on fake tensors, {len(configs)} configurations"
+    variants: list[Variant] = []
+    with slow.logged(_log, operation, at_once=True, hint=_FASTER):
+        for switches in _all_switches(plan):
+            try:
+                with Simulator(
+                    engine, as_cpu=as_cpu, script_args=switches, timeout_s=TIMEOUT_S
+                ) as simulator:
+                    own = variant_of(
+                        simulator,
+                        configs,
+                        switches,
+                        slots=plan.slots_per_trial,
+                        limit_bytes=profile.slot_memory_bytes,
+                        on_device=not as_cpu,
+                        say=say,
+                    )
+                    variants.append(own)
+                    variants += _of_levers(
+                        simulator, configs[0], switches, levers(plan, profile.switches)
+                    )
+            except SimulationUnavailable as error:
+                if not variants:
+                    return Basis.of_profile(profile, plan.switches, note=str(error))
+    return Basis(tuple(variants))
+
+
+def variant_of(
+    simulator: Simulator,
+    configs: Sequence[Mapping[str, Any]],
+    script_args: Mapping[str, Any],
+    *,
+    slots: int,
+    limit_bytes: int,
+    on_device: bool,
+    say: Callable[[str], None],
+) -> Variant:
+    """Simulate each configuration at about the largest micro batch that fits.
+
+    The closed form answers for one that cannot be simulated.
+    """
+    facts = simulator.facts(configs[0])
+    basis = Basis((Variant(script_args, facts),))
+    model = MemoryModel(basis, slots=slots, limit_bytes=limit_bytes, on_device=on_device)
+    most = min(_LARGEST_SIMULATED, MOST_TOKENS // (simulator.script.sequence_length or 1))
+    questions = []
+    for config in configs:
+        largest = model.largest(model.shape(config, script_args))
+        questions.append(Question(config, max(1, int(min(most, largest))), slots))
+    anchors = []
+    for asked, answer in zip(questions, simulator.estimates(questions), strict=True):
+        if isinstance(answer, str):
+            say(f"{of_config(asked.config).label}: predicted by formula: {answer}")
+        else:
+            anchors.append(Anchor(asked.config, asked.micro_batch, answer))
+    return Variant(script_args, facts, tuple(anchors))
+
+
+def _is_plenty(plan: Plan, profile: ModelProfile, configs: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if everything fits even by a coarse formula."""
+    model = MemoryModel(
+        Basis.of_profile(profile, plan.switches),
+        slots=plan.slots_per_trial,
+        limit_bytes=profile.slot_memory_bytes,
+    )
+    largest = min(model.largest(model.shape(config, plan.switches)) for config in configs)
+    return largest > _PLENTY * plan.allowed_micro_batches[-1]
+
+
+def _of_levers(
+    simulator: Simulator,
+    config: Mapping[str, Any],
+    script_args: Mapping[str, Any],
+    values: Mapping[str, Sequence[Any]],
+) -> Iterator[Variant]:
+    """Yield the facts of the model with each combination of its other switches.
+
+    What cannot be simulated is left out: its trials run unpredicted.
+    """
+    names = [name for name in MODEL_SWITCHES if name in values]
+    combinations = itertools.product(*(values[name] for name in names))
+    for chosen in itertools.islice(combinations, 1, _MOST_COMBINATIONS):
+        pairs = zip(names, chosen, strict=True)
+        changed = {name: value for name, value in pairs if value != values[name][0]}
+        with contextlib.suppress(SimulationUnavailable):
+            yield Variant({**script_args, **changed}, simulator.facts(config, changed))
+
+
+def _all_switches(plan: Plan) -> list[dict[str, bool]]:
+    """The user's own switches first, then the other setting of each that may be searched."""
+    found = [dict(plan.switches)]
+    for name, value in plan.switches.items():
+        if name not in plan.fixed:
+            found.append({**plan.switches, name: not value})
+    return found

@@ -1,0 +1,267 @@
+"""The script's model: the engine that the script gets for it, and its simulations."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch.utils import weak
+
+from dsat.errors import InvalidTrial
+from dsat.in_trial import config_injection, script_switches
+from dsat.in_trial.batches import longest_of
+from dsat.in_trial.profiler import attention_heads
+from dsat.inputs import ds_config
+from dsat.inputs.ds_config import BATCH_KEYS
+from dsat.memory.estimate import as_simulated
+from dsat.simulation.captured import Captured, ModuleSnapshot
+from dsat.simulation.known_values import ValuesMode
+from dsat.simulation.patches import SimulationUnsupported, for_fake_cpu
+from dsat.simulation.protocol import Question, ScriptFacts
+from dsat.simulation.simulation import ActivationPass, Simulation
+from dsat.simulation.storage_tracker import StorageTracker, tensors_in
+
+_TOKENS_DIM = 2  # samples and tokens
+_PRECISIONS = ("bf16", "bfloat16", "fp16")
+# Settings that affect a script before its first step: sizes, types and data.
+_BEFORE_STEPS = (
+    *BATCH_KEYS,
+    *_PRECISIONS,
+    *("curriculum_learning", "data_efficiency", "dataloader_drop_last", "gradient_clipping"),
+    *("scheduler", "torch_autocast"),
+)
+# Settings of a precision that concern the optimizer, and that DeepSpeed refuses at stage 0.
+_OF_STATE = ("_master_weights_and_grads", "_optimizer_states")
+End = Callable[[Mapping[str, Any]], None]
+
+
+class BorrowedModel:
+    """Arguments that a script passes to `deepspeed.initialize`, kept for simulations.
+
+    Attributes:
+        earlier: all tensors of the process when the script called `deepspeed.initialize`.
+        uses_zero_init: stage 3 partitions parameters while the script makes them.
+
+    Raises:
+        SimulationUnsupported: the model is a pipeline.
+    """
+
+    def __init__(
+        self, initialize: Callable[..., Any], arguments: dict[str, Any], config: Mapping[str, Any]
+    ) -> None:
+        model = arguments["model"]
+        if type(model).__name__ == "PipelineModule":
+            raise SimulationUnsupported("pipeline parallelism")
+        parameters = arguments.get("model_parameters")
+        if parameters is not None and not isinstance(parameters, torch.Tensor):
+            arguments["model_parameters"] = list(parameters)
+        self.uses_zero_init = False
+        self._initialize = initialize
+        self._arguments = config_injection.without_config(arguments)
+        self._config = config
+        self._snapshot = ModuleSnapshot(model)
+        self._after_forward: dict[str, Callable[..., Any]] = {}
+        self._on_host: dict[int, torch.Tensor] = {}
+        self.earlier = weak.WeakTensorKeyDictionary()
+        for each in gc.get_objects():
+            # By type: an instance check asks lazily loaded objects for their attributes.
+            if issubclass(type(each), torch.Tensor):
+                self.earlier[each] = None
+
+    def engine_for_the_script(self) -> Any:
+        """Call `deepspeed.initialize` for stage 0 with a simple optimizer, on fake parameters.
+
+        The model has its own tensors again afterwards, in the type that DeepSpeed trains them in.
+        """
+        config = _of_stand_in(self._config)
+        with for_fake_cpu(), ValuesMode(), StorageTracker("cpu"):
+            fakes = self._snapshot.put_fakes("cpu")
+            given = self._arguments.get("model_parameters")
+            if given is None:
+                given = getattr(self._arguments.get("optimizer"), "param_groups", None)
+            own = _plain_list(self._snapshot.module.parameters() if given is None else given)
+            trained = [fakes.get(id(parameter), parameter) for parameter in own]
+            result = self._initialize(
+                **{
+                    **self._arguments,
+                    "config": config,
+                    "optimizer": torch.optim.SGD(trained, lr=1e-3),
+                    "model_parameters": None,
+                }
+            )
+        self._snapshot.put_back(fakes)
+        self._engine = result[0]
+        accelerator = get_accelerator()
+        on_host = accelerator.device_name() == "cpu"
+        self._engine.device = torch.device("cpu" if on_host else accelerator.device_name(0))
+        return result
+
+    def on_first_training_forward(self, serve: Callable[..., Any]) -> None:
+        """Call `serve(args, kwargs)` in place of the engine's first forward pass in training.
+
+        `backward` and `step` are looked up when they are called: the script takes `backward` before
+        the forward pass in `engine.backward(engine(batch))`.
+        """
+        engine, original = self._engine, self._engine.forward
+        self._after_forward = dict.fromkeys(("backward", "step"), _refuse_without_forward)
+        for name in self._after_forward:
+            setattr(engine, name, self._later(name))
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and engine.training:
+                return serve(args, kwargs)
+            return original(*args, **kwargs)
+
+        engine.forward = forward
+
+    def _later(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._after_forward[name](*args, **kwargs)
+
+    def keep_integers(self, args: Any, kwargs: Any) -> None:
+        """Copy the batch's integers from a device, which a forked process cannot read."""
+        for tensor in tensors_in([args, dict(kwargs)]):
+            if tensor.device.type != "cpu" and not tensor.dtype.is_floating_point:
+                self._on_host[id(tensor)] = tensor.cpu()
+
+    def facts(self, args: Any, kwargs: Mapping[str, Any]) -> ScriptFacts:
+        """Return what the client is told of the script, of which this is a batch."""
+        model = self._arguments["model"]
+        size = max((p.element_size() for p in model.parameters()), default=4)
+        return ScriptFacts(
+            sequence_length=self.sequence_length(args, kwargs),
+            attention_heads=attention_heads(model),
+            hidden_size=self.hidden_size(),
+            model_takes=longest_of(model),
+            sizes={
+                **self._snapshot.sizes(),
+                "param_bytes": size,
+                "uses_zero_init": self.uses_zero_init,
+            },
+            optimizer=self.optimizer(),
+        )
+
+    def optimizer(self) -> dict[str, Any]:
+        """Return the `optimizer` section that stands for the optimizer that the script passes.
+
+        Its type is Adam for DeepSpeed's own and for torch's, which is like DeepSpeed's if it is
+        fused; otherwise the full name of its class. The section is empty if the script passes none.
+        """
+        passed = self._arguments.get("optimizer")
+        if passed is None:
+            return {}
+        kind, defaults = type(passed), getattr(passed, "defaults", {})
+        usual = not defaults.get("amsgrad") and defaults.get("foreach") is not False
+        of_torch = usual and kind in (torch.optim.Adam, torch.optim.AdamW)
+        if of_torch or kind.__module__.startswith("deepspeed.ops.adam."):
+            several = of_torch and not defaults.get("fused")  # with temporary copies of all
+            return {"type": "Adam", "params": {"torch_adam": several}}
+        return {"type": f"{kind.__module__}.{kind.__qualname__}"}
+
+    def hidden_size(self) -> int | None:
+        """Hidden size of the model as transformers' Trainer looks for it; the largest of several.
+
+        As `trainer_config_finalize` of its integrations/deepspeed.py.
+        """
+        own: Any = getattr(self._arguments["model"], "config", None)
+        for config in (own, getattr(own, "text_config", None)):
+            size = getattr(config, "hidden_size", None) or getattr(config, "hidden_sizes", None)
+            if size:
+                return size if isinstance(size, int) else max(size)
+        return None
+
+    def sequence_length(self, args: Any, kwargs: Mapping[str, Any]) -> int | None:
+        """The second size of the batch's first matrix of integers: tokens of a sample."""
+        for tensor in tensors_in([args, dict(kwargs)]):
+            if tensor.dim() == _TOKENS_DIM and tensor.dtype in (torch.int32, torch.int64):
+                return int(tensor.shape[1])
+        return None
+
+    def begin(self, request: Mapping[str, Any], args: Any, kwargs: Any, end: End) -> Any:
+        """Simulate a candidate up to the script's forward pass; return its outputs.
+
+        Args:
+            request: the attributes of `Question`, of which `switches` differ from the script's own.
+            end: called with the result at the end of the script's micro step.
+        """
+        candidate = Question(**{name: request[name] for name in Question._fields})
+        if candidate.switches:
+            self._snapshot.change(functools.partial(_switch, wanted=candidate.switches))
+        micro_batch, packed_length = self._samples([args, dict(kwargs)])
+        captured = Captured(
+            initialize=self._initialize,
+            arguments=self._arguments,
+            snapshot=self._snapshot,
+            micro_batch=micro_batch,
+            packed_length=packed_length,
+            sequence_length=None if packed_length else self.sequence_length(args, kwargs),
+            on_host=self._on_host,
+            uses_zero_init=self.uses_zero_init,
+            # Of a batch that is made once, the script's other tensors are as old as it is.
+            earlier=() if any(t in self.earlier for t in tensors_in(args)) else self.earlier,
+        )
+        config = as_simulated(ds_config.completed(candidate.config, self._config))
+        kind = ActivationPass if candidate.activations_only else Simulation
+        run = kind(captured, candidate._replace(config=config))
+        outputs = run.forward(args, kwargs)
+
+        def script_backward(*args: Any, **kwargs: Any) -> None:
+            run.backward(*args, **kwargs)
+            script_step()
+
+        def script_step(*_: Any, **__: Any) -> None:
+            run.step()
+            end(run.result())
+
+        engine = self._engine
+        run.become(engine)
+        engine.backward, engine.step, engine.forward = script_backward, script_step, script_step
+        self._after_forward.update(backward=script_backward, step=script_step)
+        return outputs
+
+    def _samples(self, batch: Any) -> tuple[int, int]:
+        """Return the size of the script's batch and the length of its packed row, if any."""
+        micro_batch = int(self._config.get("train_micro_batch_size_per_gpu", 1))
+        shapes = [t.shape for t in tensors_in(batch) if t.dim() > 0]
+        sizes = [shape[0] for shape in shapes]
+        if not sizes or any(size % micro_batch == 0 for size in sizes):
+            return micro_batch, 0
+        rows = [shape[1] for shape in shapes if len(shape) > 1 and shape[0] == 1]
+        packed = [length for length in rows if length % micro_batch == 0]
+        if packed and len(packed) == len(rows):
+            return micro_batch, max(packed)
+        return max(set(sizes), key=sizes.count), 0
+
+
+def _refuse_without_forward(*_: Any, **__: Any) -> None:
+    raise SimulationUnsupported(
+        "the script calls its model itself, and not the engine that deepspeed.initialize returns"
+    )
+
+
+def _switch(model: torch.nn.Module, wanted: Mapping[str, Any]) -> None:
+    try:
+        script_switches.switch_model(model, wanted)
+    except InvalidTrial as error:
+        raise SimulationUnsupported(str(error)) from None
+
+
+def _of_stand_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the script's engine: stage 0, without refusable settings."""
+    found = {key: config[key] for key in _BEFORE_STEPS if key in config}
+    for key in _PRECISIONS:
+        if isinstance(found.get(key), Mapping):
+            found[key] = {k: v for k, v in found[key].items() if not k.endswith(_OF_STATE)}
+    return {**found, "zero_optimization": {"stage": 0}}
+
+
+def _plain_list(trained: Any) -> list[torch.Tensor]:
+    """Parameters of a list of them, or of groups of them."""
+    if isinstance(trained, torch.Tensor):
+        return [trained]
+    if isinstance(trained, Mapping):
+        return _plain_list(trained["params"])
+    return [parameter for part in trained for parameter in _plain_list(part)]

@@ -1,0 +1,199 @@
+"""Model and batch that the script gave to DeepSpeed, and fake tensors in place of its own."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsat.simulation.fake_parameters import assign
+from dsat.simulation.protocol import Question
+
+_Named = dict[str, torch.Tensor | None]
+_HOOKS = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Model and batch that the script gave to DeepSpeed.
+
+    Attributes:
+        initialize: DeepSpeed's own function.
+        arguments: of `deepspeed.initialize`, by name.
+        snapshot: the model as it was then.
+        micro_batch: the samples in its first batch.
+        packed_length: of the one row that holds all samples; 0 if each has a row of its own.
+        sequence_length: tokens of a sample, if samples are sequences of tokens.
+        on_host: copies of integers that it has on another device, by the `id` of each.
+        uses_zero_init: stage 3 partitions parameters while the script makes them.
+        earlier: tensors that the script had before its engine.
+    """
+
+    initialize: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    snapshot: ModuleSnapshot
+    micro_batch: int
+    packed_length: int
+    sequence_length: int | None
+    on_host: Mapping[int, torch.Tensor]
+    uses_zero_init: bool
+    earlier: Container[torch.Tensor]
+
+    def shape_for(self, candidate: Question, tensor: torch.Tensor) -> list[int]:
+        """Return the shape of a tensor with a candidate's micro batch and part of a sequence.
+
+        What the script had before its engine is of a batch only if it has just as many rows: a
+        weight for each class has others.
+        """
+        wanted, shape = self._length_for(candidate), tensor.shape
+        if self.packed_length:
+            grown = wanted * candidate.micro_batch
+            return [grown if size == self.packed_length else size for size in shape]
+        samples, rest = divmod(shape[0], self.micro_batch)
+        rest = rest or (samples != 1 and tensor in self.earlier)
+        first = shape[0] if rest else samples * candidate.micro_batch
+        # Of what has no samples, positions alone are tokens.
+        is_of_tokens = not rest or shape[0] == 1 or len(shape) == 1
+        sizes = [first, *shape[1:]]
+        place = min(1, len(shape) - 1)
+        if is_of_tokens and sizes[place] == self.sequence_length:
+            sizes[place] = wanted
+        return sizes
+
+    def _length_for(self, candidate: Question) -> int:
+        """Tokens of a sample that each rank of the candidate has."""
+        own = self.packed_length // self.micro_batch or self.sequence_length or 0
+        return -(-(candidate.sequence_length or own) // candidate.parallelism.sequence)
+
+
+def repeated(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of the batch in another shape: its values over and over again."""
+    for dim, (own, wanted) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if own != wanted:
+            tensor = tensor.index_select(dim, torch.arange(wanted) % own)
+    return tensor
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Everything of a tensor but its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_parameter: bool
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return cls(
+            tuple(tensor.shape), tensor.stride(), tensor.dtype, is_parameter, tensor.requires_grad
+        )
+
+    def fake(self, device: str, floating: torch.dtype | None = None) -> torch.Tensor:
+        """A new tensor of this form, under the fake mode that is active; maybe of another type."""
+        dtype = floating if floating and self.dtype.is_floating_point else self.dtype
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
+        if not self.is_parameter:
+            return tensor
+        return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
+
+
+class ModuleSnapshot:
+    """A module's tensors and hooks before DeepSpeed has it, to be taken out and put back."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self._modules = list(module.modules())
+        self._hooks = self._hooks_now()
+        self._parameters: list[_Named] = [dict(m._parameters) for m in self._modules]
+        self._buffers: list[_Named] = [dict(m._buffers) for m in self._modules]
+        self._tensors = {
+            id(t): t
+            for tensors in (*self._parameters, *self._buffers)
+            for t in tensors.values()
+            if t is not None
+        }
+        self._forms = {key: _Form.of(tensor) for key, tensor in self._tensors.items()}
+        devices = [t.device.type for t in self._tensors.values()]
+        self.on_device = any(device not in ("cpu", "meta") for device in devices)
+
+    def put_fakes(
+        self, device: str, floating: torch.dtype | None = None
+    ) -> dict[int, torch.Tensor]:
+        """Make the module, as it was, one of fake tensors.
+
+        Returns:
+            The fakes by the `id` of the tensor that each replaces.
+        """
+        fakes = {key: form.fake(device, floating) for key, form in self._forms.items()}
+        self._put(fakes)
+        self._put_hooks()
+        return fakes
+
+    def change(self, change: Callable[[torch.nn.Module], None]) -> None:
+        """Let a function change hooks and attributes as if the script had done so."""
+        self._put_hooks()
+        change(self.module)
+        self._hooks = self._hooks_now()
+
+    def put_back(self, fakes: Mapping[int, torch.Tensor]) -> None:
+        """Give the module its own tensors again, in the types that its fakes have now."""
+        for key, tensor in self._tensors.items():
+            if fakes[key].dtype != tensor.dtype:
+                assign(tensor, tensor.detach().to(fakes[key].dtype))
+        self._put(self._tensors)
+
+    def _hooks_now(self) -> list[dict[str, Any]]:
+        return [{name: copy.copy(m.__dict__[name]) for name in _HOOKS} for m in self._modules]
+
+    def _put_hooks(self) -> None:
+        for module, hooks in zip(self._modules, self._hooks, strict=True):
+            for name, functions in hooks.items():
+                module.__dict__[name] = copy.copy(functions)
+
+    def _put(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        for module, parameters, buffers in zip(
+            self._modules, self._parameters, self._buffers, strict=True
+        ):
+            for name, own in parameters.items():
+                module._parameters[name] = None if own is None else tensors[id(own)]  # type: ignore[assignment]
+            for name, buffer in buffers.items():
+                module._buffers[name] = None if buffer is None else tensors[id(buffer)]
+
+    def sizes(self) -> dict[str, int]:
+        """Elements of all parameters, of those that are trained, and of the largest of these."""
+        forms = [form for form in self._forms.values() if form.is_parameter]
+        trained = [math.prod(form.shape) for form in forms if form.requires_grad]
+        return {
+            "num_params": sum(math.prod(form.shape) for form in forms),
+            "trainable_params": sum(trained),
+            "largest_param": max(trained, default=0),
+        }
+
+
+def translated(value: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
+    """A list of parameters, or of groups of them, with fakes for the real ones."""
+    if isinstance(value, torch.Tensor):
+        return fakes[id(value)]
+    if isinstance(value, dict):
+        return {**value, "params": translated(value["params"], fakes)}
+    if value is None:
+        return None
+    return [translated(part, fakes) for part in value]
+
+
+def without_state(optimizer: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
+    """An optimizer of the same class and settings for the fakes, without any state."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    stateless = copy.copy(optimizer)
+    stateless.param_groups = translated(optimizer.param_groups, fakes)
+    stateless.state = defaultdict(dict)
+    return stateless

@@ -1,0 +1,300 @@
+"""Client of the simulation server in the user's script."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from dsat.memory import closed_form
+from dsat.memory.closed_form import ModelFacts
+from dsat.memory.estimate import MOST_TOKENS, MemoryEstimate
+from dsat.simulation import protocol
+from dsat.simulation.protocol import Question, ScriptFacts
+from dsat.values.files import folder_for_sockets
+from dsat.values.step_trace import ModelTrace, StepTrace
+
+# Large enough for activations, and not gradients, to decide the peak of the backward pass: samples
+# of two micro batches, and fewer of so long ones that they would have more tokens.
+_MICRO_BATCHES_FOR_SLOPES, _TOKENS_FOR_SLOPES = (256, 512), MOST_TOKENS // 2
+# Sections that a model's own passes depend on; "auto" in them is the script's to decide.
+_OF_ACTIVATIONS = ("bf16", "bfloat16", "fp16", "torch_autocast", "activation_checkpointing")
+# Errors about functions and fields that another version of torch or DeepSpeed lacks.
+_OF_ANOTHER_VERSION = ("AttributeError", "ImportError", "ModuleNotFoundError", "TypeError")
+_DEPENDS_ON_DATA = "DynamicOutputShapeException"  # torch._subclasses.fake_tensor
+_PATIENCE_S = 10.0  # beyond the limit at which the server itself ends a simulation
+
+
+class SimulationHost(Protocol):
+    """An engine that can run the user's script for simulations."""
+
+    def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path: ...
+
+    def has_simulation_server(self) -> bool: ...
+
+    def stop_simulation_server(self) -> None: ...
+
+
+class SimulationUnavailable(Exception):
+    """The script does not reach the point where it could be simulated."""
+
+
+class Simulator:
+    """Simulated memory of configurations of one script.
+
+    A context manager: the script runs from its beginning, up to its first training step and as long
+    as there may be questions, to its end.
+
+    Args:
+        engine: runs the script.
+        as_cpu: trials run on a CPU.
+        script_args: switches of the script.
+        timeout_s: for the script to reach its first step, and for each simulation.
+        workspace_bytes: what cuBLAS takes on the device while it multiplies; by default as much as
+            on the devices where it is most, and nothing on a CPU.
+        model_switches: of the model that the script has built (`gradient_checkpointing`); those
+            that are missing are as the script has them.
+
+    Raises:
+        SimulationUnavailable: the script does not reach its first step.
+
+    Attributes:
+        script: what is known of it.
+    """
+
+    script: ScriptFacts
+    _socket: socket.socket
+    _receiver: protocol.Receiver
+
+    def __init__(
+        self,
+        engine: SimulationHost,
+        *,
+        as_cpu: bool,
+        script_args: Mapping[str, Any] | None = None,
+        timeout_s: float = 120.0,
+        workspace_bytes: int | None = None,
+        model_switches: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._as_cpu = as_cpu
+        self._script_args = script_args or {}
+        self._timeout_s = timeout_s
+        most = 0 if as_cpu else closed_form.MATMUL_WORKSPACE_BYTES
+        self._workspace_bytes = most if workspace_bytes is None else workspace_bytes
+        self._model_switches = model_switches or {}
+        self._problem = ""
+
+    def __enter__(self) -> Simulator:
+        try:
+            self._socket = _connect(self._engine, self._script_args, self._timeout_s)
+            self._receiver = protocol.Receiver(self._socket)
+            self.script = ScriptFacts(**self._receive())
+        except BaseException:
+            self._engine.stop_simulation_server()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._engine.stop_simulation_server()
+
+    def estimates(self, questions: Sequence[Question]) -> list[MemoryEstimate | str]:
+        """Simulate configurations side by side.
+
+        Returns:
+            For each one its memory, or the reason why it cannot be simulated.
+        """
+        return [
+            answer["failed"] if "failed" in answer else MemoryEstimate.from_json(answer["estimate"])
+            for answer in self._ask(questions)
+        ]
+
+    def traces(self, questions: Sequence[Question]) -> list[tuple[MemoryEstimate, StepTrace] | str]:
+        """Simulate configurations as `estimates` does, and trace their steps."""
+        return [
+            answer["failed"]
+            if "failed" in answer
+            else (
+                MemoryEstimate.from_json(answer["estimate"]),
+                StepTrace.from_json(answer["trace"]),
+            )
+            for answer in self._ask([question._replace(traced=True) for question in questions])
+        ]
+
+    def facts(
+        self,
+        config: Mapping[str, Any],
+        switches: Mapping[str, Any] | None = None,
+        *,
+        unit_tokens: int | None = None,
+    ) -> ModelFacts:
+        """Facts of the model for the closed form, from its own passes with two micro batches.
+
+        Args:
+            config: decides the types and whatever else activations depend on.
+            switches: of the model, beside the simulator's own.
+            unit_tokens: if given, one sample grows in place of the micro batch, and a "sample" of
+                the facts is so many of its tokens.
+
+        Raises:
+            SimulationUnavailable: the passes cannot be simulated.
+        """
+        return self._passes(Question(config, 1, 1, switches=switches or {}), unit_tokens)[0]
+
+    def traced_facts(
+        self,
+        config: Mapping[str, Any],
+        *,
+        sequence_length: int | None = None,
+        switches: Mapping[str, Any] | None = None,
+    ) -> tuple[ModelFacts, ModelTrace]:
+        """Return the facts of the model, and the trace of the same passes; see `facts`."""
+        question = Question(config, 1, 1, sequence_length, switches or {}, traced=True)
+        facts, answers = self._passes(question)
+        small, large = (StepTrace.from_json(answer["trace"]) for answer in answers)
+        return facts, ModelTrace(small, large)
+
+    def _passes(
+        self, question: Question, unit_tokens: int | None = None
+    ) -> tuple[ModelFacts, list[dict[str, Any]]]:
+        """Return the facts by the model's own passes at two micro batches, and their answers."""
+        kept = {key: value for key, value in question.config.items() if key in _OF_ACTIVATIONS}
+        question = question._replace(config=kept, activations_only=True)
+        sizes = _MICRO_BATCHES_FOR_SLOPES
+        if unit_tokens is not None:
+            questions = [question._replace(sequence_length=size * unit_tokens) for size in sizes]
+        else:
+            length = question.sequence_length or self.script.sequence_length
+            if length:
+                small = max(1, min(sizes[0], _TOKENS_FOR_SLOPES // (2 * length)))
+                sizes = (small, 2 * small)
+            questions = [question._replace(micro_batch=size) for size in sizes]
+        answers = self._ask(questions)
+        for answer in answers:
+            if "failed" in answer:
+                raise SimulationUnavailable(answer["failed"])
+        small, large = (answer["activations"] for answer in answers)
+        slopes = {name: (large[name] - small[name]) / (sizes[1] - sizes[0]) for name in small}
+        fixed = {name: small[name] - sizes[0] * slopes[name] for name in ("matmul", "before")}
+        facts = ModelFacts(
+            **self.script.sizes,
+            forward_bytes_per_sample=slopes["forward"],
+            backward_bytes_per_sample=slopes["backward"],
+            first_gradient_bytes_per_sample=slopes["first_gradient"],
+            matmul_bytes_per_sample=slopes["matmul"],
+            held_bytes_per_sample=slopes["held"],
+            matmul_bytes=max(0.0, fixed["matmul"] - fixed["before"]) + self._workspace_bytes,
+            workspace_bytes=self._workspace_bytes,
+        )
+        return facts, answers
+
+    # -- the script
+
+    def _ask(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
+        """Return the answers in order, each with a reason in `failed` if there is no other."""
+        if not self._problem:
+            try:
+                answers = self._exchange(questions)
+                return sorted(answers, key=lambda answer: int(answer["number"]))
+            except OSError as error:
+                self._problem = f"the script has ended: {error}"
+            except SimulationUnavailable as error:
+                self._problem = str(error)
+        return [{"failed": self._problem}] * len(questions)
+
+    def _exchange(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
+        """Send questions, and receive their answers in any order.
+
+        The server reads no further question while it simulates as many as it has processors, and a
+        simulation ends once its answer is read: neither side may wait for the other.
+        """
+        packets = deque(
+            packet
+            for number, question in enumerate(questions)
+            for packet in protocol.split(self._request(question, number), sender=0)
+        )
+        answers: list[dict[str, Any]] = []
+        while len(answers) < len(questions):
+            writing = [self._socket] if packets else []
+            ready, writable, _ = select.select([self._socket], writing, [], self._patience_s)
+            if ready:
+                answers.append(self._receive())
+            elif writable:
+                self._socket.send(packets.popleft())
+            else:
+                raise SimulationUnavailable("no answer from the script: timed out")
+        return answers
+
+    def _request(self, question: Question, number: int) -> dict[str, Any]:
+        whole = question._replace(
+            switches={**self._model_switches, **question.switches},
+            as_cpu=self._as_cpu,
+            workspace_bytes=self._workspace_bytes,
+        )
+        return {**whole._asdict(), "number": number, "timeout_s": self._timeout_s}
+
+    @property
+    def _patience_s(self) -> float:
+        return self._timeout_s + _PATIENCE_S
+
+    def _receive(self) -> dict[str, Any]:
+        self._socket.settimeout(self._patience_s)
+        try:
+            answer = self._receiver.receive()
+        except OSError as error:
+            raise SimulationUnavailable(f"no answer from the script: {error}") from error
+        if answer is None:
+            raise SimulationUnavailable("the script has ended")
+        if "failed" in answer:
+            answer["failed"] = _explained(answer["failed"])
+        return answer
+
+
+def _explained(message: str) -> str:
+    """Return an error's message with a possible reason."""
+    if _DEPENDS_ON_DATA in message:
+        return f"{message} (shapes depend on data, as those of experts before transformers 5)"
+    if not message.startswith(_OF_ANOTHER_VERSION):
+        return message
+    versions = " and ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
+    return f"{message} (the simulation may not know {versions})"
+
+
+def _connect(
+    engine: SimulationHost, script_args: Mapping[str, Any], timeout_s: float
+) -> socket.socket:
+    with contextlib.ExitStack() as stack:
+        try:
+            temporary = tempfile.TemporaryDirectory(prefix="dsat-", dir=folder_for_sockets())
+            address = Path(stack.enter_context(temporary)) / "s"
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, protocol.SOCKET_TYPE))
+            listener.bind(str(address))
+        except OSError as error:
+            raise SimulationUnavailable(f"there is no socket for its answers: {error}") from error
+        listener.listen(1)
+        failure = engine.start_simulation_server(address, script_args)
+        deadline = time.monotonic() + timeout_s
+        while not select.select([listener], [], [], 0.1)[0]:
+            is_running = engine.has_simulation_server()  # before a look at what it wrote
+            if failure.exists():
+                message = json.loads(failure.read_text(encoding="utf-8"))["message"]
+                raise SimulationUnavailable(_explained(message))
+            if not is_running:
+                raise SimulationUnavailable(
+                    "the script's process died before its first step, without a word"
+                )
+            if time.monotonic() > deadline:
+                raise SimulationUnavailable(
+                    f"the script did not reach its first step within {timeout_s:g} s"
+                )
+        connection, _ = listener.accept()
+        return connection

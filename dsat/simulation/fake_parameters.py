@@ -1,0 +1,299 @@
+"""Building of the script's model without the memory of its parameters.
+
+Until `uninstall` every large parameter and buffer of a module is a fake tensor, without values.
+What is computed from these is fake too; the script's data, small parameters and random numbers are
+real. Initialisers and `load_state_dict` do nothing to a fake tensor, and files of weights are not
+read. `item()` gives a value of the right type; what cannot work at all (`numpy()`, say) raises, and
+the closed form answers in place of a simulation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import inspect
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import wrapt
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from dsat.simulation.versions.transformers_types import loads_float32, type_argument
+
+aten = torch.ops.aten
+
+# Smaller parameters and buffers are real, because some scripts read them.
+SMALLEST_FAKE_BYTES = 2**20
+# Initial values that are larger are not even computed.
+_LARGEST_INITIAL_BYTES = 2**25
+_INITIAL_VALUES = ("empty", "full", "ones", "rand", "randn", "zeros")
+_LARGEST_FILE_READ_BYTES = 2**25
+_NOT_FAKED = ("gguf_file", "quantization_config", "tp_plan")
+
+
+class NotFaked(Exception):
+    """Request of the script that needs real parameters."""
+
+
+class ScriptMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """The mode of the script's own fake tensors; simulations have one of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return value_of(args[0].dtype)
+        if func is aten.equal.default:
+            return True
+        return super().__torch_dispatch__(func, types, tuple(args), kwargs)
+
+
+def value_of(dtype: torch.dtype) -> bool | float | int:
+    """Value returned for an element of a fake tensor."""
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 0  # integers flag overflows
+
+
+def is_scripts(tensor: torch.Tensor) -> bool:
+    """Return True for a fake tensor of the script, False for a simulation's."""
+    return isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, ScriptMode)
+
+
+class FakeParameters:
+    """Creation of large parameters without memory, by torch, transformers and DeepSpeed.
+
+    Attributes:
+        fake_bytes: size of the parameters and buffers that are fake.
+    """
+
+    def __init__(self) -> None:
+        self.fake_bytes = 0
+        self._mode = ScriptMode()
+        self._undo = contextlib.ExitStack()
+        self._opened_zero_init = False
+        self._made_by_transformers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def partitions_in_stage_3(self, model: torch.nn.Module) -> bool:
+        """Return whether stage 3 partitions a model's parameters while the script makes it.
+
+        The script opens `zero.Init`, or transformers does so by the DeepSpeed configuration that it
+        knew when it made the model: whatever the stage now, a candidate's would be in its place.
+        """
+        made = self._made_by_transformers
+        return self._opened_zero_init or any(module in made for module in model.modules())
+
+    def install(self) -> None:
+        """Change torch, DeepSpeed and transformers, now or when it is imported."""
+        self._replace(torch.nn.Parameter, "__new__", self._new_parameter)
+        self._replace(torch.nn.Module, "register_buffer", self._register_buffer)
+        self._replace(torch.nn.Module, "_apply", _apply)
+        self._replace(FakeTensor, "__deepcopy__", lambda _: _copied)
+        for name in _INITIAL_VALUES:
+            self._replace(torch, name, self._initial_values)
+        self._replace(torch, "load", self._load)
+        self._replace_zero_init()
+        wrapt.register_post_import_hook(self._adapt_transformers, "transformers.modeling_utils")
+
+    def uninstall(self) -> None:
+        """Undo `install`; fake tensors stay fake."""
+        self._undo.close()
+
+    # -- tensors
+
+    def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor of the same form for a large one."""
+        size = tensor.numel() * tensor.element_size()
+        if is_scripts(tensor):
+            self.fake_bytes += size
+            return tensor
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type == "meta":
+            return tensor
+        if size < SMALLEST_FAKE_BYTES:
+            return tensor
+        self.fake_bytes += size
+        form = tensor.shape, tensor.stride()
+        with self._mode:
+            return torch.empty_strided(*form, dtype=tensor.dtype, device=tensor.device)
+
+    def _new_parameter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+            if cls is torch.nn.Parameter and isinstance(data, torch.Tensor):
+                data = self._fake_of(data)
+            return original(cls, data, requires_grad)
+
+        return new
+
+    def _register_buffer(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def register_buffer(
+            module: torch.nn.Module, name: str, tensor: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            if isinstance(tensor, torch.Tensor):
+                tensor = self._fake_of(tensor)
+            original(module, name, tensor, *args, **kwargs)
+
+        return register_buffer
+
+    def _initial_values(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """A factory function whose large results are fake where a module is constructed."""
+
+        @functools.wraps(original)
+        def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if _in_constructor(sys._getframe(1)):
+                with self._mode:
+                    fake = original(*args, **kwargs)
+                if fake.is_floating_point() and fake.nbytes > _LARGEST_INITIAL_BYTES:
+                    return fake
+            return original(*args, **kwargs)
+
+        return factory
+
+    # -- files of weights
+
+    def _load(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            is_path = isinstance(f, (str, os.PathLike))
+            if is_path and os.path.exists(f) and os.path.getsize(f) > _LARGEST_FILE_READ_BYTES:
+                with self._mode:
+                    return original(f, *args, **kwargs)
+            return original(f, *args, **kwargs)
+
+        return load
+
+    # -- libraries
+
+    def _adapt_transformers(self, module: Any) -> None:
+        base = module.PreTrainedModel
+        from_config = base.__dict__["_from_config"]
+
+        def noted(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            model = from_config.__get__(None, cls)(*args, **kwargs)
+            if module.deepspeed_config() is not None:
+                self._made_by_transformers.add(model)
+            return model
+
+        self._replace(base, "from_pretrained", lambda _: classmethod(_from_config_alone))
+        self._replace(base, "_from_config", lambda _: classmethod(noted))
+
+    def _replace(self, place: Any, name: str, made: Callable[[Any], Any]) -> None:
+        new = made(getattr(place, name))
+        self._undo.enter_context(mock.patch.object(place, name, new))
+
+    def _replace_zero_init(self) -> None:
+        """Make `zero.Init` only take note: it would leave the script with empty parameters."""
+        module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+
+        def note(*_: Any, enabled: bool = True, **__: Any) -> None:
+            self._opened_zero_init |= enabled
+
+        def nothing(*_: Any) -> None: ...
+
+        for name in ("__enter__", "__exit__"):
+            self._replace(module.Init, name, lambda _: nothing)
+        self._replace(module.Init, "__init__", lambda _: note)
+
+
+def _in_constructor(frame: Any) -> bool:
+    """Return True if a module's constructor is among the callers."""
+    while frame is not None:
+        if frame.f_code.co_name == "__init__":
+            first = frame.f_code.co_varnames[:1]
+            if first and isinstance(frame.f_locals.get(first[0]), torch.nn.Module):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module._apply` (`to`, `bfloat16`, ...) without swapping fake tensors, which cannot be."""
+
+    @functools.wraps(original)
+    def apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        fakes: dict[str, torch.nn.Parameter | None] = {}
+        for name, parameter in self._parameters.items():
+            if parameter is not None and isinstance(parameter, FakeTensor):
+                with torch.no_grad():
+                    assign(parameter, fn(parameter))
+                fakes[name] = parameter
+        for name in fakes:
+            self._parameters[name] = None
+        try:
+            return original(self, fn, recurse)
+        finally:
+            self._parameters.update(fakes)
+
+    return apply
+
+
+def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """`tensor.data = other`, of another type or device maybe."""
+    if other is not tensor:
+        tensor.data = other.detach()
+        if isinstance(tensor, FakeTensor) and isinstance(other, FakeTensor):
+            tensor.fake_device = other.fake_device
+
+
+def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of a fake tensor, a parameter if it is one."""
+    if id(tensor) not in memo:
+        with torch.no_grad():
+            new = tensor.detach().clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            new = torch.nn.Parameter(new, tensor.requires_grad)
+        else:
+            new.requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = new
+    return memo[id(tensor)]
+
+
+def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> Any:
+    """`PreTrainedModel.from_pretrained` that looks for the configuration and for no weights."""
+    asked = [key for key in _NOT_FAKED if kwargs.pop(key, None) is not None]
+    if asked:
+        raise NotFaked(f"from_pretrained with {asked[0]}")
+    implementation = kwargs.pop("attn_implementation", None)
+    dtype = kwargs.pop("torch_dtype", None)
+    dtype = kwargs.pop("dtype", dtype)
+    config = kwargs.pop("config", None)
+    base = importlib.import_module("transformers.configuration_utils")
+    base = getattr(base, "PreTrainedConfig", None) or base.PretrainedConfig
+    if isinstance(config, base):
+        config = copy.deepcopy(config)
+    else:
+        config, kwargs = cls.config_class.from_pretrained(
+            config or name, return_unused_kwargs=True, **kwargs
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise NotFaked("a quantized model")
+    config.name_or_path = str(name)
+    if implementation is not None:
+        config._attn_implementation = implementation
+    named = type_argument(_dtype(dtype, config))
+    taken = inspect.signature(cls.__init__).parameters  # all others are about files and devices
+    kwargs = {key: value for key, value in kwargs.items() if key in taken}
+    model = cls._from_config(config, *model_args, **named, **kwargs)
+    model.eval()
+    return model
+
+
+def _dtype(asked: Any, config: Any) -> torch.dtype:
+    """The type in which `from_pretrained` would load."""
+    if asked is None and loads_float32():
+        return torch.float32
+    if asked is None or asked == "auto":
+        asked = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if isinstance(asked, str):
+        asked = getattr(torch, asked)
+    return asked or torch.float32

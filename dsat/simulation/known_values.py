@@ -1,0 +1,185 @@
+"""Fake tensors whose values are known: small integers, such as tokens, masks and sizes of images.
+
+Models compare and count these, index with them, and have shapes that depend on them. Every operator
+whose arguments are known is run for real too, on the CPU, beside its fake run; what it gives is
+known again. Views of a real tensor are views of it, so what is written in place is known as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dsat.memory.estimate import MOST_TOKENS
+from dsat.simulation.fake_parameters import value_of
+from dsat.simulation.storage_tracker import tensors_in
+
+aten = torch.ops.aten
+_MOST_FLOATS = 2**12  # positions in an image, say; no activations
+_UNINITIALISED = ("aten::empty", "aten::new_empty", "prims::empty")
+_REAL = "_dsat_real"  # attribute of a fake tensor: the real one
+_COMPARISONS = {getattr(aten, name).Scalar for name in ("gt", "ge", "lt", "le", "eq", "ne")}
+
+
+class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A mode of fake tensors, some of which have values; others have one of the right type."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
+
+    def know(self, fake: torch.Tensor, values: Callable[[], torch.Tensor]) -> None:
+        """Give a fake tensor its values on the CPU, unless there are too many."""
+        if _is_small(fake):
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                setattr(fake, _REAL, values())
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_known = self._is_known(func, args, kwargs)
+        if func in (aten._local_scalar_dense.default, aten.equal.default):
+            if is_known:
+                return self._run(func, args, kwargs)
+            return True if func is aten.equal.default else value_of(args[0].dtype)
+        if func is aten.masked_select.default and self._real(args[1]) is not None:
+            with self:
+                shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+                return args[0].expand(shape)[args[1].expand(shape)]
+        if not is_known:
+            self._forget_written(func, args, kwargs)
+            out: Any = super().__torch_dispatch__(func, types, self._moved(func, args), kwargs)
+            self._forget_parts(out, (*args, *kwargs.values()))
+            if func in _COMPARISONS and out.numel() == 1:
+                # As `item()` would answer: DeepSpeed up to 0.19.2 asserts that a norm is above 0.
+                like, other = torch.full(out.shape, value_of(args[0].dtype)), args[1]
+                self.know(out, lambda: func(like, other))
+            return out
+        if torch.Tag.dynamic_output_shape in func.tags:
+            return self._of_real(self._run(func, args, kwargs), next(tensors_in(args)).device)
+        out = super().__torch_dispatch__(func, types, self._moved(func, args), kwargs)
+        if self._may_be_known(out, has_inputs=any(True for _ in tensors_in((args, kwargs)))):
+            self._add_values(out, func, args, kwargs)
+        else:
+            self._forget_written(func, args, kwargs)
+        return out
+
+    def _moved(self, func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Make a real tensor fake before it goes to a device, which may not be there."""
+        if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
+            return (self.from_tensor(args[0]), *args[1:])
+        return tuple(args)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Return True if the values of a tensor are known."""
+        return self._real(tensor) is not None
+
+    # -- which are known
+
+    def _real(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor; None if they are not known."""
+        if not isinstance(tensor, FakeTensor):
+            is_there = tensor.device.type == "cpu" and _is_small(tensor)
+            return tensor.detach() if is_there else None
+        real: torch.Tensor | None = getattr(tensor, _REAL, None)
+        if real is None or real.untyped_storage() in self._unknown:
+            return None
+        return real
+
+    def _is_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return True if all inputs of an operator are known, and it is no collective."""
+        if func.namespace not in ("aten", "prims") or func._schema.name.startswith(_UNINITIALISED):
+            return False
+        inputs = tensors_in((args, kwargs))
+        return all(self._real(tensor) is not None for tensor in inputs)
+
+    @staticmethod
+    def _may_be_known(out: Any, *, has_inputs: bool) -> bool:
+        fakes = [part for part in tensors_in([out]) if isinstance(part, FakeTensor)]
+        integers = not any(fake.dtype.is_floating_point for fake in fakes)
+        return bool(fakes) and all(map(_is_small, fakes)) and (has_inputs or integers)
+
+    def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Forget the values that an operator writes into, and those of their views."""
+        written: list[Any] = []
+        if func.namespace == "c10d":  # the schemas of collectives name nothing that is written
+            written = [*args, *kwargs.values()]
+        elif func._schema.is_mutable:
+            names = [argument.name for argument in func._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            written = [
+                given.get(argument.name)
+                for argument in func._schema.arguments
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+        for tensor in tensors_in(written):
+            real = getattr(tensor, _REAL, None)
+            if real is not None:
+                self._unknown.add(real.untyped_storage())
+
+    @staticmethod
+    def _forget_parts(out: Any, inputs: Iterable[Any]) -> None:
+        """Mark the results of unknown values as unknown, even if a part of them is constant."""
+        own = {id(tensor) for tensor in tensors_in(inputs)}
+        for tensor in tensors_in([out]):
+            if id(tensor) not in own and hasattr(tensor, _REAL):
+                delattr(tensor, _REAL)
+
+    # -- the real run
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            return func(*self._as_real(args), **self._as_real(kwargs))
+
+    def _as_real(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._real(value)
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, (list, tuple)):
+            return [self._as_real(part) for part in value]
+        if isinstance(value, Mapping):
+            return {key: self._as_real(part) for key, part in value.items()}
+        return value
+
+    def _add_values(
+        self, out: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        try:
+            real = self._run(func, args, kwargs)
+        except Exception as error:  # an operator that the CPU lacks, say
+            logging.getLogger(__name__).debug("%s: %s", func, error)
+            self._forget_written(func, args, kwargs)
+            return
+        for fake, values in zip(tensors_in([out]), tensors_in([real]), strict=True):
+            if isinstance(fake, FakeTensor):
+                setattr(fake, _REAL, values)
+
+    def _of_real(self, value: Any, device: torch.device) -> Any:
+        """Fake tensors for real ones whose shapes depend on values."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._of_real(part, device) for part in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        with self:
+            fake = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=device
+            )
+        setattr(fake, _REAL, value)
+        return fake
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    most = _MOST_FLOATS if tensor.dtype.is_floating_point else MOST_TOKENS
+    return tensor.numel() <= most and not tensor.dtype.is_complex

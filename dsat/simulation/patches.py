@@ -1,0 +1,227 @@
+"""Changes to torch and DeepSpeed that let an engine run on fake tensors.
+
+But for `for_fake_cpu`, only ever done in a process that is forked for one simulation and does
+nothing else. Each change has its reason beside it. Seen with torch 2.15 and deepspeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+import wrapt
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from dsat.simulation import named_cuda
+from dsat.simulation.attention import attention
+from dsat.simulation.fake_parameters import is_scripts
+from dsat.simulation.storage_tracker import StorageTracker
+from dsat.simulation.versions import collectives
+from dsat.values.zero_strategy import of_config
+
+aten = torch.ops.aten
+FAKE_GROUP = "fake"  # torch.testing's backend of collectives that do nothing
+
+
+class SimulationUnsupported(Exception):
+    """The script does what cannot be simulated faithfully."""
+
+
+class FunctionRules(TorchFunctionMode):
+    """Replacement of the script's own tensors in any function by fake ones of the simulation."""
+
+    def __init__(self, adopt: Callable[[torch.Tensor], torch.Tensor], device: str) -> None:
+        super().__init__()
+        self._adopt, self._device = adopt, device
+        self._torchs_attention = functional.scaled_dot_product_attention
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = self._adopted(args), self._adopted(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0].to(self._device)
+        return (attention if func is self._torchs_attention else func)(*args, **kwargs)
+
+    def _adopted(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            own = isinstance(value, FakeTensor) and not is_scripts(value)
+            return value if own else self._adopt(value)
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            return type(value)(self._adopted(part) for part in value)
+        if type(value) is dict:
+            return {key: self._adopted(part) for key, part in value.items()}
+        return named_cuda.renamed(value, self._device)
+
+
+class _NoOperator:
+    """A compiled operator that allocates nothing and returns nothing, as Adam's does."""
+
+    def __init__(self, tracker: StorageTracker | None = None) -> None:
+        self._tracker = tracker
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        tracker = self._tracker
+        return lambda *args, **_: None if tracker is None else tracker.ran_compiled(args)
+
+
+def apply(tracker: StorageTracker, device_type: str) -> None:
+    """Apply the patches, for the rest of the process."""
+    from deepspeed.accelerator import get_accelerator
+
+    # The optimizer's multi-tensor form is chosen by exact types.
+    optimizers = importlib.import_module("torch.optim.optimizer")
+    optimizers._foreach_supported_types.append(FakeTensor)
+    # A fake mode would first make a real tensor to initialise the device.
+    FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment,method-assign]
+    for place, name, value in _without_operators(tracker):
+        setattr(place, name, value)
+    # DeepSpeed's Muon compiles a function at its import, which takes seconds.
+    torch.compile = _not_compiled  # type: ignore[assignment]
+    # They compare values, and fake collectives move none.
+    for name in ("zero.partition_parameters", "zero.partitioned_param_coordinator", "zero.stage3"):
+        module: Any = importlib.import_module(f"deepspeed.runtime.{name}")
+        module.assert_ints_same_as_other_ranks = lambda *args, **kwargs: None
+    # Fake tensors have no address, and DeepSpeed looks at alignments.
+    torch.Tensor.data_ptr = lambda self: 0  # type: ignore[method-assign]
+    # Only delays when memory is used again.
+    torch.Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda self, *_: get_accelerator().pin_memory(self)  # type: ignore[method-assign]
+    # For callers inside of another function, which FunctionRules does not see.
+    functional.scaled_dot_product_attention = attention
+    _patch_moves(tracker, device_type)
+    skip_triton_kernels()
+    named_cuda.forget_the_real_one()
+
+
+def skip_triton_kernels() -> None:
+    """Have kernels of Triton do nothing: their outputs are allocated already, and have no address.
+
+    Also those of a Triton that is imported later; for the rest of the process.
+    """
+
+    def skip(name: str, module: Any) -> None:
+        getattr(module, name).run = lambda self, *args, **kwargs: None
+
+    for module, name in (("jit", "JITFunction"), ("autotuner", "Autotuner")):
+        hook = functools.partial(skip, name)
+        wrapt.register_post_import_hook(hook, f"triton.runtime.{module}")
+
+
+@contextlib.contextmanager
+def for_fake_cpu() -> Iterator[None]:
+    """DeepSpeed as it can be used with fake tensors on the CPU, in the process of a script.
+
+    Every type is supported: what a script trains is decided where its trials run.
+    """
+    from deepspeed.accelerator import real_accelerator
+
+    accelerator = CPU_Accelerator()
+    accelerator.is_fp16_supported = accelerator.is_bf16_supported = lambda: True
+    changes = [
+        (real_accelerator, "ds_accelerator", accelerator),
+        *_without_operators(),
+        (torch.Tensor, "data_ptr", lambda self: 0),
+        (torch.nn.Module, "to", lambda self, *_, **__: self),
+    ]
+    with contextlib.ExitStack() as stack:
+        for place, name, value in changes:
+            stack.enter_context(mock.patch.object(place, name, value))
+        yield
+
+
+def _not_compiled(function: Any = None, **_: Any) -> Any:
+    """Stand-in for `torch.compile`."""
+    return _not_compiled if function is None else function
+
+
+def _without_operators(tracker: StorageTracker | None = None) -> list[tuple[Any, str, Any]]:
+    """Changes after which no operators are compiled, since they would read memory."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    communication: Any = importlib.import_module("deepspeed.comm.torch")
+    return [
+        (OpBuilder, "load", lambda self, verbose=True: _NoOperator(tracker)),
+        (OpBuilder, "is_compatible", lambda self, verbose=False: True),
+        (communication, "build_shm_op", lambda: None),  # the CPU's all-reduce in shared memory
+    ]
+
+
+def forget_process_groups() -> None:
+    """Reset DeepSpeed's process groups, as at its first import."""
+    import deepspeed.comm.comm
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    deepspeed.comm.comm.cdb = None
+    importlib.reload(sys.modules["deepspeed.utils.groups"])
+
+
+def make_process_group(size: int, device_type: str) -> None:
+    """A process group of so many ranks whose collectives do nothing; this is rank 0."""
+    import torch.distributed
+
+    # Registers the backend.
+    fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    store = fake.FakeStore()
+    torch.distributed.Backend.backend_capability[FAKE_GROUP] = ["cpu", "cuda", device_type]
+    torch.distributed.init_process_group(FAKE_GROUP, store=store, rank=0, world_size=size)
+    collectives.take_fake_tensors()
+
+
+def partition_in_stage_3(model: torch.nn.Module, config: Mapping[str, Any]) -> None:
+    """Partition a model as `zero.Init` does while the script makes it."""
+    import deepspeed.comm
+
+    if of_config(config).stage != 3:
+        return
+    zero: Any = importlib.import_module("deepspeed.runtime.zero")
+    deepspeed.comm.init_distributed(verbose=False)
+    zero.Init(module=model, config_dict_or_path=config)
+
+
+def ulysses_groups(module: torch.nn.Module, *, size: int, micro_batch: int) -> Any:
+    """Divide the attention of a transformers model; return the `mpu` for `deepspeed.initialize`.
+
+    Raises:
+        SimulationUnsupported: the model's attention is not chosen by its configuration.
+    """
+    import deepspeed.comm
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if kernel is None:
+        raise SimulationUnsupported("sequence parallelism of a model that is not of transformers")
+    deepspeed.comm.init_distributed(get_accelerator().communication_backend_name())
+    return UlyssesSPAttentionHF.register_with_transformers(
+        module,
+        core_attn_implementation=kernel,
+        sequence_parallel_size=size,
+        micro_batch_size=micro_batch,
+    )
+
+
+def _patch_moves(tracker: StorageTracker, device_type: str) -> None:
+    """A module's move to the device: parked parameters get storages that count as the device's."""
+    original = torch.nn.Module.to
+
+    def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and device.type == device_type:
+            for tensor in (*self.parameters(), *self.buffers()):
+                if isinstance(tensor, FakeTensor) and tracker.is_parked(tensor):
+                    tensor.data = torch.empty_like(tensor)
+        return self if dtype is None else original(self, dtype)
+
+    torch.nn.Module.to = to  # type: ignore[assignment,method-assign]

@@ -1,0 +1,217 @@
+"""Simulation server: answers candidates with the model, the batch and the loss of a script.
+
+The script runs as usual, with large parameters that take no memory (`fake_parameters`), until its
+first training step. There the process waits for candidates on a socket, and forks a child for each,
+as many at once as there are processors. The child undoes what the engine did to the model, builds
+DeepSpeed's engine for the candidate on fake tensors, runs an optimizer step, and lets the script go
+on: the last forward pass is the script's call, so the loss is the script's own, which can be half
+of the activations. The child answers and ends when the script calls `engine.backward`, or
+`engine.step` after `loss.backward()`.
+
+The first dimension of a batch identifies it, so the script runs with a micro batch that is an
+unlikely size of anything else (`CAPTURED_MICRO_BATCH`). What it had before its engine is no batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dsat.errors import InvalidTrial
+from dsat.in_trial import config_injection, failures
+from dsat.in_trial.adapters.trial import TRIAL
+from dsat.in_trial.clocks import ProcessMemory
+from dsat.simulation import protocol
+from dsat.values import host_cores, host_memory
+from dsat.values.memory_size import readable
+from dsat.values.outcome import OutcomeKind
+
+CAPTURED_MICRO_BATCH = 13
+AS_IF_CUDA = "DSAT_AS_IF_CUDA"  # variable: CUDA is said to be available where there is none
+# Limits of a simulation: part of the memory available at its start, and bytes.
+_PART_OF_AVAILABLE, _MOST_BYTES = 0.5, 8 * 2**30
+_POLL_S = 0.02
+_ANSWERED = 3  # exit status of a child; a script may exit with 0 by itself
+
+
+class ScriptSimulated(SystemExit):
+    """End of the training script, with status 0, when no simulations are wanted any more."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class SimulationServer:
+    """Answers to candidates from the script's first training step on.
+
+    Args:
+        address: path of the client's listening socket; see `protocol` for the messages.
+    """
+
+    def __init__(self, address: Path) -> None:
+        self._address = address
+        self._connection = socket.socket(socket.AF_UNIX, protocol.SOCKET_TYPE)
+        self._number: int | None = None  # of the candidate, in a child
+        self._fakes: Any = None
+        self._limit_bytes = 0
+        self._was_used = False
+
+    def install(self) -> None:
+        """Take the place of `deepspeed.initialize`, limit memory, and make tensors fake."""
+        import torch.distributed
+        from deepspeed.accelerator import get_accelerator
+
+        from dsat.simulation import named_cuda
+        from dsat.simulation.fake_parameters import FakeParameters
+
+        original = torch.distributed.init_process_group
+
+        @functools.wraps(original)
+        def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+            from dsat.simulation import patches
+
+            if backend == patches.FAKE_GROUP:
+                original(backend, *args, **kwargs)
+            elif not torch.distributed.is_initialized():
+                patches.make_process_group(1, "cpu")
+
+        torch.distributed.init_process_group = init_process_group
+        communication: Any = importlib.import_module("deepspeed.comm.torch")
+        communication.build_shm_op = lambda: None  # compiled for minutes, and of no use here
+
+        TRIAL.make_engine = self._initialize_borrowed
+        self._limit_bytes = _limit_memory()
+        get_accelerator()  # decides for itself what there is
+        named_cuda.stand_in(as_if_available=AS_IF_CUDA in os.environ)
+        self._fakes = FakeParameters()
+        self._fakes.install()
+
+    def _initialize_borrowed(
+        self, initialize: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        from dsat.simulation import borrowed_model
+
+        bound = inspect.signature(initialize).bind(*args, **kwargs)
+        passed = config_injection.trained_config(bound.arguments)
+        if passed is None or self._was_used:
+            return initialize(*args, **kwargs)
+        model = borrowed_model.BorrowedModel(initialize, bound.arguments, passed.content)
+        model.uses_zero_init = self._fakes.partitions_in_stage_3(bound.arguments["model"])
+        result = model.engine_for_the_script()
+        model.on_first_training_forward(functools.partial(self._serve, model))
+        self._was_used = True
+        return result
+
+    # -- candidates
+
+    def _serve(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Answer candidates. Returns in a child only, with the engine's outputs."""
+        self._fakes.uninstall()
+        self._fakes = None
+        self._connection.connect(str(self._address))
+        model.keep_integers(args, kwargs)
+        self._send(model.facts(args, kwargs)._asdict())
+        receiver = protocol.Receiver(self._connection)
+        running: dict[int, Mapping[str, Any]] = {}
+        capacity = len(host_cores.usable())
+        while True:
+            self._report_deaths(running)
+            sources = [self._connection] if len(running) < capacity else []
+            if not select.select(sources, [], [], _POLL_S)[0]:
+                continue
+            candidate = receiver.receive()
+            if candidate is None:
+                break
+            child = os.fork()
+            if child == 0:
+                return self._simulate(model, candidate, args, kwargs)
+            running[child] = candidate
+        for child in running:
+            os.kill(child, signal.SIGKILL)
+        raise ScriptSimulated
+
+    def _report_deaths(self, running: dict[int, Mapping[str, Any]]) -> None:
+        """Remove the children that ended, and answer for those that could not."""
+        for child in list(running):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if not ended:
+                continue
+            candidate, code = running.pop(child), os.waitstatus_to_exitcode(status)
+            reason = f"the simulation died with status {code}"
+            if code == -signal.SIGALRM:
+                reason = f"no result after {candidate['timeout_s']:g} s"
+            if code != _ANSWERED:
+                self._send({"failed": reason, "number": candidate["number"]})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # noticed at the next read
+            protocol.send(self._connection, message, sender=os.getpid())
+
+    def _simulate(
+        self, model: Any, candidate: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        self._number = candidate["number"]
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
+        signal.alarm(max(1, math.ceil(candidate["timeout_s"])))
+        try:
+            return model.begin(candidate, args, kwargs, self._end_of_child)
+        except Exception as error:
+            self.failed(error)
+
+    def failed(self, error: BaseException | None) -> str:
+        """End a child whose script or simulation failed, or describe why the script failed.
+
+        Returns:
+            The reason, if it differs from the error's own message; otherwise an empty string.
+        """
+        if self._number is not None:
+            self._end_of_child({"failed": _described(error)[:500]})
+        if error is None:
+            return ""
+        if type(error).__name__ == "SimulationUnsupported":
+            return str(error)
+        if failures.classify(error) in (OutcomeKind.OOM, OutcomeKind.HOST_OOM):
+            limit = f"the {readable(self._limit_bytes)} of memory that a simulation may take"
+            return f"it needs more than {limit}: {failures.message(error)}"
+        has_fakes = self._fakes is not None and self._fakes.fake_bytes
+        if has_fakes and not isinstance(error, (SystemExit, InvalidTrial)):
+            return f"{failures.message(error)} (its large parameters were fake)"
+        return ""
+
+    def _end_of_child(self, answer: Mapping[str, Any]) -> NoReturn:
+        self._send({**answer, "number": self._number})
+        sys.stderr.flush()
+        os._exit(_ANSWERED)
+
+
+def _described(error: BaseException | None) -> str:
+    if error is None:
+        return "the script ended"
+    traceback.print_exception(error)  # into the run's log
+    text, name = " ".join(str(error).split()), type(error).__name__
+    return text if name == "SimulationUnsupported" else f"{name}: {text}"
+
+
+def _limit_memory() -> int:
+    """Limit the memory of this process and each of its children; return the limit in bytes."""
+    limit = min(_MOST_BYTES, int(_PART_OF_AVAILABLE * host_memory.available_bytes()))
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = ProcessMemory.now().data_bytes + limit
+    resource.setrlimit(
+        resource.RLIMIT_DATA,
+        (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most),
+    )
+    return limit

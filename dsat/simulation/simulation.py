@@ -1,0 +1,301 @@
+"""One configuration, simulated: DeepSpeed's own engine on fake tensors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+from dsat.inputs import ds_config
+from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
+from dsat.simulation import fake_device, patches
+from dsat.simulation.autocast import Autocast, outside_of_contexts
+from dsat.simulation.captured import Captured, repeated, translated, without_state
+from dsat.simulation.fake_parameters import is_scripts
+from dsat.simulation.known_values import ValuesMode
+from dsat.simulation.operator_trace import OperatorTrace
+from dsat.simulation.protocol import Question
+from dsat.simulation.storage_tracker import (
+    ALL,
+    DEVICE,
+    HOST,
+    MATMUL,
+    PINNED,
+    StorageTracker,
+    tensors_in,
+)
+from dsat.simulation.versions import transformers_masks
+from dsat.values.trial import BatchTriple
+
+
+class _FakeDevice:
+    """The fake device with its tracker, or a CPU; everything is fake from now on."""
+
+    def __init__(self, captured: Captured, candidate: Question) -> None:
+        self._captured = captured
+        self._candidate = candidate
+        self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._scripts_dtype = next(captured.snapshot.module.parameters()).dtype
+        self._dtype = self._scripts_dtype
+        self._device = "cpu" if candidate.as_cpu else fake_device.DEVICE_TYPE
+        self._kind = ALL if candidate.as_cpu else DEVICE
+        self.tracker = StorageTracker(self._device)
+        if candidate.traced:
+            self.tracker.trace = OperatorTrace(self._device)
+        self._values = ValuesMode()
+        rules = patches.FunctionRules(self._adopt, self._device)
+        self._prepare_process()
+        for mode in (self._values, self.tracker, rules):
+            mode.__enter__()
+
+    def _prepare_process(self) -> None:
+        slots = str(self._candidate.slots)
+        logging.disable(logging.WARNING)
+        torch.set_num_threads(1)
+        # Autograd's threads of a device do not survive a fork, and there is nothing to be parallel.
+        torch._C._set_multithreading_enabled(False)
+        # What the script gave to `torch.compile` runs as it was written: compilers look at devices.
+        if hasattr(torch.compiler, "set_stance"):
+            torch.compiler.set_stance("force_eager")
+        patches.forget_process_groups()
+        if self._candidate.as_cpu:
+            fake_device.install(CPU_Accelerator())
+        else:
+            fake_device.register()
+            fake_device.install(fake_device.FakeAccelerator(self.tracker))
+            Autocast(fake_device.DEVICE_TYPE).install()
+        patches.apply(self.tracker, self._device)
+        transformers_masks.decide_by_values(self._values.knows)
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=slots, LOCAL_SIZE=slots)
+        patches.make_process_group(self._candidate.slots, self._device)
+
+    def trace(self, module: torch.nn.Module) -> dict[str, Any]:
+        """Return the trace as a part of the result; nothing if none is wanted."""
+        if self.tracker.trace is None:
+            return {}
+        trace = self.tracker.trace.result(
+            micro_batch=self._candidate.micro_batch,
+            slots=self._candidate.slots,
+            parameters=sum(parameter.requires_grad for parameter in module.parameters()),
+        )
+        return {"trace": trace.to_json()}
+
+    # -- the script's own tensors
+
+    def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor on the device for a real one, with as many samples as the candidate has."""
+        known = self._adopted.get(id(tensor))
+        if known is not None:
+            return known[1]
+        if tensor.dim() == 0:
+            return tensor
+        captured, candidate = self._captured, self._candidate
+        shape = captured.shape_for(candidate, tensor)
+        dtype = tensor.dtype
+        if dtype.is_floating_point and dtype == self._scripts_dtype:
+            dtype = self._dtype
+        fake = torch.empty(shape, dtype=dtype, device=self._device)
+        self._adopted[id(tensor)] = tensor, fake
+        real = self._captured.on_host.get(id(tensor), tensor)
+        if real.device.type == "cpu" and not (is_scripts(real) or dtype.is_floating_point):
+            self._values.know(fake, lambda: repeated(real, shape))
+        return fake
+
+
+class Simulation(_FakeDevice):
+    """A candidate's engine, whose last micro step computes the script's own loss."""
+
+    def __init__(self, captured: Captured, candidate: Question) -> None:
+        super().__init__(captured, candidate)
+        self.tracker.workspace_bytes = candidate.workspace_bytes
+        self._engine = self._make_engine()
+        self._dtype = next(self._engine.module.parameters()).dtype
+        # The script's own functions are in their places later; Lightning puts one of its own in
+        # that of the module's for a single call.
+        self._engine_backward, self._engine_step = self._engine.backward, self._engine.step
+        self._module_forward = vars(self._engine.module).get("forward")
+
+    def _make_engine(self) -> Any:
+        captured = self._captured
+        parked = not (captured.snapshot.on_device or self._candidate.as_cpu)
+        with self.tracker.placing(HOST if parked else DEVICE):
+            fakes = captured.snapshot.put_fakes(self._device)
+        arguments = {
+            **captured.arguments,
+            "config": self._config(),
+            "model_parameters": translated(captured.arguments.get("model_parameters"), fakes),
+            "optimizer": without_state(captured.arguments.get("optimizer"), fakes),
+            "lr_scheduler": None,
+            "training_data": None,
+        }
+        del fakes
+        shared, micro_batch = self._candidate.parallelism, self._candidate.micro_batch
+        if shared.sequence > 1:
+            module = captured.snapshot.module
+            arguments["mpu"] = patches.ulysses_groups(
+                module, size=shared.sequence, micro_batch=micro_batch
+            )
+        gc.collect()
+        self.tracker.begin("init")
+        if captured.uses_zero_init:
+            patches.partition_in_stage_3(captured.snapshot.module, arguments["config"])
+        engine, *_ = captured.initialize(**arguments)
+        if shared.tensor > 1:  # it compares the ranks' batches
+            engine.first_dataloader_check.remove()
+        engine.train()
+        engine.set_gradient_accumulation_boundary = lambda is_boundary: None
+        gc.collect()
+        return engine
+
+    def _config(self) -> dict[str, Any]:
+        candidate = self._candidate
+        shared, micro_batch = candidate.parallelism, candidate.micro_batch
+        batch = BatchTriple.on(candidate.slots, shared, micro_batch=micro_batch, gas=candidate.gas)
+        return {
+            **copy.deepcopy(dict(candidate.config)),
+            **batch.config(),
+            "steps_per_print": 10**9,
+            "zero_force_ds_cpu_optimizer": False,  # accelerate has not yet replaced the script's
+        }
+
+    def become(self, engine: Any) -> None:
+        """Turn the script's engine, which it may hold in many places, into the candidate's."""
+        object.__setattr__(engine, "__dict__", self._engine.__dict__)
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run up to the last micro step of the second optimizer step; return its outputs.
+
+        All that lasts is allocated in the first step, for which any loss will do.
+        """
+        with outside_of_contexts():
+            for micro_step in range(2 * self._candidate.gas - 1):
+                self._step_once(args, kwargs, steady=micro_step >= self._candidate.gas)
+        gc.collect()
+        self._begin_micro_step(last=True)
+        self.tracker.begin("forward")
+        return self._outputs(args, kwargs)
+
+    def _step_once(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, steady: bool) -> None:
+        self._begin_micro_step(last=False)
+        self.tracker.begin("forward" if steady else "warm-up")
+        loss = _some_loss(self._outputs(args, kwargs))
+        if steady:
+            self.tracker.begin("backward")
+        self._engine_backward(loss)
+        del loss
+        if steady:
+            self.tracker.begin("step")
+        self._engine_step()
+
+    def _begin_micro_step(self, *, last: bool) -> None:
+        if self.tracker.trace is not None:
+            self.tracker.trace.is_last = last
+
+    def _outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._module_forward is not None:
+            vars(self._engine.module)["forward"] = self._module_forward
+        return self._engine(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Run the engine's backward pass."""
+        self.tracker.begin("backward")
+        self._engine_backward(*args, **kwargs)
+
+    def step(self) -> None:
+        """Run the engine's optimizer step."""
+        self.tracker.begin("step")
+        self._engine_step()
+
+    def result(self) -> dict[str, Any]:
+        """Return the memory that the tracker measured."""
+        init, forward, backward, step = (self.tracker.peak(p, self._kind) for p in PHASES)
+        pinned, pageable = (
+            max(self.tracker.peak(p, kind) for p in PHASES) for kind in (PINNED, HOST)
+        )
+        found = MemoryEstimate(init, forward, backward, step, pinned, pageable, SIMULATED)
+        return {"estimate": found.to_json(), **self.trace(self._engine.module)}
+
+
+class ActivationPass(_FakeDevice):
+    """One forward and one backward pass of the model by itself, without any engine."""
+
+    def __init__(self, captured: Captured, candidate: Question) -> None:
+        super().__init__(captured, candidate)
+        enabled, _ = ds_config.data_types(candidate.config)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(enabled))
+        self._dtype = dtype or self._scripts_dtype
+        captured.snapshot.put_fakes(self._device, dtype)
+        self._module = captured.snapshot.module.train()
+        for parameter in self._module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        self._has_gradient = False
+        self._before = 0
+
+    def become(self, engine: Any) -> None:
+        """Make the script's engine do for these passes."""
+        engine.set_gradient_accumulation_boundary = lambda is_boundary: None
+        engine.device = torch.device(self._device)
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the module's outputs for a batch of the script."""
+        section = self._candidate.config.get("torch_autocast") or {}
+        self._before = self.tracker.current(self._kind)
+        self.tracker.begin("forward")
+        with torch.autocast(
+            self._device,
+            getattr(torch, section.get("dtype", "bfloat16").removeprefix("torch.")),
+            enabled=bool(section.get("enabled", False)),
+        ):
+            return self._module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, *_: Any, **__: Any) -> None:
+        """Run the backward pass."""
+        self.tracker.begin("backward")
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Do nothing: there is no optimizer."""
+
+    def _on_gradient(self, _: torch.Tensor) -> None:
+        if not self._has_gradient:
+            self._has_gradient = True
+            self.tracker.begin("first gradient")
+
+    def result(self) -> dict[str, Any]:
+        """Return peaks by phase, and the bytes held before and after the passes."""
+        peaks = {
+            name: self.tracker.peak(name, self._kind)
+            for name in ("forward", "backward", "first gradient", MATMUL)
+        }
+        return {
+            "activations": {
+                "forward": peaks["forward"],
+                "backward": max(peaks["first gradient"], peaks["backward"]),
+                "first_gradient": peaks["first gradient"],
+                "matmul": peaks[MATMUL],
+                "before": self._before,
+                "held": self.tracker.current(self._kind),
+            },
+            **self.trace(self._module),
+        }
+
+
+def _some_loss(outputs: Any) -> torch.Tensor:
+    """The model's own loss, if it has one; otherwise one that every output has a part in."""
+    trained = [t for t in tensors_in(outputs) if t.requires_grad and t.is_floating_point()]
+    if not trained:
+        raise patches.SimulationUnsupported("no output of the model depends on its parameters")
+    scalars = [t for t in trained if t.dim() == 0]
+    if scalars:
+        return scalars[0]
+    loss = trained[0].float().mean()
+    for tensor in trained[1:]:
+        loss = loss + tensor.float().mean()
+    return loss

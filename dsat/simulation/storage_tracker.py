@@ -1,0 +1,155 @@
+"""Storages of fake tensors: how many bytes live where, and their peaks by phase."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsat.memory.closed_form import BIASED_WORKSPACE_BYTES
+from dsat.simulation.attention import workspace_bytes
+from dsat.simulation.operator_trace import OperatorTrace
+
+aten = torch.ops.aten
+DEVICE, HOST, PINNED, ALL = "device", "host", "pinned", "all"
+MATMUL = "matmul"  # peaks where matrices are multiplied, beside those of phases
+_MATMULS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default))
+_CUDA_BLOCK_BYTES = 512  # kMinBlockSize, c10/core/CachingDeviceAllocator.h
+
+
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that counts the storages of fake tensors, operator by operator.
+
+    Parameters that a script built on the host are simulated on the device from the beginning,
+    because a fake tensor cannot change its device. Until DeepSpeed moves them they are "parked":
+    counted as the host's.
+
+    Attributes:
+        workspace_bytes: what cuBLAS takes while it multiplies.
+        trace: records all operators, if it is wanted.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device_type
+        self._place: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._bytes: dict[str, int] = dict.fromkeys((DEVICE, HOST, PINNED, ALL), 0)
+        self._peaks: dict[tuple[str, str], int] = {}
+        self._phase = "script"
+        self._forced: str | None = None
+        self.workspace_bytes = 0
+        self.trace: OperatorTrace | None = None
+
+    # -- phases
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase, or go on with it."""
+        self._phase = phase
+        for kind in self._bytes:
+            self._note(kind)
+
+    def peak(self, phase: str, kind: str = DEVICE) -> int:
+        """Most bytes of a kind in a phase."""
+        return self._peaks.get((phase, kind), 0)
+
+    def current(self, kind: str = DEVICE) -> int:
+        return self._bytes[kind]
+
+    # -- storages
+
+    def see(self, tensor: torch.Tensor, place: str | None = None) -> None:
+        """Count the storage of a fake tensor, if it is not counted yet."""
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        if storage in self._place or size == 0 or tensor.device.type == "meta":
+            return
+        place = place or self._forced
+        if place is None:
+            place = DEVICE if tensor.device.type == self._device_type else HOST
+        if place == PINNED:  # in powers of two (aten/src/ATen/core/CachingHostAllocator.h)
+            size = 1 << (size - 1).bit_length()
+        elif tensor.device.type == self._device_type != "cpu":
+            size = -(-size // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
+        self._place[storage] = place
+        self._add(place, size)
+        weakref.finalize(storage, self._add, place, -size)
+
+    def _add(self, place: str, size: int) -> None:
+        for kind in (place, ALL):
+            self._bytes[kind] += size
+            self._note(kind)
+
+    def _note(self, kind: str, phase: str = "") -> None:
+        key = phase or self._phase, kind
+        self._peaks[key] = max(self._peaks.get(key, 0), self._bytes[kind])
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return self._place.get(tensor.untyped_storage()) == PINNED
+
+    @contextlib.contextmanager
+    def placing(self, place: str) -> Iterator[None]:
+        """Count what is allocated within as this kind of memory."""
+        self._forced, before = place, self._forced
+        try:
+            yield
+        finally:
+            self._forced = before
+
+    def is_parked(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor of the device counts as the host's."""
+        on_device = tensor.device.type == self._device_type
+        return on_device and self._place.get(tensor.untyped_storage()) == HOST
+
+    # -- operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._phase == "forward" and torch._C._current_graph_task_id() != -1:
+            self.begin("backward")
+        if func is aten.is_pinned.default:
+            return self.is_pinned(args[0])
+        out = func(*args, **kwargs)
+        if self.trace is not None:
+            self.trace.record(self._phase, func, args, kwargs, out)
+        fakes = [t for t in tensors_in(out) if isinstance(t, FakeTensor)]
+        place = None
+        if fakes and func is aten._to_copy.default and self.is_parked(args[0]):
+            place = HOST
+        for tensor in fakes:
+            self.see(tensor, place)
+        if workspace := workspace_bytes(func, args):
+            self._take_briefly(workspace)
+        if func in _MATMULS:
+            for kind in self._bytes:
+                self._note(kind, MATMUL)
+            adds_bias = func is aten.addmm.default and args[0].dim() == 1
+            workspace = min(self.workspace_bytes, BIASED_WORKSPACE_BYTES)
+            self._take_briefly(workspace if adds_bias else self.workspace_bytes)
+        return out
+
+    def ran_compiled(self, args: Sequence[Any]) -> None:
+        """Record a call of an operator that DeepSpeed compiles, which does nothing here."""
+        if self.trace is not None:
+            self.trace.record_compiled(self._phase, args)
+
+    def _take_briefly(self, size: int) -> None:
+        self._add(DEVICE, size)
+        self._add(DEVICE, -size)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))

@@ -1,0 +1,114 @@
+"""The table of all that dsat changes in a user's process."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from dsat.in_trial.adapters import user_files
+from dsat.in_trial.adapters.calls import Adapter
+from dsat.in_trial.adapters.install import owner_of
+from dsat.in_trial.adapters.table import ENGINE, TABLE
+from dsat.in_trial.adapters.trial import TRIAL, Phase
+from testing.scripts import Scripts
+
+
+def is_installed(adapter: Adapter) -> bool:
+    """Whether a version of the library is installed that has the adapter's target."""
+    package = adapter.module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        return False
+    try:
+        return SpecifierSet(adapter.versions, prereleases=True).contains(version(package))
+    except PackageNotFoundError:  # of the standard library
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of what is imported
+@pytest.mark.parametrize("adapter", [*TABLE, *ENGINE], ids=lambda a: f"{a.module}.{a.attribute}")
+def test_a_target_exists(adapter: Adapter) -> None:
+    if not is_installed(adapter):
+        pytest.skip(f"{adapter.module} {adapter.versions} is not installed")
+    owner, name = owner_of(adapter, importlib.import_module(adapter.module))
+    assert hasattr(owner, name)
+
+
+def test_every_target_is_adapted_once_and_described() -> None:
+    places = [(adapter.module, adapter.attribute) for adapter in [*TABLE, *ENGINE]]
+    assert len(set(places)) == len(places)
+    assert all((adapter.wrapper.__doc__ or "").strip() for adapter in [*TABLE, *ENGINE])
+    assert all(Phase.INERT not in adapter.phases for adapter in [*TABLE, *ENGINE])
+
+
+def test_nothing_happens_without_a_trial() -> None:
+    assert TRIAL.files is None and TRIAL.folder is None
+
+
+COPIES = """
+import copy, inspect, pickle
+for function in (os.remove, torch.save, torch.nn.Module.__init__, open):
+    assert copy.deepcopy(function) is function
+    assert pickle.loads(pickle.dumps(function)) is function or function is open
+assert os.unlink in os.supports_dir_fd
+
+
+class Reader:
+    read = open
+
+
+with Reader().read(__file__) as file:
+    assert "Reader" in file.read()
+train(make_engine())
+"""
+
+
+@pytest.mark.slow
+def test_an_adapted_function_behaves_as_the_original_one(scripts: Scripts) -> None:
+    scripts.run(COPIES).well()
+
+
+@pytest.mark.parametrize(
+    ("path", "mode", "is_other"),
+    [
+        ("old", "w", True),
+        ("old", "ab", True),
+        ("old", "r+", True),
+        ("link", "w", True),
+        ("old", "r", False),
+        ("new", "w", False),
+        ("large", "a", False),
+        ("large", "w", True),
+        ("trial/old", "w", False),
+        ("cache/old", "w", False),
+        ("home/.cache/old", "w", False),
+        ("/proc/self/comm", "w", False),
+        ("/dev/null", "w", False),
+    ],
+)
+def test_what_has_a_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, mode: str, is_other: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(user_files, "_LARGEST_COPIED_BYTES", 3)
+    for name in ("old", "trial/old", "cache/old", "home/.cache/old"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("old")
+    (tmp_path / "large").write_text("large")
+    (tmp_path / "link").symlink_to("old")
+    time.sleep(0.02)  # the clock of a file system is coarse
+    files = user_files.UserFiles(tmp_path / "trial")
+    time.sleep(0.02)
+    (tmp_path / "new").write_text("new")
+    found = files.instead_of(path, mode)
+    assert (found != path) is is_other
+    if is_other and "w" not in mode:
+        assert found.read_text() == "old"

@@ -1,0 +1,81 @@
+"""The script's model and optimizer, as the simulation knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, AdamW
+
+from dsat.app import estimate
+from dsat.simulation.borrowed_model import BorrowedModel
+from dsat.simulation.captured import Captured, ModuleSnapshot
+from dsat.simulation.protocol import Question
+
+
+class Own(Adam):
+    """An Adam that may hold anything."""
+
+
+@pytest.mark.parametrize(
+    ("make", "simulated", "of_torch"),
+    [
+        (None, False, False),
+        (AdamW, False, True),
+        (lambda trained: AdamW(trained, amsgrad=True), True, False),
+        (lambda trained: AdamW(trained, foreach=False), True, False),
+        (SGD, True, False),
+        (Own, True, False),
+    ],
+)
+def test_the_scripts_own_optimizer_decides_whether_the_formula_does(
+    make: Callable[..., Any] | None, simulated: bool, of_torch: bool
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    passed = None if make is None else make(model.parameters())
+    arguments = {"model": model, "optimizer": passed}
+    section = BorrowedModel(lambda **_: None, arguments, {}).optimizer()
+    assert estimate.needs_simulation({"optimizer": section}) is simulated
+    assert bool(section.get("params", {}).get("torch_adam")) is of_torch
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (SimpleNamespace(hidden_size=64), 64),
+        (SimpleNamespace(hidden_sizes=[32, 128]), 128),
+        (SimpleNamespace(text_config=SimpleNamespace(hidden_size=48)), 48),
+        (SimpleNamespace(), None),
+        (None, None),
+    ],
+)
+def test_the_hidden_size_is_found_where_a_trainer_looks_for_it(
+    config: Any, size: int | None
+) -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    if config is not None:
+        model.config = config
+    assert BorrowedModel(lambda **_: None, {"model": model}, {}).hidden_size() == size
+
+
+def test_what_was_there_before_the_engine_is_no_batch() -> None:
+    weights, fixed = torch.ones(26), torch.ones(13, 4)
+    model = torch.nn.Linear(2, 2)
+    borrowed = BorrowedModel(lambda **_: None, {"model": model}, {})
+    captured = Captured(
+        lambda **_: None,
+        {"model": model},
+        ModuleSnapshot(model),
+        micro_batch=13,
+        packed_length=0,
+        sequence_length=None,
+        on_host={},
+        uses_zero_init=False,
+        earlier=borrowed.earlier,
+    )
+    candidate = Question({}, micro_batch=4, slots=1)
+    shapes = [captured.shape_for(candidate, t) for t in (weights, fixed, torch.ones(26, 4))]
+    assert shapes == [[26], [4, 4], [8, 4]]
