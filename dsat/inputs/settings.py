@@ -336,7 +336,7 @@ class SearchSettings:
         group=Group.SEARCH,
         help="at most N trials for the finals, which re-run the best configuration and yours in "
         "turns (default: 7, or up to 15 while they take at most 30 %% of the search's time. 1 in "
-        "4 of --max-trials are kept for them: 2 from 8 to 11, none below. 0: no finals)",
+        "4 of --max-trials are kept for them: 2 from 4 to 11, none below. 0: no finals)",
     )
     seed: int = option(
         "-r",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dsat.inputs.settings import NO_MEMORY_MODEL
 from dsat.memory.forecast import Forecast
 from dsat.report import format as fmt
-from dsat.tuning.run import Run
+from dsat.tuning.run import Run, used_bytes
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Trial, TrialKind
 
@@ -62,7 +62,7 @@ def _of_profile(profile: ModelProfile) -> list[str]:
 def _of_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
     parts = [fmt.outcome(outcome, run.plan.metric)]
     if trial.predicted_bytes is not None:
-        predicted, used = f"{fmt.memory(trial.predicted_bytes)} predicted", run.used_bytes(outcome)
+        predicted, used = f"{fmt.memory(trial.predicted_bytes)} predicted", used_bytes(run, outcome)
         parts.append(predicted if used is None else f"{fmt.memory(used)} used of {predicted}")
     parts.append(f"took {fmt.duration(outcome.duration_s)}")
     # While the finals run, the best is what the pairs so far say, back and forth.

@@ -14,7 +14,7 @@ from dsat.memory.predictor import Basis, MemoryModel
 from dsat.report import format as fmt
 from dsat.report import projection
 from dsat.report.table import Table
-from dsat.tuning.run import Run
+from dsat.tuning.run import Run, used_bytes
 from dsat.values.parallelism import Parallelism
 from dsat.values.zero_strategy import Strategy
 
@@ -185,7 +185,7 @@ def memory_warning(run: Run) -> list[str]:
         return model.predicted_bytes(shape, micro_batch * tokens / profiled.longest)
 
     most, limit = best.batch.micro_batch, profile.slot_memory_bytes
-    error, used = 0, run.used_bytes(outcome)
+    error, used = 0, used_bytes(run, outcome)
     if used is not None and outcome.memory is not None and outcome.memory.is_exact:
         error = used - predicted(most, measured_with.longest)
 

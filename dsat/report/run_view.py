@@ -15,7 +15,7 @@ from dsat.report.table import Table
 from dsat.report.verdict import GainView, Verdict, verdict
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan
-from dsat.tuning.run import Run, own_switches
+from dsat.tuning.run import Run, own_switches, used_bytes
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.text import values_without_secrets
 from dsat.values.trial import Trial, TrialKind
@@ -54,7 +54,7 @@ class TrialView:
             outcome=outcome,
             result=fmt.outcome(outcome, run.plan.metric) if outcome is not None else unfinished,
             value=None if trial.kind is TrialKind.PROFILE else run.value(trial),
-            used_bytes=None if outcome is None else run.used_bytes(outcome),
+            used_bytes=None if outcome is None else used_bytes(run, outcome),
             settings=flat(values_without_secrets({**trial.overrides, **trial.script_args})),
             is_best=trial is run.best if is_best is None else is_best,
             ended_s=run.ended_s.get(trial.id),
@@ -312,6 +312,6 @@ def _memory_errors(run: Run) -> Iterator[float]:
         outcome = run.outcomes.get(trial.id)
         if trial.predicted_bytes is None or outcome is None or not outcome.ok:
             continue
-        used = run.used_bytes(outcome)
+        used = used_bytes(run, outcome)
         if used is not None and outcome.memory is not None and outcome.memory.is_exact:
             yield abs(trial.predicted_bytes / used - 1)

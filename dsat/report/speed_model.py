@@ -14,8 +14,9 @@ import numpy as np
 from dsat.inputs.ds_config import BATCH_KEYS, flat
 from dsat.report import format as fmt
 from dsat.report.run_view import RunView, TrialView
+from dsat.search.candidates import SETTING_SD, STRATEGY_SD, SWITCH_SD
 from dsat.search.normal import Array
-from dsat.search.speed import Fit, Layout, Points
+from dsat.search.speed import Points, Prior, fit
 from dsat.search.step_time import Job, acts_on_whole_step, work
 from dsat.values.zero_strategy import Strategy, of_config
 
@@ -38,6 +39,7 @@ class SpeedModel:
         settings = [self._settings(each) for each in self._trials]
         own = [self._strategy(each) for each in self._trials]
         self._strategies, self._columns = list(dict.fromkeys(own)), _columns(settings)
+        self._usual = {key: _most_frequent(settings, key) for key, _ in self._columns}
         assert view.profile is not None
         self._job = Job.of_profile(
             view.profile, slots=view.plan.slots_per_trial, slots_per_host=view.plan.slots_per_host
@@ -48,10 +50,13 @@ class SpeedModel:
         values = np.array([each.value for each in self._trials], float)
         metrics = [each.outcome and each.outcome.metrics for each in self._trials]
         errors = np.array([m.standard_error if m else 0.0 for m in metrics])
-        of_whole = tuple(acts_on_whole_step(key) for key, _ in self._columns)
-        layout = Layout(self._job, self._strategies, len(self._columns), of_whole=of_whole)
+        is_whole = [acts_on_whole_step(key) for key, _ in self._columns]
+        is_switch = np.array([False] * len(self._strategies) + is_whole)
+        effects = np.where(is_switch, SWITCH_SD, SETTING_SD)
+        effects[: len(self._strategies)] = STRATEGY_SD
+        prior = Prior(self._job.hardware, effects, is_switch)
         log_s = self._log_rate(points, np.log(values))
-        self._fit = Fit.prior(layout).updated(points, log_s, errors)
+        self._fit = fit(prior, points, log_s, errors)
 
     @classmethod
     def of(cls, view: RunView) -> SpeedModel | None:
@@ -74,7 +79,7 @@ class SpeedModel:
                 continue
             at = np.geomspace(sizes[0], sizes[-1], _GRID)
             steps = np.interp(at, sizes, [gas[size] for size in sizes])
-            points = self._points([strategy] * _GRID, at, steps, [{}] * _GRID)
+            points = self._points([strategy] * _GRID, at, steps, [self._usual] * _GRID)
             mean, sd = self._fit.predict(points)
             middle = self._log_rate(points, mean)
             low, high = np.exp(middle - _CERTAIN * sd), np.exp(middle + _CERTAIN * sd)
@@ -140,19 +145,23 @@ class SpeedModel:
         gas: Sequence[float] | Array,
         settings: Sequence[Mapping[str, Any]],
     ) -> Points:
-        knobs = [[float(s.get(key) == value) for key, value in self._columns] for s in settings]
         proposed = [
             {k.removeprefix("zero_optimization."): v for k, v in s.items()} for s in settings
         ]
+        both = list(zip(strategies, settings, strict=True))
+        traits = [
+            [float(strategy == each) for each in self._strategies]
+            + [float(its.get(key) == value) for key, value in self._columns]
+            for strategy, its in both
+        ]
         return Points(
-            strategy=np.array([self._strategies.index(strategy) for strategy in strategies]),
             work=np.array(
                 [work(self._job, each, its) for each, its in zip(strategies, proposed, strict=True)]
             ),
             micro_batch=np.array(micro_batches, float),
             gas=np.array(gas, float),
-            knobs=np.array(knobs).reshape(len(settings), len(self._columns)),
             room=np.ones(len(settings)),
+            traits=np.array(traits),
         )
 
     def _strategy(self, each: TrialView) -> Strategy:
@@ -170,13 +179,14 @@ class SpeedModel:
 
 
 def _columns(configs: list[dict[str, Any]]) -> list[tuple[str, Any]]:
-    """Return the settings that differ between trials, with their values.
-
-    The most frequent value of a setting is what the others are compared with, and is left out.
-    """
+    """Return the settings that differ between trials, with their values."""
     found = []
     for key in dict.fromkeys(key for config in configs for key in config):
-        values = [config[key] for config in configs if key in config]
-        usual = max(dict.fromkeys(values), key=values.count)
-        found += [(key, value) for value in dict.fromkeys(values) if value != usual]
+        values = dict.fromkeys(config.get(key) for config in configs)
+        found += [(key, value) for value in values if len(values) > 1]
     return found
+
+
+def _most_frequent(configs: list[dict[str, Any]], key: str) -> Any:
+    values = [config.get(key) for config in configs]
+    return max(dict.fromkeys(values), key=values.count)

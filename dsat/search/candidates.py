@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +14,24 @@ import numpy as np
 
 from dsat.search.feasibility import Values
 from dsat.search.normal import Array
-from dsat.search.speed import Fit
 from dsat.search.step_time import Job, acts_on_whole_step, work
 from dsat.space.overrides import GAS
 from dsat.space.space import Space
+from dsat.values.zero_strategy import Strategy
+
+Predict = Callable[[Sequence[int]], tuple[Array, Array]]
 
 _FEW = 24  # so many micro batches are all compared
 _NEAR_THE_EDGE = (1.0, 0.98, 0.96, 0.94, 0.91, 0.87, 0.8)
 _NEAR_THE_BEST = (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25)
 _OCTAVES = 4  # below the smallest of these that are compared: the best moves further down
-_TILE = 8  # samples that matrix units take at once
+_TILE = 8  # samples: with tokens of any number, whole tiles of matrix units
 _MOST_SETTINGS = 24  # of a branch
-_ANY_OTHER = ""  # value of a switch
+# Standard deviation of what a strategy, a setting, a switch of the script and whole tiles make of a
+# step beside what the physical model says of them.
+STRATEGY_SD, SETTING_SD, SWITCH_SD, _TILES_SD = 0.04, 0.02, 0.2, 0.02
+_STRATEGY, _WHOLE_TILES = "strategy", "whole tiles"  # names of traits
+_FIRST, _ANY_OTHER = "first", "any other"  # values of a switch
 
 
 def compared_positions(
@@ -57,140 +63,130 @@ def compared_positions(
 
 @dataclass(frozen=True)
 class Row:
-    """Settings as the models of speed and of failures take them; see `Points`.
+    """Settings as the models of speed and of failures take them.
 
     Attributes:
+        work: of `step_time.work`.
+        traits: which values they and their strategy have; see `Points`.
         values: the name and the value of each, as text.
     """
 
     work: Array
-    knobs: Array
+    traits: Array
     values: Values
-
-
-@dataclass(frozen=True)
-class _Knob:
-    """A knob of a branch.
-
-    Attributes:
-        digits: positions of its values, by their text.
-        columns: of the effects of each value, (number of values, 2); one too large for none.
-    """
-
-    key: str
-    digits: Mapping[str, int]
-    columns: Array
 
 
 class Settings:
     """Settings of all branches by their numbers, and those among them that are compared.
 
     Attributes:
-        num_values: number of values of knobs that have an effect of their own.
-        of_whole: which of them act on the whole step; see `dsat.search.speed.Layout`.
+        effects: standard deviation of the difference that each trait makes, (traits,).
+        is_switch: which of them act on the whole step, (traits,).
     """
 
     def __init__(self, space: Space, job: Job) -> None:
         self._space, self._job = space, job
-        self._settings: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._rows: dict[tuple[int, int], Row] = {}
-        self._columns: dict[tuple[str, str], int] = {}
-        numbers: dict[str, None] = {}  # switches with several numbers beside the usual one
-        usual: dict[str, str] = {}
+        self._traits: dict[tuple[str, str], int] = {}
+        effects: list[tuple[float, bool]] = []
+
+        def add(key: str, text: str, sd: float) -> None:
+            if (key, text) not in self._traits:
+                self._traits[key, text] = len(effects)
+                effects.append((sd, acts_on_whole_step(key)))
+
+        for strategy in space.strategies:
+            add(_STRATEGY, strategy.name, STRATEGY_SD)
+        for is_whole in (False, True):
+            add(_WHOLE_TILES, str(is_whole), _TILES_SD)
         for branch in space.branches:
             for key, values in branch.knobs:
-                usual.setdefault(key, _text(values[0]))
+                if key == GAS:
+                    continue
+                sd = SWITCH_SD if acts_on_whole_step(key) else SETTING_SD
+                # If one number of workers is faster than the user's, the others rather are as well.
+                is_number = len(values) > 2 and all(map(_is_number, values))
+                if is_number:
+                    sd /= math.sqrt(2)
+                    for text in (_FIRST, _ANY_OTHER):
+                        add(key, text, sd)
                 for value in values:
-                    if key != GAS and _text(value) != usual[key]:
-                        self._columns.setdefault((key, _text(value)), len(self._columns))
-                if acts_on_whole_step(key) and len(values) > 2 and all(map(_is_number, values)):
-                    numbers[key] = None
-        # If one number of workers is faster than the user's, the others rather are as well.
-        self._shared = {key: len(self._columns) + place for place, key in enumerate(numbers)}
-        self._columns |= {(key, _ANY_OTHER): column for key, column in self._shared.items()}
-        self.num_values = len(self._columns)
-        self.of_whole = tuple(acts_on_whole_step(key) for key, _ in self._columns)
-        self._knobs = [
-            [self._knob(key, values) for key, values in branch.knobs] for branch in space.branches
-        ]
+                    add(key, _text(value), sd)
+        self._first: dict[str, str] = {}
+        for branch in space.branches:
+            for key, values in branch.knobs:
+                self._first.setdefault(key, _text(values[0]))
+        self.effects = np.array([sd for sd, _ in effects])
+        self.is_switch = np.array([is_switch for _, is_switch in effects])
 
     def of(self, branch: int, index: int) -> Mapping[str, Any]:
         """Return the settings number `index` of a branch."""
-        found = self._settings.get((branch, index))
-        if found is None:
-            found = self._settings[branch, index] = self._space.branches[branch].settings(index)
-        return found
+        return self._space.branches[branch].settings(index)
 
     def row(self, branch: int, index: int) -> Row:
         """Return the settings number `index` of a branch as the models take them."""
         found = self._rows.get((branch, index))
         if found is None:
             settings = self.of(branch, index)
-            values = tuple((key, _text(value)) for key, value in settings.items())
-            knobs = np.zeros(self.num_values)
-            own = [value for value in values if value in self._columns]
-            knobs[[self._columns[value] for value in own]] = 1.0
-            knobs[[self._shared[key] for key, _ in own if key in self._shared]] = 1.0
-            counted = work(self._job, self._space.strategies[branch], settings)
-            found = self._rows[branch, index] = Row(counted, knobs, values)
+            found = self._rows[branch, index] = self.row_of(
+                self._space.strategies[branch], settings
+            )
+        return found
+
+    def row_of(self, strategy: Strategy, settings: Mapping[str, Any]) -> Row:
+        """Return any settings as the models take them."""
+        values = tuple((key, _text(value)) for key, value in settings.items())
+        having = {**self._first, **dict(values), _STRATEGY: strategy.name}
+        traits = np.zeros(len(self.effects))
+        for key, text in having.items():
+            kind = _FIRST if text == self._first.get(key) else _ANY_OTHER
+            for trait in ((key, text), (key, kind)):
+                if trait in self._traits:
+                    traits[self._traits[trait]] = 1.0
+        return Row(work(self._job, strategy, settings), traits, values)
+
+    def with_tiles(self, traits: Array, micro_batch: Array) -> Array:
+        """Return traits of configurations with these micro batches, (n, traits)."""
+        found: Array = traits.copy()
+        is_whole = micro_batch % _TILE == 0
+        found[:, self._traits[_WHOLE_TILES, str(True)]] = is_whole
+        found[:, self._traits[_WHOLE_TILES, str(False)]] = ~is_whole
         return found
 
     def promising(
-        self, branch: int, best: Mapping[str, Any], fit: Fit, closed: Collection[int]
+        self, branch: int, best: Mapping[str, Any], predict: Predict, closed: Collection[int]
     ) -> list[int]:
-        """Return numbers of settings: the first, the best, the likeliest, and one change of each.
-
-        Each knob has a change before any has its second, those first that may gain most.
+        """Return numbers of settings: the first, the best, the likeliest, and changes of the best.
 
         Args:
             branch: position of the branch.
             best: settings of the best so far, of this branch or of another.
-            fit: what is known of values.
+            predict: logarithms of seconds of settings by their numbers, and the uncertainty.
             closed: numbers of settings with which nothing is left to try.
         """
-        if self._space.branches[branch].count <= _MOST_SETTINGS:
-            return [n for n in range(self._space.branches[branch].count) if n not in closed]
-        knobs, strides = self._knobs[branch], self._space.branches[branch].strides
-        at_best, likeliest, hoped = 0, 0, 0
-        # What has no effect of its own is counted as none, behind the last value.
-        first = len(fit.theta) - self.num_values
-        effects = np.append(fit.theta[first:], 0.0)
-        variance = np.append(np.diag(fit.covariance)[first:], 0.0)
-        values = []  # of each knob: its stride, their effects and what they may reach
-        for knob, stride in zip(knobs, strides, strict=True):
-            if knob.key in best:
-                at_best += stride * knob.digits.get(_text(best[knob.key]), 0)
-            effect = effects[knob.columns].sum(axis=1)
-            reach = effect - np.sqrt(variance[knob.columns].sum(axis=1))
-            likeliest += stride * int(np.argmin(effect))
-            hoped += stride * int(np.argmin(reach))
-            values.append((stride, effect, reach))
-
-        def changes(start: int) -> Iterator[int]:
-            by_knob = []
-            for stride, effect, reach in values:
-                own = start // stride % len(effect)
-                gain = reach - effect[own]
-                order = np.argsort(gain, kind="stable").tolist()
-                by_knob.append([(gain[n], start + stride * (n - own)) for n in order if n != own])
-            for turn in itertools.zip_longest(*by_knob):
-                yield from (number for _, number in sorted(each for each in turn if each))
-
-        found: dict[int, None] = {}
-        starts = (0, at_best, likeliest, hoped)
-        for index in itertools.chain(starts, changes(at_best), changes(likeliest)):
-            if len(found) == _MOST_SETTINGS:
-                break
-            if index not in closed:
-                found[index] = None
-        return list(found)
-
-    def _knob(self, key: str, values: Sequence[Any]) -> _Knob:
-        texts = [_text(value) for value in values]
-        own = [self._columns.get((key, text), self.num_values) for text in texts]
-        shared = self._shared.get(key, self.num_values)
-        both = [[column, shared if column < self.num_values else column] for column in own]
-        return _Knob(key, {text: digit for digit, text in enumerate(texts)}, np.array(both))
+        whole = self._space.branches[branch]
+        if whole.count <= _MOST_SETTINGS:
+            return [number for number in range(whole.count) if number not in closed]
+        digits = []
+        for key, values in whole.knobs:
+            texts = [_text(value) for value in values]
+            text = _text(best.get(key))
+            digits.append(texts.index(text) if text in texts else 0)
+        at_best = sum(map(operator.mul, digits, whole.strides))
+        changes = [
+            (at_best + stride * (other - digit), stride * (other - digit), key)
+            for digit, stride, (key, values) in zip(digits, whole.strides, whole.knobs, strict=True)
+            for other in range(len(values))
+            if other != digit
+        ]
+        mean, sd = predict([at_best, *(number for number, _, _ in changes)])
+        faster: dict[str, tuple[float, int]] = {}
+        for s, (_, step, key) in zip(mean[1:].tolist(), changes, strict=True):
+            faster[key] = min(faster.get(key, (float(mean[0]), 0)), (s, step))
+        likeliest = at_best + sum(step for _, step in faster.values())
+        hopeful = np.argsort(mean[1:] - sd[1:], kind="stable").tolist()
+        numbers = [0, at_best, likeliest, *(changes[place][0] for place in hopeful)]
+        return [n for n in dict.fromkeys(numbers) if n not in closed][:_MOST_SETTINGS]
 
 
 def _is_number(value: Any) -> bool:

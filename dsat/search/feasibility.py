@@ -4,83 +4,122 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from dsat.search.normal import Array
 from dsat.values.outcome import Outcome, OutcomeKind
 
-# Octaves between the largest micro batch and the predicted one: a Cauchy distribution, because
-# predictions are good or fail altogether. Center and scale where it is only a bound, where it is
-# predicted for processor cores and for devices, and where a trial near the predicted end has run.
-_BOUNDED, _ON_CORES, _PREDICTED, _CONFIRMED = (-1.0, 0.5), (0.0, 0.15), (0.05, 0.05), (0.05, 0.015)
-_NEAR = -0.4  # octaves
 Values = Sequence[tuple[str, str]]
 """Names of settings and their values, as text."""
 
+# Octaves between the largest micro batch and the predicted one: a Cauchy distribution, because
+# predictions are good or fail altogether. Center and scale where it is only a bound, which leaves
+# nothing for the parameters, and where it is predicted for processor cores and for devices.
+_BOUNDED, _ON_CORES, _PREDICTED = (-1.0, 0.5), (0.0, 0.15), (0.05, 0.05)
+# Once a trial has run so near the predicted end, predictions are good: the scale is so much less.
+_NEAR, _CONFIRMED = -0.4, 0.3
+# Once memory has ended earlier than predicted, it may end so many times further below: each failure
+# more than doubles the next step down.
+_SURPRISED = 2.0
 _LEAST = 1e-9  # chance
-_OF_A_HANG = 4.0  # failures of another kind, since it takes a trial's whole time limit
-_UNSOUND = (OutcomeKind.ERROR, OutcomeKind.INVALID, OutcomeKind.TIMEOUT)
+_HANG_WEIGHT = 4.0  # failures of another kind, since it takes a trial's whole time limit
+_UNSOUND = {
+    OutcomeKind.ERROR,
+    OutcomeKind.INVALID,
+    OutcomeKind.TIMEOUT,
+    OutcomeKind.DIVERGED,
+    OutcomeKind.CANCELED,
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A trial that ended.
+
+    Attributes:
+        strategy: its position among the strategies.
+        values: of its settings.
+        octaves: of its micro batch above the largest that is predicted to fit.
+    """
+
+    strategy: int
+    values: Values
+    octaves: float
+    outcome: Outcome
+
+    @property
+    def is_too_large(self) -> bool:
+        """A smaller micro batch may run: there is too little memory, time or data."""
+        kind = self.outcome.kind
+        too_slow = kind is OutcomeKind.TIMEOUT
+        return kind.is_out_of_memory or too_slow or self.outcome.smaller_may_run
 
 
 class Feasibility:
-    """Knowledge of where memory ends in each strategy, and of values that fail otherwise.
+    """Where memory ends in each strategy, and which values fail otherwise.
 
     The largest micro batch that fits is expected near its prediction, between those that ran and
     those that did not. Both bounds are kept by strategy, relative to the prediction.
 
     Args:
+        ended: trials in their order.
         count: number of strategies.
         predicted: whether micro batches are compared with a prediction, or with a bound from above.
         on_device: whether slots have memory of their own, which can be predicted better.
     """
 
-    def __init__(self, count: int, *, predicted: bool, on_device: bool) -> None:
-        self._predicted = predicted
-        self._usual = (_PREDICTED if on_device else _ON_CORES) if predicted else _BOUNDED
+    def __init__(
+        self, ended: Iterable[Ended], count: int, *, predicted: bool, on_device: bool
+    ) -> None:
         self._ran = np.full(count, -math.inf)  # octaves above the predicted largest micro batch
         self._failed = np.full(count, math.inf)
-        # On a slot; how much of the host a strategy takes says nothing of others.
-        self._failed_on_slot = math.inf
         self._sound: Counter[tuple[str, str]] = Counter()
         self._unsound: dict[tuple[str, str], float] = defaultdict(float)
+        failed_on_slot = math.inf  # how much of the host a strategy takes tells nothing of others
+        for each in ended:
+            self._bound(each)
+            self._blame(each)
+            if each.is_too_large and each.outcome.kind is not OutcomeKind.HOST_OOM:
+                failed_on_slot = min(failed_on_slot, each.octaves)
+        center, scale = (_PREDICTED if on_device else _ON_CORES) if predicted else _BOUNDED
+        if failed_on_slot < center:
+            scale = max(scale, _SURPRISED * (center - failed_on_slot))
+            center = failed_on_slot
+        elif predicted and self._ran.max(initial=-math.inf) > _NEAR:
+            scale *= _CONFIRMED
+        self._center, self._scale = center, scale
 
-    def update(self, branch: int, values: Values, octaves: float, outcome: Outcome) -> None:
-        """Take in the end of a trial.
+    def _bound(self, each: Ended) -> None:
+        """Narrow the range in which memory ends; the latest trial is right."""
+        at, octaves = each.strategy, each.octaves
+        if each.outcome.ok:
+            self._ran[at] = max(self._ran[at], octaves)
+            self._failed[at] = max(self._failed[at], self._ran[at] + 1e-3)
+        elif each.is_too_large:
+            self._failed[at] = min(self._failed[at], octaves)
+            self._ran[at] = min(self._ran[at], octaves - 1e-3)
 
-        Args:
-            branch: position of the strategy.
-            values: of its settings.
-            octaves: of its micro batch above the largest that was predicted to fit.
-            outcome: how it ended.
-        """
-        if outcome.ok:
-            self._ran[branch] = max(self._ran[branch], octaves)
-            self._failed[branch] = max(self._failed[branch], self._ran[branch] + 1e-3)
-        elif outcome.kind.is_out_of_memory or outcome.smaller_may_run:
-            self._failed[branch] = min(self._failed[branch], octaves)
-            if outcome.kind is not OutcomeKind.HOST_OOM:
-                self._failed_on_slot = min(self._failed_on_slot, octaves)
-            self._ran[branch] = min(self._ran[branch], octaves - 1e-3)
-        if outcome.ok or outcome.kind.is_out_of_memory:
+    def _blame(self, each: Ended) -> None:
+        """Blame a failure on the values that have never run; if all have, on any of them."""
+        kind, values = each.outcome.kind, each.values
+        if each.outcome.ok or kind.is_out_of_memory:
             self._sound.update(values)
-        elif outcome.kind in _UNSOUND and not outcome.smaller_may_run:
-            # The blame is shared by what has never run; if all has, it may be any of them.
+        elif kind in _UNSOUND and not each.outcome.smaller_may_run:
             suspects = [value for value in values if not self._sound[value]]
-            blame = _OF_A_HANG if outcome.kind is OutcomeKind.TIMEOUT else 1.0
+            if kind is OutcomeKind.TIMEOUT and not suspects:
+                return  # the micro batch is too large
+            blame = _HANG_WEIGHT if kind is OutcomeKind.TIMEOUT else 1.0
             for value in suspects or values:
                 self._unsound[value] += blame / max(1, len(suspects))
 
-    def fits(self, branch: int, octaves: Array) -> Array:
+    def fits(self, strategy: int, octaves: Array) -> Array:
         """Return the chance to have enough memory, (n,), by octaves above what is predicted."""
-        center, scale = self._usual
-        if self._predicted and self._ran.max() > _NEAR and math.isinf(self._failed_on_slot):
-            center, scale = _CONFIRMED
-        center = min(center, self._failed_on_slot)
         low, high, here = (
-            0.5 + np.arctan((at - center) / scale) / math.pi
-            for at in (self._ran[branch], self._failed[branch], octaves)
+            0.5 + np.arctan((at - self._center) / self._scale) / math.pi
+            for at in (self._ran[strategy], self._failed[strategy], octaves)
         )
         chance: Array = np.clip((high - here) / max(high - low, _LEAST), _LEAST, 1.0)
         return chance

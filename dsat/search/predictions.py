@@ -1,187 +1,258 @@
-"""Predictions of speed and feasibility for all configurations of a space, from the outcomes."""
+"""What trials tell of the speed, the memory and the failures of all configurations of a space."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from dsat.search.candidates import Settings
-from dsat.search.feasibility import Feasibility
+from dsat.search.base import Memory, Observation, Problem, Source, largest_micro_batch
+from dsat.search.candidates import Row, Settings
+from dsat.search.feasibility import Ended, Feasibility
 from dsat.search.normal import Array
-from dsat.search.speed import Fit, Layout, Points, SpeedModel
+from dsat.search.speed import Points, Posterior, Prior, fit
 from dsat.search.step_time import COLUMNS, Job
-from dsat.space.space import Space
-from dsat.values.objective import Objective
-from dsat.values.outcome import ModelProfile, Outcome
-
-_UNTRIED_SD = 0.01  # of a configuration beside the model, although the model fits what was tried
+from dsat.space.locate import Point
+from dsat.values.outcome import OutcomeKind
 
 
-class Predictions:
-    """Models of speed, memory and failures.
-
-    Configurations are named by the numbers of a branch, of settings in it, and a micro batch.
-
-    Args:
-        profile: of the model.
-        objective: the metric to optimise.
-        space: what may be tried.
-        largest: the largest micro batch that settings should allow, 0 if none.
-        predicted: whether that is a prediction, and no bound from above.
+@dataclass
+class History:
+    """What was tried of one choice of settings.
 
     Attributes:
-        settings: of the space, by their numbers.
-        speed: the model of speed, and what was measured.
-        measured: branch and settings of each of `speed.measured`.
+        sizes: micro batches.
+        ran: the largest that ran.
+        below: smaller ones alone may be tried.
+        timeouts: number of trials that took too long.
+        abandoned: it failed in a way that no other micro batch would avoid.
     """
 
-    def __init__(
-        self,
-        profile: ModelProfile,
-        objective: Objective,
-        space: Space,
-        largest: Callable[[Mapping[str, Any]], float],
-        *,
-        predicted: bool,
-    ) -> None:
-        job = Job.of_profile(
-            profile, slots=space.slots, slots_per_host=space.freedom.slots_per_host
-        )
-        self.settings = Settings(space, job)
-        settings = self.settings
-        layout = Layout(job, space.strategies, settings.num_values, of_whole=settings.of_whole)
-        self.speed = SpeedModel(layout)
-        self._objective, self._space, self._largest = objective, space, largest
-        on_device = profile.host_memory_bytes > 0
-        count = len(space.branches)
-        self._feasibility = Feasibility(count, predicted=predicted, on_device=on_device)
-        # Of the memory, what a sample takes.
-        self._sample_part = max(1, profile.activation_bytes_per_sample) / profile.slot_memory_bytes
-        self._log_units: list[float] = []  # what makes seconds of the model's unit, by outcome
-        self.measured: list[tuple[int, int]] = []
+    sizes: set[int] = field(default_factory=set)
+    ran: int = 0
+    below: float = math.inf
+    timeouts: int = 0
+    abandoned: bool = False
 
-    def update(self, branch: int, index: int, micro_batch: int, outcome: Outcome, gas: int) -> None:
-        """Take in the end of a trial, with its own accumulation steps."""
-        points = self.points(branch, [index], np.array([0]), np.array([micro_batch]))
-        points = replace(points, gas=np.array([float(gas)]))
-        octaves = float(self._octaves(points)[0])
-        values = self.settings.row(branch, index).values
-        self._feasibility.update(branch, values, octaves, outcome)
-        value = outcome.value(self._objective)
-        if value is None or not 0 < value < math.inf:
-            return
-        assert outcome.metrics is not None
-        sign = 1 if self._objective.smaller_is_better else -1
-        log_s = float(self.log_work(points)[0]) + sign * math.log(value)
-        self.speed.update(points, log_s, outcome.metrics.standard_error)
-        self._log_units.append(math.log(outcome.metrics.latency / 1000) - log_s)
-        self.measured.append((branch, index))
+    def add(self, micro_batch: int, ended: Ended) -> None:
+        if ended.outcome.ok:
+            self.ran = max(self.ran, micro_batch)
+        elif ended.is_too_large:
+            self.below = min(self.below, micro_batch)
+            self.timeouts += ended.outcome.kind is OutcomeKind.TIMEOUT
+            self.abandoned |= self.timeouts > 1
+        else:
+            self.abandoned = True
+
+    def admits(self, micro_batch: int) -> bool:
+        return not self.abandoned and micro_batch < self.below and micro_batch not in self.sizes
+
+
+@dataclass(frozen=True)
+class Configurations:
+    """The configurations of a problem, as the models take them.
+
+    Attributes:
+        problem: what is searched.
+        settings: of its space, by their numbers.
+        prior: of the speed.
+        memory: predicts memory; None if nothing is predicted.
+    """
+
+    problem: Problem
+    settings: Settings
+    prior: Prior
+    memory: Memory | None = None
+
+    @classmethod
+    def of(cls, problem: Problem) -> Configurations:
+        space = problem.space
+        hosts = space.freedom.slots_per_host
+        job = Job.of_profile(problem.profile, slots=space.slots, slots_per_host=hosts)
+        settings = Settings(space, job)
+        return cls(problem, settings, Prior(job.hardware, settings.effects, settings.is_switch))
+
+    @cached_property
+    def sample_part(self) -> float:
+        """Part of the memory that a sample takes."""
+        profile = self.problem.profile
+        return max(1, profile.activation_bytes_per_sample) / profile.slot_memory_bytes
+
+    def edge(self, settings: Mapping[str, Any]) -> float:
+        """The largest micro batch that should fit; in the middle between it and the next."""
+        return math.floor(largest_micro_batch(self.problem, self.memory, settings)) + 0.5
 
     def points(
         self,
-        branch: int,
-        numbers: Sequence[int],
-        where: Array,
+        rows: Sequence[Row],
+        where: Any,
         micro_batch: Array,
-        edges: Sequence[float] | None = None,
+        gas: Array,
+        edges: Sequence[float],
     ) -> Points:
-        """Return n configurations of a branch.
+        """Return n configurations.
 
         Args:
-            numbers: of settings.
-            where: position in `numbers` of each configuration's settings, (n,).
-            micro_batch: of each, (n,).
-            edges: `edge` of the settings, if it is known already.
+            rows: settings.
+            where: position of each configuration's settings among them, (n,).
+            micro_batch, gas: of each, (n,).
+            edges: the largest micro batches of the settings.
         """
-        rows = [self.settings.row(branch, number) for number in numbers]
-        most = np.array(edges or [self.edge(branch, number) for number in numbers])
-        gas = np.ones(len(where))
-        for position, number in enumerate(numbers):
-            here = where == position
-            settings = self.settings.of(branch, number)
-            gas[here] = self._space.accumulation(micro_batch[here], settings)
+        count, num_traits = len(rows), len(self.settings.effects)
+        work = np.array([row.work for row in rows]).reshape(count, len(COLUMNS))
+        traits = np.array([row.traits for row in rows]).reshape(count, num_traits)
+        size = np.asarray(micro_batch, float)
         return Points(
-            strategy=np.full(len(where), branch),
-            work=np.stack([row.work for row in rows])[where],
-            knobs=np.stack([row.knobs for row in rows])[where],
-            micro_batch=micro_batch.astype(float),
-            gas=gas,
-            room=(most[where] - micro_batch) * self._sample_part,
+            work=work[where],
+            micro_batch=size,
+            gas=np.asarray(gas, float),
+            room=(np.array(edges)[where] - size) * self.sample_part,
+            traits=self.settings.with_tiles(traits[where], size),
         )
-
-    def edge(self, branch: int, index: int) -> float:
-        """The largest micro batch that should fit; in the middle between it and the next."""
-        return math.floor(self._largest(self.settings.of(branch, index))) + 0.5
 
     def log_work(self, points: Points) -> Array:
         """Return the offset between the logarithms of a rate and a time, (n,)."""
         groups = points.work[:, COLUMNS.index("data_parallel")]
         work: Array = np.log(points.micro_batch * points.gas * groups)
-        return np.zeros(len(work)) if self._objective.smaller_is_better else work
+        return np.zeros(len(work)) if self.problem.objective.smaller_is_better else work
 
-    def log_rate(self, points: Points) -> Array:
-        """Return the predicted logarithms of the objective, larger is better, (n,)."""
-        rates: Array = self.log_work(points) - self.speed.fit.log_s(points)
-        return rates
+    def octaves(self, points: Points) -> Array:
+        """Octaves of the micro batches above the largest that should fit."""
+        edges = points.room / self.sample_part + points.micro_batch
+        octaves: Array = np.log2(points.micro_batch) - np.log2(np.maximum(edges, 0.5))
+        return octaves
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What is known of all configurations.
+
+    Attributes:
+        configurations: of the problem.
+        speed: predicted times.
+        runs: which configurations run.
+        histories: what was tried of each choice of settings, by branch and index.
+        measured: what was measured.
+        measured_points: the same for the model of speed.
+        running: what is being measured, for the same.
+        lacking: micro batches and accumulation steps from which on data are lacking.
+        log_unit: logarithm of the seconds of the unit of `speed`; None before anything ran.
+    """
+
+    configurations: Configurations
+    speed: Posterior
+    runs: Feasibility
+    histories: Mapping[tuple[int, int], History]
+    measured: Sequence[Point]
+    measured_points: Points
+    running: Points
+    lacking: Sequence[tuple[int, int]]
+    log_unit: float | None
+
+    @classmethod
+    def of(cls, known: Configurations, observations: Sequence[Observation]) -> Predictions:
+        """Return what trials tell, fitted to all of them."""
+        problem, settings = known.problem, known.settings
+        located = [
+            (each.point, each)
+            for each in observations
+            if each.point is not None and each.source is not Source.FINAL
+        ]
+        points = _points_of(known, located)
+        octaves = known.octaves(points).tolist()
+        histories: dict[tuple[int, int], History] = defaultdict(History)
+        ended, measured, lacking = [], [], []
+        for place, (point, each) in enumerate(located):
+            history = histories[point.branch, point.index]
+            if each.is_exact:
+                history.sizes.add(point.micro_batch)
+            outcome = each.outcome
+            if outcome is None:
+                continue
+            values = settings.row(point.branch, point.index).values
+            ended.append(Ended(point.branch, values, octaves[place], outcome))
+            if each.is_exact:
+                history.add(point.micro_batch, ended[-1])
+            if outcome.smaller_may_run:
+                lacking.append((each.batch.micro_batch, each.batch.gas))
+            if outcome.most_samples is not None:
+                lacking.append((outcome.most_samples + 1, 1))
+            value = outcome.value(problem.objective)
+            if value is not None and 0 < value < math.inf:
+                measured.append(place)
+        found = points.only(np.array(measured, int))
+        outcomes = [located[place][1].outcome for place in measured]
+        metrics = [outcome.metrics for outcome in outcomes if outcome and outcome.metrics]
+        sign = 1 if problem.objective.smaller_is_better else -1
+        values_of = np.array([m.value(problem.objective.metric) for m in metrics], float)
+        log_s = known.log_work(found) + sign * np.log(values_of)
+        errors = np.array([m.standard_error for m in metrics], float)
+        units = np.log([m.latency / 1000 for m in metrics]) - log_s
+        running = [place for place, (_, each) in enumerate(located) if each.outcome is None]
+        return cls(
+            known,
+            fit(known.prior, found, log_s, errors),
+            Feasibility(
+                ended,
+                len(problem.space.branches),
+                predicted=known.memory is not None,
+                on_device=problem.profile.host_memory_bytes > 0,
+            ),
+            histories,
+            [located[place][0] for place in measured],
+            found,
+            points.only(np.array(running, int)),
+            lacking,
+            float(np.median(units)) if len(units) else None,
+        )
 
     def seconds(self, log_s: Array) -> Array | None:
         """Seconds of steps whose times are predicted; None before anything was measured."""
-        if not self._log_units:
+        return None if self.log_unit is None else np.exp(log_s + self.log_unit)
+
+    def log_rate(self, points: Points) -> Array:
+        """Return the predicted logarithms of the objective, larger is better, (n,)."""
+        rates: Array = self.configurations.log_work(points) - self.speed.predict(points)[0]
+        return rates
+
+    @cached_property
+    def measured_rates(self) -> Array:
+        """Predicted logarithms of what was measured, which noise misleads less, (n,)."""
+        return self.log_rate(self.measured_points)
+
+    @cached_property
+    def incumbent(self) -> tuple[Points, float] | None:
+        """The best so far by the model, and the logarithm of its rate."""
+        if not self.measured:
             return None
-        seconds: Array = np.exp(log_s + float(np.median(self._log_units)))
-        return seconds
-
-    def log_runs(
-        self, branch: int, points: Points, numbers: Sequence[int], where: Array
-    ) -> tuple[Array, Array]:
-        """Logarithms of the chances to have enough memory, and to run for all else, (n,) both.
-
-        Args:
-            points, numbers, where: as of `points`.
-        """
-        fits = np.log(self._feasibility.fits(branch, self._octaves(points)))
-        sound = [self._feasibility.runs(self.settings.row(branch, n).values) for n in numbers]
-        return fits, np.log(sound)[where]
-
-    def learnable(self, fit: Fit, sd: Array) -> Array:
-        """By how much a trial will move the prediction of its configuration, (n,).
-
-        A measurement is as uncertain as those before it, so it tells little of what is known better
-        than that (the knowledge gradient's standard deviation: Frazier, Powell and Dayanik, SIAM J.
-        Control Optim. 47 (2008)).
-        """
-        variance = sd**2 + fit.misfit**2 + _UNTRIED_SD**2
-        moved: Array = variance / np.sqrt(variance + fit.noise**2)
-        return moved
-
-    def incumbent(self, running: Sequence[Points]) -> tuple[Points | None, float]:
-        """The best by the model, which noise misleads less, and the logarithm of its rate."""
-        points = self.speed.measured
-        if points is None and running:
-            points = Points.of(running)
-        if points is None:
-            return None, 0.0
-        rates = self.log_rate(points)
-        best = int(np.argmax(rates))
-        return points.only(np.array([best])), float(rates[best])
+        best = int(np.argmax(self.measured_rates))
+        return self.measured_points.only(np.array([best])), float(self.measured_rates[best])
 
     def best_settings(self, branch: int) -> Mapping[str, Any]:
-        """The settings of the best that was measured in a branch, or else in any."""
-        points = self.speed.measured
-        if points is None:
+        """The settings of the best that was measured of a branch, or else of any."""
+        if not self.measured:
             return {}
-        rates: Array = self.log_work(points) - np.array(self.speed.log_s)
-        own = points.strategy == branch
+        rates = self.measured_rates.copy()
+        own = np.array([point.branch == branch for point in self.measured])
         if own.any():
             rates[~own] = -np.inf
-        return self.settings.of(*self.measured[int(np.argmax(rates))])
+        best = self.measured[int(np.argmax(rates))]
+        return self.configurations.settings.of(best.branch, best.index)
 
-    def _octaves(self, points: Points) -> Array:
-        """Octaves of the micro batches above the largest that should fit."""
-        edges = points.room / self._sample_part + points.micro_batch
-        octaves: Array = np.log2(points.micro_batch) - np.log2(np.maximum(edges, 0.5))
-        return octaves
+
+def _points_of(known: Configurations, located: Sequence[tuple[Point, Observation]]) -> Points:
+    """Return what was tried, with the batch sizes that it had."""
+    keys = list(dict.fromkeys((point.branch, point.index) for point, _ in located))
+    place = {key: number for number, key in enumerate(keys)}
+    return known.points(
+        [known.settings.row(*key) for key in keys],
+        np.array([place[point.branch, point.index] for point, _ in located], int),
+        np.array([each.batch.micro_batch for _, each in located], float),
+        np.array([each.batch.gas for _, each in located], float),
+        [known.edge(known.settings.of(*key)) for key in keys],
+    )

@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dsat.search import step_time
 from dsat.search.normal import Array
-from dsat.search.speed import Fit, Layout, Points
-from dsat.search.step_time import COLUMNS, TERMS, Hardware, Job
+from dsat.search.speed import Points, Posterior, Prior, fit
+from dsat.search.step_time import COLUMNS, FACTORS, Hardware
 from dsat.search.traced_work import PRIORS
 from dsat.values.zero_strategy import Strategy
 
-# Standard deviation of the logarithm of a step, whatever the terms: of any configuration, and what
-# trials on one kind of card do not tell of another.
-_SD, _OTHER_CARD_SD = 0.05, 0.10
+# Standard deviation of the logarithm of a step, whatever the factors: of any configuration, what
+# of that is its strategy's, and what trials on one kind of card do not tell of another.
+_SD, _STRATEGY_SD, _OTHER_CARD_SD = 0.05, 0.03, 0.10
 _NORMAL_90 = 1.645
 # Columns that a part of the step consists of; what is left are the kernels.
 _PARTS = {
@@ -62,11 +61,10 @@ class ProjectedSpeed:
 
     def __init__(self, hardware: Hardware, strategies: Sequence[Strategy]) -> None:
         self._strategies = list(strategies)
-        priors = {name: PRIORS.get(name, (0.0, sd)) for name, (_, sd) in TERMS.items()}
-        job = Job(1.0, 1.0, 2, 1.0, 1, hardware=hardware)
-        self._layout = Layout(job, self._strategies, 0, priors)
-        self._fit = Fit.prior(self._layout)
-        self._sd = _SD
+        effects = np.full(len(self._strategies), _STRATEGY_SD)
+        self._prior = Prior(hardware, effects, np.zeros(len(effects), bool), PRIORS, _SD, 0.0)
+        self._posterior = Posterior.before(self._prior)
+        self._card_sd = 0.0
 
     def calibrated(
         self, measured_on: Hardware, points: Points, log_s: Array, error: Array
@@ -79,31 +77,30 @@ class ProjectedSpeed:
             log_s: natural logarithms of the seconds of their steps.
             error: the standard error of each.
         """
-        layout = replace(self._layout, job=replace(self._layout.job, hardware=measured_on))
-        found = ProjectedSpeed(self._layout.job.hardware, self._strategies)
-        start = Fit.prior(layout)
-        start.theta[step_time.COMPUTE] = 0.0  # what the script reaches is told by its trials alone
-        fit = start.updated(points, log_s, error)
-        found._fit = replace(fit, layout=self._layout)
-        other = measured_on != self._layout.job.hardware
-        found._sd = math.hypot(_SD, fit.misfit, _OTHER_CARD_SD if other else 0.0)
+        hardware = self._prior.hardware
+        found = ProjectedSpeed(hardware, self._strategies)
+        # What the script reaches is told by its trials alone.
+        unknown = {**PRIORS, "compute": FACTORS["compute"]}
+        there = replace(self._prior, hardware=measured_on, factors=unknown)
+        posterior = fit(there, points, log_s, error)
+        found._posterior = replace(posterior, prior=replace(there, hardware=hardware))
+        found._card_sd = _OTHER_CARD_SD if measured_on != hardware else 0.0
         return found
 
     def points(self, work: Array, strategy: Strategy, micro_batch: int, gas: int) -> Points:
         """Return one configuration, with its work (of `traced_work.work_of`)."""
         return Points(
-            strategy=np.array([self._strategies.index(strategy)]),
             work=work[None, :],
-            knobs=np.zeros((1, 0)),
             micro_batch=np.array([float(micro_batch)]),
             gas=np.array([float(gas)]),
             room=np.ones(1),
+            traits=np.eye(len(self._strategies))[[self._strategies.index(strategy)]],
         )
 
     def predict(self, points: Points) -> StepTime:
         """Predict the step of one configuration."""
-        mean, sd = self._fit.predict(points)
-        spread = math.exp(_NORMAL_90 * math.hypot(float(sd[0]), self._sd))
+        mean, sd = self._posterior.predict(points)
+        spread = math.exp(_NORMAL_90 * math.hypot(float(sd[0]), self._card_sd))
         seconds = math.exp(mean[0])
         return StepTime(seconds, seconds / spread, seconds * spread, self._parts(points, seconds))
 
@@ -120,11 +117,8 @@ class ProjectedSpeed:
         return {"kernels": scale * kernels, "launches": scale * (before - kernels), **parts}
 
     def _physical(self, points: Points) -> float:
-        hardware, theta = self._layout.job.hardware, self._fit.theta[: len(TERMS)]
-        total, _ = step_time.seconds(
-            hardware, theta, points.work, points.micro_batch, points.gas, points.room
-        )
-        return float(total.s[0])
+        posterior = self._posterior
+        return math.exp(posterior.prior.log_s(posterior.theta[None, :], points)[0, 0])
 
 
 def _without(points: Points, columns: Sequence[str]) -> Points:

@@ -1,7 +1,7 @@
 """Physical model of the seconds of an optimizer step.
 
-    kernels  = max(launch floor + stage 3's hooks, weights / memory bandwidth
-               + FLOPs / peak, those of a slot not filled yet included)
+    kernels  = max(launches + stage 3's hooks, weights / memory bandwidth
+               + FLOPs / peak, those of a slot that is not full yet included)
     forward  = max(kernels / 3, gather)
     backward = max(2 / 3 kernels, reduce + gather) + the last bucket     with overlap_comm, else
                their sum; stage 1 reduces in the last micro step only
@@ -12,7 +12,7 @@
 
 Every term is a count of FLOPs, bytes or launches, which follows from the model's profile and the
 DeepSpeed settings (`work`) or from a simulated step (`dsat.search.traced_work`), divided by what
-the hardware does in a second (`Hardware`). A factor on each term (`TERMS`) is learned from trials
+the hardware does in a second (`Hardware`). A handful of factors (`FACTORS`) is learned from trials
 (`dsat.search.speed`); without any they are 1.
 
 numpy only: the container of Determined's search runner has no SciPy.
@@ -57,8 +57,8 @@ class Hardware:
         host_memory_bandwidth: bytes/s of the host's memory, for each slot.
         launch_s: seconds in which the host launches the kernels of a micro step.
         latency_s: unit of the latencies of collectives.
-        filling: samples whose time a micro step takes beside its own, until kernels fill the slot.
-        unaligned: part by which matrix products are slower where tiles are not full.
+        filling: rows of matrix products whose time a micro step takes beside that of its own,
+            because the last wave of tiles is not full.
         edge: part by which micro steps are slower where no memory is left.
     """
 
@@ -71,8 +71,7 @@ class Hardware:
     host_memory_bandwidth: float = 25e9
     launch_s: float = 5e-3
     latency_s: float = _HOP_S
-    filling: float = 1.0
-    unaligned: float = 0.02
+    filling: float = 800.0
     edge: float = 0.05
 
 
@@ -86,8 +85,7 @@ CPU_CORE = Hardware(
     pcie_bandwidth=1e10,
     host_memory_bandwidth=3e9,
     launch_s=1e-2,
-    filling=0.1,
-    unaligned=0.001,
+    filling=16.0,
     edge=0.001,
 )
 
@@ -172,11 +170,12 @@ def hardware_of(card: Card, itemsize: int) -> Hardware:
 # Columns of `work`.
 COLUMNS = (
     "flops",  # of a sample
+    "rows",  # of matrix products, of a sample
     "forward",  # part of the kernels' time that the forward pass takes
     "weights",  # bytes that a micro step reads and writes whatever its samples
     "copies",  # bytes of gradients that a micro step copies
     "launches",  # of a micro step, in units of the hardware's
-    "hooks",  # 1 where stage 3's hooks run
+    "hooks",  # of stage 3, in the same units
     "reduced",  # seconds of links, of a micro step
     "reduced_last",  # seconds of links, of the last micro step alone
     "reductions",  # number of collectives of it
@@ -194,27 +193,19 @@ COLUMNS = (
     "data_parallel",  # groups of slots that have samples of their own
 )
 
-# Names of the learned terms; mean and standard deviation of the prior of the logarithm of a factor.
-TERMS: Mapping[str, tuple[float, float]] = {
-    "compute": (0.0, 5.0),  # the unit of all: what hardware it is
-    "weights": (0.0, 1.5),
-    "filling": (0.0, 1.5),
-    "launch": (0.0, 2.0),
-    "hooks": (-1.5, 1.5),
-    "copies": (0.0, 1.0),
-    "link": (0.0, 1.2),
-    "latency": (0.0, 1.0),
-    "optimizer": (0.0, 1.0),
-    "groups": (0.0, 1.0),
-    "pcie": (0.0, 1.0),
-    "host_optimizer": (0.0, 1.0),
-    "unaligned": (0.0, 1.5),
-    "edge": (0.0, 1.5),
+# Learned factors, and mean and standard deviation of the prior of their logarithms. Times that were
+# counted are right within a factor of two or so, but for what the hardware is.
+FACTORS: Mapping[str, tuple[float, float]] = {
+    "compute": (0.0, 5.0),  # on all times: what hardware it is
+    "overhead": (0.0, 1.0),  # on what a micro step takes whatever its samples
+    "link": (0.0, 0.7),  # on collectives
+    "host": (0.0, 0.7),  # on the optimizer, and on what passes between slot and host
+    "edge": (0.0, 0.7),  # on the slow-down where memory ends
 }
-COMPUTE = list(TERMS).index("compute")
 
 _ADAM_BYTES = 30  # that Adam reads and writes for each parameter in mixed precision
-_TILE = 8  # samples that tensor cores take at once
+_TILE = 8  # rows of a matrix product that tensor cores take at once
+_HOOKS = 0.2  # of a micro step's launches
 _NEAR_THE_EDGE = 0.06  # of the memory: with less left, the allocator frees and allocates anew
 _SMOOTH = 0.01  # of a maximum
 _NVME_TIMES = 5.0  # as long as over PCIe
@@ -242,6 +233,8 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     gradient_bytes = float(job.param_bytes * job.trainable)
     found["forward"], found["launches"] = 1 / 3, 1.0
     found["flops"] = job.flops_per_sample * _recomputed(get(CHECKPOINTING))
+    # A forward and a backward pass multiply and add three times for each parameter and row.
+    found["rows"] = max(1.0, job.flops_per_sample / (6 * max(1.0, job.params)))
     found["weights"] = 4.0 * job.param_bytes * job.params
     sharded = job.trainable / (n if stage else 1)
     found["optimizer"] = _ADAM_BYTES * sharded
@@ -261,7 +254,7 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     elif stage > 1:
         found["copies"] = 2 * gradient_bytes
         found["optimizer"] += 2 * gradient_bytes
-    found["hooks"] = float(stage == 3)
+    found["hooks"] = _HOOKS * (stage == 3)
     found["groups"] = max(1.0, sharded / float(get("sub_group_size") or 1e9)) if stage == 3 else 1.0
     _add_offloading(found, strategy, sharded, gradient_bytes / (n if stage > 1 else 1), job)
     assert len(found) == len(COLUMNS)
@@ -294,101 +287,59 @@ def _add_offloading(
         found["transferred"] += slow * 2 * job.param_bytes * job.params / job.slots
 
 
-@dataclass(frozen=True)
-class Part:
-    """Seconds of a part of steps, and their derivatives.
-
-    Attributes:
-        s: seconds, (n,).
-        by: derivatives of `s` by the logarithms of the learned terms, by name; 0 where missing.
-    """
-
-    s: Array
-    by: Mapping[str, Array]
-
-    def __add__(self, other: Part) -> Part:
-        by = dict(self.by)
-        for name, slope in other.by.items():
-            by[name] = by[name] + slope if name in by else slope
-        return Part(self.s + other.s, by)
-
-    def __mul__(self, times: Array) -> Part:
-        return Part(self.s * times, {name: slope * times for name, slope in self.by.items()})
-
-    def or_else(self, chosen: Array, other: Part) -> Part:
-        """Return this part where it is chosen, another elsewhere."""
-        return self * chosen.astype(float) + other * (~chosen).astype(float)
-
-    def slopes(self) -> Array:
-        """Return the derivatives by all terms, (n, number of terms)."""
-        none = np.zeros_like(self.s)
-        return np.stack([self.by.get(name, none) for name in TERMS], axis=1)
-
-
 def seconds(
     hardware: Hardware, theta: Array, work: Array, micro_batch: Array, gas: Array, room: Array
-) -> tuple[Part, Part]:
-    """Seconds of optimizer steps, and of the computation in them.
+) -> Array:
+    """Predict the seconds of n optimizer steps, (n,) or (m, n).
 
     Args:
         hardware: what a slot does in a second.
-        theta: the learned terms, (number of terms,).
+        theta: logarithms of the learned factors, (number of factors,), or of several such, which
+            give several times, (number of factors, m, 1).
         work: of `work`, (n, number of columns).
         micro_batch, gas: samples of a micro step and micro steps of a step, (n,).
-        room: what is predicted to be left of the memory, as a fraction, (n,).
+        room: memory that is predicted to be left, as a fraction, (n,).
     """
     w = dict(zip(COLUMNS, work.T, strict=True))
-    factor = dict(zip(TERMS, np.exp(np.clip(theta, -30.0, 30.0)), strict=True))
+    factor = dict(zip(FACTORS, np.exp(np.clip(theta, -30.0, 30.0)), strict=True))
+    overhead, link, host = factor["overhead"], factor["link"], factor["host"]
+    hop_s, pcie = hardware.latency_s, hardware.pcie_bandwidth
 
-    def term(name: str, seconds: Array) -> Part:
-        scaled = factor[name] * seconds
-        return Part(scaled, {name: scaled})
-
-    def moved(links_s: Array, collectives: Array) -> Part:
-        return term("link", links_s) + term("latency", hardware.latency_s * collectives)
-
-    sample_s = w["flops"] / hardware.flops
-    tiles_s = sample_s * micro_batch * hardware.unaligned * (micro_batch % _TILE != 0)
-    compute = Part(sample_s * micro_batch, {}) + term("unaligned", tiles_s)
-    compute += term("filling", sample_s * hardware.filling)
-    compute += term("weights", w["weights"] / hardware.memory_bandwidth)
-    host = term("launch", w["launches"] * hardware.launch_s)
-    kernels = _larger(host + term("hooks", w["hooks"] * hardware.launch_s), compute)
-    gathered = moved(w["gathered"], w["gathers"])
-    reduced = moved(w["reduced"], w["reductions"] * (w["reduced"] > 0))
-    last = moved(w["reduced_last"], w["reductions"] * (w["reduced_last"] > 0))
-    copies = term("copies", w["copies"] / hardware.memory_bandwidth) + term("link", w["waited"])
-    copies += term("pcie", w["transferred"] / hardware.pcie_bandwidth)
+    rows = np.ceil(w["rows"] * micro_batch / _TILE) * _TILE
+    full = (rows + overhead * hardware.filling) / w["rows"]
+    compute = w["flops"] / hardware.flops * full
+    compute = compute + overhead * w["weights"] / hardware.memory_bandwidth
+    launched = overhead * hardware.launch_s * (w["launches"] + w["hooks"])
+    kernels = _larger(launched, compute)
     forward, backward = kernels * w["forward"], kernels * (1 - w["forward"])
+
+    gathered = link * (w["gathered"] + hop_s * w["gathers"])
+    reduced, last = (
+        link * (w[name] + hop_s * w["reductions"] * (w[name] > 0))
+        for name in ("reduced", "reduced_last")
+    )
     buckets = np.maximum(1.0, w["reductions"])
 
-    def with_communication(part: Part) -> Part:
-        hidden: Part = _larger(backward, part) + part * (1 / buckets)
-        return hidden.or_else(w["overlaps"] > 0, backward + part)
+    def beside(communication: Array) -> Array:
+        """Return the time of a backward pass; the last bucket is never hidden."""
+        hidden: Array = _larger(backward, communication) + communication / buckets
+        return np.asarray(np.where(w["overlaps"] > 0, hidden, backward + communication))
 
-    every = with_communication(reduced + gathered)
-    final = with_communication(last).or_else(w["reduced_last"] > 0, every)
-    passes = (_larger(forward, gathered) + copies) * gas + every * (gas - 1) + final
+    every = beside(reduced + gathered)
+    final = np.where(w["reduced_last"] > 0, beside(last), every)
+    waited = overhead * w["copies"] / hardware.memory_bandwidth
+    waited = waited + link * w["waited"] + host * w["transferred"] / pcie
+    passes = (_larger(forward, gathered) + waited) * gas + every * (gas - 1) + final
     near = hardware.edge * np.maximum(0.0, 1 - room / _NEAR_THE_EDGE) ** 2
-    total = passes * (1 + factor["edge"] * near)
-    total += Part(np.zeros_like(near), {"edge": factor["edge"] * near * passes.s})
-    total += moved(w["boundary"], w["boundaries"])
-    total += term("optimizer", w["optimizer"] / hardware.memory_bandwidth)
-    total += term("groups", GROUP_LAUNCHES * hardware.launch_s * w["groups"])
-    total += term("pcie", w["transferred_last"] / hardware.pcie_bandwidth)
-    total += term("host_optimizer", w["host_optimizer"] / hardware.host_memory_bandwidth)
-    total, kernels = total * factor["compute"], kernels * (gas * factor["compute"])
-    return (
-        Part(total.s, {**total.by, "compute": total.s}),
-        Part(kernels.s, {**kernels.by, "compute": kernels.s}),
-    )
+    boundary = link * (w["boundary"] + hop_s * w["boundaries"])
+    updated = w["optimizer"] / hardware.memory_bandwidth + w["transferred_last"] / pcie
+    updated = updated + GROUP_LAUNCHES * hardware.launch_s * w["groups"]
+    updated = updated + w["host_optimizer"] / hardware.host_memory_bandwidth
+    total = passes * (1 + factor["edge"] * near) + boundary + host * updated
+    return np.asarray(factor["compute"] * total)
 
 
-def _larger(one: Part, other: Part) -> Part:
-    """The maximum, smooth, of positive numbers; 0 and x give x."""
-    apart, product = one.s - other.s, _SMOOTH * one.s * other.s
-    root = np.sqrt(apart**2 + 4 * product)
-    safe = np.maximum(root, 1e-300)
-    more = one * ((1 + (apart + 2 * _SMOOTH * other.s) / safe) / 2)
-    rest = other * ((1 - (apart - 2 * _SMOOTH * one.s) / safe) / 2)
-    return Part((one.s + other.s + root) / 2, (more + rest).by)
+def _larger(one: Array, other: Array) -> Array:
+    """Return the maximum of positive numbers, smooth where they are about as large."""
+    apart, product = one - other, _SMOOTH * one * other
+    return np.asarray((one + other + np.sqrt(apart**2 + 4 * product)) / 2)

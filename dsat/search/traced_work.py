@@ -52,16 +52,10 @@ _THREAD_BANDWIDTH, _HOST_PART = 3e9, 0.26
 # benchmarks/projection.py.
 PRIORS = {
     "compute": (0.25, 0.18),
-    "weights": (0.0, 0.15),
-    "launch": (0.0, 0.5),
-    "hooks": (0.0, 0.7),
-    "copies": (0.0, 0.3),
+    "overhead": (0.0, 0.3),
     "link": (0.0, 0.25),
-    "latency": (0.0, 0.5),
-    "optimizer": (0.0, 0.3),
-    "groups": (0.0, 0.5),
-    "pcie": (0.0, 0.4),
-    "host_optimizer": (0.0, 0.5),
+    "host": (0.0, 0.4),
+    "edge": (0.0, 0.7),
 }
 
 
@@ -112,7 +106,6 @@ def hardware_of(card: Card) -> Hardware:
         host_memory_bandwidth=1.0,
         launch_s=_UNIT_S,
         filling=0.0,
-        unaligned=0.0,
     )
 
 
@@ -180,6 +173,7 @@ def work_of(
     once = {kind: _once(trace, kind) if every else 0.0 for kind in (MEMORY, HOST, TRANSFER)}
     found = {
         "flops": sum(compute.values()) * hardware.flops / micro_batch,
+        "rows": 8.0,  # the roofline counts whole tiles already
         "forward": (compute[FORWARD] + memory[FORWARD]) / total_s if total_s else 1 / 3,
         "weights": sum(memory.values()) * hardware.memory_bandwidth,
         "copies": _added_bytes(trace, model, last=not every) + waited_s * hardware.memory_bandwidth,

@@ -226,30 +226,20 @@ class Run:
 
     def contestant(self, trial: Trial, predicted: float | None = None) -> Contestant:
         """Make a contestant of the finals from a trial that ran, and what a model predicts."""
-        outcome, value = self.outcomes[trial.id], self.value(trial)
+        outcome, value, variation = self.outcomes[trial.id], self.value(trial), self.variation
         if value is None or outcome.metrics is None:
             raise ValueError(f"trial {trial.id} was not measured")
-        memory = outcome.memory
+        memory, error = outcome.memory, outcome.metrics.standard_error
         log_value = self._objective.log_value(value)
         return Contestant(
             trial_id=trial.id,
             log_value=log_value,
             predicted=log_value if predicted is None else predicted,
-            standard_error=max(outcome.metrics.standard_error, self.noise or 0.0),
+            standard_error=max(error, variation.sd if variation else 0.0),
             train_batch_size=trial.batch.train_batch_size,
             memory_bytes=memory.peak if memory is not None and memory.is_exact else None,
             changes=len(self.changes(trial)),
         )
-
-    def used_bytes(self, outcome: Outcome) -> int | None:
-        """Return the peak memory of a slot, as predictions count it; None if not measured.
-
-        Where the limit is all that a slot has, the context and the libraries count as well.
-        """
-        memory = outcome.memory
-        if memory is None or not memory.peak:
-            return None
-        return memory.peak + (memory.context_bytes if self.plan.slot_memory_bytes is None else 0)
 
     def changes(self, trial: Trial) -> dict[str, tuple[Any, Any]]:
         """Return the differences from the user's own configuration, batch sizes left out.
@@ -330,11 +320,6 @@ class Run:
         return self._earlier_variation if comparison is None else comparison.variation
 
     @property
-    def noise(self) -> float | None:
-        """Standard deviation of `variation`."""
-        return None if self.variation is None else self.variation.sd
-
-    @property
     def best_value(self) -> float | None:
         outcome = self.best_outcome
         return None if outcome is None else outcome.value(self._objective)
@@ -400,3 +385,14 @@ def own_switches(run: Run) -> dict[str, Any]:
         **{n: values[0] for n, values in run.plan.listed_switches.items() if n not in found},
         **run.plan.switches,
     }
+
+
+def used_bytes(run: Run, outcome: Outcome) -> int | None:
+    """Return the peak memory of a slot, as predictions count it; None if not measured.
+
+    Where the limit is all that a slot has, the context and the libraries count as well.
+    """
+    memory = outcome.memory
+    if memory is None or not memory.peak:
+        return None
+    return memory.peak + (memory.context_bytes if run.plan.slot_memory_bytes is None else 0)

@@ -235,11 +235,11 @@ class _Observations:
             neighbours = self._run.neighbours.get(trial.id, 0)
             known = replace(known, outcome=outcome, neighbours=neighbours)
             self._known[trial.id] = known
-        noise = self._run.noise
-        if outcome.metrics is None or noise is None:
+        variation = self._run.variation
+        if outcome.metrics is None or variation is None:
             return known
         # The finals have shown how much one run differs from the next.
-        metrics = outcome.metrics.at_least_as_uncertain(noise)
+        metrics = outcome.metrics.at_least_as_uncertain(variation.sd)
         return replace(known, outcome=replace(outcome, metrics=metrics))
 
 

@@ -144,16 +144,9 @@ def test_a_model_that_fits_nowhere_says_what_would_help(tmp_path: Path) -> None:
     assert all(row["outcome"] in ("OOM", "HOST_OOM") for row in told.trials)
 
 
-STUBBORN = pytest.mark.xfail(strict=True, reason="the model search goes down in small steps")
-
-
 @pytest.mark.parametrize(
     ("method", "largest"),
-    [
-        *((method, largest) for method in METHODS[1:] for largest in (2, 10)),
-        ("model", 10),
-        pytest.param("model", 2, marks=STUBBORN),
-    ],
+    [(method, largest) for method in METHODS for largest in (2, 10)],
 )
 def test_memory_that_ends_earlier_than_predicted_is_found_out(
     tmp_path: Path, method: str, largest: int
@@ -275,7 +268,7 @@ def test_an_own_micro_batch_above_the_data_shrinks(tmp_path: Path, method: str) 
     assert told.best["train_micro_batch_size_per_gpu"] == (2 if method == "gridsearch" else OWN - 1)
 
 
-@pytest.mark.parametrize("method", [pytest.param("model", marks=STUBBORN), *METHODS[1:]])
+@pytest.mark.parametrize("method", METHODS)
 def test_time_outs_of_large_micro_batches_lead_to_smaller_ones(tmp_path: Path, method: str) -> None:
     failure = Failure("TIMEOUT", {"micro_batch": list(range(12, 200))}, "too slow")
     user, told = tuned(tmp_path, failure, method=method, trials=24)

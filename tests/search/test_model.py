@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsat.search.feasibility import Feasibility
+from dsat.search.feasibility import Ended, Feasibility
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.space import Freedom, Space
 from dsat.values.objective import Objective
@@ -171,22 +172,57 @@ def test_it_says_what_it_expects_of_its_next_proposal(metric: str) -> None:
     assert outlook.value == pytest.approx(truth, rel=0.1)
 
 
+def known_of(*ended: Ended) -> Feasibility:
+    return Feasibility(ended, 2, predicted=True, on_device=True)
+
+
 def test_a_micro_batch_that_ran_corrects_an_earlier_failure() -> None:
     """A neighbour had taken the memory."""
-    memory = Feasibility(2, predicted=True, on_device=True)
-    memory.update(0, (), -1.0, failed("OOM"))
-    assert memory.fits(0, np.array([-0.5]))[0] < 0.01
-    memory.update(0, (), 0.0, ran())
-    assert memory.fits(0, np.array([-0.5]))[0] == 1.0
+    lost, won = Ended(0, (), -1.0, failed("OOM")), Ended(0, (), 0.0, ran())
+    assert known_of(lost).fits(0, np.array([-0.5]))[0] < 0.01
+    assert known_of(lost, won).fits(0, np.array([-0.5]))[0] == 1.0
 
 
 def test_a_failure_is_blamed_on_what_has_never_run() -> None:
-    chances = Feasibility(2, predicted=True, on_device=True)
     proven, new = ("overlap_comm", "true"), ("compile", "true")
-    for _ in range(3):
-        chances.update(0, (proven,), 0.0, ran())
-    chances.update(0, (proven, new), 0.0, failed("ERROR"))
-    assert chances.runs((proven,)) == 1.0 > 0.3 > chances.runs((proven, new))
+    for kind in ("ERROR", "DIVERGED", "CANCELED", "TIMEOUT"):
+        good = [Ended(0, (proven,), 0.0, ran())] * 3
+        chances = known_of(*good, Ended(0, (proven, new), 0.0, failed(kind)))
+        assert chances.runs((proven,)) == 1.0 > 0.3 > chances.runs((proven, new)), kind
+
+
+def test_each_failure_of_memory_doubles_the_next_step_down() -> None:
+    """Half of what is left is likelier to fit, the further memory was mispredicted."""
+    at = np.linspace(-12.0, 0.0, 1201)
+    steps, ended = [], [Ended(0, (), 0.0, failed("OOM"))]
+    for _ in range(4):
+        next_one = float(at[known_of(*ended).fits(0, at) > 0.5].max())
+        steps.append(ended[-1].octaves - next_one)
+        ended.append(Ended(0, (), next_one, failed("OOM")))
+    assert all(later > 1.9 * earlier for earlier, later in itertools.pairwise(steps))
+
+
+def test_host_memory_that_one_strategy_lacks_closes_no_other() -> None:
+    at = np.array([-2.0, -0.2])
+    lost = known_of(Ended(0, (), -2.5, failed("HOST_OOM")))
+    assert (lost.fits(0, at) < 0.01).all()
+    assert np.allclose(lost.fits(1, at), known_of().fits(1, at))
+
+
+def test_noise_does_not_prolong_a_search() -> None:
+    """Nothing but the micro batch matters, and measurements vary by a few percent."""
+
+    def count(sd: float, seed: int) -> int:
+        rng = np.random.default_rng(seed)
+        freedom = Freedom(fix=("contiguous_gradients",))
+        search = model_of(stages(1, 2, freedom=freedom), ceiling=60, stop_when=0.003)
+        search.observe(8, timed(8))
+        return len(
+            proposals_of(search, lambda p: timed(p.micro_batch, rng.lognormal(0, sd)), limit=45)
+        )
+
+    for sd in (0.03, 0.06, 0.1):
+        assert np.mean([count(sd, seed) for seed in range(4)]) <= 15, sd
 
 
 # -- when it ends, and what trials cost

@@ -25,7 +25,7 @@ _CHIEF_PORTS = ("pub_port", "pull_port")
 _SUPPORTED = ((0, 28), (0, 37))  # first and last
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LocalTask:
     """Answers to a script's questions about its task.
 

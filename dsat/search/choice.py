@@ -1,0 +1,271 @@
+"""Choice of the next trial: the largest expected gain for each second that it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from dsat.search.base import Costs, Observation, Source
+from dsat.search.candidates import compared_positions
+from dsat.search.normal import Array, log_cdf, log_expected_gain
+from dsat.search.predictions import Configurations, Predictions
+from dsat.search.speed import Points
+
+_WORTHWHILE = math.log(1.01)  # the gain whose chance people are told
+_LEAST = math.log(0.01)  # gain, as a logarithm, for which first trials of strategies wait
+_CAUTION = 1.5  # power of the chance to fit: a trial without memory is worse than a dull one
+# A first trial of a strategy: gain that justifies the double cost, and penalty of a failure, which
+# makes later predictions leave more room everywhere.
+_DOUBLING, _FAILURE = 0.01, 0.25
+_UNLIKELY = math.log(0.5)  # that it runs
+_MOST_UNKNOWN = 0.7  # of the logarithm of a step that is judged too long
+# Trials that a search measures; one twice as long asks for four times the gain of each further
+# trial. Without this, searches with 10 % of noise take up to 23 trials and find nothing better.
+_USUAL_LENGTH = 8
+_RETRIES = 3  # smaller micro batches for the first trial of a strategy
+_LONG = 10.0  # a step so many times as long as the best one's doubles the cost of a trial
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Configurations to compare, as arrays of one length n.
+
+    Attributes:
+        points: as the model of speed takes them.
+        branch, index: of their settings.
+        micro_batch: of each.
+        log_runs: logarithm of the chance to run.
+        log_s, gain, sd: predicted logarithms of the seconds of a step and of the gain over the best
+            so far, and by how much a trial will move that.
+        cost: of a trial, in seconds where they are known.
+        usual_cost: that of the best so far.
+    """
+
+    points: Points
+    branch: Array
+    index: Array
+    micro_batch: Array
+    log_runs: Array
+    log_s: Array
+    gain: Array
+    sd: Array
+    cost: Array
+    usual_cost: float
+
+    def only(self, kept: Array) -> Candidates:
+        others = [f.name for f in fields(self) if f.name not in ("points", "usual_cost")]
+        arrays = {name: getattr(self, name)[kept] for name in others}
+        return replace(self, points=self.points.only(kept), **arrays)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The next configuration.
+
+    Attributes:
+        at: its position in `candidates`.
+        expected: largest expected gain of any candidate, as a logarithm; infinite while a strategy
+            was not measured.
+        chance: largest chance of any candidate of a worthwhile gain.
+    """
+
+    candidates: Candidates
+    at: int
+    expected: float
+    chance: float
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Choice of the next trial by all that was tried.
+
+    Attributes:
+        configurations: that may be tried.
+        costs: of trials; None if they are not known.
+        stops: it ends where nothing affordable is left.
+    """
+
+    configurations: Configurations
+    costs: Costs | None
+    stop_when: float
+
+    def choose(self, known: Predictions, observations: Sequence[Observation]) -> Choice | None:
+        """Return the next configuration; None if there is none left.
+
+        Raises:
+            TooDear: whatever is left takes too long.
+        """
+        candidates = self.candidates(known)
+        if candidates is None:
+            return None
+        unopened = self._unopened(observations)
+        first = np.isin(candidates.branch, list(unopened)) & (candidates.index == 0)
+        first &= candidates.log_runs > _UNLIKELY
+        gain = log_expected_gain(candidates.gain, candidates.sd)
+        worth = gain + candidates.log_runs
+        score = worth + (_CAUTION - 1) * candidates.log_runs - np.log(candidates.cost)
+        if not known.measured:
+            score = candidates.gain + _CAUTION * candidates.log_runs
+            if first.any():  # several at once are of different strategies
+                score = np.where(first, score, -np.inf)
+        elif first.any() and np.any(better := self._cannot_wait(candidates, worth, first)):
+            score = np.where(better, worth, -np.inf)
+        elif first.any():
+            score = candidates.gain - _FAILURE * (1 - np.exp(candidates.log_runs))
+            score = np.where(first, score - _DOUBLING * np.log2(candidates.cost), -np.inf)
+        chance = log_cdf((candidates.gain - _WORTHWHILE) / candidates.sd) + candidates.log_runs
+        for_its_time = worth - np.log(np.maximum(1.0, candidates.cost / candidates.usual_cost))
+        expected = float(for_its_time.max()) - 2 * math.log(
+            max(1.0, len(known.measured) / _USUAL_LENGTH)
+        )
+        return Choice(
+            candidates,
+            int(np.argmax(score)),
+            expected=math.inf if first.any() else math.exp(expected),
+            chance=math.exp(float(chance.max())),
+        )
+
+    def _unopened(self, observations: Sequence[Observation]) -> set[int]:
+        """Branches without offloading whose first trial is to come, or failed for its size."""
+        found = set()
+        for branch, strategy in enumerate(self.configurations.problem.space.strategies):
+            own = [
+                each.outcome
+                for each in observations
+                if each.point and each.point.branch == branch and each.source is not Source.FINAL
+            ]
+            ran = any(outcome is None or outcome.ok for outcome in own)
+            if strategy.burden - (strategy.stage == 3) <= 0 and not ran and len(own) < _RETRIES:
+                found.add(branch)
+        return found
+
+    def _cannot_wait(self, candidates: Candidates, worth: Array, first: Array) -> Array:
+        """Return which promise more than first trials, and cannot be afforded beside them."""
+        if self.costs is None:
+            return np.zeros(len(worth), bool)
+        branch, cost = candidates.branch, candidates.cost
+        firsts_s = sum(cost[first & (branch == each)].max() for each in set(branch[first]))
+        better: Array = worth > max(_LEAST, float(worth[first].max()))
+        better &= cost + firsts_s > self.costs.left_s
+        return better
+
+    def candidates(self, known: Predictions) -> Candidates | None:
+        """Return all configurations to compare that may be tried."""
+        branches = range(len(self.configurations.problem.space.branches))
+        parts = [self._of_branch(branch, known) for branch in branches]
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        points = Points.of([part[0] for part in found])
+        branch, index, log_runs = (np.concatenate([part[n] for part in found]) for n in (1, 2, 3))
+        speed = known.speed.beside(known.running) if len(known.running) else known.speed
+        best = known.incumbent
+        log_s, sd = speed.predict(points, None if best is None else best[0])
+        gain = self.configurations.log_work(points) - log_s - (0.0 if best is None else best[1])
+        cost = 1 + np.exp(log_s - log_s.min()) / _LONG
+        step_s = known.seconds(log_s)
+        kept, usual_cost = np.ones(len(points), bool), math.inf
+        if self.costs is not None and step_s is not None:
+            cost = self.costs.trial_s(step_s)
+            if best is not None:
+                usual_s = known.seconds(speed.predict(best[0])[0])
+                usual_cost = float(self.costs.trial_s(usual_s)[0])
+            least_s = step_s * np.exp(-np.minimum(sd, _MOST_UNKNOWN))
+            kept = ~self.costs.are_too_long(least_s)
+            if self.stop_when:
+                kept &= ~self.costs.are_unaffordable(least_s)
+        if not kept.any():
+            raise TooDear
+        # A measurement is as uncertain as those before it, so it tells little of what is known
+        # better than that (the knowledge gradient's standard deviation: Frazier, Powell and
+        # Dayanik, SIAM J. Control Optim. 47 (2008)).
+        moved = sd**2 / np.hypot(sd, speed.noise)
+        arrays = (branch, index, points.micro_batch, log_runs, log_s, gain, moved, cost)
+        return Candidates(points, *arrays, usual_cost).only(kept)
+
+    def _of_branch(
+        self, branch: int, known: Predictions
+    ) -> tuple[Points, Array, Array, Array] | None:
+        """Return the configurations of a branch that may be tried, and their chances to run.
+
+        Returns:
+            The configurations, the numbers of their branch and of their settings, and the
+            logarithms of their chances; None if there is none.
+        """
+        configurations, settings = self.configurations, self.configurations.settings
+        space, is_gated = configurations.problem.space, configurations.memory is not None
+        sizes = space.micro_batches
+        best = known.incumbent
+        near = [] if best is None else [float(best[0].micro_batch[0])]
+
+        def predict(numbers: Sequence[int]) -> tuple[Array, Array]:
+            size = np.full(len(numbers), near[0] if near else 1.0)
+            reference = self._points(branch, numbers[:1], [0], size[:1])
+            points = self._points(branch, numbers, np.arange(len(numbers)), size)
+            return known.speed.predict(points, reference)
+
+        closed = {
+            number
+            for (own, number), history in known.histories.items()
+            if own == branch and not any(map(history.admits, sizes))
+        }
+        indexes = settings.promising(branch, known.best_settings(branch), predict, closed)
+        if not indexes:
+            return None
+        edges = [configurations.edge(settings.of(branch, number)) for number in indexes]
+        ends = [edges[0], max(edges)]
+        positions = compared_positions(sizes, edges=ends, best=near)
+        size_at = np.array([sizes[position] for position in positions])
+        is_open = np.empty((len(indexes), len(positions)), bool)
+        for row, number in enumerate(indexes):
+            is_open[row] = size_at <= (edges[row] if is_gated else math.inf)
+            history = known.histories.get((branch, number))
+            if history is not None:
+                is_open[row] &= [history.admits(size) for size in size_at.tolist()]
+            gas = space.accumulation(size_at, settings.of(branch, number))
+            for size, steps in known.lacking:
+                is_open[row] &= ~((size_at >= size) & (gas >= steps))
+        if not is_open.any():
+            return None
+        rows, columns = np.nonzero(is_open)
+        points = self._points(branch, indexes, rows, size_at[columns], edges)
+        fits = np.log(known.runs.fits(branch, configurations.octaves(points)))
+        sound = np.log([known.runs.runs(settings.row(branch, n).values) for n in indexes])
+        for row, number in enumerate(indexes):
+            history = known.histories.get((branch, number))
+            if history is not None:
+                fits[(rows == row) & (points.micro_batch < history.ran)] = 0.0
+        numbers = np.array(indexes)[rows]
+        return points, np.full(len(points), branch), numbers, fits + sound[rows]
+
+    def _points(
+        self,
+        branch: int,
+        numbers: Sequence[int],
+        where: Any,
+        micro_batch: Array,
+        edges: Sequence[float] | None = None,
+    ) -> Points:
+        """Return n configurations of a branch; see `Configurations.points`."""
+        known, settings, where = (
+            self.configurations,
+            self.configurations.settings,
+            np.asarray(where),
+        )
+        if edges is None:
+            edges = [known.edge(settings.of(branch, number)) for number in numbers]
+        gas = np.ones(len(where))
+        for position, number in enumerate(numbers):
+            here = where == position
+            its = settings.of(branch, number)
+            gas[here] = known.problem.space.accumulation(micro_batch[here], its)
+        rows = [settings.row(branch, number) for number in numbers]
+        return known.points(rows, where, micro_batch, gas, edges)
+
+
+class TooDear(Exception):
+    """Whatever is left to try takes too long."""
