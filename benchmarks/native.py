@@ -26,8 +26,8 @@ import dsat
 from benchmarks import common
 from benchmarks.common import BIN, Bar
 from benchmarks.record import OPTIMIZER, PROGRAM
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine, find_machine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine, find_machine
 from dsat.inputs import ds_config
 from dsat.inputs.autotuning_section import SECTION
 from dsat.report.format import duration

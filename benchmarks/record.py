@@ -25,9 +25,9 @@ from benchmarks import common, searching, tables
 from benchmarks.common import GIB, MIB
 from benchmarks.ledger import STAGES
 from benchmarks.tables import Header, Row
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine, find_machine
+from dsat.engines.engine import LocalEngine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine, find_machine
 from dsat.inputs.settings import BY_SIMULATION
 from dsat.simulation import anchors
 from dsat.space.overrides import overrides_for

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import common
-from dsat.engines.local.machine import find_machine
+from dsat.engines.machines.machine import find_machine
 from dsat.report.format import duration
 from dsat.values.files import write_atomically
 

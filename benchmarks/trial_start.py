@@ -29,8 +29,8 @@ from typing import Any
 
 from benchmarks import common
 from dsat.app import hosts
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import find_machine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import find_machine
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 from testing import ray_cluster, slurm
 

@@ -36,9 +36,7 @@ from testing.tuned_scripts import documented_commands
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".cache" / "compat"
 _UV = str(Path(sys.prefix) / "bin" / "uv")
-TESTS = tuple(
-    f"tests/{name}" for name in "in_trial memory simulation engines/local end_to_end".split()
-)
+TESTS = tuple(f"tests/{name}" for name in "in_trial memory simulation engines end_to_end".split())
 # Of frameworks what is installed everywhere, and every launcher once. `make frameworks` has all of
 # them with one another, and the tests have searches on one rank.
 _FRAMEWORKS = (

@@ -7,11 +7,10 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dsat.engines.local.first_run import FirstRun
+from dsat.engines.own_command import OwnCommand
 from dsat.in_trial.rank_files import Progress
 from dsat.inputs import recorded_start
 from dsat.inputs.entrypoint import Entrypoint
-from dsat.values.outcome import Outcome
 from dsat.values.trial import TrialOptions
 from testing.local import PATIENCE_S, processes_of
 
@@ -19,7 +18,7 @@ from testing.local import PATIENCE_S, processes_of
 class Begun:
     """A command that was started, and runs up to its training or further."""
 
-    def __init__(self, run: FirstRun, command: Sequence[str]) -> None:
+    def __init__(self, run: OwnCommand, command: Sequence[str]) -> None:
         self._run, self._command = run, command
 
     @property
@@ -39,10 +38,6 @@ class Begun:
     def ranks(self) -> list[tuple[int, int]]:
         """Wait for its ranks; return the number of each, and how many each sees."""
         return sorted((rank.rank, rank.size) for rank in self._run.ranks())
-
-    def look(self) -> Outcome | None:
-        """Return its outcome if it has ended."""
-        return self._run.poll(0.0)
 
     def does(self, activity: str) -> None:
         """Say what a rank of it does, as that would."""
@@ -65,7 +60,7 @@ def begun(
         ranks: so many processes of the command; None for one that starts its ranks itself.
     """
     options = TrialOptions(timeout_s=timeout_s) if trains else None
-    run = FirstRun(command, place, timeout_s=timeout_s, options=options, ranks=ranks)
+    run = OwnCommand(command, place, timeout_s=timeout_s, options=options, ranks=ranks)
     try:
         yield Begun(run, command)
     finally:

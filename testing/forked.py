@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
-from dsat.engines.local.rank_process import PR_SET_PDEATHSIG, prctl
+from dsat.engines.agent.rank_process import PR_SET_PDEATHSIG, prctl
 
 # Variable with a file of the seconds by which the machine's clock is ahead.
 AHEAD = "DSAT_TEST_AHEAD_FILE"

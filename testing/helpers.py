@@ -67,7 +67,6 @@ def starts_of(
             command=(sys.executable, "train.py"),
             cwd=str(folder),
             env=its,
-            has_wrapt=True,
             config=config,
         )
         for number, its in enumerate(variables)

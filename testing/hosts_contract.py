@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 from dsat.engines import Engine
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.hosts import Host
+from dsat.engines.engine import LocalEngine
+from dsat.engines.machines.hosts import Host
 from dsat.values.trial import Trial
 from testing.engine_contract import Behaviour, EngineContract
 from testing.local import engine_of

@@ -15,11 +15,11 @@ from typing import Any
 
 import psutil
 
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.launch import LocalOptions
-from dsat.engines.local.machine import Machine
-from dsat.engines.local.ports import free_ports
+from dsat.engines.engine import LocalEngine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine
+from dsat.engines.ports import free_ports
+from dsat.engines.start import LocalOptions
 from dsat.in_trial.measurement import HOST_ACCIDENTS
 from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome
@@ -200,7 +200,10 @@ class Bench:
 
     def supervisor(self, host: int = 0) -> psutil.Process:
         """Asks it, for what was started may only have started it elsewhere."""
-        supervisors, look = self.engine._supervisors, {"op": "look", "files": [], "folder": "/"}
+        supervisors, look = (
+            self.engine._agents.supervisors,
+            {"op": "look", "files": [], "folder": "/"},
+        )
         answers = supervisors._ask(dict.fromkeys(supervisors._clients, look), PATIENCE_S)
         return psutil.Process(answers[host]["pid"])
 
@@ -225,8 +228,9 @@ def launch_request(folder: Path, *command: str) -> dict[str, Any]:
         "folder": str(folder),
         "cwd": str(folder),
         "port": 1,
-        "command": command,
-        "ranks": [{"env": dict(os.environ), "cores": []}],
+        "fork": False,
+        "starts_ranks": False,
+        "ranks": [{"env": dict(os.environ), "cores": [], "command": command}],
         "logs": ["out", "err"],
         "linger_s": None,
     }

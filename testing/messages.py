@@ -37,7 +37,7 @@ def user_in(folder: Path, mistake: Mistake) -> User:
 def told(user: User, mistake: Mistake) -> Told:
     """Type what is wrong; a command that would be started is an error of the test."""
     with (
-        mock.patch.object(source, "FirstRun", _started),
+        mock.patch.object(source, "OwnCommand", _started),
         mock.patch.object(installed_deepspeed, "_stamp", return_value=None),
     ):
         return user.types(*argv(mistake))

@@ -31,7 +31,7 @@ from unittest import mock
 
 from dsat.app import installed_deepspeed, local
 from dsat.cli.main import main as dsat_main
-from dsat.engines.local.machine import Machine
+from dsat.engines.machines.machine import Machine
 from dsat.engines.places import local as this_machine
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine
+from dsat.engines.engine import LocalEngine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import ran
 from testing.local import engine_of
@@ -62,6 +62,7 @@ class ScriptedHosts:
         ends: how the ranks of a trial end instead: exit statuses, and who was killed for another.
         given: by trial, what it was started with, one start after the other.
         lost: hosts, whose loss is yet to be reported or was.
+        requests: to start ranks of trials that go on.
         imported: modules that were imported in advance.
     """
 
@@ -73,13 +74,13 @@ class ScriptedHosts:
         self.given: dict[int, list[Given]] = {}
         self.lost: set[int] = set()
         self.imported: list[str] = []
-        self._requests: list[tuple[int, Mapping[str, Any]]] = []
+        self.requests: list[tuple[int, Mapping[str, Any]]] = []
         self._reported: set[int] = set()
         self._killed: set[tuple[int, int]] = set()
 
     def replace_those_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have every engine that is made from now on talk to these."""
-        monkeypatch.setattr("dsat.engines.local.engine.Supervisors", lambda *_, **__: self)
+        monkeypatch.setattr("dsat.engines.agents.Supervisors", lambda *_, **__: self)
 
     def devices(self, trial: int) -> list[str]:
         """Return the devices of a trial's starts."""
@@ -95,7 +96,7 @@ class ScriptedHosts:
         if request["op"] == "launch" and host not in self.lost:
             given = Given(host, request["ranks"], request["folder"], request["cwd"])
             self.given.setdefault(request["trial"], []).append(given)
-            self._requests.append((host, request))
+            self.requests.append((host, request))
             self._killed.discard((host, request["trial"]))
         elif request["op"] == "kill":
             self._killed.add((host, request["trial"]))
@@ -104,8 +105,8 @@ class ScriptedHosts:
         new, self._reported = self.lost - self._reported, set(self.lost)
         answers: list[tuple[int, dict[str, Any]]]
         answers = [(host, {"event": "lost", "reason": "it burnt"}) for host in new]
-        ends = [each for each in self._requests if not self._goes_on(*each)]
-        self._requests = [each for each in self._requests if each not in ends]
+        ends = [each for each in self.requests if not self._goes_on(*each)]
+        self.requests = [each for each in self.requests if each not in ends]
         return answers + [(h, self._answer(h, r)) for h, r in ends if h not in self.lost]
 
     def warm_up(self, modules: Sequence[str] = (), **more: Any) -> str:

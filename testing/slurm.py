@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsat.engines.local.ports import free_ports
+from dsat.engines.ports import free_ports
 from testing.local import wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "slurmstepd", "srun", "sbatch", "salloc", "scancel", "scontrol")

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from dsat.engines.local.ports import free_ports
+from dsat.engines.ports import free_ports
 from testing.local import wait_until
 
 # Runs the command here, in another folder, without variables.

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.launch import LocalOptions
+from dsat.engines.engine import LocalEngine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.start import LocalOptions
 from dsat.inputs import entrypoint, experiment
 from dsat.memory import MemoryEstimate
 from dsat.simulation.client import SimulationUnavailable, Simulator

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from dsat.app import estimate, installed_deepspeed
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine, find_machines
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine, find_machines
 from dsat.engines.places import local as this_machine
 from testing import warm_host
 

@@ -41,8 +41,8 @@ with socket.socket(socket.AF_UNIX) as there:
         os.close(number)
     sys.exit(int(there.makefile().readline() or 1))
 """
-SUPERVISOR = ["-m", "dsat.engines.local.supervisor"]
-LOOK = ["-m", "dsat.engines.local.accelerators"]
+SUPERVISOR = ["-m", "dsat.engines.agent.supervisor"]
+LOOK = ["-m", "dsat.engines.machines.accelerators"]
 
 
 def prefix(**variables: str) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def serve(address: str) -> None:
     """Forks supervisors until the standard input ends; then removes the folder of its socket."""
-    from dsat.engines.local.supervisors import WARM_MODULES
+    from dsat.engines.supervisors import WARM_MODULES
     from dsat.in_trial.adapters.install import install
 
     install()  # as a supervisor does before its imports
@@ -142,16 +142,16 @@ def _become(start: dict[str, Any], pipes: list[int]) -> NoReturn:
 
 
 def _run(words: list[str]) -> int:
-    from dsat.engines.local import accelerators
-    from dsat.engines.local.supervisor import Supervisor
+    from dsat.engines.agent.supervisor import Supervisor
+    from dsat.engines.machines import accelerators
 
     if words == SUPERVISOR:
         Supervisor().run()
     elif words[:1] == ["-c"]:
         return _run_program(words[1])
     else:
-        assert words[:2] == LOOK, words
-        accelerators.answer_to(words[2:])
+        assert words == LOOK, words
+        accelerators.look()
     return 0
 
 

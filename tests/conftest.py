@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dsat.app import installed_deepspeed
-from dsat.engines.local.machine import Machine, find_machine
+from dsat.engines.machines.machine import Machine, find_machine
 from testing.scenarios import User
 
 ROOT = Path(__file__).parent.parent

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.gpu import device_steps, search_steps
 from benchmarks.gpu.report import Engines, Report
-from dsat.engines.local.machine import find_machine
+from dsat.engines.machines.machine import find_machine
 from dsat.values.trial import TrialOptions
 
 _PART_S = 600.0

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine
+from dsat.engines.engine import LocalEngine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine
 from dsat.in_trial.rank_files import METRICS_FILE
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome

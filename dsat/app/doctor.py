@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from dsat.app import packages
 from dsat.engines import places
-from dsat.engines.local.machine import find_machine
+from dsat.engines.machines.machine import find_machine
 from dsat.engines.places.base import Environment
 from dsat.errors import EngineError
 from dsat.values.memory_size import readable

@@ -18,10 +18,10 @@ from dsat.app import fewest_cards, installed_deepspeed, packages
 from dsat.app import source as sources
 from dsat.app.memory_tables import Estimate, Line
 from dsat.app.source import Source
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.launch import LocalOptions
-from dsat.engines.local.machine import find_machine_for_simulations
+from dsat.engines.engine import LocalEngine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import find_machine_for_simulations
+from dsat.engines.start import LocalOptions
 from dsat.errors import DsatError, UserInputError
 from dsat.inputs import ds_config, hf_config, script_args
 from dsat.inputs import experiment as experiments

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dsat.engines.local.accelerators import NAMED, ids_chosen
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import are_close
+from dsat.engines.machines.accelerators import NAMED, ids_chosen
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import are_close
 from dsat.engines.places import PROVIDERS
 from dsat.engines.places.base import Environment
 from dsat.errors import UserInputError
@@ -31,7 +31,7 @@ def acquired(
         engine: name of a place. Engines that are not places see this machine.
         program: may name devices.
         given: options of the place, by keyword.
-        in_use: variables of `dsat.engines.local.device_use`, if the command runs already.
+        in_use: variables of `dsat.engines.machines.device_use`, if the command runs already.
     """
     program = program or Entrypoint()
     launch = program.launch
@@ -45,6 +45,8 @@ def acquired(
         check_equal(hosts)
         if any(named):
             hosts = [replace(host, machine=host.machine.only(*named)) for host in hosts]
+        for host in hosts:
+            check_kinds(host)
         yield tuple(hosts)
 
 
@@ -77,14 +79,28 @@ def check_equal(hosts: Sequence[Host]) -> None:
         )
 
 
-def comparable(hosts: Sequence[Host], slots: int) -> tuple[Host, ...]:
-    """Return hosts with devices on which any trials of so many slots can be compared.
+def check_kinds(host: Host) -> None:
+    """Raise UserInputError if a host has devices of several kinds."""
+    machine = host.machine
+    groups = machine.devices_by_kind()
+    if len(groups) > 1:
+        kinds = "; ".join(f"{kind}: {', '.join(devices)}" for kind, devices in groups.items())
+        [variable, *_] = machine.visible_devices
+        [largest, *_] = sorted(groups.values(), key=len, reverse=True)
+        raise UserInputError(
+            f"has devices of several kinds ({kinds}), on which trials cannot be compared",
+            where=host.name or "this machine",
+            hint=f"Choose one kind: {variable}={','.join(largest)}",
+        )
+
+
+def with_slots(hosts: Sequence[Host], slots: int) -> tuple[Host, ...]:
+    """Return hosts with the slots that a trial of so many needs.
 
     Trials may have more ranks than a quota of processor time gives them cores, as commands may.
     """
     share = -(-slots // len(hosts))
-    machines = (host.machine.with_slots(share).comparable(slots) for host in hosts)
-    return tuple(replace(h, machine=found) for h, found in zip(hosts, machines, strict=True))
+    return tuple(replace(host, machine=host.machine.with_slots(share)) for host in hosts)
 
 
 def describe(hosts: Sequence[Host]) -> str:

@@ -14,11 +14,9 @@ from dsat.app.hosts import describe
 from dsat.app.observers import FileKeeper, Logger, write_files
 from dsat.app.prepare import Prepared
 from dsat.engines import Engine, cached
-from dsat.engines.local import leftovers
-from dsat.engines.local.adopting_engine import AdoptingEngine
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.launch import LocalOptions
-from dsat.engines.local.running import FULL_RUN_ID
+from dsat.engines.agent import leftovers
+from dsat.engines.engine import LocalEngine
+from dsat.engines.start import FULL_RUN_ID, LocalOptions
 from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.in_trial.failures import OF_DSAT
 from dsat.memory.predictor import Basis
@@ -108,7 +106,7 @@ class LocalSearch:
 
     def _drive(self, observers: Sequence[Observer]) -> None:
         ready = self.ready
-        make_engine = ENGINES.get(ready.settings.engine, self._local_engine)
+        make_engine = ENGINES.get(ready.settings.engine, local_engine)
         self._engine = make_engine(ready, self.folder)
         self._opened.callback(self._engine.close)
         drive(
@@ -119,19 +117,6 @@ class LocalSearch:
             max_concurrent_trials=ready.settings.max_concurrent_trials,
             survey=functools.partial(_survey, ready, self._engine),
             requests=functools.partial(mailbox.take, self.folder),
-        )
-
-    def _local_engine(self, ready: Prepared, folder: Path) -> Engine:
-        """Return the engine of this run's trials, the first of which may run already."""
-        make = functools.partial(local_engine, ready, folder)
-        if ready.first is None:
-            return make()
-        return AdoptingEngine(
-            ready.first,
-            make,
-            trials=self.trials,
-            num_slots=ready.num_slots,
-            config_of=ready.plan.config,
         )
 
     def status(self) -> Status:
@@ -218,7 +203,7 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
 
 
 def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
-    """Make the engine of dsat's own places."""
+    """Make the engine of dsat's own places, whose first trial may run already."""
     settings = ready.settings
     return LocalEngine(
         ready.experiment,
@@ -229,16 +214,15 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
             settings.trial_options(ready.plan.own_batch.micro_batch),
             cold=settings.cold,
             seed=settings.seed,
+            trials=run_folders.of_trials(ready.native, folder),
         ),
-        trials=run_folders.of_trials(ready.native, folder),
         slots_per_trial=ready.plan.slots_per_trial,
+        own=ready.first,
     )
 
 
 def _local(engine: Engine | None) -> LocalEngine | None:
-    """Return the local engine, or that behind the first run; None if it is another one."""
-    if isinstance(engine, AdoptingEngine):
-        return engine.engine
+    """Return the local engine; None if it is another one."""
     return engine if isinstance(engine, LocalEngine) else None
 
 

@@ -18,10 +18,11 @@ from dsat.app import source as sources
 from dsat.app.hosts import all_slots, check_slots, describe
 from dsat.app.source import Source
 from dsat.engines import places
-from dsat.engines.local import device_use
-from dsat.engines.local.first_run import FirstRun
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine
+from dsat.engines.agent import leftovers
+from dsat.engines.machines import device_use
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine
+from dsat.engines.own_command import OwnCommand
 from dsat.engines.places import ENGINE_NAMES
 from dsat.engines.places.base import Environment
 from dsat.errors import UserInputError
@@ -57,7 +58,7 @@ class Prepared:
     hosts: tuple[Host, ...]
     plan: Plan
     native: Autotuning | None
-    first: FirstRun | None
+    first: OwnCommand | None
     began_s: float
 
     @property
@@ -104,6 +105,8 @@ def _prepare(
     settings: Settings, argv: Sequence[str] | None, acquired: contextlib.ExitStack
 ) -> Prepared:
     began_s = time.monotonic()
+    if orphans := leftovers.end_orphans():
+        _log.info("ended %d processes that an earlier dsat has left", len(orphans))
     source, first = sources.read(settings), None
     engine = settings.engine
     if engine == places.AUTO:
@@ -235,11 +238,11 @@ def _with_slots(
         given, where = settings.arg_mappings, "--arg-mapping"
     else:
         own = program.slots or 1
-        _check_slots(settings, hosts_of.comparable(hosts, own), own)
+        _check_slots(settings, hosts_of.with_slots(hosts, own), own)
         slots = section.slots_of(program.slots or available, where=str(program.config_path))
         program = replace(program, slots=slots)
         given, where = section.arg_mappings, f"{program.config_path}: autotuning.arg_mappings"
-    chosen = hosts_of.comparable(hosts, slots)
+    chosen = hosts_of.with_slots(hosts, slots)
     _check_slots(settings, chosen, slots)
     mappings = script_args.checked(given, program.args, where=where)
     experiment = replace(source.experiment, arg_mappings=mappings)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.local import ports
-from dsat.engines.local.machine import Machine, find_machine
+from dsat.engines import ports
+from dsat.engines.machines.machine import Machine, find_machine
 from dsat.errors import DsatError, UserInputError
 from dsat.inputs import cards
 from dsat.inputs.cards import MEMORY_PART, Card

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dsat.app import own_files
-from dsat.engines.local.first_run import FirstRun
-from dsat.engines.local.leftovers import TRIAL_VARIABLE
+from dsat.engines.own_command import OwnCommand
 from dsat.errors import UserInputError
+from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.in_trial.script_api import hparams_of_this_task
 from dsat.inputs import ds_config, recorded_start
 from dsat.inputs import entrypoint as entrypoints
@@ -67,13 +67,12 @@ class Source:
             and not (program.trial_class or program.launch.hosts or self.ds_config)
             and not any("determined" in word for word in self.command)
             and not (self.experiment.choices or "autotuning" in self.experiment.ds_config)
-            and not _HIDE_THE_HOOK.intersection(program.python_options)
         )
 
-    def first_run(self, options: TrialOptions, slots: int | None) -> FirstRun:
+    def first_run(self, options: TrialOptions, slots: int | None) -> OwnCommand:
         """Begin the user's command as the first trial; a plain script is started `slots` times."""
         ranks = self._ranks(slots)
-        return FirstRun(
+        return OwnCommand(
             self.command, Path.cwd(), timeout_s=options.timeout_s, options=options, ranks=ranks
         )
 
@@ -89,7 +88,7 @@ class Source:
         # On several hosts the script alone shows its configuration.
         launch = self.program.launch
         own = not launch.hosts and launch.nodes == 1
-        run = FirstRun(
+        run = OwnCommand(
             self.command if own else self.program.command(),
             Path.cwd(),
             timeout_s=timeout_s,
@@ -102,7 +101,7 @@ class Source:
         finally:
             run.close()
 
-    def as_recorded(self, run: FirstRun) -> Source:
+    def as_recorded(self, run: OwnCommand) -> Source:
         """Return this with the program and the configuration that a run of the command shows."""
         ranks, cores = run.ranks(), os.sched_getaffinity(0)
         program, own = recorded_start.program_of(ranks, self.command, run.env, cores), self.program
@@ -144,6 +143,7 @@ def read(target: Target) -> Source:
     if not target.command:
         experiment = read_experiment(target)
         program = entrypoints.parse(experiment.entrypoint, experiment.model_dir)
+        _check_options(program)
         check_config_path(experiment, program)
         return Source(experiment, program)
     folder = Path.cwd()
@@ -151,6 +151,7 @@ def read(target: Target) -> Source:
         program = entrypoints.parse(target.command, folder)
     except UnknownStart:
         return _unknown(target)
+    _check_options(program)
     if entrypoints.starts_its_ranks(target.command, folder):
         return _unknown(target)
     program = _with_word(program, folder)
@@ -160,6 +161,17 @@ def read(target: Target) -> Source:
     program = replace(program, started_by=_command_of(target, is_known=True))
     given = None if program.config_path is not None else target.ds_config
     return Source(experiment, program, unknown, given)
+
+
+def _check_options(program: Entrypoint) -> None:
+    """Raise UserInputError if options of the interpreter hide dsat from the script."""
+    hiding = _HIDE_THE_HOOK.intersection(program.python_options)
+    if hiding:
+        raise UserInputError(
+            f"{min(hiding)} hides dsat from the script's Python, whose training it measures",
+            where="entrypoint",
+            hint="Leave it out.",
+        )
 
 
 def refuse_in_trial() -> None:

@@ -13,16 +13,15 @@ from typing import Any
 from dsat.app import own_files
 from dsat.app.own_files import Answer, Rewriting
 from dsat.app.prepare import Prepared
-from dsat.engines.local.hosts import without_segments
-from dsat.engines.local.launch import working_folder
-from dsat.engines.local.machine import Machine
-from dsat.engines.local.rank_settings import (
-    ALLOCATOR_SETTINGS,
-    allocator_is_set,
+from dsat.engines.machines.hosts import without_segments
+from dsat.engines.machines.machine import Machine
+from dsat.engines.rank_settings import (
     binding_options,
+    settings_of_command,
     settings_of_ranks,
 )
-from dsat.engines.local.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
+from dsat.engines.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
+from dsat.engines.trial_folder import working_folder
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.inputs import accelerate_env, switches
 from dsat.inputs import entrypoint as entrypoints
@@ -252,10 +251,9 @@ def _variables(ready: Prepared, best: Trial, config: Mapping[str, Any]) -> list[
     own = _own_command(program)[0] if runs_own_command(program, slots) else program.env
     parallelism = accelerate_env.for_parallelism(given, config, slots)
     found = {**ready.experiment.env, **own, **parallelism}
-    if program.needs_command:  # which sets what else it needs
-        unset = machine.expandable_segments and not allocator_is_set(given)
-        found |= ALLOCATOR_SETTINGS if unset else {}
-    elif not machine.is_cpu:  # on a CPU see `conditions`
+    if not machine.is_cpu and program.needs_command:  # on a CPU see `conditions`
+        found |= settings_of_command(machine, given)
+    elif not machine.is_cpu:
         found |= settings_of_ranks(machine, program, config, slots, given)
     found |= switches.variables(best.script_args)
     return [

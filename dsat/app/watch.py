@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from dsat.app import mailbox, past_runs
 from dsat.app.folder_lock import is_locked
-from dsat.engines.local.rank_process import PR_SET_PDEATHSIG, prctl
+from dsat.engines.agent.rank_process import PR_SET_PDEATHSIG, prctl
 from dsat.errors import JournalError, UserInputError
 from dsat.report import watch_page
 from dsat.report.progress import STATUS_FILE

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = settings_from_argv.parse(given)
         from dsat.cli import commands  # most of dsat, which `--help` does not need
-        from dsat.engines.local.rank_process import FOR_DSAT
+        from dsat.engines.agent.rank_process import FOR_DSAT
 
         interruption = _Interruption()
         for number in FOR_DSAT:

@@ -43,6 +43,8 @@ def prepare(
     import torch
 
     trial, on_cpu = Trial.from_json(spec.trial), not spec.task["devices"]
+    if spec.defaults_local_rank:
+        TRIAL.local_rank = os.environ["LOCAL_RANK"]
     _show_compilations(progress)
     if spec.threads:
         torch.set_num_threads(spec.threads)

@@ -1,136 +1,312 @@
-"""One rank of a trial: prepares the process, runs the user's program, reports the outcome.
+"""A rank of a trial, from inside of the user's process.
 
-Runs in a process forked from the warm supervisor, or as `python3 -m dsat.in_trial.rank DIR`. It
-leaves by `os._exit`, because an orderly end of the interpreter costs a second.
+The hook (`dsat.in_trial.hook`) begins a rank in each process that imports DeepSpeed. The supervisor
+says which of them is a rank where it starts ranks itself; of the user's whole command, a process is
+one once it calls `deepspeed.initialize`. A fork of the supervisor runs the same program here.
+
+A rank leaves by `os._exit` once its outcome is known, because an orderly end of the interpreter
+costs a second. A rank of the user's command waits instead until the supervisor ends the command,
+which therefore never goes on behind its training.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
+import importlib
 import json
 import os
 import random
 import runpy
+import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial import config_injection, failures, preparation
-from dsat.in_trial.adapters.begin import begin
-from dsat.in_trial.adapters.trial import TRIAL
+from dsat.in_trial import config_injection, failures, preparation, start_record
+from dsat.in_trial.adapters import begin as adapters
+from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.memory_limit import limit_memory
-from dsat.in_trial.meter import Meter, TrialComplete
-from dsat.in_trial.rank_files import MODULES_FILE, Progress, RankSpec, write_outcome
-from dsat.inputs.entrypoint import Entrypoint
+from dsat.in_trial.meter import Meter
+from dsat.in_trial.rank_files import (
+    DONE_FILE,
+    MODULES_FILE,
+    PORTS_FILE,
+    SPEC_FILE,
+    Progress,
+    RankSpec,
+    result_file,
+    write_outcome,
+)
+from dsat.inputs.entrypoint import split_interpreter
 from dsat.simulation import server
+from dsat.values import host_cores
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
 
 FAILED = 1
+_IS_ENDED_WITHIN_S = 30.0
+begun: Rank | None = None  # in this process
 
 
-def run(folder: Path) -> NoReturn:
-    """Run the rank that the environment says this process is; never returns."""
-    _Rank(folder).run()
+def begin(folder: Path, start: Mapping[str, Any], *, is_rank: bool) -> None:
+    """Prepare this process to be a rank of the trial in the folder; does nothing twice.
+
+    Args:
+        start: see `start_record.install`.
+        is_rank: the supervisor started this process as a rank.
+    """
+    global begun
+    if begun is not None:
+        return
+    if (folder / SPEC_FILE).exists():
+        begun = Rank(folder, is_rank=is_rank)
+        if not is_rank:  # of a rank the hook does that
+            failures.report_uncaught(begun.fail)
+            atexit.register(begun.finish)
+        begun.prepare(start)
+    else:
+        start_record.install(folder, start, waits=True)
+        failures.report_uncaught(functools.partial(_report_unmeasured, folder))
 
 
-class _Rank:
-    """One rank."""
+def of_process(folder: Path) -> Rank:
+    """Return the rank that this process is, which may end before it imports DeepSpeed."""
+    global begun
+    begun = begun or Rank(folder, is_rank=True)
+    return begun
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._spec = RankSpec.of_folder(folder)
-        self._rank = int(os.environ["RANK"])
-        self._progress = Progress(folder if self._rank == 0 else None)
-        self._meter: Meter | None = None
-        self._has_engine = False
-        socket = self._spec.simulation_socket
-        self._server = None if socket is None else server.SimulationServer(Path(socket))
 
-    def run(self) -> NoReturn:
-        try:
-            begin(self._folder)
-            if "deepspeed" not in sys.modules:
-                self._progress.set_activity("importing torch and DeepSpeed in a fresh process")
-            self._prepare()
-            program = Entrypoint.from_json(self._spec.program)
-            # For --hf-config dsat has a script of its own.
-            runs = "the model" if program.module.startswith("dsat.") else "your script"
-            self._progress.set_activity(f"{runs} runs, up to its first optimizer step")
-            _run_program(program)
-        except (TrialComplete, server.ScriptSimulated):
-            _leave(0)
-        except SystemExit as stop:
-            if stop.code not in (None, 0):
-                self._fail(stop, f"the script ended with sys.exit({stop.code!r})")
-        except BaseException as error:
-            self._fail(error)
-        self._end_of_script()
-
-    def _prepare(self) -> None:
-        import deepspeed  # noqa: F401  (after a cold start; the memory limit must come after it)
+def run_forked(folder: Path, command: Sequence[str]) -> NoReturn:
+    """Run a command of Python's in this fork of the supervisor, as a rank; never returns."""
+    global begun
+    rank = begun = Rank(folder, is_rank=True, is_forked=True)
+    try:
         import numpy
 
         # A forked process has its parent's state, a fresh one would have a random one.
         random.seed()
         numpy.random.seed()
-        spec, given = self._spec, os.environ.get("OMP_NUM_THREADS", "")
-        if not spec.threads and given.isdigit():  # torch read it in the parent of this process
-            spec = replace(spec, threads=int(given))
+        adapters.begin(folder)
+        rank.prepare()
+        _run_program(split_interpreter(command[1:])[1])
+    except BaseException as error:
+        rank.fail(error)
+    rank.finish()
+    # A training run ends as a Python program does: threads joined, atexit functions called.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    _leave(0)
+
+
+def _report_unmeasured(folder: Path, error: BaseException) -> None:
+    """Report an error before `deepspeed.initialize`, which the command may write to a file."""
+    if not any(folder.glob(result_file("*"))):
+        write_outcome(folder, rank_and_size()[0], failures.outcome(error))
+
+
+class Rank:
+    """A process that is or may be a rank.
+
+    Args:
+        folder: of the trial.
+        is_rank: it is one; otherwise once it calls `deepspeed.initialize`.
+        is_forked: from the supervisor, which has imported torch and DeepSpeed.
+    """
+
+    def __init__(self, folder: Path, *, is_rank: bool, is_forked: bool = False) -> None:
+        self._folder = folder
+        self._spec = RankSpec.of_folder(folder)
+        self._is_forked = is_forked
+        self._progress = Progress(folder if rank_and_size()[0] == 0 else None)
+        self._meter: Meter | None = None
+        # A process that is forked from a rank is none.
+        self._pid = os.getpid() if is_rank else None
+        self._has_engine = False
+        self._is_complete = False
+        self._exit: SystemExit | None = None  # that a call of `sys.exit` has raised
+        self._known, self._env = set(sys.modules), dict(os.environ)
+        socket = self._spec.simulation_socket
+        self._server = None if socket is None else server.SimulationServer(Path(socket))
+
+    def prepare(self, start: Mapping[str, Any] | None = None) -> None:
+        """Adapt DeepSpeed and what else the script uses.
+
+        Args:
+            start: of this process, which is recorded if the run's first trial asks for it.
+        """
+        if "deepspeed" not in sys.modules:  # it may be transformers that was imported first
+            self._progress.set_activity("importing torch and DeepSpeed")
+            importlib.import_module("deepspeed")
+        spec = self._spec = _as_on_this_machine(self._spec)
+        # As in an activated environment: DeepSpeed compiles with the ninja that is found first, and
+        # another version of ninja would compile everything anew.
+        programs, path = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
+        if programs not in path.split(os.pathsep):
+            os.environ["PATH"] = os.pathsep.join([programs, path])
         if self._server is not None:
             self._server.install()
         config_injection.on_initialize(self._begin_engine)
-
-        def complete(outcome: Outcome) -> None:
-            write_outcome(self._folder, self._rank, outcome)
-            if self._rank == 0:
-                names = preparation.libraries(known, before)
-                write_atomically(self._folder / MODULES_FILE, json.dumps(names))
-
         self._meter = preparation.prepare(
             spec,
             self._folder,
             self._progress,
-            on_complete=complete,
-            on_step=self._progress.count,
+            on_complete=self._complete,
+            on_step=self._count_step,
         )
+        if start is not None:
+            start_record.install(self._folder, start, waits=False)
         preparation.prevent_side_effects(spec)
-        if spec.cpu_memory_bytes is not None:
+        # What the script imports from here on does not count.
+        if spec.cpu_memory_bytes is not None and self._is_forked:
             limit_memory(spec.cpu_memory_bytes)
-        known, before = set(sys.modules), dict(os.environ)
+        elif spec.cpu_memory_bytes is not None:
+            _before_first_module(functools.partial(_limit, spec.cpu_memory_bytes))
+        if not spec.is_full_run:
+            self._note_exits()
+        # For --hf-config dsat has a script of its own.
+        what = "the model" if spec.program["module"].startswith("dsat.") else "your script"
+        what = "your command" if spec.is_command else what
+        self._progress.set_activity(f"{what} runs, up to its first optimizer step")
+        self._known, self._env = set(sys.modules), dict(os.environ)
 
-    def _begin_engine(self, _: Any) -> None:
-        self._has_engine = True
+    def fail(self, error: BaseException) -> None:
+        """Report the error with which this process ends."""
+        self._leave_if_complete()
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            self.finish()
+            return
+        # multiprocessing's own, among others, ends the process that way behind an error.
+        hidden = error.__context__ if isinstance(error, SystemExit) else None
+        found = failures.outcome(hidden or error)
+        if isinstance(error, SystemExit) and hidden is None:
+            message = f"the script ended with sys.exit({error.code!r})"
+            found = replace(found, message=message)
+        if self._server is not None:
+            message = self._server.failed(error) or found.message
+            found = replace(found, message=message)
+        if self.is_rank:
+            self._end(replace(found, before_engine=not self._has_begun()))
+        elif self._pid is None and not self._has_ranks() and not _is_of_signal(error):
+            self._end(replace(found, before_engine=True))
 
-    def _end_of_script(self) -> NoReturn:
-        """Report the outcome of a script that came to its own end."""
+    def finish(self) -> None:
+        """Report that a rank's script has come to its own end before enough was measured."""
+        self._leave_if_complete()
+        if not self.is_rank or self._spec.is_full_run:
+            return
+        uncaught = getattr(sys, "last_value", None)  # another hook than this one has seen it
+        if self._exit is not None and self._exit.code not in (None, 0):
+            self.fail(self._exit)
+        elif uncaught is not None:
+            self.fail(uncaught)
         if self._server is not None:
             self._server.failed(None)
-            problem = "the script ended without calling deepspeed.initialize with an optimizer"
-            self._report(failures.outcome(InvalidTrial(problem)))
         if self._meter is None:
-            # A training run ends as a Python program does: threads joined, atexit functions called.
-            threading._shutdown()  # type: ignore[attr-defined]
-            atexit._run_exitfuncs()
+            problem = "the script ended without calling deepspeed.initialize with an optimizer"
+            self._end(failures.outcome(InvalidTrial(problem)))
+        else:
+            self._end(outcome_of_ended(self._meter))
+
+    @property
+    def is_rank(self) -> bool:
+        return self._pid == os.getpid()
+
+    def _has_begun(self) -> bool:
+        """Return whether the configuration may be to blame for an error of now.
+
+        Whatever the user's own is: without a launcher DeepSpeed looks for MPI's package.
+        """
+        import torch.distributed as dist
+
+        watches = self._meter is not None and self._meter.watches
+        return self._has_engine and (not self._spec.own or watches or dist.is_initialized())
+
+    def _has_ranks(self) -> bool:
+        """Return whether a rank began to train, or failed: its launcher fails as well, after it."""
+        begun = (self._folder / PORTS_FILE).exists()
+        return begun or any(self._folder.glob(result_file("*")))
+
+    def _begin_engine(self, _: Any) -> None:
+        spec = self._spec
+        if self._pid is None:  # a command has started it
+            self._pid = os.getpid()
+        self._has_engine = True
+        _, size = rank_and_size()
+        cores = host_cores.usable()
+        is_bound = len(cores) == len(os.sched_getaffinity(0))  # by no quota, as in `Machine`
+        if spec.own and spec.threads and is_bound:  # to cores that a trial has
+            os.sched_setaffinity(0, cores[:size])
+        if spec.is_command and size == 1 and not spec.own:  # not the port that each would choose
+            alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+            for name, value in alone.items():
+                self._env[name] = os.environ.setdefault(name, value)
+        with open(self._folder / PORTS_FILE, "a", encoding="ascii") as file:
+            file.write(os.environ.get("MASTER_PORT", "") + "\n")
+
+    def _count_step(self, steps: int) -> None:
+        if rank_and_size()[0] == 0:
+            self._progress.count(steps)
+
+    def _note_exits(self) -> None:
+        """Note calls of `sys.exit`, of which no hook of Python's is told."""
+        original = sys.exit
+
+        @functools.wraps(original)
+        def exit(status: Any = None, /) -> NoReturn:
+            try:
+                original(status)
+            except SystemExit as stop:
+                if threading.current_thread() is threading.main_thread():
+                    self._exit = stop
+                raise
+
+        sys.exit = exit
+
+    def _complete(self, outcome: Outcome) -> None:
+        """Report what the meter has measured, which then ends the script in order."""
+        if self._spec.is_command:
+            self._end(outcome)
+        else:
+            self._report(outcome)
+            self._is_complete = True
+
+    def _leave_if_complete(self) -> None:
+        if self._is_complete and self.is_rank:
             _leave(0)
-        self._report(outcome_of_ended(self._meter))
 
-    def _fail(self, error: BaseException, message: str = "") -> NoReturn:
-        if self._server is not None:
-            message = self._server.failed(error) or message
-        found = failures.outcome(error)
-        self._report(
-            replace(found, message=message or found.message, before_engine=not self._has_engine)
-        )
+    def _report(self, outcome: Outcome) -> None:
+        number, _ = rank_and_size()
+        write_outcome(self._folder, number, outcome)
+        if outcome.ok and number == 0:
+            names = preparation.libraries(self._known, self._env)
+            write_atomically(self._folder / MODULES_FILE, json.dumps(names))
 
-    def _report(self, outcome: Outcome) -> NoReturn:
-        if not outcome.ok:
+    def _end(self, outcome: Outcome) -> None:
+        """Report an outcome, and end the process if it is a measured rank."""
+        self._report(outcome)
+        number, _ = rank_and_size()
+        if self._is_forked and not outcome.ok:
             sys.stderr.write((outcome.detail or outcome.message) + "\n")
-        write_outcome(self._folder, self._rank, outcome)
+        if not self.is_rank or (self._spec.is_full_run and not self._is_forked):
+            return  # the process goes on as it would
+        if self._spec.is_command:
+            if number == 0 or not outcome.ok:
+                (self._folder / DONE_FILE).touch()
+            _flush()
+            time.sleep(_IS_ENDED_WITHIN_S)  # the supervisor ends the command
         _leave(0 if outcome.ok else FAILED)
+
+
+def _is_of_signal(error: BaseException) -> bool:
+    """Return whether an error says that another process was killed, as a launcher's does."""
+    status = error.returncode if isinstance(error, subprocess.CalledProcessError) else 0
+    return status < 0
 
 
 def outcome_of_ended(meter: Meter) -> Outcome:
@@ -144,40 +320,72 @@ def outcome_of_ended(meter: Meter) -> Outcome:
     return meter.outcome or failures.outcome(meter.shortfall)
 
 
-def _run_program(program: Entrypoint) -> None:
-    args = list(program.args)
-    if program.launch.passes_local_rank:
-        args.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        TRIAL.local_rank = os.environ["LOCAL_RANK"]
-    if program.trial_class:
-        from determined.exec import harness
+def _as_on_this_machine(spec: RankSpec) -> RankSpec:
+    """Return the specification with the number of threads, and devices of the user's own run."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if not spec.own:
+        is_given = not spec.threads and given.isdigit()  # torch may have read it in the parent
+        return replace(spec, threads=int(given)) if is_given else spec
+    from deepspeed.accelerator import get_accelerator
 
+    on_cpu = get_accelerator().is_synchronized_device()
+    slots = rank_and_size()[1]
+    devices = [] if on_cpu else list(map(str, range(slots)))
+    return replace(
+        spec,
+        task={**spec.task, "slots": slots, "devices": devices},
+        threads=1 if on_cpu else None,
+        cpu_memory_bytes=spec.cpu_memory_bytes if on_cpu else None,
+    )
+
+
+def _limit(budget_bytes: int) -> None:
+    """Limit this process's memory once DeepSpeed's own late imports are done (deepspeed 0.19.8)."""
+    importlib.import_module("torch._inductor.compile_fx")
+    limit_memory(budget_bytes)
+
+
+def _before_first_module(act: Callable[[], None]) -> None:
+    """Call `act` once, when the script begins to build its first model."""
+    import torch
+
+    original = torch.nn.Module.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        torch.nn.Module.__init__ = original  # type: ignore[method-assign]
+        act()
+        original(self, *args, **kwargs)
+
+    torch.nn.Module.__init__ = init  # type: ignore[method-assign]
+
+
+def _run_program(words: Sequence[str]) -> None:
+    """Run a script, or `-m` and a module, with its arguments."""
+    if words[0] == "-m":
         sys.path.insert(0, os.getcwd())
-        sys.argv = ["harness.py", program.trial_class]
-        harness.main(program.trial_class)
-    elif program.module:
-        sys.path.insert(0, os.getcwd())
-        sys.argv = [program.module, *args]
-        runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         # `__file__` is absolute, as Python has it: a script may change its folder, or spawn itself.
-        script = os.path.abspath(program.script)
+        script = os.path.abspath(words[0])
         # Python looks beside the file itself; links to it may have their own neighbours, too.
         beside = dict.fromkeys(map(os.path.dirname, (os.path.realpath(script), script)))
         sys.path[:0] = list(beside)
-        sys.argv = [program.script, *args]
+        sys.argv = list(words)
         runpy.run_path(script, run_name="__main__")
 
 
-def _leave(status: int) -> NoReturn:
+def _flush() -> bool:
+    """Write out what the script printed; return whether that worked."""
+    is_written = True
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):
-            status = status or FAILED
-    os._exit(status)
+        except (OSError, ValueError):  # the script may have closed it
+            is_written = False
+    return is_written
 
 
-if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+def _leave(status: int) -> NoReturn:
+    os._exit(status if _flush() else status or FAILED)

@@ -41,6 +41,9 @@ class RankSpec(Recorded):
         simulation_socket: the run is only for simulations of its model; the path of the client's
             listening socket.
         own: the script runs as the user has it; batch sizes and devices are those that it takes.
+        is_command: the user's whole command runs, and starts the ranks.
+        defaults_local_rank: no launcher passes `--local_rank` to the ranks, of which there are
+            several.
     """
 
     trial: Mapping[str, Any]
@@ -51,6 +54,8 @@ class RankSpec(Recorded):
     threads: int | None = None
     simulation_socket: str | None = None
     own: bool = False
+    is_command: bool = False
+    defaults_local_rank: bool = False
 
     @classmethod
     def of_folder(cls, folder: Path) -> RankSpec:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsat.errors import UserInputError
+from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.inputs import ds_config, script_args
 from dsat.inputs.ds_config import AUTO, CONFIG_KEY, DSAT_TRIAL_KEY, OVERWRITE_KEY, whole_number
 from dsat.values.files import write_atomically
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 _MICRO_BATCH, _GAS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _HF_CONFIG_FLAG = "--deepspeed"
-_TRIAL_DIR_VARIABLE = "DSAT_TRIAL_DIR"  # set by the engine
 
 
 def get_ds_config_from_hparams(
@@ -195,7 +195,7 @@ def _file_of(config: Mapping[str, Any]) -> Path:
     So all ranks of a trial agree on it, whichever of them writes it.
     """
     # Not in the user's folder, which may be shared, read-only or kept under version control.
-    folder = os.environ.get(_TRIAL_DIR_VARIABLE)
+    folder = os.environ.get(TRIAL_VARIABLE)
     name = f"ds_config_{ds_config.fingerprint(config)[:16]}.json"
     if folder is None:
         folder, name = tempfile.gettempdir(), f"dsat_{os.getuid()}_{name}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import os
@@ -84,7 +83,6 @@ def _of_process(folder: Path, start: Mapping[str, Any], config: dict[str, Any]) 
     rank, size = rank_and_size()
     # A script may choose its devices itself, before it imports torch.
     chosen = {name: os.environ[name] for name in VISIBLE if name in os.environ}
-    package = importlib.util.find_spec("wrapt")
     record = {
         "rank": rank,
         "size": size,
@@ -98,7 +96,6 @@ def _of_process(folder: Path, start: Mapping[str, Any], config: dict[str, Any]) 
         "cwd": start["cwd"],
         "cores": start["cores"],
         "env": {**_without_hook(folder, start["env"], start["cwd"]), **chosen},
-        "has_wrapt": package is not None and "/hook/spare/" not in str(package.origin),
     }
     try:
         record["config"] = json.loads(json.dumps(_finite(config), allow_nan=False))

@@ -77,7 +77,6 @@ class Entrypoint(Recorded):
         takes_hf_flags: it certainly knows every flag of transformers' TrainingArguments.
         launch: what the launcher does beside starting ranks.
         interpreter: that of the ranks, unless it is the one that runs dsat.
-        lacks_wrapt: the package wrapt, which ranks need, is missing there.
         started_by: the user's command; empty for an entrypoint.
         started_in: the folder that it was run in; empty if it was not run.
         needs_command: why each trial has to run the user's command again; empty if its ranks can be
@@ -95,7 +94,6 @@ class Entrypoint(Recorded):
     takes_hf_flags: bool = False
     launch: Launch = field(default_factory=Launch)
     interpreter: str = ""
-    lacks_wrapt: bool = False
     started_by: tuple[str, ...] = ()
     started_in: str = ""
     needs_command: str = ""

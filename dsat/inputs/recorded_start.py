@@ -29,7 +29,6 @@ _OF_A_START = frozenset(
     ROLE_NAME ROLE_WORLD_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT NODE_RANK
     PWD OLDPWD SHLVL _ MAKEFLAGS MAKELEVEL MAKE_TERMOUT MAKE_TERMERR MFLAGS HYDI_CONTROL_FD
     NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_ASYNC_ERROR_HANDLING PYTORCH_NVML_BASED_CUDA_CHECK
-    DSAT_TRIAL_DIR
     """.split()
 )
 _PREFIXES_OF_A_START = tuple(
@@ -59,7 +58,6 @@ class RankStart(Recorded):
         argv: `sys.argv` of the process, or of that which has spawned it.
         cwd: its working folder.
         env: its variables when it began, and the devices that it has chosen since.
-        has_wrapt: whether the package that dsat adapts modules with is there.
         cores: that the process could use when it began.
         config: what it passed to `deepspeed.initialize`.
         config_problem: why that cannot be written as JSON, if so.
@@ -74,7 +72,6 @@ class RankStart(Recorded):
     command: tuple[str, ...]
     cwd: str
     env: Mapping[str, str] = field(repr=False)  # may hold credentials
-    has_wrapt: bool
     argv: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
     config: Mapping[str, Any] | None = None
@@ -135,7 +132,6 @@ def program_of(
         ),
         env={**_difference(first.env, env), **_chosen_devices(ranks, env)},
         interpreter="" if is_mine else first.executable,
-        lacks_wrapt=not first.has_wrapt,
         slots=first.size,
         started_by=tuple(command),
         needs_command=needs_command,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsat.in_trial.rank_files import steps_made
+from dsat.in_trial.rank_files import ACTIVITY_FILE, steps_made
 from dsat.report import format as fmt
 from dsat.search.base import Outlook
 from dsat.tuning import finals
@@ -67,7 +68,14 @@ def doing(trial_folder: Path) -> str:
     if not trial_folder.exists():
         return "waits for slots"
     steps = steps_made(trial_folder)
-    return "starts" if steps is None else f"step {steps}"
+    if steps is not None:
+        return f"step {steps}"
+    try:
+        path = trial_folder / ACTIVITY_FILE
+        text, since_s = path.read_text(), time.time() - path.stat().st_mtime
+    except OSError:
+        return "starts"
+    return f"{text} ({fmt.duration(max(0.0, since_s))})" if text else "starts"
 
 
 def time_left(run: Run, at_once: int) -> str | None:

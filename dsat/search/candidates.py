@@ -30,7 +30,8 @@ _MOST_SETTINGS = 24  # of a branch
 # Standard deviation of what a strategy, a setting, a switch of the script and whole tiles make of a
 # step beside what the physical model says of them.
 STRATEGY_SD, SETTING_SD, SWITCH_SD, _TILES_SD = 0.04, 0.02, 0.2, 0.02
-_STRATEGY, _WHOLE_TILES = "strategy", "whole tiles"  # names of traits
+_ALONE_SD = 0.1  # of what other trials on the machine make of a step
+_STRATEGY, _WHOLE_TILES, _ALONE = "strategy", "whole tiles", "alone"  # names of traits
 _FIRST, _ANY_OTHER = "first", "any other"  # values of a switch
 
 
@@ -97,8 +98,9 @@ class Settings:
 
         for strategy in space.strategies:
             add(_STRATEGY, strategy.name, STRATEGY_SD)
-        for is_whole in (False, True):
-            add(_WHOLE_TILES, str(is_whole), _TILES_SD)
+        for is_so in (False, True):
+            add(_WHOLE_TILES, str(is_so), _TILES_SD)
+            add(_ALONE, str(is_so), _ALONE_SD)
         for branch in space.branches:
             for key, values in branch.knobs:
                 if key == GAS:
@@ -145,12 +147,12 @@ class Settings:
                     traits[self._traits[trait]] = 1.0
         return Row(work(self._job, strategy, settings), traits, values)
 
-    def with_tiles(self, traits: Array, micro_batch: Array) -> Array:
-        """Return traits of configurations with these micro batches, (n, traits)."""
+    def with_trial(self, traits: Array, micro_batch: Array, is_alone: Array) -> Array:
+        """Return traits of configurations with these micro batches, alone or not, (n, traits)."""
         found: Array = traits.copy()
-        is_whole = micro_batch % _TILE == 0
-        found[:, self._traits[_WHOLE_TILES, str(True)]] = is_whole
-        found[:, self._traits[_WHOLE_TILES, str(False)]] = ~is_whole
+        for key, is_so in ((_WHOLE_TILES, micro_batch % _TILE == 0), (_ALONE, is_alone)):
+            found[:, self._traits[key, str(True)]] = is_so
+            found[:, self._traits[key, str(False)]] = ~is_so
         return found
 
     def promising(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -94,6 +94,7 @@ class Configurations:
         micro_batch: Array,
         gas: Array,
         edges: Sequence[float],
+        neighbours: Any = 0,
     ) -> Points:
         """Return n configurations.
 
@@ -102,6 +103,7 @@ class Configurations:
             where: position of each configuration's settings among them, (n,).
             micro_batch, gas: of each, (n,).
             edges: the largest micro batches of the settings.
+            neighbours: trials at the same time, of each, (n,).
         """
         count, num_traits = len(rows), len(self.settings.effects)
         work = np.array([row.work for row in rows]).reshape(count, len(COLUMNS))
@@ -112,8 +114,16 @@ class Configurations:
             micro_batch=size,
             gas=np.asarray(gas, float),
             room=(np.array(edges)[where] - size) * self.sample_part,
-            traits=self.settings.with_tiles(traits[where], size),
+            traits=self.settings.with_trial(
+                traits[where], size, np.full(len(size), neighbours) == 0
+            ),
         )
+
+    def alone(self, points: Points) -> Points:
+        """Return configurations as if nothing ran beside them."""
+        is_alone = np.ones(len(points), bool)
+        traits = self.settings.with_trial(points.traits, points.micro_batch, is_alone)
+        return replace(points, traits=traits)
 
     def log_work(self, points: Points) -> Array:
         """Return the offset between the logarithms of a rate and a time, (n,)."""
@@ -138,7 +148,7 @@ class Predictions:
         runs: which configurations run.
         histories: what was tried of each choice of settings, by branch and index.
         measured: what was measured.
-        measured_points: the same for the model of speed.
+        measured_points: the same for the model of speed, as if each had run alone.
         running: what is being measured, for the same.
         lacking: micro batches and accumulation steps from which on data are lacking.
         log_unit: logarithm of the seconds of the unit of `speed`; None before anything ran.
@@ -205,7 +215,7 @@ class Predictions:
             ),
             histories,
             [located[place][0] for place in measured],
-            found,
+            known.alone(found),
             points.only(np.array(running, int)),
             lacking,
             float(np.median(units)) if len(units) else None,
@@ -255,4 +265,5 @@ def _points_of(known: Configurations, located: Sequence[tuple[Point, Observation
         np.array([each.batch.micro_batch for _, each in located], float),
         np.array([each.batch.gas for _, each in located], float),
         [known.edge(known.settings.of(*key)) for key in keys],
+        np.array([each.neighbours for _, each in located], int),
     )

@@ -28,7 +28,7 @@ from dsat.search.step_time import FACTORS, Hardware
 _OCTAVE_SD = 0.03  # of the residuals of a micro batch and one twice as large
 RUN_SD = 0.01  # of measurements from run to run, before any is known
 _SCALE_SD = math.log(2.0)  # of the logarithms of all scales, before any measurement
-_MOST = 128  # measurements that are fitted; the fastest and the latest tell of what is to come
+_MOST = 64  # measurements that are fitted; the fastest and the latest tell of what is to come
 _MANY, _WILD = 8, 3.0  # so many measurements tell which is wild, by standard deviations
 _STEPS, _SETTLED = 20, 0.01  # of Gauss-Newton
 _PARTS = np.append(0.5 ** np.arange(8), 0.0)  # of a step; the one that fits best is taken

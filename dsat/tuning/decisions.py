@@ -116,10 +116,15 @@ class Decisions:
 
     @property
     def _is_budget_used(self) -> bool:
-        """Return whether what is left of the trials is reserved for the finals."""
-        most = self.run.plan.max_trials
-        reserved = finals.reserved(most - self.run.num_finals, self.plan.finals)
-        return len(self.run.trials) >= most - reserved
+        """Return whether what is left of the trials is reserved for the finals.
+
+        Without a measurement of the user's own configuration there are no finals.
+        """
+        run, most = self.run, self.run.plan.max_trials
+        if run.baseline is None or run.value(run.baseline) is None:
+            return len(run.trials) >= most
+        reserved = finals.reserved(most - run.num_finals, self.plan.finals)
+        return len(run.trials) >= most - reserved
 
     @property
     def _search(self) -> SearchPhase | None:

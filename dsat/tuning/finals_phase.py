@@ -47,7 +47,7 @@ class FinalsPhase:
         if not count or not tried:
             return None
         expected = finals.by_expectation(tried, indifference=plan.indifference)
-        candidates = [contestant.trial_id for contestant in expected[: 1 + _RESERVES]]
+        candidates = self._one_of_each_strategy([each.trial_id for each in expected])
         return {
             "event": EVENT_FINALS,
             "reason": reason,
@@ -62,6 +62,13 @@ class FinalsPhase:
                 if self._with_own_batch(run.trials[trial_id]) is not None
             ],
         }
+
+    def _one_of_each_strategy(self, ranked: list[int]) -> list[int]:
+        """Return the leader and its reserves: what fails in one strategy may run in another."""
+        first: dict[str, int] = {}
+        for trial_id in ranked:
+            first.setdefault(self._run.trials[trial_id].strategy, trial_id)
+        return list(dict.fromkeys([*first.values(), *ranked]))[: 1 + _RESERVES]
 
     def _cost(self, own: Trial, leader: Trial) -> float:
         """Return the cost of a trial of the finals, as a part of the search's time."""

@@ -22,7 +22,7 @@ from typing import IO
 
 import psutil
 
-from dsat.engines.local.ports import free_ports
+from dsat.engines.ports import free_ports
 from testing.forked import Forked
 from testing.master.allocation import Allocation
 from testing.master.container.entrypoint import main

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dsat.app import prepare
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine
 from dsat.engines.places import PROVIDERS
 from dsat.engines.places.base import Environment
 from dsat.errors import UserInputError
@@ -100,18 +100,19 @@ def test_ranks_that_are_asked_for_may_share_a_quota_of_processor_time(
         plan_of("torchrun --nproc_per_node 5", "local")
 
 
-def test_a_trial_on_some_devices_has_those_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_several_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROVIDERS, "local", PROVIDERS["local"]._replace(acquire=unequal_devices))
-    for slots, memory_bytes in ((1, 40 * 2**30), (2, 2**30)):
-        wanted = Settings(
-            method="random",
-            command=SCRIPT,
-            engine="local",
-            dry_run=True,
-            slots=slots,
-            slot_memory_bytes=memory_bytes,
-        )
-        with prepare.prepared(wanted) as ready:
-            assert ready.machine.num_slots == slots
-            told = "cuda 1 (T4, 15 GiB) is left out: trials on unequal devices"
-            assert (told in ready.info["machine"]) is (slots == 1)
+    wanted = Settings(method="random", command=SCRIPT, engine="local", dry_run=True)
+    with (
+        pytest.raises(UserInputError, match=r"several kinds .*CUDA_VISIBLE_DEVICES=0"),
+        prepare.prepared(wanted),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("option", ["-I", "-E", "-S"])
+def test_a_python_that_hides_dsat_is_refused(option: str) -> None:
+    command = ("python3", option, *SCRIPT)
+    wanted = Settings(method="random", command=command, engine="local", dry_run=True)
+    with pytest.raises(UserInputError, match=f"{option} hides dsat"), prepare.prepared(wanted):
+        pass

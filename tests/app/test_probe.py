@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dsat.app import probe
-from dsat.engines.local.machine import Machine
+from dsat.engines.machines.machine import Machine
 from dsat.inputs import cards
 from dsat.inputs.cards import Card
 from dsat.search.traced_work import Cluster

@@ -18,9 +18,9 @@ from dsat.app import train_command
 from dsat.app.prepare import Prepared
 from dsat.app.train_command import conditions
 from dsat.cli import output
-from dsat.engines.local.hosts import Host, Share
-from dsat.engines.local.machine import Machine
-from dsat.engines.local.rank_settings import cores_of
+from dsat.engines.machines.hosts import Host, Share
+from dsat.engines.machines.machine import Machine
+from dsat.engines.rank_settings import cores_of
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.placement import Launch
 from dsat.inputs.switches import OF_CODE

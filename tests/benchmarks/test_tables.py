@@ -14,7 +14,7 @@ from benchmarks import record, tables
 from benchmarks.ledger import OBJECTIVE
 from benchmarks.record import Spec
 from benchmarks.tables import Row, Table
-from dsat.engines.local.hosts import Host
+from dsat.engines.machines.hosts import Host
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple
 from testing import warm_host

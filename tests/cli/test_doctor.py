@@ -15,7 +15,7 @@ import pytest
 
 from dsat.app import doctor
 from dsat.app.doctor import FAILS, OK, WARNING, Finding
-from dsat.engines.local.machine import Machine
+from dsat.engines.machines.machine import Machine
 from testing.local import PATIENCE_S
 
 GPUS = Machine("cuda", "NVIDIA H100", ("0", "1"), ("CUDA_VISIBLE_DEVICES",), 80 * 2**30)

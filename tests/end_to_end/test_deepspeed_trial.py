@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dsat.engines.local.running import FULL_RUN_ID
+from dsat.engines.start import FULL_RUN_ID
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.values.outcome import OutcomeKind
 from testing.local import PATIENCE_S, PROGRAMS, Bench, bench_of, read_json, warnings_of

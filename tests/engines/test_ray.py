@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import subprocess
 import sys
-import threading
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from dsat.app.hosts import acquired
-from dsat.engines.local import heartbeats
-from dsat.engines.local.hosts import Host
+from dsat.engines.agent import heartbeats
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.processes import RemoteProcess, spawn
 from dsat.engines.places import detect, given_options
 from dsat.engines.places.base import Environment
 from dsat.engines.places.ray import reserved as reserved_nodes
-from dsat.engines.ray.choice import NodeResources, Parts, ResourceRequest, choose
-from dsat.engines.ray.node_actor import NodeActor
+from dsat.engines.places.ray_choice import NodeResources, Parts, ResourceRequest, choose
+from dsat.engines.places.ray_node import NodeActor
 from dsat.errors import UserInputError
 from dsat.values.outcome import OutcomeKind
 from testing import ray_cluster
@@ -137,61 +140,78 @@ sys.exit(3)
 """
 
 
-class Command:
+class Command(RemoteProcess):
     """A command of an actor in this process, which has begun."""
 
-    def __init__(self, actor: NodeActor, *command: str, cwd: str = "/", **env: str) -> None:
-        self.items = actor.run(1, command, cwd, env)
-        assert next(self.items) == (0, b"")
+    def __init__(self, actor: NodeActor, *command: str, **env: str) -> None:
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
+        super().__init__(functools.partial(_call, actor), command, env, self.errors)
 
     def finished(self) -> tuple[int, bytes, bytes]:
         """Its exit status and what it writes to its two outputs."""
-        found = {0: b"", 1: b"", 2: b""}
-        for target, data in self.items:
-            found[target] += data
-        return int(found[0]), found[1], found[2]
+        with contextlib.closing(self.stdin), self.stdout, self.errors:
+            output = self.stdout.read()
+            status = self.wait(PATIENCE_S)
+            self.errors.seek(0)
+            return status, output, self.errors.read()
+
+
+def _call(actor: NodeActor, method: str, *args: Any) -> Any:
+    return getattr(actor, method)(*args)
 
 
 def test_a_command_has_our_pipes_our_folder_and_our_variables_but_the_nodes_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.chdir(tmp_path)
     env = {"OWN": "a 'b'\n$c", "CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"}
     for actor, devices in ((NodeActor(None), "2,3"), (NodeActor(64), None)):
-        words = [sys.executable, "-c", SHOWS, "x y", "`z`\n"]
-        command = Command(actor, *words, cwd=str(tmp_path), **env)
-
-        def give(actor: NodeActor = actor) -> None:
-            for _ in range(10):
-                actor.write(1, b"input\n" * 10_000)
-            actor.end(1, terminate=False)
-
-        giving = threading.Thread(target=give)
-        giving.start()
+        command = Command(actor, sys.executable, "-c", SHOWS, "x y", "`z`\n", **env)
+        for _ in range(10):
+            command.stdin.write(b"input\n" * 10_000)
+        command.stdin.close()
         status, out, err = command.finished()
-        giving.join()
         expected = [str(tmp_path), "a 'b'\n$c", devices, "x y", "`z`\n"]
         assert (status, out.decode(), err) == (3, f"{expected}\n", b"600000")
 
 
-def test_a_command_that_cannot_be_run_says_why(tmp_path: Path) -> None:
-    for path, folder in (("/no/python", str(tmp_path)), ("/bin/true", "/no/folder")):
-        status, _, err = Command(NodeActor(64), path, cwd=folder).finished()
-        assert status == 127
-        assert err.decode().endswith(f"on {os.uname().nodename}: No such file or directory\n")
+def test_a_command_that_cannot_be_run_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, err = Command(NodeActor(64), "/no/python").finished()
+    assert status == 127
+    assert err.decode().endswith(f"on {os.uname().nodename}: No such file or directory\n")
 
 
 def test_a_command_ends_with_its_input_or_by_a_signal() -> None:
     actor = NodeActor(64)
     reads = Command(actor, "/bin/cat")
-    actor.end(1, terminate=False)
+    reads.stdin.close()
     assert reads.finished()[0] == 0
     sleeps = Command(actor, "/bin/sh", "-c", "echo there; exec sleep 600")
-    assert next(sleeps.items) == (1, b"there\n")
-    actor.end(1, terminate=True)
+    assert sleeps.stdout.readline() == b"there\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        sleeps.wait(0.1)
+    sleeps.terminate()
     assert sleeps.finished()[0] == 128 + 15
-    actor.write(1, b"more")
-    actor.end(1, terminate=True)
+    sleeps.terminate()
+
+
+def test_a_lost_node_ends_its_commands_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = NodeActor(64)
+    sleeps = Command(actor, "/bin/sh", "-c", "echo there; exec sleep 600")
+    assert sleeps.stdout.readline() == b"there\n"
+
+    def lost(number: int) -> None:
+        raise ConnectionError("the actor died\nunexpectedly")
+
+    monkeypatch.setattr(actor, "read", lost)
+    os.write(actor._commands[0][0].stdin.fileno(), b"")  # type: ignore[union-attr]
+    sleeps.terminate()  # the read that waits returns
+    status, _, err = sleeps.finished()
+    assert (status, err) == (255, b"the actor died\n")
 
 
 def test_a_command_sees_its_input_end_when_ray_kills_what_it_knows(tmp_path: Path) -> None:
@@ -199,11 +219,11 @@ def test_a_command_sees_its_input_end_when_ray_kills_what_it_knows(tmp_path: Pat
     code = "import sys; print('there', flush=True); sys.stdin.read(); open(sys.argv[1], 'w')"
     program = (
         "import os, sys, time\n"
-        "from dsat.engines.ray.node_actor import NodeActor\n"
+        "from dsat.engines.places.ray_node import NodeActor\n"
         "actor = NodeActor(64)\n"
-        "items = actor.run(1, sys.argv[1:], '/', {})\n"
-        "assert [next(items), next(items)] == [(0, b''), (1, b'there\\n')]\n"
-        "actor._processes[1].kill()\n"
+        "number = actor.spawn(sys.argv[1:], '/', {})\n"
+        "assert actor.read(number) == (1, b'there\\n')\n"
+        "actor._commands[number][0].kill()\n"
         "os._exit(0)\n"
     )
     command = [sys.executable, "-c", program, sys.executable, "-c", code, str(ended)]
@@ -330,7 +350,7 @@ def test_two_trials_over_two_nodes_each_and_nodes_that_end(
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_nothing_is_left_when_rays_driver_or_dsat_is_killed(
+def test_nothing_is_left_when_the_actors_or_dsat_are_killed(
     three: RayCluster, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -338,8 +358,9 @@ def test_nothing_is_left_when_rays_driver_or_dsat_is_killed(
     with kept(three, 2):  # for others
         first = Background(search_of(*begin, slots=1))
         wait_until(lambda: run_of(run_dir).profile is not None, "the profile", ENDS_WITHIN_S)
-        [driver] = [p for p in first.process.children() if "dsat.engines.ray.driver" in p.cmdline()]
-        driver.kill()
+        for each in psutil.process_iter():
+            if "NodeActor" in " ".join(each.cmdline()):
+                each.kill()
         told = first.end()
     assert told.status == 1
     assert "Continue with --resume" in told.err and "Traceback" not in told.err
@@ -394,5 +415,6 @@ def test_nodes_that_are_asked_for_are_waited_for_and_tell_their_devices(three: R
         show = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
         for each in nodes:
             env = {**os.environ, "CUDA_VISIBLE_DEVICES": "mine"}
-            told = subprocess.run([*each.prefix, *show], env=env, capture_output=True, text=True)
-            assert told.stdout in ("0\n", "1\n")
+            process = spawn(each.reach, show, env, sys.stderr.buffer)
+            assert process.stdout is not None
+            assert process.stdout.read() in (b"0\n", b"1\n")

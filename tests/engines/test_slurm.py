@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from dsat.app.hosts import acquired, check_equal, check_slots, describe
-from dsat.engines.local.hosts import Host
+from dsat.engines.machines.hosts import Host
 from dsat.engines.places import local as this_machine
 from dsat.engines.places import slurm
 from dsat.engines.places.slurm import Allocation
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 IMPATIENT = """
 import sys
 from dsat.cli.main import main
-from dsat.engines.local import heartbeats
+from dsat.engines.agent import heartbeats
 heartbeats.PING_EVERY_S, heartbeats.SILENT_AFTER_S = 1.0, 8.0
 sys.exit(main(sys.argv[1:]))
 """

@@ -14,7 +14,7 @@ import pytest
 
 from dsat.app import local
 from dsat.cli.main import main
-from dsat.engines.local.machine import Machine
+from dsat.engines.machines.machine import Machine
 from dsat.engines.places import base, ssh
 from dsat.engines.places import local as this_machine
 from dsat.errors import UserInputError
@@ -109,7 +109,7 @@ def test_this_machine_comes_first_and_is_named_once() -> None:
     found = ssh.reach(["far", "head"], 2222)
     assert [(host.name, host.is_here) for host in found] == [("head", True), ("far", False)]
     assert found[0].prefix == ()
-    assert found[1].prefix[1:] == ("-m", "dsat.engines.ssh_run", "--port", "2222", "far")
+    assert found[1].prefix[1:] == ("-m", "dsat.engines.places.ssh_run", "--port", "2222", "far")
     assert found[0].address == "127.0.0.1", "by which the other one reaches it"
     with pytest.raises(UserInputError, match="names this machine twice: head, localhost"):
         ssh.reach(["head", "localhost"], None)

@@ -9,15 +9,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsat.app import hosts as hosts_of
-from dsat.engines.local.engine import LocalEngine
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import Machine, find_machine, find_machines
+from dsat.engines.engine import LocalEngine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine, find_machine, find_machines
+from dsat.engines.retries import is_of_device
 from dsat.errors import UserInputError
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.placement import Launch
@@ -90,24 +92,24 @@ def env_of(folder: Path, number: int) -> str:
     return (folder / "trials" / f"t{number}" / "cmd.txt").read_text()
 
 
-LOOK = True
-# What fails on rank 1 of two, what becomes of the trial, and whether its devices are looked at.
+OF_DEVICE = True
+# What fails on rank 1 of two, what becomes of the trial, and whether the second ends the run.
 FAILURES = [
-    ("cuMemCreate>40000000=2", OOM, "CUDA out of memory", not LOOK),
-    ("cudaHostAlloc=2", HOST_OOM, "out of memory", not LOOK),
-    ("cublasCreate_v2=3", OOM, "CUBLAS_STATUS_ALLOC_FAILED", not LOOK),
-    ("cudaLaunchKernel#40=46", ERROR, "busy or unavailable", LOOK),
-    ("cudaLaunchKernel#40=220", ERROR, "uncorrectable NVLink error", LOOK),
-    ("cudaLaunchKernel#40=700", ERROR, "illegal memory access", not LOOK),
-    ("cudaLaunchKernel#40=719", ERROR, "unspecified launch failure", LOOK),
-    ("cudaLaunchKernel#40=214", ERROR, "uncorrectable ECC error", LOOK),
-    ("cudaStreamSynchronize#2=702", ERROR, "launch timed out", LOOK),
-    ("cudaLaunchKernel#40=999", ERROR, "unknown error", LOOK),
-    ("ncclCommInitRank=2", ERROR, "unhandled system error", LOOK),
-    ("ncclAllReduce#2=1", ERROR, "unhandled cuda error", LOOK),
-    ("ncclBroadcast#1=6", ERROR, "remote process exited", not LOOK),
-    ("cudaLaunchKernel#40=hang", TIMEOUT, "no result after", LOOK),
-    ("ncclAllReduce#2=hang", TIMEOUT, "no result after", LOOK),
+    ("cuMemCreate>40000000=2", OOM, "CUDA out of memory", not OF_DEVICE),
+    ("cudaHostAlloc=2", HOST_OOM, "out of memory", not OF_DEVICE),
+    ("cublasCreate_v2=3", OOM, "CUBLAS_STATUS_ALLOC_FAILED", not OF_DEVICE),
+    ("cudaLaunchKernel#40=46", ERROR, "busy or unavailable", OF_DEVICE),
+    ("cudaLaunchKernel#40=220", ERROR, "uncorrectable NVLink error", OF_DEVICE),
+    ("cudaLaunchKernel#40=700", ERROR, "illegal memory access", not OF_DEVICE),
+    ("cudaLaunchKernel#40=719", ERROR, "unspecified launch failure", OF_DEVICE),
+    ("cudaLaunchKernel#40=214", ERROR, "uncorrectable ECC error", OF_DEVICE),
+    ("cudaStreamSynchronize#2=702", ERROR, "launch timed out", OF_DEVICE),
+    ("cudaLaunchKernel#40=999", ERROR, "unknown error", not OF_DEVICE),
+    ("ncclCommInitRank=2", ERROR, "unhandled system error", not OF_DEVICE),
+    ("ncclAllReduce#2=1", ERROR, "unhandled cuda error", OF_DEVICE),
+    ("ncclBroadcast#1=6", ERROR, "remote process exited", not OF_DEVICE),
+    ("cudaLaunchKernel#40=hang", TIMEOUT, "no result after", not OF_DEVICE),
+    ("ncclAllReduce#2=hang", TIMEOUT, "no result after", not OF_DEVICE),
 ]
 
 
@@ -120,16 +122,7 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
 ) -> None:
     machine = null_cuda(*[Device()] * 8)
     found: dict[int, Outcome] = {}
-    looks: list[Sequence[int]] = []
-
-    def all_work(
-        machine: Machine, slots: Sequence[int], prefix: Sequence[str] = ()
-    ) -> dict[int, str]:
-        """A real look takes seconds; `test_eight_gpus.py` has some."""
-        looks.append(slots)
-        return {}
-
-    monkeypatch.setattr("dsat.engines.local.slots.problems_with", all_work)
+    monkeypatch.setattr("dsat.engines.slots._MAX_DEVICE_ERRORS", 1000)
     hanging = [number for number, (fault, *_) in enumerate(FAILURES) if "hang" in fault]
     others: dict[str, Any] = {"slots": 2, "program": "on_devices", "prefix": imported}
     with (
@@ -146,7 +139,7 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
         while len(found) < len(FAILURES):
             found.update(patient.poll(10.0))
         assert engine.num_slots == patient.num_slots == 4
-        patient._options = engine._options
+        patient._builder = replace(patient._builder, options=engine._builder.options)
         last = [outcome_of(each, len(FAILURES), ranks=2) for each in (engine, patient)]
     wrong = [
         f"{fault}: {found[number].kind.value} {found[number].message}"
@@ -155,7 +148,8 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
         or text not in found[number].message + found[number].detail
     ]
     assert not wrong, "\n".join(wrong)
-    assert len(looks) == sum(look for *_, look in FAILURES)
+    of_device = [is_of_device(found[number]) for number in range(len(FAILURES))]
+    assert of_device == [is_so for *_, is_so in FAILURES]
     assert all(outcome.ok for outcome in last), last
     assert not machine.held()
 
@@ -198,7 +192,7 @@ def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
     (spoilt / "sitecustomize.py").write_text("")
     (spoilt / "determined_spoilt.py").write_text("import torch; torch.cuda.device_count()")
     monkeypatch.setattr(
-        "dsat.engines.local.supervisors.WARM_MODULES",
+        "dsat.engines.supervisors.WARM_MODULES",
         ("torch", "deepspeed", "determined_spoilt"),
     )
     monkeypatch.setenv("PYTHONPATH", f"{spoilt}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -278,7 +272,7 @@ def test_devices_are_chosen_as_the_user_chose_them(
     assert "busy or unavailable" in find_machine().left_out[0]
     # What the command itself holds, as after the first run, is no use by others.
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    code = "import json; from dsat.engines.local import device_use as use; "
+    code = "import json; from dsat.engines.machines import device_use as use; "
     code += "print(json.dumps(use.as_of_now()))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     machine.use(0, 6 * _GIB)

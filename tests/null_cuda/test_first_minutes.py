@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import first_minutes, report
-from dsat.engines.local.hosts import Host
+from dsat.engines.machines.hosts import Host
 from testing.null_cuda import Device
 from tests.null_cuda.conftest import MachineOf
 

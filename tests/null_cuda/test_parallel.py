@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import find_machines
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import find_machines
 from dsat.simulation.client import Simulator
 from dsat.simulation.protocol import Question
 from dsat.space.overrides import overrides_for
@@ -37,7 +37,7 @@ def test_memory_of_shared_devices_is_predicted(null_cuda: MachineOf, tmp_path: P
     }
     hosts = [Host(find_machines({"here": ()})[0])]
     engine = engine_of("parallel", tmp_path, entry=entry, hosts=hosts, slots_per_trial=SLOTS, **few)
-    base = engine._preparation.experiment.base_config
+    base = engine._builder.experiment.base_config
     bench = Bench(engine, tmp_path, SLOTS)
     try:
         trials = []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.engines.local.ports import free_ports
+from dsat.engines.ports import free_ports
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
 from testing import warm_command

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
+from pathlib import Path
 
 import pytest
 
+from dsat.in_trial.rank_files import ACTIVITY_FILE, Progress
+from dsat.report import progress
 from testing.scenarios import Harm, Terminal, User
 from testing.world import World
 
@@ -46,3 +51,13 @@ def test_the_time_left_is_that_of_the_trials_that_are_left(
         low, high = 60 * times[0] + times[1], 60 * times[2] + times[3]
         assert low <= high and low >= 25 * count / at_once
         assert high <= 40 * count * shorter + 40
+
+
+def test_what_a_trial_compiles_is_shown_with_the_time_that_it_takes(tmp_path: Path) -> None:
+    assert progress.doing(tmp_path / "t1") == "waits for slots"
+    assert progress.doing(tmp_path) == "starts"
+    Progress(tmp_path).set_activity("compiling DeepSpeed's operator cpu_adam")
+    os.utime(tmp_path / ACTIVITY_FILE, (time.time() - 130,) * 2)
+    assert re.fullmatch(r"compiling .* cpu_adam \(2 min 1\d s\)", progress.doing(tmp_path))
+    Progress(tmp_path).count(3)
+    assert progress.doing(tmp_path) == "step 3"

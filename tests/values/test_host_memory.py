@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsat.engines.local.machine import machine_of_cores
+from dsat.engines.machines.machine import machine_of_cores
 from dsat.values import control_groups, host_cores, host_memory
 
 MIB = 2**20

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import find_machines
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import find_machines
 from dsat.inputs.option import Group, Option
 
 
@@ -54,5 +54,5 @@ def place_option(flag: str, help: str, **attributes: Any) -> Option:
 
 def with_machines(hosts: Sequence[Host]) -> list[Host]:
     """Look at the accelerators of all hosts, at the same time."""
-    machines = find_machines({host.name: host.prefix for host in hosts})
+    machines = find_machines({host.name: host.reach for host in hosts})
     return [replace(host, machine=each) for host, each in zip(hosts, machines, strict=True)]

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsat.engines.local.hosts import Host
-from dsat.engines.local.machine import find_machine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import find_machine
 from dsat.engines.places.base import Environment
 
 

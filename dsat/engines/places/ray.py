@@ -1,48 +1,43 @@
-"""Parts of nodes of a Ray cluster.
-
-Ray's driver is a process of its own (`dsat.engines.ray.driver`): nothing of Ray's is in dsat's
-process, and the driver's end is the end of hosts.
-"""
+"""Parts of nodes of a Ray cluster, with an actor on each that runs commands."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import logging
-import subprocess
-import sys
-import tempfile
+import os
+import signal
+import socket
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from dsat.engines.local.hosts import Host
+from dsat.engines.machines.hosts import Host
+from dsat.engines.places import ray_node
 from dsat.engines.places.base import Environment, place_option, with_machines
-from dsat.engines.ray.choice import ResourceRequest
+from dsat.engines.places.ray_choice import NodeResources, Parts, ResourceRequest, choose
 from dsat.errors import EngineError, UserInputError
 from dsat.inputs.option import WORD, at_least
-from dsat.values.files import folder_for_sockets
 
 _log = logging.getLogger(__name__)
 # The driver of a job that was submitted has it (ray 2.60, `JobSupervisor`).
 _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-
-
+_CONNECT_LIMIT_S, _LOOK_EVERY_S, _SETTLES_WITHIN_S = 15.0, 1.0, 0.5
+_RESERVE_LIMIT_S = 10.0  # other work may be faster: then something else may be free
+_THREADS = 64  # of one actor: each command waits in a call of its own
+_WHERE = "with --engine ray: "
 OPTIONS = (
     place_option(
         "--ray-address",
-        "with --engine ray: of the cluster (default: as Ray finds it, by RAY_ADDRESS or on "
-        "this machine)",
+        f"{_WHERE}of the cluster (default: as Ray finds it, by RAY_ADDRESS or on this machine)",
         kind=WORD,
         metavar="ADDRESS",
     ),
-    place_option(
-        "--nodes", "with --engine ray: take that many nodes", kind=at_least(1), metavar="N"
-    ),
+    place_option("--nodes", f"{_WHERE}take that many nodes", kind=at_least(1), metavar="N"),
     place_option(
         "--gpus-per-node",
-        "with --engine ray: take that many GPUs of each node",
+        f"{_WHERE}take that many GPUs of each node",
         kind=WORD,
         metavar="[TYPE:]N",
     ),
@@ -96,52 +91,112 @@ def reserved(
             where="--engine ray",
             hint="Run pip install 'ray>=2.40'.",
         )
-    with (
-        tempfile.TemporaryDirectory(
-            prefix="dsat-", dir=folder_for_sockets(), ignore_cleanup_errors=True
-        ) as folder,
-        tempfile.TemporaryFile() as errors,
-    ):
-        socket = str(Path(folder) / "s")
-        driver = subprocess.Popen(
-            [sys.executable, "-m", "dsat.engines.ray.driver"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            bufsize=0,
-            start_new_session=True,
-        )
+    import ray
+
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
         try:
-            found = _answer(driver, {"socket": socket, "address": address, **vars(request)}, say)
-            if found is None:
-                driver.communicate()
-                errors.seek(0)
-                lines = errors.read().decode(errors="replace").strip().splitlines()
-                why = (lines or ["it printed nothing"])[-1]
-                raise EngineError(f"Ray's driver ended before anything was reserved: {why}")
-            run = (sys.executable, "-m", "dsat.engines.ray.run", socket)
-            nodes = [
-                Host(prefix=(*run, str(number)), **node)
-                for number, node in enumerate(found["nodes"])
-            ]
-            yield nodes, found["text"]
-        finally:
-            with driver:  # closes its pipes, and waits: its end gives everything back
-                pass
+            _connect(address)
+            parts, group = _reserve(request, say)
+            nodes = _start_actors(parts, group)
+        except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+            lines = str(error).strip().splitlines()
+            raise EngineError(f"Ray: {(lines or [repr(error)])[0]}") from None
+        finally:  # Ray has its own
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        yield nodes, str(parts)
+    finally:
+        ray.shutdown()  # gives everything back
 
 
-def _answer(
-    driver: subprocess.Popen[bytes], request: Mapping[str, Any], say: Callable[[str], object]
-) -> dict[str, Any] | None:
-    """Return the driver's answer once it has reserved something; None if it has ended."""
-    assert driver.stdin is not None and driver.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
-        driver.stdin.write(json.dumps(request).encode() + b"\n")
-    while line := driver.stdout.readline():
-        message: dict[str, Any] = json.loads(line)
-        if message["event"] == "reserved":
-            return message
-        if message["event"] == "failed":
-            raise EngineError(f"Ray: {message['reason']}")
-        say(f"waiting for Ray to give {message['text']}")
-    return None
+def _connect(address: str | None) -> None:
+    """Connect to the cluster that Ray finds; without one, start it on this machine alone."""
+    import ray
+
+    given = address or os.environ.get("RAY_ADDRESS", "")
+    host, _, port = given.rpartition(":")
+    if host and port.isdecimal():  # Ray itself tries for minutes
+        try:
+            socket.create_connection((host, int(port)), _CONNECT_LIMIT_S).close()
+        except OSError as error:
+            raise ConnectionError(f"no cluster answers at {given} ({error})") from None
+    options: dict[str, Any] = {"log_to_driver": False, "include_dashboard": False}
+    ray.init(address, **options)
+
+
+def _reserve(wanted: ResourceRequest, say: Callable[[str], object]) -> tuple[Parts, Any]:
+    """Take free resources, as soon as there are some; return them with Ray's group of them."""
+    import ray
+    from ray._private.state import available_resources_per_node  # told nowhere else by node
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    waited_for = set[str]()
+
+    def wait(text: str) -> None:
+        if text not in waited_for:
+            say(f"waiting for Ray to give {text}")
+        waited_for.add(text)
+
+    before: Parts | None = None
+    while True:
+        free = available_resources_per_node()
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        parts = choose(
+            [NodeResources(n["Resources"], free.get(n["NodeID"], {})) for n in alive], wanted
+        )
+        if parts is None:
+            wait("a node with something free")
+            time.sleep(_LOOK_EVERY_S)
+        elif parts != before:  # Ray learns of one node after the other what other work gives back
+            time.sleep(_SETTLES_WITHIN_S)
+        else:
+            group = placement_group(
+                [parts.bundle] * parts.nodes, strategy="STRICT_SPREAD", name=f"dsat-{os.getpid()}"
+            )
+            deadline = time.monotonic() + _RESERVE_LIMIT_S
+            # A complete request stays: it may make an autoscaler start nodes.
+            while None not in wanted or time.monotonic() < deadline:
+                if group.wait(_LOOK_EVERY_S):
+                    return parts, group
+                wait(f"{parts} that nobody else uses")
+            remove_placement_group(group)
+        before = parts
+
+
+def _start_actors(parts: Parts, group: Any) -> list[Host]:
+    """Start an actor in each part; return their nodes, the one of this process first."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    # The class goes to nodes as it is: they need no dsat.
+    ray.cloudpickle.register_pickle_by_value(ray_node)
+    here = ray.get_runtime_context().get_node_id()
+    known = {node["NodeID"]: node for node in ray.nodes()}
+    ids = placement_group_table(group)["bundles_to_node_id"]
+    names = {index: known[node_id]["NodeManagerHostname"] for index, node_id in ids.items()}
+    times = Counter(names.values())
+    amounts = parts.bundle
+    hosts = []
+    for index in sorted(names, key=lambda index: (ids[index] != here, names[index])):
+        options = ray.remote(ray_node.NodeActor).options(
+            num_cpus=amounts.get("CPU", 0),
+            num_gpus=amounts.get("GPU", 0),
+            resources={name: n for name, n in amounts.items() if name not in ("CPU", "GPU")},
+            max_concurrency=_THREADS,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+        )
+        actor = options.remote(None if parts.accelerator else parts.slots)
+        name, node_id = names[index], ids[index]
+        hosts.append(
+            Host(
+                name=name if times[name] == 1 else f"{name}-{node_id[:6]}",
+                address=known[node_id]["NodeManagerAddress"],
+                is_here=node_id == here,
+                call=lambda method, *args, actor=actor: ray.get(
+                    getattr(actor, method).remote(*args)
+                ),
+            )
+        )
+    return hosts

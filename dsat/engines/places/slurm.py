@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.engines.local.hosts import Host
+from dsat.engines.machines.hosts import Host
 from dsat.engines.places import local
 from dsat.engines.places.base import Environment, with_machines
 from dsat.errors import EngineError, UserInputError

@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
-from dsat.engines.local.hosts import Host
+from dsat.engines.machines.hosts import Host
 from dsat.engines.places.base import Environment, with_machines
-from dsat.engines.ssh_run import ssh_to
+from dsat.engines.places.ssh_run import ssh_to
 from dsat.errors import EngineError, UserInputError
 from dsat.in_trial import loopback
 
@@ -103,7 +103,7 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
             )
     own_address = next(filter(None, map(loopback.own_address, others.values())), own)
     options = [] if port is None else ["--port", str(port)]
-    run = (sys.executable, "-m", "dsat.engines.ssh_run", *options)
+    run = (sys.executable, "-m", "dsat.engines.places.ssh_run", *options)
     return [
         *(Host(name=name, address=own_address) for name in here),
         *(

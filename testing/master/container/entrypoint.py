@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from dsat.engines.local.rank_process import PR_SET_PDEATHSIG, prctl
+from dsat.engines.agent.rank_process import PR_SET_PDEATHSIG, prctl
 from testing.forked import run_module
 
 _ending = threading.Lock()

@@ -163,7 +163,7 @@ def refuse_segments() -> None:
 
 
 def refuse_a_fork() -> None:
-    if "dsat.engines.local.supervisor" in Path("/proc/self/cmdline").read_text():
+    if "dsat.engines.agent.supervisor" in Path("/proc/self/cmdline").read_text():
         raise RuntimeError("this library cannot be forked")
 
 

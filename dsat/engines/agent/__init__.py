@@ -1,0 +1,1 @@
+"""The agent on each host: a supervisor, which starts and ends the processes of trials."""

@@ -1,0 +1,241 @@
+"""Leftovers of killed trials: processes, shared memory, swap folders, locks of compilers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import glob
+import hashlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dsat.in_trial.hook import OWNER_VARIABLE, RUN_VARIABLE
+from dsat.values.files import home
+
+_log = logging.getLogger(__name__)
+_PORTS_FILE = "used-ports"
+_SAME_TIME_S = 1.0
+_ROUNDS, _PAUSE_S = 200, 0.02
+_OFFLOADED = ("offload_optimizer", "offload_param")
+_OLD_S = 15 * 60.0  # of a lock, whose compiler is long done
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+# -- processes
+
+
+def end_processes(run: Path) -> list[int]:
+    """End processes of a run on this machine, and return them.
+
+    Only for the process that holds the run's lock, and has ended its own supervisors.
+
+    Args:
+        run: folder of the run.
+    """
+    run = run.resolve()
+    ended: set[int] = set()
+    for _ in range(_ROUNDS):
+        found = _processes_of(run)
+        if not found:
+            break
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        ended |= found
+        time.sleep(_PAUSE_S)
+    unlink_shared_memory(run / _PORTS_FILE)
+    with contextlib.suppress(OSError):  # the folder has turned read-only
+        (run / _PORTS_FILE).unlink(missing_ok=True)
+    return sorted(ended)
+
+
+def owner_mark() -> dict[str, str]:
+    """Return the variable by which every process that dsat starts names this process.
+
+    With it goes where its number counts: the start of the machine, and the namespace.
+    """
+    process = psutil.Process()
+    return {OWNER_VARIABLE: f"{_place_of(process.pid)} {process.pid} {process.create_time()}"}
+
+
+def end_orphans() -> list[int]:
+    """End processes on this machine that dsat started and whose dsat is gone; return them."""
+    ended = set()
+    for process, variables in _own_processes():
+        with contextlib.suppress(psutil.Error, OSError, ValueError):
+            place, owner, created = variables.get(OWNER_VARIABLE, "").rsplit(" ", 2)
+            # Numbers in another namespace say nothing here.
+            is_here = place == _place_of(os.getpid()) == _place_of(process.pid)
+            if is_here and not _is_process(int(owner), float(created)):
+                process.kill()
+                ended.add(process.pid)
+    return sorted(ended)
+
+
+def _is_process(pid: int, created_s: float) -> bool:
+    """Return whether a process is there that began at that time."""
+    try:
+        return abs(psutil.Process(pid).create_time() - created_s) < _SAME_TIME_S
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _place_of(pid: int) -> str:
+    """Return the start of the machine and the namespace of processes that a process is in."""
+    return f"{_BOOT_ID.read_text().strip()} {os.readlink(f'/proc/{pid}/ns/pid')}"
+
+
+def _processes_of(run: Path) -> set[int]:
+    found = _own_processes()
+    return {p.pid for p, variables in found if variables.get(RUN_VARIABLE) == str(run)}
+
+
+def _own_processes() -> Iterator[tuple[psutil.Process, Mapping[str, str]]]:
+    """Yield this user's processes but for this one and those above it, with their variables."""
+    above = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid not in above and process.status() != psutil.STATUS_ZOMBIE:
+                yield process, process.environ()
+
+
+# -- shared memory
+
+
+def note_port(run: Path, port: int) -> None:
+    """Note a port that a trial is about to use, for `end_processes` of a later process."""
+    with open(run / _PORTS_FILE, "a", encoding="ascii") as file:
+        file.write(f"{port}\n")
+
+
+def unlink_shared_memory(file: Path, *ports: int) -> None:
+    """Remove buffers that DeepSpeed's CPU backend never unlinks: 66 MiB a rank.
+
+    The port of a trial is in their names (csrc/cpu/comm/shm.cpp).
+
+    Args:
+        file: with a port in each line; it may be missing, and scripts may write to it.
+        ports: further ones.
+    """
+    lines = [str(port) for port in ports]
+    with contextlib.suppress(OSError, ValueError):
+        lines += file.read_text().splitlines()
+    for port in filter(str.isdigit, lines):
+        pattern = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"  # noqa: S108
+        for path in glob.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+# -- swap folders
+
+
+def with_own_swap_folder(config: Mapping[str, Any], run: Path, trial: str) -> dict[str, Any]:
+    """Return a DeepSpeed configuration that swaps to a folder of the trial's own.
+
+    DeepSpeed removes the folder that it swaps to when it starts (deepspeed 0.19.8,
+    runtime/swap_tensor/partitioned_param_swapper.py), although other trials may be using it.
+    """
+    own: dict[str, Any] = copy.deepcopy(dict(config))
+    # Folders of runs may have the same name in two projects.
+    place = f"{socket.gethostname()}:{run.resolve()}"
+    name = f"dsat-{hashlib.sha256(place.encode()).hexdigest()[:12]}-{trial}"
+    for section, offload in _on_nvme(own):
+        folder = Path(str(offload.get("nvme_path", "/local_nvme"))) / name
+        # Both sections may be one object.
+        own["zero_optimization"][section] = {**offload, "nvme_path": str(folder)}
+    return own
+
+
+def swap_folders(config: Mapping[str, Any]) -> list[str]:
+    """Return the folders that a configuration swaps to."""
+    return list(dict.fromkeys(offload["nvme_path"] for _, offload in _on_nvme(config)))
+
+
+def _on_nvme(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the sections that offload to NVMe."""
+    zero = config.get("zero_optimization") or {}
+    found = [(section, zero.get(section)) for section in _OFFLOADED]
+    return [(s, o) for s, o in found if isinstance(o, dict) and o.get("device") == "nvme"]
+
+
+def make_folders(folders: Sequence[str]) -> list[Path]:
+    """Make swap folders on this host; return those that were not there before."""
+    made = []
+    for folder in map(Path, folders):
+        with contextlib.suppress(OSError):  # DeepSpeed's own message says more
+            folder.mkdir(parents=True)
+            made.append(folder)
+    return made
+
+
+def remove_folders(folders: Sequence[Path]) -> None:
+    """Remove swap folders."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- locks
+
+
+class CompilerLocks:
+    """Locks that killed processes left where DeepSpeed compiles operators.
+
+    torch's lock is a file that exists or not (torch/utils/file_baton.py): all later processes wait
+    for ever for one that was killed while it compiled. A lock that was there before this began may
+    be of another user or container, whose processes cannot be seen.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._folder = _extensions_folder(env)
+        self._first = self._times_ns()
+        for path, made_ns in self._first.items():
+            if time.time() - made_ns / 1e9 > _OLD_S:
+                _log.warning(
+                    "trials wait for the lock %s, which an earlier process has left: remove it, "
+                    "unless something compiles there",
+                    path,
+                )
+
+    def remove(self) -> None:
+        """Remove locks that were made since this began, by processes that have ended."""
+        for path, made_ns in self._times_ns().items():
+            if made_ns != self._first.get(path) and not _is_open(path):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _times_ns(self) -> dict[Path, int]:
+        """Return when each lock of this user's was made."""
+        times = {}
+        for path in sorted(self._folder.glob("**/lock")):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                if status.st_uid == os.getuid():
+                    times[path] = status.st_mtime_ns
+        return times
+
+
+def _is_open(path: Path) -> bool:
+    """Return whether a living process holds a lock, which torch keeps open while it compiles."""
+    target = os.path.realpath(path)
+    for descriptors in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            if any(os.path.realpath(fd) == target for fd in descriptors.iterdir()):
+                return True
+    return False
+
+
+def _extensions_folder(env: Mapping[str, str]) -> Path:
+    """Folder of compiled operators (torch/utils/cpp_extension.py, torch/_appdirs.py)."""
+    given = env.get("TORCH_EXTENSIONS_DIR")
+    cache = env.get("XDG_CACHE_HOME", str(Path(env.get("HOME") or home()) / ".cache"))
+    return Path(given) if given else Path(cache) / "torch_extensions"

@@ -1,0 +1,388 @@
+"""Supervisor: the process that starts and ends the ranks of all trials.
+
+    python3 -m dsat.engines.agent.supervisor
+
+It takes requests as JSON lines on its standard input and answers on its standard output. After a
+request to warm up it has imported torch and DeepSpeed, and forks ranks that have them already; it
+must then do nothing that starts a thread or touches a device, because such a process cannot fork.
+Without it, a rank is a fresh Python process.
+
+No process of a trial outlives its trial or this process, and this process ends as soon as its
+standard input does: dsat may be killed at any time.
+
+Requests:
+    {"op": "warm", "modules": [...],
+     "device": variables by which a process sees one device}
+    {"op": "launch", "trial": id, "folder": path, "cwd": path, "port": n,
+     "fork": whether ranks run Python's program in a fork of this process,
+     "starts_ranks": whether each process is a rank, and not a command that starts them,
+     "ranks": [{"env": {...}, "cores": [...], "command": [...]}],
+     "swap": [folders on NVMe that are made, and removed in the end],
+     "logs": [name, name] of their standard output and standard error,
+     "linger_s": how long ranks may go on after one has ended well, or null,
+     "done": optional name of a file in the folder: the trial is ended once it is there}
+    {"op": "kill", "trial": id, "grace_s": seconds in which it may end by itself}
+    {"op": "look", "files": [path, ...], "folder": path}
+    {"op": "ping", "limit_s": optional; this process ends with everything that it started when
+     trials run and no further ping comes for so long: it is cut off}
+Answers, each after `MARK`:
+    {"event": "warm", "reason": why ranks cannot be forked; empty if they can be}
+    {"event": "look", "digests": [of each file, empty if it cannot be read],
+     "is_folder": whether the folder is there, "pid": of this process}
+    {"event": "pong"}
+    {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
+     "killed": [whether this process killed it, by rank],
+     "stuck": [whether it could not be killed, by rank: it waits in the kernel, perhaps for a
+      driver]}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dsat.engines.agent import leftovers
+from dsat.engines.agent.heartbeats import ListeningClock
+from dsat.engines.agent.rank_process import (
+    FOR_DSAT,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    become_rank,
+    prctl,
+)
+from dsat.engines.agent.warm_up import warm_up
+from dsat.in_trial.hook import TRIAL_VARIABLE
+from dsat.in_trial.rank_files import PORTS_FILE
+from dsat.values.files import digest
+
+# Before each answer: a login on another host may print anything.
+MARK = b"dsat-answer "
+# A rank that sees another one fail ends by itself soon; its own report may say more.
+GRACE_AFTER_FAILURE_S = 0.3
+# A killed process ends when its last call into the kernel returns; that of a driver may never.
+_STUCK_AFTER_S = 60.0
+_GONE_WITHIN_S = 2.0
+_TRACKED_WITHIN_S = 10.0  # a resource tracker unlinks what it knows, also on a busy host
+_LOOK_AROUND_EVERY_S = 30.0
+_LOOK_FOR_FILES_EVERY_S = 0.05
+
+
+@dataclass
+class _Group:
+    """Ranks of one trial."""
+
+    trial: int
+    folder: str
+    port: int
+    linger_s: float | None
+    done: Path | None = None
+    swap: list[Path] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+    statuses: dict[int, int] = field(default_factory=dict)
+    killed_ranks: set[int] = field(default_factory=set)
+    kill_at: float | None = None
+    killed_at: float | None = None
+    descendants: set[int] = field(default_factory=set)
+
+    def remove_leftovers(self) -> None:
+        """Remove shared memory and swap folders of ranks that have ended."""
+        leftovers.unlink_shared_memory(Path(self.folder, PORTS_FILE), self.port)
+        leftovers.remove_folders(self.swap)
+
+
+class Supervisor:
+    """Event loop, single-threaded on purpose."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, _Group] = {}
+        self._helpers = set[int]()  # processes that imports have started, such as a tracker
+        self._selector = selectors.DefaultSelector()
+        self._buffer = b""
+        self._clock = ListeningClock(_LOOK_AROUND_EVERY_S)
+        self._orphaned_at_s: float | None = None
+        # The protocol gets descriptors of its own, so that nothing a library prints can break it.
+        self._requests = os.dup(0)
+        self._answers = os.dup(1)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(2, 1)
+        os.close(null)
+        self._wakeup, wakeup_write = os.pipe()
+        for descriptor in (self._wakeup, wakeup_write):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in FOR_DSAT:
+            signal.signal(number, signal.SIG_IGN)
+        self._selector.register(self._requests, selectors.EVENT_READ)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+    def run(self) -> None:
+        """Serve until the standard input ends; then kill all trials."""
+        try:
+            while True:
+                for key, _ in self._selector.select(self._timeout_s()):
+                    if key.fd == self._wakeup:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(self._wakeup, 4096)
+                    elif not self._read_requests():
+                        return
+                self._reap()
+                self._kill_overdue()
+                # After a stop the time is over before the pings that came meanwhile are read.
+                now_s, at_s = self._clock.now_s(), self._orphaned_at_s
+                is_orphaned = bool(self._groups) and at_s is not None and now_s >= at_s
+                if is_orphaned and not self._selector.select(0):
+                    return
+        finally:
+            until = time.monotonic() + _TRACKED_WITHIN_S  # for all of them
+            for group in list(self._groups.values()):
+                self._kill(group, until)
+            # Trackers end with what they track, and with this process.
+            _kill_until_gone(
+                lambda: {pid for pid in _descendants([os.getpid()]) if not _is_tracker(pid)}
+            )
+            for group in self._groups.values():
+                group.remove_leftovers()
+
+    # -- requests
+
+    def _read_requests(self) -> bool:
+        chunk = os.read(self._requests, 65536)
+        if not chunk:
+            return False
+        *lines, self._buffer = (self._buffer + chunk).split(b"\n")
+        for line in lines:
+            self._handle(json.loads(line))
+        return True
+
+    def _handle(self, request: Mapping[str, Any]) -> None:
+        op = request["op"]
+        if op == "warm":
+            # During imports the end of the requests is not noticed.
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            reason = warm_up(request["modules"], request["device"])
+            prctl(PR_SET_PDEATHSIG, 0)
+            self._helpers = _descendants([os.getpid()])
+            self._answer({"event": "warm", "reason": reason})
+        elif op == "launch":
+            self._launch(request)
+        elif op == "kill":
+            group = self._groups.get(request["trial"])
+            if group is not None:
+                self._end(group, request["grace_s"])
+        elif op == "look":
+            found = {
+                "digests": [digest(Path(file)) for file in request["files"]],
+                "is_folder": Path(request["folder"]).is_dir(),
+            }
+            self._answer({"event": "look", **found, "pid": os.getpid()})
+        elif op == "ping":
+            limit_s = request["limit_s"]
+            self._orphaned_at_s = None if limit_s is None else self._clock.now_s() + limit_s
+            self._answer({"event": "pong"})
+
+    def _answer(self, message: Mapping[str, Any]) -> None:
+        # Without a reader the requests end as well, and with them this process.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._answers, MARK + json.dumps(message).encode() + b"\n")
+
+    # -- processes
+
+    def _launch(self, request: Mapping[str, Any]) -> None:
+        folder, done = request["folder"], request.get("done")
+        group = _Group(request["trial"], folder, request["port"], request["linger_s"])
+        group.done = Path(folder, done) if done else None
+        group.swap = leftovers.make_folders(request.get("swap", ()))
+        self._groups[group.trial] = group
+        sys.stdout.flush()
+        sys.stderr.flush()
+        own_pid = os.getpid()
+        descriptors = (self._requests, self._answers, self._wakeup)
+        for rank in request["ranks"]:
+            leader = group.pids[0] if group.pids else 0
+            pid = os.fork()
+            if pid == 0:
+                become_rank(request, rank, leader, own_pid, descriptors)
+            with contextlib.suppress(OSError):  # the child did it first, or is gone
+                os.setpgid(pid, leader or pid)
+            group.pids.append(pid)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            for group in self._groups.values():
+                if pid in group.pids:
+                    self._note_end(group, group.pids.index(pid), os.waitstatus_to_exitcode(status))
+                    break
+
+    def _note_end(self, group: _Group, rank: int, status: int) -> None:
+        group.statuses[rank] = status
+        if len(group.statuses) == len(group.pids):
+            self._finish(group)
+            return
+        grace_s = group.linger_s if status == 0 else GRACE_AFTER_FAILURE_S
+        if grace_s is not None:
+            self._end(group, grace_s)
+
+    def _finish(self, group: _Group) -> None:
+        """Answer that a trial has ended; ranks without a status by now are stuck."""
+        del self._groups[group.trial]
+        _let_trackers_clean_up(group.descendants | self._strays(group))
+        _kill_all(group.pids[0], group.descendants)
+        _kill_until_gone(lambda: group.descendants | self._strays(group))
+        group.remove_leftovers()
+        ranks = range(len(group.pids))
+        ended = {
+            "event": "ended",
+            "trial": group.trial,
+            "statuses": [group.statuses.get(rank, -signal.SIGKILL) for rank in ranks],
+            "killed": [rank in group.killed_ranks for rank in ranks],
+            "stuck": [rank not in group.statuses for rank in ranks],
+        }
+        self._answer(ended)
+
+    def _end(self, group: _Group, grace_s: float) -> None:
+        """Kill a trial after a grace, in which it may end by itself."""
+        if grace_s <= 0:
+            self._kill(group)
+        else:
+            group.kill_at = min(group.kill_at or math.inf, time.monotonic() + grace_s)
+
+    def _kill_overdue(self) -> None:
+        now = time.monotonic()
+        for group in list(self._groups.values()):
+            if group.done is not None and group.done.exists():
+                group.done = None
+                self._end(group, GRACE_AFTER_FAILURE_S)
+            if group.killed_at is not None and now - group.killed_at >= _STUCK_AFTER_S:
+                self._finish(group)
+            elif group.kill_at is not None and group.kill_at <= now and group.killed_at is None:
+                self._kill(group)
+
+    def _kill(self, group: _Group, until: float = math.inf) -> None:
+        group.killed_at = time.monotonic()
+        group.killed_ranks = set(range(len(group.pids))) - group.statuses.keys()
+        group.descendants |= _descendants(group.pids[rank] for rank in group.killed_ranks)
+        killed = {group.pids[rank] for rank in group.killed_ranks}
+        _let_trackers_clean_up(group.descendants | killed | self._strays(group), until)
+        _kill_all(group.pids[0], group.descendants)
+
+    def _strays(self, ended: _Group) -> set[int]:
+        """Return processes that an ended trial left to this process, their subreaper."""
+        ranks = {pid for group in (ended, *self._groups.values()) for pid in group.pids}
+        strays = _descendants([os.getpid()], recursive=False) - ranks - self._helpers
+        if self._groups:  # which may have left some as well
+            strays = {pid for pid in strays if _started_by(pid, ended.folder)}
+        return strays | _descendants(strays)
+
+    def _timeout_s(self) -> float | None:
+        groups = self._groups.values()
+        deadlines = [g.kill_at for g in groups if g.kill_at and g.killed_at is None]
+        deadlines += [g.killed_at + _STUCK_AFTER_S for g in groups if g.killed_at is not None]
+        left = [max(0.0, min(deadlines) - time.monotonic())] if deadlines else []
+        left += [_LOOK_FOR_FILES_EVERY_S for group in groups if group.done is not None]
+        if self._groups and self._orphaned_at_s is not None:
+            left_s = max(0.0, self._orphaned_at_s - self._clock.now_s())
+            left.append(min(left_s, _LOOK_AROUND_EVERY_S))
+        return min(left, default=None)
+
+
+def _descendants(pids: Iterable[int], *, recursive: bool = True) -> set[int]:
+    """Return all processes below the given ones, whatever process group they moved to."""
+    found: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            found |= {child.pid for child in psutil.Process(pid).children(recursive=recursive)}
+    return found
+
+
+def _started_by(pid: int, folder: str) -> bool:
+    """Return whether a process is a trial's, by its environment or by its output files."""
+    try:
+        if psutil.Process(pid).environ().get(TRIAL_VARIABLE) == folder:
+            return True
+        outputs = [os.readlink(f"/proc/{pid}/fd/{descriptor}") for descriptor in (1, 2)]
+    except (psutil.Error, OSError):
+        return False
+    return any(os.path.dirname(output) == folder for output in outputs)
+
+
+def _let_trackers_clean_up(pids: Collection[int], until: float = math.inf) -> None:
+    """Kill processes but for Python's resource trackers, which then unlink what these have left.
+
+    Without that, named shared memory would stay: ranks leave without their own clean-up.
+    """
+    trackers = {pid for pid in pids if _is_tracker(pid)}
+    if not trackers:
+        return
+    _kill_all(None, set(pids) - trackers)
+    deadline = min(until, time.monotonic() + _TRACKED_WITHIN_S)
+    while any(not _is_gone(pid) for pid in trackers) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in w for w in psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
+
+
+def _kill_all(group: int | None, pids: Collection[int]) -> None:
+    """Kill a process group and processes."""
+    if group is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _kill_until_gone(find: Callable[[], set[int]]) -> None:
+    """Kill processes, and wait until nothing of them is left; not for long if they are stuck.
+
+    Args:
+        find: the processes, also those that only the end of others has left to this one.
+    """
+    deadline, left = time.monotonic() + _GONE_WITHIN_S, set[int]()
+    while left := {pid for pid in left | find() if not _is_gone(pid)}:
+        if time.monotonic() >= deadline:
+            return
+        _kill_all(None, left)
+        time.sleep(0.005)
+
+
+def _is_gone(pid: int) -> bool:
+    """Return True if a process has ended; reap it if it is this one's child."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return not psutil.pid_exists(pid)
+
+
+if __name__ == "__main__":
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no PYTHONSAFEPATH
+        del sys.path[0]  # the current folder, which is not the user's program's
+    Supervisor().run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an orderly end takes the interpreter a second and more, with torch in it

@@ -1,0 +1,371 @@
+"""Local engine: placement and life cycle of trials on the hosts of a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dsat.engines import results as trial_result
+from dsat.engines.agent.heartbeats import PING_EVERY_S
+from dsat.engines.agent.supervisor import GRACE_AFTER_FAILURE_S
+from dsat.engines.agents import Agents
+from dsat.engines.machines.hosts import Host, without_segments
+from dsat.engines.own_command import OwnCommand
+from dsat.engines.rank_settings import offloads
+from dsat.engines.retries import Retries, Retry
+from dsat.engines.running import ActivityLog, Running, find_overdue
+from dsat.engines.slots import DeviceErrors, Slots
+from dsat.engines.start import (
+    FULL_RUN_ID,
+    SIMULATION_ID,
+    LocalOptions,
+    Start,
+    StartMethod,
+)
+from dsat.engines.starts import LINGER_S, StartBuilder
+from dsat.engines.supervisors import LOST
+from dsat.engines.trial_folder import working_folder
+from dsat.in_trial.rank_files import MODULES_FILE, result_file
+from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.experiment import Experiment
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import Trial
+
+_log = logging.getLogger(__name__)
+_SIMULATION_POLL_S = 0.05
+_AGAIN = "-again"  # of the folder of a trial that runs again because it has lost a host
+# What ends a host or a rank from outside, such as the end of an allocation, may be about to end
+# other hosts and this process as well: a trial is not to be blamed for that.
+_RETRY_AFTER_S = 1.0
+
+
+class LocalEngine:
+    """Engine that runs trials as processes of this machine or of several.
+
+    Args:
+        experiment: what to run.
+        program: its entrypoint, taken apart.
+        hosts: where, with equally many slots each; simulations run on the first. Several must share
+            the run's folder and the model's.
+        folder: of the run.
+        options: how trials are run and measured.
+        own: the user's own command, which runs already and becomes the first trial.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        program: Entrypoint,
+        hosts: Sequence[Host],
+        folder: Path,
+        options: LocalOptions,
+        *,
+        slots_per_trial: int,
+        own: OwnCommand | None = None,
+    ) -> None:
+        self._hosts = list(hosts)
+        cwd = working_folder(experiment, folder).resolve()
+        self._slots = Slots(self._hosts, slots_per_trial)
+        host_slots = self._hosts[0].machine.num_slots
+        self._builder = StartBuilder(
+            experiment, program, folder, cwd, options, slots_per_trial, host_slots
+        )
+        self._devices = DeviceErrors()
+        self._retries = Retries(_methods(program, options, self._hosts))
+        self._agents = Agents(self._builder, self._hosts, own)
+        self._waiting: list[Start] = []
+        self._running: dict[int, Running] = {}
+        self._known: set[int] = set()
+        self._ended: list[tuple[int, Outcome]] = []  # for `poll`
+        self._lost: list[str] = []  # hosts, for the warnings of the next outcome
+        self._activities = ActivityLog() if own is None else own.activities
+        self._closed = False
+        if own is None:
+            self._begin_trials()
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that work; of one trial if each runs the user's command, one after the other."""
+        usable = self._slots.usable
+        return min(usable, self._slots.needed) if self.needs_command else usable
+
+    @property
+    def needs_command(self) -> str:
+        """Reason for which each trial runs the user's command again; empty if none does."""
+        if self._retries.method is not StartMethod.COMMAND:
+            return ""
+        reason = self._builder.program.needs_command
+        return reason or f"started by dsat, they failed with {self._retries.failure}"
+
+    def launch(self, trial: Trial) -> None:
+        if trial.id in self._known:
+            return
+        own = self._agents.own
+        if own is not None and own.is_of(trial):
+            self._known.add(trial.id)
+            start = self._builder.start_of(trial)
+            running = own.become(start, self._builder.config_of(start))
+            self._running[trial.id] = running
+            if not running.hosts_going_on:
+                self._on_trial_ended(running)
+            return
+        self._begin_trials()
+        self._slots.check_free(waiting=len(self._waiting))
+        self._known.add(trial.id)
+        self._waiting.append(self._builder.start_of(trial))
+        self._start_waiting()
+
+    def train(self, trial: Trial) -> Path:
+        """Start a full-length, unmeasured run with a trial's configuration.
+
+        Its outcome comes from `poll` under the id `FULL_RUN_ID`.
+
+        Returns:
+            The run's folder.
+        """
+        run = self._builder.run
+        folder, number = run / "full", 2
+        while folder.exists():  # an earlier one, with its checkpoints
+            folder, number = run / f"full-{number}", number + 1
+        self._begin_trials()
+        self._waiting.append(Start(replace(trial, id=FULL_RUN_ID), folder, None))
+        self._start_waiting()
+        return folder
+
+    def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
+        """Start the script so that its model can be simulated; takes no slot.
+
+        Args:
+            address: path of the socket on which the caller listens for simulations.
+            script_args: switches of the script, as a trial has them.
+
+        Returns:
+            A file that says, once it exists, why there will be no simulations (`message` in it).
+        """
+        start = self._builder.simulation(address, script_args)
+        self._begin_trials()
+        if 0 not in self._slots.lost:  # the socket is on it
+            self._waiting.append(start)
+            self._start_waiting()
+        return start.folder / result_file(0)
+
+    def has_simulation_server(self) -> bool:
+        """Return whether the simulation server runs, or is yet to begin."""
+        if not self._closed:
+            self._wait(0.0)
+        waiting = any(start.trial.id == SIMULATION_ID for start in self._waiting)
+        return waiting or SIMULATION_ID in self._running
+
+    def stop_simulation_server(self) -> None:
+        """End the simulation server, and wait until nothing of it is left.
+
+        It may hold memory of the device, and another one has the same folder.
+        """
+        self.cancel(SIMULATION_ID)
+        while SIMULATION_ID in self._running and not self._closed:
+            self._wait(_SIMULATION_POLL_S)
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
+        if self._closed:
+            return []
+        if not self._ended:
+            self._wait(timeout_s)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def cancel(self, trial_id: int) -> None:
+        for waiting in [w for w in self._waiting if w.trial.id == trial_id]:
+            self._waiting.remove(waiting)
+            if trial_id != SIMULATION_ID:
+                canceled = Outcome(OutcomeKind.CANCELED, message="canceled")
+                self._ended.append((trial_id, canceled))
+        if trial_id in self._running:
+            self._running[trial_id].canceled = True
+            self._end(self._running[trial_id], grace_s=0)
+
+    def close(self) -> None:
+        if not self._closed:
+            for running in self._running.values():
+                if running.start.is_own:  # its files go as well
+                    running.folder.unlink(missing_ok=True)
+            self._agents.close()  # a Ctrl-C meanwhile leaves this to be done again
+            self._agents.remove_locks(any_running=False)
+            self._running.clear()
+            self._closed = True
+
+    def import_modules_of(self, folder: Path) -> None:
+        """Import in advance what the user's script imported in a trial, whose folder this is."""
+        # The check after the imports would wait for a driver that is stuck.
+        if self._retries.method is not StartMethod.FORKED or self._devices.failure:
+            return
+        try:
+            modules = json.loads((folder / MODULES_FILE).read_text())
+        except (OSError, ValueError):  # where also scripts may write
+            return
+        if isinstance(modules, list) and all(isinstance(name, str) for name in modules):
+            self._retries.on_warm_up(self._agents.import_modules(modules))
+
+    # -- the user's own command
+
+    def _begin_trials(self) -> None:
+        """Begin with other trials than the user's own command."""
+        if self._agents.has_begun:
+            return
+        for running in self._running.values():  # the command's files go as well
+            running.folder.unlink(missing_ok=True)
+        self._retries.on_warm_up(self._agents.begin(self._retries.method))
+
+    def _start_waiting(self) -> None:
+        """Start what has been requested, in that order, as far as there is room."""
+        while self._waiting and not self._devices.failure:
+            start = self._waiting[0]
+            # An optimizer on the host needs its cores and memory for itself.
+            on_host = offloads(self._builder.config_of(start))
+            alone = start.alone or (on_host and not self._hosts[0].machine.is_cpu)
+            shares = self._slots.find_room(start, self._running.values(), alone=alone)
+            if shares is None:
+                self._slots.check_enough()
+                return
+            del self._waiting[0]
+            method = self._retries.method
+            requests = self._builder.build(start, shares, method)
+            running = Running(start, shares, method)
+            running.alone = alone and bool(shares[0].slots)
+            if start.simulation_socket is None:
+                for other in self._running.values():
+                    other.beside = running.beside = True
+            self._running[start.trial.id] = running
+            self._agents.send(requests)
+
+    def _wait(self, timeout_s: float) -> None:
+        """Wait until a trial has ended or for so long; what has ended is kept for `poll`."""
+        deadline, before = time.monotonic() + timeout_s, len(self._ended)
+        while len(self._ended) == before:
+            if not self._running:
+                self._devices.check()
+            if not (self._running or self._waiting):
+                self._slots.check_enough()
+            self._start_waiting()
+            # What has ended by now did so in time, however long this process was busy.
+            messages = self._agents.supervisors.receive(0.0)
+            if not messages:
+                now = time.monotonic()
+                overdue, left_s = find_overdue(
+                    self._running.values(), self._builder.options.trial.timeout_s
+                )
+                for running in overdue:
+                    self._end(running, grace_s=0)
+                ends = [deadline, now + PING_EVERY_S, now + left_s]
+                self._activities.write(self._running.values(), self._waiting)
+                messages = self._agents.supervisors.receive(max(0.0, min(ends) - now))
+            for host, message in messages:
+                if message["event"] == LOST:
+                    self._lose(host, message["reason"])
+                else:
+                    self._on_ranks_ended(host, message)
+            if time.monotonic() >= deadline:
+                break
+
+    def _end(self, running: Running, *, grace_s: float) -> None:
+        """Have the ranks of a trial killed that do not end by themselves in time."""
+        request = {"op": "kill", "trial": running.trial.id, "grace_s": grace_s}
+        self._agents.send(dict.fromkeys(running.hosts_going_on, request))
+
+    def _on_ranks_ended(self, host: int, message: Mapping[str, Any]) -> None:
+        """Take in that a trial's ranks on a host have ended."""
+        running = self._running[message["trial"]]
+        running.ended[host] = message
+        if not running.hosts_going_on:
+            self._on_trial_ended(running)
+        elif any(message["statuses"]):
+            # As among the ranks of one host: they see it fail, and their own report may say more.
+            self._end(running, grace_s=GRACE_AFTER_FAILURE_S)
+        elif running.trial.id != FULL_RUN_ID:
+            self._end(running, grace_s=LINGER_S)
+
+    def _lose(self, host: int, reason: str) -> None:
+        """Go on without a host. Trials that had ranks there are ended elsewhere too."""
+        line = self._slots.lose(host, reason)
+        _log.warning("%s", line)
+        self._lost.append(line)
+        for running in list(self._running.values()):
+            if host not in running.hosts_going_on:
+                continue
+            running.lost = line
+            [share] = [share for share in running.shares if share.index == host]
+            statuses = [-signal.SIGKILL] * share.ranks
+            running.ended[host] = {"statuses": statuses, "killed": [True] * share.ranks}
+            if running.hosts_going_on:
+                self._end(running, grace_s=0)
+            else:
+                self._on_trial_ended(running)
+
+    def _on_trial_ended(self, running: Running) -> None:
+        """Report that a trial has ended; there is no outcome if it runs again."""
+        del self._running[running.trial.id]
+        if running.trial.id == SIMULATION_ID:
+            return
+        outcome = trial_result.of(running, timeout_s=self._builder.options.trial.timeout_s)
+        if not running.start.is_own:
+            self._slots.give_back(running.shares)
+        if not outcome.ok:
+            self._agents.remove_locks(any_running=bool(self._running))
+        self._devices.note(running, outcome)
+        retry = None if self._devices.failure else self._retries.decide(running, outcome)
+        if retry is not None:
+            self._run_again(running, outcome, retry)
+            return
+        if self._agents.own is not None:
+            self._agents.own.move_files()
+            self._agents.end_own()
+        if running.trial.profiles and outcome.ok:
+            self.import_modules_of(running.folder)
+            outcome = trial_result.with_smallest_device(outcome, self._hosts)
+        _rename_to_trial(running.folder)
+        outcome = self._retries.final(running, outcome)
+        warnings, self._lost = (*outcome.warnings, *self._lost), []
+        self._ended.append((running.trial.id, replace(outcome, warnings=warnings)))
+
+    def _run_again(self, running: Running, outcome: Outcome, retry: Retry) -> None:
+        if running.start.is_own:
+            running.folder.unlink()  # a link to the command's
+            self._begin_trials()
+        if retry.drops_segments:
+            self._hosts[:] = without_segments(self._hosts)
+        if retry.after_loss:
+            time.sleep(_RETRY_AFTER_S)
+        _log.info("%s failed (%s); %s", running.trial.name, outcome.message, retry)
+        folder = running.folder
+        if running.lost:  # a host that is only cut off may still write there
+            folder = folder.with_name(folder.name + _AGAIN)
+        alone = running.start.alone or not retry.after_loss
+        self._waiting.append(replace(running.start, folder=folder, alone=alone, own_ranks=None))
+
+
+def _methods(
+    program: Entrypoint, options: LocalOptions, hosts: Sequence[Host]
+) -> list[StartMethod]:
+    """Return the methods by which ranks may be started, the first one first."""
+    if program.needs_command:
+        return [StartMethod.COMMAND]
+    command = [StartMethod.COMMAND] if program.started_in and len(hosts) == 1 else []
+    # Options of the interpreter need an interpreter of their own.
+    if options.cold or program.python_options or program.interpreter:
+        return [StartMethod.FRESH, *command]
+    return [StartMethod.FORKED, StartMethod.FRESH, *command]
+
+
+def _rename_to_trial(folder: Path) -> None:
+    """Give the folder of a trial that ran again the name that trials' folders have."""
+    home = folder.with_name(folder.name.removesuffix(_AGAIN))
+    if home != folder:
+        left = home.rename(home.with_name(f"{home.name}-lost"))
+        folder.rename(home)
+        shutil.rmtree(left, ignore_errors=True)  # one that is cut off may hold files open

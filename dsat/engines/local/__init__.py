@@ -1,1 +1,0 @@
-"""Trials as processes on this machine."""

@@ -1,0 +1,1 @@
+"""Hosts, their slots, and how commands run there."""

@@ -1,0 +1,167 @@
+"""Look at the accelerators of this machine, and print the slots as JSON.
+
+    python3 -m dsat.engines.machines.accelerators
+
+Asking an accelerator how many devices it has can initialise it, and a process in which it is
+initialised cannot fork trials; so this process does nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dsat.engines.machines import device_use
+from dsat.engines.machines.machine import (
+    MARK,
+    Machine,
+    has_library,
+    machine_of_cores,
+    physical_cores,
+)
+from dsat.values import host_cores
+from dsat.values.memory_size import readable
+
+NAMED = "DSAT_NAMED_DEVICES"  # variable: devices that the user's command names
+# Memory that other programs hold of a device in use; less may be a desktop or a monitor.
+_BUSY_FRACTION, _BUSY_BYTES = 0.1, 2**30
+
+
+def _software() -> tuple[str, ...]:
+    import deepspeed
+    import torch
+
+    python = platform.python_version()
+    return (f"Python {python}", f"torch {torch.__version__}", f"deepspeed {deepspeed.__version__}")
+
+
+def _inspect() -> Machine:
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    name = accelerator.device_name()
+    if name == "cpu":
+        return replace(machine_of_cores(), software=_software())
+    variables = _visible_devices_variables(accelerator)
+    count = accelerator.device_count()
+    ids = ids_chosen(variables)[:count] or [str(index) for index in range(count)]
+    found, broken = [], []
+    for index, device in enumerate(ids):
+        try:
+            found.append(_Device.of(accelerator, index, device))
+        except RuntimeError as error:
+            broken.append(f"{name} {device} does not answer: {str(error).splitlines()[0]}")
+    if not found:
+        raise SystemExit("; ".join(broken) or f"there is no {name} device")
+    # A choice of the user's is one, whoever else is there.
+    named = ids_chosen(variables) or ids_chosen([NAMED])
+    idle = [each for each in found if not each.is_busy or each.device in named] or found
+    used = {device.device: device.describe_use(name) for device in found if device.is_busy}
+    kept = [device.device for device in idle]
+    threads = len(host_cores.usable())
+    few = f"{len(kept)} devices share {threads} hardware threads, which trials will wait for"
+    return Machine(
+        accelerator=name,
+        device_name=", ".join(dict.fromkeys(device.name for device in idle)),
+        devices=tuple(kept),
+        visible_devices=tuple(variables),
+        memory_bytes=min(device.total_bytes for device in idle),
+        device_memory_bytes=tuple(device.total_bytes for device in idle),
+        device_names=tuple(device.name for device in idle),
+        expandable_segments=name == "cuda" and has_nvml(),
+        left_out=(
+            *broken,
+            *(_invisible(name, device) for device in ids_chosen(variables)[len(ids) :]),
+            *(f"{text}, and is left out" for device, text in used.items() if device not in kept),
+        ),
+        warnings=(
+            *(
+                f"{text}: trials there may run out of memory"
+                for device, text in used.items()
+                if device in kept
+            ),
+            *([few] if threads < len(kept) else []),
+        ),
+        software=_software(),
+        cores=tuple(physical_cores()),
+        threads=threads,
+    )
+
+
+@dataclass(frozen=True)
+class _Device:
+    """A device, seen from a process that does nothing with it."""
+
+    device: str
+    name: str
+    total_bytes: int
+    taken_bytes: int
+
+    @classmethod
+    def of(cls, accelerator: Any, index: int, device: str) -> _Device:
+        """Look at a device; raises RuntimeError if it does not answer."""
+        total, taken, name = int(accelerator.total_memory(index)), 0, accelerator.device_name()
+        if name == "cuda":
+            import torch
+
+            name = torch.cuda.get_device_name(index)
+            free, total = torch.cuda.mem_get_info(index)
+            uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+            before = device_use.taken_bytes(f"GPU-{uuid}")
+            taken = total - free if before is None else before
+        return cls(device, name, total, taken)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.taken_bytes > max(_BUSY_FRACTION * self.total_bytes, _BUSY_BYTES)
+
+    def describe_use(self, accelerator: str) -> str:
+        taken, total = readable(self.taken_bytes), readable(self.total_bytes, whole=True)
+        return f"{accelerator} {self.device} is in use by other programs ({taken} of {total})"
+
+
+def has_nvml() -> bool:
+    """Return whether NVIDIA's management library is there.
+
+    Without it torch crashes at its first expandable segment (torch 2.15: `get_fabric_access` in
+    c10/cuda/PeerToPeerAccess.cpp calls a null pointer). Some containers have none.
+    """
+    return has_library("libnvidia-ml.so.1")
+
+
+def ids_chosen(variables: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the devices that the user's environment names; none if it leaves the choice open."""
+    for variable in variables:
+        chosen = [part.strip() for part in environment.get(variable, "").split(",") if part.strip()]
+        if chosen:
+            return chosen
+    return []
+
+
+def _invisible(accelerator: str, device: str) -> str:
+    """Say that a chosen device is not shown by the driver."""
+    if device.startswith("MIG-"):
+        return f"{accelerator} {device} is left out: CUDA gives a process one MIG device"
+    return f"{accelerator} {device} is left out: there is none, or one before it is not there"
+
+
+def _visible_devices_variables(accelerator: Any) -> list[str]:
+    names = getattr(accelerator, "visible_devices_envs", None)
+    found = list(names()) if names is not None else ["CUDA_VISIBLE_DEVICES"]
+    # ROCm looks at its own name first, so one that the user has set must follow.
+    return [*found, *(name for name in ("HIP_VISIBLE_DEVICES",) if name in os.environ)]
+
+
+def look() -> None:
+    """Print the slots of this machine."""
+    print(MARK + json.dumps(asdict(_inspect())), flush=True)
+
+
+if __name__ == "__main__":
+    look()
+    os._exit(0)  # an orderly end takes the interpreter a second, with torch in it

@@ -1,0 +1,325 @@
+"""Slots of a machine, found in a process of its own (`dsat.engines.machines.accelerators`)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from dsat.engines.machines.processes import Reach, spawn
+from dsat.errors import EngineError, UserInputError
+from dsat.values import host_cores, host_memory
+from dsat.values.memory_size import readable
+
+MARK = "dsat-slots "
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+_EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Exit)\b")
+# Traces of accelerators.
+_LIBRARIES = ("libcuda.so.1", "libze_loader.so.1")
+_DEVICE_FILES = tuple(
+    f"/dev/{name}" for name in ("nvidia*", "nvhost*", "dxg", "kfd", "accel*", "davinci*")
+)
+_PACKAGES = (
+    *("habana_frameworks", "intel_extension_for_pytorch", "torch_mlu", "torch_npu"),
+    *("torch_sdaa", "torch_supa", "torch_xmlir"),
+)
+_FIND_LIMIT_S = 180.0
+_EQUAL_WITHIN = 0.02
+_READ_LIMIT_S = 1.0  # of an answer that was given in time
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Resources of a machine for trials.
+
+    Attributes:
+        accelerator: DeepSpeed's name of it (`cuda`, `cpu`, `xpu`, ...).
+        device_name: of the devices, for people.
+        devices: one entry per slot: its value for the visible-devices variable, or the processor
+            core of a CPU slot.
+        visible_devices: environment variables that choose devices; none on a CPU.
+        memory_bytes: of the smallest device; on a CPU of the whole host, or its processes' share.
+        device_memory_bytes: of each device, where there are any.
+        device_names: of each device, where there are any.
+        expandable_segments: whether torch's allocator can use them.
+        left_out: why other devices are no slots, for people.
+        warnings: further messages on the slots, for people.
+        software: versions that must be the same on all hosts of a run.
+        cores: processor cores that its processes may use, the first hardware thread of each.
+        threads: hardware threads that they may use at once.
+        allowed: as `devices`, of all CPU slots; a quota of processor time may leave fewer.
+    """
+
+    accelerator: str
+    device_name: str
+    devices: tuple[str, ...]
+    visible_devices: tuple[str, ...]
+    memory_bytes: int
+    device_memory_bytes: tuple[int, ...] = ()
+    expandable_segments: bool = False
+    left_out: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    software: tuple[str, ...] = ()
+    cores: tuple[int, ...] = ()
+    threads: int = 0
+    device_names: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
+
+    @property
+    def has_quota(self) -> bool:
+        """Return whether a quota of processor time, and not the cores, limits the CPU slots.
+
+        It names no cores: other containers may have a quota of the same ones.
+        """
+        return len(self.allowed) > self.threads
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.accelerator == "cpu"
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.devices)
+
+    def variables_of(self, slots: Sequence[int]) -> dict[str, str]:
+        """Return variables by which a process sees the devices of some slots and no others."""
+        return {
+            variable: ",".join(self.devices[slot] for slot in slots)
+            for variable in self.visible_devices
+        }
+
+    def devices_of(self, slots: Sequence[int]) -> list[str]:
+        """Return the devices of some slots; none of a machine that was not looked at."""
+        return [self.devices[slot] for slot in slots if slot < len(self.devices)]
+
+    def with_slots(self, count: int) -> Machine:
+        """Return the machine with so many CPU slots, if only a quota of time leaves fewer."""
+        if not self.has_quota or self.num_slots < self.threads:
+            return self
+        return replace(self, devices=self.allowed[: max(count, self.num_slots)])
+
+    def at(self, positions: Sequence[int]) -> Machine:
+        """Return the machine with the devices at some positions alone; all if there are none."""
+        names = dict(enumerate(self.devices))
+        return self.only([names.get(n, str(n)) for n in positions], ())
+
+    def only(self, wanted: Sequence[str], without: Sequence[str]) -> Machine:
+        """Return the machine with some of its devices alone.
+
+        Args:
+            wanted: of `devices`; all if there are none.
+            without: devices that are left out.
+
+        Raises:
+            UserInputError: there are no such devices, or none are left.
+        """
+        missing = [device for device in wanted if device not in self.devices]
+        kept = [device for device in wanted or self.devices if device not in without]
+        if missing:
+            problem = f"there is no device {missing[0]}: this machine has {self.describe()}"
+            raise UserInputError(problem, where="entrypoint")
+        if not kept:
+            raise UserInputError("leaves no device", where="entrypoint")
+        at = [self.devices.index(device) for device in kept]
+        sizes = tuple(self.device_memory_bytes[n] for n in at if self.device_memory_bytes)
+        names = tuple(self.device_names[n] for n in at if self.device_names)
+        return replace(
+            self,
+            device_name=", ".join(dict.fromkeys(names)) or self.device_name,
+            devices=tuple(kept),
+            memory_bytes=min(sizes, default=self.memory_bytes),
+            device_memory_bytes=sizes,
+            device_names=names,
+        )
+
+    def devices_by_kind(self) -> dict[str, list[str]]:
+        """Return the devices of each kind, by a description of it; none on a CPU."""
+        found: dict[str, list[str]] = {}
+        first: list[tuple[str, int]] = []  # of each kind
+        kinds = zip(self.devices, self.device_names, self.device_memory_bytes, strict=False)
+        for device, name, size in kinds:
+            alike = [one for one in first if one[0] == name and are_close(one[1], size)]
+            first += [] if alike else [(name, size)]
+            kind, memory = alike[0] if alike else (name, size)
+            found.setdefault(f"{kind} ({readable(memory, whole=True)})", []).append(device)
+        return found
+
+    def describe(self) -> str:
+        """Describe the slots for people."""
+        plural = "" if self.num_slots == 1 else "s"
+        sizes = sorted(set(self.device_memory_bytes)) or [self.memory_bytes]
+        memory = " and ".join(readable(size, whole=True) for size in sizes)
+        left_out = "".join(f"; {reason}" for reason in self.left_out)
+        return (
+            f"{self.num_slots} {self.accelerator} slot{plural} "
+            f"({self.device_name}, {memory}){left_out}"
+        )
+
+
+def are_close(*sizes: int) -> bool:
+    """Return whether memories may be of devices of one kind.
+
+    They differ by the part that firmware keeps.
+    """
+    return min(sizes) >= (1 - _EQUAL_WITHIN) * max(sizes)
+
+
+def find_machine(variables: Mapping[str, str] | None = None) -> Machine:
+    """Look at the slots of this machine.
+
+    Args:
+        variables: of the process that looks; by default this one's.
+    """
+    [machine] = find_machines({"this machine": ()}, variables)
+    return machine
+
+
+def find_machine_for_simulations() -> Machine:
+    """Look at this machine; without devices, without torch and DeepSpeed, which take seconds."""
+    return machine_of_cores() if has_no_accelerator() else find_machine()
+
+
+def has_no_accelerator() -> bool:
+    """Return whether there is surely none, without importing torch, which takes seconds.
+
+    Each kind needs a driver's library, its device files, or a package that extends torch (deepspeed
+    0.19.8: accelerator/real_accelerator.py). If any of these exists, only torch and DeepSpeed know.
+    """
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen:
+        return chosen == "cpu"
+    return (
+        sys.platform == "linux"
+        and not any(glob.glob(pattern) for pattern in _DEVICE_FILES)
+        and not any(importlib.util.find_spec(package) for package in _PACKAGES)
+        and not any(has_library(library) for library in _LIBRARIES)
+    )
+
+
+def has_library(name: str) -> bool:
+    """Return whether a shared library can be loaded."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+def find_machines(
+    reaches: Mapping[str, Reach], variables: Mapping[str, str] | None = None
+) -> list[Machine]:
+    """Look at the slots of several machines at the same time.
+
+    Args:
+        reaches: how commands run on a machine, by the machine's name.
+        variables: of the commands; by default this process's.
+    """
+    looks = [_Look.begin(reach, variables) for reach in reaches.values()]
+    deadline = time.monotonic() + _FIND_LIMIT_S
+    try:
+        answers = [look.answer(deadline) for look in looks]
+    finally:
+        for look in looks:
+            look.end()
+    return [_machine(name, answer) for name, answer in zip(reaches, answers, strict=True)]
+
+
+def _machine(name: str, answer: dict[str, Any] | str) -> Machine:
+    if isinstance(answer, str):
+        raise EngineError(
+            f"the accelerators of {name} cannot be found: {answer}. Check that "
+            f"`{sys.executable} -c 'import deepspeed'` works there."
+        )
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in answer.items()
+    }
+    return Machine(**values)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A process that looks at the slots of a machine, and may use the accelerator."""
+
+    process: Any
+    errors: IO[bytes]
+
+    @classmethod
+    def begin(cls, reach: Reach, variables: Mapping[str, str] | None) -> _Look:
+        errors = tempfile.TemporaryFile()  # noqa: SIM115
+        command = [sys.executable, "-m", "dsat.engines.machines.accelerators"]
+        process = spawn(reach, command, variables, errors)
+        process.stdin.close()  # type: ignore[union-attr]
+        return cls(process, errors)
+
+    def answer(self, deadline: float) -> dict[str, Any] | str:
+        """Return the answer, or why there is none."""
+        try:
+            self.process.wait(max(_READ_LIMIT_S, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            limit = f"no answer within {_FIND_LIMIT_S:g} s"
+            return f"{limit}: imports are that slow, or a driver is stuck"
+        for line in self.process.stdout.read().decode(errors="replace").splitlines():
+            if line.startswith(MARK):
+                found: dict[str, Any] = json.loads(line[len(MARK) :])
+                return found
+        self.errors.seek(0)
+        said = self.errors.read().decode(errors="replace").strip().splitlines()
+        lines = said or [f"exit status {self.process.returncode}"]
+        # torch's errors go on with advice.
+        named = [line for line in lines if _EXCEPTION.match(line)]
+        return (named or lines)[-1]
+
+    def end(self) -> None:
+        """Kill the process, which may be stuck in the driver, beyond the reach of signals."""
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1)
+        self.process.stdout.close()
+        self.errors.close()
+
+
+def machine_of_cores() -> Machine:
+    """Return this machine with its processor cores as slots."""
+    cores = host_cores.usable()
+    return Machine(
+        accelerator="cpu",
+        device_name=_processor_name(),
+        devices=tuple(str(core) for core in cores),
+        allowed=tuple(str(core) for core in sorted(os.sched_getaffinity(0))),
+        visible_devices=(),
+        memory_bytes=host_memory.total_bytes(),
+        cores=tuple(physical_cores()),
+        threads=len(cores),
+    )
+
+
+def physical_cores() -> list[int]:
+    """Return the cores that this process may use, without the further hardware threads of each.
+
+    The DeepSpeed launcher counts cores so (`get_numactl_cmd` of deepspeed/utils/numa.py, 0.19.8):
+    two ranks on two threads of one core would slow each other down.
+    """
+    first_of: dict[str, int] = {}
+    for core in sorted(os.sched_getaffinity(0)):
+        path = _TOPOLOGY / f"cpu{core}" / "topology" / "thread_siblings_list"
+        first_of.setdefault(path.read_text() if path.exists() else str(core), core)
+    return sorted(first_of.values())
+
+
+def _processor_name() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+        return found[1].strip() if found else "CPU"
+    return "CPU"

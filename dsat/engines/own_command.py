@@ -1,0 +1,242 @@
+"""The user's own command, run unchanged: it records how ranks start, and is the first trial."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dsat.engines import results as trial_result
+from dsat.engines.agent.leftovers import CompilerLocks
+from dsat.engines.machines import machine
+from dsat.engines.machines.accelerators import has_nvml
+from dsat.engines.machines.hosts import UNSEEN, Host, Share
+from dsat.engines.machines.machine import machine_of_cores
+from dsat.engines.running import ActivityLog, Running
+from dsat.engines.start import LocalOptions, Start, StartMethod
+from dsat.engines.starts import StartBuilder
+from dsat.engines.supervisors import LOST, Supervisors
+from dsat.engines.trial_folder import log_files, remove_hook
+from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
+from dsat.in_trial import start_record
+from dsat.in_trial.meter_spec import MeterSpec
+from dsat.in_trial.rank_files import CONFIG_FILE, RECORDS_FOLDER
+from dsat.inputs import experiment as experiments
+from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.recorded_start import ONE_NODE, RankStart, check_one_training
+from dsat.values import host_cores
+from dsat.values.files import remove, write_atomically
+from dsat.values.outcome import OutcomeKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
+
+_POLL_S = 0.1
+_HERE = 0
+_OWN = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
+
+
+class OwnCommand:
+    """The first start of the user's command, begun when this is made.
+
+    An engine takes it over as its first trial.
+
+    Args:
+        command: the program with its arguments, as a person types it.
+        cwd: its working folder.
+        timeout_s: limit until its ranks are there.
+        options: of the measurement; None ends the ranks as soon as they are recorded.
+        ranks: so many processes of the command, with the variables of a launcher; None for a
+            command that starts its ranks itself.
+
+    Attributes:
+        env: environment of the command, without the hook.
+        folder: logs, records and results.
+        running: the trial.
+        supervisors: of this machine.
+        activities: what it does for long.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        cwd: Path,
+        *,
+        timeout_s: float,
+        options: TrialOptions | None = None,
+        ranks: int | None = None,
+    ) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="dsat-")).resolve()
+        self._timeout_s = timeout_s
+        self.activities = ActivityLog()
+        self._recorded: list[RankStart] = []
+        self._records = self.folder / RECORDS_FOLDER
+        self._records.mkdir()
+        cwd = cwd.resolve()
+        builder = StartBuilder(
+            experiments.of_command(command, "own", cwd, {}),
+            Entrypoint(started_by=tuple(command), started_in=str(cwd)),
+            self.folder,
+            cwd,
+            LocalOptions(options or TrialOptions(timeout_s=timeout_s)),
+        )
+        meter = MeterSpec(
+            builder.options.trial,
+            micro_batch=0,
+            gas=0,
+            stage=0,
+            slots=0,
+            host_slots=len(host_cores.usable()),
+            profile=True,
+        )
+        # The command starts before the devices are looked at: its own errors are shown at once.
+        here = replace(UNSEEN, expandable_segments=has_nvml())
+        if machine.has_no_accelerator():
+            here = machine_of_cores()
+        slots = tuple(rank % (here.num_slots or rank + 1) for rank in range(ranks or 0))
+        measured = meter if options is not None else None
+        start = Start(_OWN, self.folder, measured, own_ranks=ranks or 0)
+        shares = (Share(_HERE, Host(here), slots),)
+        [request] = builder.build(start, shares, StartMethod.COMMAND).values()
+        self.env = _without_hook(request["ranks"][0]["env"])
+        self._locks = CompilerLocks(self.env)
+        self.running = Running(start, shares, StartMethod.COMMAND)
+        self.supervisors = Supervisors([Host()], self.folder, env={})
+        self.supervisors.send(_HERE, request)
+
+    def ranks(self) -> list[RankStart]:
+        """Wait for the command's ranks.
+
+        Returns:
+            How each of them was started, with the configuration that it passed.
+
+        Raises:
+            UserInputError: it is not one training on one machine, or none that can be tuned.
+            ScriptFailed: it ended, or took too long, without a call of `deepspeed.initialize`.
+        """
+        began_s = time.monotonic()
+        while not self._recorded:
+            self._receive(_POLL_S)
+            self.activities.write([self.running], ())
+            self._check_nodes()
+            is_over = self._has_ended or time.monotonic() - began_s > self._timeout_s
+            found = self._read()
+            numbers = [rank.rank for rank in found]
+            if len(set(numbers)) < len(numbers):
+                check_one_training(found)
+            if found and len(found) >= found[0].on_this_node:
+                self._recorded = found
+            elif is_over:
+                raise self._failure(found)
+        for path in self._record_files():  # they hold variables
+            path.unlink(missing_ok=True)
+        return self._recorded
+
+    def is_of(self, trial: Trial) -> bool:
+        """Return whether the command trains with the batch sizes of a trial."""
+        config = self._recorded[0].config or {} if self._recorded else {}
+        is_first = trial.id == _OWN.id and trial.kind is TrialKind.BASELINE
+        return is_first and all(
+            config[key] == value
+            for key, value in trial.batch.config().items()
+            if isinstance(config.get(key), int)
+        )
+
+    def become(self, start: Start, config: Mapping[str, Any]) -> Running:
+        """Become the trial of a start, which has a configuration.
+
+        Its folder is a link to this command's until that has ended.
+        """
+        start.folder.parent.mkdir(parents=True, exist_ok=True)
+        start.folder.symlink_to(self.folder)
+        write_atomically(start.folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+        self.running.start = replace(start, own_ranks=self.running.start.own_ranks)
+        return self.running
+
+    def move_files(self) -> None:
+        """Move the files of the command, which has ended, to the trial's folder."""
+        folder = self.running.folder
+        remove_hook(self.folder)
+        shutil.rmtree(self._records, ignore_errors=True)
+        remove(folder)
+        shutil.move(self.folder, folder)
+
+    def close(self) -> None:
+        """End all processes, and remove the folder."""
+        self.supervisors.close()
+        self._locks.remove()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def _has_ended(self) -> bool:
+        return not self.running.hosts_going_on
+
+    def _receive(self, timeout_s: float) -> None:
+        if self._has_ended:
+            return
+        for _, message in self.supervisors.receive(timeout_s):
+            if message["event"] == LOST:
+                raise EngineError(message["reason"])
+            self.running.ended[_HERE] = message
+
+    def _failure(self, ranks: Sequence[RankStart]) -> DsatError:
+        """Return the error of a command of which only some ranks, or none, reached the training."""
+        log = trial_result.log_tail(self.folder)
+        # The command may have written its log to a file.
+        report = next(iter(trial_result.reported(self.folder, 0.0)), None)
+        if report is not None and report.kind is OutcomeKind.INVALID:
+            return UserInputError(report.message, where="command")
+        if not self._has_ended:
+            problem = (
+                f"did not call deepspeed.initialize within {self._timeout_s:g} s (--trial-timeout)"
+            )
+            if ranks:
+                problem += f" in all of its ranks, but in {len(ranks)} of {ranks[0].size}"
+                problem += f". Are the others on another node? {ONE_NODE.rstrip('.')}"
+        elif status := trial_result.status_of(self.running):
+            said = next(filter(trial_result.ERROR.match, reversed(log.splitlines())), "")
+            if not said and report is not None:
+                said, log = report.message, report.detail
+            problem = f"ended with exit status {status} before it called deepspeed.initialize"
+            problem += " in all of its ranks" if ranks else ""
+            problem += f": {said.rstrip('.')}" if said else ""
+        else:
+            problem = (
+                "ended without a call of deepspeed.initialize. Name a DeepSpeed configuration in "
+                "its arguments or its file; do not start the training in the background (&), nor "
+                "clear PYTHONPATH, by which dsat sees its Python processes"
+            )
+        kept = Path(tempfile.mkdtemp(prefix="dsat-"))
+        for name in log_files(0):
+            if (self.folder / name).exists():
+                shutil.copy(self.folder / name, kept / name)
+        printed = self.folder / "stdout.log"
+        if not log and printed.exists():  # programs like make say there what went wrong
+            log = printed.read_text(errors="replace")[-4096:]
+        return ScriptFailed(f"your command {problem}. Its log is {kept / log_files(0)[1]}", log)
+
+    def _check_nodes(self) -> None:
+        path = self._records / start_record.SEVERAL_NODES_FILE
+        if path.exists():
+            nodes = json.loads(path.read_text())["nodes"]
+            raise UserInputError(
+                f"starts a training on {nodes} nodes, and trials run on this machine",
+                where="command",
+                hint=ONE_NODE,
+            )
+
+    def _read(self) -> list[RankStart]:
+        return [RankStart.from_json(json.loads(path.read_text())) for path in self._record_files()]
+
+    def _record_files(self) -> list[Path]:
+        return sorted(self._records.glob(f"{start_record.RECORD_PREFIX}*.json"))
+
+
+def _without_hook(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a command as they would be without the hook."""
+    own = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    return {name: value for name, value in env.items() if name != "PYTHONPATH"} | own

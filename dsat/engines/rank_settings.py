@@ -1,0 +1,130 @@
+"""Variables and processor cores of ranks, the same in trials and in training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dsat.engines.machines.hosts import Share
+from dsat.engines.machines.machine import Machine
+from dsat.inputs.entrypoint import Entrypoint
+from dsat.values.zero_strategy import NONE, of_config
+
+# Otherwise memory is lost between blocks, and runs out before what is allocated says so. The name
+# is understood by all versions of torch; the newer one goes before it where both are set.
+_ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+_ALLOCATOR_VARIABLES = {*_ALLOCATOR_SETTINGS, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
+
+
+def settings_of_command(machine: Machine, given: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that memory and speed depend on, for a command that starts its ranks.
+
+    The number of threads is its launcher's affair, but on a CPU, whose slots are cores.
+
+    Args:
+        machine: where it runs.
+        given: variables that are set already.
+    """
+    settings = {"OMP_NUM_THREADS": "1"} if machine.is_cpu else {}
+    if machine.expandable_segments and not _ALLOCATOR_VARIABLES & given.keys():
+        settings.update(_ALLOCATOR_SETTINGS)
+    return settings
+
+
+def settings_of_ranks(
+    machine: Machine,
+    program: Entrypoint,
+    config: Mapping[str, Any],
+    ranks: int,
+    given: Mapping[str, str],
+) -> dict[str, str]:
+    """Return variables that memory and speed depend on, for ranks that dsat starts.
+
+    Args:
+        machine: where the ranks run.
+        program: what they run, with its launcher's habits.
+        config: their DeepSpeed configuration.
+        ranks: their number on a host.
+        given: variables that are set already; the user's choice stays, but on a CPU, whose slots
+            are cores.
+    """
+    settings = settings_of_command(machine, given)
+    sharers = _sharers(machine, config, ranks)
+    if machine.is_cpu:
+        return settings
+    if program.launch.binds_cores:  # the launcher sets it, whatever it was
+        share = share_of(_shared_cores(machine, program), 0, sharers)
+        settings["OMP_NUM_THREADS"] = str(len(share))
+    elif "OMP_NUM_THREADS" not in given:
+        as_torchrun = not program.launch.passes_local_rank
+        if as_torchrun and ranks > 1 and not offloads(config):
+            settings["OMP_NUM_THREADS"] = "1"
+        elif sharers > 1:
+            settings["OMP_NUM_THREADS"] = str(max(1, machine.threads // sharers))
+    return settings
+
+
+def binding_options(
+    machine: Machine, program: Entrypoint, config: Mapping[str, Any], ranks: int
+) -> list[str]:
+    """Return options of DeepSpeed's launcher that bind ranks to as many cores as in a trial."""
+    sharers, own = _sharers(machine, config, ranks), sorted(program.launch.core_list)
+    if sharers > ranks:
+        among = _shared_cores(machine, program)
+        shares = [share_of(among, rank, sharers) for rank in range(ranks)]
+        own = sorted(core for share in shares for core in share)
+    listed = ["--bind_core_list", ",".join(map(str, own))] if own else []
+    return ["--bind_cores_to_rank", *listed]
+
+
+def cores_of(
+    share: Share, local_rank: int, program: Entrypoint, config: Mapping[str, Any]
+) -> list[int]:
+    """Return the cores that a rank is bound to; none if it may use all."""
+    machine, ranks = share.host.machine, share.ranks
+    if machine.has_quota:
+        return []
+    if machine.is_cpu:
+        # As taskset gives them to a command that is run by hand: to its ranks together.
+        return [int(machine.devices[slot]) for slot in share.slots]
+    if not (program.launch.binds_cores and share.slots):
+        return []
+    # Beside other trials, each slot has its cores.
+    sharers = _sharers(machine, config, ranks)
+    place = local_rank if sharers == ranks else share.slots[local_rank]
+    return share_of(_shared_cores(machine, program), place, sharers)
+
+
+def share_of(cores: Sequence[int], place: int, sharers: int) -> list[int]:
+    """Return the cores of one of several ranks; those of neighbours follow each other.
+
+    So a rank's cores are in one NUMA node if there are as many ranks in each, and its memory is
+    there as well, since Linux takes it from the node that first touches it.
+
+    Args:
+        cores: of the rank's host.
+        place: of the rank among those that share them.
+        sharers: number of ranks that share them.
+    """
+    share = max(1, len(cores) // sharers)
+    place %= max(1, len(cores) // share)  # more ranks than cores: some share one
+    return list(cores[place * share : (place + 1) * share])
+
+
+def offloads(config: Mapping[str, Any]) -> bool:
+    """Return whether a DeepSpeed configuration offloads anything."""
+    strategy = of_config(config)
+    return (strategy.offload_optimizer, strategy.offload_param) != (NONE, NONE)
+
+
+def _shared_cores(machine: Machine, program: Entrypoint) -> Sequence[int]:
+    """The cores that the user's launcher shares out among ranks."""
+    return program.launch.core_list or machine.cores
+
+
+def _sharers(machine: Machine, config: Mapping[str, Any], ranks: int) -> int:
+    """Ranks among which the cores are divided, those of trials side by side included.
+
+    The optimizer of a trial that offloads runs on the cores, and the trial has them alone.
+    """
+    return ranks if offloads(config) else machine.num_slots

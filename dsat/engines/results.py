@@ -1,0 +1,209 @@
+"""Outcome of a trial, from the files that its ranks left."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dsat.engines.machines.hosts import Host
+from dsat.engines.running import Running
+from dsat.engines.start import FULL_RUN_ID, StartMethod
+from dsat.engines.trial_folder import log_files
+from dsat.in_trial import failures
+from dsat.in_trial.rank_files import METRICS_FILE, PORTS_FILE, result_file, steps_made
+from dsat.values import host_memory
+from dsat.values.memory_size import readable
+from dsat.values.outcome import Outcome, OutcomeKind
+
+_LOG_TAIL_LINES = 20
+# The last line of a traceback as Python prints it, with the prefixes of torch and torchrun.
+ERROR = re.compile(r"(\[\w+\]:\s?)*[A-Za-z_][\w.]*(Error|Exception|Exit): ")
+_TRACEBACK = "Traceback (most recent call last):"
+# What torchrun and accelerate add when a rank has failed.
+_OF_LAUNCHERS = ("torch.distributed.elastic.", "subprocess.CalledProcessError: ")
+_LOGGED_BY_LAUNCHER = re.compile(r"torch[./]distributed[./]elastic")
+_LOG_TAIL_BYTES = 64 * 2**10
+# What launchers log of the first rank that failed: torchrun, DeepSpeed's, accelerate's.
+_EXIT_OF_RANK = re.compile(
+    r"exitcode\s*: (?P<torchrun>-?\d+)|return code = (?P<deepspeed>-?\d+)"
+    r"|died with <Signals\.\w+: (?P<accelerate>\d+)>"
+)
+_SIGNALS = range(1, 65)
+# Signals by which a process ends itself or the kernel ends it; a program may exit with -1.
+_CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+_KILLED_FOR_MEMORY = "was killed with SIGKILL, most likely because the host ran out of memory"
+
+
+def of(running: Running, *, timeout_s: float) -> Outcome:
+    """Return the outcome of a run whose ranks have all ended.
+
+    The ranks' reports count, not how the processes ended: one may still fail at its exit.
+    """
+    folder = running.folder
+    duration_s = round(time.monotonic() - running.began_s, 3)
+    if running.trial.id == FULL_RUN_ID and not status_of(running):
+        return Outcome(OutcomeKind.OK, duration_s=duration_s)
+    metrics = folder / METRICS_FILE
+    if metrics.exists():
+        found = _read(metrics)
+        if found is None or (found.ok and found.metrics is None and found.profile is None):
+            message = (
+                f"{metrics.name} in the trial's folder is not as dsat wrote it: does the script?"
+            )
+            found = Outcome(OutcomeKind.INVALID, message=message)
+    elif running.canceled:
+        found = Outcome(OutcomeKind.CANCELED)
+    elif running.timed_out:
+        message = f"no result after {timeout_s:g} s; raise --trial-timeout?"
+        found = Outcome(OutcomeKind.TIMEOUT, message=message, detail=log_tail(folder))
+    elif running.lost:
+        found = Outcome(OutcomeKind.ERROR, message=running.lost)
+    else:
+        found = _failure(running, reported(folder, duration_s))
+    return replace(found, duration_s=duration_s)
+
+
+def with_smallest_device(outcome: Outcome, hosts: Sequence[Host]) -> Outcome:
+    """Return a profile's outcome with the memory of the slot that has least.
+
+    Its trial knows its own devices, and others may run on smaller ones.
+    """
+    sizes = [host.machine.memory_bytes for host in hosts if not host.machine.is_cpu]
+    profile = outcome.profile
+    if profile is None or not sizes or profile.slot_memory_bytes <= min(sizes):
+        return outcome
+    return replace(outcome, profile=replace(profile, slot_memory_bytes=min(sizes)))
+
+
+def status_of(running: Running) -> int:
+    """Return the first exit status of its processes that is not 0, or minus a signal."""
+    return next(filter(None, running.by_rank("statuses")), 0)
+
+
+def _failure(running: Running, reports: list[Outcome]) -> Outcome:
+    """Return the outcome of a run that did not measure everything and ended by itself.
+
+    Out of memory on any rank explains the failure of the others; else the first to fail does.
+    """
+    out_of_memory = [outcome for outcome in reports if outcome.kind is OutcomeKind.OOM]
+    if out_of_memory:
+        return out_of_memory[0]
+    if running.method is StartMethod.COMMAND and not running.start.own_ranks:
+        return _of_command(running, reports)
+    killed, statuses = running.by_rank("killed"), running.by_rank("statuses")
+    died = {
+        rank: -status
+        for rank, status in enumerate(statuses)
+        if status < 0 and not killed[rank]  # by the supervisor, because of another rank
+    }
+    kind, rank, how = OutcomeKind.ERROR, 0, "the ranks ended without a result"
+    if signal.SIGKILL in died.values():
+        kind = OutcomeKind.HOST_OOM
+        rank = next(rank for rank, number in died.items() if number == signal.SIGKILL)
+        total = readable(host_memory.total_bytes(), whole=True)
+        how = (
+            f"rank {rank} {_KILLED_FOR_MEMORY} ({total}): run fewer trials at once "
+            "(--max-concurrent-trials), offload less, or use fewer data loader workers"
+        )
+    elif reports:
+        return reports[0]
+    elif died:
+        rank, number = next(iter(died.items()))
+        hint = " (is /dev/shm full?)" if number == signal.SIGBUS else ""
+        how = f"rank {rank} was killed by {signal.Signals(number).name}{hint}"
+    elif any(status > 0 for status in statuses):
+        rank = next(rank for rank, status in enumerate(statuses) if status > 0)
+        how = f"rank {rank} ended with exit status {statuses[rank]}"
+    log = log_tail(running.folder, rank // running.shares[0].ranks)
+    return Outcome(kind, message=how, detail=log)
+
+
+def _of_command(running: Running, reports: list[Outcome]) -> Outcome:
+    """Return the outcome of the user's whole command, which starts its ranks itself."""
+    folder, status = running.folder, status_of(running)
+    number = _signal_of_rank(_log_lines(folder), 0 if all(running.by_rank("killed")) else status)
+    if reports and number != signal.SIGKILL:
+        return reports[0]
+    log = log_tail(folder)
+    kind, who, how = failures.of_text(log), "your command", f"ended with exit status {status}"
+    if number == signal.SIGKILL and kind is OutcomeKind.ERROR:
+        kind, who, how = OutcomeKind.HOST_OOM, "a rank of your command", _KILLED_FOR_MEMORY
+    elif number is not None:
+        who, how = "a rank of your command", f"was killed by {signal.Signals(number).name}"
+    before_engine = not (folder / PORTS_FILE).exists()
+    when = "before it called deepspeed.initialize" if before_engine else "before it was measured"
+    if steps := steps_made(folder):
+        when = f"after {steps} optimizer steps, {when}"
+    message = f"{who} {how} {when}"
+    return Outcome(kind, message=message, detail=log, before_engine=before_engine)
+
+
+def _signal_of_rank(log: Sequence[str], status: int) -> int | None:
+    """Return the signal that ended the first rank that failed; None if none did.
+
+    Args:
+        log: lines of the command's standard error, its launcher's among them.
+        status: of the command: minus a signal, as a shell says that, or modulo 256.
+    """
+    for line in log:
+        if found := _EXIT_OF_RANK.search(line):
+            [number] = filter(None, found.groups())
+            status = int(number) if found["accelerate"] is None else -int(number)
+            return -status if -status in _SIGNALS else None
+    if 256 - status in _CRASHES:
+        return 256 - status
+    return next((number for number in (-status, status - 128) if number in _SIGNALS), None)
+
+
+def reported(folder: Path, duration_s: float) -> list[Outcome]:
+    """Return the failures that ranks reported, the first to fail first."""
+    found = []
+    for path in folder.glob(result_file("*")):
+        outcome = _read(path)
+        if outcome is not None:
+            message = f"rank {path.stem.removeprefix('rank')}: {outcome.message}"
+            outcome = replace(outcome, message=message, duration_s=duration_s)
+            found.append((path.stat().st_mtime_ns, path.name, outcome))
+    return [outcome for *_, outcome in sorted(found, key=lambda entry: entry[:2])]
+
+
+def _read(path: Path) -> Outcome | None:
+    """Return the outcome in a file, where also scripts may write; None if it holds none."""
+    try:
+        return Outcome.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def log_tail(folder: Path, cross_rank: int = 0) -> str:
+    """Return the end of what a trial's ranks on a host wrote to their standard error.
+
+    A launcher's report that they failed, which may be longer than theirs, is left out.
+
+    Args:
+        folder: of the trial.
+        cross_rank: the host's number among those of the trial.
+    """
+    lines = _log_lines(folder, cross_rank)
+    launchers = next((n for n, line in enumerate(lines) if line.startswith(_OF_LAUNCHERS)), None)
+    if launchers is not None and _TRACEBACK in lines[:launchers]:
+        while lines.pop() != _TRACEBACK or len(lines) > launchers:
+            pass
+        while lines and _LOGGED_BY_LAUNCHER.search(lines[-1]):
+            lines.pop()
+    return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+
+def _log_lines(folder: Path, cross_rank: int = 0) -> list[str]:
+    """Return the last lines of a trial's standard error on a host."""
+    path = folder / log_files(cross_rank)[1]
+    if not path.exists():
+        return []
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()

@@ -1,0 +1,203 @@
+"""Retries of failed trials: one, alone and by the next method to start; and after a lost host."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dsat.engines.running import Running
+from dsat.engines.start import FULL_RUN_ID, StartMethod
+from dsat.values.outcome import Outcome, OutcomeKind
+
+FRESH_PROCESSES_ONLY = (
+    "the script runs in fresh processes only, as with --cold: every trial starts slowly"
+)
+COMMAND_AGAIN = (
+    "each trial runs your command again: its ranks cannot be started by themselves (they failed "
+    "before deepspeed.initialize, where your command did not)"
+)
+NO_SEGMENTS = (
+    "your script's memory pools refuse expandable segments of torch's allocator, which trials use "
+    "by default: they run without, as with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+)
+BESIDE_OTHERS = "it failed while other trials ran, and was run again alone"
+_WARNINGS = {StartMethod.FRESH: FRESH_PROCESSES_ONLY, StartMethod.COMMAND: COMMAND_AGAIN}
+_NO_FORK_CUDA = (
+    "Cannot re-initialize CUDA in forked subprocess",
+    "CUDA error: initialization error",
+    "CUDA driver initialization failed",
+    "CUDA unknown error",
+)
+# How a process ends whose threads or locks did not survive the fork.
+_DIED_OF_FORK = ("was killed by SIGABRT", "was killed by SIGSEGV")
+# Errors before `deepspeed.initialize` that no fork explains: the script's own.
+_NEVER_OF_FORK = tuple(
+    """
+    sys.exit SyntaxError IndentationError ImportError ModuleNotFoundError NameError AttributeError
+    TypeError KeyError IndexError FileNotFoundError NotADirectoryError IsADirectoryError
+    """.split()
+)
+# Slurm sends the last two to a job's steps; some plug-ins to every process of them (--signal).
+_ENDED_FROM_OUTSIDE = tuple(f"was killed by SIG{name}" for name in ("TERM", "USR1", "USR2"))
+# What vLLM's sleep mode (CuMemAllocator) and torch's memory pools raise.
+_REFUSED_SEGMENTS = re.compile(r"(Error|Exception): .*expandable.?segment", re.IGNORECASE)
+_ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
+# Errors of a device or its driver; an illegal address is the program's own mistake:
+# https://docs.nvidia.com/deploy/xid-errors
+_OF_DEVICES = (
+    "busy or unavailable",
+    "ECC error",
+    "hardware stack error",
+    "HIP error",
+    "Invalid access of peer GPU memory over nvlink or a hardware error",
+    "launch failure",
+    "launch timed out",
+    "no CUDA-capable device",
+    "NVLink error",
+    "system not yet initialized",
+    "unhandled cuda error",
+    "unrecognized error code",
+    "Xid",
+)
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Another run of a failed trial.
+
+    Attributes:
+        after_loss: its host was lost, or ended from outside; it was not to blame.
+        drops_segments: torch's allocator no longer uses expandable segments.
+        was_beside: other trials ran at the same time.
+    """
+
+    after_loss: bool = False
+    drops_segments: bool = False
+    was_beside: bool = False
+
+    def __str__(self) -> str:
+        how = " without expandable segments of torch's allocator" if self.drops_segments else ""
+        return f"it runs again {'elsewhere' if self.after_loss else 'alone'}{how}"
+
+
+class Retries:
+    """Decide which trials run again, and by which method ranks are started.
+
+    Args:
+        methods: that are possible, in the order in which they are tried.
+
+    Attributes:
+        method: by which ranks are started now.
+        failure: of the methods before it.
+    """
+
+    def __init__(self, methods: Sequence[StartMethod]) -> None:
+        self._methods = methods
+        self.method = self._known_method = methods[0]
+        self.failure = ""
+        self._cannot_fork = ""
+        self._is_proven = False  # a trial that dsat started has trained
+        self._retried: dict[int, Retry] = {}
+        self._lost: set[int] = set()  # trials that ran again after a loss
+        self._same_alone: set[str] = set()  # messages of trials that failed alone as well
+
+    def on_warm_up(self, cannot_fork: str) -> None:
+        """Record why ranks cannot be forked; empty if they can be."""
+        self._cannot_fork = cannot_fork
+        if cannot_fork:
+            self.method = self._known_method = StartMethod.FRESH
+
+    def decide(self, running: Running, outcome: Outcome) -> Retry | None:
+        """Return how an ended trial runs again; None if its outcome is final."""
+        trial_id = running.trial.id
+        if outcome.ok or running.canceled or trial_id == FULL_RUN_ID:
+            return None  # a second full-length run would delete the checkpoints of the first
+        is_lost = bool(running.lost) and not running.timed_out
+        if is_lost or _has_part_of(outcome.message, _ENDED_FROM_OUTSIDE):
+            # It may have killed the host itself: the second loss is final.
+            is_first = trial_id not in self._lost
+            self._lost.add(trial_id)
+            return Retry(after_loss=True) if is_first else None
+        if trial_id in self._retried:
+            self._same_alone.add(outcome.message)
+            return None
+        if outcome.kind not in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM):
+            return None
+        method = self._next_method(running, outcome)
+        drops_segments = _refuses_segments(outcome)
+        is_of_others = running.beside and outcome.message not in self._same_alone
+        if not (
+            method or drops_segments or is_of_others or _lost_port(outcome) or is_of_device(outcome)
+        ):
+            return None
+        if method and not drops_segments:
+            self.method, self.failure = method, outcome.message
+        self._retried[trial_id] = Retry(False, drops_segments, running.beside)
+        return self._retried[trial_id]
+
+    def final(self, running: Running, outcome: Outcome) -> Outcome:
+        """Return the final outcome, with warnings about earlier attempts."""
+        warnings = list(outcome.warnings)
+        retry = self._retried.get(running.trial.id)
+        is_proof = outcome.ok and not running.start.is_own
+        if retry is not None and running.method is not self._known_method:
+            if outcome.ok:
+                self._known_method = running.method
+                warnings.append(_WARNINGS[running.method])
+            else:  # the method was not the fault
+                self.method = self._known_method
+        elif retry is not None and retry.drops_segments:
+            warnings += [NO_SEGMENTS] if outcome.ok else []
+        elif retry is not None and retry.was_beside:
+            warnings.append(BESIDE_OTHERS)
+        elif self._cannot_fork and self._is_first(running):
+            warnings.append(f"{FRESH_PROCESSES_ONLY} ({self._cannot_fork})")
+        self._is_proven |= is_proof
+        return replace(outcome, warnings=tuple(warnings))
+
+    def _next_method(self, running: Running, outcome: Outcome) -> StartMethod | None:
+        """Return the method that may start a failed trial's ranks better; None if none does.
+
+        Any error of the very first trial is tried again so, because some libraries cannot be
+        forked; later on, only what CUDA says about forks. What fails before the engine where the
+        user's command did not is left to the command.
+        """
+        if outcome.kind is not OutcomeKind.ERROR:
+            return None
+        later = self._methods[self._methods.index(running.method) + 1 :]
+        is_first, before = self._is_first(running), outcome.before_engine
+        of_fork = _has_part_of(outcome.message, (*_NO_FORK_CUDA, *_DIED_OF_FORK))
+        if is_first and before and not of_fork and StartMethod.COMMAND in later:
+            return StartMethod.COMMAND
+        is_of_script = before and _has_part_of(outcome.message, _NEVER_OF_FORK)
+        if StartMethod.FRESH in later and (of_fork or (is_first and not is_of_script)):
+            return StartMethod.FRESH
+        return None
+
+    def _is_first(self, running: Running) -> bool:
+        """Return whether nothing has shown yet that ranks which dsat starts can train."""
+        has_command = self._methods[-1] is StartMethod.COMMAND
+        return running.trial.profiles or (has_command and not self._is_proven)
+
+
+def is_of_device(outcome: Outcome) -> bool:
+    """Return whether a trial failed because of a device or its driver."""
+    text = outcome.message + outcome.detail
+    return outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _OF_DEVICES)
+
+
+def _lost_port(outcome: Outcome) -> bool:
+    """Return whether another program took a trial's port between its choice and its use."""
+    text = outcome.message + outcome.detail
+    return outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _ADDRESS_IN_USE)
+
+
+def _refuses_segments(outcome: Outcome) -> bool:
+    """Return whether a trial failed because of expandable segments of torch's allocator."""
+    text = f"{outcome.message}\n{outcome.detail}"
+    return outcome.kind is OutcomeKind.ERROR and _REFUSED_SEGMENTS.search(text) is not None
+
+
+def _has_part_of(text: str, parts: Sequence[str]) -> bool:
+    return any(part in text for part in parts)

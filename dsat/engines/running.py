@@ -1,0 +1,136 @@
+"""Running trials."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsat.engines.agent.heartbeats import PING_EVERY_S, ListeningClock
+from dsat.engines.machines.hosts import Share
+from dsat.engines.start import FULL_RUN_ID, SIMULATION_ID, Start, StartMethod
+from dsat.in_trial.rank_files import ACTIVITY_FILE
+from dsat.values import slow
+from dsat.values.trial import Trial
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Running:
+    """A trial that runs.
+
+    Attributes:
+        shares: its slots of each host.
+        method: by which its ranks were started.
+        alone: no other trial may run on its hosts.
+        clock: its time limit counts by it.
+        beside: another trial ran at the same time.
+        ended: what the supervisors of hosts reported of its ranks' end, by host.
+        lost: which host it lost, and how; empty if it has all.
+    """
+
+    start: Start
+    shares: tuple[Share, ...]
+    method: StartMethod
+    alone: bool = False
+    began_s: float = field(default_factory=time.monotonic)
+    clock: ListeningClock = field(default_factory=lambda: ListeningClock(2 * PING_EVERY_S))
+    beside: bool = False
+    canceled: bool = False
+    timed_out: bool = False
+    ended: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    lost: str = ""
+
+    @property
+    def trial(self) -> Trial:
+        return self.start.trial
+
+    @property
+    def folder(self) -> Path:
+        return self.start.folder
+
+    @property
+    def hosts(self) -> set[int]:
+        return {share.index for share in self.shares}
+
+    @property
+    def hosts_going_on(self) -> set[int]:
+        """Hosts on which its ranks run."""
+        return self.hosts - self.ended.keys()
+
+    @property
+    def stuck(self) -> dict[int, set[int]]:
+        """Slots whose ranks cannot be ended, by host.
+
+        All of its slots on a host where the user's command, which starts the ranks, is stuck.
+        """
+        found: dict[int, set[int]] = {}
+        for share in self.shares:
+            by_rank = self.ended[share.index].get("stuck", [])  # a lost host reports nothing
+            if len(by_rank) == 1:
+                by_rank = by_rank * len(share.slots)
+            ranks = zip(share.slots, by_rank, strict=False)
+            found[share.index] = {slot for slot, is_stuck in ranks if is_stuck}
+        return found
+
+    def by_rank(self, what: str) -> list[Any]:
+        """Return what supervisors reported of each rank: `statuses` or `killed`."""
+        return [each for share in self.shares for each in self.ended[share.index][what]]
+
+
+def find_overdue(running: Collection[Running], limit_s: float) -> tuple[list[Running], float]:
+    """Return trials that take too long, from now on marked so, and the time left to others."""
+    overdue, left_s = [], [math.inf]
+    for each in running:
+        if each.timed_out or each.trial.id in (FULL_RUN_ID, SIMULATION_ID):
+            continue
+        left_s.append(limit_s - each.clock.now_s())
+        if left_s[-1] <= 0:
+            each.timed_out = True
+            overdue.append(each)
+            left_s.pop()
+    return overdue, min(left_s)
+
+
+class ActivityLog:
+    """Log of what trials do for more than a moment, with the time from then on."""
+
+    def __init__(self) -> None:
+        self._next_s: dict[str, float] = {}  # when each is logged again, by its duration
+
+    def write(self, running: Collection[Running], waiting: Sequence[Start]) -> None:
+        """Log what is new, or goes on for long."""
+        for name, activity, duration_s in _slow_activities(running, waiting):
+            text = f"{name}: {activity}" if name else activity
+            if text not in self._next_s:
+                _log.info("%s", text)
+                self._next_s[text] = duration_s + slow.AGAIN_S
+            elif duration_s >= self._next_s[text]:
+                _log.info("%s: %.0f s so far", text, duration_s)
+                self._next_s[text] = duration_s + slow.AGAIN_S
+
+
+def _slow_activities(
+    running: Collection[Running], waiting: Sequence[Start]
+) -> Iterator[tuple[str, str, float]]:
+    """Yield what trials have been doing for more than a moment, and for how long.
+
+    Each behind its trial's name; the user's own command, which begins the run, has none.
+    """
+    for each in running:
+        path = each.folder / ACTIVITY_FILE
+        with contextlib.suppress(OSError):
+            duration_s = time.time() - path.stat().st_mtime
+            if duration_s > slow.LONG_S:
+                yield "" if each.start.is_own else each.trial.name, path.read_text(), duration_s
+    for start in waiting:
+        duration_s = time.monotonic() - start.asked_s
+        if duration_s > slow.LONG_S:
+            names = ", ".join(each.trial.name for each in running)
+            yield start.trial.name, f"waits for {names} to end", duration_s

@@ -1,0 +1,150 @@
+"""Placement of trials: free slots, lost hosts, devices that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from dsat.engines.machines.hosts import Host, Share
+from dsat.engines.retries import is_of_device
+from dsat.engines.running import Running
+from dsat.engines.start import SIMULATION_ID, Start
+from dsat.errors import EngineError
+from dsat.values.outcome import Outcome
+
+_MAX_DEVICE_ERRORS = 2
+
+
+class Slots:
+    """Slots of hosts that have equally many.
+
+    A trial has slots of one host, or, if it needs more than a host has, whole hosts.
+
+    Attributes:
+        needed: by each trial.
+        lost: why hosts are not used any more, by host.
+    """
+
+    def __init__(self, hosts: Sequence[Host], needed: int) -> None:
+        self._hosts = hosts
+        self.needed = needed
+        self._per_host = hosts[0].machine.num_slots
+        self._free = [set(range(self._per_host)) for _ in hosts]
+        self.lost: dict[int, str] = {}
+
+    @property
+    def usable(self) -> int:
+        """Number of slots that trials can use at once."""
+        left = len(self._hosts) - len(self.lost)
+        return self._room([self._per_host] * left)
+
+    def check_free(self, *, waiting: int) -> None:
+        """Raise EngineError if there is no room for one more trial.
+
+        After a host was lost, trials that were on their way may wait.
+        """
+        free = self._room([len(slots) for slots in self._free])
+        if free < self.needed * (waiting + 1) and not self.lost:
+            raise EngineError(f"a trial needs {self.needed} slots and {free} are free")
+
+    def find_room(
+        self, start: Start, running: Collection[Running], *, alone: bool
+    ) -> tuple[Share, ...] | None:
+        """Take slots for a trial; None as long as there are none.
+
+        Args:
+            start: the trial.
+            running: other trials.
+            alone: no other trial may run on its hosts.
+        """
+        if start.simulation_socket is not None:
+            return (Share(0, self._hosts[0], ()),)
+        trials = [other for other in running if other.trial.id != SIMULATION_ID]
+        if any(other.start.alone for other in trials) or (start.alone and trials):
+            return None
+        taken = {host for other in trials if alone or other.alone for host in other.hosts}
+        return self._take(without=taken)
+
+    def _take(self, *, without: Collection[int]) -> tuple[Share, ...] | None:
+        """Take free slots for a trial, on the hosts with the fewest to spare; None without room."""
+        count = min(self.needed, self._per_host)
+        fitting = [
+            host
+            for host, free in enumerate(self._free)
+            if len(free) >= count and host not in without
+        ]
+        fitting.sort(key=lambda host: len(self._free[host]))
+        chosen = sorted(fitting[: -(-self.needed // self._per_host)])
+        if len(chosen) * count < self.needed:
+            return None
+        shares = tuple(
+            Share(host, self._hosts[host], tuple(sorted(self._free[host])[:count]))
+            for host in chosen
+        )
+        for share in shares:
+            self._free[share.index] -= set(share.slots)
+        return shares
+
+    def give_back(self, shares: Sequence[Share]) -> None:
+        """Free the slots of a trial that ended."""
+        for share in shares:
+            if share.index not in self.lost:
+                self._free[share.index] |= set(share.slots)
+
+    def lose(self, host: int, reason: str) -> str:
+        """Take a host out for the rest of the run; return a line for people."""
+        self.lost[host] = reason
+        self._free[host] = set()
+        name = self._hosts[host].name
+        return f"host {name} is not used any more: {reason}" if name else reason
+
+    def check_enough(self) -> None:
+        """Raise EngineError if too few hosts are left for a trial."""
+        if self.usable >= self.needed:
+            return
+        if len(self.lost) == len(self._hosts) == 1:
+            raise EngineError(f"{self.lost[0]}. Continue with --resume.")
+        reasons = [f"host {self._hosts[host].name}: {why}" for host, why in self.lost.items()]
+        left = len(self._hosts) - len(self.lost)
+        raise EngineError(
+            f"a trial needs {self.needed} slots, and {left * self._per_host} of "
+            f"{self._per_host * len(self._hosts)} still work ({'; '.join(reasons)}). Continue with "
+            "--resume once they do."
+        )
+
+    def _room(self, counts: Sequence[int]) -> int:
+        """Return how many slots trials can use at once, of so many on each host."""
+        if self.needed > self._per_host:
+            whole = sum(count == self._per_host for count in counts)
+            return whole * self._per_host // self.needed * self.needed
+        return sum(count // self.needed * self.needed for count in counts)
+
+
+class DeviceErrors:
+    """Count of the errors of devices in succession, the second of which ends the run.
+
+    Attributes:
+        failure: why the run ends; empty as long as it does not.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.failure = ""
+
+    def note(self, running: Running, outcome: Outcome) -> None:
+        """Note how a trial has ended: a rank may also wait for the driver of its device."""
+        machine = running.shares[0].host.machine
+        if machine.is_cpu:
+            return
+        self._count = 0 if outcome.ok else self._count + is_of_device(outcome)
+        stuck = [slot for slots in running.stuck.values() for slot in sorted(slots)]
+        if stuck:
+            names = ", ".join(machine.devices_of(stuck))
+            waits = f"a rank waits for the driver of {machine.accelerator} {names}"
+            self.failure = f"{waits}, and cannot be ended"
+        elif self._count == _MAX_DEVICE_ERRORS:
+            self.failure = f"a device failed twice: {outcome.message}"
+
+    def check(self) -> None:
+        """Raise EngineError if the run ends."""
+        if self.failure:
+            raise EngineError(f"{self.failure}. Continue with --resume once it works.")

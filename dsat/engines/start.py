@@ -1,0 +1,88 @@
+"""Start of a trial's ranks, as it is requested."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsat.in_trial.meter_spec import MeterSpec
+from dsat.simulation.server import CAPTURED_MICRO_BATCH
+from dsat.space.overrides import overrides_for
+from dsat.values.parallelism import DATA_ONLY, Parallelism
+from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
+
+# Of what is no trial of the search.
+FULL_RUN_ID = -1
+SIMULATION_ID = -3
+
+
+class StartMethod(enum.Enum):
+    """Methods to start ranks; in each, the user's own program runs behind dsat's hook."""
+
+    FORKED = "forked from the supervisor"
+    FRESH = "the same program in fresh processes, where forks fail"
+    COMMAND = "the user's command again"
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """Options of running and measuring trials.
+
+    Attributes:
+        trial: what holds for the trials of any engine.
+        cold: start each rank as a fresh Python process.
+        seed: `trial_seed` of Determined scripts.
+        imported: modules that forked ranks find imported beside what trials need.
+        trials: folder of the trials' folders; by default `trials` in that of the run.
+    """
+
+    trial: TrialOptions
+    cold: bool = False
+    seed: int = 42
+    imported: tuple[str, ...] = ()
+    trials: Path | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """A requested start; it may have to wait for slots.
+
+    Attributes:
+        meter: what is measured; None in a run that is not.
+        simulation_socket: where simulations of the script are asked for, if they are.
+        own_ranks: of the run's first trial, the user's command as it is: processes of the command
+            that dsat starts, 0 if it starts its ranks itself; None for all other trials.
+        alone: no other trial may run at all, because it failed beside others.
+        asked_s: when it was requested, by the monotonic clock.
+    """
+
+    trial: Trial
+    folder: Path
+    meter: MeterSpec | None
+    simulation_socket: Path | None = None
+    own_ranks: int | None = None
+    alone: bool = False
+    asked_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_own(self) -> bool:
+        return self.own_ranks is not None
+
+
+def make_simulation_trial(own: Parallelism, script_args: Mapping[str, Any]) -> Trial:
+    """Return a trial by which the script's model is simulated, on a single rank.
+
+    Args:
+        own: of the user's configuration.
+        script_args: switches of the script.
+    """
+    batch = BatchTriple(CAPTURED_MICRO_BATCH, CAPTURED_MICRO_BATCH, 1)
+    alone = {} if own == DATA_ONLY else DATA_ONLY.settings
+    overrides = overrides_for({**alone, "stage": 0}, batch)
+    return Trial(
+        SIMULATION_ID, TrialKind.SEARCH, "simulation", 0, batch, overrides, script_args=script_args
+    )

@@ -1,0 +1,398 @@
+"""Builder of starts: a trial's folder, and the requests to supervisors that start its ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dsat.engines import trial_folder
+from dsat.engines.agent import leftovers
+from dsat.engines.machines.hosts import Share
+from dsat.engines.machines.machine import Machine
+from dsat.engines.ports import free_ports
+from dsat.engines.rank_settings import cores_of, settings_of_command, settings_of_ranks
+from dsat.engines.start import (
+    FULL_RUN_ID,
+    LocalOptions,
+    Start,
+    StartMethod,
+    make_simulation_trial,
+)
+from dsat.engines.trial_folder import COMMAND_FILE, PACKAGES_FOLDER, assignments, log_files
+from dsat.in_trial import hook
+from dsat.in_trial.adapters.trackers import variables_off
+from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE
+from dsat.in_trial.loopback import ADDRESS, INTERFACES, is_loopback
+from dsat.in_trial.memory_limit import MALLOC_VARIABLES
+from dsat.in_trial.meter_spec import MeterSpec
+from dsat.in_trial.rank_files import CHANGES_FILE, CONFIG_FILE, DONE_FILE, SPEC_FILE, RankSpec
+from dsat.inputs import accelerate_env, ds_config, switches
+from dsat.inputs.entrypoint import Entrypoint
+from dsat.inputs.experiment import Experiment, length_in_units, trial_hparams
+from dsat.values import parallelism
+from dsat.values.files import PRIVATE_FOLDER, remove, write_atomically
+from dsat.values.text import words_without_secrets
+from dsat.values.trial import Trial
+
+# How long processes may go on after the trial's end.
+LINGER_S = 20.0
+_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+_SHOWN_TO_SCRIPTS = frozenset(
+    """
+    checkpoint_policy data debug description entrypoint labels max_restarts min_checkpoint_period
+    min_validation_period name optimizations perform_initial_validation profiling project
+    records_per_epoch reproducibility resources scheduling_unit searcher workspace
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class StartBuilder:
+    """Builder of starts, with what all trials of a run share.
+
+    Attributes:
+        experiment: what is run.
+        program: its entrypoint, taken apart.
+        run: folder of the run.
+        cwd: folder that trials run in.
+        options: how trials are run and measured.
+        slots: of each trial.
+        host_slots: of each host.
+    """
+
+    experiment: Experiment
+    program: Entrypoint
+    run: Path
+    cwd: Path
+    options: LocalOptions
+    slots: int = 0
+    host_slots: int = 0
+
+    def start_of(self, trial: Trial) -> Start:
+        """Return the start of a trial of the search."""
+        meter = MeterSpec.of_trial(
+            trial, self.options.trial, slots=self.slots, host_slots=self.host_slots
+        )
+        trials = self.options.trials or self.run / "trials"
+        return Start(trial, trials / trial.name, meter)
+
+    def simulation(self, address: Path, script_args: Mapping[str, Any]) -> Start:
+        """Return the start of the script for simulations of its model."""
+        own = parallelism.of_config(self.experiment.base_config)
+        trial = make_simulation_trial(own, script_args)
+        return Start(trial, self.run / "simulation", None, address)
+
+    def config_of(self, start: Start) -> dict[str, Any]:
+        """Return the DeepSpeed configuration of a trial."""
+        return ds_config.for_use(self.experiment.base_config, start.trial.overrides)
+
+    def build(
+        self, start: Start, shares: tuple[Share, ...], method: StartMethod
+    ) -> Mapping[int, Mapping[str, Any]]:
+        """Write a trial's folder; return the requests that start its ranks, by host.
+
+        Args:
+            start: the trial.
+            shares: its slots of each host, in the order of their ranks.
+            method: how its ranks are started.
+        """
+        trial, folder = start.trial, start.folder
+        if not start.is_own:
+            remove(folder)  # left when dsat was killed
+            folder.mkdir(mode=PRIVATE_FOLDER, parents=True)
+        config, program = self.config_of(start), self.program
+        if not start.is_own:
+            config = leftovers.with_own_swap_folder(config, self.run, trial.name)
+            path = folder / CONFIG_FILE
+            write_atomically(path, json.dumps(config, indent=2) + "\n")
+            program = program.for_config(
+                str(path.resolve()), config, trial.script_args, self.experiment.arg_mappings
+            )
+        plan = _Plan(self, start, shares, method, program, config, tuple(free_ports(3)))
+        spec = plan.spec()
+        if start.is_own and start.meter is None:  # its ranks are only recorded
+            return plan.requests()
+        write_atomically(folder / SPEC_FILE, json.dumps(spec.to_json(), indent=1) + "\n")
+        if method is StartMethod.COMMAND and not start.is_own:
+            write_atomically(folder / CHANGES_FILE, json.dumps(plan.changes()))
+        write_atomically(folder / COMMAND_FILE, plan.command_text())
+        return plan.requests()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One start of a trial's ranks.
+
+    Attributes:
+        builder: what all trials share.
+        program: the entrypoint with the trial's own configuration.
+        config: its DeepSpeed configuration.
+        ports: of the first host, three of them.
+    """
+
+    builder: StartBuilder
+    start: Start
+    shares: tuple[Share, ...]
+    method: StartMethod
+    program: Entrypoint
+    config: Mapping[str, Any]
+    ports: tuple[int, ...]
+
+    def spec(self) -> RankSpec:
+        """Return the specification that every rank reads."""
+        start, experiment, options = self.start, self.builder.experiment, self.builder.options
+        trial, meter, socket = start.trial, start.meter, start.simulation_socket
+        hparams = trial_hparams(experiment.hparams, trial.overrides)
+        # What else is there may hold credentials, which no file of ours should.
+        config = {k: v for k, v in experiment.config.items() if k in _SHOWN_TO_SCRIPTS}
+        length = _max_length(config)
+        if meter is not None:
+            hparams[ds_config.DSAT_MODE_KEY] = True
+            length = length_in_units(meter.longest, config, trial.batch)
+        if meter is not None or socket is not None:  # no training in full length
+            config["searcher"] = {**dict(config.get("searcher") or {}), "name": "custom"}
+        is_cpu, memory_bytes = self._machine.is_cpu, options.trial.slot_memory_bytes
+        devices = self._machine.devices_of(self.shares[0].slots or (0,))
+        starts_ranks = not self._is_command or start.is_own
+        return RankSpec(
+            trial=trial.to_json(),
+            program={**asdict(self.program), "env": {}},
+            task={
+                "trial_id": max(trial.id, 0),
+                "slots": self._ranks,
+                "hosts": self._addresses,
+                "hparams": hparams,
+                "experiment_config": config,
+                "length": length,
+                "seed": options.seed,
+                "ports": list(self.ports[1:]),
+                "devices": [] if is_cpu else devices,
+            },
+            meter=None if meter is None else meter.to_json(),
+            simulation_socket=None if socket is None else str(socket),
+            cpu_memory_bytes=memory_bytes if self._limits_memory else None,
+            threads=1 if is_cpu else None,
+            own=start.is_own,
+            is_command=self._is_command,
+            defaults_local_rank=(
+                starts_ranks
+                and (start.own_ranks or self._ranks) > 1
+                and not self.program.launch.passes_local_rank
+            ),
+        )
+
+    def requests(self) -> dict[int, dict[str, Any]]:
+        """Return the requests to the supervisors by host."""
+        trial_folder.make_hook(self._folder)
+        found = {}
+        for cross_rank, share in enumerate(self.shares):
+            first = cross_rank * self._ranks_per_host
+            processes = share.ranks
+            if self._is_command:
+                processes = self.start.own_ranks or 1
+            found[share.index] = {
+                "op": "launch",
+                "trial": self.start.trial.id,
+                "folder": str(self._folder),
+                "cwd": str(self._cwd),
+                "port": self.ports[0],
+                "ranks": [self._process(share, local, first) for local in range(processes)],
+                "logs": log_files(cross_rank),
+                "fork": self.method is StartMethod.FORKED,
+                "starts_ranks": not self._is_command,
+                "linger_s": None if self.start.trial.id == FULL_RUN_ID else LINGER_S,
+                "done": self._done_file,
+                "swap": self._swap,
+            }
+        return found
+
+    def changes(self) -> dict[str, Any]:
+        """Return the arguments and variables of a command that replace those of the first run."""
+        before, wanted = self.builder.program, self.program
+        names = [n for n, value in before.env.items() if wanted.env.get(n) != value]
+        changed = {n: value for n, value in wanted.env.items() if before.env.get(n) != value}
+        unnamed = ["-m"] if before.module else ["-c", "-", ""]
+        return {
+            "programs": [before.script] if before.script else unnamed,
+            "args": [list(before.args), list(wanted.args)],
+            "env": [{name: before.env[name] for name in names}, changed],
+        }
+
+    def command_text(self) -> str:
+        """Return the user's command as a person can paste it into a shell, for each rank."""
+        change = f"cd {shlex.quote(str(self._cwd))}"
+        words = self._command(0) if self._is_command else self.program.command()
+        shown = shlex.join(words_without_secrets(words))
+        if self.start.is_own:
+            return f"{change}\n{shown}\n"
+        chosen = self.start.trial.script_args
+        lines = [f"# {shown}"]
+        lines += [f"# with {switches.write(name, value)}" for name, value in chosen.items()]
+        texts = []
+        for rank in range(1 if self._is_command else self._ranks):
+            command = shlex.join(words_without_secrets(self._command(rank)))
+            env = assignments(self.environment(rank))
+            hooked = f"PYTHONPATH={shlex.quote(str(self._folder / HOOK_FOLDER))}"
+            hooked += f'"${{PYTHONPATH:+:$PYTHONPATH}}":{shlex.quote(str(self._packages))}'
+            line = " ".join(["env", *env, hooked, command])
+            host = self.shares[rank // self._ranks_per_host].host.name
+            texts.append(f"# on {host}\n{line}" if len(self.shares) > 1 else line)
+        return "\n".join([*lines, change, " &\n".join(texts)]) + "\n"
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return all variables of a rank, or of the user's command, but for those of the hook."""
+        builder, share = self.builder, self.shares[rank // self._ranks_per_host]
+        is_command = self._is_command
+        env = {
+            **(INTERFACES if is_loopback(self._addresses[0]) else {}),
+            **os.environ,
+            **builder.experiment.env,
+            "PYTHONUNBUFFERED": "1",
+            TRIAL_VARIABLE: str(self._folder),
+            RUN_VARIABLE: str(builder.run.resolve()),
+            **leftovers.owner_mark(),
+        }
+        if not is_command:
+            env |= self.program.env
+        if not is_command or self.start.own_ranks:
+            env |= self._variables_of_launcher(rank)
+        elif not self.start.is_own:  # for a command that does not choose them itself
+            env |= {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(self.ports[0])}
+        if not self.start.is_own:
+            env["DS_ACCELERATOR"] = self._machine.accelerator
+        if is_command and (self.start.is_own or self.start.meter is not None):
+            # What a launcher's process adds would be recorded as the user's own.
+            env |= variables_off(self._folder)
+        if is_command:
+            env |= settings_of_command(self._machine, env)
+        else:
+            env |= share.host.machine.variables_of(share.slots or (0,))
+            ranks = self._ranks_per_host
+            env |= settings_of_ranks(self._machine, self.program, self.config, ranks, env)
+        if self.method is StartMethod.FRESH and self._limits_memory:
+            # The limit comes with the first model.
+            env |= {name: str(value) for name, value in MALLOC_VARIABLES.items()}
+        return env | accelerate_env.for_parallelism(env, self.config, self._ranks)
+
+    def _variables_of_launcher(self, rank: int) -> dict[str, str]:
+        """Return what a launcher would tell a rank."""
+        if self.start.own_ranks:
+            of_all = dict.fromkeys(_SIZES, str(self.start.own_ranks))
+            alone = {hook.ALONE_VARIABLE: "1"} if self.start.own_ranks == 1 else {}
+            master = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(self.ports[0])}
+            return of_all | alone | master | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        cross_rank, local_rank = divmod(rank, self._ranks_per_host)
+        hosts, ranks_per_host = str(len(self.shares)), str(self._ranks_per_host)
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self._ranks),
+            "LOCAL_SIZE": ranks_per_host,
+            "LOCAL_WORLD_SIZE": ranks_per_host,
+            "CROSS_RANK": str(cross_rank),
+            "CROSS_SIZE": hosts,
+            "GROUP_RANK": str(cross_rank),
+            "GROUP_WORLD_SIZE": hosts,
+            "MASTER_ADDR": self._addresses[0],
+            "MASTER_PORT": str(self.ports[0]),
+            "USE_DEEPSPEED": "1",
+            "DET_CHIEF_IP": self._addresses[0],
+        }
+
+    def _process(self, share: Share, local: int, first: int) -> dict[str, Any]:
+        """Return a process of a request: its variables, cores and command."""
+        env = self.environment(first + local)
+        if self.method is not StartMethod.FORKED:
+            paths = [
+                str(self._folder / HOOK_FOLDER),
+                env.get("PYTHONPATH"),
+                str(self._packages),
+            ]
+            if self.builder.experiment.includes:  # a script that is a link has other neighbours
+                paths.insert(2, str(self._cwd))
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        is_bound = not self._is_command or self._machine.is_cpu
+        return {
+            "env": env,
+            "cores": cores_of(share, local, self.program, self.config) if is_bound else [],
+            "command": self._command(first + local),
+        }
+
+    def _command(self, rank: int) -> list[str]:
+        """Return the words of a process."""
+        if self._is_command:
+            name, *words = self.program.started_by
+            return [shutil.which(name) or name, *words]
+        program = self.program
+        if program.launch.passes_local_rank:
+            local_rank = f"--local_rank={rank % self._ranks_per_host}"
+            program = replace(program, args=(local_rank, *program.args))
+        return program.command()
+
+    @property
+    def _limits_memory(self) -> bool:
+        is_wanted = self.builder.options.trial.slot_memory_bytes is not None
+        on_cpu = self._machine.is_cpu or self.start.is_own
+        return is_wanted and on_cpu and self.start.meter is not None
+
+    @property
+    def _is_command(self) -> bool:
+        return self.method is StartMethod.COMMAND
+
+    @property
+    def _swap(self) -> list[str]:
+        """Its folders on NVMe, which each host makes and removes."""
+        return leftovers.swap_folders(self.config) if not self.start.is_own else []
+
+    @property
+    def _done_file(self) -> str | None:
+        """File that exists once the user's command is not needed any more."""
+        return DONE_FILE if self._is_command and self.start.trial.id != FULL_RUN_ID else None
+
+    @property
+    def _cwd(self) -> Path:
+        started_in = self.program.started_in if self._is_command else ""
+        return Path(started_in or self.builder.cwd).resolve()
+
+    @property
+    def _packages(self) -> Path:
+        return self._folder / PACKAGES_FOLDER
+
+    @cached_property
+    def _folder(self) -> Path:
+        return self.start.folder.resolve()
+
+    @property
+    def _machine(self) -> Machine:
+        """Any of the hosts', for what they have in common."""
+        return self.shares[0].host.machine
+
+    @property
+    def _ranks_per_host(self) -> int:
+        return self.shares[0].ranks
+
+    @property
+    def _ranks(self) -> int:
+        return self._ranks_per_host * len(self.shares)
+
+    @property
+    def _addresses(self) -> list[str]:
+        """Addresses of the hosts; loopback if there is one."""
+        if len(self.shares) == 1:
+            return [ADDRESS]
+        return [share.host.address for share in self.shares]
+
+
+def _max_length(config: Mapping[str, Any]) -> int:
+    """Return the length of a full run: `searcher.max_length`, a number or `{unit: number}`."""
+    length = ds_config.at(config, "searcher.max_length")
+    if isinstance(length, Mapping):
+        [length] = length.values()
+    return 1 if length is None else int(length)

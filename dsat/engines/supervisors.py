@@ -1,0 +1,349 @@
+"""Supervisors of all hosts, and the engine's end of their protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsat.engines.agent import heartbeats, leftovers
+from dsat.engines.agent.supervisor import MARK
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.processes import spawn
+from dsat.errors import EngineError
+from dsat.in_trial.hook import RUN_VARIABLE
+from dsat.values.files import PRIVATE_FILE, digest
+
+# Modules that `deepspeed.initialize` and the first steps import on demand (deepspeed 0.19.8: 1,512
+# modules, 2.2 s); imported once here instead of in every rank.
+WARM_MODULES = (
+    "psutil",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.utils.data",
+    "torch.utils.flop_counter",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.parameter_offload",
+    "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.fp16.fused_optimizer",
+    "deepspeed.runtime.fp16.unfused_optimizer",
+    "deepspeed.ops.adam",
+    "deepspeed.ops.op_builder",
+    "dsat.in_trial.rank",
+)
+LOST = "lost"
+_WARM_UP_LIMIT_S = 300.0
+_LOOK_LIMIT_S = 60.0
+# A supervisor that is cut off ends its trials; earlier ones of them run elsewhere by then.
+_ORPHANED_AFTER_S = 600.0
+_END_LIMIT_S, _TERMINATE_LIMIT_S = 20.0, 5.0
+
+_Messages = list[tuple[int, dict[str, Any]]]
+# In Python 3.10 a `SimpleQueue` may wait for ever where a timeout is 0.
+_Inbox = queue.Queue[tuple[int, dict[str, Any] | None]]
+
+
+class Supervisors:
+    """Start a supervisor on each host, and talk with all of them.
+
+    Args:
+        hosts: where.
+        folder: of the run.
+        env: the user's own variables, for modules that are imported in advance.
+    """
+
+    def __init__(self, hosts: Sequence[Host], folder: Path, *, env: Mapping[str, str]) -> None:
+        self._hosts = hosts
+        self._folder = folder.resolve()
+        self._env = env
+        self._kept: _Messages = []  # for `receive`
+        self._ping_at_s = 0.0
+        self._start(range(len(hosts)))
+
+    def send(self, host: int, request: Mapping[str, Any]) -> None:
+        """Send a request to a host without waiting; nothing if it is lost, as `receive` says."""
+        if host in self._clients:
+            if request.get("port"):
+                leftovers.note_port(self._folder, request["port"])
+            self._clients[host].send(request)
+
+    def receive(self, timeout_s: float) -> _Messages:
+        """Return messages, each with its host, after waiting at most this long for one.
+
+        The last message of a host whose supervisor is gone, or of one of several hosts that fell
+        silent, is {"event": "lost", "reason": text}.
+        """
+        if self._kept:
+            kept, self._kept = self._kept, []
+            return kept
+        if len(self._hosts) == 1:  # its trials could run nowhere else: it may take its time
+            return self._read(timeout_s)
+        found = self._read(min(timeout_s, max(0.0, self._ping_at_s - time.monotonic())))
+        if time.monotonic() >= self._ping_at_s:
+            self._ping_at_s = time.monotonic() + heartbeats.PING_EVERY_S
+            found += self._ping()
+        return found
+
+    def check_files(self, folder: Path, files: Sequence[Path]) -> None:
+        """Check that all hosts share the run's folder, and have the same files as this machine.
+
+        Args:
+            folder: that trials run in.
+            files: that they use.
+
+        Raises:
+            EngineError: a host does not.
+        """
+        token = secrets.token_hex()
+        seen = self._folder / f".seen-{token[:8]}"
+        seen.write_text(token)
+        shared, *own = map(digest, (seen, *files))
+        request = {"op": "look", "files": [str(seen), *map(str, files)], "folder": str(folder)}
+        try:
+            answers = self._ask(dict.fromkeys(self._clients, request), _LOOK_LIMIT_S)
+        finally:
+            seen.unlink()
+        for host, answer in answers.items():
+            name, (its_shared, *its_own) = self._hosts[host].name, answer["digests"]
+            if its_shared != shared:
+                raise EngineError(
+                    f"host {name} does not share the run's folder {self._folder} with this one: "
+                    "put it on a file system that all hosts have (--run-dir)"
+                )
+            if not answer["is_folder"]:
+                raise EngineError(f"host {name} has no folder {folder}")
+            for file, one, other in zip(files, own, its_own, strict=True):
+                if one != other:
+                    has = f"another {file} than this machine" if other else f"no {file}"
+                    raise EngineError(
+                        f"host {name} has {has}: put it on a file system that all hosts have"
+                    )
+
+    def warm_up(self, modules: Sequence[str] = ()) -> str:
+        """Import the modules that ranks need; no trial may be running.
+
+        If a supervisor can no longer fork afterwards, all are started again without `modules`.
+
+        Args:
+            modules: to import besides.
+
+        Returns:
+            Why no ranks can be forked even with only torch and DeepSpeed imported; empty if they
+            can be.
+        """
+        reason = ""
+        own = [(*WARM_MODULES, *modules)] if modules else []
+        for names in (*own, WARM_MODULES):
+            request = {"op": "warm", "modules": list(names)}
+            requests = {
+                number: {**request, "device": host.machine.variables_of((0,))}
+                for number, host in enumerate(self._hosts)
+            }
+            answers = self._ask(requests, _WARM_UP_LIMIT_S)
+            reason = next(filter(None, (answer["reason"] for answer in answers.values())), "")
+            if not reason:
+                break
+            hosts = list(self._clients)
+            self.close()
+            self._start(hosts)
+        return reason
+
+    def close(self) -> None:
+        """End the supervisors and everything that they started; does nothing twice."""
+        for client in self._clients.values():
+            client.ask_to_end()
+        try:
+            for client in self._clients.values():
+                client.wait_for_end()
+        except KeyboardInterrupt:  # pressed twice: do not wait
+            self.kill()
+            raise
+        self._clients.clear()
+        leftovers.end_processes(self._folder)
+
+    def kill(self) -> None:
+        """End the supervisors at once, even while they import."""
+        for client in self._clients.values():
+            client.kill()
+        self.close()
+
+    def _start(self, hosts: Collection[int]) -> None:
+        self._inbox: _Inbox = queue.Queue()
+        self._clients: dict[int, _Client] = {}
+        for number in hosts:
+            env = {**self._env, RUN_VARIABLE: str(self._folder), **leftovers.owner_mark()}
+            log = self._folder / "supervisor.log"
+            self._clients[number] = _Client(number, self._hosts[number], log, env, self._inbox)
+
+    def _read(self, timeout_s: float) -> _Messages:
+        """Read messages, as `receive` returns them."""
+        found: _Messages = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                host, answer = self._inbox.get(timeout=0.0 if found else timeout_s)
+                if host not in self._clients:  # lost a moment ago
+                    continue
+                self._clients[host].unanswered = 0
+                if answer is None:
+                    found.append((host, {"event": LOST, "reason": self._drop(host)}))
+                elif answer["event"] != "pong":
+                    found.append((host, answer))
+        return found
+
+    def _ping(self) -> _Messages:
+        """Ask hosts for signs of life; give up those that left too many requests unanswered.
+
+        Requests are counted, not seconds: a process that is stopped or busy hears nobody.
+        """
+        most = heartbeats.SILENT_AFTER_S / heartbeats.PING_EVERY_S
+        silent = [host for host, client in self._clients.items() if client.unanswered >= most]
+        reason = f"it has not answered for {heartbeats.SILENT_AFTER_S:g} s"
+        lost = [self._abandon(host, reason) for host in silent]
+        for host, client in self._clients.items():
+            client.unanswered += 1
+            limit_s = None if self._hosts[host].is_here else _ORPHANED_AFTER_S
+            client.send({"op": "ping", "limit_s": limit_s})
+        return lost
+
+    def _abandon(self, host: int, reason: str) -> tuple[int, dict[str, Any]]:
+        """Give up a host that does not answer; return its last message.
+
+        Its supervisor ends its trials as soon as it sees the end of its requests.
+        """
+        self._clients[host].kill()
+        self._drop(host)
+        return host, {"event": LOST, "reason": reason}
+
+    def _drop(self, host: int) -> str:
+        """Let go of a lost host; return how its supervisor ended."""
+        client = self._clients.pop(host)
+        client.ask_to_end()
+        status = client.wait_for_end()
+        log = self._folder / "supervisor.log"
+        return f"the process that runs trials ended (exit status {status}; see {log})"
+
+    def _ask(
+        self, requests: Mapping[int, Mapping[str, Any]], limit_s: float
+    ) -> dict[int, dict[str, Any]]:
+        """Return the answers of all hosts; other messages are kept for `receive`.
+
+        A host that is lost gives none. One that takes too long while others answer is given up.
+
+        Raises:
+            EngineError: all take too long.
+        """
+        kept: _Messages = []
+        answers: dict[int, dict[str, Any]] = {}
+        for host in self._clients:
+            self.send(host, requests[host])
+        deadline = time.monotonic() + limit_s
+        while missing := self._clients.keys() - answers.keys():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                is_import = any(request["op"] == "warm" for request in requests.values())
+                task = "importing torch and deepspeed" if is_import else "an answer"
+                reason = f"{task} took longer than {limit_s:g} s"
+                if not answers:
+                    raise EngineError(reason)
+                kept += [self._abandon(host, reason) for host in sorted(missing)]
+                continue
+            for host, answer in self._read(left_s):
+                if answer["event"] == requests[host]["op"]:
+                    answers[host] = answer
+                else:
+                    kept.append((host, answer))
+        self._kept += kept
+        return answers
+
+
+class _Client:
+    """Client of one supervisor.
+
+    One thread writes requests, since a host that is cut off takes none, and another reads answers
+    into the inbox, each with the host's number, and None at their end.
+    """
+
+    def __init__(
+        self, number: int, host: Host, log: Path, env: Mapping[str, str], inbox: _Inbox
+    ) -> None:
+        self.unanswered = 0  # requests for a sign of life since the last answer
+        self._requests = queue.SimpleQueue[Mapping[str, Any] | None]()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        with open(os.open(log, flags, PRIVATE_FILE), "ab") as file:
+            self._process = spawn(
+                host.reach,
+                [sys.executable, "-m", "dsat.engines.agent.supervisor"],
+                _environment(host.machine.accelerator, env),
+                file,
+            )
+        threading.Thread(target=self._write, daemon=True).start()
+        threading.Thread(target=self._read, args=(number, inbox), daemon=True).start()
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Send a request; nothing happens if the supervisor is gone."""
+        self._requests.put(request)
+
+    def ask_to_end(self) -> None:
+        """Make the supervisor end with everything that it started."""
+        self._requests.put(None)
+
+    def wait_for_end(self) -> int:
+        """Wait for the end of a supervisor that was asked to end, and insist if need be.
+
+        Returns:
+            Its exit status.
+        """
+        for insist, limit_s in (
+            (self._process.terminate, _END_LIMIT_S),
+            (self._process.kill, _TERMINATE_LIMIT_S),
+        ):
+            try:
+                return self._process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                insist()
+        return self._process.wait()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            while (request := self._requests.get()) is not None:
+                stdin.write(json.dumps(request).encode() + b"\n")
+                stdin.flush()
+
+    def _read(self, number: int, inbox: _Inbox) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stdout:
+            for line in stdout:
+                _, mark, answer = line.partition(MARK)
+                if mark and answer.endswith(b"}\n"):  # one that is killed leaves half a line
+                    inbox.put((number, json.loads(answer)))
+        inbox.put((number, None))
+
+
+def _environment(accelerator: str, own: Mapping[str, str]) -> dict[str, str]:
+    env = {**os.environ, **own}
+    path = [*filter(None, [env.get("PYTHONPATH")]), str(Path(__file__).resolve().parents[2])]
+    return {
+        **env,
+        "PYTHONPATH": os.pathsep.join(path),
+        # Neither asks CUDA for its devices, which would keep the process from forking.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        **({"DS_ACCELERATOR": accelerator} if accelerator else {}),
+        "PYTHONSAFEPATH": "1",
+    }

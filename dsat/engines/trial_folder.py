@@ -1,0 +1,65 @@
+"""Files in a trial's folder by which its processes find dsat, and folders beside it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import wrapt
+
+import dsat
+from dsat.in_trial import hook
+from dsat.in_trial.hook import HOOK_FOLDER, SPARE_FOLDER
+from dsat.inputs.experiment import Experiment
+from dsat.values.text import assignment
+
+COMMAND_FILE = "cmd.txt"
+PACKAGES_FOLDER = "packages"
+
+
+def make_hook(folder: Path) -> None:
+    """Make the folders by which the user's Python processes find dsat and its hook.
+
+    An interpreter of another environment must not see what is installed beside dsat.
+    """
+    own = folder / HOOK_FOLDER
+    for place, module in ((folder / PACKAGES_FOLDER, dsat), (own / SPARE_FOLDER, wrapt)):
+        place.mkdir(parents=True)
+        (place / module.__name__).symlink_to(Path(str(module.__file__)).resolve().parent)
+    shutil.copyfile(hook.__file__, own / "sitecustomize.py")
+
+
+def remove_hook(folder: Path) -> None:
+    """Remove what `make_hook` has made."""
+    for name in (HOOK_FOLDER, PACKAGES_FOLDER):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def log_files(cross_rank: int) -> list[str]:
+    """Return the log files of a host's ranks: two hosts cannot append to the same file."""
+    part = f"-{cross_rank}" if cross_rank else ""
+    return [f"stdout{part}.log", f"stderr{part}.log"]
+
+
+def working_folder(experiment: Experiment, folder: Path) -> Path:
+    """Return the model folder, or one that shows it together with the includes."""
+    if not experiment.includes:
+        return experiment.model_dir
+    together = folder / "context"
+    together.mkdir(exist_ok=True)
+    for path in [*experiment.model_dir.iterdir(), *experiment.includes]:
+        link = together / path.name
+        if not link.is_symlink():
+            link.symlink_to(path.resolve())
+    return together
+
+
+def assignments(env: Mapping[str, str]) -> list[str]:
+    """Return a shell's assignments of variables that differ from this process's."""
+    return [
+        assignment(name, value)
+        for name, value in sorted(env.items())
+        if os.environ.get(name) != value
+    ]

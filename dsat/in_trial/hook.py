@@ -1,0 +1,185 @@
+"""Hook that every Python process of the user's command runs first.
+
+A copy of this file is `sitecustomize.py` in a folder in front of `PYTHONPATH`. It gives the script
+the arguments of the trial. If the process imports DeepSpeed, `dsat.in_trial.rank` prepares it to be
+a rank. dsat itself is found by `PYTHONPATH` as well, in a folder that holds nothing else of the
+environment in which it is installed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+TRIAL_VARIABLE = "DSAT_TRIAL_DIR"  # the trial's folder
+RUN_VARIABLE = "DSAT_RUN_DIR"  # the run's folder; in all processes that dsat starts
+OWNER_VARIABLE = "DSAT_OWNER"  # the process of dsat that started this one
+RANK_VARIABLE = "DSAT_RANK_PID"  # the process that is a rank; none if a command starts the ranks
+ALONE_VARIABLE = "DSAT_ALONE"  # the user's command has no launcher
+HOOK_FOLDER, SPARE_FOLDER = "hook", "spare"  # the second holds packages that may be missing
+_CHANGES_FILE = "command.json"  # as in `rank_files`, which cannot be imported here
+_LOCAL_RANK = ("--local_rank=", "--local-rank=")  # of DeepSpeed's launcher and torch's older one
+
+
+def _forget_rank(module: ModuleType) -> None:
+    """Have Lightning find none of the variables of a rank when it first looks for them."""
+    environment: Any = vars(module).get("LightningEnvironment")
+    original = environment.creates_processes_externally.fget
+    given = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"]
+
+    def creates_processes_externally(self: Any) -> Any:
+        while given:
+            os.environ.pop(given.pop(), None)
+        return original(self)
+
+    environment.creates_processes_externally = property(creates_processes_externally)
+
+
+class _Process:
+    """This process, which is or may become a rank of the trial."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._is_alone = os.environ.pop(ALONE_VARIABLE, None) is not None
+        self._is_rank = os.environ.pop(RANK_VARIABLE, None) == str(os.getpid())
+        if self._is_rank:
+            self._leave_children_alone()
+        self._start = {
+            "pid": os.getpid(),
+            "argv": list(sys.argv),
+            "cwd": os.getcwd(),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "env": dict(os.environ),
+        }
+
+    def change_arguments(self) -> None:
+        """Replace arguments and variables that the first run had by those of the trial."""
+        path = self._folder / _CHANGES_FILE
+        if not path.exists():  # it was started with them, or is as the user has it
+            return
+        changes = json.loads(path.read_text(encoding="utf-8"))
+        seen, wanted = changes["args"]
+        own = sys.argv[1:]
+        local_rank = [word for word in own[:1] if word.startswith(_LOCAL_RANK)]
+        if sys.argv[0] in changes["programs"] and own[len(local_rank) :] == seen:
+            sys.argv[1:] = [*local_rank, *wanted]
+        seen, wanted = changes["env"]
+        if seen.items() <= os.environ.items():
+            for name in seen:
+                del os.environ[name]
+            os.environ.update(wanted)
+
+    def install_adapters(self) -> None:
+        """Adapt functions that the script may bind to names of its own before it trains."""
+        from dsat.in_trial.adapters.begin import begin
+
+        begin(self._folder)
+
+    def watch_end(self) -> None:
+        """Report how a rank ends, even if that is before it imports DeepSpeed."""
+        if not self._is_rank:
+            return
+        from dsat.in_trial import failures
+
+        failures.report_uncaught(lambda error: self._this_rank().fail(error))
+        atexit.register(lambda: self._this_rank().finish())
+
+    def watch_imports(self) -> None:
+        """Adapt modules as soon as the program imports them."""
+        import wrapt
+
+        if self._is_alone:  # Lightning starts ranks itself, unless it is one
+            for package in ("lightning.fabric", "lightning_fabric"):
+                module = f"{package}.plugins.environments.lightning"
+                wrapt.register_post_import_hook(_forget_rank, module)
+        adaptations: dict[str, Callable[[ModuleType], None]] = {
+            "deepspeed": self._begin,
+            "transformers": self._begin,  # its lazy package, before any module that is adapted
+        }
+        if self._is_rank:
+            adaptations["determined"] = self._begin  # whose harness imports the script later
+        else:
+            adaptations |= {
+                "multiprocessing.process": self._report_end,
+                "torch.distributed.launcher.api": self._refuse_nodes,
+                "deepspeed.launcher.multinode_runner": self._refuse_nodes,
+            }
+        for name, adapt in adaptations.items():
+            wrapt.register_post_import_hook(adapt, name)
+
+    def _leave_children_alone(self) -> None:
+        """Have no process that a rank starts run this hook."""
+        entries = os.environ["PYTHONPATH"].split(os.pathsep)
+        kept = [entry for entry in entries if Path(entry) != self._folder / HOOK_FOLDER]
+        os.environ["PYTHONPATH"] = os.pathsep.join(kept)
+
+    def _begin(self, _: ModuleType) -> None:
+        deepspeed = sys.modules.get("deepspeed")
+        if deepspeed is not None and not hasattr(deepspeed, "initialize"):
+            return  # DeepSpeed below 0.18 imports transformers itself, and is not ready yet
+        from dsat.in_trial import rank
+
+        rank.begin(self._folder, self._start, is_rank=self._is_rank)
+
+    def _this_rank(self) -> Any:
+        from dsat.in_trial import rank
+
+        return rank.of_process(self._folder)
+
+    def _refuse_nodes(self, module: ModuleType) -> None:
+        from dsat.in_trial import start_record
+
+        start_record.refuse_nodes(str(self._folder), module)
+
+    def _report_end(self, module: ModuleType) -> None:
+        """Report the end of processes of multiprocessing, which call no hooks."""
+        process: Any = module.BaseProcess
+        original = process.run
+
+        def run(own: Any) -> None:
+            try:
+                original(own)
+            except BaseException as error:
+                if rank := _rank():
+                    rank.fail(error)
+                raise
+            if rank := _rank():
+                rank.finish()
+
+        process.run = run
+
+
+def _rank() -> Any:
+    """Return what may be a rank in this process, if DeepSpeed was imported."""
+    return getattr(sys.modules.get("dsat.in_trial.rank"), "begun", None)
+
+
+def _run_hidden_sitecustomize() -> None:
+    """Run a `sitecustomize` of the environment's own, which this file hides."""
+    own = os.path.dirname(os.path.abspath(__file__))
+    elsewhere = [entry for entry in sys.path if os.path.abspath(entry or ".") != own]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+if __name__ == "sitecustomize":
+    sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), SPARE_FOLDER))
+    # Another program's Python may be older than dsat can be.
+    if TRIAL_VARIABLE in os.environ and sys.version_info >= (3, 10):
+        _process = _Process(Path(os.environ[TRIAL_VARIABLE]))
+        _process.change_arguments()
+        _process.install_adapters()
+        _process.watch_end()
+        _process.watch_imports()
+    _run_hidden_sitecustomize()

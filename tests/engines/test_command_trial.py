@@ -1,0 +1,148 @@
+"""Trials that run the user's whole command again, with a real DeepSpeed where a rank trains."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.engines.retries import COMMAND_AGAIN
+from dsat.values.outcome import OutcomeKind
+from dsat.values.trial import TrialKind
+from testing.local import (
+    PROGRAMS,
+    Bench,
+    buffers_of,
+    engine_of_command,
+    processes_of,
+    shared_memory,
+    wait_until,
+    warnings_of,
+)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with the programs that start their ranks in ways of their own."""
+    shutil.copytree(PROGRAMS / "own_ranks", tmp_path / "work")
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    monkeypatch.setenv("PATH", path)
+    return tmp_path / "work"
+
+
+@contextlib.contextmanager
+def bench_of(place: Path, *command: str, slots: int = 1, **seen: Any) -> Iterator[Bench]:
+    """An engine for a command that was seen to run a program; nothing of it is left."""
+    folder = place.parent / "run"
+    folder.mkdir()
+    engine = engine_of_command(place, folder, command, slots=slots, **seen)
+    try:
+        yield Bench(engine, folder, slots)
+    finally:
+        engine.close()
+    assert not processes_of(folder)
+
+
+ALONE: dict[str, Any] = {"needs_command": "their program is in no file"}
+
+
+@pytest.mark.parametrize(
+    ("seen", "own", "found"),
+    [({}, None, "1"), ({"A_SWITCH": "0"}, "0", "1"), ({"A_SWITCH": "0"}, "2", "2")],
+)
+def test_a_switch_in_the_environment_is_the_trials(
+    seen: Mapping[str, str], own: str | None, found: str, place: Path
+) -> None:
+    """Of the processes that had the value seen, that is; others are no ranks."""
+    sets = [] if own is None else [f"A_SWITCH={own}"]
+    prints = "import os; print('A_SWITCH is', os.environ['A_SWITCH'])"
+    with bench_of(place, "env", *sets, "python", "-c", prints, env=seen, **ALONE) as bench:
+        trial = replace(bench.trial(), script_args={"ENV:A_SWITCH": "1"})
+        bench.run(trial)
+        assert f"A_SWITCH is {found}\n" in bench.log(trial)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_ranks_that_a_script_spawns_are_measured_and_ended(place: Path) -> None:
+    """A wrapper tries again and again, and the script never comes to an end by itself."""
+    args = ("--deepspeed_config", "ds_config.json")
+    seen: dict[str, Any] = {"script": "train.py", "args": args, "needs_command": "it spawns them"}
+    again = f"until python train.py {' '.join(args)}; do sleep 0.1; done; touch went_on"
+    before = shared_memory()
+    with bench_of(place, "bash", "-c", again, slots=2, **seen) as bench:
+        assert bench.engine.num_slots == 2
+        trial = bench.trial(micro_batch=4)
+        outcome = bench.run(trial)
+        assert outcome.kind is OutcomeKind.OK, bench.log(trial)
+        assert outcome.metrics is not None and outcome.metrics.throughput > 0
+        failing = bench.trial("fails", micro_batch=4)
+        outcome = bench.run(failing)
+        assert outcome.kind is OutcomeKind.OOM, bench.log(failing)
+        assert outcome.message.startswith("rank 1: OutOfMemoryError") and not outcome.before_engine
+    assert not (place / "went_on").exists()
+    assert shared_memory() <= before or not buffers_of(bench.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_program_on_standard_input_has_its_own_error_or_end_shown(place: Path) -> None:
+    with bench_of(place, "bash", "-c", "python - no-data < alone.py", **ALONE) as bench:
+        trial = bench.trial(kind=TrialKind.PROFILE)
+        outcome = bench.run(trial)
+        assert outcome.kind is OutcomeKind.ERROR and outcome.before_engine, bench.log(trial)
+        assert outcome.message == "rank 0: LookupError: there are no data"
+        assert "Traceback" in outcome.detail and "dsat/" not in outcome.detail
+    shutil.rmtree(bench.folder)
+    with bench_of(place, "bash", "-c", "python - short < alone.py", **ALONE) as bench:
+        trial = bench.trial()
+        outcome = bench.run(trial)
+        assert outcome.kind is OutcomeKind.INVALID, bench.log(trial)
+        assert "3" in outcome.message
+
+
+WRAPPER = """
+scratch=$(mktemp -d)
+trap 'rm -r "$scratch"' EXIT
+echo 3 > "$scratch/seed"
+SCRATCH=$scratch python alone.py
+"""
+
+
+@pytest.mark.nightly
+def test_what_fails_by_itself_where_the_command_did_not_is_left_to_the_command(
+    place: Path,
+) -> None:
+    """A wrapper deletes the folder that its child needs."""
+    (place / "run.sh").write_text(WRAPPER)
+    gone = {"SCRATCH": str(place / "gone")}
+    with bench_of(place, "bash", "run.sh", script="alone.py", env=gone) as bench:
+        assert not bench.engine.needs_command
+        profile = bench.trial(micro_batch=1, kind=TrialKind.PROFILE)
+        outcome = bench.run(profile)
+        assert outcome.kind is OutcomeKind.OK, bench.log(profile)
+        assert warnings_of(outcome) == (COMMAND_AGAIN,)
+        assert "FileNotFoundError" in bench.engine.needs_command
+        assert "bash run.sh" in bench.read(profile, "cmd.txt")
+
+
+def test_all_that_a_command_starts_ends_with_the_engine(place: Path) -> None:
+    starts = "setsid sleep 1000 & setsid bash -c 'sleep 1000; true' & wait"
+    with bench_of(place, "bash", "-c", starts, **ALONE) as bench:
+        bench.engine.launch(bench.trial())
+        wait_until(lambda: len(processes_of(bench.folder)) >= 4, "all of them run")
+
+
+def test_a_command_that_ends_too_soon_is_quoted(place: Path) -> None:
+    with bench_of(place, "bash", "-c", "echo no such cluster >&2; exit 3", **ALONE) as bench:
+        outcome = bench.run(bench.trial())
+    assert outcome.kind is OutcomeKind.ERROR and outcome.before_engine
+    assert "exit status 3 before it called deepspeed.initialize" in outcome.message
+    assert outcome.detail == "no such cluster"

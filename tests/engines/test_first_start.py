@@ -1,0 +1,369 @@
+"""Whatever starts a training: its ranks are seen as their own interpreters started them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from dsat.errors import ScriptFailed, UserInputError
+from dsat.inputs import recorded_start
+from dsat.values import slow
+from testing.command import run_of, typed
+from testing.first_start import begun, seen
+from testing.helpers import starts_of
+from testing.local import PATIENCE_S, PROGRAMS, wait_until
+from testing.scripts import CONFIG, PLAIN
+
+BIN = Path(sys.executable).parent
+OPTIONS = ("-X", "utf8", "-W", "ignore")
+
+
+# Each passes on what follows its own options, in the environment that the real one makes.
+STAND_INS = {
+    "srun": "#!/bin/bash\nshift 1; export SLURM_NTASKS=2\n"
+    'SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait\n',
+    "pipx-like": f"#!{sys.executable}\nimport runpy, sys\n"
+    "sys.path.insert(0, '.')\nrunpy.run_path('train.py', run_name='__main__')\n",
+}
+
+
+def runnable(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with a script, and the stand-in for DeepSpeed beside it."""
+    shutil.copytree(PROGRAMS / "launched", tmp_path / "work")
+    for name, text in STAND_INS.items():
+        runnable(tmp_path / "bin" / name, text)
+    path = [str(tmp_path / "bin"), str(BIN), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(path))
+    return tmp_path / "work"
+
+
+def nightly(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+MPI = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "script", "args", "slots"),
+    [
+        (["env", "COLOUR=blue", "python3", "-u", *OPTIONS, "train.py"], "train.py", (), 1),
+        (["bash", "run.sh", "7"], "train.py", ("--steps", "7"), 1),
+        nightly(["bash", "-c", "cd .. && python3 work/train.py"], "work/train.py", (), 1),
+        nightly(["make", "train"], "train.py", ("--steps", "3"), 1),
+        nightly(["srun", "-N1", "python3", "train.py"], "train.py", (), 2),
+        (["pipx-like", "--steps", "2"], "pipx-like", ("--steps", "2"), 1),
+        (["torchrun", "--nproc-per-node", "2", "train.py"], "train.py", (), 2),
+        nightly(["uv", "run", "--no-project", "python", "train.py"], "train.py", (), 1),
+        nightly([*MPI, "python", "train.py"], "train.py", (), 2),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_a_command_starts_is_seen(
+    command: Sequence[str], script: str, args: tuple[str, ...], slots: int, place: Path
+) -> None:
+    (place / "run.sh").write_text("set -e\nexport COLOUR=red\npython3 train.py --steps $1\n")
+    (place / "Makefile").write_text("train:\n\tpython3 train.py --steps 3\n\ttouch went_on\n")
+    program = seen(place, *command)
+    assert program.script.endswith(script) and not program.needs_command
+    assert (program.args, program.slots, program.interpreter) == (args, slots, "")
+    of_launchers = ("SET_BY_SCRIPT", "SLURM_PROCID", "OMPI_", "TORCHELASTIC_")
+    assert not [name for name in program.env if name.startswith(of_launchers)]
+    assert "PYTHONPATH" not in program.env, "what records is no part of the command"
+    assert not (place / "went_on").exists(), "the command saw its training fail"
+    if "COLOUR=blue" in command:
+        assert program.env["COLOUR"] == "blue" and program.python_options == OPTIONS
+
+
+BOUND = """
+for rank in 0 1; do
+    cores=("$@")
+    RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=2 taskset --cpu-list ${cores[$rank]} \\
+        python3 train.py --local_rank=$rank &
+done; wait
+"""
+
+
+@pytest.mark.slow
+def test_the_cores_that_ranks_are_bound_to_are_seen(place: Path) -> None:
+    """As `deepspeed --bind_cores_to_rank` does it with numactl, here inside a script."""
+    own = sorted(os.sched_getaffinity(0))
+    if len(own) < 2 or shutil.which("taskset") is None:
+        pytest.skip("takes two cores, and taskset")
+    (place / "bound.sh").write_text(BOUND)
+    program = seen(place, "bash", "bound.sh", str(own[1]), str(own[0]))
+    assert (program.slots, program.launch.passes_local_rank) == (2, True)
+    assert (program.launch.binds_cores, program.launch.core_list) == (True, (own[1], own[0]))
+
+
+@pytest.mark.slow
+def test_one_of_several_nodes_is_refused(place: Path) -> None:
+    command = "LOCAL_WORLD_SIZE=1 WORLD_SIZE=4 RANK=0 python3 train.py"
+    with pytest.raises(UserInputError, match="1 of its 4 ranks") as caught:
+        seen(place, "bash", "-c", command)
+    assert "\n" not in str(caught.value) and "torchrun" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_begins_is_told(place: Path) -> None:
+    one = "WORLD_SIZE=2 RANK=0 LOCAL_WORLD_SIZE=2 python3 train.py"
+    there = "until ls $DSAT_TRIAL_DIR/records/rank-*.json; do sleep 0.1; done"
+    with pytest.raises(ScriptFailed, match=r"exit status 3 before .* in all of its ranks"):
+        seen(place, "bash", "-c", f"{one} & {there}; kill $!; exit 3")
+
+
+def test_what_a_daemon_started_for_a_command_ends_with_it(place: Path) -> None:
+    """As `srun`'s and Docker's daemons start a task: it is no descendant of the command."""
+    with begun(["bash", "-c", "sleep 2000"], place) as started:
+        daemon = subprocess.Popen(["sleep", "2000"], env=started.env, start_new_session=True)
+    try:
+        assert daemon.wait(PATIENCE_S) == -signal.SIGKILL
+    finally:
+        daemon.kill()
+
+
+def test_what_its_training_waits_for_is_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slow, "LONG_S", -1)
+    monkeypatch.setattr(slow, "AGAIN_S", 0.2)
+    caplog.set_level("INFO", logger="dsat")
+    with begun(["bash", "-c", "sleep 2000"], place, timeout_s=1.0) as started:
+        started.does("compiling DeepSpeed's operator fused_adam")
+        with pytest.raises(ScriptFailed):
+            started.program()
+    assert caplog.messages.count("compiling DeepSpeed's operator fused_adam") == 1
+    assert "compiling DeepSpeed's operator fused_adam: 1 s so far" in caplog.messages
+
+
+def test_a_compilers_lock_of_the_command_does_not_outlive_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was killed while it compiled leaves torch's lock, which others wait for."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(place))
+    own = place / "own" / "lock"
+    own.parent.mkdir()
+    with begun(["bash", "-c", 'touch "$0"; sleep 2000', str(own)], place):
+        wait_until(own.exists, "the command's own lock")
+    assert not own.exists()
+
+
+@pytest.mark.slow
+def test_a_script_that_names_no_shell_is_run_by_one(place: Path) -> None:
+    runnable(
+        place / "run.sh", "mkdir -p lib && export PYTHONPATH=lib:$PYTHONPATH && python3 train.py\n"
+    )
+    program = seen(place, str(place / "run.sh"))
+    assert program.script == "train.py"
+    assert program.env["PYTHONPATH"].split(os.pathsep)[0] == str(
+        place / "lib"
+    )  # whatever folder trials start in
+
+
+@pytest.mark.nightly
+def test_a_scripts_own_error_is_shown_as_soon_as_it_is_there(place: Path) -> None:
+    (place / "broken.py").write_text("import missing\n")
+    with pytest.raises(ScriptFailed, match="exit status 2 before") as caught:
+        seen(place, "bash", "-c", "python3 train.py --no-such-flag")
+    assert "unrecognized arguments: --no-such-flag" in caught.value.detail
+    with pytest.raises(ScriptFailed, match="before it called") as caught:
+        seen(place, "torchrun", "--nproc_per_node=2", "train.py", "--no-such-flag")
+    [*_, last] = caught.value.detail.splitlines()
+    assert "unrecognized arguments: --no-such-flag" in last
+    with pytest.raises(ScriptFailed, match="ModuleNotFoundError: No module named 'missing'"):
+        seen(place, "torchrun", "--nproc_per_node=1", "-m", "broken")
+    with pytest.raises(ScriptFailed, match=r"without a call of deepspeed\.initialize"):
+        seen(place, "bash", "-c", "python3 train.py --evaluate")
+    with pytest.raises(ScriptFailed, match=r"in the background \(&\)"):
+        seen(place, "bash", "-c", "nohup python3 train.py &> train.log &")
+    (place / "late.py").write_text("import deepspeed, missing\n")
+    with pytest.raises(ScriptFailed, match="No module named 'missing'"):
+        seen(place, "bash", "-c", "python3 late.py &> late.log")
+
+
+@pytest.mark.slow
+def test_a_sitecustomize_of_the_users_own_is_run_as_well(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = place.parent / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import os\nopen('customized', 'w').close()\n")
+    paths = [str(own), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.chdir(own)  # the supervisor has it too, where dsat was started
+    assert seen(place, sys.executable, "train.py").script == "train.py"
+    assert (place / "customized").exists()
+
+
+TRAINS = "import deepspeed; deepspeed.initialize(model_parameters=[], config={})"
+SPAWNS = f"""
+import multiprocessing, os, sys
+
+def train(rank):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    {TRAINS}
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    ranks = [context.Process(target=train, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+"""
+
+
+OLD_LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--nproc_per_node", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "why", "script", "args", "slots"),
+    [
+        (["python3", "-c", TRAINS, "--steps"], "no file", "", ("--steps",), 1),
+        nightly(["bash", "-c", "python3 - 7 < trains.py"], "no file", "", ("7",), 1),
+        (["python3", "spawns.py", "fork"], "multiprocessing", "spawns.py", ("fork",), 2),
+        nightly(["python3", "spawns.py", "spawn"], "multiprocessing", "spawns.py", ("spawn",), 2),
+        nightly([*OLD_LAUNCHER, "trains.py", "7"], "passes --local-rank", "trains.py", ("7",), 2),
+    ],
+    ids=["-c", "stdin", "fork", "spawn", "torch.distributed.launch"],
+)
+def test_why_ranks_cannot_be_started_by_themselves(
+    command: Sequence[str],
+    why: str,
+    script: str,
+    args: tuple[str, ...],
+    slots: int,
+    place: Path,
+) -> None:
+    (place / "trains.py").write_text(TRAINS)
+    (place / "spawns.py").write_text(SPAWNS)
+    program = seen(place, *command)
+    assert why in program.needs_command
+    assert (program.script, program.args, program.slots) == (script, args, slots)
+    assert program.started_by == tuple(command)
+
+
+ENGINE = """
+import deepspeed, torch
+model = torch.nn.Linear(4, 4)
+config = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
+deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+"""
+
+
+@pytest.mark.nightly
+def test_trackers_that_are_off_in_trials_are_not_the_commands_own_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As accelerate's launcher, whose process imports transformers and starts another one."""
+    place = tmp_path / "work"
+    place.mkdir()
+    (place / "train.py").write_text(ENGINE)
+    launcher = "import os, sys, transformers; os.execlp('python', 'python', *sys.argv[1:])"
+    (place / "launcher.py").write_text(launcher)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(BIN), os.environ["PATH"]]))
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    command = ["env", "WANDB_ENTITY=us", "python", "launcher.py", "train.py"]
+    program = seen(place, *command, trains=True)
+    assert (program.script, program.env) == ("train.py", {"WANDB_ENTITY": "us"})
+
+
+@pytest.mark.slow
+def test_several_nodes_are_refused_before_they_are_waited_for(place: Path) -> None:
+    with pytest.raises(UserInputError, match="on 2 nodes"):
+        seen(place, "env", "torchrun", "--nnodes", "2", "--nproc-per-node", "1", "train.py")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "chosen"),
+    [
+        ([{"CUDA_VISIBLE_DEVICES": "4,5"}] * 2, {}, {"CUDA_VISIBLE_DEVICES": "4,5"}),
+        ([{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2, {}, {"CUDA_VISIBLE_DEVICES": "0,1"}),
+        ([{"CUDA_VISIBLE_DEVICES": "4,5"}] * 2, {"CUDA_VISIBLE_DEVICES": "4,5"}, {}),
+        ([{"CUDA_VISIBLE_DEVICES": "0,1", "CROSS_SIZE": "1"}] * 2, {}, {}),
+        ([{"CUDA_VISIBLE_DEVICES": "2,3", "CROSS_SIZE": "1"}], {}, {"CUDA_VISIBLE_DEVICES": "2,3"}),
+        ([{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)], {}, {}),
+        ([{}], {"CUDA_VISIBLE_DEVICES": "3"}, {}),
+    ],
+)
+def test_a_choice_of_devices_in_the_command_is_kept(
+    ranks: Sequence[Mapping[str, str]],
+    given: Mapping[str, str],
+    chosen: Mapping[str, str],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").touch()
+    starts = starts_of(tmp_path, ranks)
+    program = recorded_start.program_of(starts, ["bash", "run.sh"], given, {0, 1})
+    assert {n: v for n, v in program.env.items() if "VISIBLE" in n} == chosen
+
+
+@pytest.mark.slow
+def test_devices_that_a_script_chooses_itself_are_those_of_all_trials(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    own = 'import os; os.environ["CUDA_VISIBLE_DEVICES"] = "1"; os.environ["COLOUR"] = "red"'
+    (place / "chooses.py").write_text(f"{own}\n{TRAINS}\n")
+    assert seen(place, "python3", "chooses.py").env == {"CUDA_VISIBLE_DEVICES": "1"}
+
+
+STARTS_ITS_RANKS = f"""
+import os, subprocess, sys
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+if not LightningEnvironment().creates_processes_externally:
+    rank = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2")
+    other = dict(rank, RANK="1", LOCAL_RANK="1")
+    subprocess.Popen([sys.executable, *sys.argv], env=os.environ | other)
+    os.environ.update(rank)
+{TRAINS}
+"""
+
+
+LOSES_ITS_PORT = f"""
+from plain import *
+began = list(Path().glob("began-*"))
+engine = make_engine(config={CONFIG})
+Path(f"began-{{os.getpid()}}").touch()  # what an earlier trial wrote, a trial leaves as it is
+if not began:
+    raise OSError(98, "Address already in use")
+train(engine)
+"""
+
+
+@pytest.mark.nightly
+def test_a_first_trial_that_lost_its_port_to_another_program_runs_again(tmp_path: Path) -> None:
+    """As any trial does; its port was free when it was chosen."""
+    for name, text in (("train.py", LOSES_ITS_PORT), ("plain.py", PLAIN)):
+        (tmp_path / name).write_text(text)
+    words = "random -m throughput --run-dir run --max-trials 2 --finals 0 --memory-model formula"
+    told = typed(tmp_path, *words.split(), "--", "python3", "train.py")
+    assert told.status == 0, told
+    assert len(list(tmp_path.glob("began-*"))) >= 2
+    assert run_of(tmp_path / "run").outcomes[0].ok
+
+
+@pytest.mark.nightly  # Lightning, twice
+def test_lightning_starts_its_ranks_where_no_launcher_does(place: Path) -> None:
+    pytest.importorskip("lightning")
+    (place / "alone.py").write_text(STARTS_ITS_RANKS)
+    with begun(("python3", "alone.py"), place, ranks=1) as started:
+        assert started.ranks() == [(0, 2), (1, 2)]

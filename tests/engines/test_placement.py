@@ -1,0 +1,248 @@
+"""Where an engine places trials, on devices and hosts that fail and hosts that are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsat.app.hosts import check_kinds
+from dsat.engines.engine import LocalEngine
+from dsat.engines.machines import accelerators, machine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine
+from dsat.errors import EngineError, UserInputError
+from dsat.in_trial import loopback
+from dsat.in_trial.rank_files import MODULES_FILE
+from testing.helpers import ran
+from testing.scripted_hosts import GPUS, ScriptedHosts, hosts_of, scripted_engine, trial_of
+
+A100, T4 = ("A100", 80 * 2**30), ("T4", 15 * 2**30)
+OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+Make = Callable[..., LocalEngine]
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> ScriptedHosts:
+    scripted = ScriptedHosts()
+    scripted.replace_those_of(monkeypatch)
+    return scripted
+
+
+@pytest.fixture
+def engine_of(hosts: ScriptedHosts, tmp_path: Path) -> Make:
+    def make(count: int = 1, slots_per_trial: int = 1, gpus: Machine = GPUS) -> LocalEngine:
+        return scripted_engine(tmp_path, hosts_of(count, gpus), slots_per_trial)
+
+    return make
+
+
+# -- which devices a machine offers
+
+
+@pytest.mark.parametrize(
+    ("kinds", "choice"),
+    [
+        ([A100, T4, A100], "CUDA_VISIBLE_DEVICES=0,2"),
+        ([A100, ("A100", 40 * 2**30)], "CUDA_VISIBLE_DEVICES=0"),
+        ([A100, ("A100", 79 * 2**30)], ""),  # firmware keeps a part
+        ([], ""),  # processor cores have no names
+    ],
+)
+def test_devices_of_several_kinds_are_refused(kinds: list[tuple[str, int]], choice: str) -> None:
+    names, sizes = zip(*kinds, strict=True) if kinds else ((), ())
+    found = replace(GPUS, device_names=names, device_memory_bytes=sizes)
+    with contextlib.ExitStack() as raised:
+        if choice:
+            raised.enter_context(pytest.raises(UserInputError, match=f"several kinds.*{choice}"))
+        check_kinds(Host(found))
+
+
+def test_devices_are_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that asks a stuck driver does not come back."""
+    monkeypatch.setattr(machine, "_FIND_LIMIT_S", 0.3)
+    with pytest.raises(EngineError, match=r"no answer within 0\.3 s: imports are that slow"):
+        machine.find_machines({"this machine": ("sh", "-c", "exec sleep 600")})
+
+
+def test_a_choice_of_amd_devices_follows_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm looks at its own variable first: ranks would share what that names."""
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0,1,2,3")
+    rocm = SimpleNamespace(visible_devices_envs=lambda: ["CUDA_VISIBLE_DEVICES"])
+    variables = accelerators._visible_devices_variables(rocm)
+    assert variables == ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]
+
+
+def test_the_interface_to_an_address_is_found() -> None:
+    assert loopback.interface_to("127.0.0.1") == "lo"
+    assert loopback.interface_to("256.1.1.1") == ""
+
+
+# -- placement
+
+
+def test_trials_leave_hosts_whole_as_long_as_others_have_room(
+    hosts: ScriptedHosts, engine_of: Make
+) -> None:
+    engine, hosts.holds = engine_of(2, 2), {1, 2, 3, 4}
+    assert engine.num_slots == 8
+    for number in (1, 2, 3):
+        engine.launch(trial_of(number))
+    assert [hosts.places(number) for number in (1, 2, 3)] == [
+        {"a": "0,1"},
+        {"a": "2,3"},
+        {"b": "0,1"},
+    ]
+    hosts.holds = {3, 4}
+    assert {number for number, _ in engine.poll(1)} == {1, 2}
+    engine.launch(trial_of(4))
+    assert hosts.places(4) == {"b": "2,3"}, "host a is whole, and stays so"
+    engine.launch(trial_of(5))
+    assert hosts.places(5) == {"a": "0,1"}
+
+
+def test_a_trial_that_needs_more_than_a_host_gets_whole_hosts(
+    hosts: ScriptedHosts, engine_of: Make
+) -> None:
+    engine, hosts.holds = engine_of(5, 8), True
+    assert engine.num_slots == 16, "the fifth host is of no use"
+    for number in (1, 2):
+        engine.launch(trial_of(number))
+    assert hosts.places(1) == {"a": "0,1,2,3", "b": "0,1,2,3"}
+    assert hosts.places(2) == {"c": "0,1,2,3", "d": "0,1,2,3"}
+    with pytest.raises(EngineError, match="a trial needs 8 slots and 0 are free"):
+        engine.launch(trial_of(3))
+    assert engine_of(2, 3).num_slots == 6, "two trials of three, though there are eight"
+
+
+def test_an_offloading_trial_runs_alone(hosts: ScriptedHosts, engine_of: Make) -> None:
+    engine, hosts.holds = engine_of(), True
+    for number in (1, 2):
+        engine.launch(trial_of(number))
+    engine.launch(trial_of(3, **OFFLOAD))
+    engine.launch(trial_of(4))
+    assert list(hosts.given) == [1, 2]
+    hosts.holds = False
+    assert {number for number, _ in engine.poll(1)} == {1, 2}
+    assert [number for number, _ in engine.poll(1)] == [3]
+    assert list(hosts.given) == [1, 2, 3], "the fourth waits for it"
+    assert [number for number, _ in engine.poll(1)] == [4]
+
+
+# -- devices that fail
+
+
+def test_a_rank_that_waits_for_a_driver_ends_the_run(
+    hosts: ScriptedHosts, engine_of: Make, tmp_path: Path
+) -> None:
+    (tmp_path / MODULES_FILE).write_text('["json"]')
+    engine, hosts.stuck, hosts.measures = engine_of(slots_per_trial=2), {"1"}, {1}
+    engine.import_modules_of(tmp_path)
+    assert hosts.imported == ["json"]
+    engine.launch(trial_of(1))
+    [(number, outcome)] = engine.poll(1)
+    assert number == 1 and outcome.ok, "it was measured before its ranks got stuck"
+    # The check behind an import would wait for its driver until the run ends.
+    engine.import_modules_of(tmp_path)
+    assert hosts.imported == ["json"]
+    engine.launch(trial_of(2))
+    with pytest.raises(EngineError, match=r"driver of cuda 1, and cannot be ended.*--resume"):
+        engine.poll(1)
+    assert list(hosts.given) == [1], "nothing is started any more"
+
+
+def test_all_devices_of_a_command_may_be_stuck(hosts: ScriptedHosts, tmp_path: Path) -> None:
+    """What it has started, and where, is its own affair."""
+    command = ("bash", "-c", "python train.py")
+    engine = scripted_engine(tmp_path, slots_per_trial=4, command=command)
+    hosts.stuck = {""}
+    engine.launch(trial_of(1))
+    with pytest.raises(EngineError, match="driver of cuda 0, 1, 2, 3,"):
+        [engine.poll(1) for _ in range(2)]
+
+
+def fails_by_device(engine: LocalEngine, hosts: ScriptedHosts, number: int) -> Any:
+    """Have the last start of a trial end with an error of its device; return what is told."""
+    folder = Path(hosts.given[number][-1].folder)
+    said = {"kind": "ERROR", "message": "RuntimeError: CUDA error: launch failure"}
+    (folder / "rank0.json").write_text(json.dumps({**ran().to_json(), **said, "metrics": None}))
+    hosts.ends[number], hosts.holds = ([1], [False]), False
+    told = engine.poll(0)
+    del hosts.ends[number]
+    hosts.holds = True
+    return told
+
+
+def test_a_device_error_is_tried_again_once_and_the_second_ends_the_run(
+    hosts: ScriptedHosts, engine_of: Make
+) -> None:
+    engine, hosts.holds = engine_of(), True
+    engine.launch(trial_of(1))
+    assert fails_by_device(engine, hosts, 1) == []
+    hosts.holds = False
+    [(_, outcome)] = engine.poll(1)
+    assert outcome.ok and len(hosts.given[1]) == 2
+    hosts.holds = True
+    engine.launch(trial_of(2))
+    assert fails_by_device(engine, hosts, 2) == []
+    assert engine.poll(0) == [], "it runs again"
+    [(number, outcome)] = fails_by_device(engine, hosts, 2)
+    assert number == 2 and not outcome.ok
+    with pytest.raises(EngineError, match=r"failed twice: .*launch failure.*--resume"):
+        engine.poll(1)
+
+
+# -- hosts that are lost
+
+
+def test_a_host_that_is_lost_takes_its_slots_along(hosts: ScriptedHosts, engine_of: Make) -> None:
+    engine, hosts.holds = engine_of(3, 8), True
+    engine.launch(trial_of(1))
+    assert hosts.places(1) == {"a": "0,1,2,3", "b": "0,1,2,3"}
+    hosts.lost = {1}
+    assert engine.poll(0) == []
+    hosts.holds = False
+    [(_, outcome)] = engine.poll(5)
+    assert outcome.ok and engine.num_slots == 8
+    assert [given.host for given in hosts.given[1]] == [0, 1, 0, 2]
+    assert "host b is not used any more: it burnt" in outcome.warnings
+    hosts.lost = {1, 2}
+    engine.launch(trial_of(2))
+    told = r"8 slots, and 4 of 12 still work \(host b: it burnt; host c: it burnt\).*--resume"
+    with pytest.raises(EngineError, match=told):
+        [engine.poll(1) for _ in range(3)]
+
+
+def test_no_simulation_is_waited_for_after_the_first_host_is_lost(
+    hosts: ScriptedHosts, engine_of: Make, tmp_path: Path
+) -> None:
+    engine, hosts.lost = engine_of(2), {0}
+    engine.launch(trial_of(1))
+    [(_, outcome)] = engine.poll(5)
+    assert outcome.ok and engine.num_slots == 4
+    engine.start_simulation_server(tmp_path / "s", {})
+    assert not engine.has_simulation_server()
+    engine.stop_simulation_server()
+
+
+def test_a_host_that_is_cut_off_cannot_write_into_the_trial_that_runs_again(
+    hosts: ScriptedHosts, engine_of: Make, tmp_path: Path
+) -> None:
+    engine, hosts.holds = engine_of(2), True
+    engine.launch(trial_of(1))
+    folder = tmp_path / "trials" / "t1"
+    hosts.lost = {0}
+    engine.poll(2)  # it has begun again
+    assert len(hosts.given[1]) == 2
+    (folder / "metrics.json").write_text(json.dumps(ran(7.0).to_json()))
+    hosts.ends[1], hosts.holds = ([1], [False]), False
+    [(_, outcome)] = engine.poll(5)
+    assert not outcome.ok, "it was not measured"
+    assert [path.name for path in folder.parent.iterdir()] == ["t1"]
+    assert not (folder / "metrics.json").exists()
