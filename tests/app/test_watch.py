@@ -158,6 +158,7 @@ def test_a_run_that_is_not_there_is_not_found(served: tuple[Path, str, str, Run]
     assert answer(f"{gone}requests", data={"kind": "stop"}, headers=headers)[0] == 404
 
 
+@pytest.mark.slow
 def test_connections_beyond_many_are_closed(served: tuple[Path, str, str, Run]) -> None:
     _, base, token, _ = served
     port = urlsplit(base).port or 0

@@ -33,6 +33,7 @@ def test_the_page_shows_what_the_tables_hold() -> None:
     assert all(0 < low < mean < high for low, mean, high in speeds if mean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in gallery.MODELS if not n.startswith("LLaVA")])
 def test_the_rows_are_what_the_formula_says_today(
     name: str, monkeypatch: pytest.MonkeyPatch

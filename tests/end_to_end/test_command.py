@@ -190,18 +190,6 @@ def test_a_script_that_crashes_shows_its_own_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:
-    own = inline(train_micro_batch_size_per_gpu=2, behaviour="hangs")
-    config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
-    told = dsat("asha", "behaviours", tmp_path / "run", "--trial-timeout", "2s", config=config)
-    assert told.status == 1
-    last = told.err.splitlines()[-1]
-    assert last.startswith("dsat: error: ") and "timed out" in last and " 2 s" in last
-    assert "--trial-timeout" in last
-    assert processes_of(tmp_path) == []
-
-
-@pytest.mark.nightly
 def test_a_script_that_feeds_its_own_batch_is_told_so(tmp_path: Path) -> None:
     own = inline(train_micro_batch_size_per_gpu=7, behaviour="feeds its own batch")
     config = experiment_of(tmp_path, "behaviours", hyperparameters=own)

@@ -81,25 +81,6 @@ def test_a_documented_command(tmp_path: Path, section: str) -> None:
     assert run.finals is not None or run.best_value >= own  # finals measure both anew
 
 
-# -- plain DeepSpeed
-
-
-@pytest.mark.nightly
-def test_a_command_with_its_configuration_in_its_arguments(plain: Path) -> None:
-    words = ["--slots", 2, "-mt", 4, *FAST, "-m", "throughput", "--run-dir", "run"]
-    script = ["train.py", "--deepspeed", "--deepspeed_config", "ds_config.json", *SMALL_MODEL]
-    told = typed(plain, "binary", *words, "--ds-config", "ds_config.json", "--", *script)
-    run = assert_found(plain / "run", told)
-    assert run.plan.slots_per_trial == 2
-    line = next(line for line in told.out.splitlines() if line.startswith("Train with it: "))
-    command = shlex.split(line.partition("&& ")[2])
-    start = command.index("torchrun")  # before it, the conditions of a trial
-    assert "OMP_NUM_THREADS=1" in command[:start]
-    assert command[start : start + 3] == ["torchrun", "--standalone", "--nproc-per-node=2"]
-    best = plain / "run" / "best_ds_config.json"
-    assert command[start + 3 :] == [*script[:3], str(best), *SMALL_MODEL]
-
-
 # -- what the model needs
 
 
