@@ -13,7 +13,7 @@ import pytest
 import yaml
 from packaging.version import Version
 
-from dsat.engines.running import FULL_RUN_ID
+from dsat.engines.start import FULL_RUN_ID
 from dsat.in_trial.adapters.hf_trainer import NO_CPU_RANKS
 from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG
 from dsat.values.outcome import OutcomeKind
