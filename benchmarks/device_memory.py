@@ -31,7 +31,7 @@ from pathlib import Path
 from benchmarks import common, searching
 from benchmarks.common import ROOT
 from dsat.memory.predictor import MemoryModel
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from dsat.values.outcome import OutcomeKind
 from testing.null_cuda import Device, NullCuda, build
 

@@ -15,18 +15,18 @@ from benchmarks.ledger import OBJECTIVE, STAGES, Ledger, Workload
 from dsat.inputs import ds_config
 from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION
 from dsat.memory.predictor import Basis
+from dsat.run.finals import MOST_TRIALS, reserved
+from dsat.run.journal import FILE_NAME, MemoryJournal, read_events
+from dsat.run.loop import drive
+from dsat.run.run import Run
+from dsat.run.strategies import make_space
+from dsat.run.tuner import Tuner
 from dsat.search import SEARCHES, Context, Observation, Problem, Proposal, usual_options
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import LONGEST_S, Plan
 from dsat.space.space import Freedom, Space
-from dsat.tuning.finals import MOST_TRIALS, reserved
-from dsat.tuning.journal import FILE_NAME, MemoryJournal, read_events
-from dsat.tuning.loop import drive
-from dsat.tuning.run import Run
-from dsat.tuning.strategies import make_space
-from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Trial, TrialKind
 from dsat.values.zero_strategy import plain

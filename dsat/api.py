@@ -33,10 +33,10 @@ from dsat.report.longest_sequence import LongestSequences
 from dsat.report.progress import Status
 from dsat.report.projection import Projection
 from dsat.report.run_view import RunView, TrialView
+from dsat.run.journal import FILE_NAME
+from dsat.run.loop import Observer
+from dsat.run.run import Run
 from dsat.search import SEARCHES, Search
-from dsat.tuning.journal import FILE_NAME
-from dsat.tuning.loop import Observer
-from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 

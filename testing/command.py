@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import yaml
 
-from dsat.tuning.journal import FILE_NAME, read_events
-from dsat.tuning.run import Run
+from dsat.run.journal import FILE_NAME, read_events
+from dsat.run.run import Run
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 from testing import warm_command

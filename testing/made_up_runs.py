@@ -8,8 +8,8 @@ from pathlib import Path
 from unittest import mock
 
 from dsat.app import installed_deepspeed
-from dsat.tuning.journal import FILE_NAME
-from dsat.tuning.run import Run, read_run
+from dsat.run.journal import FILE_NAME
+from dsat.run.run import Run, read_run
 from testing.scenarios import User
 from testing.world import Failure, World
 

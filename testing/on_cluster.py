@@ -18,8 +18,8 @@ import yaml
 
 from dsat.determined_cluster import result
 from dsat.in_trial.cluster_rank import OUTCOME_KEY, numbers
-from dsat.tuning.journal import FILE_NAME, read_events
-from dsat.tuning.run import Run
+from dsat.run.journal import FILE_NAME, read_events
+from dsat.run.run import Run
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 from testing.command import Told
 from testing.forked import Forked, run_module

@@ -14,7 +14,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from dsat.app import past_runs
 from dsat.report import page
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from testing.browser import chromium
 from testing.shown import RECORDED
 

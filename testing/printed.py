@@ -16,7 +16,7 @@ from dsat.app.prepare import Prepared
 from dsat.engines.places import local as this_machine
 from dsat.inputs.settings import Settings
 from dsat.report import summary
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind, ScriptSwitch
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import ran, weightless

@@ -28,7 +28,7 @@ def _package(adapter: Adapter) -> str:
     return "Python" if package in _OF_PYTHON else package
 
 
-_OF_PYTHON = ("argparse", "builtins", "io", "multiprocessing", "os", "shutil")
+_OF_PYTHON = ("argparse", "builtins", "io", "multiprocessing", "os", "shutil", "sys")
 
 
 def _link(adapter: Adapter) -> str:

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from dsat.values.outcome import OutcomeKind
 from testing import slurm
 from testing.catalogue import FRAMEWORKS, LAUNCHERS, ROOT, SCRIPTS, SRUN, Script, of_suite

@@ -12,8 +12,8 @@ from benchmarks.ledger import OBJECTIVE, BudgetSpent, Ledger
 from benchmarks.searching import plan_of
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
+from dsat.run.strategies import make_space
 from dsat.space.overrides import overrides_for
-from dsat.tuning.strategies import make_space
 from dsat.values.outcome import Outcome
 
 

@@ -32,6 +32,7 @@ from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import closed_form
 from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
+from dsat.run import strategies
 from dsat.simulation import anchors as survey
 from dsat.simulation.client import SimulationUnavailable, Simulator
 from dsat.simulation.config_facts import HOW_TO_SIMULATE, Formula
@@ -39,7 +40,6 @@ from dsat.simulation.protocol import Question, ScriptFacts
 from dsat.simulation.server import AS_IF_CUDA
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.overrides import overrides_for, strategy_settings
-from dsat.tuning import strategies
 from dsat.values import parallelism, slow
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.trial import BatchTriple, TrialOptions

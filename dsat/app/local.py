@@ -21,13 +21,13 @@ from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.in_trial.failures import OF_DSAT
 from dsat.memory.predictor import Basis
 from dsat.report.progress import Status
+from dsat.run import history
+from dsat.run.journal import FILE_NAME, Journal
+from dsat.run.loop import Observer, drive
+from dsat.run.profile_phase import name_of_trial
+from dsat.run.run import Run
+from dsat.run.tuner import Tuner
 from dsat.simulation import anchors
-from dsat.tuning import history
-from dsat.tuning.journal import FILE_NAME, Journal
-from dsat.tuning.loop import Observer, drive
-from dsat.tuning.profile_phase import name_of_trial
-from dsat.tuning.run import Run
-from dsat.tuning.tuner import Tuner
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 

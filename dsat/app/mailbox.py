@@ -10,7 +10,7 @@ import logging
 import time
 from pathlib import Path
 
-from dsat.tuning.requests import Request
+from dsat.run.requests import Request
 from dsat.values.codec import DecodeError
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 

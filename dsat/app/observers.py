@@ -13,8 +13,8 @@ from dsat.memory.forecast import Forecast
 from dsat.report import autotuner_files, page, summary
 from dsat.report.log_lines import Narrator
 from dsat.report.progress import Status
-from dsat.tuning.loop import Observer
-from dsat.tuning.run import Run
+from dsat.run.loop import Observer
+from dsat.run.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 

@@ -18,11 +18,11 @@ from dsat.errors import JournalError, UserInputError
 from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.settings import Settings
 from dsat.report import autotuner_files, page, progress, summary
+from dsat.run import history
+from dsat.run.journal import FILE_NAME, read_events
+from dsat.run.run import Run, read_run
+from dsat.run.tuner import difference_to
 from dsat.space.plan import Plan
-from dsat.tuning import history
-from dsat.tuning.journal import FILE_NAME, read_events
-from dsat.tuning.run import Run, read_run
-from dsat.tuning.tuner import difference_to
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import OutcomeKind
 

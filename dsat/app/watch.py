@@ -26,8 +26,8 @@ from dsat.errors import JournalError, UserInputError
 from dsat.report import watch_page
 from dsat.report.progress import STATUS_FILE
 from dsat.report.watch_page import Watched
-from dsat.tuning.journal import FILE_NAME
-from dsat.tuning.requests import Request, RequestKind
+from dsat.run.journal import FILE_NAME
+from dsat.run.requests import Request, RequestKind
 from dsat.values.codec import DecodeError
 
 LOOPBACK = "127.0.0.1"

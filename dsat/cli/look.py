@@ -27,7 +27,7 @@ from dsat.inputs.look_settings import (
 from dsat.report import exports, share, terminal
 from dsat.report.run_view import RunView
 from dsat.report.share import SharedRun
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from dsat.values.text import printable
 from dsat.values.trial import Trial
 

@@ -24,10 +24,10 @@ from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
 from dsat.report import summary
 from dsat.report.format import count
 from dsat.report.live_view import LiveView
+from dsat.run.journal import MemoryJournal
+from dsat.run.strategies import make_space, rungs
+from dsat.run.tuner import Tuner
 from dsat.space.plan import Plan
-from dsat.tuning.journal import MemoryJournal
-from dsat.tuning.strategies import make_space, rungs
-from dsat.tuning.tuner import Tuner
 from dsat.values import memory_size
 from dsat.values.text import (
     MOST_OF_A_LOG,

@@ -18,9 +18,9 @@ from typing import Any
 
 from dsat.inputs import ds_config
 from dsat.inputs.experiment import Experiment, trial_hparams
+from dsat.run.strategies import make_space, rungs
 from dsat.space.overrides import GAS
 from dsat.space.plan import Plan
-from dsat.tuning.strategies import make_space, rungs
 from dsat.values.codec import Recorded
 from dsat.values.trial import Trial, TrialOptions
 from dsat.values.zero_strategy import of_config

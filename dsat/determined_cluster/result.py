@@ -16,7 +16,7 @@ from typing import Any
 
 from dsat.report import summary
 from dsat.report.run_view import RunView
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from dsat.values.text import printable, values_without_secrets
 
 RESULT_MARK = "[dsat-result] "

@@ -42,8 +42,8 @@ from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.determined_cluster.waiting import StateWatch, in_background
 from dsat.report import summary
 from dsat.report.run_view import RunView
-from dsat.tuning.journal import FILE_NAME, read_events
-from dsat.tuning.run import Run
+from dsat.run.journal import FILE_NAME, read_events
+from dsat.run.run import Run
 from dsat.values.files import write_atomically
 from dsat.values.trial import Trial
 

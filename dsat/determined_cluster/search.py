@@ -24,10 +24,10 @@ from typing import Any
 from dsat.determined_cluster.engine import ClusterEngine, Operation
 from dsat.determined_cluster.job import Job
 from dsat.report.log_lines import Narrator
-from dsat.tuning.events import EVENT_PAUSED
-from dsat.tuning.journal import MemoryJournal
-from dsat.tuning.run import Run
-from dsat.tuning.tuner import Tuner
+from dsat.run.events import EVENT_PAUSED
+from dsat.run.journal import MemoryJournal
+from dsat.run.run import Run
+from dsat.run.tuner import Tuner
 
 EVENT_ANSWERED = "answered"
 EVENT_FULL_RUN = "full_run"

@@ -26,7 +26,7 @@ from dsat.engines.trial_folder import log_files, remove_hook
 from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import start_record
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.in_trial.rank_files import CONFIG_FILE, RECORDS_FOLDER
+from dsat.in_trial.rank_files import CONFIG_FILE, RECORDS_FOLDER, SEVERAL_NODES_FILE
 from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.recorded_start import ONE_NODE, RankStart, check_one_training
@@ -220,7 +220,7 @@ class OwnCommand:
         return ScriptFailed(f"your command {problem}. Its log is {kept / log_files(0)[1]}", log)
 
     def _check_nodes(self) -> None:
-        path = self._records / start_record.SEVERAL_NODES_FILE
+        path = self._records / SEVERAL_NODES_FILE
         if path.exists():
             nodes = json.loads(path.read_text())["nodes"]
             raise UserInputError(

@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,20 +26,6 @@ ALONE_VARIABLE = "DSAT_ALONE"  # the user's command has no launcher
 HOOK_FOLDER, SPARE_FOLDER = "hook", "spare"  # the second holds packages that may be missing
 _CHANGES_FILE = "command.json"  # as in `rank_files`, which cannot be imported here
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")  # of DeepSpeed's launcher and torch's older one
-
-
-def _forget_rank(module: ModuleType) -> None:
-    """Have Lightning find none of the variables of a rank when it first looks for them."""
-    environment: Any = vars(module).get("LightningEnvironment")
-    original = environment.creates_processes_externally.fget
-    given = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"]
-
-    def creates_processes_externally(self: Any) -> Any:
-        while given:
-            os.environ.pop(given.pop(), None)
-        return original(self)
-
-    environment.creates_processes_externally = property(creates_processes_externally)
 
 
 class _Process:
@@ -81,7 +66,7 @@ class _Process:
         """Adapt functions that the script may bind to names of its own before it trains."""
         from dsat.in_trial.adapters.begin import begin
 
-        begin(self._folder)
+        begin(self._folder, is_alone=self._is_alone)
 
     def watch_end(self) -> None:
         """Report how a rank ends, even if that is before it imports DeepSpeed."""
@@ -96,24 +81,11 @@ class _Process:
         """Adapt modules as soon as the program imports them."""
         import wrapt
 
-        if self._is_alone:  # Lightning starts ranks itself, unless it is one
-            for package in ("lightning.fabric", "lightning_fabric"):
-                module = f"{package}.plugins.environments.lightning"
-                wrapt.register_post_import_hook(_forget_rank, module)
-        adaptations: dict[str, Callable[[ModuleType], None]] = {
-            "deepspeed": self._begin,
-            "transformers": self._begin,  # its lazy package, before any module that is adapted
-        }
+        names = ["deepspeed", "transformers"]  # its lazy package, before any module that is adapted
         if self._is_rank:
-            adaptations["determined"] = self._begin  # whose harness imports the script later
-        else:
-            adaptations |= {
-                "multiprocessing.process": self._report_end,
-                "torch.distributed.launcher.api": self._refuse_nodes,
-                "deepspeed.launcher.multinode_runner": self._refuse_nodes,
-            }
-        for name, adapt in adaptations.items():
-            wrapt.register_post_import_hook(adapt, name)
+            names.append("determined")  # whose harness imports the script later
+        for name in names:
+            wrapt.register_post_import_hook(self._begin, name)
 
     def _leave_children_alone(self) -> None:
         """Have no process that a rank starts run this hook."""
@@ -133,33 +105,6 @@ class _Process:
         from dsat.in_trial import rank
 
         return rank.of_process(self._folder)
-
-    def _refuse_nodes(self, module: ModuleType) -> None:
-        from dsat.in_trial import start_record
-
-        start_record.refuse_nodes(str(self._folder), module)
-
-    def _report_end(self, module: ModuleType) -> None:
-        """Report the end of processes of multiprocessing, which call no hooks."""
-        process: Any = module.BaseProcess
-        original = process.run
-
-        def run(own: Any) -> None:
-            try:
-                original(own)
-            except BaseException as error:
-                if rank := _rank():
-                    rank.fail(error)
-                raise
-            if rank := _rank():
-                rank.finish()
-
-        process.run = run
-
-
-def _rank() -> Any:
-    """Return what may be a rank in this process, if DeepSpeed was imported."""
-    return getattr(sys.modules.get("dsat.in_trial.rank"), "begun", None)
 
 
 def _run_hidden_sitecustomize() -> None:

@@ -167,8 +167,6 @@ class Rank:
             limit_memory(spec.cpu_memory_bytes)
         elif spec.cpu_memory_bytes is not None:
             _before_first_module(functools.partial(_limit, spec.cpu_memory_bytes))
-        if not spec.is_full_run:
-            self._note_exits()
         # For --hf-config dsat has a script of its own.
         what = "the model" if spec.program["module"].startswith("dsat.") else "your script"
         what = "your command" if spec.is_command else what
@@ -253,20 +251,9 @@ class Rank:
         if rank_and_size()[0] == 0:
             self._progress.count(steps)
 
-    def _note_exits(self) -> None:
-        """Note calls of `sys.exit`, of which no hook of Python's is told."""
-        original = sys.exit
-
-        @functools.wraps(original)
-        def exit(status: Any = None, /) -> NoReturn:
-            try:
-                original(status)
-            except SystemExit as stop:
-                if threading.current_thread() is threading.main_thread():
-                    self._exit = stop
-                raise
-
-        sys.exit = exit
+    def note_exit(self, stop: SystemExit) -> None:
+        """Note that the script ends with `sys.exit`."""
+        self._exit = stop
 
     def _complete(self, outcome: Outcome) -> None:
         """Report what the meter has measured, which then ends the script in order."""

@@ -25,6 +25,7 @@ DONE_FILE = "done"  # exists once the command is not needed any more
 PORTS_FILE = "ports"  # a line for each port where ranks met; exists once a rank has an engine
 CHANGES_FILE = "command.json"  # arguments and variables that are different in the trial
 RECORDS_FOLDER = "records"  # of the starts of ranks, in the first run
+SEVERAL_NODES_FILE = "nodes.json"  # in that folder: the launcher would use several nodes
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-
-import wrapt
 
 from dsat.in_trial import config_injection
 from dsat.in_trial.agreement import rank_and_size
@@ -22,7 +19,6 @@ from dsat.values.files import write_atomically
 from dsat.values.parallelism import SEQUENCE_SIZE
 
 RECORD_PREFIX = "rank-"
-SEVERAL_NODES_FILE = "nodes.json"
 _SPAWNED = "--multiprocessing-fork"  # of a process that multiprocessing starts an interpreter for
 
 
@@ -52,30 +48,6 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
 
     if records.is_dir():
         config_injection.on_initialize(record)
-
-
-def refuse_nodes(folder: str, module: ModuleType) -> None:
-    """End launchers that start a training on several nodes, in the first run.
-
-    That of `torchrun` and `accelerate launch` would wait for them.
-    """
-    records = Path(folder) / RECORDS_FOLDER
-    if not records.is_dir():
-        return
-
-    def refuse(original: Any, _: Any, args: Any, kwargs: Any) -> Any:
-        # A configuration of the launch; or an environment and the resources by node.
-        nodes = getattr(args[0], "min_nodes", None) or len(args[-1])
-        if nodes > 1:
-            write_atomically(records / SEVERAL_NODES_FILE, json.dumps({"nodes": nodes}))
-            os._exit(1)
-        return original(*args, **kwargs)
-
-    if hasattr(module, "launch_agent"):
-        wrapt.wrap_function_wrapper(module, "launch_agent", refuse)
-    for name, runner in list(vars(module).items()):
-        if isinstance(runner, type) and "get_cmd" in vars(runner):
-            wrapt.wrap_function_wrapper(module, f"{name}.get_cmd", refuse)
 
 
 def _of_process(folder: Path, start: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dsat.inputs import ds_config, switches
+from dsat.run.run import Run, own_switches
 from dsat.space.overrides import GATHER
-from dsat.tuning.run import Run, own_switches
 from dsat.values.trial import Trial
 from dsat.values.zero_strategy import of_config
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from dsat.errors import UserInputError
 from dsat.report.run_view import RunView, TrialView
 from dsat.report.table import Table
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 
 OPTIMAL_CONFIG_FILE = "ds_config_optimal.json"

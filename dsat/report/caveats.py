@@ -10,8 +10,8 @@ from dsat.in_trial import batches
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.in_trial.steps import RAREST
 from dsat.report import format as fmt
-from dsat.tuning.comparison import Gain
-from dsat.tuning.run import Run, typical_outcome
+from dsat.run.comparison import Gain
+from dsat.run.run import Run, typical_outcome
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 from dsat.values.zero_strategy import of_config

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dsat.errors import DsatError, UserInputError
 from dsat.inputs.ds_config import flat
 from dsat.report.run_view import RunView, TrialView
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from dsat.values.files import written_atomically
 from dsat.values.outcome import Outcome
 from dsat.values.text import values_without_secrets

@@ -15,8 +15,8 @@ from rich.text import Text
 from dsat.report import progress, terminal
 from dsat.report.run_view import RunView
 from dsat.report.table import Table
-from dsat.tuning.loop import Observer
-from dsat.tuning.run import Run
+from dsat.run.loop import Observer
+from dsat.run.run import Run
 from dsat.values.trial import Trial
 
 _LAST_TRIALS = 12

@@ -14,7 +14,7 @@ from dsat.memory.predictor import Basis, MemoryModel
 from dsat.report import format as fmt
 from dsat.report import projection
 from dsat.report.table import Table
-from dsat.tuning.run import Run, used_bytes
+from dsat.run.run import Run, used_bytes
 from dsat.values.parallelism import Parallelism
 from dsat.values.zero_strategy import Strategy
 

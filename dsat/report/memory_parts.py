@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from dsat.memory.closed_form import model_bytes
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from dsat.values.trial import Trial
 from dsat.values.zero_strategy import NONE, of_config
 

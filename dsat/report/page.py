@@ -19,8 +19,8 @@ from dsat.report.changes import changes
 from dsat.report.projection import Projection, notes, sections, summary
 from dsat.report.run_view import RunView
 from dsat.report.speed_model import SpeedModel
+from dsat.run.run import Run
 from dsat.search.threads import in_one_thread
-from dsat.tuning.run import Run
 from dsat.values.files import cache_folder, write_atomically, write_cache
 from dsat.values.text import values_without_secrets
 

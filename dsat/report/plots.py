@@ -15,7 +15,7 @@ from dsat.report import memory_parts, step_parts
 from dsat.report.projection import Projection
 from dsat.report.run_view import RunView, TrialView
 from dsat.report.speed_model import SpeedModel
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from dsat.values.trial import TrialKind
 
 Rows = Sequence[Mapping[str, Any]]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from dsat.in_trial.rank_files import ACTIVITY_FILE, steps_made
 from dsat.report import format as fmt
+from dsat.run import finals
+from dsat.run.run import Run
 from dsat.search.base import Outlook
-from dsat.tuning import finals
-from dsat.tuning.run import Run
 from dsat.values.codec import Recorded
 from dsat.values.files import write_atomically
 from dsat.values.trial import TrialKind

@@ -13,9 +13,9 @@ from dsat.inputs.switches import SWITCHES
 from dsat.report import format as fmt
 from dsat.report.table import Table
 from dsat.report.verdict import GainView, Verdict, verdict
+from dsat.run.run import Run, own_switches, used_bytes
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan
-from dsat.tuning.run import Run, own_switches, used_bytes
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.text import values_without_secrets
 from dsat.values.trial import Trial, TrialKind

@@ -11,9 +11,9 @@ from typing import Any
 
 from dsat.inputs.switches import BIND_CORES
 from dsat.report import format as fmt
-from dsat.tuning.comparison import Gain
-from dsat.tuning.finals import Contestant
-from dsat.tuning.run import Run, own_switches
+from dsat.run.comparison import Gain
+from dsat.run.finals import Contestant
+from dsat.run.run import Run, own_switches
 from dsat.values.outcome import Metrics
 from dsat.values.trial import Trial
 from dsat.values.zero_strategy import NONE, of_config

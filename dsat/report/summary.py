@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from dsat.report.run_view import RunView
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from dsat.values.files import write_atomically
 
 BEST_CONFIG_FILE = "best_ds_config.json"

@@ -20,7 +20,7 @@ from dsat.report import summary
 from dsat.report.differences import differences
 from dsat.report.run_view import RunView, TrialView
 from dsat.report.table import Table
-from dsat.tuning.run import Run, own_switches
+from dsat.run.run import Run, own_switches
 from dsat.values.objective import METRIC_NAMES
 from dsat.values.outcome import Metrics, Outcome
 from dsat.values.text import printable, values_without_secrets

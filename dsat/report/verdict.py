@@ -16,11 +16,11 @@ from dsat.report import advice, caveats, step_parts
 from dsat.report import format as fmt
 from dsat.report.differences import TRAIN_BATCH, differences
 from dsat.report.longest_sequence import memory_warning
-from dsat.tuning.comparison import Gain
-from dsat.tuning.finals import LEAST_RUN
-from dsat.tuning.finals_phase import contenders
-from dsat.tuning.run import Run, own_switches, searched, typical_outcome
-from dsat.tuning.same_training import Agreement
+from dsat.run.comparison import Gain
+from dsat.run.finals import LEAST_RUN
+from dsat.run.finals_phase import contenders
+from dsat.run.run import Run, own_switches, searched, typical_outcome
+from dsat.run.same_training import Agreement
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
 

@@ -10,7 +10,7 @@ from typing import Any
 from dsat.report import format as fmt
 from dsat.report import page, plots, progress
 from dsat.report.run_view import RunView
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 
 _IS = {
     "goes on": "goes on",

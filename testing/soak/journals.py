@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dsat.tuning.journal import FILE_NAME, read_events
+from dsat.run.journal import FILE_NAME, read_events
 from testing.scenarios import User
 from testing.soak import Tally, inputs, mutations
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsat.tuning.journal import FILE_NAME, read_events
+from dsat.run.journal import FILE_NAME, read_events
 from testing.harms import fail_writing
 from testing.scenarios import Harm, Started, Told, User
 from testing.soak import Tally, complaint

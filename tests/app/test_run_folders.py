@@ -21,8 +21,8 @@ from dsat.errors import JournalLocked
 from dsat.inputs import autotuning_section
 from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.settings import Settings
-from dsat.tuning.events import EVENT_PROPOSED, EVENT_START
-from dsat.tuning.journal import FILE_NAME, Journal
+from dsat.run.events import EVENT_PROPOSED, EVENT_START
+from dsat.run.journal import FILE_NAME, Journal
 from dsat.values.codec import encode
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import plan_of

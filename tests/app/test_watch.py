@@ -18,7 +18,7 @@ import pytest
 from dsat.app import mailbox, watch
 from dsat.app.folder_lock import FolderLock
 from dsat.report.progress import Status
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from testing.made_up_runs import write_run
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dsat.inputs import ds_config
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
 from testing.command import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
 from testing.command import FAST, Told, events_of, kinds_of, run_of, searched, typed

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsat.tuning.same_training import Agreement, Finding, compare, suspects
+from dsat.run.same_training import Agreement, Finding, compare, suspects
 from dsat.values.outcome import OutcomeKind, TrainingCurve
 from testing.local import PROGRAMS, Bench, bench_of, read_json
 

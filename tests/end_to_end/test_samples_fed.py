@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from dsat.tuning.run import Run
+from dsat.run.run import Run
 from dsat.values.outcome import OutcomeKind
 from testing.command import run_of, typed
 from testing.local import read_json

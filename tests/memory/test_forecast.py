@@ -9,8 +9,8 @@ import pytest
 from dsat.inputs.settings import BY_FORMULA
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
+from dsat.run.strategies import make_space
 from dsat.space.plan import Plan
-from dsat.tuning.strategies import make_space
 from dsat.values.outcome import ModelProfile
 from testing.helpers import plan_of
 

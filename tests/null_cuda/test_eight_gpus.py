@@ -12,8 +12,8 @@ import pytest
 
 import dsat
 from dsat.errors import EngineError
-from dsat.tuning.journal import FILE_NAME, read_events
-from dsat.tuning.run import Run
+from dsat.run.journal import FILE_NAME, read_events
+from dsat.run.run import Run
 from testing import warm_command
 from testing.local import PROGRAMS
 from testing.null_cuda import Device

@@ -12,15 +12,18 @@ from dsat.in_trial.adapters.user_files import UserFiles
 from dsat.in_trial.rank_files import SPEC_FILE, RankSpec
 
 
-def begin(folder: Path) -> None:
+def begin(folder: Path, *, is_alone: bool = False) -> None:
     """Have the adapters act for the trial in a folder, which may have no specification yet.
 
     In the first run a process does not know whether it is a rank.
+
+    Args:
+        is_alone: the user's command has no launcher.
     """
     install()
     if TRIAL.folder is not None:
         return
-    TRIAL.folder = folder
+    TRIAL.folder, TRIAL.is_alone = folder, is_alone
     if (folder / SPEC_FILE).exists() and RankSpec.of_folder(folder).is_full_run:
         TRIAL.phase = Phase.TRAINING
         return

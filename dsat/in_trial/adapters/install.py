@@ -67,9 +67,17 @@ def adapt(module: ModuleType) -> None:
         if owner is None or not hasattr(owner, name):
             continue  # in this version of the library
         original = getattr(owner, name)
+        if isinstance(original, property):
+            setattr(owner, name, _adapted_property(original, adapter))
+            continue
         wrapt.wrap_object(module, adapter.attribute, _Adapted, (adapter,))
         if module in (io, os):
             _adapt_pathlib(name, original, getattr(module, name))
+
+
+def _adapted_property(original: Any, adapter: Adapter) -> property:
+    enter = entrance(adapter)
+    return property(lambda owner: enter(functools.partial(original.fget, owner), owner, (), {}))
 
 
 def adapt_engine(engine: Any) -> None:

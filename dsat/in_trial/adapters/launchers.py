@@ -1,11 +1,17 @@
-"""What a script expects of a launcher that did not start it."""
+"""Starts and ends of processes, and what a script expects of a launcher."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import threading
 from typing import Any
 
 from dsat.in_trial.adapters.calls import Original
 from dsat.in_trial.adapters.trial import RunningTrial
+from dsat.in_trial.rank_files import RECORDS_FOLDER, SEVERAL_NODES_FILE
+from dsat.values.files import write_atomically
 
 
 def add_argument(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
@@ -15,4 +21,58 @@ def add_argument(trial: RunningTrial, original: Original, _: Any, args: Any, kwa
     """
     if trial.local_rank is not None and "--local_rank" in args and "action" not in kwargs:
         kwargs = {**kwargs, "default": int(trial.local_rank), "required": False}
+    return original(*args, **kwargs)
+
+
+def refuse_nodes(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+    """End a launcher that starts a training on several nodes, in the first trial.
+
+    That of `torchrun` and `accelerate launch` would wait for them.
+    """
+    records = None if trial.folder is None else trial.folder / RECORDS_FOLDER
+    # A configuration of the launch; or an environment and the resources by node.
+    nodes = getattr(args[0], "min_nodes", None) or len(args[-1])
+    if records is not None and records.is_dir() and nodes > 1:
+        write_atomically(records / SEVERAL_NODES_FILE, json.dumps({"nodes": nodes}))
+        os._exit(1)
+    return original(*args, **kwargs)
+
+
+def run_process(_: RunningTrial, original: Original, __: Any, args: Any, kwargs: Any) -> None:
+    """Report the end of a rank that is a process of multiprocessing, which calls no hooks."""
+    try:
+        original(*args, **kwargs)
+    except BaseException as error:
+        if rank := _rank():
+            rank.fail(error)
+        raise
+    if rank := _rank():
+        rank.finish()
+
+
+def exit_process(_: RunningTrial, original: Original, __: Any, args: Any, kwargs: Any) -> None:
+    """Note that the script ends with `sys.exit`, of which no hook of Python's is told."""
+    try:
+        original(*args, **kwargs)
+    except SystemExit as stop:
+        rank = _rank()
+        if rank is not None and threading.current_thread() is threading.main_thread():
+            rank.note_exit(stop)
+        raise
+
+
+def _rank() -> Any:
+    """Return what may be a rank in this process, if DeepSpeed was imported."""
+    return getattr(sys.modules.get("dsat.in_trial.rank"), "begun", None)
+
+
+def starts_ranks(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+    """Have Lightning find no variables of a rank, if the command has no launcher.
+
+    It starts ranks itself, unless it is one.
+    """
+    if trial.is_alone:
+        trial.is_alone = False
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+            os.environ.pop(name, None)
     return original(*args, **kwargs)

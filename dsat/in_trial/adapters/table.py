@@ -24,7 +24,28 @@ def _in_trials(module: str, attribute: str, wrapper: Wrapper, versions: str = ""
 
 _TRAINER_MODULES = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 
-_PYTHON = (Adapter("argparse", "_ActionsContainer.add_argument", launchers.add_argument),)
+_PYTHON = (
+    Adapter("argparse", "_ActionsContainer.add_argument", launchers.add_argument),
+    _in_trials("multiprocessing.process", "BaseProcess.run", launchers.run_process),
+    _in_trials("sys", "exit", launchers.exit_process),
+)
+
+_RUNNERS = ("PDSHRunner", "OpenMPIRunner", "MPICHRunner", "IMPIRunner", "SlurmRunner")
+_LAUNCHERS = (
+    _in_trials("torch.distributed.launcher.api", "launch_agent", launchers.refuse_nodes),
+    *(
+        _in_trials("deepspeed.launcher.multinode_runner", f"{name}.get_cmd", launchers.refuse_nodes)
+        for name in (*_RUNNERS, "MVAPICHRunner")
+    ),
+    *(
+        Adapter(
+            f"{package}.plugins.environments.lightning",
+            "LightningEnvironment.creates_processes_externally",
+            launchers.starts_ranks,
+        )
+        for package in ("lightning.fabric", "lightning_fabric")
+    ),
+)
 
 _TORCH = (
     _in_trials("torch.utils.data.dataloader", "DataLoader.__iter__", torch_calls.iterate),
@@ -162,6 +183,7 @@ _TRACKERS = tuple(
 
 TABLE: tuple[Adapter, ...] = (
     *_PYTHON,
+    *_LAUNCHERS,
     *_FILES,
     *_TORCH,
     *_DEEPSPEED,

@@ -21,6 +21,7 @@ class Phase(enum.Enum):
 
 IN_TRIALS = (Phase.PREPARING, Phase.MEASURING)
 ALWAYS = (*IN_TRIALS, Phase.TRAINING)
+_said: set[str] = set()
 
 
 class RunningTrial:
@@ -41,6 +42,7 @@ class RunningTrial:
         trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
         task: the `LocalTask` of which determined answers.
         local_rank: the default of `--local_rank`.
+        is_alone: the user's command has no launcher, and Lightning may start ranks.
     """
 
     def __init__(self) -> None:
@@ -58,12 +60,12 @@ class RunningTrial:
         self.trainer: Any = None
         self.task: Any = None
         self.local_rank: str | None = None
-        self._said: set[str] = set()
+        self.is_alone = False
 
     def say(self, text: str) -> None:
         """Print a message to the trial's log, once."""
-        if text not in self._said:
-            self._said.add(text)
+        if text not in _said:
+            _said.add(text)
             print(f"dsat: {text}", file=sys.stderr)
 
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from dsat.tuning import finals as rules
-from dsat.tuning.comparison import Comparison
-from dsat.tuning.finals import Contestant, Finals, Role
+from dsat.run import finals as rules
+from dsat.run.comparison import Comparison
+from dsat.run.finals import Contestant, Finals, Role
 from dsat.values import student
 
 OWN = Contestant(1, 0.0, 0.01, train_batch_size=8)

@@ -9,16 +9,16 @@ from typing import Any
 from dsat.inputs.settings import BY_FORMULA, NO_MEMORY_MODEL
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
+from dsat.run import finals
+from dsat.run.events import EVENT_FINISHED, EVENT_PROPOSED
+from dsat.run.finals_phase import FinalsPhase
+from dsat.run.profile_phase import ProfilePhase
+from dsat.run.run import Run
+from dsat.run.search_phase import SearchPhase
+from dsat.run.trial_factory import TrialFactory
 from dsat.search.base import Outlook, Stop, Wait
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
-from dsat.tuning import finals
-from dsat.tuning.events import EVENT_FINISHED, EVENT_PROPOSED
-from dsat.tuning.finals_phase import FinalsPhase
-from dsat.tuning.profile_phase import ProfilePhase
-from dsat.tuning.run import Run
-from dsat.tuning.search_phase import SearchPhase
-from dsat.tuning.trial_factory import TrialFactory
 from dsat.values.trial import Trial
 
 

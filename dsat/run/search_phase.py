@@ -9,6 +9,9 @@ from typing import Any
 from dsat.inputs.ds_config import BATCH_KEYS
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
+from dsat.run.run import Run
+from dsat.run.trial_costs import TrialCosts
+from dsat.run.trial_factory import TrialFactory, name_of
 from dsat.search import SEARCHES
 from dsat.search.base import (
     EXHAUSTED,
@@ -26,9 +29,6 @@ from dsat.space.locate import Location, Locator
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
-from dsat.tuning.run import Run
-from dsat.tuning.trial_costs import TrialCosts
-from dsat.tuning.trial_factory import TrialFactory, name_of
 from dsat.values.outcome import ModelProfile
 from dsat.values.trial import Trial, TrialKind
 

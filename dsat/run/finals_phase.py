@@ -8,12 +8,12 @@ from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
 
+from dsat.run import finals
+from dsat.run.events import EVENT_FINALS
+from dsat.run.finals import Role
+from dsat.run.run import Run, searched
+from dsat.run.trial_factory import TrialFactory
 from dsat.space.plan import Plan
-from dsat.tuning import finals
-from dsat.tuning.events import EVENT_FINALS
-from dsat.tuning.finals import Role
-from dsat.tuning.run import Run, searched
-from dsat.tuning.trial_factory import TrialFactory
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 _RESERVES = 3  # for a pick that fails or trains differently

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dsat.errors import JournalError, JournalLocked
-from dsat.tuning.journal import SCHEMA_VERSION, Journal, read_events
+from dsat.run.journal import SCHEMA_VERSION, Journal, read_events
 from dsat.values.files import write_atomically, written_atomically
 from testing.scenarios import User
 from testing.world import World
@@ -139,7 +139,7 @@ def test_a_full_disk_is_named_by_its_file(path: Path) -> None:
 def test_the_lock_ends_with_its_process(path: Path) -> None:
     code = (
         "import pathlib, sys\n"
-        "from dsat.tuning.journal import Journal\n"
+        "from dsat.run.journal import Journal\n"
         "journal = Journal(pathlib.Path(sys.argv[1]))\n"
         "journal.append({'event': 'n'})\n"
         "print(flush=True)\n"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from dsat.run import strategies
+from dsat.run.trial_factory import TrialFactory
 from dsat.space.plan import Plan
 from dsat.space.space import Space
-from dsat.tuning import strategies
-from dsat.tuning.trial_factory import TrialFactory
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config

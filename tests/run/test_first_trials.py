@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from dsat.run.strategies import make_space
 from dsat.space.overrides import FORCE, GATHER, overrides_for
-from dsat.tuning.strategies import make_space
 from dsat.values.outcome import OwnOptimizer, ScriptSwitch
 from testing.helpers import plan_of, weightless
 from testing.scenarios import Told, User

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dsat.tuning.same_training import Agreement, compare, precision_of, suspects
+from dsat.run.same_training import Agreement, compare, precision_of, suspects
 from dsat.values.outcome import TrainingCurve
 
 

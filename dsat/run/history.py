@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dsat.engines import cached
+from dsat.run.run import Run
 from dsat.space.plan import Plan, difference_of
-from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import TrialKind
 

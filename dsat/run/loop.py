@@ -8,9 +8,9 @@ from typing import Protocol
 from dsat.engines import Engine
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
-from dsat.tuning.requests import Request, RequestKind
-from dsat.tuning.run import Run
-from dsat.tuning.tuner import Tuner
+from dsat.run.requests import Request, RequestKind
+from dsat.run.run import Run
+from dsat.run.tuner import Tuner
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 

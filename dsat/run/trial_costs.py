@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from dsat.run.run import Run
 from dsat.space.plan import Plan
-from dsat.tuning.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import FEWEST_MAY_TAKE, BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config

@@ -9,12 +9,12 @@ from typing import Any
 
 from dsat.inputs import ds_config
 from dsat.memory.predictor import Basis
+from dsat.run import events
+from dsat.run.comparison import Gain, Variation, margin_of_single_runs
+from dsat.run.finals import Contestant, Finals, Role
+from dsat.run.journal import read_events
+from dsat.run.training_check import TrainingCheck
 from dsat.space.plan import Plan
-from dsat.tuning import events
-from dsat.tuning.comparison import Gain, Variation, margin_of_single_runs
-from dsat.tuning.finals import Contestant, Finals, Role
-from dsat.tuning.journal import read_events
-from dsat.tuning.training_check import TrainingCheck
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 

@@ -7,8 +7,8 @@ from typing import cast
 
 import pytest
 
-from dsat.tuning.run import Run
-from dsat.tuning.trial_costs import TrialCosts
+from dsat.run.run import Run
+from dsat.run.trial_costs import TrialCosts
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import failed, plan_of, ran

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dsat.run.run import Run
 from dsat.search.base import Proposal
 from dsat.space.locate import fingerprint
 from dsat.space.plan import Plan
-from dsat.tuning.run import Run
 from dsat.values.objective import KNOWN_TO_CI95
 from dsat.values.outcome import StepFacts
 from dsat.values.trial import BatchTriple, Trial, TrialKind

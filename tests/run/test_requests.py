@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dsat.app import mailbox
-from dsat.tuning.requests import Request, RequestKind
+from dsat.run.requests import Request, RequestKind
 from testing.local import wait_until
 from testing.scenarios import Told, User
 from testing.world import World

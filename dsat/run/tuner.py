@@ -13,12 +13,12 @@ from typing import Any
 
 from dsat.errors import JournalMismatch
 from dsat.memory.predictor import Basis
+from dsat.run import events as journaled
+from dsat.run.decisions import BeginFinals, Decisions
+from dsat.run.journal import SCHEMA_VERSION, Journal, MemoryJournal
+from dsat.run.run import Run
 from dsat.search import usual_options
 from dsat.space.plan import Plan
-from dsat.tuning import events as journaled
-from dsat.tuning.decisions import BeginFinals, Decisions
-from dsat.tuning.journal import SCHEMA_VERSION, Journal, MemoryJournal
-from dsat.tuning.run import Run
 from dsat.values.codec import encode
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial

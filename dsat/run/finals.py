@@ -18,7 +18,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from dsat.tuning.comparison import REPORTED, Comparison, Gain, margin_of_single_runs
+from dsat.run.comparison import REPORTED, Comparison, Gain, margin_of_single_runs
 from dsat.values import student
 
 # With 1 % of noise from run to run, seven pairs see a gain of 3 % nearly always, with 2 % in half

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dsat.run import same_training
+from dsat.run.same_training import Agreement, Finding
 from dsat.space.plan import Plan
-from dsat.tuning import same_training
-from dsat.tuning.same_training import Agreement, Finding
 from dsat.values.outcome import Outcome, TrainingCurve
 from dsat.values.trial import Trial, TrialKind
 
