@@ -15,9 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import wrapt
+
 from dsat.app.run_folders import RUNS_FOLDER
 from dsat.determined_cluster.job import JOB_FILE, MODEL_FOLDER, PACKAGE_FOLDER
 from dsat.errors import UserInputError
+from dsat.in_trial.adapters import SPARE_FOLDER
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.values.memory_size import readable
 
@@ -159,9 +162,14 @@ def _ignored(root: Path) -> Ignore:
 
 
 def _package() -> dict[Path, Path]:
-    return dict(
-        _walk(_OURS, Path(), lambda parent, names: {n for n in names if n == "__pycache__"})
-    )
+    """Return this package, and in its spare folder wrapt, which an image may lack.
+
+    Its compiled part is left out: it is another one for each version of Python.
+    """
+    own = _walk(_OURS, Path(), lambda parent, names: {n for n in names if n == "__pycache__"})
+    sources = Path(str(wrapt.__file__)).parent.glob("*.py")
+    spare = {Path(SPARE_FOLDER, "wrapt", path.name): path for path in sources}
+    return {**dict(own), **spare}
 
 
 def _walk(root: Path, prefix: Path, ignore: Ignore) -> Iterator[tuple[Path, Path]]:

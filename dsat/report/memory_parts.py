@@ -12,6 +12,7 @@ from typing import Any
 
 from dsat.memory.closed_form import model_bytes
 from dsat.run.run import Run
+from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 from dsat.values.zero_strategy import NONE, of_config
 
@@ -76,3 +77,14 @@ def _parts(run: Run, trial: Trial) -> dict[str, float]:
         "buckets": size * min(bucket, trained) if stage else 0.0,
         "activations": float(profile.activation_bytes_per_sample * trial.batch.micro_batch),
     }
+
+
+def used_bytes(run: Run, outcome: Outcome) -> int | None:
+    """Return the peak memory of a slot, as predictions count it; None if not measured.
+
+    Where the limit is all that a slot has, the context and the libraries count as well.
+    """
+    memory = outcome.memory
+    if memory is None or not memory.peak:
+        return None
+    return memory.peak + (memory.context_bytes if run.plan.slot_memory_bytes is None else 0)

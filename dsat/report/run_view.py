@@ -11,9 +11,10 @@ from typing import Any
 from dsat.inputs.ds_config import BATCH_KEYS, flat
 from dsat.inputs.switches import SWITCHES
 from dsat.report import format as fmt
+from dsat.report.memory_parts import used_bytes
 from dsat.report.table import Table
 from dsat.report.verdict import GainView, Verdict, verdict
-from dsat.run.run import Run, own_switches, used_bytes
+from dsat.run.run import Run, own_switches
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind

@@ -79,6 +79,7 @@ class Run:
         self.same_batch_final: Trial | None = None
         self.repeated: dict[int, int] = {}
         self.training = TrainingCheck(self.trials, self.outcomes, self.repeated)
+        self._changes: dict[tuple[int, bool], dict[str, tuple[Any, Any]]] = {}
         self.memory_basis: Basis | None = None
         self.skipped: list[str] = []
         self.most_samples: int | None = None
@@ -247,14 +248,17 @@ class Run:
         Returns:
             Both values by the setting's name: `zero_optimization.stage`; None where it is absent.
         """
-        switches = own_switches(self)
-        own = ds_config.flat({**self.plan.config({}), **switches})
-        its = ds_config.flat({**self.plan.config(trial.overrides), **switches, **trial.script_args})
-        return {
-            key: (own.get(key), its.get(key))
-            for key in dict.fromkeys([*own, *its])
-            if own.get(key) != its.get(key) and key not in trial.batch.config()
-        }
+        key = trial.id, self.profiled is not None  # which tells the switches of the script
+        if key not in self._changes:
+            switches, plan = own_switches(self), self.plan
+            own = ds_config.flat({**plan.config({}), **switches})
+            its = ds_config.flat({**plan.config(trial.overrides), **switches, **trial.script_args})
+            self._changes[key] = {
+                path: (own.get(path), its.get(path))
+                for path in dict.fromkeys([*own, *its])
+                if own.get(path) != its.get(path) and path not in trial.batch.config()
+            }
+        return self._changes[key]
 
     @property
     def best(self) -> Trial | None:
@@ -278,7 +282,7 @@ class Run:
 
     @property
     def _surely_best(self) -> Trial | None:
-        """The best of the search that beats the user's own surely, by enough for its batch."""
+        """The best of the search that surely beats the user's own, by enough for its batch."""
         admitted = [trial for trial in searched(self) if self.plan.admits(trial.batch)]
         for trial in sorted(admitted, key=lambda t: self._objective.loss(self.value(t) or 0.0)):
             found, own = self.gain_of(trial), self.plan.own_batch
@@ -385,14 +389,3 @@ def own_switches(run: Run) -> dict[str, Any]:
         **{n: values[0] for n, values in run.plan.listed_switches.items() if n not in found},
         **run.plan.switches,
     }
-
-
-def used_bytes(run: Run, outcome: Outcome) -> int | None:
-    """Return the peak memory of a slot, as predictions count it; None if not measured.
-
-    Where the limit is all that a slot has, the context and the libraries count as well.
-    """
-    memory = outcome.memory
-    if memory is None or not memory.peak:
-        return None
-    return memory.peak + (memory.context_bytes if run.plan.slot_memory_bytes is None else 0)

@@ -8,17 +8,23 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.test_layers import ROOT, _import_graph, _sources
+from dsat.determined_cluster import upload
+from tests.test_layers import _import_graph, _sources
 
-GIVEN = {"determined", "numpy", "ruamel", "torch", "deepspeed", "dsat"}
+# wrapt is uploaded with dsat.
+GIVEN = {"determined", "numpy", "ruamel", "torch", "deepspeed", "dsat", "wrapt"}
 # psutil, of the host's memory where there are no accelerators: deepspeed's CPU accelerator and
 # determined's own start-up have imported it before.
 # hjson, where a DeepSpeed configuration is read: deepspeed itself reads it with that.
 # threadpoolctl, where it is there: so that a search takes no cores from trials.
+# Libraries that the script has imported before.
 BY_NEED = {
     ("in_trial.profiler", "psutil"),
     ("inputs.ds_config", "hjson"),
     ("search.threads", "threadpoolctl"),
+    ("in_trial.loopback", "psutil"),
+    ("in_trial.script_switches", "liger_kernel"),
+    ("simulation.versions.transformers_types", "transformers"),
 }
 IN_A_CONTAINER = ("determined_cluster.runner", "in_trial.cluster_rank", "")
 
@@ -54,22 +60,35 @@ def test_nothing_else_is_imported() -> None:
     assert found <= BY_NEED
 
 
+# Finds none of some packages, and wrapt only beside dsat.
+BLOCKER = """
+import importlib.machinery, sys, warnings
+Paths = importlib.machinery.PathFinder
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise ModuleNotFoundError(name)
+        if name == "wrapt":
+            path = [path for path in sys.path if "spare" in path]
+        return Paths.find_spec(name, path, target)
+sys.meta_path[:] = [*sys.meta_path[:sys.meta_path.index(Paths)], Blocker()]
+warnings.simplefilter("ignore")
+import dsat
+assert {place!r} in dsat.__file__
+"""
+
+
 def test_the_search_of_the_runner_needs_neither_torch_nor_deepspeed(tmp_path: Path) -> None:
     """The image of a 0-slot container may be a small one."""
-    blocker = (
-        "import importlib.abc, sys\n"
-        "class Blocker(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in {blocked}:\n"
-        "            raise ModuleNotFoundError(name)\n"
-        "sys.meta_path.insert(0, Blocker())\n"
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "import dsat, dsat.in_trial.cluster_rank, dsat.determined_cluster.search\n"
-    )
-    blocked = {"torch", "deepspeed", "transformers", "rich", "wrapt", "psutil", "hjson"}
-    code = blocker.replace("{blocked}", repr({*blocked, "threadpoolctl"}))
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    upload.stage({}, "{}", tmp_path)
+
+    def imports(names: str, *blocked: str) -> None:
+        code = BLOCKER.replace("{blocked}", repr(set(blocked)))
+        code = code.replace("{place!r}", repr(str(tmp_path)))
+        subprocess.run([sys.executable, "-c", f"{code}import {names}"], check=True, cwd=tmp_path)
+
+    others = ("torch", "psutil", "hjson", "threadpoolctl")
+    least = ("deepspeed", "transformers", "rich")
+    imports("dsat.in_trial.cluster_rank, dsat.determined_cluster.search", *least, *others)
     # determined itself needs psutil and torch for parts that the runner does not use.
-    code = blocker.replace("{blocked}", repr({"deepspeed", "transformers", "rich", "wrapt"}))
-    code += "import dsat.determined_cluster.runner\n"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    imports("dsat.determined_cluster.runner", *least)

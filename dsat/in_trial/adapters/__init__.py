@@ -4,3 +4,12 @@
 modules are imported, before anything else may bind their names. Until a trial begins in the process
 (`trial.TRIAL.phase`) they do what they do without dsat.
 """
+
+import importlib.util
+import sys
+from pathlib import Path
+
+SPARE_FOLDER = "spare"  # of packages that a cluster's container may lack
+_spare = Path(__file__).parents[2] / SPARE_FOLDER
+if importlib.util.find_spec("wrapt") is None and _spare.is_dir():
+    sys.path.append(str(_spare))
