@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dsat.run.run import searched
 from dsat.values.outcome import OutcomeKind
 from testing.command import FAST, Told, dsat, experiment_of, inline, run_of, typed
 from testing.local import processes_of
@@ -97,7 +98,7 @@ def test_a_search_simulates_before_it_launches(tmp_path: Path) -> None:
     for stage in range(4):
         assert re.search(rf"stage {stage}: .* largest micro batch \d+ \(simulated\)", told.out)
     assert [o.kind for o in run.outcomes.values()].count(OutcomeKind.OOM) <= 1
-    others = [trial for trial in run.trials.values() if trial.id]
+    others = searched(run)
     assert others and all(trial.predicted_bytes for trial in others)
     assert re.search(r" used of [\d.]+ [MG]iB predicted", told.out)
     text = (run_dir / "summary.md").read_text()
