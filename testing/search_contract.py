@@ -67,6 +67,7 @@ class Driven:
         metric: to optimise.
         predict: predicts the largest micro batch of some settings.
         costs: predicts durations.
+        ramp: raise the user's own micro batch first.
         options: of the search.
     """
 
@@ -81,12 +82,13 @@ class Driven:
         seed: int = 0,
         predict: Callable[[Mapping[str, Any]], float] | None = None,
         costs: Costs | None = None,
+        ramp: bool = False,
         **options: Any,
     ) -> None:
         self.space = space
         self.objective = Objective(metric)
         kind = SEARCHES[method] if isinstance(method, str) else method
-        problem = Problem(profile or weightless(ceiling), self.objective, space, seed)
+        problem = Problem(profile or weightless(ceiling), self.objective, space, seed, ramp)
         self._search = kind(problem, **options)
         self._context = Context(None if predict is None else Predicted(predict), costs)
         self._observations: list[Observation] = []

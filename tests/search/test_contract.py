@@ -237,6 +237,7 @@ def test_nothing_above_the_end_of_the_data_is_proposed_again(method: str, told: 
     first = search.propose()
     assert first is not None and first.micro_batch > 6
     search.end(first, outcome)
+    search.observe(1, replace(ran(1.0), most_samples=40))
     later = proposals_of(search, lambda p: ran(float(p.micro_batch)), limit=25)
     assert len(later) > 3 and all(p.micro_batch <= 6 for p in later)
 
