@@ -95,7 +95,7 @@ def check_kinds(host: Host) -> None:
 
 
 def with_slots(hosts: Sequence[Host], slots: int) -> tuple[Host, ...]:
-    """Return hosts with the slots that a trial of so many needs.
+    """Return hosts with enough slots for a trial.
 
     Trials may have more ranks than a quota of processor time gives them cores, as commands may.
     """

@@ -52,7 +52,7 @@ def settings_of_ranks(
     sharers = _sharers(machine, config, ranks)
     if machine.is_cpu:
         return settings
-    if program.launch.binds_cores:  # the launcher sets it, whatever it was
+    if program.launch.binds_cores:  # the launcher replaces it
         share = share_of(_shared_cores(machine, program), 0, sharers)
         settings["OMP_NUM_THREADS"] = str(len(share))
     elif "OMP_NUM_THREADS" not in given:

@@ -105,7 +105,7 @@ class ActivityLog:
         self._next_s: dict[str, float] = {}  # when each is logged again, by its duration
 
     def write(self, running: Collection[Running], waiting: Sequence[Start]) -> None:
-        """Log what is new, or goes on for long."""
+        """Log new phases, and those that last long."""
         for name, activity, duration_s in _slow_activities(running, waiting):
             text = f"{name}: {activity}" if name else activity
             if text not in self._next_s:

@@ -44,7 +44,6 @@ class Run:
         converged: that was another reason than the number of trials.
         memory_basis: what memory is predicted from.
         skipped: names of configurations that were not launched since they would not have fitted.
-        most_samples: the largest micro batch that there are data for, once that is known.
         stop_asked: somebody wants no further trials.
         stop_reason: None while the run goes on or after it was interrupted.
         paused: it was interrupted, and did not go on since.
@@ -82,7 +81,6 @@ class Run:
         self._changes: dict[tuple[int, bool], dict[str, tuple[Any, Any]]] = {}
         self.memory_basis: Basis | None = None
         self.skipped: list[str] = []
-        self.most_samples: int | None = None
         self._usual_step_s = 0.0  # the user's own, or the shortest so far
         self.stop_asked = False
         self.stop_reason: str | None = None
@@ -151,8 +149,6 @@ class Run:
         trial = self.trials[trial_id]
         self._running.pop(trial_id, None)
         value = outcome.value(self._objective)
-        if outcome.most_samples is not None:
-            self.most_samples = min(outcome.most_samples, self.most_samples or outcome.most_samples)
         if trial.profiles:
             self.profiled = outcome
         if trial.kind is TrialKind.PROFILE:

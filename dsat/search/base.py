@@ -1,4 +1,4 @@
-"""What a search is: a function of what was observed that proposes the next configuration."""
+"""The interface of searches: a function of the observations proposes the next trial."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NO_NEW_BEST = early_stopping("end the search after N trials without a new best")
 
 
 class Source(enum.Enum):
-    """Why a configuration was measured."""
+    """Purpose of a measurement."""
 
     BASELINE = "baseline"
     SEARCH = "search"
@@ -136,7 +136,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What a search may know beside the observations.
+    """Predictions that a search may use beside the observations.
 
     Attributes:
         memory: predicts memory; None if nothing is predicted.
@@ -149,7 +149,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a search is to find.
+    """Definition of a search: model, metric, space and seed.
 
     Attributes:
         profile: of the model.

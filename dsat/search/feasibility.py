@@ -59,7 +59,7 @@ class Ended:
 
 
 class Feasibility:
-    """Where memory ends in each strategy, and which values fail otherwise.
+    """Chance of a configuration to run, by the end of memory and by failures of settings.
 
     The largest micro batch that fits is expected near its prediction, between those that ran and
     those that did not. Both bounds are kept by strategy, relative to the prediction.

@@ -1,4 +1,4 @@
-"""What trials tell of the speed, the memory and the failures of all configurations of a space."""
+"""Predicted speed, memory and failures of all configurations, fitted to the trials."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dsat.values.outcome import OutcomeKind
 
 @dataclass
 class History:
-    """What was tried of one choice of settings.
+    """Trials of one choice of settings.
 
     Attributes:
         sizes: micro batches.

@@ -55,6 +55,7 @@ COPIES = """
 import copy, inspect, pickle
 for function in (os.remove, torch.save, torch.nn.Module.__init__, open):
     assert copy.deepcopy(function) is function
+    # `open` is pickled as `io.open`, which is adapted too.
     assert pickle.loads(pickle.dumps(function)) is function or function is open
 assert os.unlink in os.supports_dir_fd
 

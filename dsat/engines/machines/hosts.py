@@ -35,7 +35,7 @@ class Host:
 
     @property
     def reach(self) -> Reach:
-        """How commands are run there."""
+        """The runner of commands on the host."""
         return self.call or self.prefix
 
 

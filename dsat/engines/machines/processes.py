@@ -70,7 +70,7 @@ class RemoteProcess:
 
     def terminate(self) -> None:
         """End it by SIGTERM; one that is lost ends with its host."""
-        with contextlib.suppress(Exception):  # of the host, whatever reaches it
+        with contextlib.suppress(Exception):  # a host may fail in any way
             self._call("terminate", self._number)
 
     kill = terminate
@@ -90,7 +90,7 @@ class RemoteProcess:
                     with contextlib.suppress(BrokenPipeError):  # nobody reads any more
                         (os.write(self._errors, data) if target == 2 else pipe.write(data))
                 status = int(item[1])
-            except Exception as error:  # of the host, whatever reaches it
+            except Exception as error:  # a host may fail in any way
                 os.write(self._errors, f"{str(error).splitlines()[0]}\n".encode())
             os.close(self._errors)
             self.returncode = status

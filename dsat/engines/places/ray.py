@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _CONNECT_LIMIT_S, _LOOK_EVERY_S, _SETTLES_WITHIN_S = 15.0, 1.0, 0.5
 _RESERVE_LIMIT_S = 10.0  # other work may be faster: then something else may be free
-_THREADS = 64  # of one actor: each command waits in a call of its own
+_THREADS = 64  # of one actor: one for each command that runs
 _WHERE = "with --engine ray: "
 OPTIONS = (
     place_option(
