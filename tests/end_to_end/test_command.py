@@ -198,14 +198,13 @@ def test_a_script_that_feeds_its_own_batch_is_told_so(tmp_path: Path) -> None:
     assert "feeds 7 samples, its own micro batch" in told.out
     assert "engine.train_micro_batch_size_per_gpu()" in told.out
     assert "--arg-mapping train_micro_batch_size_per_gpu=--batch-size" in told.out
-    run = run_of(tmp_path / "run")
-    assert run.most_samples == 7
     events = events_of(tmp_path / "run")
-    told_so = next(
-        place
+    told_so, refused = next(
+        (place, event["outcome"])
         for place, event in enumerate(events)
         if event["event"] == "finished" and event["outcome"]["kind"] == "INVALID"
     )
+    assert refused["most_samples"] == 7
     later = [event["trial"] for event in events[told_so:] if event["event"] == "proposed"]
     assert later and all(trial["batch"]["micro_batch"] <= 7 for trial in later)
 
