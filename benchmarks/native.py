@@ -30,7 +30,7 @@ from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine, find_machine
 from dsat.inputs import ds_config
 from dsat.inputs.autotuning_section import SECTION
-from dsat.report.format import duration
+from dsat.values.format import duration
 from dsat.values.trial import Trial, TrialKind, TrialOptions
 from dsat.values.zero_strategy import of_config
 

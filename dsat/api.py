@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from dsat.app import keywords, local, past_runs, train_command
+from dsat.app import keywords, local, train_command
 from dsat.app.estimate import estimate as _estimate
 from dsat.app.keywords import PathLike, Target
 from dsat.app.local import EngineFactory, LocalSearch
@@ -30,13 +30,14 @@ from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.report.longest_sequence import LongestSequences
-from dsat.report.progress import Status
 from dsat.report.projection import Projection
-from dsat.report.run_view import RunView, TrialView
 from dsat.run.journal import FILE_NAME
 from dsat.run.loop import Observer
 from dsat.run.run import Run
 from dsat.search import SEARCHES, Search
+from dsat.show import past_runs
+from dsat.show.progress import Status
+from dsat.show.view import RunView, TrialView
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 

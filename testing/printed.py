@@ -15,8 +15,8 @@ from dsat.app import prepare, train_command
 from dsat.app.prepare import Prepared
 from dsat.engines.places import local as this_machine
 from dsat.inputs.settings import Settings
-from dsat.report import summary
 from dsat.run.run import Run
+from dsat.show import summary
 from dsat.values.outcome import Outcome, OutcomeKind, ScriptSwitch
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import ran, weightless

@@ -28,7 +28,7 @@ FLOORS = (
     "",
     "engines",
     "run",
-    "report",
+    "report show",  # projections and fits move out of `report`
     "app",
     "determined_cluster",
     "api",
@@ -115,7 +115,7 @@ def test_few_things_stand_at_the_top() -> None:
         for path in folder.iterdir()
         if path.suffix == ".py" or any(path.glob("*.py"))
     }
-    assert len(code) <= 21, sorted(code)
+    assert len(code) <= 25, sorted(code)
 
 
 def test_searches_and_engines_know_nothing_of_each_other() -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dsat.app import mailbox, run_folders, train_command
+from dsat.app import run_folders, train_command
 from dsat.app.hosts import describe
 from dsat.app.observers import FileKeeper, Logger, write_files
 from dsat.app.prepare import Prepared
@@ -20,13 +20,13 @@ from dsat.engines.start import FULL_RUN_ID, LocalOptions
 from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.in_trial.failures import OF_DSAT
 from dsat.memory.predictor import Basis
-from dsat.report.progress import Status
 from dsat.run import history
 from dsat.run.journal import FILE_NAME, Journal
 from dsat.run.loop import Observer, drive
 from dsat.run.profile_phase import name_of_trial
 from dsat.run.run import Run
 from dsat.run.tuner import Tuner
+from dsat.show.progress import Status
 from dsat.simulation import anchors
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
@@ -66,8 +66,6 @@ class LocalSearch:
                     "ended %d processes left over from an earlier run in this folder", len(ended)
                 )
             self._tuner = _tuner(ready, self.folder, opened)
-            if not self._tuner.run.trials:
-                self._tuner.raise_budget(history.asked_trials(earlier, ready.plan))
             self._known = history.known_outcomes(earlier, ready.plan, ready.info)
             self._opened = opened.pop_all()
         self.run = self._tuner.run
@@ -91,7 +89,6 @@ class LocalSearch:
         """
         for message in _messages(self.ready, self.folder, self.run):
             _log.info("%s", message)
-        mailbox.take(self.folder)  # requests to an earlier process
         if self._has_work():
             try:
                 self._drive(observers)
@@ -116,7 +113,6 @@ class LocalSearch:
             max_slots=ready.settings.max_slots,
             max_concurrent_trials=ready.settings.max_concurrent_trials,
             survey=functools.partial(_survey, ready, self._engine),
-            requests=functools.partial(mailbox.take, self.folder),
         )
 
     def status(self) -> Status:

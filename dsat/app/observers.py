@@ -10,11 +10,12 @@ from pathlib import Path
 from dsat.app import run_folders, train_command
 from dsat.app.prepare import Prepared
 from dsat.memory.forecast import Forecast
-from dsat.report import autotuner_files, page, summary
-from dsat.report.log_lines import Narrator
-from dsat.report.progress import Status
+from dsat.report import autotuner_files
 from dsat.run.loop import Observer
 from dsat.run.run import Run
+from dsat.show import page, summary
+from dsat.show.log_lines import Narrator
+from dsat.show.progress import Status
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 

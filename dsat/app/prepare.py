@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat import __version__
-from dsat.app import autotuning, installed_deepspeed, packages, plans, run_folders, shared_runs
+from dsat.app import autotuning, installed_deepspeed, packages, plans, run_folders
 from dsat.app import hosts as hosts_of
 from dsat.app import source as sources
 from dsat.app.hosts import all_slots, check_slots, describe
@@ -166,7 +166,6 @@ def _of_machine(machine: Machine, slots: int) -> dict[str, Any]:
     return {
         "offload_helps": not machine.is_cpu,
         "slots_per_host": machine.num_slots if slots > machine.num_slots else 0,
-        "suggested": shared_runs.suggestions(machine.accelerator, machine.device_name, slots),
     }
 
 

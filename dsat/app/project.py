@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from dsat.app import estimate as estimates
-from dsat.app import past_runs, probe
-from dsat.app.past_runs import PastRun
+from dsat.app import probe
 from dsat.errors import DsatError, UserInputError
 from dsat.inputs import cards, ds_config
 from dsat.inputs.cards import Card
@@ -28,6 +27,8 @@ from dsat.search.normal import Array
 from dsat.search.projected_speed import ProjectedSpeed, StepTime
 from dsat.search.speed import Points
 from dsat.search.traced_work import Cluster, hardware_of, scaled, work_of
+from dsat.show import past_runs
+from dsat.show.past_runs import PastRun
 from dsat.simulation.client import Simulator
 from dsat.simulation.protocol import Question
 from dsat.values.outcome import Metrics

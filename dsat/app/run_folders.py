@@ -13,21 +13,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dsat.app.folder_lock import FolderLock
 from dsat.errors import JournalError, UserInputError
 from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.settings import Settings
-from dsat.report import autotuner_files, page, progress, summary
+from dsat.report import autotuner_files
 from dsat.run import history
-from dsat.run.journal import FILE_NAME, read_events
+from dsat.run.folder_lock import FolderLock
+from dsat.run.journal import FILE_NAME, RUNS_FOLDER, read_events
 from dsat.run.run import Run, read_run
 from dsat.run.tuner import difference_to
+from dsat.show import page, progress, summary
 from dsat.space.plan import Plan
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import OutcomeKind
 
 _log = logging.getLogger(__name__)
-RUNS_FOLDER = Path("dsat_runs")
 _RESULT_FILES = (
     autotuner_files.OPTIMAL_CONFIG_FILE,
     autotuner_files.OPTIMAL_COMMAND_FILE,
@@ -176,9 +176,9 @@ def _set_aside_in(folder: Path) -> list[Path]:
 
 def _is_over(run: Run, plan: Plan) -> bool:
     """Check for a run that found something and has no trial left by a plan."""
-    stopped = run.stop_reason is not None and not run.stop_asked
+    stopped = run.stop_reason is not None
     decided = run.finals is not None or plan.finals == run.plan.finals
-    return stopped and decided and run.best is not None and plan.max_trials <= run.planned_trials
+    return stopped and decided and run.best is not None and plan.max_trials <= run.plan.max_trials
 
 
 def _has_errors_to_retry(run: Run) -> bool:

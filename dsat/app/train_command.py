@@ -27,8 +27,8 @@ from dsat.inputs import accelerate_env, switches
 from dsat.inputs import entrypoint as entrypoints
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.switches import BIND_CORES
-from dsat.report import summary
 from dsat.run.run import Run, own_switches
+from dsat.show import summary
 from dsat.values.files import write_atomically
 from dsat.values.text import assignment, shell_line
 from dsat.values.trial import Trial

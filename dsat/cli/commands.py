@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 
-from dsat.app import estimate, fit, local, longest, project, watch
+from dsat.app import estimate, fit, local, longest, project
 from dsat.app.prepare import prepared
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
@@ -19,9 +19,9 @@ from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import WatchSettings
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import Settings
-from dsat.report import page
-from dsat.report.live_view import LiveView
-from dsat.report.run_view import RunView
+from dsat.show import page, watch
+from dsat.show.live import LiveView
+from dsat.show.view import RunView
 
 _CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
 
@@ -106,7 +106,8 @@ def _search(search: local.LocalSearch, view: LiveView) -> int:
     view.follow(search.folder, search.trials)
     with contextlib.ExitStack() as watching:
         if search.ready.settings.watch:
-            view.say(*watch.where(watching.enter_context(watch.serving(search.folder))))
+            url = watching.enter_context(watch.serving(search.folder))
+            view.say(*([] if url is None else watch.how_to_open(url)))
         with view:
             search.search(view)
     if search.ready.settings.json:

@@ -21,14 +21,14 @@ from dsat.app.prepare import Prepared
 from dsat.cli.exit_status import EXIT_BUG, EXIT_FAILED, EXIT_USAGE
 from dsat.determined_cluster.submit import Submission
 from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
-from dsat.report import summary
-from dsat.report.format import count
-from dsat.report.live_view import LiveView
 from dsat.run.journal import MemoryJournal
 from dsat.run.strategies import make_space, rungs
 from dsat.run.tuner import Tuner
+from dsat.show import summary
+from dsat.show.live import LiveView
 from dsat.space.plan import Plan
 from dsat.values import memory_size
+from dsat.values.format import count
 from dsat.values.text import (
     MOST_OF_A_LOG,
     printable,

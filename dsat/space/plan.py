@@ -31,10 +31,8 @@ _LABELS = {
 _OPTIONS = {own.name: own for own in options_of(Settings)}
 LONGEST_S = 20.0  # what `Plan.longest_s` usually is
 _ABSENT = "not given"
-# A run that continues keeps its suggestions and the length of a trial, whatever this version
-# of dsat and this machine would choose.
-_KEPT = ("suggested", "longest_s")
-_MAY_DIFFER = ("max_trials", "finals", "indifference", *_KEPT)
+# A run that continues keeps the length of a trial, whatever this version of dsat would choose.
+_MAY_DIFFER = ("max_trials", "finals", "indifference", "longest_s")
 
 
 @dataclass(frozen=True, kw_only=True)

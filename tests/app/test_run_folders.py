@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from dsat.app import run_folders
-from dsat.app.folder_lock import FolderLock
 from dsat.errors import JournalLocked
 from dsat.inputs import autotuning_section
 from dsat.inputs.autotuning_section import Autotuning
 from dsat.inputs.settings import Settings
 from dsat.run.events import EVENT_PROPOSED, EVENT_START
+from dsat.run.folder_lock import FolderLock
 from dsat.run.journal import FILE_NAME, Journal
 from dsat.values.codec import encode
 from dsat.values.trial import BatchTriple, Trial, TrialKind
@@ -112,7 +112,7 @@ def test_the_second_process_touches_nothing() -> None:
 
 def test_a_killed_process_holds_no_lock() -> None:
     code = (
-        "import os, pathlib, sys\nfrom dsat.app.folder_lock import FolderLock\n"
+        "import os, pathlib, sys\nfrom dsat.run.folder_lock import FolderLock\n"
         "lock = FolderLock(pathlib.Path('run'))\nos.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9

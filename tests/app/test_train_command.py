@@ -24,7 +24,7 @@ from dsat.engines.rank_settings import cores_of
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.placement import Launch
 from dsat.inputs.switches import OF_CODE
-from dsat.report.live_view import LiveView
+from dsat.show.live import LiveView
 from dsat.values.outcome import ScriptSwitch
 from dsat.values.text import without_secrets
 from testing.local import PROGRAMS, cpu_machine

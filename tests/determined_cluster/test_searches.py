@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dsat.report.run_view import RunView
+from dsat.show.view import RunView
 from dsat.values.outcome import OutcomeKind
 from testing.on_cluster import RUNNER, SEARCH, OnCluster, changed, cluster, ended
 from tests.conftest import ROOT
