@@ -19,7 +19,7 @@ from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import WatchSettings
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import Settings
-from dsat.show import page, watch
+from dsat.show import page, terminal, watch
 from dsat.show.live import LiveView
 from dsat.show.view import RunView
 
@@ -28,7 +28,7 @@ _CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
 
 def run(settings: AnySettings, argv: list[str]) -> int:
     """Run one command and return the exit status."""
-    view = LiveView(sys.stderr if settings.json else sys.stdout)
+    view = LiveView()
     with output.messages_to(view):
         if isinstance(settings, EstimateSettings):
             return _estimate(settings)
@@ -113,8 +113,11 @@ def _search(search: local.LocalSearch, view: LiveView) -> int:
     if search.ready.settings.json:
         output.print_json(RunView.of(search.run).to_json(search.folder))
     if search.profiled:
-        view.show_result(search.run)
-        output.say_where_to(search, view)
+        terminal.show(
+            sys.stderr if search.ready.settings.json else sys.stdout, output.result_of(search)
+        )
+    if search.profiled and search.interrupted:
+        view.say(output.how_to_continue(search.ready, search.folder))
     if search.interrupted:
         return EXIT_INTERRUPTED
     if search.failure is not None:

@@ -127,6 +127,4 @@ def _print(told: Any, shown: list[Any]) -> None:
     if told is not None:
         output.print_json(told)
         return
-    console = terminal.console(sys.stdout)
-    for each in shown:
-        console.print(each)
+    terminal.show(sys.stdout, shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -311,7 +312,21 @@ class Run:
 
     @property
     def best_value(self) -> float | None:
-        outcome = self.best_outcome
+        """The objective's value of the best configuration; see `final_value`."""
+        return None if self.best is None else self.final_value(self.best)
+
+    def final_value(self, trial: Trial) -> float | None:
+        """Return the objective's value of a trial: by the finals, where they measured it again.
+
+        It is the geometric mean over the pairs, so that the gain is the ratio of two such values.
+        """
+        finals = self.finals
+        if finals is not None and finals.pick is not None and finals.pairs:
+            for role, each in enumerate((self.baseline, self.trials[finals.pick.trial_id])):
+                if each is trial:
+                    mean = statistics.fmean(pair[role] for pair in finals.pairs)
+                    return float(self._objective.value_of(mean))
+        outcome = typical_outcome(self, trial)
         return None if outcome is None else outcome.value(self._objective)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from dsat.in_trial import batches
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
@@ -51,12 +51,12 @@ def _excluded(run: Run) -> Iterator[str]:
 
 def _of_noise(run: Run, found: Gain | None) -> Iterator[str]:
     """Yield a warning if measurements are too uncertain to compare."""
-    compared = [run.outcomes.get(each.id) for each in (run.baseline, run.leader) if each]
-    noise = max((o.metrics.ci95 for o in compared if o and o.metrics), default=0.0)
+    compared = [each for each in (run.baseline, run.leader) if each]
+    noise = max(0.0, *_intervals(run, compared), _median(_intervals(run, run.trials.values())))
     if found is None and noise > _NOISY:
         yield (
-            f"measurements are uncertain by ±{fmt.percent(noise)}, so smaller gains go unseen. "
-            f"{_QUIETER}"
+            f"measurements are uncertain by ±{fmt.percent(noise)}, so smaller gains go unseen: "
+            f"other programs may have used the machine. {_QUIETER}"
         )
     elif found is not None and found.high > _UNSURE * found.low:
         yield (
@@ -64,6 +64,16 @@ def _of_noise(run: Run, found: Gain | None) -> Iterator[str]:
             f"the same configuration differ much. {_QUIETER} More pairs help too (--finals, with "
             "enough --max-trials)."
         )
+
+
+def _intervals(run: Run, trials: Iterable[Trial]) -> list[float]:
+    """Return the half-widths of the 95 % intervals of the trials that were measured."""
+    outcomes = (run.outcomes.get(trial.id) for trial in trials)
+    return [outcome.metrics.ci95 for outcome in outcomes if outcome and outcome.metrics]
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0
 
 
 def _of_drift(run: Run) -> Iterator[str]:
@@ -136,9 +146,7 @@ def _of_lengths(run: Run, best: Trial) -> Iterator[str]:
     if apart > max((_LONGER - 1) * min(its, yours), _ERRORS * error):
         means = "The gain is unreliable"
         if run.plan.metric != "tokens_per_second":
-            means = (
-                "If it is padding, it belongs to the gain; if other data, the gain is unreliable"
-            )
+            means = "Padding is a real cost; different data make the gain meaningless"
         yield (
             f"the samples of {compared.name} had {its:,.0f} tokens on average and yours "
             f"{yours:,.0f}: other data (sorted, or a curriculum), or padding, which grows with the "

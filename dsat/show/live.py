@@ -1,4 +1,4 @@
-"""Live view of a run: lines, and below them a table of its trials."""
+"""Live view of a search: log lines, and below them a table of its latest trials."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from dsat.run.run import Run
 from dsat.show import progress, terminal
 from dsat.show.view import RunView
 from dsat.values.table import Table
-from dsat.values.trial import Trial
 
 _LAST_TRIALS = 12
 
 
 class LiveView(Observer):
-    """Prints lines, and shows a run in a table while it goes on.
+    """Prints lines, and on a terminal a table of the trials while they run.
 
     Args:
-        stream: where to; a table only if it is a terminal.
+        stream: standard error by default; standard output is for results.
     """
 
-    def __init__(self, stream: TextIO = sys.stderr) -> None:
+    def __init__(self, stream: TextIO | None = None) -> None:
+        stream = sys.stderr if stream is None else stream
         self._console = terminal.console(stream)
         self._live = Live(console=self._console, auto_refresh=False) if stream.isatty() else None
         self._trials, self._folder = Path(), Path()
+        self._view: RunView | None = None
+        self._built_at: tuple[int, int] | None = None
+        self._shown: object = None
 
     def follow(self, folder: Path, trials: Path) -> None:
         """Show a run that begins."""
@@ -40,7 +43,7 @@ class LiveView(Observer):
 
     @property
     def shows_trials(self) -> bool:
-        """Check for a live table."""
+        """Whether there is a live table."""
         return self._live is not None
 
     def __enter__(self) -> LiveView:
@@ -53,32 +56,36 @@ class LiveView(Observer):
             self._live.stop()
 
     def say(self, *lines: str) -> None:
-        """Print lines above the table."""
+        """Print lines above the table, each unbroken so that it can be copied."""
         for line in lines:
-            self._console.print(Text(line))
+            self._console.print(Text(line), soft_wrap=True)
 
     def waited(self, run: Run) -> None:
-        if self._live is not None and run.has_begun:
-            self._live.update(self._view(run), refresh=True)
-
-    def show_result(self, run: Run) -> None:
-        """Print the verdict and the final table."""
-        if run.outcomes:
-            for each in terminal.result(RunView.of(run)):
-                self._console.print(each)
-
-    def _view(self, run: Run) -> Group:
-        view = RunView.of(run)
+        if self._live is None or not run.has_begun:
+            return
+        view = self._view_of(run)
         cells = [
-            (each.label, each.result if each.outcome else self._doing(each.trial))
+            (
+                each.label,
+                each.result if each.outcome else progress.doing(self._trials / each.trial.name),
+            )
             for each in view.trials[-_LAST_TRIALS:]
         ]
-        bar = RichTable.grid()  # a bar by itself does not end its line
-        total, done = view.plan.max_trials, len(view.ended)
-        bar.add_row(ProgressBar(total=total, completed=done, width=60))
         status = progress.lines(run, progress.Status.of_run(self._folder), self._trials)
-        lines = map(Text, (view.verdict.headline, *status))
-        return Group(terminal.rich_table(Table(("trial", "result"), cells)), bar, *lines)
+        lines = (view.verdict.headline, *status)
+        if (cells, lines) == self._shown:
+            return
+        self._shown = cells, lines
+        bar = RichTable.grid()  # a bar by itself does not end its line
+        bar.add_row(ProgressBar(total=view.plan.max_trials, completed=len(view.ended), width=60))
+        table = terminal.rich_table(
+            Table(("trial", "result"), cells, names=("trial",)), self._console.width
+        )
+        self._live.update(Group(table, bar, *map(Text, lines)), refresh=True)
 
-    def _doing(self, trial: Trial) -> str:
-        return progress.doing(self._trials / trial.name)
+    def _view_of(self, run: Run) -> RunView:
+        """Return the view of a run, built only after a trial began or ended."""
+        state = len(run.trials), len(run.outcomes)
+        if self._view is None or state != self._built_at:
+            self._view, self._built_at = RunView.of(run), state
+        return self._view

@@ -10,6 +10,8 @@ from dsat.values import format as fmt
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Trial, TrialKind
 
+_DISABLED = "Memory predictions are disabled: they said nothing fits, yet the baseline ran"
+
 
 class Narrator:
     """Log lines of the events of a run; each warning once."""
@@ -47,7 +49,7 @@ class Narrator:
             return forecast.describe()
         if run.plan.memory_model == NO_MEMORY_MODEL:
             return []
-        return ["memory predictions are off: nothing was said to fit, but the profile trial ran"]
+        return [_DISABLED]
 
 
 def _of_profile(profile: ModelProfile) -> list[str]:

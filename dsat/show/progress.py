@@ -95,7 +95,9 @@ def time_left(run: Run, at_once: int) -> str | None:
     if len(took) < _LEAST_TRIALS:
         return None
     most = run.plan.max_trials
-    left = max(0, most - len(run.outcomes))
+    left = most - len(run.outcomes)
+    if left <= 0:
+        return None
     alone = left
     if run.finals is None:
         alone = min(left, finals.reserved(most - run.num_finals, run.plan.finals))

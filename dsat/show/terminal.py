@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -29,7 +30,10 @@ from dsat.values.trial import Trial
 _LAST_LINES, _LAST_BYTES = 12, 64 * 1024
 _LOGS = ("stdout.log", "stderr.log")
 _PLAIN_WIDTH = 140
+_FOLDED_AT = 40  # characters that a wide column counts as
+_PHASES = ("init", "forward", "backward", "step")
 
+Part = RenderableType | Table
 Views = Mapping[str, RunView]  # by the names of their folders
 
 
@@ -39,42 +43,66 @@ def console(stream: Any) -> Console:
     return Console(file=stream, highlight=False, soft_wrap=wide is not None, width=wide)
 
 
-def rich_table(table: Table) -> RichTable:
-    """Return a table of texts for the terminal."""
+def show(stream: Any, parts: Iterable[Part]) -> None:
+    """Print parts of an output; a `str` is not broken at the width of the terminal."""
+    into = console(stream)
+    for each in parts:
+        if isinstance(each, str):
+            into.print(Text(each), soft_wrap=True)
+        else:
+            into.print(rich_table(each, into.width) if isinstance(each, Table) else each)
+
+
+def rich_table(table: Table, width: int) -> RichTable:
+    """Return a table for the terminal, without optional columns for which there is no room."""
+    optional = list(table.optional)
+    while optional and _width(table) > width:
+        table = table.without(optional.pop(0))
     found = RichTable()
     for heading in table.headings:
-        found.add_column(Text(heading))
+        found.add_column(Text(heading), no_wrap=heading in table.names, overflow="fold")
     for row in table.rows:
         found.add_row(*map(Text, row))
     return found
 
 
-def result(view: RunView) -> list[RenderableType]:
+def _width(table: Table) -> int:
+    """Return the columns of the terminal that a table takes, with long texts folded."""
+    columns = zip(table.headings, *table.rows, strict=True)
+    widths = (max(map(cell_len, cells)) for cells in columns)
+    folded = (
+        width if heading in table.names else min(width, _FOLDED_AT)
+        for heading, width in zip(table.headings, widths, strict=True)
+    )
+    return 1 + sum(3 + width for width in folded)
+
+
+def result(view: RunView) -> list[Part]:
     """Return the verdict of a run, its facts and its stages."""
-    stages: list[RenderableType] = [rich_table(view.stage_table())] if view.stages else []
+    stages: list[Part] = [view.stage_table()] if view.stages else []
     headline, *others = map(Text, view.verdict.lines)
     headline.stylize("bold")
     return [headline, *others, *stages, *map(Text, view.facts)]
 
 
-def of_run(run: Run, folder: Path, state: str) -> list[RenderableType]:
+def of_run(run: Run, folder: Path, state: str) -> list[Part]:
     """Return the summary of a run."""
     view = RunView.of(run)
     files = [folder / name for name in (summary.BEST_CONFIG_FILE, "report.html")]
     return [
         Text(f"{view.title} in {folder} ({state})"),
         *result(view),
-        *(Text(str(path)) for path in files if path.exists()),
+        *(str(path) for path in files if path.exists()),
     ]
 
 
-def of_trials(run: Run) -> list[RenderableType]:
+def of_trials(run: Run) -> list[Part]:
     """Return the table of all trials."""
     view = RunView.of(run)
-    return [rich_table(view.trial_table()) if view.trials else Text("No trial has begun.")]
+    return [view.trial_table() if view.trials else Text("No trial has begun.")]
 
 
-def of_trial(run: Run, trial: Trial, folder: Path) -> list[RenderableType]:
+def of_trial(run: Run, trial: Trial, folder: Path) -> list[Part]:
     """Return everything about one trial."""
     view, batch, slots = TrialView.of(run, trial), trial.batch, run.plan.slots_per_trial
     groups = batch.parallelism.groups(slots)
@@ -85,7 +113,7 @@ def of_trial(run: Run, trial: Trial, folder: Path) -> list[RenderableType]:
         f"batch {batch.train_batch_size}",
         f"result: {view.result}",
     ]
-    found: list[RenderableType] = [*map(Text, lines)]
+    found: list[Part] = [*map(Text, lines)]
     if view.outcome is not None:
         found += _of_outcome(run, view, view.outcome)
     return [*found, *_tails(folder)]
@@ -105,11 +133,11 @@ def trial_to_json(run: Run, trial: Trial, folder: Path) -> dict[str, Any]:
     }
 
 
-def of_comparison(views: Views) -> list[RenderableType]:
+def of_comparison(views: Views) -> list[Part]:
     """Return two or more runs side by side."""
     columns = [_column(view) for view in views.values()]
     rows = [(key, *(column[key] for column in columns)) for key in columns[0]]
-    found: list[RenderableType] = [rich_table(Table(("", *views), rows))]
+    found: list[Part] = [Table(("", *views), rows)]
     settings = [_settings(view, view.best) for view in views.values() if view.best is not None]
     if len(settings) == len(views):
         differing = [
@@ -119,7 +147,7 @@ def of_comparison(views: Views) -> list[RenderableType]:
         ]
         if differing:
             found.append(Text("where the best configurations differ:"))
-            found.append(rich_table(Table(("setting", *views), differing)))
+            found.append(Table(("setting", *views), differing))
         else:
             found.append(Text("the best configurations are the same"))
     return [*found, *map(Text, _caveats(views))]
@@ -133,7 +161,7 @@ def comparison_to_json(views: Views, folders: Mapping[str, Path]) -> dict[str, A
     }
 
 
-def of_runs(rows: Sequence[tuple[str, str, float, Run]]) -> list[RenderableType]:
+def of_runs(rows: Sequence[tuple[str, str, float, Run]]) -> list[Part]:
     """Return a list of runs.
 
     Args:
@@ -147,16 +175,16 @@ def of_runs(rows: Sequence[tuple[str, str, float, Run]]) -> list[RenderableType]
         best = fmt.metric(view.plan.metric, view.best_value)
         when = datetime.datetime.fromtimestamp(changed_s).strftime("%Y-%m-%d %H:%M")
         cells.append((name, state, view.plan.method, trials, best, view.gain.text, when))
-    return [rich_table(Table(headings, cells))]
+    return [Table(headings, cells)]
 
 
-def _of_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[RenderableType]:
-    found: list[RenderableType] = [Text(f"took {fmt.duration(outcome.duration_s)}")]
+def _of_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[Part]:
+    found: list[Part] = [Text(f"took {fmt.duration(outcome.duration_s)}")]
     found += [Text(f"warning: {text}") for text in outcome.warnings]
     if outcome.metrics is not None:
-        found.append(rich_table(Table(("measured", "value"), _measured(outcome.metrics))))
+        found.append(Table(("measured", "value"), _measured(outcome.metrics)))
     found.append(Text("configuration, where it differs from yours:"))
-    found.append(rich_table(Table(("setting", "yours", "here"), _changes(run, view.trial))))
+    found.append(Table(("setting", "yours", "here"), _changes(run, view.trial)))
     predicted = fmt.memory(view.trial.predicted_bytes)
     found.append(Text(f"memory of a slot, predicted: {predicted}"))
     memory = outcome.memory
@@ -164,10 +192,11 @@ def _of_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[RenderableT
         columns = (memory.allocated_bytes, memory.reserved_bytes, memory.host_rss_bytes)
         rows = [
             (phase, *(fmt.memory(column.get(phase)) for column in columns))
-            for phase in dict.fromkeys([*memory.allocated_bytes, *memory.host_rss_bytes])
+            for phase in _PHASES
+            if phase in memory.allocated_bytes or phase in memory.host_rss_bytes
         ]
         headings = ("phase", "tensors", "reserved by the allocator", "resident set of the process")
-        found.append(rich_table(Table(headings, rows)))
+        found.append(Table(headings, rows))
     if outcome.detail:
         found += [Text("output of the script:"), Text(outcome.detail.rstrip())]
     return found
@@ -192,7 +221,7 @@ def _changes(run: Run, trial: Trial) -> list[tuple[str, str, str]]:
     return [(each.key, *each.texts) for each in differences(run.plan, trial, own_switches(run))]
 
 
-def _tails(folder: Path) -> Iterator[RenderableType]:
+def _tails(folder: Path) -> Iterator[Part]:
     """Yield the last lines of a trial's logs."""
     for path in (folder / name for name in _LOGS):
         try:

@@ -16,7 +16,7 @@ from dsat.report.longest_sequence import memory_warning
 from dsat.run.comparison import Gain
 from dsat.run.finals import LEAST_RUN
 from dsat.run.finals_phase import contenders
-from dsat.run.run import Run, own_switches, searched, typical_outcome
+from dsat.run.run import Run, own_switches, searched
 from dsat.run.same_training import Agreement
 from dsat.show import advice, caveats, step_parts
 from dsat.show.differences import TRAIN_BATCH, differences
@@ -36,8 +36,7 @@ class GainView:
         ratio: confirmed by the finals, or else as the search measured both once. None where one of
             them was not measured.
         text: the same with its interval, or with `unconfirmed`.
-        own_value: of the objective, by the user's own configuration; the median of its runs in the
-            finals, if there were any.
+        own_value: of the objective, by the user's own configuration; see `Run.final_value`.
         finals: comparison of the finals for programs; None without one.
     """
 
@@ -50,8 +49,7 @@ class GainView:
     def of(cls, run: Run) -> GainView:
         """Return the gain of a run as it is now."""
         found, once, finals = gain(run), search_gain(run), _finals_json(run)
-        outcome = None if run.baseline is None else typical_outcome(run, run.baseline)
-        own = None if outcome is None else outcome.value(run.plan.objective)
+        own = None if run.baseline is None else run.final_value(run.baseline)
         if run.best is not None and run.best is run.baseline:
             return cls(1.0, "1.00x, your own", own, finals)
         if found is not None:
@@ -96,7 +94,7 @@ def verdict(run: Run) -> Verdict:
     if best is None or outcome is None:
         return _without_best(run)
     return Verdict(
-        _headline(run, best, outcome),
+        _headline(run, best),
         _changed(run, best),
         " ".join(_confidence(run, best)),
         (
@@ -163,14 +161,16 @@ def _without_best(run: Run) -> Verdict:
     return Verdict("No configuration ran.", warnings=(f"{run.trials[first].name} failed: {how}.",))
 
 
-def _headline(run: Run, best: Trial, outcome: Outcome) -> str:
-    objective, gained = run.plan.objective, GainView.of(run)
-    value = fmt.metric(run.plan.metric, outcome.value(objective), digits=3)
+def _headline(run: Run, best: Trial) -> str:
+    gained, metric = GainView.of(run), run.plan.metric
+    value = fmt.metric(metric, run.best_value, digits=3)
     if best is run.baseline:
+        if run.stop_reason is None and not run.paused and not _searched(run):
+            return f"Baseline: {value}. Searching..."
         return f"Keep your configuration ({value}): {_why_keep(run)}."
     if gained.ratio is None or gained.own_value is None:
         return f"Use {best.name} ({value}): {_why_no_gain(run)}."
-    change = fmt.change(run.plan.metric, gained.own_value, outcome.value(objective))
+    change = fmt.change(metric, gained.own_value, run.best_value)
     its, yours = best.batch.train_batch_size, run.plan.own_batch.train_batch_size
     batch = "" if its == yours else f" with a global batch of {its} instead of {yours}"
     if gained.ratio < 1:
@@ -190,13 +190,13 @@ def _why_keep(run: Run) -> str:
     if trial is None or found is None:
         searched = _searched(run)
         if not searched:
-            return "nothing else was measured yet"
+            return "nothing else was measured"
         some_ran = any(outcome.ok for outcome in searched)
         return "nothing faster was found" if some_ran else "nothing else ran"
-    if found.high < 1:
-        return f"nothing faster was found: {trial.name} is slower, {say_gain(found)}"
+    if found.ratio < 1:
+        return f"{trial.name} measured slower: {say_gain(found)}"
     if found.low <= 1:
-        return f"{trial.name} is not significantly faster, {say_gain(found)}"
+        return f"{trial.name} is not significantly faster: {say_gain(found)}"
     own, its = run.plan.own_batch.train_batch_size, trial.batch.train_batch_size
     return f"{say_gain(found)} does not justify a global batch of {its} instead of {own}"
 
@@ -248,8 +248,8 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
     """Yield sentences on the evidence for the gain, or for keeping the user's own."""
     finals = run.finals
     if finals is None or not finals.over:
-        if _rival(run) is not None and search_gain(run) is not None:
-            yield _how_often(run)
+        if search_gain(run) is not None and any(outcome.ok for outcome in _searched(run)):
+            yield _how_often(run, best)
             yield _no_finals(run)
         return
     if finals.comparison is None:
@@ -276,11 +276,13 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
         yield f"Losses were not compared: {finding.reason}."
 
 
-def _how_often(run: Run) -> str:
+def _how_often(run: Run, best: Trial) -> str:
     """Say how often the best and the user's own were measured, before the finals are over."""
     pairs = 0 if run.finals is None else len(run.finals.pairs)
     if pairs:
         return f"low, with {fmt.count(pairs, 'pair')} of the finals so far."
+    if best is run.baseline:
+        return "low: each configuration was measured once."
     return "low: each was measured once, and picking the fastest overstates it."
 
 
@@ -292,6 +294,8 @@ def _no_finals(run: Run) -> str:
         return "Finals would confirm it (--finals)."
     if run.plan.max_trials < LEAST_RUN:
         return f"Finals would confirm it (--max-trials {LEAST_RUN} or more)."
+    if run.best is run.baseline and run.stop_reason is not None:
+        return "Nothing measured fast enough for the finals."
     return "The finals have not begun; if the run was ended, continue it with --resume."
 
 

@@ -123,7 +123,7 @@ class RunView:
     Attributes:
         info: what the journal's first line says for people (name, versions, machine).
         own_switches: the script's own values of its switches.
-        best_value: of the objective; the median of its runs in the finals, if there were any.
+        best_value: of the objective; see `Run.final_value`.
         facts: what was tuned and measured, where, for how long, and why the run stopped.
         warnings: of all trials, each once.
     """
@@ -207,7 +207,12 @@ class RunView:
             )
             for row in self.stages
         ]
-        return Table((*headings, "best trial"), rows)
+        return Table(
+            (*headings, "best trial"),
+            rows,
+            names=("best trial",),
+            optional=("failed", "out of memory", "trials"),
+        )
 
     def trial_table(self) -> Table:
         """Return all trials that have begun."""
@@ -224,7 +229,12 @@ class RunView:
             )
             for view in self.trials
         ]
-        return Table((*headings, "took"), rows)
+        return Table(
+            (*headings, "took"),
+            rows,
+            names=("trial",),
+            optional=("gas", "micro batch", "took", "memory predicted", "memory used"),
+        )
 
     def to_json(self, folder: Path) -> dict[str, Any]:
         """Return the result for programs; `best`, `baseline` and `trials` are single trials."""
@@ -273,8 +283,8 @@ def _stages(plan: Plan, views: list[TrialView]) -> Iterator[StageView]:
 def _facts(run: Run) -> Iterator[str]:
     yield f"metric: {run.plan.metric}"
     if run.best is not None and run.best_outcome is not None:
-        yield f"best: {run.best.name}, {_measured(run.best_outcome, run.plan.metric)}"
-    yield f"trials: {len(run.outcomes)}"
+        yield f"best: {_best_line(run, run.best, run.best_outcome)}"
+    yield f"trials: {_trial_counts(run)}"
     if "machine" in run.info:
         yield f"machine: {run.info['machine']}"
     yield f"wall time: {fmt.duration(run.running_s)}"
@@ -298,13 +308,30 @@ def _facts(run: Run) -> Iterator[str]:
         yield f"not searched: {', '.join(absent)}: your script has none, or it cannot matter there"
 
 
-def _measured(outcome: Outcome, metric: str) -> str:
-    """Return a measurement, and the tokens that it means."""
+def _trial_counts(run: Run) -> str:
+    """Return how many trials ran, by their kinds, and those that were not needed."""
+    kinds = [run.trials[trial_id].kind for trial_id in run.outcomes]
+    finals = kinds.count(TrialKind.FINAL)
+    parts = [str(len(kinds))]
+    if finals:
+        parts = [f"{len(kinds)} ({len(kinds) - finals} of the search, {finals} of the finals)"]
+    left = run.plan.max_trials - len(kinds)
+    if left > 0 and not finals and str(run.stop_reason).startswith("the budget of"):
+        parts.append(f"{left} reserved for finals, not needed")
+    return "; ".join(parts)
+
+
+def _best_line(run: Run, best: Trial, outcome: Outcome) -> str:
+    """Return the best trial with its value, and the tokens per second that it means."""
+    metric, value = run.plan.metric, run.best_value
+    text = fmt.outcome(outcome, metric)
+    if value != outcome.value(run.plan.objective):  # a mean of the finals
+        text = fmt.metric(metric, value)
     tokens = None if outcome.metrics is None else outcome.metrics.tokens_per_second
-    beside = ""
-    if tokens is not None and metric != "tokens_per_second":
-        beside = f", {fmt.metric('tokens_per_second', tokens)}"
-    return fmt.outcome(outcome, metric) + beside
+    if tokens is None or metric == "tokens_per_second":
+        return f"{best.name}, {text}"
+    ratio = run.plan.objective.gain(value or 0.0, outcome.value(run.plan.objective) or 0.0)
+    return f"{best.name}, {text}, {fmt.metric('tokens_per_second', ratio * tokens)}"
 
 
 def _memory_errors(run: Run) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""Numbers for people."""
+"""Numbers and outcomes as text."""
 
 from __future__ import annotations
 
@@ -98,5 +98,6 @@ def outcome(result: Outcome, metric_name: str) -> str:
         message = printable(result.message, _MOST_OF_A_MESSAGE)
         return f"{result.kind.value}: {message}" if message else result.kind.value
     value = metric(metric_name, result.metrics.value(metric_name))
-    spread = f"±{percent(result.metrics.ci95)} over {count(result.metrics.num_steps, 'step')}"
-    return f"{value} ({spread})"
+    if result.metrics.num_steps <= 2:
+        return f"{value} (too few steps for an interval)"
+    return f"{value} (±{percent(result.metrics.ci95)} over {result.metrics.num_steps} steps)"

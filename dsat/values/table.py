@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -12,11 +12,21 @@ class Table:
 
     Attributes:
         numbers: headings of the columns that are aligned to the right.
+        names: headings of the columns whose cells are not broken.
+        optional: headings of the columns that a narrow terminal leaves out, the first one first.
     """
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     numbers: Collection[str] = ()
+    names: Collection[str] = ()
+    optional: Sequence[str] = ()
+
+    def without(self, heading: str) -> Table:
+        """Return the table without one of its columns."""
+        at = self.headings.index(heading)
+        rows = [[*row[:at], *row[at + 1 :]] for row in self.rows]
+        return replace(self, headings=[*self.headings[:at], *self.headings[at + 1 :]], rows=rows)
 
     def markdown(self) -> list[str]:
         """Return the lines, as the "pipe" format of the tabulate package has them."""

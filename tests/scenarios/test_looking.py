@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -254,3 +257,42 @@ def test_a_shell_completes_commands_options_and_choices(user: User) -> None:
     assert completed("dsat comp") == {"compare"}
     assert completed("dsat model --trial-time") == {"--trial-timeout"}
     assert {"throughput", "latency"} <= completed("dsat model --metric ")
+
+
+def test_the_command_to_train_with_is_pasted_from_a_narrow_terminal(user: User) -> None:
+    """As a shell reads it from a pseudo-terminal: one line, whose words arrive whole."""
+    words = [word for word in user.words("--max-trials", 4, method="random") if word != "--json"]
+    told = user.types(*words, harm=Harm(terminal=Terminal(columns=60)))
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", told.out)
+    [pasted] = re.findall(r"Train with it: (.*)\r\n", text)
+    assert f"`{pasted}`" in user.reads("summary.md")
+    folder, words = pasted.removeprefix("cd ").split(" && ")
+    program = next(word for word in shlex.split(words) if "=" not in word)
+    (user.folder / Path(program).name).write_text(
+        '#!/bin/sh\nprintf "%s\\n" "$PWD" "$@" > pasted\n'
+    )
+    (user.folder / Path(program).name).chmod(0o755)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve("/bin/sh", ["sh"], {**os.environ, "PATH": f"{user.folder}:{os.environ['PATH']}"})
+    os.write(terminal, f"{pasted}\nexit\n".encode())
+    with contextlib.suppress(OSError):  # the shell has closed it
+        while os.read(terminal, 4096):
+            pass
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    arrived = (Path(folder) / "pasted").read_text().splitlines()
+    assert arrived == [folder, *shlex.split(words)[shlex.split(words).index(program) + 1 :]]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_names_of_trials_are_whole_on_a_narrow_terminal(
+    ran: tuple[User, Told], columns: int
+) -> None:
+    user, told = ran
+    shown = user.types("show", "run", "--trials", harm=Harm(terminal=Terminal(columns=columns)))
+    for row in told.trials:
+        assert row["name"] in shown.out
+    best = {row["name"] for row in told.trials if row["name"] in user.types("show", "run").out}
+    shown = user.types("show", "run", harm=Harm(terminal=Terminal(columns=columns)))
+    assert all(name in shown.out for name in best)
