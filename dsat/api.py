@@ -13,22 +13,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from dsat.app import keywords, local, train_command
 from dsat.app.estimate import estimate as _estimate
-from dsat.app.keywords import PathLike, Target
-from dsat.app.local import EngineFactory, LocalSearch
 from dsat.app.longest import longest as _longest
 from dsat.app.memory_tables import Estimate
-from dsat.app.prepare import Prepared, prepared
 from dsat.app.project import project as _project
+from dsat.command.ds_config import flat
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import DsatError, SearchFailed, UserInputError
-from dsat.inputs.ds_config import flat
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.project_settings import ProjectSettings
-from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.report.longest_sequence import LongestSequences
 from dsat.report.projection import Projection
 from dsat.run.journal import FILE_NAME
@@ -38,6 +33,11 @@ from dsat.search import SEARCHES, Search
 from dsat.show import past_runs
 from dsat.show.progress import Status
 from dsat.show.view import RunView, TrialView
+from dsat.tuning import keywords, local, train_command
+from dsat.tuning.keywords import PathLike, Target
+from dsat.tuning.local import EngineFactory, LocalSearch
+from dsat.tuning.preparation import Prepared, prepared
+from dsat.tuning.settings import RUN, TUNE, Settings
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 

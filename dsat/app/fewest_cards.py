@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dsat.command import ds_config
 from dsat.inputs import cards as known
-from dsat.inputs import ds_config
 from dsat.memory.predictor import Basis, MemoryModel
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values import format as fmt

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dsat.app import doctor
+from dsat import doctor
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_OK
 from dsat.determined_cluster import submit

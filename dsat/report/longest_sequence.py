@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsat.inputs import switches
+from dsat.command import switches
 from dsat.memory.estimate import CLOSED_FORM
 from dsat.memory.predictor import Basis, MemoryModel
 from dsat.report import projection

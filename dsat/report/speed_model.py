@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dsat.inputs.ds_config import BATCH_KEYS, flat
+from dsat.command.ds_config import BATCH_KEYS, flat
 from dsat.search.candidates import SETTING_SD, STRATEGY_SD, SWITCH_SD
 from dsat.search.normal import Array
 from dsat.search.speed import Points, Prior, fit

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dsat.inputs.settings import NO_MEMORY_MODEL
 from dsat.memory.forecast import Forecast
 from dsat.run.run import Run
 from dsat.show.memory_parts import used_bytes
+from dsat.space.plan import NO_MEMORY_MODEL
 from dsat.values import format as fmt
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Trial, TrialKind

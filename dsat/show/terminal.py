@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from dsat.inputs.ds_config import flat
+from dsat.command.ds_config import flat
 from dsat.run.run import Run, own_switches
 from dsat.show import summary
 from dsat.show.differences import differences

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat.inputs.ds_config import BATCH_KEYS, flat
-from dsat.inputs.switches import SWITCHES
+from dsat.command.ds_config import BATCH_KEYS, flat
+from dsat.command.switches import SWITCHES
 from dsat.run.run import Run, own_switches
 from dsat.show.memory_parts import used_bytes
 from dsat.show.verdict import GainView, Verdict, verdict

@@ -34,7 +34,7 @@ def test_the_rows_are_what_the_formula_says_today(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are of simulated models: a formula is coarser for experts and for adapters."""
-    monkeypatch.setattr("dsat.inputs.hf_config.missing_packages", lambda: ["torch"])
+    monkeypatch.setattr("dsat.command.hf_config.missing_packages", lambda: ["torch"])
     near = 0.07 if name.startswith("Mixtral") or gallery.MODELS[name].lora else 0.002
     rows = [row for row in gallery.known() if row.model == name]
     for command in {row.command for row in rows}:
