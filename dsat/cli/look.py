@@ -22,10 +22,11 @@ from dsat.inputs.look_settings import (
     ShowSettings,
     WatchSettings,
 )
+from dsat.run.journal import RUNS_FOLDER
 from dsat.run.run import Run
 from dsat.show import exports, past_runs, terminal, watch
 from dsat.show.view import RunView
-from dsat.values.text import printable
+from dsat.values.text import MOST_OF_A_LOG, printable
 from dsat.values.trial import Trial
 
 
@@ -43,7 +44,12 @@ def look(settings: LookSettings) -> int:
 
 
 def _show(settings: ShowSettings) -> None:
-    past = past_runs.load(settings.run)
+    folder = past_runs.find(settings.run)
+    if not past_runs.has_journal(folder) and not settings.trials and settings.trial is None:
+        results = past_runs.results_to_json(folder)
+        _print(results if settings.json else None, [printable(results["summary"], MOST_OF_A_LOG)])
+        return
+    past = past_runs.load(folder)
     run = past.run
     if settings.trial is not None:
         trial = _trial(run, settings.trial)
@@ -73,6 +79,8 @@ def _list(settings: RunsSettings) -> None:
     found, unread = past_runs.load_all(settings.folder)
     for message in unread:
         print(f"dsat: {message}", file=sys.stderr)
+    if not found and not unread:
+        print(f"dsat: there is no run in {settings.folder or RUNS_FOLDER}", file=sys.stderr)
     told = [
         RunView.of(past.run).to_json(past.folder)
         | {"state": past.state, "changed_s": past.changed_s}

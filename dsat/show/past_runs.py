@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dsat.errors import JournalError, UserInputError
 from dsat.run.folder_lock import is_locked
 from dsat.run.journal import FILE_NAME, RUNS_FOLDER
 from dsat.run.run import Run, read_run
+from dsat.show.summary import BEST_CONFIG_FILE, SUMMARY_FILE
 
 _RESULTS_FOLDER = Path("autotuning_results")  # where `dsat tune` writes by default
 _DATE = re.compile(rb'"time_s": ?(\d{1,10}(?:\.\d+)?)[,}]')
@@ -48,7 +51,7 @@ class PastRun:
 
 
 def folders(above: Path | None = None) -> list[Path]:
-    """Return the folders of runs right below another one, the newest first.
+    """Return the folders of runs and results right below another one, the newest first.
 
     Args:
         above: by default `dsat_runs`, and with it the results of `dsat tune`.
@@ -56,12 +59,23 @@ def folders(above: Path | None = None) -> list[Path]:
     candidates = [_RESULTS_FOLDER] if above is None else [above]
     below = RUNS_FOLDER if above is None else above
     candidates += sorted(below.iterdir()) if below.is_dir() else []
-    found = [path for path in candidates if os.path.isfile(path / FILE_NAME)]
-    return sorted(found, key=lambda path: _changed_s(path / FILE_NAME), reverse=True)
+    return sorted(filter(_is_of_run, candidates), key=_changed_s, reverse=True)
 
 
-def _changed_s(journal: Path) -> float:
-    """Return when something last happened, by the end of a journal; else the date of its file."""
+def _is_of_run(folder: Path) -> bool:
+    return has_journal(folder) or os.path.isfile(folder / SUMMARY_FILE)
+
+
+def has_journal(folder: Path) -> bool:
+    """Return whether a run can be read; the results of a search on a cluster have no journal."""
+    return os.path.isfile(folder / FILE_NAME)
+
+
+def _changed_s(folder: Path) -> float:
+    """Return when something last happened, by the end of a journal; else the date of a file."""
+    if not has_journal(folder):
+        return (folder / SUMMARY_FILE).stat().st_mtime
+    journal = folder / FILE_NAME
     stat = journal.stat()
     with contextlib.suppress(OSError), open(journal, "rb") as file:
         file.seek(max(0, stat.st_size - _TAIL_BYTES))
@@ -82,12 +96,18 @@ def load(path: Path | None = None) -> PastRun:
         JournalError: its journal is damaged.
     """
     folder = find(path)
+    if not has_journal(folder):
+        raise UserInputError(
+            "has no journal: its search ran on a cluster",
+            where=str(folder),
+            hint=f"`dsat show {folder}` prints its summary.",
+        )
     run = read_run(folder / FILE_NAME)
     if not run.has_begun:
         raise UserInputError("has not begun yet", where=str(folder))
     is_running = is_locked(folder)
     run.paused = not is_running  # also if it was killed
-    return PastRun(folder, run, is_running, _changed_s(folder / FILE_NAME))
+    return PastRun(folder, run, is_running, _changed_s(folder))
 
 
 def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
@@ -122,8 +142,18 @@ def find(path: Path | None) -> Path:
             )
         return newest[0]
     for folder in (path, RUNS_FOLDER / path):
-        if (folder / FILE_NAME).is_file():
+        if _is_of_run(folder):
             return folder
     raise UserInputError(
         "is no run", where=str(path), hint="`dsat runs` lists those that there are."
     )
+
+
+def results_to_json(folder: Path) -> dict[str, Any]:
+    """Return the results of a folder without a journal for programs."""
+    config = folder / BEST_CONFIG_FILE
+    return {
+        "run_dir": str(folder),
+        "summary": (folder / SUMMARY_FILE).read_text(encoding="utf-8"),
+        "best_ds_config": json.loads(config.read_text()) if config.is_file() else None,
+    }

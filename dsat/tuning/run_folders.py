@@ -57,7 +57,7 @@ def check(settings: Settings, name: str) -> Path | None:
     folder = settings.run_dir
     if folder is None and settings.resume:
         stem = _stem(name)
-        numbers = _numbers(stem)
+        numbers = [n for n in _numbers(stem) if (RUNS_FOLDER / f"{stem}-{n}" / FILE_NAME).exists()]
         if not numbers:
             raise UserInputError(
                 f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume"
@@ -70,6 +70,12 @@ def check(settings: Settings, name: str) -> Path | None:
             "already holds a run",
             where=str(folder),
             hint="Add --resume to continue it, or choose another folder.",
+        )
+    if folder is not None and not settings.resume and (folder / summary.SUMMARY_FILE).exists():
+        raise UserInputError(
+            "holds the results of another search, which has no journal here",
+            where=str(folder),
+            hint="Choose another folder.",
         )
     _check_can_be_made(RUNS_FOLDER if folder is None else folder)
     return folder
