@@ -29,7 +29,7 @@ from benchmarks.record import OPTIMIZER, PROGRAM
 from dsat.command import ds_config
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine, find_machine
-from dsat.report.format import duration
+from dsat.values.format import duration
 from dsat.values.trial import Trial, TrialKind, TrialOptions
 from dsat.values.zero_strategy import of_config
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from dsat.api_options import PathLike, Target, document, read_keywords, read_target
-from dsat.app import past_runs
 from dsat.app.estimate import estimate as _estimate
 from dsat.app.longest import longest as _longest
 from dsat.app.memory_tables import Estimate
@@ -28,13 +27,14 @@ from dsat.inputs.estimate_settings import EstimateSettings, ModelSettings
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.options import options_of
 from dsat.report.longest_sequence import LongestSequences
-from dsat.report.progress import Status
 from dsat.report.projection import Projection
-from dsat.report.run_view import RunView, TrialView
 from dsat.run.journal import FILE_NAME
 from dsat.run.loop import Observer
 from dsat.run.run import Run
 from dsat.search import SEARCHES, Search
+from dsat.show import past_runs
+from dsat.show.progress import Status
+from dsat.show.view import RunView, TrialView
 from dsat.tuning import local, train_command
 from dsat.tuning.local import EngineFactory, LocalSearch
 from dsat.tuning.make_settings import all_options, make_settings

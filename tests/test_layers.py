@@ -31,7 +31,7 @@ FLOORS = (
     "engines",
     "run",
     "prepare",
-    "report",
+    "report show",  # projections and fits move out of `report`
     "tuning app",
     "determined_cluster",
     "doctor",

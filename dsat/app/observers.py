@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dsat.memory.forecast import Forecast
-from dsat.report import autotuner_files, page, summary
-from dsat.report.log_lines import Narrator
-from dsat.report.progress import Status
+from dsat.report import autotuner_files
 from dsat.run.loop import Observer
 from dsat.run.run import Run
+from dsat.show import page, summary
+from dsat.show.log_lines import Narrator
+from dsat.show.progress import Status
 from dsat.tuning import run_folders, train_command
 from dsat.tuning.preparation import Prepared
 from dsat.values.outcome import Outcome

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 
 from dsat.app import estimate as estimates
-from dsat.app import past_runs
-from dsat.app.past_runs import PastRun
 from dsat.command import ds_config
 from dsat.errors import DsatError, UserInputError
 from dsat.inputs import cards
@@ -30,6 +28,8 @@ from dsat.search.normal import Array
 from dsat.search.projected_speed import ProjectedSpeed, StepTime
 from dsat.search.speed import Points
 from dsat.search.traced_work import Cluster, hardware_of, scaled, work_of
+from dsat.show import past_runs
+from dsat.show.past_runs import PastRun
 from dsat.simulation.client import Simulator
 from dsat.simulation.protocol import Question
 from dsat.values.outcome import Metrics

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 
-from dsat.app import estimate, fit, longest, project, watch
+from dsat.app import estimate, fit, longest, project
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from dsat.cli.look import look
@@ -17,9 +17,9 @@ from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import WatchSettings
 from dsat.inputs.project_settings import ProjectSettings
-from dsat.report import page
-from dsat.report.live_view import LiveView
-from dsat.report.run_view import RunView
+from dsat.show import page, terminal, watch
+from dsat.show.live import LiveView
+from dsat.show.view import RunView
 from dsat.tuning import local
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import prepared
@@ -30,7 +30,7 @@ _CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
 
 def run(settings: AnySettings, line: CommandLine) -> int:
     """Run one command and return the exit status."""
-    view = LiveView(sys.stderr if settings.json else sys.stdout)
+    view = LiveView()
     with output.messages_to(view):
         if isinstance(settings, EstimateSettings):
             return _estimate(settings)
@@ -108,14 +108,18 @@ def _search(search: local.LocalSearch, view: LiveView) -> int:
     view.follow(search.folder, search.trials)
     with contextlib.ExitStack() as watching:
         if search.ready.settings.watch:
-            view.say(*watch.where(watching.enter_context(watch.serving(search.folder))))
+            url = watching.enter_context(watch.serving(search.folder))
+            view.say(*([] if url is None else watch.how_to_open(url)))
         with view:
             search.search(view)
     if search.ready.settings.json:
         output.print_json(RunView.of(search.run).to_json(search.folder))
     if search.profiled:
-        view.show_result(search.run)
-        output.say_where_to(search, view)
+        terminal.show(
+            sys.stderr if search.ready.settings.json else sys.stdout, output.result_of(search)
+        )
+    if search.profiled and search.interrupted:
+        view.say(output.how_to_continue(search.ready, search.folder))
     if search.interrupted:
         return EXIT_INTERRUPTED
     if search.failure is not None:

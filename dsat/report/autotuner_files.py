@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 
 from dsat.errors import UserInputError
-from dsat.report.run_view import RunView, TrialView
-from dsat.report.table import Table
 from dsat.run.run import Run
+from dsat.show.view import RunView, TrialView
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
+from dsat.values.table import Table
 
 OPTIMAL_CONFIG_FILE = "ds_config_optimal.json"
 OPTIMAL_COMMAND_FILE = "cmd_optimal.txt"

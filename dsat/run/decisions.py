@@ -84,8 +84,6 @@ class Decisions:
 
     def _decide_anew(self) -> Step:
         run = self.run
-        if run.stop_asked:
-            return Stop("it was asked to stop")
         if run.finals is not None:
             if run.finals.over:
                 return Stop(str(run.search_ended))

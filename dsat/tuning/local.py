@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dsat.app import mailbox
 from dsat.app.observers import FileKeeper, Logger, write_files
 from dsat.engines import Engine, cached
 from dsat.engines.agent import leftovers
@@ -19,13 +18,13 @@ from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.in_trial.failures import OF_DSAT
 from dsat.memory.predictor import Basis
 from dsat.prepare.hosts import describe
-from dsat.report.progress import Status
 from dsat.run import history
 from dsat.run.journal import FILE_NAME, Journal
 from dsat.run.loop import Observer, drive
 from dsat.run.profile_phase import name_of_trial
 from dsat.run.run import Run
 from dsat.run.tuner import Tuner
+from dsat.show.progress import Status
 from dsat.simulation import anchors
 from dsat.space.plan import Plan
 from dsat.tuning import run_folders, train_command
@@ -70,8 +69,6 @@ class LocalSearch:
                     "ended %d processes left over from an earlier run in this folder", len(ended)
                 )
             self._tuner = _tuner(ready, self.folder, opened)
-            if not self._tuner.run.trials:
-                self._tuner.raise_budget(history.asked_trials(earlier, ready.plan))
             self._known = history.known_outcomes(earlier, ready.plan, ready.info)
             self._opened = opened.pop_all()
         self.run = self._tuner.run
@@ -95,7 +92,6 @@ class LocalSearch:
         """
         for message in _messages(self.ready, self.folder, self.run):
             _log.info("%s", message)
-        mailbox.take(self.folder)  # requests to an earlier process
         if self._has_work():
             try:
                 self._drive(observers)
@@ -120,7 +116,6 @@ class LocalSearch:
             max_slots=ready.settings.max_slots,
             max_concurrent_trials=ready.settings.max_concurrent_trials,
             survey=functools.partial(_survey, ready, self._engine),
-            requests=functools.partial(mailbox.take, self.folder),
         )
 
     def status(self) -> Status:

@@ -42,7 +42,7 @@ def plan_of(
         args: of the script, which may hold batch sizes.
         device: of a slot; empty if it is not known.
         known: fields of `Plan` that hosts, script and DeepSpeed decide: `switches`,
-            `listed_switches`, `offload_helps`, `slots_per_host`, `defaults` and `suggested`.
+            `listed_switches`, `offload_helps`, `slots_per_host` and `defaults`.
     """
     _check_metric(settings)
     base = experiment.base_config

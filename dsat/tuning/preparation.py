@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat import __version__
-from dsat.app import shared_runs
 from dsat.command import script_args
 from dsat.command.entrypoint import Entrypoint
 from dsat.command.experiment import Experiment
@@ -166,7 +165,6 @@ def _of_machine(machine: Machine, slots: int) -> dict[str, Any]:
     return {
         "offload_helps": not machine.is_cpu,
         "slots_per_host": machine.num_slots if slots > machine.num_slots else 0,
-        "suggested": shared_runs.suggestions(machine.accelerator, machine.device_name, slots),
     }
 
 

@@ -25,8 +25,8 @@ from dsat.engines.rank_settings import (
 from dsat.engines.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.engines.trial_folder import working_folder
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
-from dsat.report import summary
 from dsat.run.run import Run, own_switches
+from dsat.show import summary
 from dsat.tuning.preparation import Prepared
 from dsat.values.files import write_atomically
 from dsat.values.text import assignment, shell_line

@@ -5,19 +5,14 @@ from __future__ import annotations
 import csv
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks import common, gallery
-from benchmarks.gallery import MEASURED, PREDICTED
+from benchmarks.gallery import PREDICTED
 from dsat.app import estimate
 from dsat.cli import parser
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.report import share
-from dsat.report.run_view import RunView
-from dsat.report.share import SharedRun
-from testing.made_up_runs import Steady, run_of_world
 
 
 def test_the_page_shows_what_the_tables_hold() -> None:
@@ -54,11 +49,3 @@ def test_the_rows_are_what_the_formula_says_today(
             assert row.fits == (largest > 0)
             close = pytest.approx(largest, rel=2 * near, abs=near > 0.01)
             assert row.largest_micro_batch == close
-
-
-def test_a_shared_run_is_a_row_that_was_measured(tmp_path: Path) -> None:
-    run = run_of_world(Steady(), method="random", finals=None, trials=20)
-    share.write(SharedRun.of(RunView.of(run)), tmp_path / "run.json")
-    row = gallery.measured(tmp_path / "run.json")
-    assert row.status == MEASURED and row.largest_micro_batch and row.source == "run.json"
-    assert f"| {MEASURED}" in gallery.page([row, *gallery.known()])

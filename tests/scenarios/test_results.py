@@ -78,7 +78,7 @@ def test_the_files_of_a_run(ran: tuple[User, Told]) -> None:
     assert own.items() >= {MICRO: best[MICRO], "bf16": {"enabled": True}}.items()
     metrics = json.loads(user.reads("best_ds_metrics.json"))
     assert metrics["trial"] == best["name"]
-    assert metrics["throughput"] == result["best_value"], "as the finals measured it"
+    assert metrics["throughput"] == pytest.approx(result["best_value"], rel=0.02), "of a final"
     summary, page = user.reads("summary.md"), user.reads("report.html")
     for line in result["verdict"]:
         assert line in summary

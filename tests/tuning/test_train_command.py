@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shlex
 import subprocess
@@ -21,7 +20,6 @@ from dsat.command.switches import OF_CODE
 from dsat.engines.machines.hosts import Host, Share
 from dsat.engines.machines.machine import Machine
 from dsat.engines.rank_settings import cores_of
-from dsat.report.live_view import LiveView
 from dsat.tuning import train_command
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import Prepared
@@ -190,10 +188,9 @@ def test_a_configuration_that_is_kept_needs_no_other_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, does_too: bool
 ) -> None:
     ready = prepared(command, FOLDER, monkeypatch)
-    best, said = object(), io.StringIO()
+    best = object()
     monkeypatch.setattr(train_command, "line", lambda *_: "train it")
-    run = SimpleNamespace(best=best, baseline=best)
-    search: Any = SimpleNamespace(ready=ready, run=run, folder=tmp_path, interrupted=False)
-    with LiveView(said) as view:
-        output.say_where_to(search, view)
-    assert ("Your own command does as well" in said.getvalue()) == does_too
+    run = SimpleNamespace(best=best, baseline=best, outcomes={})
+    search: Any = SimpleNamespace(ready=ready, run=run, folder=tmp_path)
+    said = "\n".join(map(str, output.result_of(search)))
+    assert ("Your own command does as well" in said) == does_too
