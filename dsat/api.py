@@ -17,7 +17,6 @@ from dsat.app import keywords, local, past_runs, train_command
 from dsat.app.estimate import estimate as _estimate
 from dsat.app.keywords import PathLike, Target
 from dsat.app.local import EngineFactory, LocalSearch
-from dsat.app.longest import longest as _longest
 from dsat.app.memory_tables import Estimate
 from dsat.app.prepare import Prepared, prepared
 from dsat.app.project import project as _project
@@ -29,7 +28,6 @@ from dsat.inputs.ds_config import flat
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import RUN, TUNE, Settings
-from dsat.report.longest_sequence import LongestSequences
 from dsat.report.progress import Status
 from dsat.report.projection import Projection
 from dsat.report.run_view import RunView, TrialView
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Estimate",
-    "LongestSequences",
     "Projection",
     "Result",
     "estimate",
@@ -239,29 +236,9 @@ def register_engine(name: str, make_engine: EngineFactory) -> None:
     local.ENGINES[name] = make_engine
 
 
-@overload
-def estimate(
-    target: Target | None = None,
-    model_dir: PathLike | None = None,
-    *,
-    longest_sequence: Literal[True],
-    **options: Any,
-) -> LongestSequences: ...
-@overload
-def estimate(
-    target: Target | None = None,
-    model_dir: PathLike | None = None,
-    *,
-    longest_sequence: bool,
-    **options: Any,
-) -> Estimate | LongestSequences: ...
-@overload
 def estimate(
     target: Target | None = None, model_dir: PathLike | None = None, **options: Any
-) -> Estimate: ...
-def estimate(
-    target: Target | None = None, model_dir: PathLike | None = None, **options: Any
-) -> Estimate | LongestSequences:
+) -> Estimate:
     """Estimate the memory of each ZeRO stage and offloading, without running a trial.
 
     Args:
@@ -270,15 +247,14 @@ def estimate(
         options: see below.
 
     Returns:
-        The table: `lines`, each with its `strategy`, `slots` and memory; with `longest_sequence`
-        the `longest` of each strategy instead. `str` of it is what `dsat estimate` prints.
+        The table: `lines`, each with its `strategy`, `slots` and memory. `str` of it is what
+        `dsat estimate` prints.
 
     Raises:
         UserInputError: something of the arguments or the files is wrong.
         DsatError: the script cannot be simulated.
     """
-    settings = keywords.model_settings(EstimateSettings, target, model_dir, options)
-    return _longest(settings) if settings.longest_sequence else _estimate(settings)
+    return _estimate(keywords.model_settings(EstimateSettings, target, model_dir, options))
 
 
 def project(

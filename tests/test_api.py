@@ -36,10 +36,6 @@ if TYPE_CHECKING:  # mypy runs this test
         assert_type(dsat.tune(target), dsat.Result)
         assert_type(dsat.load_run(target), dsat.Result)
         assert_type(dsat.estimate(target, slots=8), dsat.Estimate)
-        assert_type(dsat.estimate(target, longest_sequence=True), dsat.LongestSequences)
-        flag = bool(target)
-        either = dsat.estimate(target, longest_sequence=flag)
-        assert_type(either, dsat.Estimate | dsat.LongestSequences)
         assert_type(dsat.project(target), dsat.Projection)
 
 

@@ -185,12 +185,14 @@ def tables(
     lines = []
     for (slots, strategy), (asked, estimate) in zip(pairs, answers, strict=True):
         needed = needed_bytes(basis, asked.config, slots)
-        largest = {}
+        largest, longest = {}, {}
         for size in settings.slot_memories:
             model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
-            most = model.largest(model.shape(asked.config, {}))
-            largest[size] = int(min(most, LARGEST_MICRO_BATCH))
-        lines.append(Line(strategy, slots, estimate, needed, largest))
+            most = min(model.largest(model.shape(asked.config, {})), float(LARGEST_MICRO_BATCH))
+            largest[size] = int(most)
+            if simulator.script.sequence_length is not None:
+                longest[size] = int(most * simulator.script.sequence_length)
+        lines.append(Line(strategy, slots, estimate, needed, largest, longest))
     choices = fewest_cards.fewest(basis, base, partial(configuration, base), rungs)
     missing = hf_config.missing_packages() if is_formula else ()
     return Estimate(name, facts, lines, choices, simulator.script.sequence_length, missing)

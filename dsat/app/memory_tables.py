@@ -25,6 +25,8 @@ class Line:
         estimate: with a micro batch of one sample.
         needed: bytes that a slot must have for it, where DeepSpeed does without what is optional.
         largest: the largest micro batch by memory of a slot; 0 if none fits.
+        longest: tokens of the longest sequence of one sample, by memory of a slot; empty if samples
+            are not sequences.
     """
 
     strategy: Strategy
@@ -32,6 +34,7 @@ class Line:
     estimate: MemoryEstimate
     needed: int
     largest: Mapping[int, int]
+    longest: Mapping[int, int]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -40,6 +43,7 @@ class Line:
             "memory": self.estimate.to_json(),
             "peak_bytes": self.needed,
             "largest_micro_batch": {str(size): count for size, count in self.largest.items()},
+            "longest_sequence": {str(size): tokens for size, tokens in self.longest.items()},
         }
 
 
@@ -117,12 +121,15 @@ def _table(lines: Sequence[Line]) -> list[str]:
     sizes = list(lines[0].largest)
     heads = ["strategy", "slot at micro batch 1", "host per slot"]
     heads += [f"largest on {fmt.memory(size)}" for size in sizes]
+    if lines[0].longest:
+        heads.append("longest sequence")
     rows = [
         [
             line.strategy.label,
             fmt.memory(line.needed),
             fmt.memory(line.estimate.host) if line.estimate.host else "-",
             *(str(count or "-") for count in line.largest.values()),
+            *(f"{tokens:,}" if tokens else "-" for tokens in list(line.longest.values())[-1:]),
         ]
         for line in lines
     ]

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 
-from dsat.app import estimate, fit, local, longest, project, watch
+from dsat.app import estimate, fit, local, project, watch
 from dsat.app.prepare import prepared
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
@@ -51,8 +51,7 @@ def run(settings: AnySettings, argv: list[str]) -> int:
 def _estimate(settings: EstimateSettings) -> int:
     if settings.fits is not None:
         return _fit(settings)
-    answer = longest.longest if settings.longest_sequence else estimate.estimate
-    found = answer(settings)
+    found = estimate.estimate(settings)
     print(json.dumps(found.to_json(), indent=2) if settings.json else found)
     return EXIT_OK if found.is_complete or not settings.exact else EXIT_FAILED
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dsat.errors import UserInputError
 from dsat.inputs.option import (
@@ -12,13 +12,11 @@ from dsat.inputs.option import (
     LORA,
     MEMORY_SIZE,
     NUMBER_OF_CARDS,
-    SWITCH,
     WORD,
     at_least,
     check_together,
     option,
 )
-from dsat.inputs.switches import MODEL_SWITCHES
 from dsat.inputs.target import Target
 
 ESTIMATE = "estimate"
@@ -110,43 +108,11 @@ class EstimateSettings(ModelSettings):
         help="simulate every line of the table, not the model alone: seconds for each; exit status "
         "1 if none of them can be simulated",
     )
-    longest_sequence: bool = option(
-        "--longest-sequence",
-        help="in place of the tables: the longest sequence of which one sample fits, where "
-        "sequences (sp) or layers (tp) may be divided among up to 8 slots",
-    )
-    switches: Mapping[str, tuple[Any, ...]] = option(
-        "--switch",
-        goes_with="--longest-sequence",
-        kind=SWITCH,
-        many=True,
-        default=(),
-        help="with --longest-sequence: values of a switch of the model, such as "
-        "gradient_checkpointing=true,offload or tiled_mlp=true; every combination is simulated",
-    )
-    card: str | None = option(
-        "--card",
-        goes_with="--longest-sequence",
-        excludes=("--slot-memory",),
-        kind=WORD,
-        metavar="NAME",
-        help="with --longest-sequence: the memory of this card, such as H100 or A100-40GB, in "
-        "place of --slot-memory, and how fast it trains there (two more simulations for each line)",
-    )
     fits: tuple[int, int] | None = option(
         "--fits",
-        excludes=("--slots", "--slot-memory", "--longest-sequence"),
+        excludes=("--slots", "--slot-memory"),
         kind=CARDS,
         shell_only=True,
         help="in place of the tables: does your own configuration fit these cards, such as "
         "8x80GiB? exit status 0 if it does, 1 if not, 2 if that cannot be predicted",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in self.switches:
-            if name not in MODEL_SWITCHES:
-                raise UserInputError(
-                    f"is no switch of the model; these are: {', '.join(MODEL_SWITCHES)}",
-                    where=f"--switch {name}",
-                )

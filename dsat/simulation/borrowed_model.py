@@ -14,7 +14,6 @@ from torch.utils import weak
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, script_switches
 from dsat.in_trial.batches import longest_of
-from dsat.in_trial.profiler import attention_heads
 from dsat.inputs import ds_config
 from dsat.inputs.ds_config import BATCH_KEYS
 from dsat.memory.estimate import as_simulated
@@ -133,7 +132,6 @@ class BorrowedModel:
         size = max((p.element_size() for p in model.parameters()), default=4)
         return ScriptFacts(
             sequence_length=self.sequence_length(args, kwargs),
-            attention_heads=attention_heads(model),
             hidden_size=self.hidden_size(),
             model_takes=longest_of(model),
             sizes={

@@ -184,17 +184,16 @@ class Formula:
         takes = config.get(_POSITIONS) or 0
         self.script = ScriptFacts(
             settings.seq_length or min(_USUAL_SEQUENCE, takes or _USUAL_SEQUENCE),
-            self._model.queries // self._model.head,
             self._model.hidden,
             takes,
         )
         self._adapters = _adapters(self._model, settings.lora)
 
-    def facts(self, config: Mapping[str, Any], *, unit_tokens: int | None = None) -> ModelFacts:
+    def facts(self, config: Mapping[str, Any]) -> ModelFacts:
         """Return the facts of the model; see `Simulator.facts`."""
         model, lora = self._model, self._settings.lora
         size = TYPE_BYTES[self._settings.dtype]
-        tokens = unit_tokens or self.script.sequence_length or 0
+        tokens = self.script.sequence_length or 0
         adapters = model.layers * sum(self._adapters)
         recompute = self._settings.activation_checkpointing == "on"
         passes = _passes(model, size, lora, recompute=recompute)

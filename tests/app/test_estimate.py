@@ -159,6 +159,15 @@ def test_a_rung_that_cannot_be_simulated_has_the_formulas_answer() -> None:
     assert not answer_of(nothing, BF16).is_complete
 
 
+def test_one_sample_may_be_as_long_as_many_short_ones_together() -> None:
+    host = FakeSimulationHost(FACTS, by_formula(FACTS), sequence_length=512)
+    for line in answer_of(host, BF16).lines:
+        [most], [longest] = line.largest.values(), line.longest.values()
+        assert most * 512 <= longest < (most + 1) * 512
+    without = answer_of(FakeSimulationHost(FACTS, by_formula(FACTS)), BF16)
+    assert not any(line.longest for line in without.lines) and "longest" not in str(without)
+
+
 def test_an_optimizer_of_the_script_takes_the_place_of_the_configurations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
