@@ -27,7 +27,6 @@ from dsat.inputs import ds_config, hf_config, script_args
 from dsat.inputs import experiment as experiments
 from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.estimate_settings import EstimateSettings, ModelSettings
-from dsat.inputs.experiment import read_mapping
 from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import closed_form
 from dsat.memory.estimate import SIMULATED
@@ -35,7 +34,6 @@ from dsat.memory.predictor import Anchor, Basis, MemoryModel
 from dsat.run import strategies
 from dsat.simulation import anchors as survey
 from dsat.simulation.client import SimulationUnavailable, Simulator
-from dsat.simulation.config_facts import HOW_TO_SIMULATE, Formula
 from dsat.simulation.protocol import Question, ScriptFacts
 from dsat.simulation.server import AS_IF_CUDA
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
@@ -70,17 +68,11 @@ def estimate(settings: EstimateSettings) -> Estimate:
 
 
 @contextlib.contextmanager
-def simulated(
-    settings: EstimateSettings,
-) -> Iterator[tuple[str, dict[str, Any], Simulator | Formula]]:
-    """Give the name of a script, its DeepSpeed configuration, and what answers for it.
+def simulated(settings: EstimateSettings) -> Iterator[tuple[str, dict[str, Any], Simulator]]:
+    """Yield the name of a script, its DeepSpeed configuration and its simulator.
 
-    A simulation does, or a formula where packages for that are missing; see `simulator_of`. An
-    optimizer that the script passes to DeepSpeed takes the place of the configuration's.
+    An optimizer that the script passes to DeepSpeed takes the place of the configuration's.
     """
-    if settings.hf_config is not None and hf_config.missing_packages():
-        yield _by_formula(settings, hf_config.find(settings.hf_config))
-        return
     with simulator_of(settings) as (name, base, simulator):
         own = {"optimizer": simulator.script.optimizer} if simulator.script.optimizer else {}
         yield name, {**base, **own}, simulator
@@ -96,7 +88,7 @@ def simulator_of(
         UserInputError: something of the settings or the files is wrong.
         DsatError: the script cannot be simulated, also where the caller finds that out.
     """
-    packages.check()
+    packages.check("transformers" if settings.hf_config is not None else None)
     source = _source(settings)
     experiment, program = source.experiment, source.program
     installed_deepspeed.check(experiment, program)
@@ -114,7 +106,7 @@ def simulator_of(
                 engine, as_cpu=as_cpu, timeout_s=survey.TIMEOUT_S, model_switches=switches
             ) as simulator,
         ):
-            _warn_of_length(settings, simulator.script)
+            warn_of_length(settings, simulator.script)
             yield (
                 experiment.name,
                 hf_config.with_buckets(base, simulator.script.hidden_size),
@@ -152,7 +144,7 @@ def simulation_engine(source: Source, folder: Path, timeout_s: float) -> LocalEn
 def tables(
     name: str,
     base: Mapping[str, Any],
-    simulator: Simulator | Formula,
+    simulator: Simulator,
     settings: EstimateSettings,
 ) -> Estimate:
     """Return the tables of a model: a line for every rung with every number of slots."""
@@ -165,8 +157,7 @@ def tables(
         closed_form.estimate(facts, asked.config, slots=asked.slots, micro_batch=1)
         for asked in questions
     ]
-    is_formula = isinstance(simulator, Formula)
-    if not is_formula and (settings.exact or needs_simulation(base)):
+    if settings.exact or needs_simulation(base):
         with slow.logged(_log, f"simulating {len(questions)} lines of the table"):
             simulated = simulator.estimates(questions)
         estimates = [
@@ -194,8 +185,7 @@ def tables(
                 longest[size] = int(most * simulator.script.sequence_length)
         lines.append(Line(strategy, slots, estimate, needed, largest, longest))
     choices = fewest_cards.fewest(basis, base, partial(configuration, base), rungs)
-    missing = hf_config.missing_packages() if is_formula else ()
-    return Estimate(name, facts, lines, choices, simulator.script.sequence_length, missing)
+    return Estimate(name, facts, lines, choices, simulator.script.sequence_length)
 
 
 def _source(settings: ModelSettings) -> Source:
@@ -214,22 +204,7 @@ def _source(settings: ModelSettings) -> Source:
     return source
 
 
-def _by_formula(
-    settings: EstimateSettings, path: Path
-) -> tuple[str, dict[str, Any], Simulator | Formula]:
-    """Return the name of a model, its DeepSpeed configuration and the formula for it."""
-    name, base = _name_of(path), _config_of(settings, path)
-    if settings.exact or needs_simulation(base):
-        check_packages("--exact" if settings.exact else "optimizer.type")
-    if float((settings.lora or {}).get("dropout", 0)):
-        check_packages("--lora dropout")
-    settings = replace(settings, dtype=hf_config.dtype_of(base))
-    formula = Formula(read_mapping(path), settings, str(path))
-    _warn_of_length(settings, formula.script)
-    return name, hf_config.with_buckets(base, formula.script.hidden_size), formula
-
-
-def _warn_of_length(settings: ModelSettings, script: ScriptFacts) -> None:
+def warn_of_length(settings: ModelSettings, script: ScriptFacts) -> None:
     """Warn of samples that are longer than the model's configuration lets expect."""
     asked, takes = settings.seq_length, script.model_takes
     if asked is not None and 0 < takes < asked:
@@ -241,15 +216,8 @@ def _warn_of_length(settings: ModelSettings, script: ScriptFacts) -> None:
         )
 
 
-def check_packages(where: str) -> None:
-    """Raise UserInputError if packages are missing that simulate the model of a configuration."""
-    missing = ", ".join(hf_config.missing_packages())
-    if missing:
-        problem = f"needs a simulation, and {missing} is not installed"
-        raise UserInputError(problem, where=where, hint=HOW_TO_SIMULATE)
-
-
-def _name_of(path: Path) -> str:
+def name_of(path: Path) -> str:
+    """Return the name of the model whose configuration has a path."""
     if path.name != hf_config.CONFIG_FILE:
         return path.stem
     if path.parent.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/REVISION
@@ -259,7 +227,7 @@ def _name_of(path: Path) -> str:
 
 def _config_of(settings: ModelSettings, path: Path) -> dict[str, Any]:
     """Return the DeepSpeed configuration of a model without a script."""
-    given = experiments.of_command([], _name_of(path), Path.cwd(), settings.ds_config or {})
+    given = experiments.of_command([], name_of(path), Path.cwd(), settings.ds_config or {})
     return hf_config.ds_config(settings.dtype, given.ds_config)
 
 
@@ -276,7 +244,7 @@ def _model_of_configuration(settings: ModelSettings, path: Path) -> Source:
     args += ["--deepspeed_config", "ds_config.json"]  # a trial's own file takes its place
     program = Entrypoint(module="dsat.simulation.config_program", args=tuple(args))
     experiment = experiments.of_command(
-        program.command(), _name_of(path), Path.cwd(), config, "--ds-config"
+        program.command(), name_of(path), Path.cwd(), config, "--ds-config"
     )
     return Source(experiment, program)
 

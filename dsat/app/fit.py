@@ -8,11 +8,9 @@ from typing import Any
 from dsat.app.estimate import simulated
 from dsat.inputs import ds_config
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
 from dsat.report import format as fmt
 from dsat.simulation.client import SimulationUnavailable
-from dsat.simulation.config_facts import HOW_TO_SIMULATE
 from dsat.simulation.protocol import Question
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values.trial import BatchTriple
@@ -30,7 +28,6 @@ class Fit:
         host_bytes: of the host's memory, for each card.
         fits: with 5 % to spare.
         largest: the largest micro batch that fits; 0 if none does.
-        source: of the prediction, `SIMULATED` or `CLOSED_FORM`.
     """
 
     name: str
@@ -42,7 +39,6 @@ class Fit:
     host_bytes: int
     fits: bool
     largest: int
-    source: str = SIMULATED
 
     def to_json(self) -> dict[str, Any]:
         batch = asdict(self.batch)
@@ -63,8 +59,6 @@ class Fit:
             said.append(f"The largest micro batch that fits is {self.largest}.")
         elif not self.fits:
             said.append("No micro batch fits: without --fits, a table shows which strategies do.")
-        if self.source != SIMULATED:
-            said.append(f"Source: {self.source}. {HOW_TO_SIMULATE}")
         return " ".join(said)
 
 
@@ -81,8 +75,9 @@ def fit(settings: EstimateSettings) -> Fit:
         if isinstance(estimate, str):
             raise SimulationUnavailable(estimate)
     anchor = Anchor(own, batch.micro_batch, estimate)
-    basis = Basis.of_model(facts, [anchor] if estimate.source == SIMULATED else [])
-    model = MemoryModel(basis, slots=slots, limit_bytes=card_bytes, on_device=True)
+    model = MemoryModel(
+        Basis.of_model(facts, [anchor]), slots=slots, limit_bytes=card_bytes, on_device=True
+    )
     shape = model.shape(own, {})
     return Fit(
         name,
@@ -94,5 +89,4 @@ def fit(settings: EstimateSettings) -> Fit:
         estimate.host,
         model.fits(shape, batch.micro_batch),
         int(min(model.largest(shape), LARGEST_MICRO_BATCH)),
-        estimate.source,
     )

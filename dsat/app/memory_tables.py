@@ -12,7 +12,6 @@ from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MemoryEstimate
 from dsat.report import format as fmt
 from dsat.report.table import Table
-from dsat.simulation.config_facts import HOW_TO_SIMULATE
 from dsat.values.zero_strategy import Strategy
 
 
@@ -55,7 +54,6 @@ class Estimate:
         lines: one for every strategy and number of slots.
         cards: the fewest cards of each usual size.
         sequence_length: tokens of a sample; None if it is no sequence of tokens.
-        missing: packages without which nothing could be simulated.
     """
 
     name: str
@@ -63,7 +61,6 @@ class Estimate:
     lines: Sequence[Line]
     cards: Sequence[Choice]
     sequence_length: int | None
-    missing: Sequence[str] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -77,7 +74,6 @@ class Estimate:
             "sequence_length": self.sequence_length,
             "lines": [line.to_json() for line in self.lines],
             "cards": [choice.to_json() for choice in self.cards],
-            "missing": list(self.missing),
         }
 
     def __str__(self) -> str:
@@ -97,9 +93,6 @@ class Estimate:
             "context and the communication library come on top.",
             *_not_simulated(lines),
         ]
-        if self.missing:
-            verb = "is" if len(self.missing) == 1 else "are"
-            said.append(f"{' and '.join(self.missing)} {verb} not installed. {HOW_TO_SIMULATE}")
         said += ["", f"The fewest cards of each size, by {sources}, with 5 % to spare:", ""]
         return "\n".join([*said, *fewest_cards.table(self.cards)])
 

@@ -120,8 +120,6 @@ class Traced:
 
 def project(settings: ProjectSettings) -> Projection:
     """Project a script's or a configuration's training to other cards."""
-    if settings.hf_config is not None:
-        estimates.check_packages("--hf-config")
     past = None if settings.from_run is None else past_runs.load(settings.from_run)
     count, name = settings.to
     card = probe.card_here(count) if name == probe.HERE else cards.find(name, settings.cards)

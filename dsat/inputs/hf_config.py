@@ -104,12 +104,6 @@ def dtype_of(config: Mapping[str, Any]) -> str:
     return next((name for name in _PRECISIONS if config[name]["enabled"] is True), "fp32")
 
 
-def missing_packages() -> list[str]:
-    """Return the packages that are missing for a simulation of the model."""
-    names = ("torch", "deepspeed", "transformers")
-    return [name for name in names if importlib.util.find_spec(name) is None]
-
-
 def _cached(name: str) -> Path | None:
     if importlib.util.find_spec("huggingface_hub") is None:
         return None

@@ -146,17 +146,13 @@ class Simulator:
         """
         return self._passes(Question(config, 1, 1, switches=switches or {}))[0]
 
-    def traced_facts(
-        self, config: Mapping[str, Any]
-    ) -> tuple[ModelFacts, ModelTrace]:
+    def traced_facts(self, config: Mapping[str, Any]) -> tuple[ModelFacts, ModelTrace]:
         """Return the facts of the model, and the trace of the same passes; see `facts`."""
         facts, answers = self._passes(Question(config, 1, 1, traced=True))
         small, large = (StepTrace.from_json(answer["trace"]) for answer in answers)
         return facts, ModelTrace(small, large)
 
-    def _passes(
-        self, question: Question
-    ) -> tuple[ModelFacts, list[dict[str, Any]]]:
+    def _passes(self, question: Question) -> tuple[ModelFacts, list[dict[str, Any]]]:
         """Return the facts by the model's own passes at two micro batches, and their answers."""
         kept = {key: value for key, value in question.config.items() if key in _OF_ACTIVATIONS}
         question = question._replace(config=kept, activations_only=True)

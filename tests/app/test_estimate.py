@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,10 @@ import pytest
 
 from dsat.app import estimate
 from dsat.app.memory_tables import Estimate
-from dsat.inputs import hf_config
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
 from dsat.simulation.client import Simulator
+from dsat.simulation.protocol import ScriptFacts
 from dsat.values import parallelism
 from dsat.values.parallelism import Parallelism
 from dsat.values.zero_strategy import Strategy
@@ -24,13 +23,6 @@ from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_o
 
 GIB = 2**30
 FACTS = facts_of(100 * MIB)
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "intermediate_size": 2048,
-    "vocab_size": 1000,
-}
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -183,20 +175,17 @@ def test_an_optimizer_of_the_script_takes_the_place_of_the_configurations(
     assert {line.estimate.source for line in estimate.estimate(settings).lines} == {SIMULATED}
 
 
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model's configuration, where nothing but the formula can answer."""
-    monkeypatch.setattr(hf_config, "missing_packages", lambda: ["torch"])
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**LLAMA, "hidden_size": 1024}))
-    return path
+def test_a_model_of_the_hubs_cache_has_its_own_name(tmp_path: Path) -> None:
+    path = tmp_path / "models--of-somebody--tiny-model-1b" / "snapshots" / "4567" / "config.json"
+    assert estimate.name_of(path) == "tiny-model-1b"
+    assert estimate.name_of(tmp_path / "llama" / "config.json") == "llama"
+    assert estimate.name_of(tmp_path / "llama.json") == "llama"
 
 
-def test_auto_is_what_a_trainer_computes_for_the_model(model: Path, tmp_path: Path) -> None:
-    def lines(size: Any) -> Any:
-        path = tmp_path / "ds.json"
-        path.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": size}}))
-        settings = EstimateSettings(hf_config=str(model), ds_config=path, slot_counts=(8,))
-        return estimate.estimate(settings).lines
-
-    assert lines("auto") == lines(2**20) != lines(5 * 10**8)
+@pytest.mark.parametrize(("length", "warnings"), [(4096, 0), (4097, 1)])
+def test_samples_beyond_the_models_positions_are_warned_of(
+    length: int, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = EstimateSettings(hf_config="config.json", seq_length=length)
+    estimate.warn_of_length(settings, ScriptFacts(length, 4096, model_takes=4096))
+    assert len(caplog.records) == warnings
