@@ -79,9 +79,7 @@ def simulated(settings: EstimateSettings) -> Iterator[tuple[str, dict[str, Any],
 
 
 @contextlib.contextmanager
-def simulator_of(
-    settings: ModelSettings, *, as_cpu: bool = False
-) -> Iterator[tuple[str, dict[str, Any], Simulator]]:
+def simulator_of(settings: ModelSettings) -> Iterator[tuple[str, dict[str, Any], Simulator]]:
     """Give the name of a script, its DeepSpeed configuration, and what simulates it.
 
     Raises:
@@ -103,7 +101,7 @@ def simulator_of(
         with (
             contextlib.closing(simulation_engine(source, folder, survey.TIMEOUT_S)) as engine,
             Simulator(
-                engine, as_cpu=as_cpu, timeout_s=survey.TIMEOUT_S, model_switches=switches
+                engine, as_cpu=False, timeout_s=survey.TIMEOUT_S, model_switches=switches
             ) as simulator,
         ):
             warn_of_length(settings, simulator.script)

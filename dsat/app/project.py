@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dsat.app import estimate as estimates
-from dsat.app import past_runs, probe
+from dsat.app import past_runs
 from dsat.app.past_runs import PastRun
 from dsat.errors import DsatError, UserInputError
 from dsat.inputs import cards, ds_config
@@ -122,21 +121,21 @@ def project(settings: ProjectSettings) -> Projection:
     """Project a script's or a configuration's training to other cards."""
     past = None if settings.from_run is None else past_runs.load(settings.from_run)
     count, name = settings.to
-    card = probe.card_here(count) if name == probe.HERE else cards.find(name, settings.cards)
+    card = cards.find(name)
 
     def chosen(found: Traced) -> list[Strategy]:
         _check_slots(found, count)
         theirs = [] if past is None else [strategy for strategy, *_ in measured(past, found)]
         return [*theirs, *_worthwhile(found, card, count, always=settings.has_own)]
 
-    with estimates.simulator_of(settings, as_cpu=card.is_cpu) as (title, base, simulator):
+    with estimates.simulator_of(settings) as (title, base, simulator):
         trials = [] if past is None else past.run.trials.values()
         accumulated = any(trial.batch.gas > 1 for trial in trials)
         traced = trace(base, simulator, count, chosen, accumulates=accumulated)
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, card, network)
     if past is not None:
-        projector.calibrate(past, settings.cards)
+        projector.calibrate(past)
     return projector.projection(title, settings)
 
 
@@ -265,7 +264,7 @@ class Projector:
         self.speed = ProjectedSpeed(hardware, list(traced.traces))
         self._calibrated_by = 0
 
-    def calibrate(self, past: PastRun, own_cards: Path | None = None) -> None:
+    def calibrate(self, past: PastRun) -> None:
         """Correct all predictions by the trials of a run of the same script.
 
         Raises:
@@ -274,14 +273,10 @@ class Projector:
         run, traced = past.run, self._traced
         slots, machine = run.plan.slots_per_trial, str(run.info.get("machine", ""))
         if "cpu slot" in machine:
-            try:
-                card = probe.card_here(slots)
-            except UserInputError:
-                problem = f"was made on {slots} processor cores, and this machine has fewer"
-                raise UserInputError(problem, where=str(past.folder)) from None
-        else:
-            named = run.profile.device_name if run.profile else ""
-            card = cards.find(named or machine, own_cards)
+            problem = "was measured on processor cores, which say nothing of cards"
+            raise UserInputError(problem, where=str(past.folder))
+        named = run.profile.device_name if run.profile else ""
+        card = cards.find(named or machine)
         network = card.network_bandwidth
         if self._network is not None and card == self._card:  # the network is theirs, too
             network = self._network
@@ -306,8 +301,7 @@ class Projector:
     def projection(self, title: str, settings: ProjectSettings) -> Projection:
         """Return the answers."""
         traced, (count, _) = self._traced, settings.to
-        is_here = settings.to[1] == probe.HERE  # measured with so many slots, and no network
-        sizes = sorted({count, *(n for n in _SIZES if n <= count or not is_here)})
+        sizes = sorted({count, *_SIZES})
         of_own = sizes if settings.has_own else ()
         own = [self.row(traced.own, n, traced.own_micro_batch) for n in of_own]
         best = {n: self._best(n) for n in sizes}
@@ -315,7 +309,7 @@ class Projector:
             name=title,
             card=self._card,
             count=count,
-            network_bandwidth=None if is_here else self._cluster(count).network_bandwidth,
+            network_bandwidth=self._cluster(count).network_bandwidth,
             parameters=traced.facts.num_params,
             sequence_length=traced.sequence_length,
             own=tuple(row for row in own if row is not None),

@@ -19,7 +19,6 @@ from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import WatchSettings
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.inputs.settings import Settings
-from dsat.report import page
 from dsat.report.live_view import LiveView
 from dsat.report.run_view import RunView
 
@@ -59,8 +58,6 @@ def _estimate(settings: EstimateSettings) -> int:
 def _project(settings: ProjectSettings) -> int:
     found = project.project(settings)
     print(json.dumps(found.to_json(), indent=2) if settings.json else found, flush=True)
-    if settings.page is not None:
-        page.write_projection(found, settings.page)
     return EXIT_OK
 
 

@@ -52,15 +52,6 @@ class ProjectSettings(ModelSettings):
         metavar="RUN",
         help="a run of the same script, whose measured trials correct the projection",
     )
-    cards: Path | None = option(
-        "--cards",
-        kind=PATH,
-        metavar="FILE",
-        help="further cards, in a file of the form of dsat/inputs/cards.json",
-    )
-    page: Path | None = option(
-        "--page", kind=PATH, shell_only=True, metavar="FILE", help="write a page with plots, too"
-    )
 
     @property
     def has_own(self) -> bool:

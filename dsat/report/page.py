@@ -16,7 +16,6 @@ from urllib.parse import quote
 from dsat.report import format as fmt
 from dsat.report import plots
 from dsat.report.changes import changes
-from dsat.report.projection import Projection, notes, sections, summary
 from dsat.report.run_view import RunView
 from dsat.report.speed_model import SpeedModel
 from dsat.run.run import Run
@@ -50,18 +49,6 @@ def html(run: Run, folders: str, train_line: str) -> str:
         train_line: the command that trains with the best configuration.
     """
     return render("page.html", **parts(run, folders, train_line))
-
-
-def write_projection(shown: Projection, path: Path) -> None:
-    """Write the page of a projection."""
-    values = {
-        "title": f"{shown.name} on {shown.count} x {shown.card.name}",
-        "summary": summary(shown),
-        "sections": sections(shown),
-        "notes": notes(shown),
-        "plots": plots.of_projection(shown),
-    }
-    write_atomically(path, render("projection.html", **values))
 
 
 def render(which: str, /, **values: Any) -> str:

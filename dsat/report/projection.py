@@ -75,7 +75,7 @@ class Projection:
     Attributes:
         name: of the experiment, the script or the model.
         count: of the cards that were asked about.
-        network_bandwidth: bytes/s of a card to other hosts; None where there are none.
+        network_bandwidth: bytes/s of a card to other hosts.
         parameters: of the model.
         sequence_length: tokens of a sample; None if samples are no sequences.
         own: the user's configuration, by number of cards.
@@ -89,7 +89,7 @@ class Projection:
     name: str
     card: Card
     count: int
-    network_bandwidth: float | None
+    network_bandwidth: float
     parameters: int
     sequence_length: int | None
     own: tuple[Row, ...]
@@ -128,7 +128,7 @@ class Projection:
             "card": self.card.name,
             "cards": self.count,
             "cards_per_host": self.card.per_host,
-            "network_gbit": self.network_bandwidth and self.network_bandwidth * 8e-9,
+            "network_gbit": self.network_bandwidth * 8e-9,
             "parameters": self.parameters,
             "sequence_length": self.sequence_length,
             "own": [told(row) for row in self.own],
@@ -150,7 +150,7 @@ def summary(shown: Projection) -> str:
     card, network = shown.card, shown.network_bandwidth
     said = [
         f"{shown.name}: {shown.parameters:,} parameters on {card.name}, {card.per_host} in a host"
-        + (f", {network * 8e-9:.0f} usable Gbit/s for each between hosts." if network else ".")
+        f", {network * 8e-9:.0f} usable Gbit/s for each between hosts."
     ]
     asked = shown.best.get(shown.count)
     training = shown.training(asked[0]) if asked else None

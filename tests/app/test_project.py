@@ -73,7 +73,7 @@ def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
     }
     (tmp_path / "ds.json").write_text(json.dumps(user))
     settings = EstimateSettings(hf_config=str(config), ds_config=tmp_path / "ds.json")
-    with estimate.simulator_of(settings, as_cpu=False) as (_, base, simulator):
+    with estimate.simulator_of(settings) as (_, base, simulator):
         facts = simulator.facts(base)
         zero = {**user["zero_optimization"], "offload_optimizer": CPU, "offload_param": CPU}
         offloaded = {**base, "zero_optimization": zero}

@@ -25,6 +25,6 @@ def test_what_a_training_takes_has_three_digits_whatever_it_is(
     row = Row(Strategy(1), 10, 10, 1, time, 2**30, True, 100.0, 0.4)
     card = cards.find("H100")
     shown = Projection(
-        "tiny", card, 10, None, 10**6, 1000, (), {10: (row,)}, {}, tokens=tokens, price=price
+        "tiny", card, 10, 1e9, 10**6, 1000, (), {10: (row,)}, {}, tokens=tokens, price=price
     )
     assert said in summary(shown)

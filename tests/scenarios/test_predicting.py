@@ -82,6 +82,7 @@ def test_options_of_the_model_change_what_it_needs(user: User) -> None:
     usual = peak("--seq-length", 256)
     assert peak("--seq-length", 512) > usual
     assert usual - peak("--seq-length", 256, "--lora", "r=1") > 12 * 2_000_000, "states"
+    assert peak("--seq-length", 256, "--dtype", "fp16", "--exact") == pytest.approx(usual, rel=0.3)
 
 
 @pytest.mark.slow
