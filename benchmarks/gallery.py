@@ -25,10 +25,10 @@ from dsat.app import estimate, project
 from dsat.app.project import Projector, Traced
 from dsat.inputs.cards import find
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.option import LORA
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.predictor import Basis, MemoryModel
+from dsat.options import LORA
 from dsat.report import share
 from dsat.report.table import Table
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH

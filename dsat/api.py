@@ -13,21 +13,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsat.app import keywords, local, past_runs, train_command
+from dsat.app import past_runs
 from dsat.app.estimate import estimate as _estimate
-from dsat.app.keywords import PathLike, Target
-from dsat.app.local import EngineFactory, LocalSearch
 from dsat.app.memory_tables import Estimate
-from dsat.app.prepare import Prepared, prepared
 from dsat.app.project import project as _project
+from dsat.command.ds_config import flat
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import DsatError, SearchFailed, UserInputError
-from dsat.inputs.ds_config import flat
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.project_settings import ProjectSettings
-from dsat.inputs.settings import RUN, TUNE, Settings
 from dsat.report.progress import Status
 from dsat.report.projection import Projection
 from dsat.report.run_view import RunView, TrialView
@@ -35,6 +31,11 @@ from dsat.run.journal import FILE_NAME
 from dsat.run.loop import Observer
 from dsat.run.run import Run
 from dsat.search import SEARCHES, Search
+from dsat.tuning import keywords, local, train_command
+from dsat.tuning.keywords import PathLike, Target
+from dsat.tuning.local import EngineFactory, LocalSearch
+from dsat.tuning.preparation import Prepared, prepared
+from dsat.tuning.settings import RUN, TUNE, Settings
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 

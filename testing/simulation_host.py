@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsat.inputs.switches import CHECKPOINTING
+from dsat.command.switches import CHECKPOINTING
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.simulation import protocol

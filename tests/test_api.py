@@ -19,13 +19,14 @@ import pytest
 
 import dsat
 from dsat import api
-from dsat.app import installed_deepspeed, local
 from dsat.engines.places import local as this_machine
 from dsat.errors import JournalMismatch, SearchFailed, UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.option import options_of
-from dsat.inputs.settings import Settings
+from dsat.options import options_of
+from dsat.prepare import installed_deepspeed
 from dsat.search import SEARCHES, Problem, RandomSearch, Search
+from dsat.tuning import local
+from dsat.tuning.settings import Settings
 from testing.scenarios import MadeUpEngine, User, machine_of
 from testing.world import Failure, World
 

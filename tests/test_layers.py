@@ -20,6 +20,8 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     "errors",
     "values",
+    "command",
+    "options",
     "inputs",
     "space",
     "memory",
@@ -28,9 +30,11 @@ FLOORS = (
     "",
     "engines",
     "run",
+    "prepare",
     "report",
-    "app",
+    "tuning app",
     "determined_cluster",
+    "doctor",
     "api",
     "cli",
     "__main__",
@@ -115,7 +119,7 @@ def test_few_things_stand_at_the_top() -> None:
         for path in folder.iterdir()
         if path.suffix == ".py" or any(path.glob("*.py"))
     }
-    assert len(code) <= 21, sorted(code)
+    assert len(code) <= 28, sorted(code)
 
 
 def test_searches_and_engines_know_nothing_of_each_other() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dsat.command import ds_config
 from dsat.inputs import cards as known
-from dsat.inputs import ds_config
 from dsat.memory.predictor import Basis, MemoryModel
 from dsat.report import format as fmt
 from dsat.report.table import Table

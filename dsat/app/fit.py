@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsat.app.estimate import simulated
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
 from dsat.report import format as fmt

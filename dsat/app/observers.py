@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dsat.app import run_folders, train_command
-from dsat.app.prepare import Prepared
 from dsat.memory.forecast import Forecast
 from dsat.report import autotuner_files, page, summary
 from dsat.report.log_lines import Narrator
 from dsat.report.progress import Status
 from dsat.run.loop import Observer
 from dsat.run.run import Run
+from dsat.tuning import run_folders, train_command
+from dsat.tuning.preparation import Prepared
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 

@@ -16,8 +16,9 @@ import numpy as np
 from dsat.app import estimate as estimates
 from dsat.app import past_runs
 from dsat.app.past_runs import PastRun
+from dsat.command import ds_config
 from dsat.errors import DsatError, UserInputError
-from dsat.inputs import cards, ds_config
+from dsat.inputs import cards
 from dsat.inputs.cards import Card
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.memory.closed_form import ModelFacts

@@ -20,7 +20,6 @@ from typing import Any
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from dsat.app import mailbox, past_runs
-from dsat.app.folder_lock import is_locked
 from dsat.engines.agent.rank_process import PR_SET_PDEATHSIG, prctl
 from dsat.errors import JournalError, UserInputError
 from dsat.report import watch_page
@@ -28,6 +27,7 @@ from dsat.report.progress import STATUS_FILE
 from dsat.report.watch_page import Watched
 from dsat.run.journal import FILE_NAME
 from dsat.run.requests import Request, RequestKind
+from dsat.tuning.folder_lock import is_locked
 from dsat.values.codec import DecodeError
 
 LOOPBACK = "127.0.0.1"

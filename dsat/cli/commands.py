@@ -6,8 +6,7 @@ import contextlib
 import json
 import sys
 
-from dsat.app import estimate, fit, local, project, watch
-from dsat.app.prepare import prepared
+from dsat.app import estimate, fit, project, watch
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from dsat.cli.look import look
@@ -18,9 +17,11 @@ from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import WatchSettings
 from dsat.inputs.project_settings import ProjectSettings
-from dsat.inputs.settings import Settings
 from dsat.report.live_view import LiveView
 from dsat.report.run_view import RunView
+from dsat.tuning import local
+from dsat.tuning.preparation import prepared
+from dsat.tuning.settings import Settings
 
 _CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dsat.app import doctor, past_runs, shared_runs, watch
+from dsat import doctor
+from dsat.app import past_runs, shared_runs, watch
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_OK
 from dsat.determined_cluster import submit

@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from dsat import __version__
-from dsat.app import train_command
-from dsat.app.hosts import describe
-from dsat.app.local import LocalSearch
 from dsat.app.observers import TRIALS
-from dsat.app.prepare import Prepared
 from dsat.cli.exit_status import EXIT_BUG, EXIT_FAILED, EXIT_USAGE
 from dsat.determined_cluster.submit import Submission
 from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
+from dsat.prepare.hosts import describe
 from dsat.report import summary
 from dsat.report.format import count
 from dsat.report.live_view import LiveView
@@ -28,6 +25,9 @@ from dsat.run.journal import MemoryJournal
 from dsat.run.strategies import make_space, rungs
 from dsat.run.tuner import Tuner
 from dsat.space.plan import Plan
+from dsat.tuning import train_command
+from dsat.tuning.local import LocalSearch
+from dsat.tuning.preparation import Prepared
 from dsat.values import memory_size
 from dsat.values.text import (
     MOST_OF_A_LOG,

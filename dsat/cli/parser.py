@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from dsat import __version__
-from dsat.app.keywords import help_of
+from dsat.command.entrypoint import DEEPSPEED_SWITCHES
 from dsat.engines import places
-from dsat.inputs.entrypoint import DEEPSPEED_SWITCHES
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS
-from dsat.inputs.option import SWITCH, WORD, Group, Option, options_of
 from dsat.inputs.project_settings import PROJECT, ProjectSettings
-from dsat.inputs.settings import RUN, TUNE, Settings
+from dsat.options import SWITCH, WORD, Group, Option, options_of
 from dsat.search import SEARCHES
+from dsat.tuning.keywords import help_of
+from dsat.tuning.settings import RUN, TUNE, Settings
 
 # Options of the deepspeed launcher with a value (deepspeed/launcher/runner.py, 0.19.8).
 LAUNCHER_OPTIONS = """

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsat.app import keywords
 from dsat.cli.parser import (
     LAUNCHER_OPTIONS,
     METHODS,
@@ -16,13 +15,14 @@ from dsat.cli.parser import (
     build_parser,
     options_of_command,
 )
+from dsat.command.entrypoint import DEEPSPEED_SWITCHES
 from dsat.errors import UserInputError
-from dsat.inputs.entrypoint import DEEPSPEED_SWITCHES
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS, LookSettings
-from dsat.inputs.option import options_of
 from dsat.inputs.project_settings import ProjectSettings
-from dsat.inputs.settings import RUN, TUNE, Settings
+from dsat.options import options_of
+from dsat.tuning import keywords
+from dsat.tuning.settings import RUN, TUNE, Settings
 
 AnySettings = Settings | EstimateSettings | ProjectSettings | LookSettings
 

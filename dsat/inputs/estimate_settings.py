@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dsat.errors import UserInputError
-from dsat.inputs.option import (
+from dsat.inputs.target import Target
+from dsat.options import (
     CARDS,
     LORA,
     MEMORY_SIZE,
@@ -17,7 +18,6 @@ from dsat.inputs.option import (
     check_together,
     option,
 )
-from dsat.inputs.target import Target
 
 ESTIMATE = "estimate"
 _GIB = 2**30

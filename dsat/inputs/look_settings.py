@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dsat.errors import UserInputError
-from dsat.inputs.option import PATH, WORD, at_least, check_together, option
+from dsat.options import PATH, WORD, at_least, check_together, option
 
 EXPORT_TO = ("optuna", "mlflow", "tensorboard", "csv", "parquet")
 _RUN = "folder of a run, or its name in dsat_runs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsat.inputs.option import PATH, Group, option
+from dsat.options import PATH, Group, option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsat.inputs import ds_config, switches
+from dsat.command import ds_config, switches
 from dsat.run.run import Run, own_switches
 from dsat.space.overrides import GATHER
 from dsat.values.trial import Trial

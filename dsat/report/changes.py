@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.inputs.ds_config import flat
-from dsat.inputs.switches import SWITCHES
+from dsat.command.ds_config import flat
+from dsat.command.switches import SWITCHES
 from dsat.report import format as fmt
 from dsat.report.differences import (
     GAS,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.inputs.ds_config import BATCH_KEYS, flat
+from dsat.command.ds_config import BATCH_KEYS, flat
 from dsat.report import format as fmt
 from dsat.space.knobs import KNOBS
 from dsat.space.plan import Plan

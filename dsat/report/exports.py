@@ -9,8 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsat.command.ds_config import flat
 from dsat.errors import DsatError, UserInputError
-from dsat.inputs.ds_config import flat
 from dsat.report.run_view import RunView, TrialView
 from dsat.run.run import Run
 from dsat.values.files import written_atomically

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dsat.inputs.settings import NO_MEMORY_MODEL
 from dsat.memory.forecast import Forecast
 from dsat.report import format as fmt
 from dsat.report.memory_parts import used_bytes
 from dsat.run.run import Run
+from dsat.space.plan import NO_MEMORY_MODEL
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Trial, TrialKind
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat.inputs.ds_config import BATCH_KEYS, flat
-from dsat.inputs.switches import SWITCHES
+from dsat.command.ds_config import BATCH_KEYS, flat
+from dsat.command.switches import SWITCHES
 from dsat.report import format as fmt
 from dsat.report.memory_parts import used_bytes
 from dsat.report.table import Table

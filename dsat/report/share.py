@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dsat import __version__
+from dsat.command import document
+from dsat.command.ds_config import BATCH_KEYS, flat
+from dsat.command.switches import SWITCHES
 from dsat.errors import UserInputError
-from dsat.inputs import document
-from dsat.inputs.ds_config import BATCH_KEYS, flat
-from dsat.inputs.switches import SWITCHES
 from dsat.report import format as fmt
 from dsat.report.run_view import RunView, TrialView
 from dsat.report.table import Table

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dsat.inputs.ds_config import BATCH_KEYS, flat
+from dsat.command.ds_config import BATCH_KEYS, flat
 from dsat.report import format as fmt
 from dsat.report.run_view import RunView, TrialView
 from dsat.search.candidates import SETTING_SD, STRATEGY_SD, SWITCH_SD

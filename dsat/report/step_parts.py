@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from statistics import NormalDist
 from typing import Any
 
-from dsat.inputs.switches import BIND_CORES
+from dsat.command.switches import BIND_CORES
 from dsat.report import format as fmt
 from dsat.run.comparison import Gain
 from dsat.run.finals import Contestant

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from dsat.inputs.ds_config import flat
+from dsat.command.ds_config import flat
 from dsat.report import format as fmt
 from dsat.report import summary
 from dsat.report.differences import differences

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 from dsat.memory.predictor import Basis
 from dsat.run import events
 from dsat.run.comparison import Gain, Variation, margin_of_single_runs

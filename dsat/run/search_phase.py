@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsat.inputs.ds_config import BATCH_KEYS
+from dsat.command.ds_config import BATCH_KEYS
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.run.run import Run

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsat.inputs import ds_config
-from dsat.inputs.switches import ATTENTION, SWITCHES
+from dsat.command import ds_config
+from dsat.command.switches import ATTENTION, SWITCHES
 from dsat.space.knobs import BUCKETS, KNOBS, PARALLELISM, Knob, Situation
 from dsat.space.overrides import GAS, script_args_for, strategy_settings
 from dsat.values import parallelism

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from dsat.app import mailbox, watch
-from dsat.app.folder_lock import FolderLock
 from dsat.report.progress import Status
 from dsat.run.run import Run
+from dsat.tuning.folder_lock import FolderLock
 from testing.made_up_runs import write_run
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from dsat import api as dsat_api
 from dsat.cli import main
+from dsat.command.ds_config import DSAT_TRIAL_KEY
 from dsat.errors import UserInputError
-from dsat.inputs.ds_config import DSAT_TRIAL_KEY
 from testing.local import PROGRAMS
 from testing.master import StandIn
 from testing.master.logs import LogLine

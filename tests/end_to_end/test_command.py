@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 from dsat.run.run import Run
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dsat.app import installed_deepspeed
+from dsat.prepare import installed_deepspeed
 from dsat.report import page
 from testing.scenarios import Told, User
 from testing.world import World

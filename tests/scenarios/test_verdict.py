@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from dsat.command.switches import OTHER_ACCUMULATION, OTHER_BATCH, OTHER_CONFIG
 from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.in_trial.batches import OF_ITS_OWN, OWN_ACCUMULATION, UNCOUNTED, UNSEEN
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
-from dsat.inputs.switches import OTHER_ACCUMULATION, OTHER_BATCH, OTHER_CONFIG
 from dsat.values.outcome import ScriptSwitch
 from testing.scenarios import Harm, Told, User
 from testing.world import A100, GIB, Failure, Finding, World

@@ -1,0 +1,395 @@
+"""The user's settings as frozen values, with the declaration of every option.
+
+Options of a single search or place are declared beside it (`dsat.search.base.Search.options`,
+`dsat.engines.places.base.Provider.options`).
+
+From these declarations follow the parser and its help (`dsat.cli.parser`), the keywords of the
+Python API (`dsat.api`), and the tables of options in the documents. A setting that is a field of
+`dsat.space.plan.Plan` too decides trials: a run is resumed with the same value only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsat.command.ds_config import STAGES
+from dsat.errors import UserInputError
+from dsat.inputs.target import Target
+from dsat.options import (
+    ANY,
+    ARG_MAPPING,
+    DURATION,
+    GLOBAL_BATCH,
+    MEMORY_SIZE,
+    PATH,
+    SWITCH,
+    WHOLE_NUMBER,
+    WORD,
+    Group,
+    at_least,
+    option,
+)
+from dsat.space.plan import BY_SIMULATION, MEMORY_MODELS
+from dsat.values.objective import METRIC_NAMES
+from dsat.values.trial import TrialOptions
+
+# The commands of DeepSpeed's autotuner: what they do is in the `autotuning` section.
+TUNE, RUN = "tune", "run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """Settings of a search on a Determined cluster."""
+
+    search_runner_config: Path | None = option(
+        "--search-runner-config",
+        kind=PATH,
+        metavar="FILE",
+        group=Group.CLUSTER,
+        help="experiment configuration of the search runner",
+    )
+    max_search_runner_restarts: int = option(
+        "--max-search-runner-restarts",
+        kind=at_least(0),
+        default=5,
+        group=Group.CLUSTER,
+        help="restarts of the search runner",
+    )
+    detach: bool = option(
+        "--detach", group=Group.CLUSTER, help="return as soon as the search is submitted"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultSettings:
+    """Settings of what is shown and left behind."""
+
+    run_dir: Path | None = option(
+        "--run-dir",
+        kind=PATH,
+        metavar="DIR",
+        group=Group.RESULT,
+        help="folder of the run (default: dsat_runs/NAME-N)",
+    )
+    resume: bool = option(
+        "--resume",
+        group=Group.FIRST,
+        help="continue the run in --run-dir, or the newest one of this experiment",
+    )
+    run_full_experiment: bool = option(
+        "--run-full-experiment",
+        group=Group.RESULT,
+        help="then train in full length with the best configuration",
+    )
+    dry_run: bool = option(
+        "--dry-run",
+        any_command=True,
+        shell_only=True,
+        group=Group.FIRST,
+        help="print the plan, run no trial; a command that names no script runs up to its training",
+    )
+    json: bool = option(
+        "--json",
+        any_command=True,
+        shell_only=True,
+        group=Group.RESULT,
+        help="print the result as JSON, everything else to stderr",
+    )
+    watch: bool = option(
+        "--watch",
+        any_command=True,
+        shell_only=True,
+        group=Group.RESULT,
+        help="serve a live page of the search, reachable from this machine only",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningSettings:
+    """Settings of where and how trials run."""
+
+    slots: int | None = option(
+        "--slots",
+        kind=at_least(1),
+        group=Group.FIRST,
+        help="slots of each trial (default: the ranks that your command starts, or "
+        "resources.slots_per_trial)",
+    )
+    max_slots: int | None = option(
+        "-ms", "--max-slots", kind=at_least(1), help="use at most N slots at once"
+    )
+    max_concurrent_trials: int = option(
+        "-mct",
+        "--max-concurrent-trials",
+        kind=at_least(1),
+        default=16,
+        help="run at most N trials at once",
+    )
+    engine: str = option(
+        "--engine",
+        kind=WORD,
+        default="auto",
+        help="where trials run: on this machine, on the machines of a hostfile (ssh), on the nodes "
+        "of a Slurm allocation or of a Ray cluster, or on a Determined cluster (auto: there if "
+        "DET_MASTER is set or `det user login` was used, else on the machines of the command's "
+        "hostfile, or on the nodes if dsat runs in a Ray job or in an allocation of several)",
+    )
+    cold: bool = option(
+        "--cold",
+        any_command=True,
+        help="start every rank as a fresh Python process, for scripts that cannot be forked",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuringSettings:
+    """Settings of the measurement of a trial."""
+
+    trial_timeout_s: float = option(
+        "--trial-timeout",
+        kind=DURATION,
+        default="30m",
+        any_command=True,
+        group=Group.FIRST,
+        help="end a trial that takes longer (90s, 10m, 1h)",
+    )
+    slot_memory_bytes: int | None = option(
+        "--slot-memory",
+        kind=MEMORY_SIZE,
+        any_command=True,
+        group=Group.FIRST,
+        help="let every slot use only this much (24GiB), as on a smaller card; on a CPU trials "
+        "have no limit without it",
+    )
+    start_profile_step: int = option(
+        "--start-profile-step",
+        kind=at_least(1),
+        default=TrialOptions.start_step,
+        group=Group.MEASURING,
+        help="the first optimizer step that is measured, counted from 1",
+    )
+    end_profile_step: int = option(
+        "--end-profile-step",
+        kind=at_least(1),
+        default=TrialOptions.end_step,
+        group=Group.MEASURING,
+        help="measure up to this step (on an accelerator for 2 s at least, after 1 s of warm-up), "
+        "then on while the mean step time is uncertain by over 2 %% and may still be the best",
+    )
+    max_profile_steps: int = option(
+        "--max-profile-steps",
+        kind=at_least(1),
+        default=TrialOptions.max_steps,
+        group=Group.MEASURING,
+        help="the most optimizer steps that are measured, unless these take less than 2 s on an "
+        "accelerator",
+    )
+
+    def __post_init__(self) -> None:
+        start = self.start_profile_step
+        end = min(self.end_profile_step, start + self.max_profile_steps - 1)
+        if end < start:
+            raise UserInputError(f"--end-profile-step {end} is before --start-profile-step {start}")
+        object.__setattr__(self, "end_profile_step", end)
+
+    def trial_options(self, own_micro_batch: int) -> TrialOptions:
+        """Return how trials are measured."""
+        return TrialOptions(
+            timeout_s=self.trial_timeout_s,
+            start_step=self.start_profile_step,
+            end_step=self.end_profile_step,
+            max_steps=self.max_profile_steps,
+            slot_memory_bytes=self.slot_memory_bytes,
+            own_micro_batch=own_micro_batch,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpaceSettings:
+    """Settings of the search space."""
+
+    zero_stages: tuple[int, ...] | None = option(
+        "-z",
+        "--zero-stages",
+        kind=WHOLE_NUMBER,
+        many=True,
+        choices=STAGES,
+        metavar="STAGE",
+        group=Group.FIRST,
+        help="the ZeRO stages to search (default: 0 1 2 3, or those that your configuration lists)",
+    )
+    tune: tuple[str, ...] = option(
+        "--tune",
+        kind=WORD,
+        many=True,
+        default=(),
+        metavar="KNOB",
+        group=Group.FIRST,
+        help="search these settings although your configuration sets them, or although they are "
+        "not searched by default: {knobs}",
+    )
+    fix: tuple[str, ...] = option(
+        "--fix",
+        kind=WORD,
+        many=True,
+        default=(),
+        metavar="KNOB",
+        group=Group.SPACE,
+        help="leave these settings as they are; `all` searches stage and micro batch only",
+    )
+    listed_switches: Mapping[str, tuple[Any, ...]] = option(
+        "--switch",
+        kind=SWITCH,
+        many=True,
+        default=(),
+        group=Group.SPACE,
+        help="search values of a switch of your script: of a flag (--num_workers=0,4,8), of a "
+        "variable (ENV:NAME=1,2), of a field of TrainingArguments (optim=adamw_torch,adafactor)",
+    )
+    nvme_path: str | None = option(
+        "--nvme-path",
+        kind=WORD,
+        metavar="DIR",
+        group=Group.SPACE,
+        help="where offloading to NVMe may write, if nothing else fits",
+    )
+    train_batch_size: int | str | None = option(
+        "--train-batch-size",
+        kind=GLOBAL_BATCH,
+        any_command=True,
+        group=Group.FIRST,
+        help="only configurations whose micro batch x gradient accumulation steps x slots is "
+        "exactly N, or that of your own configuration (own), or any "
+        "(default: your own if your configuration gives a train_batch_size)",
+    )
+    max_train_batch_size: int | None = option(
+        "--max-train-batch-size",
+        kind=at_least(1),
+        group=Group.SPACE,
+        help="fill the global batch up to N with gradient accumulation",
+    )
+    min_micro_batch: int = option(
+        "--min-micro-batch",
+        kind=at_least(1),
+        default=1,
+        group=Group.SPACE,
+        help="the smallest micro batch",
+    )
+    max_micro_batch: int | None = option(
+        "--max-micro-batch", kind=at_least(1), group=Group.SPACE, help="the largest micro batch"
+    )
+    divisible_by: int = option(
+        "--divisible-by",
+        kind=at_least(1),
+        default=1,
+        group=Group.SPACE,
+        help="only micro batches that are multiples of N",
+    )
+    max_seq_length: int | None = option(
+        "--max-seq-length",
+        kind=at_least(1),
+        any_command=True,
+        group=Group.SPACE,
+        help="the longest sequence of your data, in tokens: the verdict warns if the best would "
+        "not fit there (default: the longest seen, or what the model takes if lengths vary)",
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_micro_batch is not None and self.max_micro_batch < self.min_micro_batch:
+            raise UserInputError(
+                f"--max-micro-batch {self.max_micro_batch} is less than --min-micro-batch "
+                f"{self.min_micro_batch}"
+            )
+        if self.train_batch_size not in (None, ANY) and self.max_train_batch_size is not None:
+            raise UserInputError("--train-batch-size and --max-train-batch-size exclude each other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """Settings of the search itself."""
+
+    max_trials: int = option(
+        "-mt",
+        "--max-trials",
+        kind=at_least(2),
+        default=50,
+        group=Group.FIRST,
+        help="maximum number of trials, including that of your own configuration",
+    )
+    metric: str = option(
+        "-m",
+        "--metric",
+        kind=WORD,
+        choices=METRIC_NAMES,
+        default="FLOPS_per_gpu",
+        group=Group.FIRST,
+        help="what to optimise",
+    )
+    finals: int | None = option(
+        "--finals",
+        kind=at_least(0),
+        any_command=True,
+        group=Group.SEARCH,
+        help="at most N trials for the finals, which re-run the best configuration and yours in "
+        "turns (default: 7, or up to 15 while they take at most 30 %% of the search's time. 1 in "
+        "4 of --max-trials are kept for them: 2 from 4 to 11, none below. 0: no finals)",
+    )
+    seed: int = option(
+        "-r",
+        "--random-seed",
+        kind=at_least(0),
+        default=42,
+        group=Group.SEARCH,
+        help="seed of every random choice",
+    )
+    memory_model: str = option(
+        "--memory-model",
+        kind=WORD,
+        choices=MEMORY_MODELS,
+        default=BY_SIMULATION,
+        any_command=True,
+        group=Group.SEARCH,
+        help="how memory is predicted, so that nothing is tried that cannot fit: by DeepSpeed on "
+        "fake tensors, which takes seconds for each strategy (on a cluster by the formula in its "
+        "place), at once by a formula, or not at all",
+    )
+
+
+# --help shows the options of a heading in the order of these classes, the last one first.
+@dataclass(frozen=True, kw_only=True)
+class Settings(
+    ClusterSettings,
+    ResultSettings,
+    RunningSettings,
+    MeasuringSettings,
+    SpaceSettings,
+    SearchSettings,
+    Target,
+):
+    """Settings of a search.
+
+    Attributes:
+        method: a name of `dsat.search.SEARCHES`, `TUNE` or `RUN`.
+        search_options: the method's own options, by the parameters of the search.
+        place_options: given options of the place where hosts come from, by keyword.
+    """
+
+    method: str
+    search_options: Mapping[str, Any] = field(default_factory=dict)
+    place_options: Mapping[str, Any] = field(default_factory=dict)
+    arg_mappings: Mapping[str, str] = option(
+        "--arg-mapping",
+        kind=ARG_MAPPING,
+        many=True,
+        default=(),
+        group=Group.TARGET,
+        help="an argument of the script that must follow a DeepSpeed setting, such as "
+        "train_micro_batch_size_per_gpu=--batch-size",
+    )
+
+    def __post_init__(self) -> None:
+        MeasuringSettings.__post_init__(self)
+        SpaceSettings.__post_init__(self)
