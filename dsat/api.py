@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsat.app import past_runs
-from dsat.app.estimate import estimate as _estimate
-from dsat.app.memory_tables import Estimate
-from dsat.app.project import project as _project
 from dsat.command.ds_config import flat
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import DsatError, SearchFailed, UserInputError
-from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.project_settings import ProjectSettings
+from dsat.estimating import tables
+from dsat.estimating.options import EstimateSettings
+from dsat.estimating.tables import Estimate
+from dsat.projecting import projector
+from dsat.projecting.options import ProjectSettings
+from dsat.projecting.projection import Projection
 from dsat.report.progress import Status
-from dsat.report.projection import Projection
 from dsat.report.run_view import RunView, TrialView
 from dsat.run.journal import FILE_NAME
 from dsat.run.loop import Observer
@@ -255,7 +255,7 @@ def estimate(
         UserInputError: something of the arguments or the files is wrong.
         DsatError: the script cannot be simulated.
     """
-    return _estimate(keywords.model_settings(EstimateSettings, target, model_dir, options))
+    return tables.estimate(keywords.model_settings(EstimateSettings, target, model_dir, options))
 
 
 def project(
@@ -276,7 +276,7 @@ def project(
         UserInputError: something of the arguments or the files is wrong.
         DsatError: the script cannot be simulated.
     """
-    return _project(keywords.model_settings(ProjectSettings, target, model_dir, options))
+    return projector.project(keywords.model_settings(ProjectSettings, target, model_dir, options))
 
 
 def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:

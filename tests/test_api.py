@@ -21,7 +21,7 @@ import dsat
 from dsat import api
 from dsat.engines.places import local as this_machine
 from dsat.errors import JournalMismatch, SearchFailed, UserInputError
-from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.estimating.options import EstimateSettings
 from dsat.options import options_of
 from dsat.prepare import installed_deepspeed
 from dsat.search import SEARCHES, Problem, RandomSearch, Search

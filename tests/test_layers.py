@@ -33,6 +33,7 @@ FLOORS = (
     "prepare",
     "report",
     "tuning app",
+    "estimating projecting",
     "determined_cluster",
     "doctor",
     "api",

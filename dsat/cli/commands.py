@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 
-from dsat.app import estimate, fit, project, watch
+from dsat.app import watch
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from dsat.cli.look import look
@@ -14,9 +14,11 @@ from dsat.cli.settings_from_argv import AnySettings
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.errors import UserInputError
-from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.estimating import fits, tables
+from dsat.estimating.options import EstimateSettings
 from dsat.inputs.look_settings import WatchSettings
-from dsat.inputs.project_settings import ProjectSettings
+from dsat.projecting import projector
+from dsat.projecting.options import ProjectSettings
 from dsat.report.live_view import LiveView
 from dsat.report.run_view import RunView
 from dsat.tuning import local
@@ -51,20 +53,20 @@ def run(settings: AnySettings, argv: list[str]) -> int:
 def _estimate(settings: EstimateSettings) -> int:
     if settings.fits is not None:
         return _fit(settings)
-    found = estimate.estimate(settings)
+    found = tables.estimate(settings)
     print(json.dumps(found.to_json(), indent=2) if settings.json else found)
     return EXIT_OK if found.is_complete or not settings.exact else EXIT_FAILED
 
 
 def _project(settings: ProjectSettings) -> int:
-    found = project.project(settings)
+    found = projector.project(settings)
     print(json.dumps(found.to_json(), indent=2) if settings.json else found, flush=True)
     return EXIT_OK
 
 
 def _fit(settings: EstimateSettings) -> int:
     try:
-        found = fit.fit(settings)
+        found = fits.fit(settings)
     except Exception as error:  # of any kind: 1 would say that it does not fit
         output.report(error)
         return EXIT_USAGE

@@ -10,10 +10,10 @@ from typing import Any
 from dsat import __version__
 from dsat.command.entrypoint import DEEPSPEED_SWITCHES
 from dsat.engines import places
-from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
+from dsat.estimating.options import EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS
-from dsat.inputs.project_settings import PROJECT, ProjectSettings
 from dsat.options import SWITCH, WORD, Group, Option, options_of
+from dsat.projecting.options import ProjectSettings
 from dsat.search import SEARCHES
 from dsat.tuning.keywords import help_of
 from dsat.tuning.settings import RUN, TUNE, Settings
@@ -33,8 +33,8 @@ NUM_GPUS = Option(
 _LAUNCHER_SHORT = {"--hostfile": "-H", "--include": "-i", "--exclude": "-e"}
 # Commands that predict, by name.
 PREDICTS: Mapping[str, type[EstimateSettings | ProjectSettings]] = {
-    ESTIMATE: EstimateSettings,
-    PROJECT: ProjectSettings,
+    "estimate": EstimateSettings,
+    "project": ProjectSettings,
 }
 METHODS = (*SEARCHES, TUNE, RUN, *PREDICTS, *LOOK_SETTINGS)
 

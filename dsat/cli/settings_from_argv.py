@@ -17,10 +17,10 @@ from dsat.cli.parser import (
 )
 from dsat.command.entrypoint import DEEPSPEED_SWITCHES
 from dsat.errors import UserInputError
-from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.estimating.options import EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS, LookSettings
-from dsat.inputs.project_settings import ProjectSettings
 from dsat.options import options_of
+from dsat.projecting.options import ProjectSettings
 from dsat.tuning import keywords
 from dsat.tuning.settings import RUN, TUNE, Settings
 

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 from dsat.engines import places
 from dsat.errors import UserInputError
-from dsat.inputs.estimate_settings import EstimateSettings, ModelSettings
-from dsat.inputs.project_settings import ProjectSettings
 from dsat.options import Option, options_of
+from dsat.prepare.simulated_model import ModelSettings
 from dsat.search import SEARCHES, parameters_of
 from dsat.search import options_of as options_of_search
 from dsat.space.knobs import KNOB_NAMES
@@ -52,8 +51,7 @@ def model_settings(
         UserInputError: a value is wrong.
         TypeError: there is no such keyword, as for any function.
     """
-    called = {EstimateSettings: "estimate()", ProjectSettings: "project()"}[kind]
-    values = _values(of_model(kind), given, called)
+    values = _values(of_model(kind), given, f"{kind.function}()")
     if target is None and values.get("hf_config") is not None:
         return kind(**values)
     if target is None:

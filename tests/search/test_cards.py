@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsat.errors import UserInputError
-from dsat.inputs import cards
+from dsat.search import cards
 
 NAMES = {
     "h100": "H100",

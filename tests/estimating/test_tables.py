@@ -1,23 +1,19 @@
-"""`dsat estimate` without a script: which configurations it means, and what it makes of answers."""
+"""The tables of `dsat estimate`, made of a simulation's answers."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsat.app import estimate
-from dsat.app.memory_tables import Estimate
-from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.estimating.options import EstimateSettings
+from dsat.estimating.tables import Estimate, tables
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
+from dsat.memory.strategies import with_strategy
+from dsat.prepare.simulated_model import SimulatedModel
 from dsat.simulation.client import Simulator
-from dsat.simulation.protocol import ScriptFacts
-from dsat.values import parallelism
-from dsat.values.parallelism import Parallelism
 from dsat.values.zero_strategy import Strategy
 from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_of, failing_in
 
@@ -29,40 +25,7 @@ BF16 = {"bf16": {"enabled": True}}
 def answer_of(host: FakeSimulationHost, base: Mapping[str, Any], *, exact: bool = True) -> Estimate:
     settings = EstimateSettings(exact=exact, slot_counts=(1,), slot_memories=(8 * GIB,))
     with Simulator(host, as_cpu=False) as simulator:
-        return estimate.tables("train.py", base, simulator, settings)
-
-
-@pytest.mark.parametrize(
-    ("base", "slots", "gas"),
-    [
-        ({}, 8, 1),
-        ({"gradient_accumulation_steps": 4}, 8, 4),
-        ({"gradient_accumulation_steps": "auto"}, 8, 1),
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 8, 4),
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 1, 32),
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 128}, 1, 1),
-        ({"train_batch_size": 64}, 1, 1),
-    ],
-)
-def test_gradients_are_accumulated_as_the_user_does(
-    base: Mapping[str, Any], slots: int, gas: int
-) -> None:
-    found = estimate.configuration(base, Strategy(1), slots)
-    assert found["gradient_accumulation_steps"] == gas
-    assert not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(found)
-
-
-def test_slots_share_samples_as_the_users_do_where_they_can() -> None:
-    own = {"sequence_parallel_size": 4, "train_micro_batch_size_per_gpu": 1}
-    sizes = [estimate.configuration(own, Strategy(3), n)["sequence_parallel_size"] for n in (1, 8)]
-    assert sizes == [1, 4]
-    given = estimate.configuration(own, Strategy(3), 8, Parallelism(tensor=2))
-    assert parallelism.of_config(given) == Parallelism(tensor=2)
-    batch = {**own, "train_batch_size": 8}
-    gas = [
-        estimate.configuration(batch, Strategy(3), n)["gradient_accumulation_steps"] for n in (1, 8)
-    ]
-    assert gas == [8, 4]
+        return tables(SimulatedModel.of("train.py", base, simulator), settings)
 
 
 @pytest.mark.parametrize(
@@ -93,21 +56,6 @@ def test_whole_gradients_are_held_while_they_accumulate(
     assert per_parameter == pytest.approx(held_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("config", "stage"),
-    [
-        ({}, 0),
-        ({**BF16, "data_types": {"grad_accum_dtype": None}}, 0),
-        ({**BF16, "data_types": {"grad_accum_dtype": "bfloat16"}}, 0),
-        ({**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, 1),
-        ({"bf16": {"enabled": "auto"}, "data_types": {"grad_accum_dtype": "fp32"}}, 0),
-        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, 1),
-    ],
-)
-def test_stages_that_deepspeed_refuses_are_not_shown(config: Mapping[str, Any], stage: int) -> None:
-    assert estimate.ladder(config)[0] == Strategy(stage)
-
-
 def test_what_is_left_to_the_script_has_the_scripts_type() -> None:
     base = {"bf16": {"enabled": "auto"}}
     for size in (2, 4):
@@ -115,7 +63,7 @@ def test_what_is_left_to_the_script_has_the_scripts_type() -> None:
         host = FakeSimulationHost(facts, by_formula(facts))
         for line in answer_of(host, base, exact=False).lines:
             said = {
-                **estimate.configuration(base, line.strategy, 1),
+                **with_strategy(base, line.strategy, 1),
                 "bf16": {"enabled": size == 2},
             }
             with_library = replace(facts, workspace_bytes=closed_form.MATMUL_WORKSPACE_BYTES)
@@ -145,8 +93,8 @@ def test_a_rung_that_cannot_be_simulated_has_the_formulas_answer() -> None:
         expected = CLOSED_FORM if line.strategy.stage == 3 else SIMULATED
         assert line.estimate.source == expected
     assert found.is_complete, "the table holds an answer for each line"
-    [why] = [line for line in str(found).splitlines() if line.startswith("By formula, since")]
-    assert "stage 3 on 1, stage 3, optimizer on cpu on 1" in why and "slots: " in why
+    [why] = [line for line in str(found).splitlines() if line.startswith("By formula, because")]
+    assert "stage 3 on 1, stage 3, optimizer on cpu on 1" in why and "GPUs: " in why
     nothing = FakeSimulationHost(FACTS, failing_in({0, 1, 2, 3}, by_formula(FACTS)))
     assert not answer_of(nothing, BF16).is_complete
 
@@ -160,32 +108,7 @@ def test_one_sample_may_be_as_long_as_many_short_ones_together() -> None:
     assert not any(line.longest for line in without.lines) and "longest" not in str(without)
 
 
-def test_an_optimizer_of_the_script_takes_the_place_of_the_configurations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_optimizer_of_the_script_takes_the_place_of_the_configurations() -> None:
     host = FakeSimulationHost(FACTS, by_formula(FACTS), optimizer={"type": "torch.optim.sgd.SGD"})
-
-    @contextlib.contextmanager
-    def simulator_of(_: EstimateSettings) -> Iterator[tuple[str, Mapping[str, Any], Simulator]]:
-        with Simulator(host, as_cpu=False) as simulator:
-            yield "train.py", {**BF16, "optimizer": {"type": "AdamW"}}, simulator
-
-    monkeypatch.setattr(estimate, "simulator_of", simulator_of)
-    settings = EstimateSettings(slot_counts=(1,), slot_memories=(8 * GIB,))
-    assert {line.estimate.source for line in estimate.estimate(settings).lines} == {SIMULATED}
-
-
-def test_a_model_of_the_hubs_cache_has_its_own_name(tmp_path: Path) -> None:
-    path = tmp_path / "models--of-somebody--tiny-model-1b" / "snapshots" / "4567" / "config.json"
-    assert estimate.name_of(path) == "tiny-model-1b"
-    assert estimate.name_of(tmp_path / "llama" / "config.json") == "llama"
-    assert estimate.name_of(tmp_path / "llama.json") == "llama"
-
-
-@pytest.mark.parametrize(("length", "warnings"), [(4096, 0), (4097, 1)])
-def test_samples_beyond_the_models_positions_are_warned_of(
-    length: int, warnings: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = EstimateSettings(hf_config="config.json", seq_length=length)
-    estimate.warn_of_length(settings, ScriptFacts(length, 4096, model_takes=4096))
-    assert len(caplog.records) == warnings
+    found = answer_of(host, {**BF16, "optimizer": {"type": "AdamW"}}, exact=False)
+    assert {line.estimate.source for line in found.lines} == {SIMULATED}

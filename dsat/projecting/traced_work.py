@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dsat.inputs.cards import MEMORY_PART, Card
 from dsat.search import step_time
+from dsat.search.cards import MEMORY_PART, Card
 from dsat.search.collectives import ALL_TO_ALL, Network, columns
 from dsat.search.normal import Array
 from dsat.search.step_time import COLUMNS, GROUP_LAUNCHES, Hardware

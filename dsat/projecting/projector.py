@@ -1,147 +1,72 @@
-"""`dsat project`: what training will do on cards of a named kind, before anybody rents them.
+"""`dsat project`: what a training will do on cards of a named kind, before anybody rents them.
 
-One simulated step of each strategy gives its kernels and collectives; their seconds follow from the
-table of cards (`dsat.inputs.cards`) and the physical model of the search.
+One simulated step of each strategy gives its kernels and collectives. Their seconds follow from the
+table of cards (`dsat.search.cards`) and the physical model of the search.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from dsat.app import estimate as estimates
 from dsat.app import past_runs
 from dsat.app.past_runs import PastRun
 from dsat.command import ds_config
-from dsat.errors import DsatError, UserInputError
-from dsat.inputs import cards
-from dsat.inputs.cards import Card
-from dsat.inputs.project_settings import ProjectSettings
-from dsat.memory.closed_form import ModelFacts
-from dsat.memory.predictor import Anchor, Basis, MemoryModel
-from dsat.report.projection import Projection, Row
-from dsat.search.normal import Array
-from dsat.search.projected_speed import ProjectedSpeed, StepTime
+from dsat.errors import UserInputError
+from dsat.prepare.simulated_model import simulate
+from dsat.projecting.options import ProjectSettings
+from dsat.projecting.projection import Projection, Row
+from dsat.projecting.speed import ProjectedSpeed, StepTime
+from dsat.projecting.traced_work import Cluster, hardware_of
+from dsat.projecting.tracing import SIZES, Traced, trace, worthwhile
+from dsat.search import cards
+from dsat.search.cards import Card
 from dsat.search.speed import Points
-from dsat.search.traced_work import Cluster, hardware_of, scaled, work_of
-from dsat.simulation.client import Simulator
-from dsat.simulation.protocol import Question
 from dsat.values.outcome import Metrics
-from dsat.values.parallelism import Parallelism
 from dsat.values.parallelism import of_config as parallelism_of
-from dsat.values.step_trace import ModelTrace, StepTrace
 from dsat.values.trial import Trial, TrialKind
-from dsat.values.zero_strategy import NONE, Strategy, of_config
+from dsat.values.zero_strategy import Strategy, of_config
 
-_SIZES = tuple(2**n for n in range(10))  # 1 to 512 cards
-_HPZ = "zero_optimization.zero_hpz_partition_size"
-_LEAST_TRACED = 8  # slots: collectives of fewer say nothing of more
 _MICRO_BATCHES = tuple(2**n for n in range(10))
-# By which parameters (a part) and FLOPs of a sample (a factor, since samples of real data have many
-# lengths) of a run of the same model may differ.
+# A run is of the same model if its parameters differ by less than this fraction, and the FLOPs of
+# its samples by less than this factor (samples of real data have many lengths).
 _SAME_MODEL, _SAME_SAMPLES = 0.02, 1.5
-_NEARLY = 0.98  # of the best throughput; the smallest micro batch and stage come first
-_BEST = 3  # strategies that are shown for each size
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A script's model and strategies, as simulated.
-
-    Attributes:
-        base: the user's DeepSpeed configuration.
-        model: the passes of the model by itself.
-        traces: a step of each strategy, and its memory, from which that of all sizes follows.
-        failures: why strategies could not be simulated, by their labels.
-        sequence_length: tokens of a sample; None if samples are no sequences.
-    """
-
-    base: Mapping[str, Any]
-    facts: ModelFacts
-    model: ModelTrace
-    traces: Mapping[Strategy, tuple[StepTrace, Anchor]]
-    failures: Mapping[str, str]
-    sequence_length: int | None
-
-    @property
-    def own(self) -> Strategy:
-        """Strategy of the user's configuration."""
-        return of_config(self.base)
-
-    @property
-    def own_micro_batch(self) -> int:
-        """Micro batch of the user's configuration; 1 where it leaves that open."""
-        given = self.base.get(ds_config.BATCH_KEYS[1])
-        return given if isinstance(given, int) else 1
-
-    @property
-    def parallelism(self) -> Parallelism:
-        """Slots that share a sample by the user's configuration."""
-        return parallelism_of(self.base)
-
-    def gas(self, slots: int, micro_batch: int) -> int:
-        """Return the accumulation steps that keep the user's global batch size, if one is given.
-
-        0 if the slots cannot share it evenly.
-        """
-        total, _, gas = (self.base.get(key) for key in ds_config.BATCH_KEYS)
-        if isinstance(total, int):
-            found, left = divmod(total, self.parallelism.data(slots) * micro_batch)
-            return 0 if left else found
-        return gas if isinstance(gas, int) else 1
-
-    def config(self, strategy: Strategy, slots: int) -> dict[str, Any]:
-        """Return the configuration of a strategy, without batch sizes."""
-        if strategy == self.own:
-            return ds_config.without_batch_sizes(ds_config.for_use(self.base))
-        return estimates.configuration(self.base, strategy, slots)
-
-    def work(self, strategy: Strategy, micro_batch: int, cluster: Cluster) -> Array:
-        """Count what a strategy does on a cluster; see `traced_work.work_of`."""
-        step, _ = self.traces[strategy]
-        of_slots = scaled(step, cluster.slots, sharded=strategy.stage > 0)
-        stage, parallelism = strategy.stage, self.parallelism
-        return work_of(of_slots, self.model, micro_batch, cluster, stage, parallelism)
-
-    def memory(
-        self, strategy: Strategy, slots: int, micro_batch: int, card: Card
-    ) -> tuple[int, bool]:
-        """Return the predicted peak of a card in bytes, and whether it fits with room to spare."""
-        gas = {ds_config.BATCH_KEYS[2]: max(1, self.gas(slots, micro_batch))}
-        basis = Basis.of_model(self.facts, (anchor for _, anchor in self.traces.values()))
-        model = MemoryModel(basis, slots=slots, limit_bytes=card.memory_bytes, on_device=True)
-        shape = model.shape({**self.config(strategy, slots), **gas}, {})
-        return model.predicted_bytes(shape, micro_batch), model.fits(shape, micro_batch)
+# Configurations within this fraction of the best throughput count as equal: the smallest micro
+# batch and stage come first.
+_NEARLY = 0.98
+_BEST = 3  # strategies to show for each number of cards
 
 
 def project(settings: ProjectSettings) -> Projection:
-    """Project a script's or a configuration's training to other cards."""
+    """Project the training of a script, or of a model's configuration, to other cards.
+
+    Raises:
+        UserInputError: the settings, the files or the run are wrong.
+        DsatError: no strategy can be simulated.
+    """
     past = None if settings.from_run is None else past_runs.load(settings.from_run)
     count, name = settings.to
     card = cards.find(name)
 
-    def chosen(found: Traced) -> list[Strategy]:
-        _check_slots(found, count)
-        theirs = [] if past is None else [strategy for strategy, *_ in measured(past, found)]
-        return [*theirs, *_worthwhile(found, card, count, always=settings.has_own)]
+    def choose(traced: Traced) -> list[Strategy]:
+        _check_slots(traced, count)
+        measured_ones = [] if past is None else [each for each, *_ in measured(past, traced)]
+        return [*measured_ones, *worthwhile(traced, card, count, always=settings.has_own)]
 
-    with estimates.simulator_of(settings) as (title, base, simulator):
+    with simulate(settings) as model:
         trials = [] if past is None else past.run.trials.values()
-        accumulated = any(trial.batch.gas > 1 for trial in trials)
-        traced = trace(base, simulator, count, chosen, accumulates=accumulated)
+        accumulates = any(trial.batch.gas > 1 for trial in trials)
+        traced = trace(model, count, choose, accumulates=accumulates)
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, card, network)
     if past is not None:
         projector.calibrate(past)
-    return projector.projection(title, settings)
+    return projector.projection(model.name, settings)
 
 
 def _check_slots(traced: Traced, count: int) -> None:
-    """Raise UserInputError if so many cards cannot run the user's configuration at all."""
+    """Raise UserInputError if this number of cards cannot run the user's configuration."""
     shared = traced.parallelism.shared
     if count % shared:
         raise UserInputError(
@@ -195,67 +120,6 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
     return found
 
 
-def trace(
-    base: Mapping[str, Any],
-    simulator: Simulator,
-    slots: int,
-    choose: Callable[[Traced], Sequence[Strategy]],
-    *,
-    accumulates: bool = False,
-) -> Traced:
-    """Simulate one step of the user's configuration and of other strategies.
-
-    Args:
-        slots: about which is asked.
-        choose: returns the strategies, by what is known of the model before.
-        accumulates: there are trials with several micro steps, whatever the configuration says.
-
-    Raises:
-        SimulationUnavailable: the script cannot be simulated.
-        DsatError: no strategy can be.
-    """
-    facts, model = simulator.traced_facts(base)
-    found = Traced(base, facts, model, {}, {}, simulator.script.sequence_length)
-    # More than those of any group, whose collectives are then told from those of all ranks.
-    shared, group = found.parallelism.shared, int(ds_config.at(base, _HPZ) or 1)
-    slots = shared * math.ceil(max(slots, _LEAST_TRACED, 2 * shared, 2 * group) / shared)
-    strategies = list(dict.fromkeys(choose(found)))
-    # Later micro steps of a step are like the first of two.
-    accumulates = accumulates or any(found.gas(n, 1) > 1 for n in (*_SIZES, slots))
-    gas = {ds_config.BATCH_KEYS[2]: 2 if accumulates else 1}
-    questions = [Question({**found.config(s, slots), **gas}, 1, slots) for s in strategies]
-    answers = dict(zip(strategies, simulator.traces(questions), strict=True))
-    failures = {s.label: answer for s, answer in answers.items() if isinstance(answer, str)}
-    traces = {
-        s: (answer[1], Anchor(asked.config, asked.micro_batch, answer[0], slots))
-        for (s, answer), asked in zip(answers.items(), questions, strict=True)
-        if not isinstance(answer, str)
-    }
-    if not traces:
-        raise DsatError(f"no strategy can be simulated: {next(iter(failures.values()))}")
-    return replace(found, traces=traces, failures=failures)
-
-
-def _worthwhile(found: Traced, card: Card, count: int, *, always: bool) -> list[Strategy]:
-    """Return the strategies to simulate, by formula: a simulation takes seconds for each.
-
-    Those that some number of cards holds; with offloading only where no other one fits the cards
-    that are asked about, since it is slower.
-
-    Args:
-        always: whether they hold it or not, the user's own is among them.
-    """
-
-    def fits(rung: Strategy, sizes: Sequence[int]) -> bool:
-        return any(found.memory(rung, slots, 1, card)[1] for slots in sizes)
-
-    rungs = [rung for rung in estimates.ladder(found.base) if fits(rung, _SIZES)]
-    plain = [rung for rung in rungs if NONE == rung.offload_optimizer == rung.offload_param]
-    chosen = plain if any(fits(rung, [count]) for rung in plain) else rungs
-    own = [found.own] if always or fits(found.own, _SIZES) or not chosen else []
-    return list(dict.fromkeys([*own, *chosen]))
-
-
 class Projector:
     """Projections of one traced script to one kind of card."""
 
@@ -302,7 +166,7 @@ class Projector:
     def projection(self, title: str, settings: ProjectSettings) -> Projection:
         """Return the answers."""
         traced, (count, _) = self._traced, settings.to
-        sizes = sorted({count, *_SIZES})
+        sizes = sorted({count, *SIZES})
         of_own = sizes if settings.has_own else ()
         own = [self.row(traced.own, n, traced.own_micro_batch) for n in of_own]
         best = {n: self._best(n) for n in sizes}

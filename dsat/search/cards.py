@@ -108,7 +108,7 @@ def _named(name: str, known: Mapping[str, Card]) -> Card | None:
 @functools.cache
 def table() -> dict[str, Card]:
     """Return all cards, by name."""
-    text = (resources.files("dsat.inputs") / "cards.json").read_text(encoding="utf-8")
+    text = (resources.files("dsat.search") / "cards.json").read_text(encoding="utf-8")
     return {name: _card(name, entry) for name, entry in json.loads(text)["cards"].items()}
 
 

@@ -1,4 +1,4 @@
-"""Settings of `dsat project`; its options are declared here."""
+"""Options of `dsat project`."""
 
 from __future__ import annotations
 
@@ -6,54 +6,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dsat.inputs.estimate_settings import ModelSettings
 from dsat.options import AMOUNT, CARDS_OF_KIND, PATH, POSITIVE_NUMBER, option
-
-PROJECT = "project"
+from dsat.prepare.simulated_model import ModelSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectSettings(ModelSettings):
     """Settings of `dsat project`; `to` is the number and the name of the cards."""
 
-    summary: ClassVar[str] = (
-        "predicts from one simulated step what training will do on so many cards of a named kind: "
-        "throughput, scaling, the best strategies, days and money, each with its interval"
-    )
+    function: ClassVar[str] = "project"
+    summary: ClassVar[str] = "predict throughput, scaling, time and cost on N GPUs of a named model"
     to: tuple[int, str] = option(
         "--to",
         kind=CARDS_OF_KIND,
         default="8xH100",
-        help="the cards, such as 64xH100 or 8xA100-40GB",
+        help="number and model of the GPUs, such as 64xH100 or 8xA100-40GB",
     )
     network: float | None = option(
         "--network",
         kind=POSITIVE_NUMBER,
         metavar="GBIT",
-        help="network bandwidth per card in Gbit/s, about 90 %% of the nominal one (default: that "
-        "of usual hosts with these cards)",
+        help="network bandwidth per GPU in Gbit/s, about 90 %% of the nominal one (default: usual "
+        "hosts with these GPUs)",
     )
     tokens: float | None = option(
         "--tokens",
         kind=AMOUNT,
-        help="tokens of the whole training, such as 300B or 1T: tells its days",
+        help="total training tokens, such as 300B or 1T; adds the training time",
     )
     price: float | None = option(
         "--price",
         goes_with="--tokens",
         kind=POSITIVE_NUMBER,
         metavar="X",
-        help="price of a card for an hour: with --tokens, tells what the training costs",
+        help="price of a GPU for an hour; adds the cost of the training",
     )
     from_run: Path | None = option(
         "--from",
         "--from-run",
         kind=PATH,
         metavar="RUN",
-        help="a run of the same script, whose measured trials correct the projection",
+        help="a run of the same script; its measured trials correct the projection",
     )
 
     @property
     def has_own(self) -> bool:
-        """Tell whether the DeepSpeed configuration is the user's, and none that stands for it."""
+        """Return whether the user gave a DeepSpeed configuration."""
         return self.hf_config is None or self.ds_config is not None
