@@ -194,7 +194,7 @@ def _traced(path: Path, model: Model) -> Traced:
     """Trace a step of each strategy that is the first to fit a machine."""
     lora = LORA.read(model.lora) if model.lora else None
     settings = EstimateSettings(
-        hf_config=str(path), seq_length=SEQUENCE, activation_checkpointing="on", lora=lora
+        model=str(path), seq_length=SEQUENCE, activation_checkpointing="on", lora=lora
     )
 
     def firsts(found: Traced) -> list[Strategy]:
@@ -276,7 +276,7 @@ def measured(path: Path) -> Row:
 
 
 def _command(path: Path, model: Model, cards: int, gib: int) -> str:
-    words = ["dsat", "estimate", "--hf-config", str(path.relative_to(ROOT))]
+    words = ["dsat", "estimate", "--model", str(path.relative_to(ROOT))]
     words += ["--seq-length", str(SEQUENCE), "--activation-checkpointing", "on"]
     words += ["--lora", model.lora] if model.lora else []
     return shlex.join([*words, "--slots", str(cards), "--slot-memory", f"{gib}GiB"])

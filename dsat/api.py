@@ -243,7 +243,7 @@ def estimate(
     """Estimate the memory of each ZeRO stage and offloading, without running a trial.
 
     Args:
-        target: what to look at; as for `tune`. None with `hf_config`, which needs no script.
+        target: what to look at; as for `tune`. None with `model`, which needs no script.
         model_dir: the folder of an experiment's script; by default the configuration's own.
         options: see below.
 
@@ -264,7 +264,7 @@ def project(
     """Predict what training will do on so many cards of a named kind, from one simulated step.
 
     Args:
-        target: what to look at; as for `tune`. None with `hf_config`, which needs no script.
+        target: what to look at; as for `tune`. None with `model`, which needs no script.
         model_dir: the folder of an experiment's script; by default the configuration's own.
         options: see below.
 

@@ -117,12 +117,12 @@ def _check_target(values: Mapping[str, Any], command: Sequence[str]) -> None:
             raise UserInputError(
                 "--include is for an experiment configuration, not for a command after --"
             )
-    elif values.get("hf_config") is not None:
+    elif values.get("model") is not None:
         return  # the settings themselves know what goes with it
     elif values["model_dir"] is None:
         method = values["method"]
         others = "a yaml file and its folder"
-        others = f", {others}, or --hf-config" if method in PREDICTS else f", or {others}"
+        others = f", {others}, or --model" if method in PREDICTS else f", or {others}"
         raise UserInputError(f"the script is missing: give -- COMMAND{others}")
     elif values["ds_config"] is not None:
         raise UserInputError(

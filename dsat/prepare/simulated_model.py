@@ -57,35 +57,36 @@ class ModelSettings(Target):
     """
 
     function: ClassVar[str]
-    hf_config: str | None = option(
+    model: str | None = option(
         "--hf-config",
+        "--model",
         kind=WORD,
-        metavar="PATH",
-        help="look at the model of a transformers configuration (a config.json, its folder, or a "
-        "model in the local Hugging Face cache) instead of a script's; no weights are needed",
+        metavar="MODEL",
+        help="predict a model of transformers instead of a script: a config.json, its folder, or "
+        "the id of a model on the Hugging Face Hub; no weights are needed",
     )
     seq_length: int | None = option(
         "--seq-length",
-        goes_with="--hf-config",
+        goes_with="--model",
         kind=at_least(1),
         metavar="N",
-        help="with --hf-config: tokens of a sample (default: 2048, or what the model has at most)",
+        help="with --model: tokens of a sample (default: 2048, or what the model has at most)",
     )
     lora: Mapping[str, str] | None = option(
         "--lora",
-        goes_with="--hf-config",
+        goes_with="--model",
         kind=LORA,
         metavar="r=N,target=NAME+NAME",
-        help="with --hf-config: train low-rank adapters of these layers alone "
+        help="with --model: train low-rank adapters of these layers alone "
         "(for example r=16,target=q_proj+v_proj, or target=all-linear)",
     )
     dtype: str = option(
         "--dtype",
-        goes_with="--hf-config",
+        goes_with="--model",
         kind=WORD,
         default="bf16",
         choices=("bf16", "fp16", "fp32"),
-        help="with --hf-config: the type of the parameters",
+        help="with --model: the type of the parameters",
     )
     activation_checkpointing: str | None = option(
         "--activation-checkpointing",
@@ -97,9 +98,9 @@ class ModelSettings(Target):
     json: bool = option("--json", shell_only=True, help="print the answer as JSON")
 
     def __post_init__(self) -> None:
-        if self.hf_config is not None and (self.command or self.config is not None):
+        if self.model is not None and (self.command or self.config is not None):
             raise UserInputError(
-                "is for a model without a script, and there is a script", where="--hf-config"
+                "is for a model without a script, and there is a script", where="--model"
             )
         check_together(self)
 
@@ -135,7 +136,7 @@ def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
         UserInputError: the settings or the files are wrong.
         DsatError: the script cannot be simulated, even if the caller notices that.
     """
-    packages.check("transformers" if settings.hf_config is not None else None)
+    packages.check("transformers" if settings.model is not None else None)
     source = _read_source(settings)
     experiment, program = source.experiment, source.program
     installed_deepspeed.check(experiment, program)
@@ -157,7 +158,7 @@ def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
             yield SimulatedModel.of(experiment.name, config, simulator)
     except SimulationUnavailable as error:
         keep_log = True
-        hint = "" if settings.hf_config is not None else _SCRIPT_HINT
+        hint = "" if settings.model is not None else _SCRIPT_HINT
         raise DsatError(
             f"memory cannot be estimated: {error}.{hint} The log is {folder / _LOG}."
         ) from None
@@ -206,8 +207,8 @@ def name_of(path: Path) -> str:
 
 def _read_source(settings: ModelSettings) -> Source:
     """Return the user's script, or our own script that trains the model of a configuration."""
-    if settings.hf_config is not None:
-        return _script_for(settings, hf_config.find(settings.hf_config))
+    if settings.model is not None:
+        return _script_for(settings, hf_config.find(settings.model))
     source = sources.read(settings)
     source = source.with_known_start(TIMEOUT_S) if source.unknown else source
     if source.program.needs_command:
@@ -215,7 +216,7 @@ def _read_source(settings: ModelSettings) -> Source:
             "cannot be simulated: its ranks cannot be started by themselves, because "
             f"{source.program.needs_command}",
             where="command",
-            hint="Give a script that torchrun, deepspeed or python3 starts, or --hf-config.",
+            hint="Give a script that torchrun, deepspeed or python3 starts, or --model.",
         )
     return source
 
@@ -224,7 +225,7 @@ def _script_for(settings: ModelSettings, path: Path) -> Source:
     name = name_of(path)
     given = experiments.of_command([], name, Path.cwd(), settings.ds_config or {})
     config = hf_config.ds_config(settings.dtype, given.ds_config)
-    args = ["--hf-config", str(path), "--dtype", hf_config.dtype_of(config)]
+    args = ["--model", str(path), "--dtype", hf_config.dtype_of(config)]
     if settings.seq_length is not None:
         args += ["--seq-length", str(settings.seq_length)]
     if settings.lora is not None:

@@ -52,4 +52,4 @@ class ProjectSettings(ModelSettings):
     @property
     def has_own(self) -> bool:
         """Return whether the user gave a DeepSpeed configuration."""
-        return self.hf_config is None or self.ds_config is not None
+        return self.model is None or self.ds_config is not None

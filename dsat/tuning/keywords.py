@@ -51,12 +51,13 @@ def model_settings(
         UserInputError: a value is wrong.
         TypeError: there is no such keyword, as for any function.
     """
+    given = {"model" if name == "hf_config" else name: value for name, value in given.items()}
     values = _values(of_model(kind), given, f"{kind.function}()")
-    if target is None and values.get("hf_config") is not None:
+    if target is None and values.get("model") is not None:
         return kind(**values)
     if target is None:
         raise UserInputError(
-            "is missing", where="target", hint="Give a script, a command, or hf_config=PATH."
+            "is missing", where="target", hint="Give a script, a command, or model=MODEL."
         )
     return kind(**_target(target, model_dir), **values)
 

@@ -176,7 +176,7 @@ def test_predictions_name_the_packages_that_they_need(wheel: Path, tmp_path: Pat
     bare = Environment(tmp_path / "environment", wheel, without=without)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     script = ["--", "train.py", "--deepspeed", "--deepspeed_config", "ds_config.json"]
-    model = ["--hf-config", str(tmp_path / "config.json")]
+    model = ["--model", str(tmp_path / "config.json")]
     for command in (["estimate", *script], ["model", *script], ["estimate", *model]):
         told = bare.run(EXAMPLES / "plain", "dsat", *command)
         assert told.returncode == 2

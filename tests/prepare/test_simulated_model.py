@@ -21,6 +21,6 @@ def test_a_model_of_the_hubs_cache_has_its_own_name(tmp_path: Path) -> None:
 def test_samples_beyond_the_models_positions_are_warned_of(
     length: int, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = ModelSettings(hf_config="config.json", seq_length=length)
+    settings = ModelSettings(model="config.json", seq_length=length)
     warn_of_length(settings, ScriptFacts(length, 4096, model_takes=4096))
     assert len(caplog.records) == warnings

@@ -76,7 +76,7 @@ def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000},
     }
     (tmp_path / "ds.json").write_text(json.dumps(user))
-    settings = EstimateSettings(hf_config=str(config), ds_config=tmp_path / "ds.json")
+    settings = EstimateSettings(model=str(config), ds_config=tmp_path / "ds.json")
     with simulate(settings) as model:
         base, simulator = model.config, model.simulator
         facts = simulator.facts(base)
@@ -98,7 +98,7 @@ def test_long_samples_are_no_packed_ones_that_need_a_mask(tmp_path: Path) -> Non
     model = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(model), encoding="utf-8")
-    settings = EstimateSettings(hf_config=str(path), seq_length=length)
+    settings = EstimateSettings(model=str(path), seq_length=length)
     with simulate(settings) as simulated:
         _, trace = simulated.simulator.traced_facts(simulated.config)
     attention = [k for k in trace.at(1) if (k.kind, k.phase) == (ATTENTION, FORWARD)]
@@ -155,7 +155,7 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
     traced = Traced(run.plan.base_config, facts, model, {own: (step, anchor)}, {}, 128)
     there = Projector(traced, cards.find("A100-80GB"), network)
     for ds_config, rows in ((None, False), (Path("ds.json"), True)):  # the user's, or none
-        asked_for = ProjectSettings(hf_config="config.json", ds_config=ds_config)
+        asked_for = ProjectSettings(model="config.json", ds_config=ds_config)
         assert bool(there.projection("", asked_for).own) == rows
     before = there.step_time(own, 16, 4, 1)
     for trial, outcome in run.outcomes.items():

@@ -43,7 +43,7 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def estimate(user: User, model: dict[str, Any], *words: object, status: int = 0) -> Told:
     (user.folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
-    told = user.types("estimate", "--hf-config", "config.json", "--json", *words)
+    told = user.types("estimate", "--model", "config.json", "--json", *words)
     assert told.status == status, told.err
     return told
 
@@ -102,10 +102,8 @@ def test_cards_that_cannot_be_read_are_no_answer(user: User) -> None:
 @pytest.mark.usefixtures("imported")
 def test_the_api_estimates_the_same(user: User) -> None:
     (user.folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
-    shown = user.types("estimate", "--hf-config", ".", "--slots", 8, "--slot-memory", "24GiB")
-    found = dsat.estimate(
-        hf_config=str(user.folder / "config.json"), slots=8, slot_memory=["24GiB"]
-    )
+    shown = user.types("estimate", "--model", ".", "--slots", 8, "--slot-memory", "24GiB")
+    found = dsat.estimate(model=str(user.folder / "config.json"), slots=8, slot_memory=["24GiB"])
     assert found.lines and str(found) in shown.out
 
 
@@ -115,7 +113,7 @@ def test_a_model_is_projected_to_other_cards(user: User) -> None:
     path = Path(user.folder / "config.json")
     path.write_text(json.dumps(TINY), encoding="utf-8")
     told = user.types(
-        *("project", "--hf-config", "config.json", "--seq-length", 128, "--to", "16xA100-40GB"),
+        *("project", "--model", "config.json", "--seq-length", 128, "--to", "16xA100-40GB"),
         *("--activation-checkpointing", "on"),
         *("--tokens", "1B", "--price", 2, "--network", 100, "--json"),
     )
@@ -134,5 +132,5 @@ def test_a_model_is_projected_to_other_cards(user: User) -> None:
     rates = [rows[0]["samples_per_second"] for rows in told.json["best"].values()]
     assert rates == sorted(rates)
     user.tunes("--max-trials", 4, "--finals", 0, method="random")
-    other = user.types("project", "--hf-config", "config.json", "--from-run", "run")
+    other = user.types("project", "--model", "config.json", "--from-run", "run")
     assert other.status == 2 and "another model" in other.err
