@@ -33,6 +33,7 @@ FLOORS = (
     "prepare",
     "report show",  # projections and fits move out of `report`
     "tuning app",
+    "estimating projecting",
     "determined_cluster",
     "doctor",
     "api_options",
@@ -120,7 +121,7 @@ def test_few_things_stand_at_the_top() -> None:
         for path in folder.iterdir()
         if path.suffix == ".py" or any(path.glob("*.py"))
     }
-    assert len(code) <= 28, sorted(code)
+    assert len(code) <= 30, sorted(code)
 
 
 def test_searches_and_engines_know_nothing_of_each_other() -> None:

@@ -167,7 +167,7 @@ class Rank:
             limit_memory(spec.cpu_memory_bytes)
         elif spec.cpu_memory_bytes is not None:
             _before_first_module(functools.partial(_limit, spec.cpu_memory_bytes))
-        # For --hf-config dsat has a script of its own.
+        # For --model dsat has a script of its own.
         what = "the model" if spec.program["module"].startswith("dsat.") else "your script"
         what = "your command" if spec.is_command else what
         self._progress.set_activity(f"{what} runs, up to its first optimizer step")

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from dsat.app import estimate, fewest_cards
+from dsat.estimating import fewest_cards
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.predictor import Basis, Variant
+from dsat.memory.strategies import COMPARED, with_strategy
 from dsat.values.zero_strategy import Strategy
 
 GIB = 2**30
@@ -30,15 +31,15 @@ SEVENTY_BILLION = replace(SEVEN_BILLION, num_params=7 * 10**10, trainable_params
 
 def chosen(facts: ModelFacts, **settings: Any) -> list[fewest_cards.Choice]:
     base = {**BF16, **settings}
-    configuration = partial(estimate.configuration, base)
+    configuration = partial(with_strategy, base)
     basis = Basis((Variant({}, facts),))
-    return fewest_cards.fewest(basis, base, configuration, estimate.LADDER)
+    return fewest_cards.fewest(basis, base, configuration, COMPARED)
 
 
 def peak(choice: fewest_cards.Choice, **changes: Any) -> int:
     """Memory of a card by formula, with another strategy, micro batch or number of cards."""
     wanted = replace(choice, **changes)
-    config = estimate.configuration(BF16, wanted.strategy, wanted.cards)
+    config = with_strategy(BF16, wanted.strategy, wanted.cards)
     needed = closed_form.estimate(
         SEVEN_BILLION, config, slots=wanted.cards, micro_batch=wanted.micro_batch
     )
@@ -86,4 +87,4 @@ def test_cards_share_the_users_batch_evenly() -> None:
 
 def test_a_model_that_fits_nowhere() -> None:
     found = chosen(ModelFacts(10**9, 10**9, 10**8, 1e15, 1e15, 1e15))
-    assert found == [] and "1024 cards" in fewest_cards.table(found)[0]
+    assert found == [] and "1024 GPUs" in fewest_cards.table(found)[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsat.errors import UserInputError
-from dsat.inputs import cards
+from dsat.search import cards
 
 NAMES = {
     "h100": "H100",
@@ -46,21 +46,3 @@ def test_every_card_has_sources_for_its_numbers() -> None:
     data = json.loads(Path(cards.__file__).with_suffix(".json").read_text(encoding="utf-8"))
     for name in data["cards"]:
         assert any(name.startswith(known) for known in data["sources"]), name
-
-
-def test_users_add_cards_of_their_own(tmp_path: Path) -> None:
-    entry = {"memory_gib": 96, "tflops": {"2": 148}, "matmul": 0.8, "attention": 0.4}
-    entry |= {"bandwidth": 4000, "link": 450, "link_part": 0.8, "pcie": 63, "network": 200}
-    own = tmp_path / "cards.json"
-    own.write_text(json.dumps({"cards": {"H20": {**entry, "per_host": 8}}}), encoding="utf-8")
-    assert cards.find("h20", own).peak(4) == 148e12
-    for name, wrong in (
-        ("per_host", {}),
-        ("per_host", {"per_host": "8"}),
-        ("per_host", {"per_host": 0}),
-        ("matmul", {"per_host": 8, "matmul": 80}),
-        ("tflops", {"per_host": 8, "tflops": {}}),
-    ):
-        own.write_text(json.dumps({"cards": {"H20": {**entry, **wrong}}}), encoding="utf-8")
-        with pytest.raises(UserInputError, match=name):
-            cards.find("H20", own)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dsat.projecting.traced_work import PRIORS
 from dsat.search.normal import Array
 from dsat.search.speed import Points, Posterior, Prior, fit
 from dsat.search.step_time import COLUMNS, FACTORS, Hardware
-from dsat.search.traced_work import PRIORS
 from dsat.values.zero_strategy import Strategy
 
 # Standard deviation of the logarithm of a step, whatever the factors: of any configuration, what

@@ -1,4 +1,4 @@
-"""Answers of `dsat project`, as values, text and JSON."""
+"""The answer of `dsat project`, as values, text and JSON."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.inputs.cards import Card
-from dsat.search.projected_speed import StepTime
+from dsat.projecting.speed import StepTime
+from dsat.search.cards import Card
 from dsat.values import format as fmt
 from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
 _DAY_S = 86_400
-_UNITS = (
-    (1, "days"),
-    (24, "hours"),
-    (24 * 60, "minutes"),
-    (_DAY_S, "seconds"),
-)  # of each a day has
+# Units of time, with the number of each in a day.
+_UNITS = ((1, "days"), (24, "hours"), (24 * 60, "minutes"), (_DAY_S, "seconds"))
 NOT_MODELLED = (
     "data loading, checkpoints and evaluation; failing or slow hosts; torch.compile and fused "
     "kernels of the script; the allocator's retries where memory is nearly full"
@@ -27,13 +23,13 @@ NOT_MODELLED = (
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration on so many cards.
+    """One configuration on a number of cards.
 
     Attributes:
-        gas: micro steps of a step.
+        gas: accumulation steps.
         memory_bytes: predicted peak of a card.
-        fits: with 5 % to spare.
-        mfu: model FLOPs, without recomputation, over the peak of the cards.
+        fits: whether that leaves 5 % free.
+        mfu: FLOPs of the model, without recomputation, divided by the cards' peak.
     """
 
     strategy: Strategy
@@ -48,7 +44,7 @@ class Row:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Factors from the throughput to the ends of its 90 % interval."""
+        """Return the ends of the 90 % interval, as factors of the throughput."""
         return self.time.seconds / self.time.high_s, self.time.seconds / self.time.low_s
 
     def to_json(self) -> dict[str, Any]:
@@ -74,22 +70,22 @@ class Projection:
 
     Attributes:
         name: of the experiment, the script or the model.
-        count: of the cards that were asked about.
-        network_bandwidth: bytes/s of a card to other hosts; None where there are none.
-        parameters: of the model.
-        sequence_length: tokens of a sample; None if samples are no sequences.
-        own: the user's configuration, by number of cards.
+        count: number of cards that the user asks about.
+        network_bandwidth: bytes/s of a card to other hosts.
+        parameters: number of parameters.
+        sequence_length: tokens of a sample; None if samples are not sequences.
+        own: the user's configuration on each number of cards.
         best: the fastest strategies, by number of cards.
         failures: why strategies could not be simulated.
-        calibrated_by: number of measured trials that corrected it.
-        tokens: of the whole training.
-        price: of a card's hour.
+        calibrated_by: number of measured trials that corrected the projection.
+        tokens: number of tokens of the whole training.
+        price: price of a card for an hour.
     """
 
     name: str
     card: Card
     count: int
-    network_bandwidth: float | None
+    network_bandwidth: float
     parameters: int
     sequence_length: int | None
     own: tuple[Row, ...]
@@ -100,39 +96,39 @@ class Projection:
     price: float | None = None
 
     def training(self, row: Row) -> dict[str, Any] | None:
-        """Return days, card-hours and cost of the whole training; None without its tokens."""
+        """Return time, card-hours and cost of the training; None if its tokens are unknown."""
         if self.tokens is None or self.sequence_length is None:
             return None
         seconds = self.tokens / (row.samples_per_second * self.sequence_length)
         low, high = row.spread
         hours = seconds / 3600 * row.slots
-        found = {
+        values = {
             "days": seconds / _DAY_S,
             "days_interval_90": [seconds / high / _DAY_S, seconds / low / _DAY_S],
             "card_hours": hours,
         }
         if self.price is None:
-            return found
+            return values
         cost = hours * self.price
-        return {**found, "cost": cost, "cost_interval_90": [cost / high, cost / low]}
+        return {**values, "cost": cost, "cost_interval_90": [cost / high, cost / low]}
 
     def to_json(self) -> dict[str, Any]:
-        def told(row: Row) -> dict[str, Any]:
+        def json_of(row: Row) -> dict[str, Any]:
             tokens = self.sequence_length and self.sequence_length * row.samples_per_second
-            found = {**row.to_json(), "tokens_per_second": tokens}
+            values = {**row.to_json(), "tokens_per_second": tokens}
             training = self.training(row)
-            return found if training is None else {**found, "training": training}
+            return values if training is None else {**values, "training": training}
 
         return {
             "name": self.name,
             "card": self.card.name,
             "cards": self.count,
             "cards_per_host": self.card.per_host,
-            "network_gbit": self.network_bandwidth and self.network_bandwidth * 8e-9,
+            "network_gbit": self.network_bandwidth * 8e-9,
             "parameters": self.parameters,
             "sequence_length": self.sequence_length,
-            "own": [told(row) for row in self.own],
-            "best": {str(n): [told(row) for row in rows] for n, rows in self.best.items()},
+            "own": [json_of(row) for row in self.own],
+            "best": {str(n): [json_of(row) for row in rows] for n, rows in self.best.items()},
             "calibrated_by": self.calibrated_by,
             "not_simulated": dict(self.failures),
             "not_modelled": NOT_MODELLED,
@@ -146,72 +142,83 @@ class Projection:
 
 
 def summary(shown: Projection) -> str:
-    """Name the model and the cards, and the days and the cost if they are asked for."""
-    card, network = shown.card, shown.network_bandwidth
-    said = [
-        f"{shown.name}: {shown.parameters:,} parameters on {card.name}, {card.per_host} in a host"
-        + (f", {network * 8e-9:.0f} usable Gbit/s for each between hosts." if network else ".")
+    """Return the model, the cards, and the time and cost if the user asks for them."""
+    card, asked = shown.card, shown.best.get(shown.count)
+    text = [
+        f"{shown.name}: {shown.parameters:,} parameters on {card.name}, {card.per_host} per host, "
+        f"{shown.network_bandwidth * 8e-9:.0f} usable Gbit/s for each between hosts."
     ]
-    asked = shown.best.get(shown.count)
-    training = shown.training(asked[0]) if asked else None
-    if asked is None and shown.failures:
-        said.append(f"Of the strategies that were simulated none fits {shown.count} of them.")
-    elif asked is None:
-        said.append(
-            f"Nothing fits {shown.count} of them. More cards, --activation-checkpointing on or "
-            "shorter samples make room; `dsat estimate` shows what each strategy needs."
+    if asked is not None:
+        text += _training(shown, asked[0])
+    elif shown.failures:
+        text.append(f"No simulated strategy fits {shown.count} GPUs.")
+    else:
+        text.append(
+            f"Nothing fits {shown.count} GPUs. Use more GPUs, --activation-checkpointing on or "
+            "shorter samples; `dsat estimate` shows the memory of each strategy."
         )
-    elif training is not None and shown.tokens is not None:
-        per_day, unit = next((u for u in _UNITS if training["days"] * u[0] >= 1), _UNITS[-1])
-        days = (training["days"], *training["days_interval_90"])
-        taken, low, high = (_number(per_day * each) for each in days)
-        cost = ""
-        if "cost" in training:
-            least, most = training["cost_interval_90"]
-            cost = (
-                f", {_number(training['cost'])} ({_number(least)} to {_number(most)})"
-                f" at {shown.price:g} each"
-            )
-        tokens = fmt.prefixed(shown.tokens).replace("G", "B")
-        said.append(
-            f"{tokens} tokens take {taken} {unit} ({low} to {high})"
-            f" on {shown.count}: {_number(training['card_hours'])} card-hours{cost}."
+    return " ".join(text)
+
+
+def _training(shown: Projection, row: Row) -> list[str]:
+    """Return the sentence on time and cost; nothing if the tokens are unknown."""
+    training = shown.training(row)
+    if training is None or shown.tokens is None:
+        return []
+    per_day, unit = next((u for u in _UNITS if training["days"] * u[0] >= 1), _UNITS[-1])
+    days = (training["days"], *training["days_interval_90"])
+    time, low, high = (_number(per_day * each) for each in days)
+    cost = ""
+    if "cost" in training:
+        least, most = training["cost_interval_90"]
+        cost = (
+            f", {_number(training['cost'])} ({_number(least)} to {_number(most)})"
+            f" at {shown.price:g} each"
         )
-    return " ".join(said)
+    return [
+        f"{_tokens(shown.tokens)} tokens take {time} {unit} ({low} to {high})"
+        f" on {shown.count} GPUs: {_number(training['card_hours'])} GPU-hours{cost}."
+    ]
+
+
+def _tokens(number: float) -> str:
+    """Return `300 B` or `500,000`."""
+    return f"{number:,.0f}" if number < 1e6 else fmt.prefixed(number).replace("G", "B")
 
 
 def sections(shown: Projection) -> list[tuple[str, Table]]:
     """Return the tables, each with its heading."""
-    found = []
+    tables = []
     asked = shown.best.get(shown.count, ())
     if asked:
-        found.append((f"The fastest on {shown.count}", _strategies(shown, asked)))
-        found.append((f"The step of {asked[0].strategy.label} on {shown.count}", _parts(asked[0])))
+        best = asked[0]
+        tables.append((f"The fastest on {shown.count} GPUs", _strategies(shown, asked)))
+        tables.append((f"A step of {best.strategy.label} on {shown.count} GPUs", _parts(best)))
     if shown.best:
         fastest = [rows[0] for rows in shown.best.values()]
-        found.append(("The fastest by number of cards", _scaling(shown, fastest)))
+        tables.append(("The fastest by number of GPUs", _scaling(shown, fastest)))
     if shown.own:
-        found.append(("Your own configuration", _scaling(shown, shown.own)))
-    return found
+        tables.append(("Your configuration", _scaling(shown, shown.own)))
+    return tables
 
 
 def notes(shown: Projection) -> list[str]:
-    """Return what the numbers rest on, and what is missing in them."""
-    said = [f"Not simulated: {label}: {why}." for label, why in shown.failures.items()]
+    """Return the sources of the numbers, and what they do not include."""
+    text = [f"Not simulated: {label}: {reason}." for label, reason in shown.failures.items()]
     if shown.tokens is not None and shown.sequence_length is None:
-        said.append("Days and cost are unknown: the samples are no sequences of tokens.")
-    by = "the table of cards alone; measured trials (`--from RUN`) would narrow them"
+        text.append("Time and cost are unknown, because samples are not sequences of tokens.")
+    sources = "the table of cards alone; measured trials (`--from RUN`) would narrow them"
     if shown.calibrated_by:
-        by = f"{fmt.count(shown.calibrated_by, 'measured trial')} and the table of cards"
-    said.append(f"Intervals hold 90 %. They rest on {by}.")
-    return [*said, f"Not modelled: {NOT_MODELLED}."]
+        sources = f"{fmt.count(shown.calibrated_by, 'measured trial')} and the table of cards"
+    text.append(f"Intervals are of 90 %, from {sources}.")
+    return [*text, f"Not modelled: {NOT_MODELLED}."]
 
 
 def rate(row: Row, tokens: int | None) -> str:
-    """Return `12,300 tokens/s (10,100 to 14,900)`, or samples where those have no tokens."""
-    found, unit = row.samples_per_second * (tokens or 1), "tokens/s" if tokens else "samples/s"
+    """Return `12,300 tokens/s (10,100 to 14,900)`, or samples if they have no tokens."""
+    value, unit = row.samples_per_second * (tokens or 1), "tokens/s" if tokens else "samples/s"
     low, high = row.spread
-    return f"{_number(found)} {unit} ({_number(low * found)} to {_number(high * found)})"
+    return f"{_number(value)} {unit} ({_number(low * value)} to {_number(high * value)})"
 
 
 def _number(value: float) -> str:
@@ -219,7 +226,7 @@ def _number(value: float) -> str:
 
 
 def _strategies(shown: Projection, rows: Sequence[Row]) -> Table:
-    heads = ["strategy", "micro batch", "throughput", "MFU", "memory of a card"]
+    heads = ["strategy", "micro batch", "throughput", "MFU", "memory per GPU"]
     cells = [
         [
             row.strategy.label,
@@ -248,7 +255,7 @@ def _parts(row: Row) -> Table:
 
 
 def _scaling(shown: Projection, rows: Sequence[Row]) -> Table:
-    heads = ["cards", "strategy", "micro batch", "throughput", "of a card", "MFU", "fits"]
+    heads = ["GPUs", "strategy", "micro batch", "throughput", "per GPU", "MFU", "fits"]
     cells = [
         [
             str(row.slots),
@@ -261,4 +268,4 @@ def _scaling(shown: Projection, rows: Sequence[Row]) -> Table:
         ]
         for row in rows
     ]
-    return Table(heads, cells, numbers=["cards", "of a card", "MFU"])
+    return Table(heads, cells, numbers=["GPUs", "per GPU", "MFU"])

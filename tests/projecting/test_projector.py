@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 
 import testing
-from dsat.app import estimate, project
 from dsat.errors import UserInputError
-from dsat.inputs import cards
-from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.project_settings import ProjectSettings
+from dsat.estimating.options import EstimateSettings
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.predictor import Anchor
+from dsat.prepare.simulated_model import simulate
+from dsat.projecting import projector
+from dsat.projecting.options import ProjectSettings
+from dsat.projecting.projector import Projector
+from dsat.projecting.tracing import Traced
+from dsat.search import cards
 from dsat.show import past_runs
 from dsat.simulation.protocol import Question
 from dsat.values.step_trace import (
@@ -73,8 +76,9 @@ def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000},
     }
     (tmp_path / "ds.json").write_text(json.dumps(user))
-    settings = EstimateSettings(hf_config=str(config), ds_config=tmp_path / "ds.json")
-    with estimate.simulator_of(settings, as_cpu=False) as (_, base, simulator):
+    settings = EstimateSettings(model=str(config), ds_config=tmp_path / "ds.json")
+    with simulate(settings) as model:
+        base, simulator = model.config, model.simulator
         facts = simulator.facts(base)
         zero = {**user["zero_optimization"], "offload_optimizer": CPU, "offload_param": CPU}
         offloaded = {**base, "zero_optimization": zero}
@@ -94,9 +98,9 @@ def test_long_samples_are_no_packed_ones_that_need_a_mask(tmp_path: Path) -> Non
     model = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(model), encoding="utf-8")
-    settings = EstimateSettings(hf_config=str(path), seq_length=length)
-    with estimate.simulator_of(settings) as (_, base, simulator):
-        _, trace = simulator.traced_facts(base)
+    settings = EstimateSettings(model=str(path), seq_length=length)
+    with simulate(settings) as simulated:
+        _, trace = simulated.simulator.traced_facts(simulated.config)
     attention = [k for k in trace.at(1) if (k.kind, k.phase) == (ATTENTION, FORWARD)]
     # Two products of all pairs of tokens, half of which are before each other.
     assert [k.flops for k in attention] == pytest.approx([4 * length**2 * width / 2])
@@ -107,19 +111,19 @@ def test_only_runs_of_the_same_model_correct_a_projection() -> None:
     profile, plan = past.run.profile, past.run.plan
     assert profile is not None
 
-    def traced(params: float = 1.0, flops: float = 1.0) -> project.Traced:
+    def traced(params: float = 1.0, flops: float = 1.0) -> Traced:
         facts = ModelFacts.of_profile(profile)
         facts = replace(facts, num_params=round(params * facts.num_params))
         step = StepTrace((), (), 256, 1, 1, 256 * flops * profile.flops_per_sample)
         model = ModelTrace(step, step)
-        return project.Traced(plan.base_config, facts, model, {}, {}, 128)
+        return Traced(plan.base_config, facts, model, {}, {}, 128)
 
-    found = project.measured(past, traced(params=1.01, flops=1.2))
+    found = projector.measured(past, traced(params=1.01, flops=1.2))
     assert found and all(metrics.latency > 0 for _, _, metrics in found)
     with pytest.raises(UserInputError, match="another model"):
-        project.measured(past, traced(params=1.1))
+        projector.measured(past, traced(params=1.1))
     with pytest.raises(UserInputError, match="another length"):
-        project.measured(past, traced(flops=3.0))
+        projector.measured(past, traced(flops=3.0))
 
 
 def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
@@ -148,19 +152,19 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
     facts, own = ModelFacts.of_profile(run.profile), of_config(run.plan.base_config)
     anchor = Anchor(run.plan.base_config, 1, MemoryEstimate(0, 0, 0, 0), 16)
     model = ModelTrace(passes(256), passes(512))
-    traced = project.Traced(run.plan.base_config, facts, model, {own: (step, anchor)}, {}, 128)
-    projector = project.Projector(traced, cards.find("A100-80GB"), network)
+    traced = Traced(run.plan.base_config, facts, model, {own: (step, anchor)}, {}, 128)
+    there = Projector(traced, cards.find("A100-80GB"), network)
     for ds_config, rows in ((None, False), (Path("ds.json"), True)):  # the user's, or none
-        asked_for = ProjectSettings(hf_config="config.json", ds_config=ds_config)
-        assert bool(projector.projection("", asked_for).own) == rows
-    before = projector.step_time(own, 16, 4, 1)
+        asked_for = ProjectSettings(model="config.json", ds_config=ds_config)
+        assert bool(there.projection("", asked_for).own) == rows
+    before = there.step_time(own, 16, 4, 1)
     for trial, outcome in run.outcomes.items():
         if outcome.metrics is not None:
             asked = run.trials[trial].batch
-            s = projector.step_time(own, 16, asked.micro_batch, asked.gas).seconds
+            s = there.step_time(own, 16, asked.micro_batch, asked.gas).seconds
             metrics = replace(outcome.metrics, latency=1000 * s, ci95=0.01)
             run.outcomes[trial] = replace(outcome, metrics=metrics)
-    projector.calibrate(past)
-    after = projector.step_time(own, 16, 4, 1)
+    there.calibrate(past)
+    after = there.step_time(own, 16, 4, 1)
     assert after.seconds == pytest.approx(before.seconds, rel=0.1)
     assert after.parts["communication"] == pytest.approx(before.parts["communication"], rel=0.1)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dsat.inputs.cards import MEMORY_PART, Card
 from dsat.search import step_time
+from dsat.search.cards import MEMORY_PART, Card
 from dsat.search.collectives import ALL_TO_ALL, Network, columns
 from dsat.search.normal import Array
 from dsat.search.step_time import COLUMNS, GROUP_LAUNCHES, Hardware
@@ -88,7 +88,7 @@ class Cluster:
     def host_bandwidth(self) -> float:
         """Bytes/s of a rank's optimizer on the host: its threads', to its share of the memory."""
         card, ranks = self.card, min(self.slots, self.per_host)
-        usual = 1 if card.is_cpu else max(1, card.per_host * card.host_cores // ranks)
+        usual = max(1, card.per_host * card.host_cores // ranks)
         memory = card.per_host * card.host_bandwidth * _HOST_PART / ranks
         return min((self.threads or usual) * _THREAD_BANDWIDTH, memory)
 
@@ -167,7 +167,6 @@ def work_of(
     if not every:
         collectives += [replace(group, last=False) for group in collectives]
     hooks_s = _hooks_s(kernels, stage) * trace.parameters
-    waited_s = hooks_s if card.is_cpu else 0.0  # a card's kernels run beside them
     # The host's part of the passes takes as long as so many bytes more over its link.
     pcie_for_host = hardware.pcie_bandwidth / cluster.host_bandwidth
     once = {kind: _once(trace, kind) if every else 0.0 for kind in (MEMORY, HOST, TRANSFER)}
@@ -176,9 +175,9 @@ def work_of(
         "rows": 8.0,  # the roofline counts whole tiles already
         "forward": (compute[FORWARD] + memory[FORWARD]) / total_s if total_s else 1 / 3,
         "weights": sum(memory.values()) * hardware.memory_bandwidth,
-        "copies": _added_bytes(trace, model, last=not every) + waited_s * hardware.memory_bandwidth,
+        "copies": _added_bytes(trace, model, last=not every),
         "launches": model.small.launches(_PASSES) * card.launch_s / _UNIT_S,
-        "hooks": (hooks_s - waited_s) / _UNIT_S,
+        "hooks": hooks_s / _UNIT_S,
         **columns(collectives, cluster.network, hardware.latency_s),
         "optimizer": trace.bytes_of(MEMORY, (STEP,)) + once[MEMORY],
         "groups": trace.launches((STEP,)) * card.launch_s / (GROUP_LAUNCHES * _UNIT_S),

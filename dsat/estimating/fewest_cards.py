@@ -1,4 +1,4 @@
-"""The fewest cards of each size that hold a model."""
+"""The fewest GPUs of each usual size that hold a model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.command import ds_config
-from dsat.inputs import cards as known
 from dsat.memory.predictor import Basis, MemoryModel
+from dsat.search import cards as known
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values import format as fmt
 from dsat.values import parallelism
@@ -18,7 +18,7 @@ from dsat.values.table import Table
 from dsat.values.zero_strategy import NONE, Strategy
 
 SIZES = tuple(sorted({card.memory_bytes for card in known.table().values()}))
-# Numbers of cards that people rent: any of one host, whole hosts above.
+# Numbers of cards that people rent: up to one host any number, then whole hosts.
 _HOST, _MOST = 8, 1024
 _COUNTS = (*range(1, _HOST), *range(_HOST, _MOST + 1, _HOST))
 
@@ -30,9 +30,9 @@ class Choice:
     Attributes:
         memory_bytes: of a card.
         cards: how many: any number up to 8, whole hosts of 8 above.
-        strategy: the first of the ladder that fits, which is the fastest of them as a rule.
-        micro_batch: the largest.
-        host_bytes: of the host's memory, for each card.
+        strategy: the first of the ladder that fits.
+        micro_batch: the largest that fits.
+        host_bytes: host memory for each card.
     """
 
     memory_bytes: int
@@ -84,8 +84,8 @@ def fewest(
 
 
 def table(choices: Sequence[Choice]) -> list[str]:
-    """Lay out a table for people."""
-    heads = ["card", "cards", "strategy", "largest micro batch", "host per card"]
+    """Return the lines of a table for people."""
+    heads = ["GPU", "number", "strategy", "largest micro batch", "host per GPU"]
     rows = [
         [
             fmt.memory(choice.memory_bytes),
@@ -97,6 +97,6 @@ def table(choices: Sequence[Choice]) -> list[str]:
         for choice in choices
     ]
     if not rows:
-        most = f"{_MOST} cards of {fmt.memory(SIZES[-1])}"
-        return [f"No number of cards that can share your batch evenly holds it, up to {most}."]
+        most = f"{_MOST} GPUs of {fmt.memory(SIZES[-1])}"
+        return [f"It fits no number of GPUs that divides your batch evenly, up to {most}."]
     return Table(heads, rows, numbers=[*heads[:2], *heads[3:]]).markdown()

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dsat.inputs import cards
-from dsat.search.projected_speed import ProjectedSpeed, StepTime
+from dsat.projecting.speed import ProjectedSpeed, StepTime
+from dsat.projecting.traced_work import PRIORS, Cluster, hardware_of, scaled, work_of
+from dsat.search import cards
 from dsat.search.speed import Points
 from dsat.search.step_time import COLUMNS
-from dsat.search.traced_work import PRIORS, Cluster, hardware_of, scaled, work_of
 from dsat.values.parallelism import Parallelism
 from dsat.values.step_trace import (
     ALL_GATHER,
