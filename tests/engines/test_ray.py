@@ -221,6 +221,9 @@ def test_a_lost_node_ends_its_commands_for_us(monkeypatch: pytest.MonkeyPatch) -
     sleeps.terminate()  # the read that waits returns
     status, _, err = sleeps.finished()
     assert (status, err) == (255, b"the actor died\n")
+    process, errors = actor._commands[0]
+    with process, errors:
+        pass
 
 
 def test_a_command_sees_its_input_end_when_ray_kills_what_it_knows(tmp_path: Path) -> None:
