@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from dsat.app import probe, project
+from dsat.app import project
 from dsat.app.estimate import simulator_of
 from dsat.app.project import Traced
 from dsat.inputs.cards import Card
 from dsat.inputs.project_settings import ProjectSettings
+from dsat.prepare import probe
 from dsat.search.projected_speed import ProjectedSpeed
 from dsat.search.traced_work import Cluster, hardware_of
 from dsat.values.zero_strategy import Strategy

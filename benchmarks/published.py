@@ -21,10 +21,10 @@ from typing import Any
 
 from benchmarks import common
 from dsat.app.estimate import simulation_engine
-from dsat.app.source import Source
-from dsat.inputs import entrypoint, experiment
+from dsat.command import entrypoint, experiment
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
+from dsat.prepare.source import Source
 from dsat.simulation.client import SimulationUnavailable, Simulator
 from dsat.simulation.protocol import Question
 

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from dsat.app import installed_deepspeed
+from dsat.prepare import installed_deepspeed
 from dsat.run.journal import FILE_NAME
 from dsat.run.run import Run, read_run
 from testing.scenarios import User

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.app.longest import UNIT_TOKENS
-from dsat.inputs.switches import CHECKPOINTING
+from dsat.command.switches import CHECKPOINTING
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.simulation import protocol

@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsat.app import estimate, installed_deepspeed
+from dsat.app import estimate
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine, find_machines
 from dsat.engines.places import local as this_machine
+from dsat.prepare import installed_deepspeed
 from testing import warm_host
 
 _ROOT = Path(__file__).parents[1]
@@ -65,7 +66,7 @@ def use(prefix: Sequence[str], put: Callable[[object, str, object], None] = seta
 
 
 def check_configurations(questions: str, prefix: Sequence[str] = ()) -> dict[str, Any]:
-    """Let DeepSpeed check configurations, as `dsat.app.installed_deepspeed` does."""
+    """Let DeepSpeed check configurations, as `dsat.prepare.installed_deepspeed` does."""
     with tempfile.TemporaryDirectory() as folder:
         files = [f"{folder}/questions.json", f"{folder}/answer.json"]
         Path(files[0]).write_text(questions, encoding="utf-8")

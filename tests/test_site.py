@@ -14,9 +14,9 @@ import pytest
 
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.inputs.look_settings import LOOK_SETTINGS
-from dsat.inputs.option import options_of
 from dsat.inputs.project_settings import ProjectSettings
-from dsat.inputs.settings import Settings
+from dsat.options import options_of
+from dsat.tuning.settings import Settings
 from testing.browser import chromium
 
 pytestmark = pytest.mark.nightly

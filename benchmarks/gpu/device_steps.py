@@ -15,11 +15,11 @@ from unittest import mock
 from benchmarks import common
 from benchmarks.common import MIB
 from benchmarks.gpu.report import Report, line, new_trial
-from dsat.app import probe
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import find_machine
 from dsat.engines.supervisors import Supervisors
 from dsat.inputs import cards
+from dsat.prepare import probe
 from dsat.values.outcome import Outcome, OutcomeKind
 
 # What a process leaves of a device's memory, and a model whose states need more: 67 million

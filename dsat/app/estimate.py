@@ -14,24 +14,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsat.app import fewest_cards, installed_deepspeed, packages
-from dsat.app import source as sources
+from dsat.app import fewest_cards
 from dsat.app.memory_tables import Estimate, Line
-from dsat.app.source import Source
+from dsat.command import ds_config, hf_config, script_args
+from dsat.command import experiment as experiments
+from dsat.command.entrypoint import Entrypoint
+from dsat.command.experiment import read_mapping
+from dsat.command.switches import CHECKPOINTING
 from dsat.engines.engine import LocalEngine
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import find_machine_for_simulations
 from dsat.engines.start import LocalOptions
 from dsat.errors import DsatError, UserInputError
-from dsat.inputs import ds_config, hf_config, script_args
-from dsat.inputs import experiment as experiments
-from dsat.inputs.entrypoint import Entrypoint
 from dsat.inputs.estimate_settings import EstimateSettings, ModelSettings
-from dsat.inputs.experiment import read_mapping
-from dsat.inputs.switches import CHECKPOINTING
 from dsat.memory import closed_form
 from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
+from dsat.prepare import installed_deepspeed, packages
+from dsat.prepare import source as sources
+from dsat.prepare.source import Source
 from dsat.run import strategies
 from dsat.simulation import anchors as survey
 from dsat.simulation.client import SimulationUnavailable, Simulator

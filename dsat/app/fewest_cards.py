@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dsat.command import ds_config
 from dsat.inputs import cards as known
-from dsat.inputs import ds_config
 from dsat.memory.predictor import Basis, MemoryModel
-from dsat.report import format as fmt
-from dsat.report.table import Table
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
+from dsat.values import format as fmt
 from dsat.values import parallelism
+from dsat.values.table import Table
 from dsat.values.zero_strategy import NONE, Strategy
 
 SIZES = tuple(sorted({card.memory_bytes for card in known.table().values()}))

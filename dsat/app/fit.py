@@ -6,15 +6,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsat.app.estimate import simulated
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory.estimate import SIMULATED
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
-from dsat.report import format as fmt
 from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.config_facts import HOW_TO_SIMULATE
 from dsat.simulation.protocol import Question
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
+from dsat.values import format as fmt
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import Strategy, of_config
 

@@ -10,9 +10,9 @@ from dsat.app import fewest_cards
 from dsat.app.fewest_cards import Choice
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MemoryEstimate
-from dsat.report import format as fmt
-from dsat.report.table import Table
 from dsat.simulation.config_facts import HOW_TO_SIMULATE
+from dsat.values import format as fmt
+from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
 

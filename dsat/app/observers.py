@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dsat.app import run_folders, train_command
-from dsat.app.prepare import Prepared
 from dsat.memory.forecast import Forecast
-from dsat.report import autotuner_files, page, summary
-from dsat.report.log_lines import Narrator
-from dsat.report.progress import Status
+from dsat.report import autotuner_files
 from dsat.run.loop import Observer
 from dsat.run.run import Run
+from dsat.show import page, summary
+from dsat.show.log_lines import Narrator
+from dsat.show.progress import Status
+from dsat.tuning import run_folders, train_command
+from dsat.tuning.preparation import Prepared
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
@@ -74,8 +75,8 @@ def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = Tr
     summary.write_files(run, folder, line)
     train_command.write_own_files(ready, run, folder)
     if with_page:
-        page.write_page(run, folder, run_folders.of_trials(ready.native, folder), line)
-    if ready.native is not None:
+        page.write_page(run, folder, run_folders.of_trials(ready.section, folder), line)
+    if ready.section is not None:
         best = folder / autotuner_files.OPTIMAL_CONFIG_FILE
         command = train_command.text(ready, run, best) or ""
-        autotuner_files.write_files(run, folder, ready.native.exps_dir, command)
+        autotuner_files.write_files(run, folder, ready.section.exps_dir, command)

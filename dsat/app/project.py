@@ -15,19 +15,21 @@ from typing import Any
 import numpy as np
 
 from dsat.app import estimate as estimates
-from dsat.app import past_runs, probe
-from dsat.app.past_runs import PastRun
+from dsat.command import ds_config
 from dsat.errors import DsatError, UserInputError
-from dsat.inputs import cards, ds_config
+from dsat.inputs import cards
 from dsat.inputs.cards import Card
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
+from dsat.prepare import probe
 from dsat.report.projection import Projection, Row
 from dsat.search.normal import Array
 from dsat.search.projected_speed import ProjectedSpeed, StepTime
 from dsat.search.speed import Points
 from dsat.search.traced_work import Cluster, hardware_of, scaled, work_of
+from dsat.show import past_runs
+from dsat.show.past_runs import PastRun
 from dsat.simulation.client import Simulator
 from dsat.simulation.protocol import Question
 from dsat.values.outcome import Metrics

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dsat.command import ds_config
 from dsat.engines import Engine
-from dsat.inputs import ds_config
 from dsat.space.plan import Plan
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind

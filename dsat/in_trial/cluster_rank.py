@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dsat.command.ds_config import DSAT_MODE_KEY, DSAT_TRIAL_KEY
 from dsat.in_trial import failures, runner_watch
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import local_size, rank_and_size
 from dsat.in_trial.meter import Meter, install
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.runner_watch import RunnerWatch
-from dsat.inputs.ds_config import DSAT_MODE_KEY, DSAT_TRIAL_KEY
 from dsat.values.outcome import Outcome, OutcomeKind
 
 OUTCOME_KEY = "dsat_outcome"  # of the searcher metric, which is a dict

@@ -2,7 +2,7 @@
 
     python -m dsat.in_trial.probe
 
-One process for each slot, started at once by `dsat.app.probe`, so that what they share (memory,
+One process for each slot, started at once by `dsat.prepare.probe`, so that what they share (memory,
 power, cores) counts. Rank 0 writes one line of JSON: medians over the ranks.
 """
 

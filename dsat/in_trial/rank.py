@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dsat.command.entrypoint import split_interpreter
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures, preparation, start_record
 from dsat.in_trial.adapters import begin as adapters
@@ -45,7 +46,6 @@ from dsat.in_trial.rank_files import (
     result_file,
     write_outcome,
 )
-from dsat.inputs.entrypoint import split_interpreter
 from dsat.simulation import server
 from dsat.values import host_cores
 from dsat.values.files import write_atomically

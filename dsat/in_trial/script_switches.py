@@ -12,11 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dsat.errors import InvalidTrial
-from dsat.in_trial import config_injection, recomputation, tiled_mlp
-from dsat.in_trial.agreement import local_size
-from dsat.inputs import switches as known
-from dsat.inputs.switches import (
+from dsat.command import switches as known
+from dsat.command.switches import (
     ATTENTION,
     CHECKPOINTING,
     COMPILE,
@@ -25,6 +22,9 @@ from dsat.inputs.switches import (
     TILED_MLP,
     WORKERS,
 )
+from dsat.errors import InvalidTrial
+from dsat.in_trial import config_injection, recomputation, tiled_mlp
+from dsat.in_trial.agreement import local_size
 from dsat.values import host_cores
 from dsat.values.outcome import ScriptSwitch
 

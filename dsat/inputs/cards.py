@@ -12,8 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from dsat.command.experiment import read_mapping
 from dsat.errors import UserInputError
-from dsat.inputs.experiment import read_mapping
 
 _GIB = 2**30
 MEMORY_PART = 0.85  # of the memory's bandwidth that elementwise kernels reach

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from dsat.command.switches import MODEL_SWITCHES
 from dsat.errors import UserInputError
-from dsat.inputs.option import (
+from dsat.inputs.target import Target
+from dsat.options import (
     CARDS,
     LORA,
     MEMORY_SIZE,
@@ -18,8 +20,6 @@ from dsat.inputs.option import (
     check_together,
     option,
 )
-from dsat.inputs.switches import MODEL_SWITCHES
-from dsat.inputs.target import Target
 
 ESTIMATE = "estimate"
 _GIB = 2**30

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dsat.errors import UserInputError
-from dsat.inputs.option import PATH, WORD, at_least, check_together, option
+from dsat.options import PATH, WORD, at_least, check_together, option
 
 EXPORT_TO = ("optuna", "mlflow", "tensorboard", "csv", "parquet")
 _RUN = "folder of a run, or its name in dsat_runs"
@@ -95,44 +95,21 @@ class ExportSettings(LookSettings):
         run: None for the newest one.
     """
 
-    summary = "writes a run for other tools (Optuna, MLflow, TensorBoard, tables), or to give away"
+    summary = "writes a run for other tools: Optuna, MLflow, TensorBoard, tables"
     argument = ("run", _NEWEST)
     run: Path | None = None
     to: str | None = option("--to", kind=WORD, choices=EXPORT_TO, help="for which tool")
     output: Path | None = option(
         "--output",
-        goes_with="--to",
         kind=PATH,
         metavar="PATH",
         help="file or folder to make (default: named after the run, here)",
     )
-    share: Path | None = option(
-        "--share",
-        kind=PATH,
-        metavar="FILE",
-        help="write a file that may be given away, without names, paths, arguments and secrets; "
-        "`dsat import` reads it",
-    )
 
     def __post_init__(self) -> None:
-        if (self.to is None) == (self.share is None):
-            raise UserInputError(f"give --to ({', '.join(EXPORT_TO)}) or --share FILE")
-        check_together(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImportSettings(LookSettings):
-    """Settings of `dsat import`: files of `dsat export --share`."""
-
-    summary = (
-        "imports shared runs; searches for the same model and devices try their best "
-        "configurations first"
-    )
-    argument = (
-        "files",
-        {"nargs": "+", "metavar": "FILE", "help": "file of `dsat export --share`"},
-    )
-    files: tuple[Path, ...]
+        if self.to is None:
+            one_of = ", ".join(EXPORT_TO)
+            raise UserInputError("is missing", where="--to", hint=f"Name one of {one_of}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +117,11 @@ class WatchSettings(LookSettings):
     """Settings of `dsat watch`.
 
     Attributes:
-        run: a run, or a folder with runs; None for the newest run; the number of an experiment that
-            searches on a Determined cluster.
+        run: None for the newest run; the number of an experiment that searches on a Determined
+            cluster.
     """
 
-    summary = "serves a live page of a run, or of all runs in a folder"
+    summary = "serve the report of a run as a page that refreshes itself"
     argument = ("run", _NEWEST)
     run: Path | None = None
     port: int | None = option(
@@ -173,7 +150,6 @@ LOOK_SETTINGS: Mapping[str, type[LookSettings]] = {
     "compare": CompareSettings,
     "runs": RunsSettings,
     "export": ExportSettings,
-    "import": ImportSettings,
     "watch": WatchSettings,
     "doctor": DoctorSettings,
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dsat.inputs.estimate_settings import ModelSettings
-from dsat.inputs.option import AMOUNT, CARDS_OF_KIND, PATH, POSITIVE_NUMBER, option
+from dsat.options import AMOUNT, CARDS_OF_KIND, PATH, POSITIVE_NUMBER, option
 
 PROJECT = "project"
 

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsat.inputs import switches
+from dsat.command import switches
 from dsat.memory.estimate import CLOSED_FORM
 from dsat.memory.predictor import Basis, MemoryModel
-from dsat.report import format as fmt
 from dsat.report import projection
-from dsat.report.memory_parts import used_bytes
-from dsat.report.table import Table
 from dsat.run.run import Run
+from dsat.show.memory_parts import used_bytes
+from dsat.values import format as fmt
 from dsat.values.parallelism import Parallelism
+from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
 

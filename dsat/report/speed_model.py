@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from dsat.inputs.ds_config import BATCH_KEYS, flat
-from dsat.report import format as fmt
-from dsat.report.run_view import RunView, TrialView
+from dsat.command.ds_config import BATCH_KEYS, flat
 from dsat.search.candidates import SETTING_SD, STRATEGY_SD, SWITCH_SD
 from dsat.search.normal import Array
 from dsat.search.speed import Points, Prior, fit
 from dsat.search.step_time import Job, acts_on_whole_step, work
+from dsat.show.view import RunView, TrialView
+from dsat.values import format as fmt
 from dsat.values.zero_strategy import Strategy, of_config
 
 _LEAST = 4  # trials that ran, before anything is said

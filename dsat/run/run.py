@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 from dsat.memory.predictor import Basis
 from dsat.run import events
 from dsat.run.comparison import Gain, Variation, margin_of_single_runs
@@ -28,7 +29,6 @@ class Run:
     Attributes:
         has_begun: there was the first event.
         plan: from the first event on.
-        planned_trials: the most trials by the options that the run was last started with.
         info: what the journal's first line says for people (name, versions, machine).
         trials, outcomes: by trial id, in the order of the events.
         baseline: the trial of the user's own configuration.
@@ -44,7 +44,6 @@ class Run:
         converged: that was another reason than the number of trials.
         memory_basis: what memory is predicted from.
         skipped: names of configurations that were not launched since they would not have fitted.
-        stop_asked: somebody wants no further trials.
         stop_reason: None while the run goes on or after it was interrupted.
         paused: it was interrupted, and did not go on since.
         neighbours: the most trials that ran beside a trial at once, by its trial id.
@@ -58,7 +57,6 @@ class Run:
     ) -> None:
         self.has_begun = False
         self.plan: Plan
-        self.planned_trials = 0
         self.info: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}
         self.outcomes: dict[int, Outcome] = {}
@@ -82,7 +80,6 @@ class Run:
         self.memory_basis: Basis | None = None
         self.skipped: list[str] = []
         self._usual_step_s = 0.0  # the user's own, or the shortest so far
-        self.stop_asked = False
         self.stop_reason: str | None = None
         self.paused = False
         self.neighbours: dict[int, int] = {}
@@ -106,7 +103,6 @@ class Run:
         if kind == events.EVENT_START:
             self.has_begun = True
             self.plan = event["plan"]
-            self.planned_trials = event["plan"].max_trials
             self._objective = event["plan"].objective
             self.info = event["info"]
         elif kind == events.EVENT_PROPOSED:
@@ -134,14 +130,9 @@ class Run:
                 self._earlier_variation = self.variation
                 self.finals = None  # the search goes on; new finals follow
             self.plan = replace(self.plan, max_trials=event["max_trials"])
-            if not event.get("asked"):
-                self.planned_trials = event["max_trials"]
             self.stop_reason = None
         elif kind == events.EVENT_STOPPED:
             self.stop_reason = event["reason"]
-        elif kind == events.EVENT_STOP_ASKED:
-            self.stop_asked = event["asked"]
-            self.stop_reason = None
 
     def _finish(self, trial_id: int, outcome: Outcome) -> None:
         self.outcomes[trial_id] = outcome
@@ -321,7 +312,21 @@ class Run:
 
     @property
     def best_value(self) -> float | None:
-        outcome = self.best_outcome
+        """The objective's value of the best configuration; see `final_value`."""
+        return None if self.best is None else self.final_value(self.best)
+
+    def final_value(self, trial: Trial) -> float | None:
+        """Return the objective's value of a trial: by the finals, where they measured it again.
+
+        It is the geometric mean over the pairs, so that the gain is the ratio of two such values.
+        """
+        finals = self.finals
+        if finals is not None and finals.pick is not None and finals.pairs:
+            for role, each in enumerate((self.baseline, self.trials[finals.pick.trial_id])):
+                if each is trial:
+                    mean = statistics.fmean(pair[role] for pair in finals.pairs)
+                    return float(self._objective.value_of(mean))
+        outcome = typical_outcome(self, trial)
         return None if outcome is None else outcome.value(self._objective)
 
     @property

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dsat.inputs import ds_config
-from dsat.inputs.switches import SWITCHES
+from dsat.command import ds_config
+from dsat.command.switches import SWITCHES
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.space.knobs import smallest_buckets

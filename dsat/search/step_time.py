@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
+from dsat.command.ds_config import AUTO
+from dsat.command.switches import CHECKPOINTING, EVERY_SECOND, is_switch
 from dsat.inputs import cards
 from dsat.inputs.cards import Card
-from dsat.inputs.ds_config import AUTO
-from dsat.inputs.switches import CHECKPOINTING, EVERY_SECOND, is_switch
 from dsat.search import collectives
 from dsat.search.collectives import Network, Protocol
 from dsat.search.normal import Array

@@ -11,12 +11,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.utils import weak
 
+from dsat.command import ds_config
+from dsat.command.ds_config import BATCH_KEYS
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, script_switches
 from dsat.in_trial.batches import longest_of
 from dsat.in_trial.profiler import attention_heads
-from dsat.inputs import ds_config
-from dsat.inputs.ds_config import BATCH_KEYS
 from dsat.memory.estimate import as_simulated
 from dsat.simulation.captured import Captured, ModuleSnapshot
 from dsat.simulation.known_values import ValuesMode

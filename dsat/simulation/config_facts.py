@@ -14,10 +14,10 @@ from typing import Any
 
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.option import ALL_LINEAR
 from dsat.memory import closed_form
 from dsat.memory.closed_form import MATMUL_WORKSPACE_BYTES, TYPE_BYTES, ModelFacts
 from dsat.memory.estimate import MemoryEstimate
+from dsat.options import ALL_LINEAR
 from dsat.simulation.protocol import Question, ScriptFacts
 
 # model_type: words on what is particular about it. All have gated layers and RMSNorm.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dsat.errors import InvalidTrial
-from dsat.inputs.option import ALL_LINEAR
+from dsat.options import ALL_LINEAR
 from dsat.simulation.versions.transformers_types import type_argument
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

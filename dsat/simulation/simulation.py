@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
 from dsat.simulation import fake_device, patches
 from dsat.simulation.autocast import Autocast, outside_of_contexts

@@ -13,7 +13,7 @@ import pytest
 
 from dsat.app import estimate
 from dsat.app.memory_tables import Estimate
-from dsat.inputs import hf_config
+from dsat.command import hf_config
 from dsat.inputs.estimate_settings import EstimateSettings
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
 from dsat.simulation.client import Simulator

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import testing
-from dsat.app import estimate, past_runs, project
+from dsat.app import estimate, project
 from dsat.errors import UserInputError
 from dsat.inputs import cards
 from dsat.inputs.estimate_settings import EstimateSettings
@@ -19,6 +19,7 @@ from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.predictor import Anchor
+from dsat.show import past_runs
 from dsat.simulation.protocol import Question
 from dsat.values.step_trace import (
     ALL_GATHER,

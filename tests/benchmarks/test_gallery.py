@@ -5,19 +5,14 @@ from __future__ import annotations
 import csv
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks import common, gallery
-from benchmarks.gallery import MEASURED, PREDICTED
+from benchmarks.gallery import PREDICTED
 from dsat.app import estimate
-from dsat.cli import settings_from_argv
+from dsat.cli import parser
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.report import share
-from dsat.report.run_view import RunView
-from dsat.report.share import SharedRun
-from testing.made_up_runs import Steady, run_of_world
 
 
 def test_the_page_shows_what_the_tables_hold() -> None:
@@ -39,11 +34,11 @@ def test_the_rows_are_what_the_formula_says_today(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are of simulated models: a formula is coarser for experts and for adapters."""
-    monkeypatch.setattr("dsat.inputs.hf_config.missing_packages", lambda: ["torch"])
+    monkeypatch.setattr("dsat.command.hf_config.missing_packages", lambda: ["torch"])
     near = 0.07 if name.startswith("Mixtral") or gallery.MODELS[name].lora else 0.002
     rows = [row for row in gallery.known() if row.model == name]
     for command in {row.command for row in rows}:
-        settings = settings_from_argv.parse(shlex.split(command)[1:])
+        settings, _ = parser.parse(shlex.split(command)[1:])
         assert isinstance(settings, EstimateSettings) and settings.hf_config is not None
         here = replace(settings, hf_config=str(common.ROOT / settings.hf_config))
         lines = {line.strategy.label: line for line in estimate.estimate(here).lines}
@@ -54,11 +49,3 @@ def test_the_rows_are_what_the_formula_says_today(
             assert row.fits == (largest > 0)
             close = pytest.approx(largest, rel=2 * near, abs=near > 0.01)
             assert row.largest_micro_batch == close
-
-
-def test_a_shared_run_is_a_row_that_was_measured(tmp_path: Path) -> None:
-    run = run_of_world(Steady(), method="random", finals=None, trials=20)
-    share.write(SharedRun.of(RunView.of(run)), tmp_path / "run.json")
-    row = gallery.measured(tmp_path / "run.json")
-    assert row.status == MEASURED and row.largest_micro_batch and row.source == "run.json"
-    assert f"| {MEASURED}" in gallery.page([row, *gallery.known()])

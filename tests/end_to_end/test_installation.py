@@ -162,7 +162,7 @@ def test_distributions_hold_the_package_and_its_data_alone(wheel: Path, tmp_path
         names = [name.partition("/")[2] for name in opened.getnames() if "/" in name]
     with zipfile.ZipFile(wheel) as zipped:
         in_wheel = zipped.namelist()
-    data = ["dsat/py.typed", "dsat/report/templates/body.html", "dsat/cli/main.py"]
+    data = ["dsat/py.typed", "dsat/show/templates/body.html", "dsat/cli/main.py"]
     others = (path for path in ROOT.glob("dsat/**/*.*") if path.suffix not in (".py", ".pyc"))
     data += [str(path.relative_to(ROOT)) for path in others]
     for found in (names, in_wheel):

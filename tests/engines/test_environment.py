@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from dsat.command import entrypoint
 from dsat.engines import ports
 from dsat.engines.machines import machine
 from dsat.engines.machines.hosts import Host
 from dsat.engines.rank_settings import binding_options
-from dsat.inputs import entrypoint
 from testing.local import PROGRAMS
 from testing.scripted_hosts import GPUS, Given, ScriptedHosts, scripted_engine, trial_of
 

@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from dsat.app.hosts import acquired
 from dsat.engines.agent import heartbeats
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.processes import RemoteProcess, spawn
@@ -27,6 +26,7 @@ from dsat.engines.places.ray import reserved as reserved_nodes
 from dsat.engines.places.ray_choice import NodeResources, Parts, choose, parse_slots
 from dsat.engines.places.ray_node import NodeActor
 from dsat.errors import UserInputError
+from dsat.prepare.hosts import acquired
 from dsat.values.outcome import OutcomeKind
 from testing import ray_cluster
 from testing.command import (

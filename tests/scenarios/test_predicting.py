@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import dsat
-from dsat.inputs import hf_config
+from dsat.command import hf_config
 from testing import warm_command, warm_host
 from testing.scenarios import Told, User
 

@@ -68,7 +68,7 @@ def test_tied_embeddings_are_one_matrix() -> None:
 def test_a_model_of_the_hubs_cache_has_its_own_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsat.inputs.hf_config.missing_packages", lambda: ["torch"])
+    monkeypatch.setattr("dsat.command.hf_config.missing_packages", lambda: ["torch"])
     model = tmp_path / "models--of-somebody--tiny-model-1b"
     blob, link = model / "blobs" / "0123", model / "snapshots" / "4567" / "config.json"
     for path in (blob, link):
@@ -141,7 +141,7 @@ def test_other_models_are_refused(change: dict[str, Any], said: str, hint: str) 
 def test_samples_beyond_the_models_positions_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dsat.inputs.hf_config.missing_packages", lambda: ["torch"])
+    monkeypatch.setattr("dsat.command.hf_config.missing_packages", lambda: ["torch"])
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA, "max_position_embeddings": 4096}))
     for length, said in ((4096, 0), (4097, 1)):

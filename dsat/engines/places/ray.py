@@ -16,7 +16,7 @@ from dsat.engines.places import ray_node
 from dsat.engines.places.base import Environment, place_option, with_machines
 from dsat.engines.places.ray_choice import NodeResources, Parts, choose, parse_slots
 from dsat.errors import EngineError, UserInputError
-from dsat.inputs.option import WORD, at_least
+from dsat.options import WORD, at_least
 
 _log = logging.getLogger(__name__)
 # The driver of a job that was submitted has it (ray 2.60, `JobSupervisor`).

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsat.command import accelerate_env, ds_config
+from dsat.command.switches import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
 from dsat.in_trial import config_injection
 from dsat.in_trial.adapters.calls import Original
 from dsat.in_trial.adapters.trial import RunningTrial
 from dsat.in_trial.agreement import rank_and_size
-from dsat.inputs import accelerate_env, ds_config
-from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
 from dsat.values.trial import Trial
 
 if TYPE_CHECKING:  # imports torch
