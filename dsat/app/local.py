@@ -13,7 +13,7 @@ from dsat.app import mailbox, run_folders, train_command
 from dsat.app.hosts import describe
 from dsat.app.observers import FileKeeper, Logger, write_files
 from dsat.app.prepare import Prepared
-from dsat.engines import Engine, cached
+from dsat.engines import Engine
 from dsat.engines.agent import leftovers
 from dsat.engines.engine import LocalEngine
 from dsat.engines.start import FULL_RUN_ID, LocalOptions
@@ -65,10 +65,9 @@ class LocalSearch:
                 _log.info(
                     "ended %d processes left over from an earlier run in this folder", len(ended)
                 )
-            self._tuner = _tuner(ready, self.folder, opened)
+            self._tuner = _tuner(ready, self.folder, earlier, opened)
             if not self._tuner.run.trials:
                 self._tuner.raise_budget(history.asked_trials(earlier, ready.plan))
-            self._known = history.known_outcomes(earlier, ready.plan, ready.info)
             self._opened = opened.pop_all()
         self.run = self._tuner.run
         self.ready = train_command.as_shown(ready, self.run)
@@ -111,7 +110,7 @@ class LocalSearch:
         self._opened.callback(self._engine.close)
         drive(
             self._tuner,
-            cached.CachedEngine(self._engine, self._known, ready.plan),
+            self._engine,
             [FileKeeper(ready, self.folder, self.status), Logger(), *observers],
             max_slots=ready.settings.max_slots,
             max_concurrent_trials=ready.settings.max_concurrent_trials,
@@ -161,7 +160,9 @@ class LocalSearch:
         _train(engine, best)
 
 
-def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner:
+def _tuner(
+    ready: Prepared, folder: Path, earlier: Sequence[Run], opened: contextlib.ExitStack
+) -> Tuner:
     """Return the tuner of a run, whose journal is closed with the others."""
     journal = opened.enter_context(Journal(folder / FILE_NAME))
     return Tuner(
@@ -169,6 +170,7 @@ def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner
         journal,
         info=ready.info,
         events=journal.events,
+        earlier=history.reusable_trials(earlier, ready.plan, ready.info),
         time_of_day=time.time,
         last_event_s=ready.began_s,
     )

@@ -74,7 +74,7 @@ class LiveView(Observer):
             for each in view.trials[-_LAST_TRIALS:]
         ]
         bar = RichTable.grid()  # a bar by itself does not end its line
-        total, done = view.plan.max_trials, len(view.ended)
+        total, done = run.most_trials, len(view.ended)
         bar.add_row(ProgressBar(total=total, completed=done, width=60))
         status = progress.lines(run, progress.Status.of_run(self._folder), self._trials)
         lines = map(Text, (view.verdict.headline, *status))

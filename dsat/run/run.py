@@ -31,6 +31,7 @@ class Run:
         planned_trials: the most trials by the options that the run was last started with.
         info: what the journal's first line says for people (name, versions, machine).
         trials, outcomes: by trial id, in the order of the events.
+        earlier: ids of the trials that earlier runs have measured; they cost nothing.
         baseline: the trial of the user's own configuration.
         leader: the trial with the best value of the search among those that keep to the plan.
         finals: the runs that decide, once the search is over; None if there are none.
@@ -62,6 +63,7 @@ class Run:
         self.info: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}
         self.outcomes: dict[int, Outcome] = {}
+        self.earlier: set[int] = set()
         self.baseline: Trial | None = None
         self._running: dict[int, Trial] = {}
         self.profiled: Outcome | None = None
@@ -109,6 +111,8 @@ class Run:
             self.planned_trials = event["plan"].max_trials
             self._objective = event["plan"].objective
             self.info = event["info"]
+        elif kind == events.EVENT_EARLIER:
+            self._enter_earlier(event["trial"], event["outcome"], event["neighbours"])
         elif kind == events.EVENT_PROPOSED:
             trial: Trial = event["trial"]
             self.trials[trial.id] = self._running[trial.id] = trial
@@ -142,6 +146,15 @@ class Run:
         elif kind == events.EVENT_STOP_ASKED:
             self.stop_asked = event["asked"]
             self.stop_reason = None
+
+    def _enter_earlier(self, trial: Trial, outcome: Outcome, neighbours: int) -> None:
+        self.trials[trial.id] = trial
+        self.earlier.add(trial.id)
+        self.neighbours[trial.id] = neighbours
+        self.ended_at_s[trial.id] = None
+        if trial.kind is TrialKind.BASELINE:
+            self.baseline = trial
+        self._finish(trial.id, outcome)
 
     def _finish(self, trial_id: int, outcome: Outcome) -> None:
         self.outcomes[trial_id] = outcome
@@ -323,6 +336,11 @@ class Run:
     def best_value(self) -> float | None:
         outcome = self.best_outcome
         return None if outcome is None else outcome.value(self._objective)
+
+    @property
+    def most_trials(self) -> int:
+        """The most trials that the run may have, those of earlier runs included."""
+        return self.plan.max_trials + len(self.earlier)
 
     @property
     def longest_s(self) -> float | None:
