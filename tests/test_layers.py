@@ -22,7 +22,6 @@ FLOORS = (
     "values",
     "command",
     "options",
-    "inputs",
     "space",
     "memory",
     "search",
@@ -31,9 +30,8 @@ FLOORS = (
     "engines",
     "run",
     "prepare",
-    "report show",  # projections and fits move out of `report`
-    "tuning app",
-    "estimating projecting",
+    "show",
+    "tuning estimating projecting",
     "determined_cluster",
     "doctor",
     "api_options",
@@ -104,6 +102,14 @@ def _violations(graph: Mapping[str, set[str]]) -> list[str]:
 
 def test_imports_run_downward_only() -> None:
     assert _violations(_graph()) == []
+
+
+def test_no_command_uses_another() -> None:
+    slices = ("tuning", "estimating", "projecting")
+    for module, imported in _graph().items():
+        top = module.split(".")[0]
+        if top in slices:
+            assert {other.split(".")[0] for other in imported} & {*slices} <= {top}, module
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

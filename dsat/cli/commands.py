@@ -15,11 +15,11 @@ from dsat.determined_cluster.select_master import Choice
 from dsat.errors import UserInputError
 from dsat.estimating import fits, tables
 from dsat.estimating.options import EstimateSettings
-from dsat.inputs.look_settings import WatchSettings
 from dsat.projecting import projector
 from dsat.projecting.options import ProjectSettings
 from dsat.show import terminal, watch
 from dsat.show.live import LiveView
+from dsat.show.settings import WatchSettings
 from dsat.show.view import RunView
 from dsat.tuning import local
 from dsat.tuning.command_line import CommandLine

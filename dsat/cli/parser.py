@@ -13,10 +13,10 @@ from typing import Any
 from dsat import __version__
 from dsat.errors import UserInputError
 from dsat.estimating.options import EstimateSettings
-from dsat.inputs.look_settings import LOOK_SETTINGS, LookSettings
 from dsat.options import SWITCH, Group, Option, options_of
 from dsat.projecting.options import ProjectSettings
 from dsat.search import SEARCHES
+from dsat.show.settings import LOOK_SETTINGS, LookSettings
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.make_settings import all_options, make_settings
 from dsat.tuning.settings import RUN, TUNE, Settings

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from dsat.report.speed_model import SpeedModel
 from dsat.run.run import Run
 from dsat.search.threads import in_one_thread
 from dsat.show import plots
 from dsat.show.changes import changes
+from dsat.show.speed_model import SpeedModel
 from dsat.show.view import RunView
 from dsat.values import format as fmt
 from dsat.values.files import cache_folder, write_atomically, write_cache

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsat.report.speed_model import SpeedModel
 from dsat.run.run import Run
 from dsat.show import memory_parts, step_parts
+from dsat.show.speed_model import SpeedModel
 from dsat.show.view import RunView, TrialView
 from dsat.values import format as fmt
 from dsat.values.trial import TrialKind

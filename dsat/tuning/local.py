@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dsat.app.observers import FileKeeper, Logger, write_files
 from dsat.engines import Engine
 from dsat.engines.agent import leftovers
 from dsat.engines.engine import LocalEngine
@@ -28,6 +27,7 @@ from dsat.show.progress import Status
 from dsat.simulation import anchors
 from dsat.space.plan import Plan
 from dsat.tuning import run_folders, train_command
+from dsat.tuning.observers import FileKeeper, Logger, write_files
 from dsat.tuning.preparation import Prepared
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind

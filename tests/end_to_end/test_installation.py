@@ -105,7 +105,7 @@ def copy_sources(folder: Path) -> None:
     """Copy what a distribution is built from, with tests and benchmarks beside it."""
     for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
-    for name in ("dsat", "tests/report", "benchmarks/peers"):
+    for name in ("dsat", "tests/show", "benchmarks/peers"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "tests" / "test_layers.py", folder / "tests")

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dsat.memory.forecast import Forecast
-from dsat.report import autotuner_files
 from dsat.run.loop import Observer
 from dsat.run.run import Run
 from dsat.show import page, summary
 from dsat.show.log_lines import Narrator
 from dsat.show.progress import Status
-from dsat.tuning import run_folders, train_command
+from dsat.tuning import autotuner_files, run_folders, train_command
 from dsat.tuning.preparation import Prepared
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
