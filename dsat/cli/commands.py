@@ -9,16 +9,16 @@ import sys
 from dsat.app import estimate, fit, longest, project
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
-from dsat.cli.look import look
+from dsat.cli.read_only import read_only
 from dsat.cli.settings_from_argv import AnySettings
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.look_settings import WatchSettings
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.show import page, terminal, watch
 from dsat.show.live import LiveView
+from dsat.show.settings import WatchSettings
 from dsat.show.view import RunView
 from dsat.tuning import local
 from dsat.tuning.preparation import prepared
@@ -38,7 +38,7 @@ def run(settings: AnySettings, argv: list[str]) -> int:
         if isinstance(settings, WatchSettings) and settings.experiment is not None:
             return _told_of(submit.follow(settings.experiment), as_json=settings.json)
         if not isinstance(settings, Settings):
-            return look(settings)
+            return read_only(settings)
         choice = submit.where(settings)
         if choice.master is None:
             return _tune_here(settings, argv, view)

@@ -11,10 +11,10 @@ from dsat import __version__
 from dsat.command.entrypoint import DEEPSPEED_SWITCHES
 from dsat.engines import places
 from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
-from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.inputs.project_settings import PROJECT, ProjectSettings
 from dsat.options import SWITCH, WORD, Group, Option, options_of
 from dsat.search import SEARCHES
+from dsat.show.settings import READ_ONLY
 from dsat.tuning.keywords import help_of
 from dsat.tuning.settings import RUN, TUNE, Settings
 
@@ -36,7 +36,7 @@ PREDICTS: Mapping[str, type[EstimateSettings | ProjectSettings]] = {
     ESTIMATE: EstimateSettings,
     PROJECT: ProjectSettings,
 }
-METHODS = (*SEARCHES, TUNE, RUN, *PREDICTS, *LOOK_SETTINGS)
+METHODS = (*SEARCHES, TUNE, RUN, *PREDICTS, *READ_ONLY)
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         command = _command(commands, name, settings.summary)
         _add_target(command, name)
         _add(command, options_of_command(name))
-    for name, look in LOOK_SETTINGS.items():
+    for name, look in READ_ONLY.items():
         command = _command(commands, name, look.summary)
         if look.argument is not None:
             argument, attributes = look.argument
@@ -89,7 +89,7 @@ def options_of_command(name: str) -> list[Option]:
         return [*places.complete(options_of(Settings)), *SEARCHES[name].options.values()]
     if name in (TUNE, RUN):
         return [NUM_GPUS, *(own for own in options_of(Settings) if own.any_command)]
-    return list(options_of({**PREDICTS, **LOOK_SETTINGS}[name]))
+    return list(options_of({**PREDICTS, **READ_ONLY}[name]))
 
 
 def _command(commands: Any, name: str, description: str) -> argparse.ArgumentParser:

@@ -18,13 +18,13 @@ from dsat.cli.parser import (
 from dsat.command.entrypoint import DEEPSPEED_SWITCHES
 from dsat.errors import UserInputError
 from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.look_settings import LOOK_SETTINGS, LookSettings
 from dsat.inputs.project_settings import ProjectSettings
 from dsat.options import options_of
+from dsat.show.settings import READ_ONLY, ReadOnlySettings
 from dsat.tuning import keywords
 from dsat.tuning.settings import RUN, TUNE, Settings
 
-AnySettings = Settings | EstimateSettings | ProjectSettings | LookSettings
+AnySettings = Settings | EstimateSettings | ProjectSettings | ReadOnlySettings
 
 _OF_MODEL = (
     "{flag} is an option of dsat model -- COMMAND; dsat {method} takes bounds from section "
@@ -85,12 +85,12 @@ def _with_joined_switches(words: Sequence[str]) -> list[str]:
 
 def _settings(values: dict[str, Any], command: list[str]) -> AnySettings:
     method = values["method"]
-    if method in LOOK_SETTINGS:
+    if method in READ_ONLY:
         del values["method"]
         values = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
         }
-        return LOOK_SETTINGS[method](**values)
+        return READ_ONLY[method](**values)
     if method in (TUNE, RUN):
         command = _launcher_command(values)
         values["run_full_experiment"] = method == RUN

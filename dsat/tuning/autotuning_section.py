@@ -15,23 +15,15 @@ from typing import Any
 from dsat.command.ds_config import AUTOTUNING, BATCH_KEYS, did_you_mean, flat, whole_number
 from dsat.command.switches import CHECKPOINTING
 from dsat.errors import UserInputError
+from dsat.values.objective import METRICS
 from dsat.values.trial import TrialOptions
 
 _MORE_STEPS = TrialOptions.end_step - TrialOptions.start_step
 
-# `fwd` and `bwd` are the names in its metric file now, the whole words those of earlier versions.
 _METRICS = {
-    "throughput": "throughput",
-    "latency": "latency",
-    "FLOPS": "FLOPS_per_gpu",
-    "flops": "FLOPS_per_gpu",
-    "FLOPS_per_gpu": "FLOPS_per_gpu",
-    "tokens_per_second": "tokens_per_second",
-    "forward": "forward",
-    "fwd": "forward",
-    "backward": "backward",
-    "bwd": "backward",
-    "step": "step",
+    name: metric
+    for metric, declared in METRICS.items()
+    for name in (metric, *declared.autotuner_names)
 }
 _METHODS = {"gridsearch": "gridsearch", "random": "random", "model_based": "model"}
 
