@@ -35,6 +35,7 @@ FLOORS = (
     "tuning app",
     "determined_cluster",
     "doctor",
+    "api_options",
     "api",
     "cli",
     "__main__",
@@ -185,6 +186,9 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS, MOST_METHODS, MOST_ATTRIBUTES 
 TOO_LARGE = {
     "simulation.attention attention: parameters",
     "run.run Run: attributes",
+    # Each attribute is an option.
+    "tuning.settings Settings: attributes",
+    "api_options TuneOptions: attributes",
 }
 
 

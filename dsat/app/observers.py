@@ -75,8 +75,8 @@ def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = Tr
     summary.write_files(run, folder, line)
     train_command.write_own_files(ready, run, folder)
     if with_page:
-        page.write_page(run, folder, run_folders.of_trials(ready.native, folder), line)
-    if ready.native is not None:
+        page.write_page(run, folder, run_folders.of_trials(ready.section, folder), line)
+    if ready.section is not None:
         best = folder / autotuner_files.OPTIMAL_CONFIG_FILE
         command = train_command.text(ready, run, best) or ""
-        autotuner_files.write_files(run, folder, ready.native.exps_dir, command)
+        autotuner_files.write_files(run, folder, ready.section.exps_dir, command)

@@ -9,8 +9,8 @@ import sys
 from dsat.app import estimate, fit, longest, project
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from dsat.cli.parser import AnySettings
 from dsat.cli.read_only import read_only
-from dsat.cli.settings_from_argv import AnySettings
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.errors import UserInputError
@@ -21,13 +21,14 @@ from dsat.show.live import LiveView
 from dsat.show.settings import WatchSettings
 from dsat.show.view import RunView
 from dsat.tuning import local
+from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import prepared
 from dsat.tuning.settings import Settings
 
 _CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
 
 
-def run(settings: AnySettings, argv: list[str]) -> int:
+def run(settings: AnySettings, line: CommandLine) -> int:
     """Run one command and return the exit status."""
     view = LiveView()
     with output.messages_to(view):
@@ -41,7 +42,7 @@ def run(settings: AnySettings, argv: list[str]) -> int:
             return read_only(settings)
         choice = submit.where(settings)
         if choice.master is None:
-            return _tune_here(settings, argv, view)
+            return _tune_here(settings, line, view)
         if settings.watch:
             raise UserInputError(
                 "is for searches on this machine", where="--watch", hint=_CLUSTER_PAGE
@@ -94,8 +95,8 @@ def _told_of(submitted: submit.Submitted, *, as_json: bool) -> int:
     return EXIT_OK if submitted.found or submitted.state is None else EXIT_FAILED
 
 
-def _tune_here(settings: Settings, argv: list[str], view: LiveView) -> int:
-    with prepared(settings, argv) as ready:
+def _tune_here(settings: Settings, line: CommandLine, view: LiveView) -> int:
+    with prepared(settings, line) as ready:
         if settings.dry_run:
             output.print_plan(ready)
             return EXIT_OK

@@ -33,6 +33,7 @@ from dsat.values.format import count
 from dsat.values.text import (
     MOST_OF_A_LOG,
     printable,
+    shell_line,
     values_without_secrets,
     words_without_secrets,
 )
@@ -136,13 +137,15 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
 
 def how_to_continue(ready: Prepared, folder: Path) -> str:
     """Return the command that continues an interrupted run."""
-    if ready.native is None:
-        place = ", before its --" if ready.settings.command else ""
-        return f"Continue with the same command and{place}: --run-dir {folder} --resume"
-    deletes = (
-        ', with "overwrite": false in its autotuning section' if ready.native.overwrite else ""
-    )
-    return f"Continue with the same command{deletes}."
+    section = ready.section
+    if section is not None and section.results_dir is not None:
+        deletes = ', with "overwrite": false in its autotuning section' if section.overwrite else ""
+        return f"Continue with the same command{deletes}."
+    assert ready.line is not None
+    more = [] if ready.settings.resume else ["--resume"]
+    more += [] if ready.settings.run_dir else ["--run-dir", str(folder)]
+    words = ["dsat", *ready.line.words(*more)]
+    return f"Continue with: {shell_line(words)}"
 
 
 def report(error: Exception) -> int:

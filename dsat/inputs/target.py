@@ -20,12 +20,12 @@ class Target:
         kind=PATH,
         metavar="FILE",
         group=Group.TARGET,
-        help="DeepSpeed configuration of the command after --; by default the one that its "
+        help="DeepSpeed configuration of the command; by default the one that its "
         "arguments name, or else what the script passes to deepspeed.initialize",
     )
     include: tuple[Path, ...] = option(
-        "-i",
-        "--include",
+        "--add-files",
+        old=("-i", "--include"),
         kind=PATH,
         many=True,
         default=(),

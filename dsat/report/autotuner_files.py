@@ -23,8 +23,8 @@ SUMMARY_FILE = "summary.txt"
 _HEADINGS = ("tuning_space", "num_experiments", "best_metric_val", "best_exp_name")
 
 
-def write_files(run: Run, results_dir: Path, exps_dir: Path, command: str) -> None:
-    """Write the results into `results_dir`, and each experiment's description into `exps_dir`.
+def write_files(run: Run, results_dir: Path, exps_dir: Path | None, command: str) -> None:
+    """Write the results into a folder, and descriptions of the experiments into another, if any.
 
     Where nothing ran there is no optimal configuration and no command.
 
@@ -42,17 +42,18 @@ def write_files(run: Run, results_dir: Path, exps_dir: Path, command: str) -> No
     if view.best_config is not None:
         files[results_dir / OPTIMAL_CONFIG_FILE] = json.dumps(view.best_config, indent=2) + "\n"
         files[results_dir / OPTIMAL_COMMAND_FILE] = command + "\n"
-    for each in view.trials:
+    folders = [results_dir] if exps_dir is None else [results_dir, exps_dir]
+    for each in view.trials if exps_dir is not None else ():
         experiment = {
             "name": each.trial.name,
             "ds_config": view.plan.config(each.trial.overrides),
             "num_gpus": view.plan.slots_per_trial,
             "num_nodes": 1,
         }
-        files[exps_dir / f"{each.trial.name}.json"] = json.dumps(experiment, indent=2) + "\n"
+        files[folders[-1] / f"{each.trial.name}.json"] = json.dumps(experiment, indent=2) + "\n"
     path = results_dir
     try:
-        for path in (results_dir, exps_dir):
+        for path in folders:
             path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         for path, text in files.items():
             write_atomically(path, text)

@@ -17,6 +17,10 @@ from dsat.values.objective import Objective
 # Names in messages of the fields that no single option decides.
 _LABELS = {
     "slot_memory_bytes": "slot memory",
+    "seed": "random seed",
+    "tune": "search",
+    "fix": "keep",
+    "listed_switches": "vary",
     "base_config": "DeepSpeed configuration",
     "own_batch": "own",
     "choices": "list of values of",

@@ -26,6 +26,7 @@ from dsat.run.run import Run
 from dsat.run.tuner import Tuner
 from dsat.show.progress import Status
 from dsat.simulation import anchors
+from dsat.space.plan import Plan
 from dsat.tuning import run_folders, train_command
 from dsat.tuning.preparation import Prepared
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -53,12 +54,14 @@ class LocalSearch:
         self.interrupted = False
         self._engine: Engine | None = None
         with contextlib.ExitStack() as opened:
-            if ready.native is not None:
-                self.folder = run_folders.of_results(ready.native, opened)
+            section = ready.section
+            results = None if section is None else section.results_dir
+            if section is not None and results is not None:
+                self.folder = run_folders.of_results(results, section, opened)
             else:
                 self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
             earlier = run_folders.earlier_runs(
-                self.folder, ready.plan, ready.info, takes_over=ready.native is not None
+                self.folder, ready.plan, ready.info, takes_over=results is not None
             )
             ended = leftovers.end_processes(self.folder)
             if ended:
@@ -80,7 +83,7 @@ class LocalSearch:
     @property
     def trials(self) -> Path:
         """Folder of the trials' folders."""
-        return run_folders.of_trials(self.ready.native, self.folder)
+        return run_folders.of_trials(self.ready.section, self.folder)
 
     def search(self, *observers: Observer) -> None:
         """Run the trials that are not done yet; Ctrl-C ends it early, and ends the trials.
@@ -183,19 +186,30 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
             f"note: {plan.metric} is a time per optimizer step, which small batches make short; "
             "add --train-batch-size to compare like with like"
         )
-    if plan.train_batch_size is not None and ready.settings.train_batch_size is None:
-        yield (
-            f"note: your configuration gives train_batch_size {plan.train_batch_size}, which the "
-            "search keeps; --train-batch-size any tries others"
-        )
+    if plan.train_batch_size is not None and "train_batch_size" not in ready.settings.given:
+        yield f"note: {_kept_batch(plan)}"
     changed = history.difference(run, plan, ready.info)
     if changed is not None:
         yield (
             f"warning: this run is over, and its result is shown as it was, although {changed}: "
             "start a new run to measure again"
         )
-    if ready.native is not None:
-        yield from (f"note: {note}" for note in ready.native.notes)
+    if ready.section is not None:
+        yield from (f"note: {note}" for note in ready.section.notes)
+
+
+def _kept_batch(plan: Plan) -> str:
+    """Tell that the global batch is kept, and what another would allow."""
+    own, size = plan.own_batch, plan.train_batch_size
+    if own.micro_batch == own.gas == 1:
+        return (
+            f"your global batch of {size} is one sample per device, without accumulation: nothing "
+            "can be traded. --train-batch-size any also searches larger micro batches"
+        )
+    return (
+        f"the search keeps your global batch of {size}. --train-batch-size any also searches "
+        "others, which change the training"
+    )
 
 
 def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
@@ -210,7 +224,7 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
             settings.trial_options(ready.plan.own_batch.micro_batch),
             cold=settings.cold,
             seed=settings.seed,
-            trials=run_folders.of_trials(ready.native, folder),
+            trials=run_folders.of_trials(ready.section, folder),
         ),
         slots_per_trial=ready.plan.slots_per_trial,
         own=ready.first,
@@ -305,8 +319,8 @@ def _does_not_fit(run: Run) -> str:
     tried = [t.strategy for t in run.trials.values() if t.kind is TrialKind.PROFILE]
     allowed = "" if 3 in run.plan.zero_stages else ", higher --zero-stages"
     several = run.plan.slots_per_trial > 1
-    shared = ", --tune tensor_parallel.autotp_size sequence_parallel_size" if several else ""
+    shared = ", --search tensor_parallel.autotp_size sequence_parallel_size" if several else ""
     return (
         f" The model does not fit at the smallest micro batch, tried with {', '.join(tried)}: use "
-        f"more slots{allowed}{shared}, or --nvme-path."
+        f"more devices{allowed}{shared}, or --nvme-path."
     )

@@ -22,7 +22,7 @@ from dsat.run.run import Run, read_run
 from dsat.run.tuner import difference_to
 from dsat.show import page, progress, summary
 from dsat.space.plan import Plan
-from dsat.tuning.autotuning_section import Autotuning
+from dsat.tuning.autotuning_section import Section
 from dsat.tuning.settings import Settings
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import OutcomeKind
@@ -115,21 +115,23 @@ def _new_folder(stem: str) -> Path:
             return folder
 
 
-def of_trials(section: Autotuning | None, folder: Path) -> Path:
-    """Return the folder of a run's trials; `dsat tune` and `dsat run` have a section."""
-    return folder if section is not None else folder / "trials"
+def of_trials(section: Section | None, folder: Path) -> Path:
+    """Return the folder of a run's trials: as DeepSpeed's autotuner has it in its own folder."""
+    is_results_dir = section is not None and section.results_dir is not None
+    return folder if is_results_dir else folder / "trials"
 
 
-def of_results(section: Autotuning, locks: ExitStack) -> Path:
-    """Return the folder of a run of `dsat tune` and `dsat run`, as the `autotuning` section says.
+def of_results(results: Path, section: Section, locks: ExitStack) -> Path:
+    """Return the folder of a run that the `autotuning` section names.
 
     Earlier results are deleted if the section says so: what dsat itself wrote, and nothing else.
     """
-    for folder in dict.fromkeys(p.resolve() for p in (section.results_dir, section.exps_dir)):
+    experiments = section.exps_dir or results
+    for folder in dict.fromkeys(path.resolve() for path in (results, experiments)):
         locks.callback(FolderLock(folder).close)
     if section.overwrite:
-        _delete_results(section.results_dir, section.exps_dir)
-    return section.results_dir
+        _delete_results(results, experiments)
+    return results
 
 
 def earlier_runs(

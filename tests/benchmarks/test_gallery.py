@@ -11,7 +11,7 @@ import pytest
 from benchmarks import common, gallery
 from benchmarks.gallery import PREDICTED
 from dsat.app import estimate
-from dsat.cli import settings_from_argv
+from dsat.cli import parser
 from dsat.inputs.estimate_settings import EstimateSettings
 
 
@@ -38,7 +38,7 @@ def test_the_rows_are_what_the_formula_says_today(
     near = 0.07 if name.startswith("Mixtral") or gallery.MODELS[name].lora else 0.002
     rows = [row for row in gallery.known() if row.model == name]
     for command in {row.command for row in rows}:
-        settings = settings_from_argv.parse(shlex.split(command)[1:])
+        settings, _ = parser.parse(shlex.split(command)[1:])
         assert isinstance(settings, EstimateSettings) and settings.hf_config is not None
         here = replace(settings, hf_config=str(common.ROOT / settings.hf_config))
         lines = {line.strategy.label: line for line in estimate.estimate(here).lines}

@@ -48,7 +48,7 @@ def test_a_search_is_submitted_from_python(
     assert result.url == f"{master.url}/det/experiments/1"
     assert capsys.readouterr() == ("", "")
     with pytest.raises(UserInputError) as caught:
-        dsat_api.tune(config, engine="determined", cold=True)
+        dsat_api.tune(config, engine="determined", no_fork=True)
     assert caught.value.where == "--cold"
 
 

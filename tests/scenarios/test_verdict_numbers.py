@@ -129,7 +129,7 @@ def test_a_gain_in_tokens_does_not_count_padding(user: User) -> None:
 def test_a_slow_loader_is_told_with_its_share_and_what_workers_gain(user: User) -> None:
     told = run(user, CASES["a slow loader"])
     assert numbers(line_of(told, "data wait"))[0] == 31.0
-    assert "--switch" in line_of(told, "data wait")
+    assert "--vary" in line_of(told, "data wait")
     other = User(user.folder / "other")
     told = run(other, CASES["a loader with workers"])
     line = line_of(told, "a switch reads data faster")
