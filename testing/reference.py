@@ -13,7 +13,7 @@ from typing import Any
 
 from dsat.cli.parser import PREDICTS, options_of_command
 from dsat.engines import places
-from dsat.in_trial.adapters.table import ENGINE, TABLE
+from dsat.in_trial.adapters.table import ENGINE, MODELS, TABLE
 from dsat.options import Group, Option, options_of
 from dsat.search import SEARCHES
 from dsat.show.settings import READ_ONLY
@@ -87,7 +87,7 @@ def references() -> dict[Path, str]:
     return {
         DOCS / "options.md": option_reference(),
         DOCS / "settings.md": setting_reference(),
-        DOCS / "what-dsat-touches.md": touched.markdown([*TABLE, *ENGINE]),
+        DOCS / "what-dsat-touches.md": touched.markdown([*TABLE, *ENGINE, MODELS]),
     }
 
 

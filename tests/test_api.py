@@ -21,7 +21,7 @@ import dsat
 from dsat import api
 from dsat.engines.places import local as this_machine
 from dsat.errors import JournalMismatch, SearchFailed, UserInputError
-from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.estimating.options import EstimateSettings
 from dsat.options import options_of
 from dsat.prepare import installed_deepspeed
 from dsat.search import SEARCHES, Problem, RandomSearch, Search
@@ -37,10 +37,6 @@ if TYPE_CHECKING:  # mypy runs this test
         assert_type(dsat.tune(target), dsat.Result)
         assert_type(dsat.load_run(target), dsat.Result)
         assert_type(dsat.estimate(target, slots=8), dsat.Estimate)
-        assert_type(dsat.estimate(target, longest_sequence=True), dsat.LongestSequences)
-        flag = bool(target)
-        either = dsat.estimate(target, longest_sequence=flag)
-        assert_type(either, dsat.Estimate | dsat.LongestSequences)
         assert_type(dsat.project(target), dsat.Projection)
 
 

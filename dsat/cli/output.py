@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from dsat import __version__
-from dsat.app.observers import TRIALS
 from dsat.cli.exit_status import EXIT_BUG, EXIT_FAILED, EXIT_USAGE
 from dsat.determined_cluster.submit import Submission
 from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
@@ -27,6 +26,7 @@ from dsat.show.view import RunView
 from dsat.space.plan import Plan
 from dsat.tuning import train_command
 from dsat.tuning.local import LocalSearch
+from dsat.tuning.observers import TRIALS
 from dsat.tuning.preparation import Prepared
 from dsat.values import memory_size
 from dsat.values.format import count
