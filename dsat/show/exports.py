@@ -245,8 +245,9 @@ def _decision(view: RunView) -> dict[str, Any]:
 
 def _params(each: TrialView) -> dict[str, Any]:
     """Return the settings of a trial; the global batch, which follows, is left out."""
+    batch = each.trial.batch.config()
     found = {
-        key.removeprefix("zero_optimization."): _plain(value)
+        key.removeprefix("zero_optimization."): _plain(batch.get(key, value))
         for key, value in each.settings.items()
         if key != "train_batch_size"
     }

@@ -26,8 +26,8 @@ _OF_WHAT += (
 )
 _OF_WHAT += " anthropic clearml mistral neptune swanlab wandb"
 _KEY = rf"(?:{'|'.join(_OF_WHAT.split())})_?keys?"
-_PASS_OF = "admin|db|database|default|ftp|key|mail|mysql|pg|proxy|redis|root|smtp|ssh|user"
-_ABBREVIATED = rf"^pass|(?:{_PASS_OF})_?pass"
+_ACCOUNTS = "admin|db|database|default|ftp|key|mail|mysql|pg|proxy|redis|root|smtp|ssh|user"
+_ABBREVIATED = rf"^pass|(?:{_ACCOUNTS})_?pass"
 _WORD = rf"(?:(?:^|_)(?:token|pwd|pat|auth|cookies?|dsn|credentials?|{_KEY})|{_ABBREVIATED}"
 _WORD += r"|passwords?|passwd|passphrase|secrets?|apikeys?|connection_string)"
 _NAME_OF_SECRET = re.compile(rf"{_WORD}(?:_?(?:id|value|key|base64|b64|json))?$")
