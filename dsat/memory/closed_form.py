@@ -25,6 +25,7 @@ from dsat.values.zero_strategy import NONE, NVME, Strategy, of_config
 # before), and cuBLASLt, which multiplies where a bias is added.
 MATMUL_WORKSPACE_BYTES, BIASED_WORKSPACE_BYTES = 32 * 2**20, 2**20
 _ALL_REDUCE_BUCKET = 5 * 10**8  # engine.py: MEMORY_OPT_ALLREDUCE_SIZE
+_NORM_BUFFER = 25 * 10**7  # stage3.py: elements of which `_constant_buffered_norm2` takes the norm
 TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -125,6 +126,7 @@ class _Parts:
         forward: added from the beginning of the forward pass.
         bucket: added with the first gradient, when most activations are still there.
         gradients: added towards its end, when they are gone.
+        reduction: added while the gradients of a bucket are reduced, in the middle of the pass.
         step: added to what is resident in the optimizer step.
         gather: added to `forward` at the beginning of the pass, when there are no activations.
         flat: the peak while parameters are flattened on the device, as they are where it has room
@@ -138,6 +140,7 @@ class _Parts:
     bucket: float
     gradients: float
     step: float
+    reduction: float = 0
     gather: float = 0
     flat: float = 0
 
@@ -173,6 +176,11 @@ class _Setup:
     @property
     def shard(self) -> float:
         return self.facts.trainable_params / self.slots
+
+    @property
+    def reduces_last(self) -> bool:
+        """Whether one bucket holds all gradients, and is reduced when activations are gone."""
+        return self.facts.trainable_params <= self.bucket
 
     @property
     def state_bytes(self) -> int:
@@ -221,6 +229,12 @@ def lines(
                 held + parts.bucket + facts.workspace_bytes, facts.first_gradient_bytes_per_sample
             ),
             Line(held + parts.gradients),
+            Line(
+                held + parts.reduction,
+                (facts.matmul_bytes_per_sample or facts.first_gradient_bytes_per_sample)
+                if parts.reduction
+                else 0.0,
+            ),
         ),
         "step": (Line(parts.resident + parts.step, facts.held_bytes_per_sample),),
     }
@@ -337,7 +351,12 @@ def _stage_1_or_2(s: _Setup) -> _Parts:
     if s.offload_optimizer:
         resident, init = size * (total + largest), size * (total + s.shard)
         if not in_fp32:
-            return _Parts(init, resident, 0, bucket, bucket + size * own, 0, flat=flat)
+            # The host takes the gradients of each bucket, after their norm in fp64. Those of rank 0
+            # come last, unless it has all of them.
+            flattened = size * min(trained, s.bucket) if s.slots > 1 else 0
+            taken = bucket + max(8 * largest, flattened)
+            reduction = 0 if s.slots > 1 or s.reduces_last else taken
+            return _Parts(init, resident, 0, bucket, taken, 0, reduction, flat=flat)
     else:
         resident = size * total + s.state_bytes * s.shard
     if in_fp32:
@@ -364,15 +383,16 @@ def _stage_3(s: _Setup) -> _Parts:
     own, reduced = size * total / s.slots, size * min(trained, s.bucket)
     live = size * min(total, s.live) if s.slots > 1 or s.offload_param else 0
     gather = size * min(total, s.prefetch) * (1 + 1 / s.slots) if s.slots > 1 else 0
-    if s.offload_param:
-        # Of a bucket the own part is added to the host's gradients here, and leaves in fp32.
-        gradients = 2 * size * largest + (reduced + bucket + 4 * largest) / s.slots
-        init = bucket + size * largest * (1 + 1 / s.slots)
-        return _Parts(init, bucket, live, gradients, gradients, 0, gather)
     if s.offload_optimizer:
-        resident = bucket + own
-        gradients = reduced + size * (trained / s.slots + largest)
-        return _Parts(resident + size * largest, resident, live, 0, gradients, 0, gather)
+        # The host takes the rank's part of each bucket, after the norm of each gradient in fp64.
+        part = largest / s.slots
+        taken = max(reduced, size * largest) + size * part + 8 * min(part, _NORM_BUFFER)
+        if s.accumulation_bytes > size:
+            taken += s.accumulation_bytes * min(trained, s.bucket) / s.slots
+        resident = bucket if s.offload_param else bucket + own
+        init = resident + size * largest * (1 + (1 / s.slots if s.offload_param else 0))
+        reduction = 0 if s.reduces_last else taken
+        return _Parts(init, resident, live, 0, taken, 0, reduction, gather)
     group = min(s.shard, s.sub_group)
     resident = own + (s.accumulation_bytes + s.state_bytes) * s.shard + bucket
     moments = 2 * s.moment_bytes * s.shard  # come with the first step
@@ -382,7 +402,7 @@ def _stage_3(s: _Setup) -> _Parts:
         reduced, step = reduced + s.accumulation_bytes * reduced // size, 4 * group
     if s.torch_adam:
         step = max(step, 8 * group)
-    return _Parts(init, resident, live, 0, reduced, step, gather)
+    return _Parts(init, resident, live, 0, reduced, step, gather=gather)
 
 
 def _pinned_block(size: float) -> int:
