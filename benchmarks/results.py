@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks import common
 from dsat.engines.machines.machine import find_machine
-from dsat.report.format import duration
 from dsat.values.files import write_atomically
+from dsat.values.format import duration
 
 REPORT = Path(__file__).with_name("RESULTS.md")
 PICTURE = REPORT.with_suffix(".svg")

@@ -1,7 +1,6 @@
 """Options: declared once, read by the command line, the Python API and the documents.
 
-The field of a settings class (`dsat.tuning.settings`) holds its `Option`: type, default, flags,
-help, and its name in messages.
+A field of a command's settings class holds its `Option`: flags, type, default, help and group.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import dataclasses
 import enum
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,20 +28,26 @@ _LONGEST_S = 1e9  # a longer timeout overflows in system calls
 OWN, ANY = "own", "any"  # in the place of a global batch size
 
 
+def _unique(values: Iterable[Any]) -> Any:
+    return tuple(dict.fromkeys(values))
+
+
 @dataclass(frozen=True)
 class Kind:
     """The type of an option's values.
 
     Attributes:
-        read: makes the setting's value of text from a command line or a value of Python; raises
-            ValueError, with a message, for others.
+        read: makes the setting's value of a word of a command line or a value of Python. Raises
+            ValueError for others.
         write: writes the value as a user would.
         metavar: the placeholder of a value in `--help`.
+        collect: makes the setting's value of several values, for options that take several.
     """
 
     read: Callable[[Any], Any]
     write: Callable[[Any], str] = str
     metavar: str | None = None
+    collect: Callable[[Iterable[Any]], Any] = _unique
 
 
 class Group(enum.Enum):
@@ -62,22 +67,22 @@ class Group(enum.Enum):
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """An option of the command line, and a keyword argument of the Python API.
 
     Attributes:
         flags: on the command line, the long one last.
         help: its text in `--help`, the reference and the API's docstring.
-        kind: None: a switch, which is on if it is given.
+        kind: None for a flag without a value.
         default: as a user would write it.
         metavar: the placeholder of a value in `--help`; by default the kind's.
         choices: all values that are allowed, if they are few.
         many: takes one value or more.
-        goes_with: flag of the option without which it says nothing.
-        excludes: flags of options that say nothing beside it.
-        any_command: `dsat tune` and `dsat run` have it too, besides the searches' own names.
+        goes_with: flag of the option without which it has no effect.
+        excludes: flags of options that have no effect beside it.
         group: its heading in `--help`.
-        shell_only: it is an option of the command line only, not of the Python API.
-        name: of the setting.
+        shell_only: not an argument of the Python API.
+        old: earlier names, which work but are not documented.
+        name: field of the settings class.
     """
 
     flags: tuple[str, ...]
@@ -89,15 +94,20 @@ class Option:
     many: bool = False
     goes_with: str = ""
     excludes: tuple[str, ...] = ()
-    any_command: bool = False
     group: Group = Group.RUNNING
     shell_only: bool = False
+    old: tuple[str, ...] = ()
     name: str = ""
 
     @property
     def keyword(self) -> str:
-        """Its name in the Python API: the long flag's words."""
-        return self.flags[-1].removeprefix("--").replace("-", "_")
+        """The argument of the Python API: the words of the long flag."""
+        return _keyword(self.flags[-1])
+
+    @property
+    def keywords(self) -> set[str]:
+        """The arguments of the Python API that set it, earlier names included."""
+        return {self.keyword, *(_keyword(flag) for flag in self.old if flag.startswith("--"))}
 
     @property
     def placeholder(self) -> str | None:
@@ -105,27 +115,34 @@ class Option:
         return self.metavar or (self.kind.metavar if self.kind and not self.choices else None)
 
     @property
+    def help_text(self) -> str:
+        """The help with the default, for people."""
+        is_plain = self.default not in (None, False) and not self.many
+        default = str(self.default).replace("%", "%%")
+        shown = f" (default: {default})" if is_plain and "(default" not in self.help else ""
+        return self.help + shown
+
+    @property
     def initial(self) -> Any:
-        """The setting's value if no one gives it."""
-        if self.many:
-            return self.collect([]) if self.default == () else self.default
-        if self.default is None or self.kind is None:
+        """The setting's value if the user gives none."""
+        if self.kind is None or self.default is None:
             return self.default
+        if self.many:
+            return self.kind.collect(self.default)
         return self.kind.read(self.default)
 
-    def collect(self, values: Sequence[Any]) -> Any:
-        """Return the setting's value, made of values that `kind` has read one by one."""
-        if self.kind is ARG_MAPPING:
-            return dict(values)
-        if self.kind is not SWITCH:
-            return tuple(dict.fromkeys(values))
-        found: dict[str, tuple[Any, ...]] = {}
-        for name, listed in values:
-            found[name] = tuple(dict.fromkeys((*found.get(name, ()), *listed)))
-        return found
+    def takes(self, word: str) -> bool:
+        """Return whether a word is another value, not the first word of the user's command."""
+        if not self.many or self.kind in (None, PATH, SWITCH):  # any word may be a path
+            return False
+        try:
+            self.read(word)
+        except ValueError:
+            return False
+        return True
 
-    def from_python(self, value: Any) -> Any:
-        """Return the setting's value for a keyword argument: text, or a value.
+    def read(self, value: Any) -> Any:
+        """Read one value.
 
         Raises:
             ValueError: the value is wrong; the message says how.
@@ -134,31 +151,28 @@ class Option:
             if not isinstance(value, bool):
                 raise ValueError(f"{value!r} is not True or False")
             return value
-        if value is None and self.default is None:
-            return None
-        if not self.many:
-            return self._one(self.kind, value)
-        if isinstance(value, Mapping):
-            value = [switches.write(key, its) for key, its in value.items()]
-        is_list = isinstance(value, Sequence) and not isinstance(value, str)
-        return self.collect([self._one(self.kind, x) for x in (value if is_list else [value])])
-
-    def _one(self, kind: Kind, value: Any) -> Any:
-        found = kind.read(value)
-        if self.choices is not None and found not in self.choices:
+        read = self.kind.read(value)
+        if self.choices is not None and read not in self.choices:
             choices = ", ".join(map(str, self.choices))
-            raise ValueError(f"invalid choice: {found!r} (choose from {choices})")
-        return found
+            raise ValueError(f"invalid choice: {read!r} (choose from {choices})")
+        return read
 
-    def write(self, value: Any) -> str:
-        """Write a setting's value as a user would."""
-        if value is None or value == ():
-            return "not given"
-        if self.kind is None:
-            return str(value).lower()
-        if isinstance(value, (tuple, list)):
-            return " ".join(map(self.kind.write, value))
-        return self.kind.write(value)
+    def from_python(self, value: Any) -> Any:
+        """Read the value of a keyword argument: one value, or a list or mapping of several.
+
+        Raises:
+            ValueError: the value is wrong; the message says how.
+        """
+        if self.kind is None or not self.many:
+            return None if value is None and self.default is None else self.read(value)
+        if isinstance(value, Mapping):
+            value = list(value.items())
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        return self.kind.collect(map(self.read, value if is_list else [value]))
+
+
+def _keyword(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def option(*flags: str, help: str, **attributes: Any) -> Any:
@@ -166,10 +180,10 @@ def option(*flags: str, help: str, **attributes: Any) -> Any:
     declared = Option(flags, help, **attributes)
     if declared.kind is None:
         declared = dataclasses.replace(declared, default=False)
-    initial, metadata = declared.initial, {"option": declared}
-    if isinstance(initial, dict):
+    metadata = {"option": declared}
+    if isinstance(declared.initial, dict):
         return dataclasses.field(default_factory=dict, metadata=metadata)
-    return dataclasses.field(default=initial, metadata=metadata)
+    return dataclasses.field(default=declared.initial, metadata=metadata)
 
 
 def search_option(flag: str, help: str, **attributes: Any) -> Option:
@@ -185,13 +199,13 @@ def options_of(settings: Any) -> Iterator[Option]:
 
 
 def check_together(settings: Any) -> None:
-    """Raise UserInputError for an option that says nothing beside the others."""
+    """Raise UserInputError for an option that has no effect with the others."""
     options = options_of(settings)
     given = {o.flags[-1]: o for o in options if getattr(settings, o.name) != o.initial}
-    for flag, own in given.items():
-        if own.goes_with and own.goes_with not in given:
-            raise UserInputError(f"goes with {own.goes_with}", where=flag)
-        for other in own.excludes:
+    for flag, declared in given.items():
+        if declared.goes_with and declared.goes_with not in given:
+            raise UserInputError(f"goes with {declared.goes_with}", where=flag)
+        for other in declared.excludes:
             if other in given:
                 raise UserInputError(f"excludes {other}: leave one of them out", where=flag)
 
@@ -319,6 +333,8 @@ def _path(value: Any) -> Path:
 
 def _arg_mapping(text: Any) -> tuple[str, str]:
     """Return the parts of `KEY=FLAG`; the flag may be given without its dashes."""
+    if isinstance(text, tuple):
+        text = "=".join(map(_word, text))
     key, _, flag = (part.strip() for part in _word(text).partition("="))
     if not key or not flag:
         raise ValueError(
@@ -326,6 +342,13 @@ def _arg_mapping(text: Any) -> tuple[str, str]:
             "train_micro_batch_size_per_gpu=--batch-size"
         )
     return key, flag if flag.startswith("-") else f"--{flag}"
+
+
+def _values_by_switch(read: Iterable[tuple[str, tuple[Any, ...]]]) -> dict[str, tuple[Any, ...]]:
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, values in read:
+        found[name] = _unique((*found.get(name, ()), *values))
+    return found
 
 
 ALL_LINEAR = "all-linear"  # PEFT's word: all linear layers but the output embedding
@@ -358,9 +381,10 @@ PATH = Kind(_path, metavar="PATH")
 LORA = Kind(
     _lora, lambda found: ",".join(f"{k}={v}" for k, v in found.items()), "r=N,target=NAME+NAME"
 )
-ARG_MAPPING = Kind(_arg_mapping, metavar="KEY=FLAG")
+ARG_MAPPING = Kind(_arg_mapping, metavar="KEY=FLAG", collect=dict)
 SWITCH = Kind(
     switches.parse,
     lambda found: " ".join(switches.write(name, values) for name, values in found.items()),
     "NAME=V1,V2",
+    _values_by_switch,
 )

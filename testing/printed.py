@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dsat.engines.places import local as this_machine
-from dsat.report import summary
 from dsat.run.run import Run
+from dsat.show import summary
 from dsat.tuning import preparation as prepare
 from dsat.tuning import train_command
 from dsat.tuning.preparation import Prepared

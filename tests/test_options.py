@@ -51,14 +51,14 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> User:
 @pytest.mark.parametrize(
     ("options", "is_other"),
     [
-        *((option, True) for option in ("--zero-stages 2", "--tune overlap_comm")),
-        *((option, True) for option in ("--fix sub_group_size", "--nvme-path /nvme")),
+        *((option, True) for option in ("--zero-stages 2", "--search overlap_comm")),
+        *((option, True) for option in ("--keep sub_group_size", "--nvme-path /nvme")),
         *((option, True) for option in ("--random-seed 7", "--max-train-batch-size 64")),
         *((option, True) for option in ("--min-micro-batch 2", "--max-micro-batch 8")),
         *((option, True) for option in ("--max-seq-length 512", "--divisible-by 4")),
         *((option, True) for option in ("--train-batch-size 16", "--slot-memory 1GiB")),
         ("--memory-model none", True),
-        *((option, False) for option in ("--max-slots 1", "--cold", "--trial-timeout 60s")),
+        *((option, False) for option in ("--max-slots 1", "--no-fork", "--trial-timeout 60s")),
     ],
 )
 def test_a_run_goes_on_with_the_options_that_decide_its_trials(

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from dsat.estimating.options import EstimateSettings
-from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.options import options_of
 from dsat.projecting.options import ProjectSettings
+from dsat.show.settings import LOOK_SETTINGS
 from dsat.tuning.settings import Settings
 from testing.browser import chromium
 

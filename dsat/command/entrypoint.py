@@ -149,7 +149,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
     Raises:
         UserInputError: it is empty, needs a shell, or has an unknown form.
     """
-    words = _words(entrypoint)
+    words = without_autotuning(_words(entrypoint))
     env = take_assignments(words)
     if not words or not words[0].strip():
         raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
@@ -164,6 +164,17 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
             hint="Go to the folder where it is, or give its path from here.",
         )
     return replace(found, takes_hf_flags=parses_hf_arguments(found, model_dir))
+
+
+def without_autotuning(words: Sequence[str]) -> list[str]:
+    """Return a command without `--autotuning tune`, DeepSpeed's own tuner, which dsat replaces."""
+    flags = [at for at, word in enumerate(words) if word == "--autotuning"]
+    left_out = {at + more for at in flags for more in (0, 1)}
+    return [
+        word
+        for at, word in enumerate(words)
+        if at not in left_out and not word.startswith("--autotuning=")
+    ]
 
 
 def take_assignments(words: list[str]) -> dict[str, str]:
@@ -323,12 +334,6 @@ def _determined(launcher: str, words: list[str]) -> Entrypoint:
 
 def _deepspeed(words: list[str]) -> Entrypoint:
     options, found = _launched(DEEPSPEED, words, frozenset((*DEEPSPEED_SWITCHES, "-q")))
-    if "--autotuning" in options:
-        raise UserInputError(
-            "--autotuning is DeepSpeed's own tuner, which dsat replaces",
-            where=_WHERE,
-            hint="Leave it out.",
-        )
     slots, launch = placement.read_options(options)
     return replace(found, slots=slots, launch=launch)
 

@@ -257,9 +257,18 @@ def parse(text: Any) -> tuple[str, tuple[Any, ...]]:
     Values of flags and variables stay text; those of fields are numbers and booleans where they
     look like it. A bare flag has the values False and True.
 
+    Args:
+        text: as above, or the name and the values.
+
     Raises:
         ValueError: it is none of these.
     """
+    if isinstance(text, tuple):
+        name, values = text
+        listed = values if isinstance(values, (list, tuple)) else [values]
+        if name.startswith("--") and all(isinstance(value, bool) for value in listed):
+            return name, (False, True)
+        text = write(name, listed)
     name, equals, values = str(text).partition("=")
     listed = [value for value in values.split(",") if value]
     if re.fullmatch("--[A-Za-z0-9][A-Za-z0-9_.-]*", name) and (listed or not equals):

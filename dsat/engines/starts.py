@@ -103,13 +103,17 @@ class StartBuilder:
             shares: its slots of each host, in the order of their ranks.
             method: how its ranks are started.
         """
-        trial, folder = start.trial, start.folder
+        folder = start.folder
         if not start.is_own:
             remove(folder)  # left when dsat was killed
             folder.mkdir(mode=PRIVATE_FOLDER, parents=True)
         config, program = self.config_of(start), self.program
         if not start.is_own:
-            config = leftovers.with_own_swap_folder(config, self.run, trial.name)
+            trial = start.trial
+            swap = leftovers.choose_swap_folders(config, self.run, trial.name)
+            trial = replace(trial, overrides=ds_config.merge(trial.overrides, swap))
+            start = replace(start, trial=trial)
+            config = self.config_of(start)
             path = folder / CONFIG_FILE
             write_atomically(path, json.dumps(config, indent=2) + "\n")
             program = program.for_config(

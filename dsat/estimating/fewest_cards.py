@@ -10,11 +10,11 @@ from typing import Any
 
 from dsat.command import ds_config
 from dsat.memory.predictor import Basis, MemoryModel
-from dsat.report import format as fmt
-from dsat.report.table import Table
 from dsat.search import cards as known
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
+from dsat.values import format as fmt
 from dsat.values import parallelism
+from dsat.values.table import Table
 from dsat.values.zero_strategy import NONE, Strategy
 
 SIZES = tuple(sorted({card.memory_bytes for card in known.table().values()}))

@@ -9,10 +9,10 @@ from dsat.command import ds_config
 from dsat.estimating.options import EstimateSettings
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
 from dsat.prepare.simulated_model import simulate
-from dsat.report import format as fmt
 from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.protocol import Question
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
+from dsat.values import format as fmt
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import Strategy, of_config
 

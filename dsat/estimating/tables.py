@@ -18,11 +18,11 @@ from dsat.memory.estimate import SIMULATED, MemoryEstimate
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
 from dsat.memory.strategies import compared, with_strategy
 from dsat.prepare.simulated_model import SimulatedModel, simulate
-from dsat.report import format as fmt
-from dsat.report.table import Table
 from dsat.simulation.protocol import Question
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
+from dsat.values import format as fmt
 from dsat.values import slow
+from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
 _log = logging.getLogger(__name__)

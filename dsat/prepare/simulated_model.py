@@ -21,11 +21,11 @@ from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import find_machine_for_simulations
 from dsat.engines.start import LocalOptions
 from dsat.errors import DsatError, UserInputError
-from dsat.inputs.target import Target
 from dsat.options import LORA, WORD, at_least, check_together, option
 from dsat.prepare import installed_deepspeed, packages
 from dsat.prepare import source as sources
 from dsat.prepare.source import Source
+from dsat.prepare.target import Target
 from dsat.simulation.anchors import TIMEOUT_S
 from dsat.simulation.client import SimulationUnavailable, Simulator
 from dsat.simulation.protocol import ScriptFacts
@@ -43,7 +43,7 @@ _IMPORTED = (
     "dsat.simulation.borrowed_model",
 )
 _SCRIPT_HINT = (
-    " The script was run up to its first training step. `dsat model` also searches scripts that "
+    " The script was run up to its first training step. `dsat tune` also searches scripts that "
     "cannot be simulated: it predicts their memory by formula."
 )
 
@@ -58,8 +58,8 @@ class ModelSettings(Target):
 
     function: ClassVar[str]
     model: str | None = option(
-        "--hf-config",
         "--model",
+        old=("--hf-config",),
         kind=WORD,
         metavar="MODEL",
         help="predict a model of transformers instead of a script: a config.json, its folder, or "

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.projecting.speed import StepTime
-from dsat.report import format as fmt
-from dsat.report.table import Table
 from dsat.search.cards import Card
+from dsat.values import format as fmt
+from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
 _DAY_S = 86_400

@@ -10,8 +10,6 @@ import math
 
 import numpy as np
 
-from dsat.app import past_runs
-from dsat.app.past_runs import PastRun
 from dsat.command import ds_config
 from dsat.errors import UserInputError
 from dsat.prepare.simulated_model import simulate
@@ -23,6 +21,8 @@ from dsat.projecting.tracing import SIZES, Traced, trace, worthwhile
 from dsat.search import cards
 from dsat.search.cards import Card
 from dsat.search.speed import Points
+from dsat.show import past_runs
+from dsat.show.past_runs import PastRun
 from dsat.values.outcome import Metrics
 from dsat.values.parallelism import of_config as parallelism_of
 from dsat.values.trial import Trial, TrialKind

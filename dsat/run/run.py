@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +29,9 @@ class Run:
     Attributes:
         has_begun: there was the first event.
         plan: from the first event on.
-        planned_trials: the most trials by the options that the run was last started with.
         info: what the journal's first line says for people (name, versions, machine).
         trials, outcomes: by trial id, in the order of the events.
+        earlier: ids of the trials that earlier runs have measured; they cost nothing.
         baseline: the trial of the user's own configuration.
         leader: the trial with the best value of the search among those that keep to the plan.
         finals: the runs that decide, once the search is over; None if there are none.
@@ -44,7 +45,6 @@ class Run:
         converged: that was another reason than the number of trials.
         memory_basis: what memory is predicted from.
         skipped: names of configurations that were not launched since they would not have fitted.
-        stop_asked: somebody wants no further trials.
         stop_reason: None while the run goes on or after it was interrupted.
         paused: it was interrupted, and did not go on since.
         neighbours: the most trials that ran beside a trial at once, by its trial id.
@@ -58,10 +58,10 @@ class Run:
     ) -> None:
         self.has_begun = False
         self.plan: Plan
-        self.planned_trials = 0
         self.info: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}
         self.outcomes: dict[int, Outcome] = {}
+        self.earlier: set[int] = set()
         self.baseline: Trial | None = None
         self._running: dict[int, Trial] = {}
         self.profiled: Outcome | None = None
@@ -82,7 +82,6 @@ class Run:
         self.memory_basis: Basis | None = None
         self.skipped: list[str] = []
         self._usual_step_s = 0.0  # the user's own, or the shortest so far
-        self.stop_asked = False
         self.stop_reason: str | None = None
         self.paused = False
         self.neighbours: dict[int, int] = {}
@@ -106,9 +105,10 @@ class Run:
         if kind == events.EVENT_START:
             self.has_begun = True
             self.plan = event["plan"]
-            self.planned_trials = event["plan"].max_trials
             self._objective = event["plan"].objective
             self.info = event["info"]
+        elif kind == events.EVENT_EARLIER:
+            self._enter_earlier(event["trial"], event["outcome"], event["neighbours"])
         elif kind == events.EVENT_PROPOSED:
             trial: Trial = event["trial"]
             self.trials[trial.id] = self._running[trial.id] = trial
@@ -134,14 +134,18 @@ class Run:
                 self._earlier_variation = self.variation
                 self.finals = None  # the search goes on; new finals follow
             self.plan = replace(self.plan, max_trials=event["max_trials"])
-            if not event.get("asked"):
-                self.planned_trials = event["max_trials"]
             self.stop_reason = None
         elif kind == events.EVENT_STOPPED:
             self.stop_reason = event["reason"]
-        elif kind == events.EVENT_STOP_ASKED:
-            self.stop_asked = event["asked"]
-            self.stop_reason = None
+
+    def _enter_earlier(self, trial: Trial, outcome: Outcome, neighbours: int) -> None:
+        self.trials[trial.id] = trial
+        self.earlier.add(trial.id)
+        self.neighbours[trial.id] = neighbours
+        self.ended_at_s[trial.id] = None
+        if trial.kind is TrialKind.BASELINE:
+            self.baseline = trial
+        self._finish(trial.id, outcome)
 
     def _finish(self, trial_id: int, outcome: Outcome) -> None:
         self.outcomes[trial_id] = outcome
@@ -321,8 +325,27 @@ class Run:
 
     @property
     def best_value(self) -> float | None:
-        outcome = self.best_outcome
+        """The objective's value of the best configuration; see `final_value`."""
+        return None if self.best is None else self.final_value(self.best)
+
+    def final_value(self, trial: Trial) -> float | None:
+        """Return the objective's value of a trial: by the finals, where they measured it again.
+
+        It is the geometric mean over the pairs, so that the gain is the ratio of two such values.
+        """
+        finals = self.finals
+        if finals is not None and finals.pick is not None and finals.pairs:
+            for role, each in enumerate((self.baseline, self.trials[finals.pick.trial_id])):
+                if each is trial:
+                    mean = statistics.fmean(pair[role] for pair in finals.pairs)
+                    return float(self._objective.value_of(mean))
+        outcome = typical_outcome(self, trial)
         return None if outcome is None else outcome.value(self._objective)
+
+    @property
+    def most_trials(self) -> int:
+        """The most trials that the run may have, those of earlier runs included."""
+        return self.plan.max_trials + len(self.earlier)
 
     @property
     def longest_s(self) -> float | None:

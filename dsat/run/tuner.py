@@ -15,12 +15,13 @@ from dsat.errors import JournalMismatch
 from dsat.memory.predictor import Basis
 from dsat.run import events as journaled
 from dsat.run.decisions import BeginFinals, Decisions
+from dsat.run.history import Measured
 from dsat.run.journal import SCHEMA_VERSION, Journal, MemoryJournal
 from dsat.run.run import Run
 from dsat.search import usual_options
 from dsat.space.plan import Plan
 from dsat.values.codec import encode
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
 
@@ -36,6 +37,7 @@ class Tuner:
         journal: takes new events.
         info: for people, into the journal's first line.
         events: those of an earlier tuner, to continue from.
+        earlier: trials of earlier runs that hold for this one too.
         clock: seconds, monotonic; only to tell people how long things took.
         time_of_day: seconds since the epoch, for the dates of events; without it they have none.
         last_event_s: since when time counts, by this clock, if it is not from now on: the last of
@@ -57,6 +59,7 @@ class Tuner:
         *,
         info: Mapping[str, Any] | None = None,
         events: Sequence[Mapping[str, Any]] = (),
+        earlier: Sequence[Measured] = (),
         clock: Callable[[], float] = time.monotonic,
         time_of_day: Callable[[], float] | None = None,
         last_event_s: float | None = None,
@@ -64,33 +67,22 @@ class Tuner:
         self.plan = _continued(plan, events)
         self.decisions = Decisions(self.plan)
         self._journal = journal
+        self._earlier = earlier
         self._clock = clock
         self._time_of_day = time_of_day
         self._last_event_s = clock() if last_event_s is None else last_event_s
         for number, line in enumerate(events, start=1):
             with journaled.raise_as_corrupt_journal(number):
                 self.decisions.apply(journaled.event_of(line))
-        self._continue(plan, info or {}, events)
+        self._continue(plan, info or {})
 
-    def _continue(
-        self, plan: Plan, info: Mapping[str, Any], events: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def _continue(self, plan: Plan, info: Mapping[str, Any]) -> None:
         """Begin the run, or continue an earlier tuner's."""
         if not self.run.has_begun:
             start = {"event": journaled.EVENT_START, "schema": SCHEMA_VERSION}
             self._append({**start, "plan": self.plan, "info": dict(info)})
-        elif self.run.planned_trials != plan.max_trials:
+        elif self.run.plan.max_trials != plan.max_trials:
             self._append({"event": journaled.EVENT_BUDGET, "max_trials": plan.max_trials})
-        else:  # somebody may have asked for more
-            self.plan = replace(self.plan, max_trials=self.run.plan.max_trials)
-        if self.run.stop_asked:
-            self._append({"event": journaled.EVENT_STOP_ASKED, "asked": False})
-        canceled = [
-            each["trial_id"] for each in events if each["event"] == journaled.EVENT_CANCEL_ASKED
-        ]
-        for trial in self.run.running:
-            if trial.id in canceled:  # and the earlier tuner ended before the trial did
-                self.record(trial.id, Outcome(OutcomeKind.CANCELED, message="canceled"))
 
     @property
     def run(self) -> Run:
@@ -99,6 +91,7 @@ class Tuner:
 
     def next_trials(self, free_slots: int) -> list[Trial]:
         """Return trials to start now, as many as there is room and something to try for."""
+        self._reuse_earlier()
         trials: list[Trial] = []
         while free_slots >= self.plan.slots_per_trial:
             step = self.decisions.next_step()
@@ -111,6 +104,22 @@ class Tuner:
             else:
                 break
         return trials
+
+    def _reuse_earlier(self) -> None:
+        """Enter the trials of this run that earlier runs have measured."""
+        is_last = False
+        while self._earlier and not is_last:
+            is_last = self.decisions.search_began
+            reused = False
+            for trial, measured in self.decisions.reused(self._earlier):
+                event = {"event": journaled.EVENT_EARLIER, "trial": trial}
+                event |= {"outcome": measured.outcome, "neighbours": measured.neighbours}
+                self._append(event)
+                reused = True
+            if not reused and not is_last:
+                return
+        if is_last:
+            self._earlier = ()
 
     @property
     def finished(self) -> bool:
@@ -128,22 +137,6 @@ class Tuner:
         """Enter what memory is predicted from, and begin the search."""
         assert self.decisions.needs_memory_basis
         self._append({"event": journaled.EVENT_MEMORY_BASIS, "basis": basis})
-
-    def ask_stop(self) -> None:
-        """Start no further trial; those that run come to their end."""
-        if not self.run.stop_asked:
-            self._append({"event": journaled.EVENT_STOP_ASKED, "asked": True})
-
-    def ask_cancel(self, trial_id: int) -> None:
-        """Record that somebody wants a trial ended, whose outcome follows."""
-        self._append({"event": journaled.EVENT_CANCEL_ASKED, "trial_id": trial_id})
-
-    def raise_budget(self, max_trials: int) -> None:
-        """Raise the maximum number of trials; a smaller number changes nothing."""
-        if max_trials > self.plan.max_trials:
-            event = {"event": journaled.EVENT_BUDGET, "max_trials": max_trials, "asked": True}
-            self._append(event)
-            self.plan = replace(self.plan, max_trials=max_trials)
 
     def stop(self) -> None:
         """Record why the run is over."""

@@ -17,6 +17,10 @@ from dsat.values.objective import Objective
 # Names in messages of the fields that no single option decides.
 _LABELS = {
     "slot_memory_bytes": "slot memory",
+    "seed": "random seed",
+    "tune": "search",
+    "fix": "keep",
+    "listed_switches": "vary",
     "base_config": "DeepSpeed configuration",
     "own_batch": "own",
     "choices": "list of values of",
@@ -32,10 +36,8 @@ BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "for
 LONGEST_S = 20.0  # what `Plan.longest_s` usually is
 _ABSENT = "not given"
 _WRITERS = {"slot_memory_bytes": MEMORY_SIZE.write, "listed_switches": SWITCH.write}
-# A run that continues keeps its suggestions and the length of a trial, whatever this version
-# of dsat and this machine would choose.
-_KEPT = ("suggested", "longest_s")
-_MAY_DIFFER = ("max_trials", "finals", "indifference", *_KEPT)
+# A run that continues keeps the length of a trial, whatever this version of dsat would choose.
+_MAY_DIFFER = ("max_trials", "finals", "indifference", "longest_s")
 
 
 @dataclass(frozen=True, kw_only=True)

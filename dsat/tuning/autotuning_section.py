@@ -1,4 +1,4 @@
-"""The `autotuning` section of a configuration, as DeepSpeed's own autotuner reads it.
+"""The `autotuning` section of a DeepSpeed configuration, which sets defaults of a search.
 
 The keys are those of deepspeed/autotuning/{constants,config}.py (0.19.8), of its README and of
 https://www.deepspeed.ai/docs/config-json/#autotuning. `start_step`, `end_step`, `num_gpus` and
@@ -8,13 +8,17 @@ https://www.deepspeed.ai/docs/config-json/#autotuning. `start_step`, `end_step`,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dsat.command.ds_config import AUTOTUNING, BATCH_KEYS, did_you_mean, flat, whole_number
 from dsat.command.switches import CHECKPOINTING
 from dsat.errors import UserInputError
+from dsat.options import ANY
+from dsat.search import usual_options
+from dsat.space.knobs import KNOB_NAMES
+from dsat.tuning.settings import Settings
 from dsat.values.trial import TrialOptions
 
 _MORE_STEPS = TrialOptions.end_step - TrialOptions.start_step
@@ -35,15 +39,75 @@ _METRICS = {
 }
 _METHODS = {"gridsearch": "gridsearch", "random": "random", "model_based": "model"}
 
-_WITHOUT_MEANING = {
+_WITHOUT_EFFECT = {
     "metric_path": "every trial reports to dsat itself",
+    "min_train_batch_size": "the global batch is yours, or that of --train-batch-size",
     "model_info": "dsat always profiles the model itself",
     "model_info_path": "dsat always profiles the model itself",
 }
 
 
+@dataclass(frozen=True)
+class Section:
+    """An `autotuning` section.
+
+    Attributes:
+        settings: values of settings of a search, by name.
+        search_options: values of options of the method, by name.
+        keys: the keys in the file of both, by the same names.
+        results_dir, exps_dir: folders of DeepSpeed's result files and descriptions of experiments,
+            relative to where the command is run; None if the section names none.
+        overwrite: delete earlier results. DeepSpeed's own default is true; here it is false.
+        notes: a line for the user on each key that is accepted but has no effect.
+    """
+
+    settings: Mapping[str, Any]
+    search_options: Mapping[str, Any]
+    keys: Mapping[str, str]
+    results_dir: Path | None = None
+    exps_dir: Path | None = None
+    overwrite: bool = False
+    notes: tuple[str, ...] = ()
+
+    def apply(self, settings: Settings) -> Settings:
+        """Return settings with the defaults of this section; what the user gave beats them."""
+        given = settings.given
+        values = {name: value for name, value in self.settings.items() if name not in given}
+        method = values.get("method", settings.method)
+        if values.pop("fast", False) and "fix" not in given:
+            values["fix"] = tuple(name for name in KNOB_NAMES if name not in settings.tune)
+        if "arg_mappings" in self.settings:
+            own = self.settings["arg_mappings"]
+            values["arg_mappings"] = {**own, **settings.arg_mappings}
+        if "train_batch_size" in given and settings.train_batch_size != ANY:
+            values.pop("max_train_batch_size", None)
+        elif "max_train_batch_size" in values:
+            values["train_batch_size"] = None
+        if "end_profile_step" in values and "max_profile_steps" not in given:
+            start = values.get("start_profile_step", settings.start_profile_step)
+            measured = values["end_profile_step"] - start + 1
+            values["max_profile_steps"] = max(settings.max_profile_steps, measured)
+        options = usual_options(method)
+        options |= {k: v for k, v in self.search_options.items() if k in options}
+        options |= {k: v for k, v in settings.search_options.items() if k in given}
+        return replace(
+            settings, **values, search_options=options, given={**self.keys, **settings.given}
+        )
+
+
+# -- values
+
+
 def _from_zero(value: Any, where: str) -> int:
     return whole_number(value, where, least=0)
+
+
+def _number_or_none(value: Any, where: str) -> int | None:
+    return _from_zero(value, where) or None
+
+
+def _trials(value: Any, where: str) -> int:
+    return whole_number(value, where) + 1  # the user's own comes in addition
 
 
 def _flag(value: Any, where: str) -> bool:
@@ -101,104 +165,59 @@ def _mappings(value: Any, where: str) -> dict[str, str]:
     return mappings
 
 
-def _key(keys: str, read: Callable[[Any, str], Any], default: Any) -> Any:
-    """Declare the keys of a field (the later ones are aliases), and the reader of its values."""
-    metadata = {"keys": keys.split(), "read": read}
-    if default == {}:
-        return field(default_factory=dict, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResultFolders:
-    """The folders that DeepSpeed's autotuner leaves its results in.
-
-    Attributes:
-        results_dir, exps_dir: as written: relative to where the command is run.
-        overwrite: delete earlier results. DeepSpeed's own default is true; here it is false.
-    """
-
-    results_dir: Path = _key("results_dir", _folder, Path("autotuning_results"))
-    exps_dir: Path = _key("exps_dir", _folder, Path("autotuning_exps"))
-    overwrite: bool = _key("overwrite", _flag, False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Autotuning(ResultFolders):
-    """The `autotuning` section of a DeepSpeed configuration.
-
-    Attributes:
-        metric: one of `dsat.values.objective.METRIC_NAMES`.
-        start_profile_step, end_profile_step: the first and the last optimizer step measured. By
-            default as many as in any other search: DeepSpeed's own 3 make a poor interval.
-        fast: search ZeRO stages and micro batches only.
-        method: `gridsearch`, `random`, or `model` for `model_based`.
-        early_stopping: end a ZeRO stage after so many trials without a better one; 0 for never.
-        max_trials: maximum number of trials of one ZeRO stage.
-        max_train_batch_size: the largest global batch; 0 if there is no limit.
-        num_micro_batches: micro batches tried with each ZeRO section.
-        num_gpus: slots of a trial; 0 for all.
-        arg_mappings: setting -> the script's flag, with its leading dashes.
-        notes: a line for the user on each key that is accepted but has no effect here.
-    """
-
-    metric: str = _key("metric", _one_of(_METRICS), "throughput")
-    start_profile_step: int = _key("start_profile_step start_step", whole_number, 3)
-    end_profile_step: int = _key("end_profile_step end_step", whole_number, 3 + _MORE_STEPS)
-    fast: bool = _key("fast", _flag, True)
-    method: str = _key("tuner_type", _one_of(_METHODS), "gridsearch")
-    early_stopping: int = _key("tuner_early_stopping", _from_zero, 5)
-    max_trials: int = _key("tuner_num_trials", whole_number, 50)
-    max_train_batch_size: int = _key("max_train_batch_size", _from_zero, 0)
-    min_train_batch_size: int = _key("min_train_batch_size", whole_number, 1)
-    max_micro_batch: int = _key("max_train_micro_batch_size_per_gpu", whole_number, 1024)
-    min_micro_batch: int = _key("min_train_micro_batch_size_per_gpu", whole_number, 1)
-    num_micro_batches: int = _key("num_tuning_micro_batch_sizes", whole_number, 3)
-    num_gpus: int = _key("num_gpus", whole_number, 0)
-    arg_mappings: Mapping[str, str] = _key("arg_mappings", _mappings, {})
-    notes: tuple[str, ...] = ()
-
-    def slots_of(self, usable: int, *, where: str) -> int:
-        """Return the slots of a trial.
-
-        Raises:
-            UserInputError: more are asked for than may be used.
-        """
-        if self.num_gpus > usable:
-            raise UserInputError(
-                f"asks for {self.num_gpus} slots, but only {usable} are available",
-                where=f"{where}: {AUTOTUNING}.num_gpus",
-                hint="Ask for fewer.",
-            )
-        return self.num_gpus or usable
-
-
-# Keys without a field of their own.
-_CHECKED: Mapping[str, Callable[[Any, str], Any]] = {
+Reader = Callable[[Any, str], Any]
+# The setting of a search that a key sets, and the reader of its values.
+_SETTINGS: Mapping[str, tuple[str, Reader]] = {
+    "metric": ("metric", _one_of(_METRICS)),
+    "start_profile_step": ("start_profile_step", whole_number),
+    "start_step": ("start_profile_step", whole_number),
+    "end_profile_step": ("end_profile_step", whole_number),
+    "end_step": ("end_profile_step", whole_number),
+    "fast": ("fast", _flag),
+    "tuner_type": ("method", _one_of(_METHODS)),
+    "tuner_num_trials": ("max_trials", _trials),
+    "max_train_batch_size": ("max_train_batch_size", _number_or_none),
+    "max_train_micro_batch_size_per_gpu": ("max_micro_batch", whole_number),
+    "min_train_micro_batch_size_per_gpu": ("min_micro_batch", whole_number),
+    "num_gpus": ("slots", whole_number),
+    "arg_mappings": ("arg_mappings", _mappings),
+}
+_SEARCH_OPTIONS: Mapping[str, tuple[str, Reader]] = {
+    "tuner_early_stopping": ("early_stopping", _number_or_none),
+    "num_tuning_micro_batch_sizes": ("num_micro_batches", whole_number),
+}
+_FOLDERS: Mapping[str, Reader] = {"results_dir": _folder, "exps_dir": _folder, "overwrite": _flag}
+_CHECKED: Mapping[str, Reader] = {
     "enabled": _flag,
     "mp_size": _at_most_one("model parallel jobs cannot be tuned"),
     "num_nodes": _at_most_one("trials run on one machine"),
-    **dict.fromkeys(_WITHOUT_MEANING, lambda value, where: value),
+    **dict.fromkeys(_WITHOUT_EFFECT, lambda value, where: value),
 }
-_FIELDS = {key: each for each in fields(Autotuning) for key in each.metadata.get("keys", ())}
-KEYS = frozenset({*_FIELDS, *_CHECKED})
+KEYS = frozenset({*_SETTINGS, *_SEARCH_OPTIONS, *_FOLDERS, *_CHECKED})
 
 
-def read(config: Mapping[str, Any], *, where: str) -> Autotuning:
+def read(config: Mapping[str, Any], *, where: str) -> Section | None:
     """Read the `autotuning` section of a DeepSpeed configuration; null counts as not given.
 
     Args:
-        config: the DeepSpeed configuration; without the section, all is as by default.
+        config: the DeepSpeed configuration.
         where: the file to name in errors.
+
+    Returns:
+        None if there is no section, or if it is not enabled.
 
     Raises:
         UserInputError: a key is unknown, or a value is impossible.
     """
     section, place = config.get(AUTOTUNING), f"{where}: {AUTOTUNING}"
-    section = {} if section is None else section
+    if section is None:
+        return None
     if not isinstance(section, Mapping):
         raise UserInputError(f"must be a mapping, not {section!r}", where=place)
-    values: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    folders: dict[str, Any] = {}
+    keys: dict[str, str] = {}
     for key, value in section.items():
         if key not in KEYS:
             raise UserInputError(
@@ -208,18 +227,20 @@ def read(config: Mapping[str, Any], *, where: str) -> Autotuning:
             )
         if value is None:
             continue
-        if key in _CHECKED:
+        for known, found in ((_SETTINGS, settings), (_SEARCH_OPTIONS, options)):
+            if key in known:
+                name, reader = known[key]
+                found[name], keys[name] = reader(value, f"{place}.{key}"), f"{place}.{key}"
+        if key in _FOLDERS:
+            folders[key] = _FOLDERS[key](value, f"{place}.{key}")
+        elif key in _CHECKED:
             _CHECKED[key](value, f"{place}.{key}")
-            continue
-        own = _FIELDS[key]
-        values[own.name] = own.metadata["read"](value, f"{place}.{key}")
-    if "start_profile_step" in values:
-        values.setdefault("end_profile_step", values["start_profile_step"] + _MORE_STEPS)
-    if section.get("tuner_early_stopping", 5) is None:
-        values["early_stopping"] = 0
-    read_section = Autotuning(**values, notes=tuple(_notes(config, section, where)))
-    _check_mappings(read_section.arg_mappings, config, place)
-    return read_section
+    if section.get("enabled") is False:
+        return None
+    if "start_profile_step" in settings:
+        settings.setdefault("end_profile_step", settings["start_profile_step"] + _MORE_STEPS)
+    _check_mappings(settings.get("arg_mappings", {}), config, place)
+    return Section(settings, options, keys, **folders, notes=tuple(_notes(config, section, where)))
 
 
 def _check_mappings(mappings: Mapping[str, str], config: Mapping[str, Any], where: str) -> None:
@@ -238,9 +259,7 @@ def _check_mappings(mappings: Mapping[str, str], config: Mapping[str, Any], wher
 
 
 def _notes(config: Mapping[str, Any], given: Mapping[str, Any], where: str) -> Iterator[str]:
-    if given.get("enabled") is False:
-        yield f"{where}: {AUTOTUNING}.enabled: false has no effect: you asked for tuning"
-    for key, reason in _WITHOUT_MEANING.items():
+    for key, reason in _WITHOUT_EFFECT.items():
         if given.get(key) is not None:
             yield f"{where}: {AUTOTUNING}.{key} has no effect: {reason}"
     if config.get("arg_mappings") is not None:

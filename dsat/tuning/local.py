@@ -9,9 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dsat.app import mailbox
-from dsat.app.observers import FileKeeper, Logger, write_files
-from dsat.engines import Engine, cached
+from dsat.engines import Engine
 from dsat.engines.agent import leftovers
 from dsat.engines.engine import LocalEngine
 from dsat.engines.start import FULL_RUN_ID, LocalOptions
@@ -19,15 +17,17 @@ from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.in_trial.failures import OF_DSAT
 from dsat.memory.predictor import Basis
 from dsat.prepare.hosts import describe
-from dsat.report.progress import Status
 from dsat.run import history
 from dsat.run.journal import FILE_NAME, Journal
 from dsat.run.loop import Observer, drive
 from dsat.run.profile_phase import name_of_trial
 from dsat.run.run import Run
 from dsat.run.tuner import Tuner
+from dsat.show.progress import Status
 from dsat.simulation import anchors
+from dsat.space.plan import Plan
 from dsat.tuning import run_folders, train_command
+from dsat.tuning.observers import FileKeeper, Logger, write_files
 from dsat.tuning.preparation import Prepared
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
@@ -54,22 +54,21 @@ class LocalSearch:
         self.interrupted = False
         self._engine: Engine | None = None
         with contextlib.ExitStack() as opened:
-            if ready.native is not None:
-                self.folder = run_folders.of_results(ready.native, opened)
+            section = ready.section
+            results = None if section is None else section.results_dir
+            if section is not None and results is not None:
+                self.folder = run_folders.of_results(results, section, opened)
             else:
                 self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
             earlier = run_folders.earlier_runs(
-                self.folder, ready.plan, ready.info, takes_over=ready.native is not None
+                self.folder, ready.plan, ready.info, takes_over=results is not None
             )
             ended = leftovers.end_processes(self.folder)
             if ended:
                 _log.info(
                     "ended %d processes left over from an earlier run in this folder", len(ended)
                 )
-            self._tuner = _tuner(ready, self.folder, opened)
-            if not self._tuner.run.trials:
-                self._tuner.raise_budget(history.asked_trials(earlier, ready.plan))
-            self._known = history.known_outcomes(earlier, ready.plan, ready.info)
+            self._tuner = _tuner(ready, self.folder, earlier, opened)
             self._opened = opened.pop_all()
         self.run = self._tuner.run
         self.ready = train_command.as_shown(ready, self.run)
@@ -83,7 +82,7 @@ class LocalSearch:
     @property
     def trials(self) -> Path:
         """Folder of the trials' folders."""
-        return run_folders.of_trials(self.ready.native, self.folder)
+        return run_folders.of_trials(self.ready.section, self.folder)
 
     def search(self, *observers: Observer) -> None:
         """Run the trials that are not done yet; Ctrl-C ends it early, and ends the trials.
@@ -92,7 +91,6 @@ class LocalSearch:
         """
         for message in _messages(self.ready, self.folder, self.run):
             _log.info("%s", message)
-        mailbox.take(self.folder)  # requests to an earlier process
         if self._has_work():
             try:
                 self._drive(observers)
@@ -112,12 +110,11 @@ class LocalSearch:
         self._opened.callback(self._engine.close)
         drive(
             self._tuner,
-            cached.CachedEngine(self._engine, self._known, ready.plan),
+            self._engine,
             [FileKeeper(ready, self.folder, self.status), Logger(), *observers],
             max_slots=ready.settings.max_slots,
             max_concurrent_trials=ready.settings.max_concurrent_trials,
             survey=functools.partial(_survey, ready, self._engine),
-            requests=functools.partial(mailbox.take, self.folder),
         )
 
     def status(self) -> Status:
@@ -162,7 +159,9 @@ class LocalSearch:
         _train(engine, best)
 
 
-def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner:
+def _tuner(
+    ready: Prepared, folder: Path, earlier: Sequence[Run], opened: contextlib.ExitStack
+) -> Tuner:
     """Return the tuner of a run, whose journal is closed with the others."""
     journal = opened.enter_context(Journal(folder / FILE_NAME))
     return Tuner(
@@ -170,6 +169,7 @@ def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner
         journal,
         info=ready.info,
         events=journal.events,
+        earlier=history.reusable_trials(earlier, ready.plan, ready.info),
         time_of_day=time.time,
         last_event_s=ready.began_s,
     )
@@ -188,19 +188,30 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
             f"note: {plan.metric} is a time per optimizer step, which small batches make short; "
             "add --train-batch-size to compare like with like"
         )
-    if plan.train_batch_size is not None and ready.settings.train_batch_size is None:
-        yield (
-            f"note: your configuration gives train_batch_size {plan.train_batch_size}, which the "
-            "search keeps; --train-batch-size any tries others"
-        )
+    if plan.train_batch_size is not None and "train_batch_size" not in ready.settings.given:
+        yield f"note: {_kept_batch(plan)}"
     changed = history.difference(run, plan, ready.info)
     if changed is not None:
         yield (
             f"warning: this run is over, and its result is shown as it was, although {changed}: "
             "start a new run to measure again"
         )
-    if ready.native is not None:
-        yield from (f"note: {note}" for note in ready.native.notes)
+    if ready.section is not None:
+        yield from (f"note: {note}" for note in ready.section.notes)
+
+
+def _kept_batch(plan: Plan) -> str:
+    """Tell that the global batch is kept, and what another would allow."""
+    own, size = plan.own_batch, plan.train_batch_size
+    if own.micro_batch == own.gas == 1:
+        return (
+            f"your global batch of {size} is one sample per device, without accumulation: nothing "
+            "can be traded. --train-batch-size any also searches larger micro batches"
+        )
+    return (
+        f"the search keeps your global batch of {size}. --train-batch-size any also searches "
+        "others, which change the training"
+    )
 
 
 def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
@@ -215,7 +226,7 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
             settings.trial_options(ready.plan.own_batch.micro_batch),
             cold=settings.cold,
             seed=settings.seed,
-            trials=run_folders.of_trials(ready.native, folder),
+            trials=run_folders.of_trials(ready.section, folder),
         ),
         slots_per_trial=ready.plan.slots_per_trial,
         own=ready.first,
@@ -310,8 +321,8 @@ def _does_not_fit(run: Run) -> str:
     tried = [t.strategy for t in run.trials.values() if t.kind is TrialKind.PROFILE]
     allowed = "" if 3 in run.plan.zero_stages else ", higher --zero-stages"
     several = run.plan.slots_per_trial > 1
-    shared = ", --tune tensor_parallel.autotp_size sequence_parallel_size" if several else ""
+    shared = ", --search tensor_parallel.autotp_size sequence_parallel_size" if several else ""
     return (
         f" The model does not fit at the smallest micro batch, tried with {', '.join(tried)}: use "
-        f"more slots{allowed}{shared}, or --nvme-path."
+        f"more devices{allowed}{shared}, or --nvme-path."
     )

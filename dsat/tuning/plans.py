@@ -18,12 +18,11 @@ from dsat.space.batch_rule import BatchRule
 from dsat.space.knobs import KNOB_NAMES, KNOBS, PARALLELISM
 from dsat.space.overrides import GAS
 from dsat.space.plan import LONGEST_S, Plan
-from dsat.tuning.settings import Settings
+from dsat.tuning.settings import ALL, Settings
 from dsat.values import parallelism
 from dsat.values.objective import Objective
 from dsat.values.trial import BatchTriple
 
-ALL = "all"  # in the place of a list of knobs
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
@@ -43,7 +42,7 @@ def plan_of(
         args: of the script, which may hold batch sizes.
         device: of a slot; empty if it is not known.
         known: fields of `Plan` that hosts, script and DeepSpeed decide: `switches`,
-            `listed_switches`, `offload_helps`, `slots_per_host`, `defaults` and `suggested`.
+            `listed_switches`, `offload_helps`, `slots_per_host` and `defaults`.
     """
     _check_metric(settings)
     base = experiment.base_config
@@ -110,8 +109,10 @@ def _global_batch(
         UserInputError: it is to be reached by accumulation, which the script decides.
     """
     given = settings.train_batch_size
+    is_asked = "train_batch_size" in settings.given
     if base.get("managed_gradient_accumulation") is False:
-        if is_listed or given not in (None, ANY) or settings.max_train_batch_size is not None:
+        wanted = is_asked and given != ANY
+        if is_listed or wanted or settings.max_train_batch_size is not None:
             raise UserInputError(
                 "leaves gradient accumulation to the script, so dsat cannot reach a global batch "
                 "size by it",
@@ -121,6 +122,8 @@ def _global_batch(
         return None
     if isinstance(given, int):
         return given
+    if given == OWN and not is_asked and is_listed:
+        return None
     named = isinstance(base.get(ds_config.BATCH_KEYS[0]), int) and not is_listed
     held = named and given is None and settings.max_train_batch_size is None
     return own.train_batch_size if held or given == OWN else None
@@ -159,7 +162,7 @@ def _check_metric(settings: Settings) -> None:
         if metric not in ("", settings.metric):
             raise UserInputError(
                 f"{name} changes how many tokens a sample has, so trials compare by {metric} only",
-                where="--metric",
+                where=settings.name_of("metric"),
                 hint=f"Use --metric {metric}.",
             )
 
@@ -188,18 +191,11 @@ def _knobs_of(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the knobs that the user frees and fixes, with `all` expanded."""
     missing = {k.key for k in KNOBS if defaults and k.path not in defaults}
-    for flag, names in (("--tune", settings.tune), ("--fix", settings.fix)):
-        for name in names:
-            if name not in (*KNOB_NAMES, ALL):
-                raise UserInputError(
-                    f"there is no knob {name!r}",
-                    where=flag,
-                    hint=ds_config.did_you_mean(name, KNOB_NAMES)
-                    + "`dsat model --help` lists them.",
-                )
     absent = sorted(missing & set(settings.tune))
     if absent and set(settings.tune) != set(KNOB_NAMES):
-        raise UserInputError(f"the installed DeepSpeed has no {', '.join(absent)}", where="--tune")
+        raise UserInputError(
+            f"the installed DeepSpeed has no {', '.join(absent)}", where=settings.name_of("tune")
+        )
     # Scripts must be written for parallelism.
     everything = tuple(name for name in KNOB_NAMES if name not in PARALLELISM)
     tune = everything if ALL in settings.tune else settings.tune
@@ -208,7 +204,10 @@ def _knobs_of(
         fix = tuple(name for name in KNOB_NAMES if name not in settings.tune)
     both = sorted(set(tune) & set(fix))
     if both:
-        raise UserInputError(f"{', '.join(both)} cannot be given to both --tune and --fix")
+        raise UserInputError(
+            f"{', '.join(both)} cannot be given to both {settings.name_of('tune')} and "
+            f"{settings.name_of('fix')}"
+        )
     return tune, fix
 
 

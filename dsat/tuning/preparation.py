@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat import __version__
-from dsat.app import shared_runs
 from dsat.command import script_args
 from dsat.command.entrypoint import Entrypoint
 from dsat.command.experiment import Experiment
@@ -31,9 +30,10 @@ from dsat.prepare import source as sources
 from dsat.prepare.hosts import all_slots, check_slots, describe
 from dsat.prepare.source import Source
 from dsat.space.plan import Plan
-from dsat.tuning import autotuning, plans, run_folders
-from dsat.tuning.autotuning_section import Autotuning
-from dsat.tuning.settings import RUN, TUNE, Settings
+from dsat.tuning import autotuning_section, plans, run_folders
+from dsat.tuning.autotuning_section import Section
+from dsat.tuning.command_line import CommandLine
+from dsat.tuning.settings import Settings
 from dsat.values import slow
 from dsat.values.files import digest
 from dsat.values.text import words_without_secrets
@@ -46,20 +46,20 @@ class Prepared:
     """Everything that is known before a run begins.
 
     Attributes:
-        argv: the command line; None if it was no command line that asked for it.
+        line: the command line; None if the search was started from Python.
         hosts: where trials run; this machine comes first if it is among them.
-        native: the `autotuning` section, if the command is one of DeepSpeed's autotuner.
+        section: the `autotuning` section of the user's DeepSpeed configuration, if it has one.
         first: the user's own command, which runs already and is the first trial.
         began_s: when the preparation began, by `time.monotonic`: the run's wall time begins there.
     """
 
-    argv: Sequence[str] | None
+    line: CommandLine | None
     settings: Settings
     experiment: Experiment
     program: Entrypoint
     hosts: tuple[Host, ...]
     plan: Plan
-    native: Autotuning | None
+    section: Section | None
     first: OwnCommand | None
     began_s: float
 
@@ -89,11 +89,11 @@ class Prepared:
 
 
 @contextlib.contextmanager
-def prepared(settings: Settings, argv: Sequence[str] | None = None) -> Iterator[Prepared]:
+def prepared(settings: Settings, line: CommandLine | None = None) -> Iterator[Prepared]:
     """Read and check all that the user gave; end the first run and release the hosts afterwards."""
     with contextlib.ExitStack() as acquired:
         try:
-            ready = _prepare(settings, argv, acquired)
+            ready = _prepare(settings, line, acquired)
         except KeyboardInterrupt:
             if settings.resume and not settings.dry_run:
                 _log.info("interrupted before the search went on: continue with the same command")
@@ -104,18 +104,19 @@ def prepared(settings: Settings, argv: Sequence[str] | None = None) -> Iterator[
 
 
 def _prepare(
-    settings: Settings, argv: Sequence[str] | None, acquired: contextlib.ExitStack
+    settings: Settings, line: CommandLine | None, acquired: contextlib.ExitStack
 ) -> Prepared:
     began_s = time.monotonic()
     if orphans := leftovers.end_orphans():
         _log.info("ended %d processes that an earlier dsat has left", len(orphans))
     source, first = sources.read(settings), None
+    section, settings = _with_section(settings, source)
     engine = settings.engine
     if engine == places.AUTO:
         engine = places.detect(Environment(os.environ, dict(source.program.launch.hosts)))
         if engine != "local":
             _log.info("--engine %s was detected (--engine local takes this machine alone)", engine)
-    _check_before_running(settings, source, engine)
+    _check_before_running(settings, source, section, engine)
     _check_packages(settings, source)
     # Before the devices are looked at: what is wrong with the command is shown at once.
     is_recorded = _is_recorded(settings, source, engine)
@@ -129,6 +130,8 @@ def _prepare(
         source = source.as_recorded(first)
     elif is_recorded or source.unknown:
         source = source.with_known_start(settings.trial_timeout_s, settings.slots)
+    if section is None:  # the run of the command may have shown one
+        section, settings = _with_section(settings, source)
     _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
     with slow.logged(_log, "looking at the accelerators"):
@@ -141,11 +144,7 @@ def _prepare(
             where="command",
             hint="Use --engine local, or let torchrun or deepspeed start the ranks of a script.",
         )
-    section = None
-    if settings.method in (TUNE, RUN):
-        section = autotuning.read(source, settings.method)
-        settings = autotuning.settings_of(settings, section, source.experiment)
-    source, hosts, slots = _with_slots(settings, source, section, hosts)
+    source, hosts, slots = _with_slots(settings, source, hosts)
     program, experiment, machine = source.program, source.experiment, hosts[0].machine
     plan = plans.plan_of(
         settings,
@@ -158,9 +157,7 @@ def _prepare(
         device=machine.device_name if settings.engine in ENGINE_NAMES else "",
         **_of_machine(machine, slots),
     )
-    if section is not None:
-        plan = autotuning.adapted(plan, section)
-    return Prepared(argv, settings, experiment, program, hosts, plan, section, first, began_s)
+    return Prepared(line, settings, experiment, program, hosts, plan, section, first, began_s)
 
 
 def _of_machine(machine: Machine, slots: int) -> dict[str, Any]:
@@ -168,11 +165,12 @@ def _of_machine(machine: Machine, slots: int) -> dict[str, Any]:
     return {
         "offload_helps": not machine.is_cpu,
         "slots_per_host": machine.num_slots if slots > machine.num_slots else 0,
-        "suggested": shared_runs.suggestions(machine.accelerator, machine.device_name, slots),
     }
 
 
-def _check_before_running(settings: Settings, source: Source, engine: str) -> None:
+def _check_before_running(
+    settings: Settings, source: Source, section: Section | None, engine: str
+) -> None:
     """Raise UserInputError for what is wrong whatever a run of the command shows."""
     if settings.search_runner_config is not None:
         raise UserInputError(
@@ -186,26 +184,40 @@ def _check_before_running(settings: Settings, source: Source, engine: str) -> No
             where="entrypoint",
             hint="On several machines: deepspeed --hostfile FILE, or a job of Slurm's.",
         )
-    if settings.method not in (TUNE, RUN):
-        _check_settings(settings, source)
+    _check_settings(settings, source, section)
     if source.unknown == sources.PROGRAM:
-        return
-    if settings.method in (TUNE, RUN):
-        if source.unknown:
-            autotuning.read(source, settings.method)
         return
     if settings.slots is not None:
         sources.check_ranks(source.program, settings.slots)
-    script_args.checked(settings.arg_mappings, source.program.args, where="--arg-mapping")
+    _check_mappings(settings, source.program)
 
 
-def _check_settings(settings: Settings, source: Source) -> None:
+def _check_mappings(settings: Settings, program: Entrypoint) -> dict[str, str]:
+    where = settings.name_of("arg_mappings")
+    return script_args.checked(settings.arg_mappings, program.args, where=where)
+
+
+def _with_section(settings: Settings, source: Source) -> tuple[Section | None, Settings]:
+    """Read the `autotuning` section, and return the settings with its defaults."""
+    experiment = source.experiment
+    where = source.program.config_path or experiment.ds_config_name
+    section = autotuning_section.read(experiment.ds_config, where=where)
+    if section is None:
+        return None, settings
+    if settings.run_dir is not None:
+        section = replace(section, results_dir=None)
+    return section, section.apply(settings)
+
+
+def _check_settings(settings: Settings, source: Source, section: Section | None) -> None:
     """Raise UserInputError for settings of a search that are wrong whatever its script does."""
     plans.check(settings)
     slots = settings.slots or source.program.slots
     if slots is not None:
         check_max_slots(settings, slots)
     is_named = settings.run_dir is not None or source.unknown != sources.PROGRAM
+    if section is not None and section.results_dir is not None:
+        is_named = False  # it may hold other runs
     if is_named and not settings.dry_run:
         run_folders.check(settings, source.experiment.name)
 
@@ -223,30 +235,22 @@ def _is_recorded(settings: Settings, source: Source, engine: str) -> bool:
     A run that is resumed does so again: its files alone do not tell how the ranks start, nor what
     the script makes of `auto` in its configuration.
     """
-    if settings.dry_run or settings.method in (TUNE, RUN):
+    if settings.dry_run:
         return False
     return engine == "local" and source.can_run_first()
 
 
 def _with_slots(
-    settings: Settings, source: Source, section: Autotuning | None, hosts: Sequence[Host]
+    settings: Settings, source: Source, hosts: Sequence[Host]
 ) -> tuple[Source, tuple[Host, ...], int]:
     """Return the source with checked argument mappings, hosts for trials, and a trial's slots."""
     program, available = source.program, all_slots(hosts, source.program)
-    if section is None:
-        if settings.run_full_experiment and program.trial_class and not source.command:
-            searcher_of_full_run(source.experiment, "metric", "max_length")
-        slots = source.slots_per_trial(settings.slots, available)
-        given, where = settings.arg_mappings, "--arg-mapping"
-    else:
-        own = program.slots or 1
-        _check_slots(settings, hosts_of.with_slots(hosts, own), own)
-        slots = section.slots_of(program.slots or available, where=str(program.config_path))
-        program = replace(program, slots=slots)
-        given, where = section.arg_mappings, f"{program.config_path}: autotuning.arg_mappings"
+    if settings.run_full_experiment and program.trial_class and not source.command:
+        searcher_of_full_run(source.experiment, "metric", "max_length")
+    slots = source.slots_per_trial(settings.slots, available)
     chosen = hosts_of.with_slots(hosts, slots)
     _check_slots(settings, chosen, slots)
-    mappings = script_args.checked(given, program.args, where=where)
+    mappings = _check_mappings(settings, program)
     experiment = replace(source.experiment, arg_mappings=mappings)
     return replace(source, experiment=experiment, program=program), chosen, slots
 
@@ -269,10 +273,10 @@ def searcher_of_full_run(experiment: Experiment, *needed: str) -> Mapping[str, A
 
 
 def check_max_slots(settings: Settings, slots: int, *, where: str = "--max-slots") -> None:
-    """Raise UserInputError if a trial needs more slots than may be used at once."""
+    """Raise UserInputError if a trial needs more devices than may be used at once."""
     if settings.max_slots is not None and settings.max_slots < slots:
         raise UserInputError(
-            f"{settings.max_slots} is less than the {slots} slots of one trial", where=where
+            f"{settings.max_slots} is less than the {slots} devices of one trial", where=where
         )
 
 
@@ -280,15 +284,13 @@ def _check_slots(settings: Settings, hosts: Sequence[Host], slots: int) -> None:
     check_max_slots(settings, slots)
     if settings.engine not in ENGINE_NAMES:
         return  # trials do not run on this machine
-    where = "--slots" if settings.command else "resources.slots_per_trial"
+    is_given = settings.command or "slots" in settings.given
+    where = settings.name_of("slots") if is_given else "resources.slots_per_trial"
     check_slots(hosts, slots, where=where)
     machine = hosts[0].machine
     if settings.slot_memory_bytes is not None and not machine.is_cpu:
+        where = settings.name_of("slot_memory_bytes")
         if settings.slot_memory_bytes > machine.memory_bytes:
-            raise UserInputError(
-                f"is more than a slot has: {machine.describe()}", where="--slot-memory"
-            )
+            raise UserInputError(f"is more than a device has: {machine.describe()}", where=where)
         if machine.accelerator != "cuda":
-            raise UserInputError(
-                f"cannot be enforced on {machine.accelerator}", where="--slot-memory"
-            )
+            raise UserInputError(f"cannot be enforced on {machine.accelerator}", where=where)

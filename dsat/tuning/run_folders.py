@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import JournalError, UserInputError
-from dsat.report import autotuner_files, page, progress, summary
 from dsat.run import history
-from dsat.run.journal import FILE_NAME, read_events
+from dsat.run.folder_lock import FolderLock
+from dsat.run.journal import FILE_NAME, RUNS_FOLDER, read_events
 from dsat.run.run import Run, read_run
 from dsat.run.tuner import difference_to
+from dsat.show import page, progress, summary
 from dsat.space.plan import Plan
-from dsat.tuning.autotuning_section import Autotuning
-from dsat.tuning.folder_lock import FolderLock
+from dsat.tuning import autotuner_files
+from dsat.tuning.autotuning_section import Section
 from dsat.tuning.settings import Settings
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import OutcomeKind
 
 _log = logging.getLogger(__name__)
-RUNS_FOLDER = Path("dsat_runs")
 _RESULT_FILES = (
     autotuner_files.OPTIMAL_CONFIG_FILE,
     autotuner_files.OPTIMAL_COMMAND_FILE,
@@ -57,7 +57,7 @@ def check(settings: Settings, name: str) -> Path | None:
     folder = settings.run_dir
     if folder is None and settings.resume:
         stem = _stem(name)
-        numbers = _numbers(stem)
+        numbers = [n for n in _numbers(stem) if (RUNS_FOLDER / f"{stem}-{n}" / FILE_NAME).exists()]
         if not numbers:
             raise UserInputError(
                 f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume"
@@ -70,6 +70,12 @@ def check(settings: Settings, name: str) -> Path | None:
             "already holds a run",
             where=str(folder),
             hint="Add --resume to continue it, or choose another folder.",
+        )
+    if folder is not None and not settings.resume and (folder / summary.SUMMARY_FILE).exists():
+        raise UserInputError(
+            "holds the results of another search, which has no journal here",
+            where=str(folder),
+            hint="Choose another folder.",
         )
     _check_can_be_made(RUNS_FOLDER if folder is None else folder)
     return folder
@@ -109,21 +115,23 @@ def _new_folder(stem: str) -> Path:
             return folder
 
 
-def of_trials(section: Autotuning | None, folder: Path) -> Path:
-    """Return the folder of a run's trials; `dsat tune` and `dsat run` have a section."""
-    return folder if section is not None else folder / "trials"
+def of_trials(section: Section | None, folder: Path) -> Path:
+    """Return the folder of a run's trials: as DeepSpeed's autotuner has it in its own folder."""
+    is_results_dir = section is not None and section.results_dir is not None
+    return folder if is_results_dir else folder / "trials"
 
 
-def of_results(section: Autotuning, locks: ExitStack) -> Path:
-    """Return the folder of a run of `dsat tune` and `dsat run`, as the `autotuning` section says.
+def of_results(results: Path, section: Section, locks: ExitStack) -> Path:
+    """Return the folder of a run that the `autotuning` section names.
 
     Earlier results are deleted if the section says so: what dsat itself wrote, and nothing else.
     """
-    for folder in dict.fromkeys(p.resolve() for p in (section.results_dir, section.exps_dir)):
+    experiments = section.exps_dir or results
+    for folder in dict.fromkeys(path.resolve() for path in (results, experiments)):
         locks.callback(FolderLock(folder).close)
     if section.overwrite:
-        _delete_results(section.results_dir, section.exps_dir)
-    return section.results_dir
+        _delete_results(results, experiments)
+    return results
 
 
 def earlier_runs(
@@ -176,9 +184,9 @@ def _set_aside_in(folder: Path) -> list[Path]:
 
 def _is_over(run: Run, plan: Plan) -> bool:
     """Check for a run that found something and has no trial left by a plan."""
-    stopped = run.stop_reason is not None and not run.stop_asked
+    stopped = run.stop_reason is not None
     decided = run.finals is not None or plan.finals == run.plan.finals
-    return stopped and decided and run.best is not None and plan.max_trials <= run.planned_trials
+    return stopped and decided and run.best is not None and plan.max_trials <= run.plan.max_trials
 
 
 def _has_errors_to_retry(run: Run) -> bool:

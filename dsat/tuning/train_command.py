@@ -25,8 +25,8 @@ from dsat.engines.rank_settings import (
 from dsat.engines.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.engines.trial_folder import working_folder
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
-from dsat.report import summary
 from dsat.run.run import Run, own_switches
+from dsat.show import summary
 from dsat.tuning.preparation import Prepared
 from dsat.values.files import write_atomically
 from dsat.values.text import assignment, shell_line
@@ -55,20 +55,17 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
         if runs_own_command(program, ready.plan.slots_per_trial) and program.started_in:
             cwd = Path(program.started_in)
         return f"cd {shlex.quote(str(cwd.resolve()))} && {command}"
-    if ready.argv is None:
+    if ready.line is None:
         return (
             f"dsat.tune(..., run_dir={str(folder.absolute())!r}, resume=True, "
             "run_full_experiment=True), the rest as before"
         )
-    argv = list(ready.argv)
-    end = argv.index("--") if "--" in argv else len(argv)
-    kept, rest = argv[:end], argv[end:]
-    if "--run-dir" in kept:
-        position = kept.index("--run-dir")
-        del kept[position : position + 2]
-    again = ["--resume", "--run-full-experiment", "--run-dir", str(folder)]
-    kept = [word for word in kept if word not in again and not word.startswith("--run-dir=")]
-    words = ["python3", "-m", "dsat", *kept, *again, *rest]
+    again = [] if ready.settings.resume else ["--resume"]
+    again.append("--run-full-experiment")
+    again += [] if ready.settings.run_dir else ["--run-dir", str(folder)]
+    if run.stop_reason is None:  # interrupted: train, and do not search on
+        again += ["--max-trials", str(max(2, len(run.outcomes))), "--finals", "0"]
+    words = ["python3", "-m", "dsat", *ready.line.words(*again)]
     return f"cd {shlex.quote(str(Path.cwd()))} && {shell_line(words)}"
 
 

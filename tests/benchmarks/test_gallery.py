@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 
 import pytest
 
 from benchmarks import gallery
-from benchmarks.gallery import MEASURED, PREDICTED
-from dsat.report import share
-from dsat.report.run_view import RunView
-from dsat.report.share import SharedRun
+from benchmarks.gallery import PREDICTED
 from testing import warm_command, warm_host
-from testing.made_up_runs import Steady, run_of_world
 
 
 def test_the_page_shows_what_the_tables_hold() -> None:
@@ -29,6 +24,7 @@ def test_the_page_shows_what_the_tables_hold() -> None:
     assert all(0 < low < mean < high for low, mean, high in speeds if mean)
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", gallery.MODELS)
 def test_the_rows_are_predicted_the_same_today(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,11 +34,3 @@ def test_the_rows_are_predicted_the_same_today(name: str, monkeypatch: pytest.Mo
         assert (row.machine, row.strategy, row.fits) == (known.machine, known.strategy, known.fits)
         assert row.card_gib == pytest.approx(known.card_gib, rel=0.002, abs=0.01)
         assert row.largest_micro_batch == pytest.approx(known.largest_micro_batch, rel=0.004)
-
-
-def test_a_shared_run_is_a_row_that_was_measured(tmp_path: Path) -> None:
-    run = run_of_world(Steady(), method="random", finals=None, trials=20)
-    share.write(SharedRun.of(RunView.of(run)), tmp_path / "run.json")
-    row = gallery.measured(tmp_path / "run.json")
-    assert row.status == MEASURED and row.largest_micro_batch and row.source == "run.json"
-    assert f"| {MEASURED}" in gallery.page([row, *gallery.known()])

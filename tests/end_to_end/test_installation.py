@@ -105,7 +105,7 @@ def copy_sources(folder: Path) -> None:
     """Copy what a distribution is built from, with tests and benchmarks beside it."""
     for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
-    for name in ("dsat", "tests/report", "benchmarks/peers"):
+    for name in ("dsat", "tests/show", "benchmarks/peers"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "tests" / "test_layers.py", folder / "tests")
@@ -161,7 +161,7 @@ def test_distributions_hold_the_package_and_its_data_alone(wheel: Path, tmp_path
         names = [name.partition("/")[2] for name in opened.getnames() if "/" in name]
     with zipfile.ZipFile(wheel) as zipped:
         in_wheel = zipped.namelist()
-    data = ["dsat/py.typed", "dsat/report/templates/body.html", "dsat/cli/main.py"]
+    data = ["dsat/py.typed", "dsat/show/templates/body.html", "dsat/cli/main.py"]
     others = (path for path in ROOT.glob("dsat/**/*.*") if path.suffix not in (".py", ".pyc"))
     data += [str(path.relative_to(ROOT)) for path in others]
     for found in (names, in_wheel):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import testing
-from dsat.app import past_runs
 from dsat.errors import UserInputError
 from dsat.estimating.options import EstimateSettings
 from dsat.memory import closed_form
@@ -23,6 +22,7 @@ from dsat.projecting.options import ProjectSettings
 from dsat.projecting.projector import Projector
 from dsat.projecting.tracing import Traced
 from dsat.search import cards
+from dsat.show import past_runs
 from dsat.simulation.protocol import Question
 from dsat.values.step_trace import (
     ALL_GATHER,

@@ -17,10 +17,10 @@ import pytest
 
 from dsat.errors import JournalLocked
 from dsat.run.events import EVENT_PROPOSED, EVENT_START
+from dsat.run.folder_lock import FolderLock
 from dsat.run.journal import FILE_NAME, Journal
 from dsat.tuning import autotuning_section, run_folders
-from dsat.tuning.autotuning_section import Autotuning
-from dsat.tuning.folder_lock import FolderLock
+from dsat.tuning.autotuning_section import Section
 from dsat.tuning.settings import Settings
 from dsat.values.codec import encode
 from dsat.values.trial import BatchTriple, Trial, TrialKind
@@ -33,13 +33,16 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def opened(section: Autotuning) -> Iterator[Path]:
+def opened(section: Section) -> Iterator[Path]:
     with contextlib.ExitStack() as locks:
-        yield run_folders.of_results(section, locks)
+        assert section.results_dir is not None
+        yield run_folders.of_results(section.results_dir, section, locks)
 
 
-def section_of(**values: Any) -> Autotuning:
-    return autotuning_section.read({"autotuning": values}, where="ds.json")
+def section_of(**values: Any) -> Section:
+    found = autotuning_section.read({"autotuning": values}, where="ds.json")
+    assert found is not None and found.results_dir is not None
+    return found
 
 
 def written_by_dsat(results: Path, exps: Path) -> None:
@@ -111,7 +114,7 @@ def test_the_second_process_touches_nothing() -> None:
 
 def test_a_killed_process_holds_no_lock() -> None:
     code = (
-        "import os, pathlib, sys\nfrom dsat.tuning.folder_lock import FolderLock\n"
+        "import os, pathlib, sys\nfrom dsat.run.folder_lock import FolderLock\n"
         "lock = FolderLock(pathlib.Path('run'))\nos.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shlex
 import subprocess
@@ -21,8 +20,8 @@ from dsat.command.switches import OF_CODE
 from dsat.engines.machines.hosts import Host, Share
 from dsat.engines.machines.machine import Machine
 from dsat.engines.rank_settings import cores_of
-from dsat.report.live_view import LiveView
 from dsat.tuning import train_command
+from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import Prepared
 from dsat.tuning.train_command import conditions
 from dsat.values.outcome import ScriptSwitch
@@ -114,9 +113,10 @@ def test_a_command_that_is_run_again_has_its_scripts_arguments_replaced(
     assert " tool run --deepspeed_config /" in line and "best_ds_config.json" in line
     within = replace(ready, program=replace(program, started_by=("bash", "run.sh")))
     assert BY_DSAT in printed_line(within, tmp_path)
-    words = ("model", "--", "bash", "run.sh")
-    line = printed_line(replace(within, argv=words), tmp_path)
-    assert line.startswith(f"cd {FOLDER} && python3 -m dsat model --resume --run-full-experiment")
+    typed_line = CommandLine("tune", ("--run-dir", "."), ("bash", "run.sh", "."))
+    line = printed_line(replace(within, line=typed_line), tmp_path)
+    assert line.startswith(f"cd {FOLDER} && python3 -m dsat tune --run-dir . --resume --run-full")
+    assert line.endswith(" bash run.sh .")
 
 
 BY_DSAT = "run_full_experiment=True"  # which sets what the script has no flag for
@@ -188,10 +188,9 @@ def test_a_configuration_that_is_kept_needs_no_other_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, does_too: bool
 ) -> None:
     ready = prepared(command, FOLDER, monkeypatch)
-    best, said = object(), io.StringIO()
+    best = object()
     monkeypatch.setattr(train_command, "line", lambda *_: "train it")
-    run = SimpleNamespace(best=best, baseline=best)
-    search: Any = SimpleNamespace(ready=ready, run=run, folder=tmp_path, interrupted=False)
-    with LiveView(said) as view:
-        output.say_where_to(search, view)
-    assert ("Your own command does as well" in said.getvalue()) == does_too
+    run = SimpleNamespace(best=best, baseline=best, outcomes={})
+    search: Any = SimpleNamespace(ready=ready, run=run, folder=tmp_path)
+    said = "\n".join(map(str, output.result_of(search)))
+    assert ("Your own command does as well" in said) == does_too
