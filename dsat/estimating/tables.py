@@ -13,8 +13,8 @@ from dsat.estimating import fewest_cards
 from dsat.estimating.fewest_cards import Choice
 from dsat.estimating.options import EstimateSettings
 from dsat.memory import closed_form
-from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import SIMULATED, MemoryEstimate
+from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
 from dsat.memory.strategies import compared, with_strategy
 from dsat.prepare.simulated_model import SimulatedModel, simulate
