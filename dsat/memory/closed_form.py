@@ -112,15 +112,20 @@ def lines(
                 held + parts.bucket + facts.workspace_bytes, facts.first_gradient_bytes_per_sample
             ),
             Line(held + parts.gradients),
-            Line(
-                held + parts.reduction,
-                (facts.matmul_bytes_per_sample or facts.first_gradient_bytes_per_sample)
-                if parts.reduction
-                else 0.0,
-            ),
+            Line(held + parts.reduction, _kept_in_reduction(setup) if parts.reduction else 0.0),
         ),
         "step": (Line(parts.resident + parts.step, facts.held_bytes_per_sample),),
     }
+
+
+def _kept_in_reduction(s: Setup) -> float:
+    """Return the activations of a sample that are there while the first bucket is reduced.
+
+    Many parameters fill a bucket only in the middle of the pass, when the logits are gone.
+    """
+    if 2 * s.facts.largest_param < s.bucket:
+        return 0.0
+    return s.facts.matmul_bytes_per_sample or s.facts.first_gradient_bytes_per_sample
 
 
 def _stage_0(s: Setup) -> _Parts:
@@ -201,10 +206,13 @@ def _stage_3(s: Setup) -> _Parts:
         taken = max(reduced, size * largest) + size * part + 8 * min(part, _NORM_BUFFER)
         if s.accumulation_bytes > size:
             taken += s.accumulation_bytes * min(trained, s.bucket) / s.slots
+        reduction = 0.0 if s.reduces_last else taken
+        if largest > s.bucket:  # it is reduced first, when little else has been gathered
+            reduction -= max(0, live - size * (largest + 2 * s.prefetch))
         resident = bucket if s.offload_param else bucket + own
         init = resident + size * largest * (1 + (1 / s.slots if s.offload_param else 0))
-        reduction = 0 if s.reduces_last else taken
-        return _Parts(init, resident, live, 0, taken, 0, reduction, gather)
+        gradients = taken if largest <= s.bucket else reduced
+        return _Parts(init, resident, live, 0, gradients, 0, reduction, gather)
     group = min(s.shard, s.sub_group)
     resident = own + (s.accumulation_bytes + s.state_bytes) * s.shard + bucket
     moments = 2 * s.moment_bytes * s.shard  # come with the first step

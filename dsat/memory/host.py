@@ -44,8 +44,17 @@ def loaded_bytes(facts: ModelFacts, config: Mapping[str, Any]) -> int:
     return 0 if is_divided else s.model_bytes * facts.num_params
 
 
+def of_host(facts: ModelFacts, config: Mapping[str, Any], rank_bytes: float, slots: int) -> int:
+    """Return the bytes that all ranks of a usual host need: to load, or to train.
+
+    Args:
+        rank_bytes: of a rank while it trains.
+    """
+    return round(ranks(slots) * max(rank_bytes, loaded_bytes(facts, config)))
+
+
 def ranks(slots: int) -> int:
-    """Return the ranks of a usual host."""
+    """Return the number of ranks of a usual host."""
     return min(slots, PER_HOST)
 
 
