@@ -76,6 +76,14 @@ _ADVICE = {
         "Give the ranks of a tensor-parallel group the same samples: DistributedSampler(..., "
         "num_replicas=engine.dp_world_size, rank=deepspeed.utils.groups.get_data_parallel_rank())"
     ),
+    "object has no attribute '_in_forward'": (
+        "Stage 3 of DeepSpeed knows no module that becomes part of the model after "
+        "deepspeed.initialize: build the whole model before"
+    ),
+    "self.dim() cannot be 0 to view": (
+        "DeepSpeed cannot send a parameter without dimensions to other ranks here: give it one, as "
+        "in torch.nn.Parameter(torch.ones(1))"
+    ),
 }
 unwritten: set[Path] = set()  # files that the script takes for written
 _DSAT = f"{Path(__file__).parents[1]}{os.sep}"
@@ -116,6 +124,8 @@ def outcome(error: BaseException) -> Outcome:
         detail="" if kind in _SAY_ENOUGH else user_traceback(error),
         smaller_may_run=invalid is not None and invalid.smaller_may_run,
         most_samples=None if invalid is None else invalid.most_samples,
+        fixed_batch=None if invalid is None else invalid.fixed_batch,
+        batch_flag="" if invalid is None else invalid.batch_flag,
     )
 
 
@@ -124,8 +134,9 @@ def message(error: BaseException) -> str:
 
     An error that dsat itself raised is named as such: it is not the script's.
     """
-    if isinstance(error, (Diverged, InvalidTrial)):
-        return str(error)
+    for link in _chain(error):
+        if isinstance(link, (Diverged, InvalidTrial)):
+            return str(link)
     lines = str(error).strip().splitlines() or [""]
     if classify(error) is OutcomeKind.OOM:
         for link in _chain(error):

@@ -179,12 +179,7 @@ class Rank:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             self.finish()
             return
-        # multiprocessing's own, among others, ends the process that way behind an error.
-        hidden = error.__context__ if isinstance(error, SystemExit) else None
-        found = failures.outcome(hidden or error)
-        if isinstance(error, SystemExit) and hidden is None:
-            message = f"the script ended with sys.exit({error.code!r})"
-            found = replace(found, message=message)
+        found = self._outcome_of(error)
         if self._server is not None:
             message = self._server.failed(error) or found.message
             found = replace(found, message=message)
@@ -210,6 +205,22 @@ class Rank:
             self._end(failures.outcome(InvalidTrial(problem)))
         else:
             self._end(outcome_of_ended(self._meter))
+
+    def _outcome_of(self, error: BaseException) -> Outcome:
+        """Return the outcome of a process that ends with an error.
+
+        multiprocessing, Hydra and others catch an error, and end the process with `sys.exit`.
+        """
+        if not isinstance(error, SystemExit):
+            return failures.outcome(error)
+        if error.__context__ is not None:
+            return failures.outcome(error.__context__)
+        refused = None if self._meter is None else self._meter.outcome
+        if refused is not None and not refused.ok:
+            return refused
+        return replace(
+            failures.outcome(error), message=f"the script ended with sys.exit({error.code!r})"
+        )
 
     @property
     def is_rank(self) -> bool:

@@ -150,6 +150,11 @@ class StepRecorder:
         """Return whether the device runs beside the host, and has clocks that need warming up."""
         return self.memory.has_allocator
 
+    @property
+    def has_own_boundary(self) -> bool:
+        """Return whether the script says itself which micro batch ends an optimizer step."""
+        return getattr(self._engine, "_is_gradient_accumulation_boundary", None) is not None
+
     def close(self) -> None:
         """End the profile of an engine that an error has stopped, perhaps within a step."""
         self.losses.close()
@@ -247,6 +252,8 @@ class StepRecorder:
             "memory": self.memory.over_ranks(ranks.maximum),
             "profile": profile,
             "training": self.losses.curve(),
+            "fixed_batch": self.counter.fixed_batch,
+            "batch_flag": self.counter.batch_flag,
             "sequences": self.counter.lengths(
                 self._engine.module, ranks.maximum, parts=spec.parallelism.sequence
             ),
