@@ -21,7 +21,7 @@ from dsat.engines.agents import Agents
 from dsat.engines.machines.hosts import Host, without_segments
 from dsat.engines.own_command import OwnCommand
 from dsat.engines.rank_settings import offloads
-from dsat.engines.retries import Retries, Retry
+from dsat.engines.retries import Retries, RetryReason
 from dsat.engines.running import ActivityLog, Running, find_overdue
 from dsat.engines.slots import DeviceErrors, Slots
 from dsat.engines.start import (
@@ -318,9 +318,9 @@ class LocalEngine:
         if not outcome.ok:
             self._agents.remove_locks(any_running=bool(self._running))
         self._devices.note(running, outcome)
-        retry = None if self._devices.failure else self._retries.decide(running, outcome)
-        if retry is not None:
-            self._run_again(running, outcome, retry)
+        reason = None if self._devices.failure else self._retries.decide(running, outcome)
+        if reason is not None:
+            self._run_again(running, outcome, reason)
             return
         if self._agents.own is not None:
             self._agents.own.move_files()
@@ -333,19 +333,19 @@ class LocalEngine:
         warnings, self._lost = (*outcome.warnings, *self._lost), []
         self._ended.append((running.trial.id, replace(outcome, warnings=warnings)))
 
-    def _run_again(self, running: Running, outcome: Outcome, retry: Retry) -> None:
+    def _run_again(self, running: Running, outcome: Outcome, reason: RetryReason) -> None:
         if running.start.is_own:
             running.folder.unlink()  # a link to the command's
             self._begin_trials()
-        if retry.drops_segments:
+        if reason is RetryReason.SEGMENTS:
             self._hosts[:] = without_segments(self._hosts)
-        if retry.after_loss:
+        if reason is RetryReason.LOST:
             time.sleep(_RETRY_AFTER_S)
-        _log.info("%s failed (%s); %s", running.trial.name, outcome.message, retry)
+        _log.info("%s failed (%s); %s", running.trial.name, outcome.message, reason.value)
         folder = running.folder
         if running.lost:  # a host that is only cut off may still write there
             folder = folder.with_name(folder.name + _AGAIN)
-        alone = running.start.alone or not retry.after_loss
+        alone = running.start.alone or reason is not RetryReason.LOST
         self._waiting.append(replace(running.start, folder=folder, alone=alone, own_ranks=None))
 
 
