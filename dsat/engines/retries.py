@@ -146,7 +146,7 @@ class Retries:
         return replace(outcome, warnings=tuple(warnings))
 
     def _next_method(self, running: Running, outcome: Outcome) -> StartMethod | None:
-        """Return the method that may start a failed trial's ranks better; None if none does.
+        """Return the next method to start the ranks of a failed trial; None without a reason.
 
         Any error of the very first trial is tried again so, because some libraries cannot be
         forked; later on, only what CUDA says about forks. What fails before the engine where the

@@ -20,7 +20,7 @@ from dsat.engines.agent import leftovers
 from dsat.engines.machines.hosts import Share
 from dsat.engines.machines.machine import Machine
 from dsat.engines.ports import free_ports
-from dsat.engines.rank_settings import cores_of, settings_of_command, settings_of_ranks
+from dsat.engines.rank_settings import find_cores, make_command_settings, make_rank_settings
 from dsat.engines.start import (
     FULL_RUN_ID,
     LocalOptions,
@@ -251,7 +251,7 @@ class _Plan:
         return "\n".join([*lines, change, " &\n".join(texts)]) + "\n"
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return all variables of a rank, or of the user's command, but for those of the hook."""
+        """Return all variables of a rank or of the user's command, except those of the hook."""
         builder, share = self.builder, self.shares[rank // self._ranks_per_host]
         is_command = self._is_command
         env = {
@@ -275,18 +275,18 @@ class _Plan:
             # What a launcher's process adds would be recorded as the user's own.
             env |= variables_off(self._folder)
         if is_command:
-            env |= settings_of_command(self._machine, env)
+            env |= make_command_settings(self._machine, env)
         else:
             env |= share.host.machine.variables_of(share.slots or (0,))
             ranks = self._ranks_per_host
-            env |= settings_of_ranks(self._machine, self.program, self.config, ranks, env)
+            env |= make_rank_settings(self._machine, self.program, self.config, ranks, env)
         if self.method is StartMethod.FRESH and self._limits_memory:
             # The limit comes with the first model.
             env |= {name: str(value) for name, value in MALLOC_VARIABLES.items()}
         return env | accelerate_env.for_parallelism(env, self.config, self._ranks)
 
     def _variables_of_launcher(self, rank: int) -> dict[str, str]:
-        """Return what a launcher would tell a rank."""
+        """Return the variables that a launcher would set."""
         if self.start.own_ranks:
             of_all = dict.fromkeys(_SIZES, str(self.start.own_ranks))
             alone = {hook.ALONE_VARIABLE: "1"} if self.start.own_ranks == 1 else {}
@@ -325,7 +325,7 @@ class _Plan:
         is_bound = not self._is_command or self._machine.is_cpu
         return {
             "env": env,
-            "cores": cores_of(share, local, self.program, self.config) if is_bound else [],
+            "cores": find_cores(share, local, self.program, self.config) if is_bound else [],
             "command": self._command(first + local),
         }
 
@@ -375,7 +375,7 @@ class _Plan:
 
     @property
     def _machine(self) -> Machine:
-        """Any of the hosts', for what they have in common."""
+        """Machine of any host, for properties that all hosts share."""
         return self.shares[0].host.machine
 
     @property

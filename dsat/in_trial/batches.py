@@ -1,4 +1,4 @@
-"""Counts of the samples and tokens that a script feeds, whatever form its batches have."""
+"""Counts of samples and tokens in batches of any form."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class BatchCounter:
         return {}
 
     def _refusal(self, rows: int) -> InvalidTrial:
-        """Note that the script always feeds so many samples; return the error of a trial."""
+        """Record a fixed batch size of the script; return the error of a trial."""
         self.fixed_batch = rows
         self.batch_flag = find_batch_flag(sys.argv[1:], rows, TRIAL.script_options)
         advice = _ADVICE_WITH_FLAG.format(flag=self.batch_flag) if self.batch_flag else _ADVICE
@@ -203,7 +203,7 @@ class BatchCounter:
         )
 
     def _fitting(self, place: str, shape: Shape) -> list[int]:
-        """Dimensions that may be that of the samples."""
+        """Return the dimensions that may count samples."""
         candidates = (self._known[place],) if place in self._known else (0, 1)
         return [d for d in candidates if _size(shape, d) == self._micro_batch]
 
@@ -312,7 +312,7 @@ def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return what is in a container or an object, by names; nothing of other values."""
+    """Return the named parts of a container or an object; empty for other values."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, (list, tuple)):

@@ -81,7 +81,7 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
 def replace(
     arguments: dict[str, Any], passed: Passed, config: Mapping[str, Any], path: Path
 ) -> None:
-    """Replace the configuration that a call passes by that of a trial, which the file holds.
+    """Replace the configuration that a call passes by the trial's.
 
     Values "auto" of the new one are taken from the old.
     """

@@ -96,7 +96,7 @@ class Measurement:
         self._early: deque[StepMarks] = deque()  # the last steps before the first that is measured
 
     def take(self, marks: StepMarks, skipped: bool) -> None:
-        """Take an optimizer step that was made.
+        """Handle a finished optimizer step.
 
         Args:
             skipped: by fp16 because of an overflow, which makes it cheaper than a real one.
@@ -179,7 +179,7 @@ class Measurement:
     def _affordable(self, wanted: int, step_s: float) -> int:
         """Number of the wanted steps that may be measured, at least one.
 
-        The fewest may take three times as long: of one or two steps there is no interval.
+        The fewest may take three times as long: one or two steps give no confidence interval.
         """
         longest_s = self._spec.longest_s
         if longest_s is None or wanted * step_s <= longest_s:
@@ -241,7 +241,7 @@ class Measurement:
             self._recorder.restart()  # the time of the check belongs to no step
 
     def _check_accumulation(self, full: list[AgreedStep]) -> None:
-        """Raise `InvalidTrial` if steps take as many micro batches as the user's own, wrongly."""
+        """Raise `InvalidTrial` if the script's accumulation ignores the configuration."""
         gas, own = self._spec.gas, self._spec.own_steps
         taken = usual_micro_steps(full)
         if own is not None and taken and gas != own.gas and taken == own.micro_steps:

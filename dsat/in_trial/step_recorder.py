@@ -133,7 +133,7 @@ class StepRecorder:
         self._in_forward = False  # of the engine
         self._hooks: list[Any] = []
         self._forward_began: Any = None
-        self._frames = compiling.frames()
+        self._frames = compiling.count_frames()
         self.notes_memory = True
         self.clock = clock_for(accelerator)
         self.memory = MemoryWatch(accelerator, before)
@@ -189,7 +189,7 @@ class StepRecorder:
         if self.profiler is not None:
             self.profiler.leave_forward()
         loss = args[0] if args else kwargs.get("loss")
-        self.losses.of_engine(loss, scaled_by_script=kwargs.get("scale_wrt_gas") is False)
+        self.losses.add_engine_loss(loss, scaled_by_script=kwargs.get("scale_wrt_gas") is False)
         begin = self._begin_phase()
         with self.losses.ignored():
             result = original(*args, **kwargs)
@@ -298,7 +298,7 @@ class StepRecorder:
         marks, self.marks = self.marks, StepMarks(begin=end)
         marks.end = end
         marks.waited_s = loaders.waited_s() - marks.waited_before_s
-        frames_before, self._frames = self._frames, compiling.frames()
+        frames_before, self._frames = self._frames, compiling.count_frames()
         marks.compiled = self._frames != frames_before
         self.losses.end_step(micro_steps=marks.micro_steps, applied=not skipped)
         self._take(marks, skipped)

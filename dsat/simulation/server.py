@@ -9,7 +9,8 @@ of the activations. The child answers and ends when the script calls `engine.bac
 `engine.step` after `loss.backward()`.
 
 The first dimension of a batch identifies it, so the script runs with a micro batch that is an
-unlikely size of anything else (`CAPTURED_MICRO_BATCH`). What it had before its engine is no batch.
+unlikely size of anything else (`CAPTURED_MICRO_BATCH`). Tensors older than the engine are not batch
+data.
 """
 
 from __future__ import annotations

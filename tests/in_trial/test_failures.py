@@ -167,7 +167,7 @@ def test_a_script_is_blamed_whatever_of_dsat_is_around_it(
 def test_a_line_of_dsats_own_is_told_so() -> None:
     text: Any = None
     with pytest.raises(AttributeError) as caught:
-        failures.of_text(text)
+        failures.classify_text(text)
     found = failures.outcome(caught.value)
     assert "inside dsat" in found.message
     assert str(Path(failures.__file__).parent) in found.detail

@@ -1,4 +1,4 @@
-"""Starts and ends of processes, and what a script expects of a launcher."""
+"""Adapters of launchers, and of the starts and ends of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trial that runs in this process, which decides what adapted functions do."""
+"""State of the trial in this process, by which adapters act."""
 
 from __future__ import annotations
 
