@@ -21,14 +21,17 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.common import GIB, ROOT
-from dsat.app import estimate, project
-from dsat.app.project import Projector, Traced
-from dsat.inputs.cards import find
-from dsat.inputs.estimate_settings import EstimateSettings
+from dsat.estimating.options import EstimateSettings
+from dsat.estimating.tables import needed_bytes
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.predictor import Basis, MemoryModel
+from dsat.memory.strategies import compared, with_strategy
 from dsat.options import LORA
+from dsat.prepare.simulated_model import simulate
+from dsat.projecting.projector import Projector
+from dsat.projecting.tracing import Traced, trace
+from dsat.search.cards import find
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
@@ -187,15 +190,15 @@ def _traced(path: Path, model: Model) -> Traced:
     """Trace a step of each strategy that is the first to fit a machine."""
     lora = LORA.read(model.lora) if model.lora else None
     settings = EstimateSettings(
-        hf_config=str(path), seq_length=SEQUENCE, activation_checkpointing="on", lora=lora
+        model=str(path), seq_length=SEQUENCE, activation_checkpointing="on", lora=lora
     )
 
     def firsts(found: Traced) -> list[Strategy]:
         first = [_first(fits) for _, fits in _memory(found.facts, found.base)]
         return list(dict.fromkeys(strategy for strategy in first if strategy is not None))
 
-    with estimate.simulator_of(settings) as (_, base, simulator):
-        return project.trace(base, simulator, SLOTS, firsts)
+    with simulate(settings) as simulated:
+        return trace(simulated, SLOTS, firsts)
 
 
 def _first(fits: Mapping[Strategy, _Fit]) -> Strategy | None:
@@ -224,12 +227,12 @@ def _memory(
     basis = Basis.of_model(facts)
     for machine, (cards, gib, _) in MACHINES.items():
         fits = {}
-        for strategy in estimate.ladder(base):
-            config = estimate.configuration(base, strategy, cards)
+        for strategy in compared(base):
+            config = with_strategy(base, strategy, cards)
             memory = MemoryModel(basis, slots=cards, limit_bytes=gib * GIB, on_device=True)
             host = closed_form.estimate(facts, config, slots=cards, micro_batch=1).host
             most = min(memory.largest(memory.shape(config, {})), float(LARGEST_MICRO_BATCH))
-            fits[strategy] = _Fit(estimate.needed_bytes(basis, config, cards), host, most)
+            fits[strategy] = _Fit(needed_bytes(basis, config, cards), host, most)
         yield machine, fits
 
 
@@ -246,10 +249,10 @@ def _speed(
 
 
 def _command(path: Path, model: Model, cards: int, gib: int) -> str:
-    words = ["dsat", "estimate", "--hf-config", str(path.relative_to(ROOT))]
+    words = ["dsat", "estimate", "--model", str(path.relative_to(ROOT))]
     words += ["--seq-length", str(SEQUENCE), "--activation-checkpointing", "on"]
     words += ["--lora", model.lora] if model.lora else []
-    return shlex.join([*words, "--slots", str(cards), "--slot-memory", f"{gib}GiB"])
+    return shlex.join([*words, "--devices", str(cards), "--slot-memory", f"{gib}GiB"])
 
 
 def write_tables(rows: Sequence[Row], folder: Path) -> None:

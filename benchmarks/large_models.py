@@ -28,7 +28,7 @@ CASES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Llama 7 B, LoRA": ("llama-2-7b", _LORA),
     "Llama 70 B": ("llama-3.1-70b", ()),
 }
-_OPTIONS = "--seq-length 2048 --slot-memory 80GiB --slots 1 8 64 --json".split()
+_OPTIONS = "--seq-length 2048 --slot-memory 80GiB --devices 1 8 64 --json".split()
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 
 def _measured(path: Path, more: tuple[str, ...]) -> list[str]:
     """Return seconds, processor seconds and the peak of memory of an estimate."""
-    words = [sys.executable, "-m", "dsat", "estimate", "--hf-config", str(path), *_OPTIONS, *more]
+    words = [sys.executable, "-m", "dsat", "estimate", "--model", str(path), *_OPTIONS, *more]
     before, began, peak = os.times(), time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as cache:
         env = common.environment(XDG_CACHE_HOME=cache)

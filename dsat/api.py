@@ -11,23 +11,22 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsat.api_options import PathLike, Target, document, read_keywords, read_target
-from dsat.app.estimate import estimate as _estimate
-from dsat.app.longest import longest as _longest
-from dsat.app.memory_tables import Estimate
-from dsat.app.project import project as _project
 from dsat.command.ds_config import flat
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import DsatError, SearchFailed, UserInputError
-from dsat.inputs.estimate_settings import EstimateSettings, ModelSettings
-from dsat.inputs.project_settings import ProjectSettings
+from dsat.estimating import tables
+from dsat.estimating.options import EstimateSettings
+from dsat.estimating.tables import Estimate
 from dsat.options import options_of
-from dsat.report.longest_sequence import LongestSequences
-from dsat.report.projection import Projection
+from dsat.prepare.simulated_model import ModelSettings
+from dsat.projecting import projector
+from dsat.projecting.options import ProjectSettings
+from dsat.projecting.projection import Projection
 from dsat.run.journal import FILE_NAME
 from dsat.run.loop import Observer
 from dsat.run.run import Run
@@ -47,11 +46,10 @@ if TYPE_CHECKING:
     import pandas
     from typing_extensions import Unpack
 
-    from dsat.api_options import TuneOptions
+    from dsat.api_options import EstimateOptions, ProjectOptions, TuneOptions
 
 __all__ = [
     "Estimate",
-    "LongestSequences",
     "Projection",
     "Result",
     "estimate",
@@ -253,55 +251,39 @@ def register_engine(name: str, make_engine: EngineFactory) -> None:
     local.ENGINES[name] = make_engine
 
 
-@overload
 def estimate(
     target: Target | None = None,
     model_dir: PathLike | None = None,
-    *,
-    longest_sequence: Literal[True],
-    **options: Any,
-) -> LongestSequences: ...
-@overload
-def estimate(
-    target: Target | None = None,
-    model_dir: PathLike | None = None,
-    *,
-    longest_sequence: bool,
-    **options: Any,
-) -> Estimate | LongestSequences: ...
-@overload
-def estimate(
-    target: Target | None = None, model_dir: PathLike | None = None, **options: Any
-) -> Estimate: ...
-def estimate(
-    target: Target | None = None, model_dir: PathLike | None = None, **options: Any
-) -> Estimate | LongestSequences:
+    **options: Unpack[EstimateOptions],
+) -> Estimate:
     """Estimate the memory of each ZeRO stage and offloading, without running a trial.
 
     Args:
-        target: what to look at; as for `tune`. None with `hf_config`, which needs no script.
+        target: what to look at; as for `tune`. None with `model`, which needs no script.
         model_dir: the folder of an experiment's script; by default the configuration's own.
         options: see below.
 
     Returns:
-        The table: `lines`, each with its `strategy`, `slots` and memory; with `longest_sequence`
-        the `longest` of each strategy instead. `str` of it is what `dsat estimate` prints.
+        The table: `lines`, each with its `strategy`, `slots` and memory. `str` of it is what
+        `dsat estimate` prints.
 
     Raises:
-        UserInputError: something of the arguments or the files is wrong.
+        UserInputError: an argument or a file is wrong.
         DsatError: the script cannot be simulated.
     """
     settings = _model_settings(EstimateSettings, target, model_dir, options, "estimate()")
-    return _longest(settings) if settings.longest_sequence else _estimate(settings)
+    return tables.estimate(settings)
 
 
 def project(
-    target: Target | None = None, model_dir: PathLike | None = None, **options: Any
+    target: Target | None = None,
+    model_dir: PathLike | None = None,
+    **options: Unpack[ProjectOptions],
 ) -> Projection:
-    """Predict what training will do on so many cards of a named kind, from one simulated step.
+    """Predict throughput, scaling, time and cost of a training on GPUs of a named model.
 
     Args:
-        target: what to look at; as for `tune`. None with `hf_config`, which needs no script.
+        target: what to look at; as for `tune`. None with `model`, which needs no script.
         model_dir: the folder of an experiment's script; by default the configuration's own.
         options: see below.
 
@@ -310,10 +292,11 @@ def project(
         throughput and interval; `str` of it is what `dsat project` prints.
 
     Raises:
-        UserInputError: something of the arguments or the files is wrong.
+        UserInputError: an argument or a file is wrong.
         DsatError: the script cannot be simulated.
     """
-    return _project(_model_settings(ProjectSettings, target, model_dir, options, "project()"))
+    settings = _model_settings(ProjectSettings, target, model_dir, options, "project()")
+    return projector.project(settings)
 
 
 def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
@@ -385,11 +368,11 @@ def _model_settings(
 ) -> _Settings:
     """Make the settings of `estimate` or `project`."""
     values, _ = read_keywords(options_of(kind), options, called)
-    if target is None and values.get("hf_config") is not None:
+    if target is None and values.get("model") is not None:
         return kind(**values)
     if target is None:
         raise UserInputError(
-            "is missing", where="target", hint="Give a script, a command, or hf_config=PATH."
+            "is missing", where="target", hint="Give a script, a command, or model=NAME."
         )
     return kind(**read_target(target, model_dir), **values)
 

@@ -95,10 +95,7 @@ def _packages() -> Iterator[Finding]:
         name = requirement.name
         found, remedy = packages.version(name), f"pip install '{name}{requirement.specifier}'"
         if found is None:
-            problem = "no trial can run without it"
-            if name in packages.TRAINING:
-                problem += "; `dsat estimate --hf-config` works, by formula"
-            yield Finding(name, "missing", FAILS, problem, remedy)
+            yield Finding(name, "missing", FAILS, "no trial can run without it", remedy)
         elif not requirement.specifier.contains(found, prereleases=True):
             problem = f"no trial begins: dsat needs {requirement.specifier}"
             yield Finding(name, found, FAILS, problem, remedy)

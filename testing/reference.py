@@ -14,9 +14,9 @@ from typing import Any
 from dsat.cli.parser import PREDICTS, options_of_command
 from dsat.engines import places
 from dsat.in_trial.adapters.table import ENGINE, MODELS, TABLE
-from dsat.inputs.look_settings import LOOK_SETTINGS
 from dsat.options import Group, Option, options_of
 from dsat.search import SEARCHES
+from dsat.show.settings import LOOK_SETTINGS
 from dsat.space.knobs import KNOB_NAMES, KNOBS
 from dsat.tuning.settings import TUNE, Settings
 from testing import touched

@@ -6,7 +6,6 @@ import contextlib
 import json
 import sys
 
-from dsat.app import estimate, fit, longest, project
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from dsat.cli.look import look
@@ -14,11 +13,13 @@ from dsat.cli.parser import AnySettings
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.errors import UserInputError
-from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.look_settings import WatchSettings
-from dsat.inputs.project_settings import ProjectSettings
-from dsat.show import page, terminal, watch
+from dsat.estimating import fits, tables
+from dsat.estimating.options import EstimateSettings
+from dsat.projecting import projector
+from dsat.projecting.options import ProjectSettings
+from dsat.show import terminal, watch
 from dsat.show.live import LiveView
+from dsat.show.settings import WatchSettings
 from dsat.show.view import RunView
 from dsat.tuning import local
 from dsat.tuning.command_line import CommandLine
@@ -53,23 +54,20 @@ def run(settings: AnySettings, line: CommandLine) -> int:
 def _estimate(settings: EstimateSettings) -> int:
     if settings.fits is not None:
         return _fit(settings)
-    answer = longest.longest if settings.longest_sequence else estimate.estimate
-    found = answer(settings)
+    found = tables.estimate(settings)
     print(json.dumps(found.to_json(), indent=2) if settings.json else found)
     return EXIT_OK if found.is_complete or not settings.exact else EXIT_FAILED
 
 
 def _project(settings: ProjectSettings) -> int:
-    found = project.project(settings)
+    found = projector.project(settings)
     print(json.dumps(found.to_json(), indent=2) if settings.json else found, flush=True)
-    if settings.page is not None:
-        page.write_projection(found, settings.page)
     return EXIT_OK
 
 
 def _fit(settings: EstimateSettings) -> int:
     try:
-        found = fit.fit(settings)
+        found = fits.fit(settings)
     except Exception as error:  # of any kind: 1 would say that it does not fit
         output.report(error)
         return EXIT_USAGE

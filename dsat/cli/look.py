@@ -13,7 +13,10 @@ from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_OK
 from dsat.determined_cluster import submit
 from dsat.errors import UserInputError
-from dsat.inputs.look_settings import (
+from dsat.run.journal import RUNS_FOLDER
+from dsat.run.run import Run
+from dsat.show import exports, past_runs, terminal, watch
+from dsat.show.settings import (
     CompareSettings,
     DoctorSettings,
     ExportSettings,
@@ -22,9 +25,6 @@ from dsat.inputs.look_settings import (
     ShowSettings,
     WatchSettings,
 )
-from dsat.run.journal import RUNS_FOLDER
-from dsat.run.run import Run
-from dsat.show import exports, past_runs, terminal, watch
 from dsat.show.view import RunView
 from dsat.values.text import MOST_OF_A_LOG, printable
 from dsat.values.trial import Trial

@@ -12,11 +12,11 @@ from typing import Any
 
 from dsat import __version__
 from dsat.errors import UserInputError
-from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
-from dsat.inputs.look_settings import LOOK_SETTINGS, LookSettings
-from dsat.inputs.project_settings import PROJECT, ProjectSettings
+from dsat.estimating.options import EstimateSettings
 from dsat.options import SWITCH, Group, Option, options_of
+from dsat.projecting.options import ProjectSettings
 from dsat.search import SEARCHES
+from dsat.show.settings import LOOK_SETTINGS, LookSettings
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.make_settings import all_options, make_settings
 from dsat.tuning.settings import RUN, TUNE, Settings
@@ -25,8 +25,8 @@ AnySettings = Settings | EstimateSettings | ProjectSettings | LookSettings
 
 # Commands that predict, by name.
 PREDICTS: Mapping[str, type[EstimateSettings | ProjectSettings]] = {
-    ESTIMATE: EstimateSettings,
-    PROJECT: ProjectSettings,
+    "estimate": EstimateSettings,
+    "project": ProjectSettings,
 }
 TUNES: Mapping[str, str] = {
     TUNE: "find the fastest DeepSpeed configuration for a training command",
@@ -143,7 +143,7 @@ def _check_target(name: str, values: Mapping[str, Any], target: Target) -> None:
             "hyperparameters.deepspeed_config",
             where="--ds-config",
         )
-    if target == Target() and values.get("hf_config") is None:
+    if target == Target() and values.get("model") is None:
         others = ", or give --model" if name in PREDICTS else ""
         raise UserInputError(
             "there is no command to look at" if name in PREDICTS else "there is no command to tune",
@@ -256,9 +256,9 @@ def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
                 "action": "extend" if each.many else "store",
                 "metavar": each.placeholder,
             }
-        shown = {"help": each.help_text}
-        if each.choices is not None and not each.metavar:
-            shown["metavar"] = "{" + ",".join(map(str, each.choices)) + "}"
+        shown: dict[str, Any] = {"help": each.help_text}
+        if each.choices is not None:
+            shown["choices"] = each.choices
         parser.add_argument(*each.flags, **{**attributes, **shown})
         if each.old:
             parser.add_argument(*each.old, **{**attributes, "help": argparse.SUPPRESS})

@@ -1,18 +1,18 @@
-"""A model that is known by its transformers configuration alone: no script, no weights."""
+"""The transformers configuration of a model, without a script or weights."""
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dsat.command import document
 from dsat.command import ds_config as configs
-from dsat.command.experiment import read_mapping
 from dsat.errors import UserInputError
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, _SUFFIX = "config.json", ".json"
 _PRECISIONS = ("bf16", "fp16")
 # "auto" settings of `zero_optimization` that the Trainer computes from the hidden size, and how
 # (integrations/deepspeed.py of transformers 5.23).
@@ -23,40 +23,66 @@ _BY_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
 }
 
 
-def find(given: str) -> Path:
-    """Find the configuration file that a user names; downloads nothing.
+def find(model: str) -> Path:
+    """Find the configuration file of a model.
 
     Args:
-        given: a file, a folder with a config.json, or the name of a model in the local cache of
-            the Hugging Face hub.
+        model: a file, a folder with a config.json, or the id of a model on the Hugging Face Hub,
+            whose config.json is taken from the local cache or downloaded.
 
     Raises:
-        UserInputError: there is none, or it is no configuration of a model that can be predicted.
+        UserInputError: there is none, or its memory cannot be predicted.
     """
-    path = Path(os.path.expanduser(given))  # which leaves an unknown ~user as it is
-    if path.is_dir():
-        path = path / CONFIG_FILE
-    if not path.is_file():
-        path = _cached(given) or path
-    if not path.is_file():
-        raise UserInputError(
-            "there is no such file or folder, and no copy of a model of this name in the local "
-            "Hugging Face cache",
-            where=f"--hf-config {given}",
-            hint="Nothing is downloaded here: give the path of the model's config.json.",
-        )
-    config = read_mapping(path)
+    path = Path(os.path.expanduser(model))  # which leaves an unknown ~user as it is
+    path = path / CONFIG_FILE if path.is_dir() else path
+    path = path if path.is_file() else _from_hub(model)
+    config = _read(path)
     if "model_type" not in config:
         raise UserInputError(
-            'is no configuration of a transformers model: "model_type" is missing', where=str(path)
+            'is not the configuration of a transformers model: "model_type" is missing',
+            where=str(path),
         )
     if config.get("quantization_config"):
         raise UserInputError(
-            "is of a quantized model, whose memory cannot be predicted",
+            "the memory of a quantized model cannot be predicted",
             where=f"{path}: quantization_config",
-            hint="Take the section out for the memory of the same model without quantization.",
+            hint="Remove the section to predict the model without quantization.",
         )
     return path.absolute()  # a file of the cache is a link to one without a name
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a configuration as transformers does, with `Infinity` and duplicate keys."""
+    try:
+        config = json.loads(document.read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UserInputError(f"is not valid JSON: {error}", where=str(path)) from None
+    if not isinstance(config, dict):
+        raise UserInputError("does not hold a mapping of keys to values", where=str(path))
+    return config
+
+
+def _from_hub(model: str) -> Path:
+    """Return the config.json of a model on the Hub, from the local cache or the network."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    where = f"--model {model}"
+    missing = UserInputError("there is no such file or folder", where=where)
+    if model.endswith(_SUFFIX):
+        raise missing
+    try:
+        cached = try_to_load_from_cache(model, CONFIG_FILE)
+        return Path(cached if isinstance(cached, str) else hf_hub_download(model, CONFIG_FILE))
+    except HFValidationError:  # it is a path
+        raise missing from None
+    except OSError as error:  # of the Hub and of the network, too
+        reason = str(error).strip().partition("\n")[0]
+        raise UserInputError(
+            f"is no file or folder, and the Hugging Face Hub has no config.json for it: {reason}",
+            where=where,
+            hint="Give the path of a config.json, or run `hf auth login` if the model is gated.",
+        ) from None
 
 
 def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,22 +128,3 @@ def with_buckets(config: Mapping[str, Any], hidden_size: int | None) -> dict[str
 def dtype_of(config: Mapping[str, Any]) -> str:
     """Return the type of parameters that a complete configuration trains (bf16, fp16 or fp32)."""
     return next((name for name in _PRECISIONS if config[name]["enabled"] is True), "fp32")
-
-
-def missing_packages() -> list[str]:
-    """Return the packages that are missing for a simulation of the model."""
-    names = ("torch", "deepspeed", "transformers")
-    return [name for name in names if importlib.util.find_spec(name) is None]
-
-
-def _cached(name: str) -> Path | None:
-    if importlib.util.find_spec("huggingface_hub") is None:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, CONFIG_FILE)
-    except HFValidationError:  # it is the path of a file
-        return None
-    return Path(found) if isinstance(found, str) else None

@@ -167,7 +167,7 @@ class Rank:
         elif spec.cpu_memory_bytes is not None:
             TRIAL.before_model = functools.partial(_limit, spec.cpu_memory_bytes)
             install.adapt_models()
-        # For --hf-config dsat has a script of its own.
+        # For --model dsat has a script of its own.
         what = "the model" if spec.program["module"].startswith("dsat.") else "your script"
         what = "your command" if spec.is_command else what
         self._progress.set_activity(f"{what} runs, up to its first optimizer step")

@@ -30,14 +30,19 @@ def version(name: str) -> str | None:
         return None
 
 
-def check() -> None:
+def check(also: str | None = None) -> None:
     """Check that torch and DeepSpeed are in this environment, in versions that trials work with.
+
+    Args:
+        also: a further package, of any version.
 
     Raises:
         UserInputError: they are not.
     """
     needed = {each.name: each.specifier for each in requirements()}
     problems = {}
+    if also is not None and version(also) is None:
+        problems[also] = f"{also} is not installed"
     for name in TRAINING:
         found = version(name)
         if found is None:
@@ -45,7 +50,7 @@ def check() -> None:
         elif not needed[name].contains(found, prereleases=True):
             problems[name] = f"{name} {found} is installed, and dsat needs {needed[name]}"
     if problems:
-        wanted = " ".join(f"'{name}{needed[name]}'" for name in problems)
+        wanted = " ".join(f"'{name}{needed.get(name, '')}'" for name in problems)
         raise UserInputError(
             " and ".join(problems.values()),
             where="environment",

@@ -23,7 +23,7 @@ from dsat.engines.own_command import OwnCommand
 from dsat.errors import UserInputError
 from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.in_trial.script_api import hparams_of_this_task
-from dsat.inputs.target import Target
+from dsat.prepare.target import Target
 from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import TrialOptions
 
@@ -197,7 +197,7 @@ def check_ranks(program: Entrypoint, slots: int) -> None:
         raise UserInputError(
             f"starts {program.slots} ranks, but a trial has {slots} slots",
             where="entrypoint",
-            hint="Make resources.slots_per_trial (or --slots) and the entrypoint agree.",
+            hint="Make resources.slots_per_trial (or --devices) and the entrypoint agree.",
         )
 
 

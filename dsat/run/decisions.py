@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.run import finals
-from dsat.run.events import EVENT_FINISHED, EVENT_PROPOSED
+from dsat.run.events import EVENT_EARLIER, EVENT_FINISHED, EVENT_PROPOSED
 from dsat.run.finals_phase import FinalsPhase
+from dsat.run.history import Measured
 from dsat.run.profile_phase import ProfilePhase
 from dsat.run.run import Run
 from dsat.run.search_phase import SearchPhase
@@ -61,8 +62,10 @@ class Decisions:
         """Apply an event of the journal."""
         self._next = None
         self.run.apply(event)
-        if event["event"] == EVENT_PROPOSED and event["trial"].profiles:
+        if event["event"] in (EVENT_EARLIER, EVENT_PROPOSED) and event["trial"].profiles:
             self._profiling.begin()
+        if event["event"] == EVENT_EARLIER and event["trial"].profiles:
+            self._profiling.update(event["trial"], event["outcome"])
         elif event["event"] == EVENT_FINISHED:
             trial = self.run.trials[event["trial_id"]]
             if trial.profiles:
@@ -75,6 +78,23 @@ class Decisions:
             return []
         skipped, search.skipped = search.skipped, []
         return skipped
+
+    def reused(self, earlier: Sequence[Measured]) -> Iterator[tuple[Trial, Measured]]:
+        """Yield trials of this run that earlier runs have measured already.
+
+        First the one that is due, as long as the model is profiled, then all others of the space.
+        The caller enters each before the next one is made.
+        """
+        search = self._search
+        if search is not None:
+            yield from search.reused(earlier)
+        elif not self._profiling.over and (due := self._profiling.next_trial()) is not None:
+            for each in earlier:
+                if self._trials.profiles_like(due, each.trial) and (
+                    each.outcome.profile is not None or not each.outcome.ok
+                ):
+                    yield due, each
+                    return
 
     def next_step(self) -> Step:
         """Return what comes next, until another event changes that."""
@@ -117,7 +137,7 @@ class Decisions:
 
         Without a measurement of the user's own configuration there are no finals.
         """
-        run, most = self.run, self.run.plan.max_trials
+        run, most = self.run, self.run.most_trials
         if run.baseline is None or run.value(run.baseline) is None:
             return len(run.trials) >= most
         reserved = finals.reserved(most - run.num_finals, self.plan.finals)

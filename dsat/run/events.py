@@ -14,6 +14,7 @@ from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
 EVENT_START = "start"
+EVENT_EARLIER = "earlier"  # a trial that an earlier run has measured
 EVENT_PROPOSED = "proposed"
 EVENT_FINISHED = "finished"
 EVENT_STOPPED = "stopped"
@@ -25,6 +26,7 @@ EVENT_FINALS = "finals"
 # Values that events must have.
 VALUES_OF: Mapping[str, Mapping[str, Any]] = {
     EVENT_START: {"plan": Plan, "info": Mapping[str, Any]},
+    EVENT_EARLIER: {"trial": Trial, "outcome": Outcome, "neighbours": int},
     EVENT_PROPOSED: {"trial": Trial},
     EVENT_FINISHED: {"trial_id": int, "outcome": Outcome},
     EVENT_MEMORY_BASIS: {"basis": Basis},

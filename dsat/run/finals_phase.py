@@ -38,7 +38,7 @@ class FinalsPhase:
         """
         plan, run = self._plan, self._run
         used = len(run.trials) - run.num_finals
-        most = run.plan.max_trials - run.num_finals
+        most = run.most_trials - run.num_finals
         own = run.baseline
         if run.leader is None or own is None or run.value(own) is None:
             return None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from dsat.engines import cached
 from dsat.run.run import Run
 from dsat.space.plan import Plan, difference_of
 from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.trial import TrialKind
+from dsat.values.trial import Trial, TrialKind
 
 _HOLDS = (OutcomeKind.OK, OutcomeKind.OOM)
 _OF_INFO = ("software", "script_digest")  # which not every journal has
@@ -49,15 +49,31 @@ def _conditions(plan: Plan, other: Plan, info: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def known_outcomes(runs: Iterable[Run], plan: Plan, info: Mapping[str, Any]) -> dict[str, Outcome]:
-    """Return outcomes of earlier runs that hold for a plan too.
+@dataclass(frozen=True)
+class Measured:
+    """A trial of an earlier run that holds for a new plan too.
 
-    Failures for another reason than memory are run again; finals are repetitions without a profile.
+    Attributes:
+        neighbours: the most trials that ran beside it.
     """
-    return {
-        cached.key(run.trials[trial_id], run.plan): outcome
+
+    trial: Trial
+    outcome: Outcome
+    neighbours: int
+
+
+def reusable_trials(runs: Iterable[Run], plan: Plan, info: Mapping[str, Any]) -> list[Measured]:
+    """Return the trials of earlier runs that hold for a plan too, in their order.
+
+    Failures for another reason than memory are repeated. Finals repeat other trials.
+    """
+    return [
+        Measured(trial, outcome, run.neighbours.get(trial.id, 0))
         for run in runs
         if run.has_begun and difference(run, plan, info) is None
-        for trial_id, outcome in run.outcomes.items()
-        if outcome.kind in _HOLDS and run.trials[trial_id].kind is not TrialKind.FINAL
-    }
+        for trial in run.trials.values()
+        if (outcome := run.outcomes.get(trial.id)) is not None
+        and outcome.kind in _HOLDS
+        and trial.kind is not TrialKind.FINAL
+        and plan.config(trial.overrides) == run.plan.config(trial.overrides)
+    ]

@@ -31,6 +31,7 @@ class Run:
         plan: from the first event on.
         info: what the journal's first line says for people (name, versions, machine).
         trials, outcomes: by trial id, in the order of the events.
+        earlier: ids of the trials that earlier runs have measured; they cost nothing.
         baseline: the trial of the user's own configuration.
         leader: the trial with the best value of the search among those that keep to the plan.
         finals: the runs that decide, once the search is over; None if there are none.
@@ -60,6 +61,7 @@ class Run:
         self.info: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}
         self.outcomes: dict[int, Outcome] = {}
+        self.earlier: set[int] = set()
         self.baseline: Trial | None = None
         self._running: dict[int, Trial] = {}
         self.profiled: Outcome | None = None
@@ -105,6 +107,8 @@ class Run:
             self.plan = event["plan"]
             self._objective = event["plan"].objective
             self.info = event["info"]
+        elif kind == events.EVENT_EARLIER:
+            self._enter_earlier(event["trial"], event["outcome"], event["neighbours"])
         elif kind == events.EVENT_PROPOSED:
             trial: Trial = event["trial"]
             self.trials[trial.id] = self._running[trial.id] = trial
@@ -133,6 +137,15 @@ class Run:
             self.stop_reason = None
         elif kind == events.EVENT_STOPPED:
             self.stop_reason = event["reason"]
+
+    def _enter_earlier(self, trial: Trial, outcome: Outcome, neighbours: int) -> None:
+        self.trials[trial.id] = trial
+        self.earlier.add(trial.id)
+        self.neighbours[trial.id] = neighbours
+        self.ended_at_s[trial.id] = None
+        if trial.kind is TrialKind.BASELINE:
+            self.baseline = trial
+        self._finish(trial.id, outcome)
 
     def _finish(self, trial_id: int, outcome: Outcome) -> None:
         self.outcomes[trial_id] = outcome
@@ -328,6 +341,11 @@ class Run:
                     return float(self._objective.value_of(mean))
         outcome = typical_outcome(self, trial)
         return None if outcome is None else outcome.value(self._objective)
+
+    @property
+    def most_trials(self) -> int:
+        """The most trials that the run may have, those of earlier runs included."""
+        return self.plan.max_trials + len(self.earlier)
 
     @property
     def longest_s(self) -> float | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
+from dsat.run.history import Measured
 from dsat.run.run import Run
 from dsat.run.trial_costs import TrialCosts
 from dsat.run.trial_factory import TrialFactory, name_of
@@ -28,7 +29,7 @@ from dsat.space.locate import Location, Locator
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
-from dsat.values.trial import Trial, TrialKind
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 _SOURCES = {
     TrialKind.BASELINE: Source.BASELINE,
@@ -80,6 +81,16 @@ class SearchPhase:
         """Prediction for the next proposal."""
         return self._search.outlook
 
+    def reused(self, earlier: Iterable[Measured]) -> Iterator[tuple[Trial, Measured]]:
+        """Yield trials of earlier runs that belong to the space; see `Decisions.reused`."""
+        for each in earlier:
+            trial, location = each.trial, self._observations.location(each.trial)
+            if trial.kind is TrialKind.PROFILE or location is None or not location.is_exact:
+                continue
+            known = self._trials.equal_trial(trial.overrides, trial.script_args)
+            if known is None and self._plan.admits(trial.batch):
+                yield self._make(trial.overrides, trial.batch, trial.script_args), each
+
     def predicted(self, trial: Trial) -> float | None:
         """Return the logarithm of a trial's value that the search predicts."""
         location = self._observations.location(trial)
@@ -110,6 +121,15 @@ class SearchPhase:
         if known is not None:
             self._observations.add_equal(proposal, known)
             return None
+        return self._make(overrides, batch, script_args, proposal)
+
+    def _make(
+        self,
+        overrides: Mapping[str, Any],
+        batch: BatchTriple,
+        script_args: Mapping[str, Any],
+        proposal: Proposal | None = None,
+    ) -> Trial:
         predicted_bytes = None
         if self.forecast is not None:
             predicted_bytes = self.forecast.predicted_bytes(overrides, script_args)
@@ -208,11 +228,12 @@ class _Observations:
         if known is None:
             location = self.location(trial)
             is_admitted = self._plan.admits(trial.batch)
+            is_earlier = trial.id in self._run.earlier and trial.kind is TrialKind.SEARCH
             known = Observation(
                 None if location is None else location.point,
                 trial.batch,
                 None,
-                _SOURCES[trial.kind],
+                Source.EARLIER_RUN if is_earlier else _SOURCES[trial.kind],
                 is_exact=location is not None and location.is_exact and is_admitted,
                 is_admitted=is_admitted,
                 arm=trial.lineage,

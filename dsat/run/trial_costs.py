@@ -44,7 +44,7 @@ class TrialCosts:
     def update(self, trial: Trial, outcome: Outcome) -> None:
         """Update with the duration of a trial."""
         strategy = of_config(self._plan.config(trial.overrides))
-        if trial.kind is not TrialKind.FINAL:
+        if trial.kind is not TrialKind.FINAL and trial.id not in self._run.earlier:
             self._spent_s += self._cost_s(strategy, trial, outcome)
         if outcome.metrics is None:
             return

@@ -90,6 +90,11 @@ class TrialFactory:
         """Return a digest that is equal for configurations which DeepSpeed treats alike."""
         return fingerprint(self._plan.config(overrides), script_args)
 
+    def profiles_like(self, due: Trial, other: Trial) -> bool:
+        """Return whether another trial profiles the model with the same configuration."""
+        own, its = (self.fingerprint(t.overrides, t.script_args) for t in (due, other))
+        return other.profiles and own == its
+
     def equal_trial(
         self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]
     ) -> int | None:

@@ -15,6 +15,7 @@ from dsat.errors import JournalMismatch
 from dsat.memory.predictor import Basis
 from dsat.run import events as journaled
 from dsat.run.decisions import BeginFinals, Decisions
+from dsat.run.history import Measured
 from dsat.run.journal import SCHEMA_VERSION, Journal, MemoryJournal
 from dsat.run.run import Run
 from dsat.search import usual_options
@@ -36,6 +37,7 @@ class Tuner:
         journal: takes new events.
         info: for people, into the journal's first line.
         events: those of an earlier tuner, to continue from.
+        earlier: trials of earlier runs that hold for this one too.
         clock: seconds, monotonic; only to tell people how long things took.
         time_of_day: seconds since the epoch, for the dates of events; without it they have none.
         last_event_s: since when time counts, by this clock, if it is not from now on: the last of
@@ -57,6 +59,7 @@ class Tuner:
         *,
         info: Mapping[str, Any] | None = None,
         events: Sequence[Mapping[str, Any]] = (),
+        earlier: Sequence[Measured] = (),
         clock: Callable[[], float] = time.monotonic,
         time_of_day: Callable[[], float] | None = None,
         last_event_s: float | None = None,
@@ -64,6 +67,7 @@ class Tuner:
         self.plan = _continued(plan, events)
         self.decisions = Decisions(self.plan)
         self._journal = journal
+        self._earlier = earlier
         self._clock = clock
         self._time_of_day = time_of_day
         self._last_event_s = clock() if last_event_s is None else last_event_s
@@ -87,6 +91,7 @@ class Tuner:
 
     def next_trials(self, free_slots: int) -> list[Trial]:
         """Return trials to start now, as many as there is room and something to try for."""
+        self._reuse_earlier()
         trials: list[Trial] = []
         while free_slots >= self.plan.slots_per_trial:
             step = self.decisions.next_step()
@@ -99,6 +104,22 @@ class Tuner:
             else:
                 break
         return trials
+
+    def _reuse_earlier(self) -> None:
+        """Enter the trials of this run that earlier runs have measured."""
+        is_last = False
+        while self._earlier and not is_last:
+            is_last = self.decisions.search_began
+            reused = False
+            for trial, measured in self.decisions.reused(self._earlier):
+                event = {"event": journaled.EVENT_EARLIER, "trial": trial}
+                event |= {"outcome": measured.outcome, "neighbours": measured.neighbours}
+                self._append(event)
+                reused = True
+            if not reused and not is_last:
+                return
+        if is_last:
+            self._earlier = ()
 
     @property
     def finished(self) -> bool:

@@ -40,6 +40,7 @@ class Source(enum.Enum):
     BASELINE = "baseline"
     SEARCH = "search"
     FINAL = "final"
+    EARLIER_RUN = "earlier run"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 from dsat.command.ds_config import flat
 from dsat.command.switches import SWITCHES
-from dsat.report.speed_model import SpeedModel
 from dsat.show.differences import (
     GAS,
     MICRO_BATCH,
@@ -18,6 +17,7 @@ from dsat.show.differences import (
     Difference,
     differences,
 )
+from dsat.show.speed_model import SpeedModel
 from dsat.show.view import RunView, TrialView
 from dsat.space.knobs import KNOBS
 from dsat.values import format as fmt

@@ -72,5 +72,5 @@ def _of_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
     best = ""
     if run.best is not None and trial.kind is not TrialKind.FINAL:
         best = f"; best {run.best.name}"
-    count = f"[{len(run.outcomes)}/{run.plan.max_trials}]"
+    count = f"[{len(run.outcomes)}/{run.most_trials}]"
     return f"{count} {trial.name}: {', '.join(parts)}{best}"

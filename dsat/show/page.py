@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from dsat.report.projection import Projection, notes, sections, summary
-from dsat.report.speed_model import SpeedModel
 from dsat.run.run import Run
 from dsat.search.threads import in_one_thread
 from dsat.show import plots
 from dsat.show.changes import changes
+from dsat.show.speed_model import SpeedModel
 from dsat.show.view import RunView
 from dsat.values import format as fmt
 from dsat.values.files import cache_folder, write_atomically, write_cache
@@ -65,18 +64,6 @@ def watch_parts(run: Run, train_line: str) -> dict[str, Any]:
     values = parts(run, "", train_line)
     specs = [plot["spec"] for plot in values["plots"]]
     return {"html": render("body.html", **values), "specs": specs}
-
-
-def write_projection(shown: Projection, path: Path) -> None:
-    """Write the page of a projection."""
-    values = {
-        "title": f"{shown.name} on {shown.count} x {shown.card.name}",
-        "summary": summary(shown),
-        "sections": sections(shown),
-        "notes": notes(shown),
-        "plots": plots.of_projection(shown),
-    }
-    write_atomically(path, render("projection.html", **values))
 
 
 def render(which: str, /, **values: Any) -> str:

@@ -10,10 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsat.report.projection import Projection
-from dsat.report.speed_model import SpeedModel
 from dsat.run.run import Run
 from dsat.show import memory_parts, step_parts
+from dsat.show.speed_model import SpeedModel
 from dsat.show.view import RunView, TrialView
 from dsat.values import format as fmt
 from dsat.values.trial import TrialKind
@@ -209,47 +208,6 @@ def _step_times(view: RunView) -> Spec | None:
     title = "where the time of a step goes"
     text = "Milliseconds per sample of the fastest trials, the best first."
     return _plot(title, text, {"step": 16}, _layer(rows, "bar", encoding)) if rows else None
-
-
-def of_projection(shown: Projection) -> list[Spec]:
-    """Return the plots of a projection: throughput and parts of the step over the cards."""
-    unit = "tokens/s" if shown.sequence_length else "samples/s"
-    chosen = {"fastest": [rows[0] for rows in shown.best.values()], "yours": list(shown.own)}
-    points: list[dict[str, Any]] = []
-    parts: list[dict[str, Any]] = []
-    for which, rows in chosen.items():
-        for row in rows:
-            each = row.samples_per_second * (shown.sequence_length or 1) / row.slots
-            low, high = (factor * each for factor in row.spread)
-            label = row.strategy.label
-            names = {"which": which, "strategy": label, "micro batch": row.micro_batch}
-            points.append({"cards": row.slots, "value": each, "low": low, "high": high, **names})
-    for row in chosen["fastest"]:
-        parts += [
-            {"cards": row.slots, "part": name, "ms": 1000 * seconds}
-            for name, seconds in row.time.parts.items()
-        ]
-    x = _number("cards", "cards", scale={"type": "log", "base": 2})
-    y = _number("value", f"{unit} of a card", axis={"format": "~s"})
-    look = _coloured("which", list(chosen))
-    tips = {"tooltip": _tips("cards", "strategy", "micro batch", "value", "low", "high")}
-    band = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": look["color"]}
-    throughput = _plot(
-        f"{unit} of a card over the cards",
-        "The fastest strategy and your own configuration; the band is the 90 % interval.",
-        300,
-        _layer(points, {"type": "area", "opacity": 0.15}, band),
-        _layer(points, "line", {"x": x, "y": y, "color": look["color"]}),
-        _layer(points, {"type": "point", "filled": True}, {"x": x, "y": y, **look, **tips}),
-    )
-    bars = {
-        "x": {"field": "cards", "type": "ordinal", "axis": {"labelAngle": 0}},
-        "y": _number("ms", "ms of an optimizer step"),
-        "color": _nominal("part", list(dict.fromkeys(each["part"] for each in parts))),
-        "tooltip": _tips("cards", "part", "ms"),
-    }
-    text = "Of the fastest strategy; communication counts where nothing hides it."
-    return [throughput, _plot("the step by part", text, 260, _layer(parts, "bar", bars))]
 
 
 def _row(each: TrialView) -> dict[str, Any]:

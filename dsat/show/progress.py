@@ -53,7 +53,7 @@ class Status(Recorded):
 
 def lines(run: Run, status: Status | None, trials: Path) -> list[str]:
     """Return the state of a run that goes on: trials, slots, expectation, time left."""
-    found = [f"{len(run.outcomes)} of at most {run.plan.max_trials} trials"]
+    found = [f"{len(run.outcomes)} of at most {run.most_trials} trials"]
     if status is not None:
         begun = sum((trials / trial.name).exists() for trial in run.running)
         found.append(f"{begun * run.plan.slots_per_trial} of {status.num_slots} slots busy")
@@ -94,7 +94,7 @@ def time_left(run: Run, at_once: int) -> str | None:
     ][-_RECENT:]
     if len(took) < _LEAST_TRIALS:
         return None
-    most = run.plan.max_trials
+    most = run.most_trials
     left = most - len(run.outcomes)
     if left <= 0:
         return None

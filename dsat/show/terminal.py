@@ -171,7 +171,7 @@ def of_runs(rows: Sequence[tuple[str, str, float, Run]]) -> list[Part]:
     cells = []
     for name, state, changed_s, run in rows:
         view = RunView.of(run)
-        trials = f"{len(view.ended)} of {view.plan.max_trials}"
+        trials = f"{len(view.ended)} of {run.most_trials}"
         best = fmt.metric(view.plan.metric, view.best_value)
         when = datetime.datetime.fromtimestamp(changed_s).strftime("%Y-%m-%d %H:%M")
         cells.append((name, state, view.plan.method, trials, best, view.gain.text, when))

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
-from dsat.report.longest_sequence import memory_warning
 from dsat.run.comparison import Gain
 from dsat.run.finals import LEAST_RUN
 from dsat.run.finals_phase import contenders
@@ -20,6 +19,7 @@ from dsat.run.run import Run, own_switches, searched
 from dsat.run.same_training import Agreement
 from dsat.show import advice, caveats, step_parts
 from dsat.show.differences import TRAIN_BATCH, differences
+from dsat.show.longest_sequence import memory_warning
 from dsat.values import format as fmt
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind

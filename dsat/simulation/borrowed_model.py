@@ -16,7 +16,6 @@ from dsat.command.ds_config import BATCH_KEYS
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, script_switches
 from dsat.in_trial.batches import longest_of
-from dsat.in_trial.profiler import attention_heads
 from dsat.memory.estimate import as_simulated
 from dsat.simulation.captured import Captured, ModuleSnapshot
 from dsat.simulation.known_values import ValuesMode
@@ -133,7 +132,6 @@ class BorrowedModel:
         size = max((p.element_size() for p in model.parameters()), default=4)
         return ScriptFacts(
             sequence_length=self.sequence_length(args, kwargs),
-            attention_heads=attention_heads(model),
             hidden_size=self.hidden_size(),
             model_takes=longest_of(model),
             sizes={

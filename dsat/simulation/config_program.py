@@ -193,7 +193,7 @@ def main() -> None:
     import deepspeed
 
     parser = argparse.ArgumentParser()
-    parser.add_argument("--hf-config", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--seq-length", type=int)
     parser.add_argument("--lora", type=json.loads)
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
@@ -203,7 +203,7 @@ def main() -> None:
     dtype = _DTYPES[args.dtype]
     # As the Trainer does, whose models are partitioned in stage 3 while they are made.
     with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config):
-        model: Any = build(args.hf_config, dtype)
+        model: Any = build(args.model, dtype)
     if args.lora is not None:
         add_lora(model, args.lora)
     if args.gradient_checkpointing:

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dsat.app.observers import FileKeeper, Logger, write_files
-from dsat.engines import Engine, cached
+from dsat.engines import Engine
 from dsat.engines.agent import leftovers
 from dsat.engines.engine import LocalEngine
 from dsat.engines.start import FULL_RUN_ID, LocalOptions
@@ -28,6 +27,7 @@ from dsat.show.progress import Status
 from dsat.simulation import anchors
 from dsat.space.plan import Plan
 from dsat.tuning import run_folders, train_command
+from dsat.tuning.observers import FileKeeper, Logger, write_files
 from dsat.tuning.preparation import Prepared
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
@@ -68,8 +68,7 @@ class LocalSearch:
                 _log.info(
                     "ended %d processes left over from an earlier run in this folder", len(ended)
                 )
-            self._tuner = _tuner(ready, self.folder, opened)
-            self._known = history.known_outcomes(earlier, ready.plan, ready.info)
+            self._tuner = _tuner(ready, self.folder, earlier, opened)
             self._opened = opened.pop_all()
         self.run = self._tuner.run
         self.ready = train_command.as_shown(ready, self.run)
@@ -111,7 +110,7 @@ class LocalSearch:
         self._opened.callback(self._engine.close)
         drive(
             self._tuner,
-            cached.CachedEngine(self._engine, self._known, ready.plan),
+            self._engine,
             [FileKeeper(ready, self.folder, self.status), Logger(), *observers],
             max_slots=ready.settings.max_slots,
             max_concurrent_trials=ready.settings.max_concurrent_trials,
@@ -160,7 +159,9 @@ class LocalSearch:
         _train(engine, best)
 
 
-def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner:
+def _tuner(
+    ready: Prepared, folder: Path, earlier: Sequence[Run], opened: contextlib.ExitStack
+) -> Tuner:
     """Return the tuner of a run, whose journal is closed with the others."""
     journal = opened.enter_context(Journal(folder / FILE_NAME))
     return Tuner(
@@ -168,6 +169,7 @@ def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner
         journal,
         info=ready.info,
         events=journal.events,
+        earlier=history.reusable_trials(earlier, ready.plan, ready.info),
         time_of_day=time.time,
         last_event_s=ready.began_s,
     )

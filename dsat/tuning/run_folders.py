@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import JournalError, UserInputError
-from dsat.report import autotuner_files
 from dsat.run import history
 from dsat.run.folder_lock import FolderLock
 from dsat.run.journal import FILE_NAME, RUNS_FOLDER, read_events
@@ -22,6 +21,7 @@ from dsat.run.run import Run, read_run
 from dsat.run.tuner import difference_to
 from dsat.show import page, progress, summary
 from dsat.space.plan import Plan
+from dsat.tuning import autotuner_files
 from dsat.tuning.autotuning_section import Section
 from dsat.tuning.settings import Settings
 from dsat.values.files import PRIVATE_FOLDER, write_atomically

@@ -17,7 +17,6 @@ from typing import Any
 
 from dsat.command.ds_config import STAGES, did_you_mean
 from dsat.errors import UserInputError
-from dsat.inputs.target import Target
 from dsat.options import (
     ANY,
     ARG_MAPPING,
@@ -34,6 +33,7 @@ from dsat.options import (
     option,
     options_of,
 )
+from dsat.prepare.target import Target
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import BY_SIMULATION, MEMORY_MODELS
 from dsat.values.objective import METRIC_NAMES

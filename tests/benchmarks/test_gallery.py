@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import csv
-import shlex
-from dataclasses import replace
 
 import pytest
 
-from benchmarks import common, gallery
+from benchmarks import gallery
 from benchmarks.gallery import PREDICTED
-from dsat.app import estimate
-from dsat.cli import parser
-from dsat.inputs.estimate_settings import EstimateSettings
+from testing import warm_command, warm_host
 
 
 def test_the_page_shows_what_the_tables_hold() -> None:
@@ -29,23 +25,12 @@ def test_the_page_shows_what_the_tables_hold() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in gallery.MODELS if not n.startswith("LLaVA")])
-def test_the_rows_are_what_the_formula_says_today(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows are of simulated models: a formula is coarser for experts and for adapters."""
-    monkeypatch.setattr("dsat.command.hf_config.missing_packages", lambda: ["torch"])
-    near = 0.07 if name.startswith("Mixtral") or gallery.MODELS[name].lora else 0.002
-    rows = [row for row in gallery.known() if row.model == name]
-    for command in {row.command for row in rows}:
-        settings, _ = parser.parse(shlex.split(command)[1:])
-        assert isinstance(settings, EstimateSettings) and settings.hf_config is not None
-        here = replace(settings, hf_config=str(common.ROOT / settings.hf_config))
-        lines = {line.strategy.label: line for line in estimate.estimate(here).lines}
-        (memory,) = settings.slot_memories
-        for row in (row for row in rows if row.command == command):
-            line, largest = lines[row.strategy], lines[row.strategy].largest[memory]
-            assert row.card_gib == pytest.approx(line.needed / 2**30, rel=near, abs=0.01)
-            assert row.fits == (largest > 0)
-            close = pytest.approx(largest, rel=2 * near, abs=near > 0.01)
-            assert row.largest_micro_batch == close
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", gallery.MODELS)
+def test_the_rows_are_predicted_the_same_today(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_command.use(warm_host.prefix(), monkeypatch.setattr)
+    before = [row for row in gallery.known() if row.model == name]
+    for row, known in zip(gallery.predicted(name, gallery.MODELS[name]), before, strict=True):
+        assert (row.machine, row.strategy, row.fits) == (known.machine, known.strategy, known.fits)
+        assert row.card_gib == pytest.approx(known.card_gib, rel=0.002, abs=0.01)
+        assert row.largest_micro_batch == pytest.approx(known.largest_micro_batch, rel=0.004)

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from dsat.errors import UserInputError
-from dsat.inputs.target import Target
 from dsat.prepare import source as sources
+from dsat.prepare.target import Target
 from testing.helpers import starts_of
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1}

@@ -35,6 +35,7 @@ class Ran:
         self.baseline = OWN
         self.outcomes = {OWN.id: took(10.0)}
         self.neighbours = {2: beside}
+        self.earlier: set[int] = set()
 
 
 def left_s(ended: Outcome, kind: TrialKind = TrialKind.SEARCH, *, beside: int = 0) -> float:

@@ -17,9 +17,8 @@ pytestmark = pytest.mark.usefixtures("unchecked_configurations")
 
 MICRO, GAS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 ALL, ZERO = "train_batch_size", "zero_optimization"
-# Of a cluster, Slurm or Ray, or of what tests/app looks at.
+# Of a cluster, Slurm or Ray, or of what other tests look at.
 ELSEWHERE = {
-    *("--longest-sequence", "--card", "--cards", "--page", "--switch"),
     *("--search-runner-config", "--max-search-runner-restarts", "--detach"),
     *("--ray-address", "--nodes", "--gpus-per-node"),
 }

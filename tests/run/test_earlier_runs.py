@@ -1,0 +1,112 @@
+"""Trials of earlier runs are observations of a new one, and cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from dsat.run.history import reusable_trials
+from dsat.run.journal import MemoryJournal
+from dsat.run.loop import drive
+from dsat.run.run import Run
+from dsat.run.tuner import Tuner
+from dsat.search import (
+    SEARCHES,
+    Context,
+    Observation,
+    Proposal,
+    RandomSearch,
+    Stop,
+    Wait,
+    usual_options,
+)
+from dsat.search.base import Source
+from dsat.space.plan import Plan
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import Trial, TrialKind
+from testing.helpers import failed, plan_of, ran, weightless
+from testing.simulated import SimulatedEngine
+
+
+def measure(trial: Trial) -> Outcome:
+    """Return a value that grows with the micro batch, and the profile of the model."""
+    return replace(ran(trial.batch.micro_batch), profile=weightless(15), duration_s=100.0)
+
+
+def run(plan: Plan, *earlier: Run) -> tuple[Run, list[Trial]]:
+    """Return a run after earlier ones, and what it measured."""
+    launched: list[Trial] = []
+
+    def outcome_of(trial: Trial) -> Outcome:
+        launched.append(trial)
+        return measure(trial)
+
+    tuner = Tuner(plan, MemoryJournal(), earlier=reusable_trials(earlier, plan, {}))
+    drive(tuner, SimulatedEngine(outcome_of, num_slots=1), max_concurrent_trials=1)
+    return tuner.run, launched
+
+
+PLAN = replace(plan_of("random", max_trials=8), finals=0, search_options=usual_options("random"))
+
+
+def test_what_was_measured_is_not_measured_again_and_costs_no_trials() -> None:
+    first, before = run(PLAN)
+    second, launched = run(PLAN, first)
+    known = [(t.overrides, t.script_args) for t in before]
+    assert len(before) == 8 and len(launched) == 8
+    assert all((t.overrides, t.script_args) not in known for t in launched)
+    assert len(second.trials) == 16 == second.most_trials
+    assert second.baseline is not None and second.baseline.id in second.earlier
+
+
+def test_finals_measure_anew() -> None:
+    first, _ = run(PLAN)
+    plan = replace(PLAN, finals=4, max_trials=5)
+    second, launched = run(plan, first)
+    finals = [trial for trial in launched if trial.kind is TrialKind.FINAL]
+    assert second.best is not None and len(finals) == 4
+
+
+def test_a_search_sees_what_earlier_runs_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Sequence[Observation]] = []
+
+    class Watched(RandomSearch):
+        def propose(
+            self, observations: Sequence[Observation], context: Context
+        ) -> Proposal | Wait | Stop:
+            seen.append(observations)
+            return super().propose(observations, context)
+
+    first, before = run(PLAN)
+    monkeypatch.setitem(SEARCHES, "watched", Watched)
+    run(replace(PLAN, method="watched"), first)
+    sources = [each.source for each in seen[0]]
+    assert sources == [Source.BASELINE] + [Source.EARLIER_RUN] * (len(before) - 1)
+
+
+def test_trials_outside_of_the_new_space_are_left_out() -> None:
+    first, _ = run(PLAN)
+    second, _ = run(replace(PLAN, max_micro_batch=4), first)
+    assert second.leader is not None and second.leader.batch.micro_batch <= 4
+
+
+def test_errors_are_measured_again() -> None:
+    def breaking(trial: Trial) -> Outcome:
+        return measure(trial) if trial.profiles else failed("ERROR", "a full disk")
+
+    tuner = Tuner(PLAN, MemoryJournal())
+    drive(tuner, SimulatedEngine(breaking, num_slots=1), max_concurrent_trials=1)
+    assert OutcomeKind.ERROR in {outcome.kind for outcome in tuner.run.outcomes.values()}
+    second, _ = run(PLAN, tuner.run)
+    assert len(second.earlier) == 1
+
+
+def test_a_resumed_run_keeps_what_it_reused() -> None:
+    first, _ = run(PLAN)
+    journal = MemoryJournal()
+    tuner = Tuner(PLAN, journal, earlier=reusable_trials([first], PLAN, {}))
+    tuner.next_trials(1)
+    again = Tuner(PLAN, MemoryJournal(journal.events), events=journal.events)
+    assert again.run.earlier == tuner.run.earlier != set()
