@@ -104,17 +104,15 @@ class StartBuilder:
             method: how its ranks are started.
         """
         folder = start.folder
+        config, program = self.config_of(start), self.program
         if not start.is_own:
             remove(folder)  # left when dsat was killed
             folder.mkdir(mode=PRIVATE_FOLDER, parents=True)
-        config, program = self.config_of(start), self.program
-        if not start.is_own:
-            trial = start.trial
+            trial, path = start.trial, folder / CONFIG_FILE
             swap = leftovers.choose_swap_folders(config, self.run, trial.name)
             trial = replace(trial, overrides=ds_config.merge(trial.overrides, swap))
             start = replace(start, trial=trial)
             config = self.config_of(start)
-            path = folder / CONFIG_FILE
             write_atomically(path, json.dumps(config, indent=2) + "\n")
             program = program.for_config(
                 str(path.resolve()), config, trial.script_args, self.experiment.arg_mappings
@@ -195,7 +193,7 @@ class _Plan:
     def requests(self) -> dict[int, dict[str, Any]]:
         """Return the requests to the supervisors by host."""
         trial_folder.make_hook(self._folder)
-        found = {}
+        found, is_full_run = {}, self.start.trial.id == FULL_RUN_ID
         for cross_rank, share in enumerate(self.shares):
             first = cross_rank * self._ranks_per_host
             processes = share.ranks
@@ -211,9 +209,10 @@ class _Plan:
                 "logs": log_files(cross_rank),
                 "fork": self.method is StartMethod.FORKED,
                 "starts_ranks": not self._is_command,
-                "linger_s": None if self.start.trial.id == FULL_RUN_ID else LINGER_S,
-                "done": self._done_file,
-                "swap": self._swap,
+                "linger_s": None if is_full_run else LINGER_S,
+                # The user's command is not needed any more once there is a result.
+                "done": DONE_FILE if self._is_command and not is_full_run else None,
+                "swap": [] if self.start.is_own else leftovers.swap_folders(self.config),
             }
         return found
 
@@ -349,16 +348,6 @@ class _Plan:
     @property
     def _is_command(self) -> bool:
         return self.method is StartMethod.COMMAND
-
-    @property
-    def _swap(self) -> list[str]:
-        """Its folders on NVMe, which each host makes and removes."""
-        return leftovers.swap_folders(self.config) if not self.start.is_own else []
-
-    @property
-    def _done_file(self) -> str | None:
-        """File that exists once the user's command is not needed any more."""
-        return DONE_FILE if self._is_command and self.start.trial.id != FULL_RUN_ID else None
 
     @property
     def _cwd(self) -> Path:

@@ -47,8 +47,8 @@ def on_initialize(
         before: takes the arguments by name, and may change them.
         after: takes the engine.
     """
-    TRIAL.before_engine.append(before)
-    TRIAL.after_engine.append(after)
+    TRIAL.calls.before_engine.append(before)
+    TRIAL.calls.after_engine.append(after)
 
 
 def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> None:

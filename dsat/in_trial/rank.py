@@ -165,7 +165,7 @@ class Rank:
         if spec.cpu_memory_bytes is not None and self._is_forked:
             limit_memory(spec.cpu_memory_bytes)
         elif spec.cpu_memory_bytes is not None:
-            TRIAL.before_model = functools.partial(_limit, spec.cpu_memory_bytes)
+            TRIAL.calls.before_model = functools.partial(_limit, spec.cpu_memory_bytes)
             install.adapt_models()
         # For --model dsat has a script of its own.
         what = "the model" if spec.program["module"].startswith("dsat.") else "your script"

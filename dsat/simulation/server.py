@@ -93,7 +93,7 @@ class SimulationServer:
         communication: Any = importlib.import_module("deepspeed.comm.torch")
         communication.build_shm_op = lambda: None  # compiled for minutes, and of no use here
 
-        TRIAL.make_engine = self._initialize_borrowed
+        TRIAL.calls.make_engine = self._initialize_borrowed
         self._limit_bytes = _limit_memory()
         get_accelerator()  # decides for itself what there is
         named_cuda.stand_in(as_if_available=AS_IF_CUDA in os.environ)
