@@ -283,7 +283,8 @@ CASES = {
                 Finding(
                     HERE,
                     warnings=(
-                        *(SEVERAL_ENGINES, UNCOUNTED, UNSEEN, OWN_ACCUMULATION.format(k=4)),
+                        *(SEVERAL_ENGINES, UNCOUNTED, UNSEEN),
+                        OWN_ACCUMULATION.format(k=4, advice=""),
                         OF_ITS_OWN.format(rows=12, micro_batch=4, advice=""),
                     ),
                     late=(3, 6, 9),
