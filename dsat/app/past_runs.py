@@ -12,8 +12,9 @@ from pathlib import Path
 from dsat.app.folder_lock import is_locked
 from dsat.app.run_folders import RUNS_FOLDER
 from dsat.errors import JournalError, UserInputError
+from dsat.run.history import read_run
 from dsat.run.journal import FILE_NAME
-from dsat.run.run import Run, read_run
+from dsat.run.run import Run
 
 _RESULTS_FOLDER = Path("autotuning_results")  # where `dsat tune` writes by default
 _DATE = re.compile(rb'"time_s": ?(\d{1,10}(?:\.\d+)?)[,}]')

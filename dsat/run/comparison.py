@@ -34,6 +34,11 @@ class Variation:
     sd: float
     freedom: int
 
+    @classmethod
+    def of(cls, first: float, second: float) -> Variation:
+        """Return the variation by two runs of one configuration, by their logarithms."""
+        return cls(abs(second - first) / math.sqrt(2), 1)
+
 
 def margin_of_single_runs(
     errors: tuple[float, float], tried: int, measured: Variation | None = None

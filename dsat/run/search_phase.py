@@ -37,6 +37,7 @@ _SOURCES = {
     TrialKind.BASELINE: Source.BASELINE,
     TrialKind.SEARCH: Source.SEARCH,
     TrialKind.FINAL: Source.FINAL,
+    TrialKind.REPEAT: Source.BASELINE,
 }
 _MOST_REPEATED = 1000  # proposals in a row of what is known, after which a search is over
 
@@ -250,6 +251,7 @@ class _Observations:
                 arm=trial.lineage,
                 note=trial.note,
             )
+            self._known[trial.id] = known
         if outcome is None:
             return known
         if known.outcome is None:

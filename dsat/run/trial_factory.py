@@ -15,7 +15,7 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
 _SEARCHED = (TrialKind.BASELINE, TrialKind.SEARCH)
-_LIMITED = (TrialKind.SEARCH, TrialKind.FINAL)
+_LIMITED = (TrialKind.SEARCH, TrialKind.FINAL, TrialKind.REPEAT)
 
 
 class TrialFactory:

@@ -88,6 +88,7 @@ class Settings:
     def __init__(self, space: Space, job: Job) -> None:
         self._space, self._job = space, job
         self._rows: dict[tuple[int, int], Row] = {}
+        self._settings: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._traits: dict[tuple[str, str], int] = {}
         effects: list[tuple[float, bool]] = []
 
@@ -120,10 +121,17 @@ class Settings:
                 self._first.setdefault(key, _text(values[0]))
         self.effects = np.array([sd for sd, _ in effects])
         self.is_switch = np.array([is_switch for _, is_switch in effects])
+        self._texts = [
+            [[_text(value) for value in values] for _, values in branch.knobs]
+            for branch in space.branches
+        ]
 
     def of(self, branch: int, index: int) -> Mapping[str, Any]:
         """Return the settings number `index` of a branch."""
-        return self._space.branches[branch].settings(index)
+        found = self._settings.get((branch, index))
+        if found is None:
+            found = self._settings[branch, index] = self._space.branches[branch].settings(index)
+        return found
 
     def row(self, branch: int, index: int) -> Row:
         """Return the settings number `index` of a branch as the models take them."""
@@ -170,8 +178,7 @@ class Settings:
         if whole.count <= _MOST_SETTINGS:
             return [number for number in range(whole.count) if number not in closed]
         digits = []
-        for key, values in whole.knobs:
-            texts = [_text(value) for value in values]
+        for (key, _), texts in zip(whole.knobs, self._texts[branch], strict=True):
             text = _text(best.get(key))
             digits.append(texts.index(text) if text in texts else 0)
         at_best = sum(map(operator.mul, digits, whole.strides))
@@ -182,11 +189,12 @@ class Settings:
             if other != digit
         ]
         mean, sd = predict([at_best, *(number for number, _, _ in changes)])
+        mean = np.round(mean, 9)  # ties are broken by position
         faster: dict[str, tuple[float, int]] = {}
         for s, (_, step, key) in zip(mean[1:].tolist(), changes, strict=True):
             faster[key] = min(faster.get(key, (float(mean[0]), 0)), (s, step))
         likeliest = at_best + sum(step for _, step in faster.values())
-        hopeful = np.argsort(mean[1:] - sd[1:], kind="stable").tolist()
+        hopeful = np.argsort(np.round(mean[1:] - sd[1:], 9), kind="stable").tolist()
         numbers = [0, at_best, likeliest, *(changes[place][0] for place in hopeful)]
         return [n for n in dict.fromkeys(numbers) if n not in closed][:_MOST_SETTINGS]
 

@@ -26,6 +26,7 @@ _MOST_UNKNOWN = 0.7  # of the logarithm of a step that is judged too long
 # Trials that a search measures; one twice as long asks for four times the gain of each further
 # trial. Without this, searches with 10 % of noise take up to 23 trials and find nothing better.
 _USUAL_LENGTH = 8
+_TIE = 1e-9  # scores that differ by less are equal: the first of them is chosen
 _RETRIES = 3  # smaller micro batches for the first trial of a strategy
 _LONG = 10.0  # a step so many times as long as the best one's doubles the cost of a trial
 
@@ -124,7 +125,7 @@ class Chooser:
         )
         return Choice(
             candidates,
-            int(np.argmax(score)),
+            int(np.argmax(score >= score.max() - _TIE)),
             expected=math.inf if first.any() else math.exp(expected),
             chance=math.exp(float(chance.max())),
         )
@@ -216,7 +217,7 @@ class Chooser:
         indexes = settings.promising(branch, known.best_settings(branch), predict, closed)
         if not indexes:
             return None
-        edges = [configurations.edge(settings.of(branch, number)) for number in indexes]
+        edges = [configurations.edge(branch, number) for number in indexes]
         ends = [edges[0], max(edges)]
         positions = compared_positions(sizes, edges=ends, best=near)
         size_at = np.array([sizes[position] for position in positions])
@@ -257,12 +258,16 @@ class Chooser:
             np.asarray(where),
         )
         if edges is None:
-            edges = [known.edge(settings.of(branch, number)) for number in numbers]
-        gas = np.ones(len(where))
-        for position, number in enumerate(numbers):
-            here = where == position
-            its = settings.of(branch, number)
-            gas[here] = known.problem.space.accumulation(micro_batch[here], its)
+            edges = [known.edge(branch, number) for number in numbers]
+        gas, space = np.ones(len(where)), known.problem.space
+        if space.accumulates_by_settings:
+            each = [space.accumulation(1, settings.of(branch, number)) for number in numbers]
+            gas = np.array(each, float)[where]
+        else:
+            for position, number in enumerate(numbers):
+                here = where == position
+                its = settings.of(branch, number)
+                gas[here] = space.accumulation(micro_batch[here], its)
         rows = [settings.row(branch, number) for number in numbers]
         return known.points(rows, where, micro_batch, gas, edges)
 

@@ -24,7 +24,7 @@ from dsat.search.base import (
     stop_without_new_best,
 )
 from dsat.search.choice import Choice, Chooser, TooDear
-from dsat.search.predictions import Configurations, Predictions
+from dsat.search.predictions import Configurations, Predictions, points_of
 from dsat.space.locate import Point
 
 
@@ -100,8 +100,9 @@ class ModelSearch(Search):
             return None
         settings = self._configurations.settings.of(point.branch, point.index)
         batch = self.problem.space.batch(point.micro_batch, settings)
-        asked = Predictions.of(self._known.configurations, [Observation(point, batch, None)])
-        return float(self._known.log_rate(asked.running)[0])
+        known = self._known.configurations
+        located = points_of(known, [(point, Observation(point, batch, None))])
+        return float(self._known.log_rate(located)[0])
 
     @property
     def outlook(self) -> Outlook | None:

@@ -83,9 +83,19 @@ class Configurations:
         profile = self.problem.profile
         return max(1, profile.activation_bytes_per_sample) / profile.slot_memory_bytes
 
-    def edge(self, settings: Mapping[str, Any]) -> float:
+    def edge(self, branch: int, index: int) -> float:
         """The largest micro batch that should fit; in the middle between it and the next."""
-        return math.floor(largest_micro_batch(self.problem, self.memory, settings)) + 0.5
+        found = self._edges.get((branch, index))
+        if found is None:
+            settings = self.settings.of(branch, index)
+            largest = largest_micro_batch(self.problem, self.memory, settings)
+            found = self._edges[branch, index] = math.floor(largest) + 0.5
+        return found
+
+    @cached_property
+    def _edges(self) -> dict[tuple[int, int], float]:
+        """Known edges; predictions of memory change from one decision to the next."""
+        return {}
 
     def points(
         self,
@@ -173,7 +183,7 @@ class Predictions:
             for each in observations
             if each.point is not None and each.source is not Source.FINAL
         ]
-        points = _points_of(known, located)
+        points = points_of(known, located)
         octaves = known.octaves(points).tolist()
         histories: dict[tuple[int, int], History] = defaultdict(History)
         ended, measured, lacking = [], [], []
@@ -255,7 +265,7 @@ class Predictions:
         return self.configurations.settings.of(best.branch, best.index)
 
 
-def _points_of(known: Configurations, located: Sequence[tuple[Point, Observation]]) -> Points:
+def points_of(known: Configurations, located: Sequence[tuple[Point, Observation]]) -> Points:
     """Return what was tried, with the batch sizes that it had."""
     keys = list(dict.fromkeys((point.branch, point.index) for point, _ in located))
     place = {key: number for number, key in enumerate(keys)}
@@ -264,6 +274,6 @@ def _points_of(known: Configurations, located: Sequence[tuple[Point, Observation
         np.array([place[point.branch, point.index] for point, _ in located], int),
         np.array([each.batch.micro_batch for _, each in located], float),
         np.array([each.batch.gas for _, each in located], float),
-        [known.edge(known.settings.of(*key)) for key in keys],
+        [known.edge(*key) for key in keys],
         np.array([each.neighbours for _, each in located], int),
     )
