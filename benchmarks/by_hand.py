@@ -23,10 +23,10 @@ from pathlib import Path
 import dsat
 from benchmarks import common
 from benchmarks.common import Bar
-from dsat.app.local import local_engine
-from dsat.app.prepare import prepared
 from dsat.in_trial.steps import summarize
-from dsat.inputs.settings import Settings
+from dsat.tuning.local import local_engine
+from dsat.tuning.preparation import prepared
+from dsat.tuning.settings import Settings
 from dsat.values.trial import Trial, TrialKind
 
 PROGRAM = Path(__file__).parent / "programs" / "own_clock.py"
@@ -159,10 +159,10 @@ def _printed_command(case: Case, command: list[str], run_dir: Path) -> str:
         command,
         method="random",
         metric="throughput",
-        slots=case.ranks,
-        cold=case.cold,
+        devices=case.ranks,
+        no_fork=case.cold,
         zero_stages=[case.stage],
-        fix=["all"],
+        keep=["all"],
         min_micro_batch=case.micro_batch,
         max_micro_batch=case.micro_batch,
         memory_model="none",

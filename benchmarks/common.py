@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 
+from dsat.command import entrypoint, experiment
 from dsat.engines.engine import LocalEngine
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine
 from dsat.engines.start import LocalOptions
-from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialOptions
 

@@ -1,12 +1,12 @@
 """Predicted memory and speed of well-known models on usual machines: a page, a CSV, a JSON file.
 
-    python3 -m benchmarks.gallery [--measured FILE ...] [--models NAME ...]
+    python3 -m benchmarks.gallery [--models NAME ...]
 
 `make gallery` writes them into docs/gallery/ and docs/gallery.md. Models are simulated from the
 configurations in benchmarks/models/ once each, at 4,096 tokens with activations recomputed; the
 memory of every row follows from that by the closed form. One step of each strategy that a machine
-needs first is traced for its speed. Nothing was measured. Files of `dsat export --share` add rows
-of what was, marked as such. Rows of models that are not named stay as they are.
+needs first is traced for its speed. Nothing was measured. Rows of models that are not named stay as
+they are.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.common import GIB, ROOT
-from dsat.app import estimate, project
-from dsat.app.project import Projector, Traced
-from dsat.inputs.cards import find
-from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.option import LORA
+from dsat.estimating.options import EstimateSettings
+from dsat.estimating.tables import needed_bytes
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.memory.predictor import Basis, MemoryModel
-from dsat.report import share
-from dsat.report.table import Table
+from dsat.memory.strategies import compared, with_strategy
+from dsat.options import LORA
+from dsat.prepare.simulated_model import simulate
+from dsat.projecting.projector import Projector
+from dsat.projecting.tracing import Traced, trace
+from dsat.search.cards import find
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
+from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
 CONFIGS = Path(__file__).parent / "models"
@@ -39,7 +41,7 @@ PAGE, FOLDER = ROOT / "docs" / "gallery.md", ROOT / "docs" / "gallery"
 TEMPLATE = Path(__file__).with_name("gallery_page.md")
 SEQUENCE = 4096
 SLOTS = 8  # that are simulated
-PREDICTED, MEASURED = "predicted", "measured"
+PREDICTED = "predicted"
 _EVERY_LAYER = "r=16,target=q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
 
 
@@ -90,16 +92,15 @@ class Row:
     """One strategy of one model on one machine.
 
     Attributes:
-        status: `predicted` or `measured`.
+        status: `predicted`.
         tier: how memory was predicted.
         card_gib, host_gib: memory that a card must have for a micro batch of one sample, and host
             memory for each card.
         largest_micro_batch: 0 if not even one sample fits.
         longest_sequence: tokens of one sample that fits, if activations grow in proportion to them.
-        tokens_per_second, low, high: over all cards at the largest micro batch, and its interval:
-            90 % of a projection, 95 % of a measurement. None of a strategy that is not the
-            machine's first, and of a measurement without tokens.
-        source: of the model's configuration, or the file of the measurement.
+        tokens_per_second, low, high: over all cards at the largest micro batch, and its 90 %
+            interval; None of a strategy that is not the machine's first.
+        source: of the model's configuration.
         command: prints the row's memory and largest micro batch again.
     """
 
@@ -127,14 +128,12 @@ class Row:
 def main() -> None:
     """Write the page and its tables."""
     parser = common.parser(__doc__)
-    parser.add_argument("--measured", type=Path, nargs="*", default=[], metavar="FILE")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     args = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     rows: dict[str, list[Row]] = {}
     for row in known():
-        rows.setdefault(row.model if row.status == PREDICTED else row.source, []).append(row)
-    rows |= {path.name: [measured(path)] for path in args.measured}
+        rows.setdefault(row.model, []).append(row)
     for name in args.models:
         rows[name] = list(predicted(name, MODELS[name]))
         ordered = [row for key in sorted(rows, key=_order) for row in rows[key]]
@@ -191,15 +190,15 @@ def _traced(path: Path, model: Model) -> Traced:
     """Trace a step of each strategy that is the first to fit a machine."""
     lora = LORA.read(model.lora) if model.lora else None
     settings = EstimateSettings(
-        hf_config=str(path), seq_length=SEQUENCE, activation_checkpointing="on", lora=lora
+        model=str(path), seq_length=SEQUENCE, activation_checkpointing="on", lora=lora
     )
 
     def firsts(found: Traced) -> list[Strategy]:
         first = [_first(fits) for _, fits in _memory(found.facts, found.base)]
         return list(dict.fromkeys(strategy for strategy in first if strategy is not None))
 
-    with estimate.simulator_of(settings) as (_, base, simulator):
-        return project.trace(base, simulator, SLOTS, firsts)
+    with simulate(settings) as simulated:
+        return trace(simulated, SLOTS, firsts)
 
 
 def _first(fits: Mapping[Strategy, _Fit]) -> Strategy | None:
@@ -228,12 +227,12 @@ def _memory(
     basis = Basis.of_model(facts)
     for machine, (cards, gib, _) in MACHINES.items():
         fits = {}
-        for strategy in estimate.ladder(base):
-            config = estimate.configuration(base, strategy, cards)
+        for strategy in compared(base):
+            config = with_strategy(base, strategy, cards)
             memory = MemoryModel(basis, slots=cards, limit_bytes=gib * GIB, on_device=True)
             host = closed_form.estimate(facts, config, slots=cards, micro_batch=1).host
             most = min(memory.largest(memory.shape(config, {})), float(LARGEST_MICRO_BATCH))
-            fits[strategy] = _Fit(estimate.needed_bytes(basis, config, cards), host, most)
+            fits[strategy] = _Fit(needed_bytes(basis, config, cards), host, most)
         yield machine, fits
 
 
@@ -249,31 +248,8 @@ def _speed(
     return {name: float(f"{number:.3g}") for name, number in ends.items()}
 
 
-def measured(path: Path) -> Row:
-    """Return the row of a run that was measured."""
-    run = share.read(path)
-    best = run.best_trial
-    if best is None or best.metrics is None:
-        raise SystemExit(f"{path} has no configuration that was measured")
-    tokens, ci95 = best.metrics.tokens_per_second, min(best.metrics.ci95, 0.99)
-    return Row(
-        model=f"{run.model.num_params:,} parameters",
-        machine=f"{run.slots} x {run.device}",
-        strategy=Strategy(int(best.config.get("zero_optimization.stage", 0))).label,
-        status=MEASURED,
-        tier=MEASURED,
-        sequence=run.longest_sequence or 0,
-        card_gib=None if best.used_bytes is None else round(best.used_bytes / GIB, 2),
-        largest_micro_batch=int(best.config.get("train_micro_batch_size_per_gpu", 0)),
-        tokens_per_second=tokens,
-        low=None if tokens is None else tokens / (1 + ci95),
-        high=None if tokens is None else tokens / (1 - ci95),
-        source=path.name,
-    )
-
-
 def _command(path: Path, model: Model, cards: int, gib: int) -> str:
-    words = ["dsat", "estimate", "--hf-config", str(path.relative_to(ROOT))]
+    words = ["dsat", "estimate", "--model", str(path.relative_to(ROOT))]
     words += ["--seq-length", str(SEQUENCE), "--activation-checkpointing", "on"]
     words += ["--lora", model.lora] if model.lora else []
     return shlex.join([*words, "--slots", str(cards), "--slot-memory", f"{gib}GiB"])
@@ -293,8 +269,8 @@ def page(rows: Sequence[Row]) -> str:
     """Return the text of the page."""
     numbers = ("memory of a card", "largest micro batch", "longest sequence", "tokens/s")
     heads = ("model", "machine", "strategy", *numbers, "")
-    shown = [_shown(row) for row in rows if row.status == MEASURED]
-    for name in dict.fromkeys(row.model for row in rows if row.status == PREDICTED):
+    shown = []
+    for name in dict.fromkeys(row.model for row in rows):
         for machine in MACHINES:
             own = [row for row in rows if (row.model, row.machine) == (name, machine)]
             first = next((row for row in sorted(own, key=_offloads) if row.fits), None)

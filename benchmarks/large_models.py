@@ -41,7 +41,7 @@ def main() -> None:
 
 def _measured(path: Path, more: tuple[str, ...]) -> list[str]:
     """Return seconds, processor seconds and the peak of memory of an estimate."""
-    words = [sys.executable, "-m", "dsat", "estimate", "--hf-config", str(path), *_OPTIONS, *more]
+    words = [sys.executable, "-m", "dsat", "estimate", "--model", str(path), *_OPTIONS, *more]
     before, began, peak = os.times(), time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as cache:
         env = common.environment(XDG_CACHE_HOME=cache)

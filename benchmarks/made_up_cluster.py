@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.tables import Header
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 from dsat.space.overrides import overrides_for
 from dsat.values.objective import Objective
 from dsat.values.outcome import Outcome, OutcomeKind

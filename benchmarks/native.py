@@ -26,11 +26,10 @@ import dsat
 from benchmarks import common
 from benchmarks.common import BIN, Bar
 from benchmarks.record import OPTIMIZER, PROGRAM
+from dsat.command import ds_config
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine, find_machine
-from dsat.inputs import ds_config
-from dsat.inputs.autotuning_section import SECTION
-from dsat.report.format import duration
+from dsat.values.format import duration
 from dsat.values.trial import Trial, TrialKind, TrialOptions
 from dsat.values.zero_strategy import of_config
 
@@ -126,7 +125,7 @@ def compare(side: int, runs: int, rounds: int) -> tuple[Tuned, Tuned]:
 def _folder(folder: Path) -> Path:
     folder.mkdir()
     shutil.copy(PROGRAM, folder)
-    config = {**CONFIG, SECTION: AUTOTUNING}
+    config = {**CONFIG, "autotuning": AUTOTUNING}
     (folder / "ds_config.json").write_text(json.dumps(config))
     return folder
 

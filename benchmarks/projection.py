@@ -8,9 +8,10 @@ most a third), as `dsat project --from RUN` does with a run of your own; softwar
 is not corrected. Every row was read at its source. What a source does not say is assumed: bf16,
 torch's attention, `overlap_comm`. FSDP counts as stage 3, which has the same traffic. `memory`:
 predicted peak, of the card's. The factor between the roofline of the table and what scripts reach
-(`PRIORS` in `dsat/search/traced_work.py`), and the memory bandwidth of a thread on the host, were
-chosen by the fitted rows, with all rows in sight but the checked ones. These were written down with
-their sources before any of them was predicted; the errors of their first predictions are in a table
+(`PRIORS` in traced_work.py), and the memory bandwidth of a thread on the host,
+were chosen by the fitted rows, with all rows in sight but the checked ones. These were written down
+with their sources before any of them was predicted; the errors of their first predictions are in a
+table
 of their own. They showed that two terms were missing (NCCL's protocols for small messages, and what
 DeepSpeed's hooks take of stage 3) and that corrected intervals were too narrow for other cards; all
 three were mended then, without a constant fitted to a row. Rows of ZenFlow came later: they were
@@ -32,14 +33,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from dsat.app import project
-from dsat.app.estimate import simulator_of
-from dsat.app.project import Traced
-from dsat.inputs import cards
-from dsat.inputs.project_settings import ProjectSettings
-from dsat.search.projected_speed import ProjectedSpeed
+from dsat.prepare.simulated_model import simulate
+from dsat.projecting.options import ProjectSettings
+from dsat.projecting.speed import ProjectedSpeed
+from dsat.projecting.traced_work import Cluster, hardware_of
+from dsat.projecting.tracing import Traced, trace
+from dsat.search import cards
 from dsat.search.speed import Points
-from dsat.search.traced_work import Cluster, hardware_of
 from dsat.values.zero_strategy import NONE, Strategy
 
 DATA = Path(__file__).parent / "data" / "projection.json"
@@ -200,13 +200,13 @@ def _traced(
         batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": gas}
         settings.write_text(json.dumps({**batch, "zero_optimization": zero}), encoding="utf-8")
         asked = ProjectSettings(
-            hf_config=str(config),
+            model=str(config),
             seq_length=seq,
             ds_config=settings,
             activation_checkpointing="on" if recompute else "off",
         )
-        with simulator_of(asked) as (_, base, simulator):
-            return project.trace(base, simulator, SLOTS, lambda _: strategies)
+        with simulate(asked) as simulated:
+            return trace(simulated, SLOTS, lambda _: strategies)
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from dsat.app.estimate import simulation_engine
-from dsat.app.source import Source
-from dsat.inputs import entrypoint, experiment
+from dsat.command import entrypoint, experiment
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
+from dsat.prepare.simulated_model import start_engine
+from dsat.prepare.source import Source
 from dsat.simulation.client import SimulationUnavailable, Simulator
 from dsat.simulation.protocol import Question
 
@@ -75,7 +75,7 @@ class Row:
         source = Source(user, entrypoint.parse(words, FOLDER))
         with (
             tempfile.TemporaryDirectory() as folder,
-            contextlib.closing(simulation_engine(source, Path(folder), _TIMEOUT_S)) as engine,
+            contextlib.closing(start_engine(source, Path(folder), _TIMEOUT_S)) as engine,
             Simulator(engine, as_cpu=False, timeout_s=_TIMEOUT_S) as simulator,
         ):
             [found] = simulator.estimates([Question(whole, self.micro_batch, self.slots)])

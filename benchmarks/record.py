@@ -28,10 +28,10 @@ from benchmarks.tables import Header, Row
 from dsat.engines.engine import LocalEngine
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine, find_machine
-from dsat.inputs.settings import BY_SIMULATION
 from dsat.run.journal import Journal
 from dsat.simulation import anchors
 from dsat.space.overrides import overrides_for
+from dsat.space.plan import BY_SIMULATION
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks import common
 from dsat.engines.machines.machine import find_machine
-from dsat.report.format import duration
 from dsat.values.files import write_atomically
+from dsat.values.format import duration
 
 REPORT = Path(__file__).with_name("RESULTS.md")
 PICTURE = REPORT.with_suffix(".svg")
@@ -57,9 +57,6 @@ PARTS: Mapping[str, Part] = {
     "published": Part("Predicted memory against published memory", ("published",)),
     "large_models": Part("What an estimate of a large model costs", ("large_models",)),
     "projection": Part("Projected throughput against published throughput", ("projection",)),
-    "projection_on_cpu": Part(
-        "Steps of CPU ranks, projected from one rank's", ("projection_on_cpu",)
-    ),
     "device_memory": Part(
         "Predicted memory on a CUDA without a device", ("device_memory", "--null")
     ),

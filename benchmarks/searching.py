@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ledger import OBJECTIVE, STAGES, BudgetSpent, Ledger, Workload
-from dsat.inputs import ds_config
-from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION
+from dsat.command import ds_config
 from dsat.memory.predictor import Basis
 from dsat.run.finals import MOST_TRIALS, reserved
 from dsat.run.journal import FILE_NAME, MemoryJournal, read_events
@@ -26,7 +25,7 @@ from dsat.search import SEARCHES, Context, Observation, Problem, Proposal, usual
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.overrides import overrides_for
-from dsat.space.plan import LONGEST_S, Plan
+from dsat.space.plan import BY_FORMULA, BY_SIMULATION, LONGEST_S, Plan
 from dsat.space.space import Freedom, Space
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Trial, TrialKind

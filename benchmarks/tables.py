@@ -27,7 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 from dsat.space import knobs
 from dsat.space.overrides import overrides_for
 from dsat.values.codec import Recorded

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from dsat.app import hosts
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import find_machine
+from dsat.prepare import hosts
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 from testing import ray_cluster, slurm
 

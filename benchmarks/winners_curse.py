@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks import common, searching
 from benchmarks.common import Bar
-from dsat.report.verdict import gain
+from dsat.show.verdict import gain
 from dsat.space.plan import Plan
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.student import half_width

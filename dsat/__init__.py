@@ -18,7 +18,6 @@ from dsat.in_trial.script_api import (
 if TYPE_CHECKING:
     from dsat.api import (
         Estimate,
-        LongestSequences,
         Projection,
         Result,
         estimate,
@@ -34,7 +33,6 @@ __version__ = "0.1.0"
 __all__ = [
     "DsatError",
     "Estimate",
-    "LongestSequences",
     "Projection",
     "Result",
     "UserInputError",

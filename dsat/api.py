@@ -11,41 +11,45 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from dsat.app import keywords, local, past_runs, train_command
-from dsat.app.estimate import estimate as _estimate
-from dsat.app.keywords import PathLike, Target
-from dsat.app.local import EngineFactory, LocalSearch
-from dsat.app.longest import longest as _longest
-from dsat.app.memory_tables import Estimate
-from dsat.app.prepare import Prepared, prepared
-from dsat.app.project import project as _project
+from dsat.api_options import PathLike, Target, document, read_keywords, read_target
+from dsat.command.ds_config import flat
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.engines.places import ENGINE_NAMES
 from dsat.errors import DsatError, SearchFailed, UserInputError
-from dsat.inputs.ds_config import flat
-from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.project_settings import ProjectSettings
-from dsat.inputs.settings import RUN, TUNE, Settings
-from dsat.report.longest_sequence import LongestSequences
-from dsat.report.progress import Status
-from dsat.report.projection import Projection
-from dsat.report.run_view import RunView, TrialView
+from dsat.estimating import tables
+from dsat.estimating.options import EstimateSettings
+from dsat.estimating.tables import Estimate
+from dsat.options import options_of
+from dsat.prepare.simulated_model import ModelSettings
+from dsat.projecting import projector
+from dsat.projecting.options import ProjectSettings
+from dsat.projecting.projection import Projection
 from dsat.run.journal import FILE_NAME
 from dsat.run.loop import Observer
 from dsat.run.run import Run
 from dsat.search import SEARCHES, Search
+from dsat.show import past_runs
+from dsat.show.progress import Status
+from dsat.show.view import RunView, TrialView
+from dsat.tuning import local, train_command
+from dsat.tuning.local import EngineFactory, LocalSearch
+from dsat.tuning.make_settings import all_options, make_settings
+from dsat.tuning.preparation import Prepared, prepared
+from dsat.tuning.settings import DEFAULT_METHOD, Settings
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
 if TYPE_CHECKING:
     import pandas
+    from typing_extensions import Unpack
+
+    from dsat.api_options import TuneOptions
 
 __all__ = [
     "Estimate",
-    "LongestSequences",
     "Projection",
     "Result",
     "estimate",
@@ -60,7 +64,8 @@ logging.getLogger("dsat").addHandler(logging.NullHandler())
 
 Row = Mapping[str, Any]
 Callback = Callable[[Row], object]
-_BUILT_IN = (*SEARCHES, TUNE, RUN)
+_BUILT_IN = tuple(SEARCHES)
+_Settings = TypeVar("_Settings", bound=ModelSettings)
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,24 +138,25 @@ def tune(
     target: Target,
     model_dir: PathLike | None = None,
     *,
-    method: str = "model",
+    method: str = DEFAULT_METHOD,
     callbacks: Iterable[Callback] = (),
     search_options: Mapping[str, Any] | None = None,
-    **options: Any,
+    **options: Unpack[TuneOptions],
 ) -> Result:
     """Find the DeepSpeed configuration with which a training script runs fastest.
 
-    Blocks until the search is over; Ctrl-C (the main thread's) ends it with the best so far, and
-    before the search begins it raises KeyboardInterrupt. Other threads may call it too.
+    It does what `dsat tune` does. Blocks until the search is over. Ctrl-C in the main thread ends
+    it with the best so far; before the search begins it raises KeyboardInterrupt. Other threads may
+    call it too.
 
     Args:
         target: a script (`"train.py"`), a command (`["torchrun", "train.py", "--deepspeed_config",
             "ds.json"]`), or an experiment configuration (`"deepspeed.yaml"`).
         model_dir: the folder of an experiment's script; by default the configuration's own.
-        method: "model", "asha", "binary", "random" or "gridsearch"; "tune" or "run" to do as the
-            configuration's `autotuning` section says; or a name given to `register_search`.
-        callbacks: called after each trial with its row (see `Result`). What one raises ends the
-            search, and is raised here.
+        method: "model", "asha", "binary", "random" or "gridsearch", or a name given to
+            `register_search`.
+        callbacks: functions called after each trial with its row (see `Result`). An exception that
+            one raises ends the search, and is raised here.
         search_options: keyword arguments that constructors of a registered search name.
         options: the options of the command line, by their names and with their defaults.
 
@@ -158,12 +164,18 @@ def tune(
         The result.
 
     Raises:
-        UserInputError: something of the arguments or the files is wrong.
+        UserInputError: an argument or a file is wrong.
         SearchFailed: no configuration could be measured; `detail` holds the script's traceback.
-        DsatError: anything else, see `dsat.errors`.
+        DsatError: another error, see `dsat.errors`.
     """
-    settings = keywords.search_settings(
-        target, model_dir, method, search_options, options, engines=local.ENGINES
+    values, given = read_keywords(
+        all_options(method, local.ENGINES), options, f"tune(method={method!r})"
+    )
+    settings = make_settings(
+        {**read_target(target, model_dir), **values, "method": method},
+        given if method == DEFAULT_METHOD else {**given, "method": "method"},
+        keeps_batch=True,
+        search_options=search_options,
     )
     calls = list(callbacks)
     if not all(map(callable, calls)):
@@ -202,7 +214,7 @@ def load_run(path: PathLike) -> Result:
 
 
 def register_search(name: str, search: type[Search]) -> None:
-    """Make a search of your own known to `tune` as `method=name`, in place of an earlier one.
+    """Make a search known to `tune` as `method=name`, in place of an earlier one.
 
     Args:
         name: of the method.
@@ -239,46 +251,26 @@ def register_engine(name: str, make_engine: EngineFactory) -> None:
     local.ENGINES[name] = make_engine
 
 
-@overload
-def estimate(
-    target: Target | None = None,
-    model_dir: PathLike | None = None,
-    *,
-    longest_sequence: Literal[True],
-    **options: Any,
-) -> LongestSequences: ...
-@overload
-def estimate(
-    target: Target | None = None,
-    model_dir: PathLike | None = None,
-    *,
-    longest_sequence: bool,
-    **options: Any,
-) -> Estimate | LongestSequences: ...
-@overload
 def estimate(
     target: Target | None = None, model_dir: PathLike | None = None, **options: Any
-) -> Estimate: ...
-def estimate(
-    target: Target | None = None, model_dir: PathLike | None = None, **options: Any
-) -> Estimate | LongestSequences:
+) -> Estimate:
     """Estimate the memory of each ZeRO stage and offloading, without running a trial.
 
     Args:
-        target: what to look at; as for `tune`. None with `hf_config`, which needs no script.
+        target: what to look at; as for `tune`. None with `model`, which needs no script.
         model_dir: the folder of an experiment's script; by default the configuration's own.
         options: see below.
 
     Returns:
-        The table: `lines`, each with its `strategy`, `slots` and memory; with `longest_sequence`
-        the `longest` of each strategy instead. `str` of it is what `dsat estimate` prints.
+        The table: `lines`, each with its `strategy`, `slots` and memory. `str` of it is what
+        `dsat estimate` prints.
 
     Raises:
         UserInputError: something of the arguments or the files is wrong.
         DsatError: the script cannot be simulated.
     """
-    settings = keywords.model_settings(EstimateSettings, target, model_dir, options)
-    return _longest(settings) if settings.longest_sequence else _estimate(settings)
+    settings = _model_settings(EstimateSettings, target, model_dir, options, "estimate()")
+    return tables.estimate(settings)
 
 
 def project(
@@ -287,7 +279,7 @@ def project(
     """Predict what training will do on so many cards of a named kind, from one simulated step.
 
     Args:
-        target: what to look at; as for `tune`. None with `hf_config`, which needs no script.
+        target: what to look at; as for `tune`. None with `model`, which needs no script.
         model_dir: the folder of an experiment's script; by default the configuration's own.
         options: see below.
 
@@ -299,7 +291,8 @@ def project(
         UserInputError: something of the arguments or the files is wrong.
         DsatError: the script cannot be simulated.
     """
-    return _project(keywords.model_settings(ProjectSettings, target, model_dir, options))
+    settings = _model_settings(ProjectSettings, target, model_dir, options, "project()")
+    return projector.project(settings)
 
 
 def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
@@ -362,6 +355,24 @@ class _Calls(Observer):
             callback(row)
 
 
-keywords.document(tune, keywords.of_tune())
-keywords.document(estimate, keywords.of_model(EstimateSettings))
-keywords.document(project, keywords.of_model(ProjectSettings))
+def _model_settings(
+    kind: type[_Settings],
+    target: Target | None,
+    model_dir: PathLike | None,
+    options: Mapping[str, Any],
+    called: str,
+) -> _Settings:
+    """Make the settings of `estimate` or `project`."""
+    values, _ = read_keywords(options_of(kind), options, called)
+    if target is None and values.get("model") is not None:
+        return kind(**values)
+    if target is None:
+        raise UserInputError(
+            "is missing", where="target", hint="Give a script, a command, or model=NAME."
+        )
+    return kind(**read_target(target, model_dir), **values)
+
+
+document(tune, all_options())
+document(estimate, options_of(EstimateSettings))
+document(project, options_of(ProjectSettings))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -357,6 +357,7 @@ _LOOP = f"loop.py --deepspeed_config {{config}} --{_BATCH} {{size}} --width 256"
 STYLES = (
     Style("engine.backward(loss)"),
     Style("loss.backward()", variant="loss.backward", stage=3),
+    Style("two forward passes for a loss", variant="pairs", stage=3),
     Style("fp32", stage=1, settings=_FP32),
     Style("fp16", settings=_FP16, on_cpu=False),
     Style("torch.autocast of the script", variant="autocast", settings=_FP32),

@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from dsat.command import recorded_start
+from dsat.command.entrypoint import Entrypoint
 from dsat.engines.own_command import OwnCommand
 from dsat.in_trial.rank_files import Progress
-from dsat.inputs import recorded_start
-from dsat.inputs.entrypoint import Entrypoint
 from dsat.values.trial import TrialOptions
 from testing.local import PATIENCE_S, processes_of
 

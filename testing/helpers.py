@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsat.inputs.recorded_start import RankStart
+from dsat.command.recorded_start import RankStart
 from dsat.space.plan import Plan
 from dsat.values.objective import SMALLER_IS_BETTER
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind

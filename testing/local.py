@@ -15,13 +15,13 @@ from typing import Any
 
 import psutil
 
+from dsat.command import entrypoint, experiment
 from dsat.engines.engine import LocalEngine
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine
 from dsat.engines.ports import free_ports
 from dsat.engines.start import LocalOptions
 from dsat.in_trial.measurement import HOST_ACCIDENTS
-from dsat.inputs import entrypoint, experiment
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 from testing import warm_host

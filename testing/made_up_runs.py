@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from dsat.app import installed_deepspeed
+from dsat.prepare import installed_deepspeed
 from dsat.run.history import read_run
 from dsat.run.journal import FILE_NAME
 from dsat.run.run import Run

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from dsat.app import installed_deepspeed, source
+from dsat.prepare import installed_deepspeed, source
 from testing.scenarios import Told, User
 from testing.world import World
 from tests.scenarios.errors import DS, Mistake, argv, mistakes

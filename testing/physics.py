@@ -31,8 +31,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsat.inputs.cards import Card
 from dsat.search import collectives
+from dsat.search.cards import Card
 from dsat.search.collectives import Network
 from dsat.space import knobs
 from dsat.values.step_trace import ALL_GATHER, BACKWARD, FORWARD, STEP, Collectives

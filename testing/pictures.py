@@ -12,9 +12,8 @@ from typing import Any
 
 from selenium.webdriver.support.ui import WebDriverWait
 
-from dsat.app import past_runs
-from dsat.report import page
 from dsat.run.run import Run
+from dsat.show import page, past_runs
 from testing.browser import chromium
 from testing.shown import RECORDED
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from dsat.app import prepare, train_command
-from dsat.app.prepare import Prepared
 from dsat.engines.places import local as this_machine
-from dsat.inputs.settings import Settings
-from dsat.report import summary
 from dsat.run.run import Run
+from dsat.show import summary
+from dsat.tuning import preparation as prepare
+from dsat.tuning import train_command
+from dsat.tuning.preparation import Prepared
+from dsat.tuning.settings import Settings
 from dsat.values.outcome import Outcome, OutcomeKind, ScriptSwitch
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import ran, weightless

@@ -13,12 +13,12 @@ from typing import Any
 
 from dsat.cli.parser import PREDICTS, options_of_command
 from dsat.engines import places
-from dsat.in_trial.adapters.table import ENGINE, TABLE
-from dsat.inputs.look_settings import LOOK_SETTINGS
-from dsat.inputs.option import Group, Option, options_of
-from dsat.inputs.settings import TUNE, Settings
+from dsat.in_trial.adapters.table import ENGINE, MODELS, TABLE
+from dsat.options import Group, Option, options_of
 from dsat.search import SEARCHES
+from dsat.show.settings import LOOK_SETTINGS
 from dsat.space.knobs import KNOB_NAMES, KNOBS
+from dsat.tuning.settings import TUNE, Settings
 from testing import touched
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -87,7 +87,7 @@ def references() -> dict[Path, str]:
     return {
         DOCS / "options.md": option_reference(),
         DOCS / "settings.md": setting_reference(),
-        DOCS / "what-dsat-touches.md": touched.markdown([*TABLE, *ENGINE]),
+        DOCS / "what-dsat-touches.md": touched.markdown([*TABLE, *ENGINE, MODELS]),
     }
 
 

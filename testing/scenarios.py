@@ -29,10 +29,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-from dsat.app import installed_deepspeed, local
 from dsat.cli.main import main as dsat_main
 from dsat.engines.machines.machine import Machine
 from dsat.engines.places import local as this_machine
+from dsat.prepare import installed_deepspeed
+from dsat.tuning import local
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 from testing import warm_command

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsat.app.longest import UNIT_TOKENS
-from dsat.inputs.switches import CHECKPOINTING
+from dsat.command.switches import CHECKPOINTING
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.simulation import protocol
@@ -42,7 +41,7 @@ class FakeSimulationHost:
         facts, answer: what it answers.
         fails: instead, every request fails so, those for activations among them.
         fails_early: the script itself fails so, before it can be asked.
-        sequence_length: tokens of a sample, of which the facts are those of `UNIT_TOKENS`.
+        sequence_length: tokens of a sample.
         optimizer: the section that stands for the optimizer that the script passes.
 
     Attributes:
@@ -62,7 +61,6 @@ class FakeSimulationHost:
         self._hello: dict[str, Any] = {
             "sizes": {name: getattr(facts, name) for name in SIZES},
             "sequence_length": sequence_length,
-            "attention_heads": 12,
             "hidden_size": None,
             "model_takes": 0,
             "optimizer": dict(optimizer or {}),
@@ -102,7 +100,7 @@ class FakeSimulationHost:
             return {"failed": self._fails}
         if not request["activations_only"]:
             return self._answer(request)
-        size, facts = _units(request), self._facts
+        size, facts = float(request["micro_batch"]), self._facts
         if request["switches"].get(CHECKPOINTING):
             size /= 4
         peaks = {
@@ -120,8 +118,8 @@ def by_formula(facts: ModelFacts) -> Answer:
     """Simulations that agree with the closed form."""
 
     def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
-        size, slots = _units(request), request["slots"]
-        found = closed_form.estimate(facts, request["config"], slots=slots, micro_batch=size)  # type: ignore[arg-type]
+        size, slots = request["micro_batch"], request["slots"]
+        found = closed_form.estimate(facts, request["config"], slots=slots, micro_batch=size)
         return {"estimate": {**found.to_json(), "source": "simulated"}}
 
     return answer
@@ -137,8 +135,3 @@ def failing_in(stages: set[int], other: Answer) -> Answer:
         return other(request)
 
     return answer
-
-
-def _units(request: Mapping[str, Any]) -> float:
-    """What activations are proportional to: samples, or units of one sample's tokens."""
-    return float(request["micro_batch"] * (request["sequence_length"] or UNIT_TOKENS) / UNIT_TOKENS)

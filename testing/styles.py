@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dsat.command import entrypoint, experiment
 from dsat.engines.engine import LocalEngine
 from dsat.engines.machines.hosts import Host
 from dsat.engines.start import LocalOptions
-from dsat.inputs import entrypoint, experiment
 from dsat.memory import MemoryEstimate
 from dsat.simulation.client import SimulationUnavailable, Simulator
 from dsat.simulation.protocol import Question

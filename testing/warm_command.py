@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsat.app import estimate, installed_deepspeed
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine, find_machines
 from dsat.engines.places import local as this_machine
+from dsat.prepare import installed_deepspeed, simulated_model
 from testing import warm_host
 
 _ROOT = Path(__file__).parents[1]
@@ -58,14 +58,14 @@ def use(prefix: Sequence[str], put: Callable[[object, str, object], None] = seta
         return machine
 
     put(this_machine, "find_machine", find_machine)
-    put(estimate, "find_machine_for_simulations", find_machine)
-    for module in (this_machine, estimate):
+    put(simulated_model, "find_machine_for_simulations", find_machine)
+    for module in (this_machine, simulated_model):
         put(module, "Host", functools.partial(Host, prefix=tuple(prefix)))
     put(installed_deepspeed, "_ask", functools.partial(check_configurations, prefix=tuple(prefix)))
 
 
 def check_configurations(questions: str, prefix: Sequence[str] = ()) -> dict[str, Any]:
-    """Let DeepSpeed check configurations, as `dsat.app.installed_deepspeed` does."""
+    """Let DeepSpeed check configurations, as `dsat.prepare.installed_deepspeed` does."""
     with tempfile.TemporaryDirectory() as folder:
         files = [f"{folder}/questions.json", f"{folder}/answer.json"]
         Path(files[0]).write_text(questions, encoding="utf-8")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 from dsat.values.outcome import (
     MemoryUse,
     Metrics,

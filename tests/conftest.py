@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dsat.app import installed_deepspeed
 from dsat.engines.machines.machine import Machine, find_machine
+from dsat.prepare import installed_deepspeed
 from testing.scenarios import User
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.cli import settings_from_argv
+from dsat.cli import parser
 from dsat.cli.main import main
 from testing import shown
 from testing.made_up_runs import Steady, write_run
@@ -106,7 +106,7 @@ COMMANDS = [
     ("document", "words"), COMMANDS, ids=[f"{doc}: {' '.join(words)}" for doc, words in COMMANDS]
 )
 def test_a_command_that_is_told_means_something(document: str, words: list[str]) -> None:
-    settings_from_argv.parse(words)
+    parser.parse(words)
 
 
 def test_the_commands_that_look_at_runs_work(

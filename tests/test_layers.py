@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     "errors",
     "values",
-    "inputs",
+    "command",
+    "options",
     "space",
     "memory",
     "search",
@@ -28,9 +29,12 @@ FLOORS = (
     "",
     "engines",
     "run",
-    "report",
-    "app",
+    "prepare",
+    "show",
+    "tuning estimating projecting",
     "determined_cluster",
+    "doctor",
+    "api_options",
     "api",
     "cli",
     "__main__",
@@ -100,6 +104,14 @@ def test_imports_run_downward_only() -> None:
     assert _violations(_graph()) == []
 
 
+def test_no_command_uses_another() -> None:
+    slices = ("tuning", "estimating", "projecting")
+    for module, imported in _graph().items():
+        top = module.split(".")[0]
+        if top in slices:
+            assert {other.split(".")[0] for other in imported} & {*slices} <= {top}, module
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = _graph()
     # A package's `__init__` hands on what is in its modules, which name the package to get there.
@@ -115,7 +127,7 @@ def test_few_things_stand_at_the_top() -> None:
         for path in folder.iterdir()
         if path.suffix == ".py" or any(path.glob("*.py"))
     }
-    assert len(code) <= 21, sorted(code)
+    assert len(code) <= 30, sorted(code)
 
 
 def test_searches_and_engines_know_nothing_of_each_other() -> None:
@@ -181,6 +193,9 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS, MOST_METHODS, MOST_ATTRIBUTES 
 TOO_LARGE = {
     "simulation.attention attention: parameters",
     "run.run Run: attributes",
+    # Each attribute is an option.
+    "tuning.settings Settings: attributes",
+    "api_options TuneOptions: attributes",
 }
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.look_settings import LOOK_SETTINGS
-from dsat.inputs.option import options_of
-from dsat.inputs.project_settings import ProjectSettings
-from dsat.inputs.settings import Settings
+from dsat.estimating.options import EstimateSettings
+from dsat.options import options_of
+from dsat.projecting.options import ProjectSettings
+from dsat.show.settings import LOOK_SETTINGS
+from dsat.tuning.settings import Settings
 from testing.browser import chromium
 
 pytestmark = pytest.mark.nightly

@@ -15,11 +15,9 @@ from unittest import mock
 from benchmarks import common
 from benchmarks.common import MIB
 from benchmarks.gpu.report import Report, line, new_trial
-from dsat.app import probe
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import find_machine
 from dsat.engines.supervisors import Supervisors
-from dsat.inputs import cards
 from dsat.values.outcome import Outcome, OutcomeKind
 
 # What a process leaves of a device's memory, and a model whose states need more: 67 million
@@ -143,17 +141,6 @@ def side_by_side(report: Report) -> None:
     for number, trial in enumerate(both, start=1):
         report.keep(f"beside {number}", trial, ended[trial.id])
     report.run("two ranks", new_trial(ranks=2), slots=2)
-
-
-def probed(report: Report) -> None:
-    """The probe of `dsat project` against the table of cards."""
-    if report.has_no_speed():
-        return
-    card = probe.card_here(1)
-    table = cards.of_device(card.name.removesuffix(", measured"))
-    for name in ("flops", "attention", "memory_bandwidth", "pcie_bandwidth", "launch_s"):
-        found = {"measured": getattr(card, name)}
-        report.note(name, found if table is None else {**found, "table": getattr(table, name)})
 
 
 def _lines(report: Report, tool: str, *options: str) -> list[str]:

@@ -41,7 +41,6 @@ STEPS: Mapping[str, tuple[int, Callable[[Report], None]]] = {
     "out_of_memory": (5, device_steps.out_of_memory),
     "memory_back": (5, device_steps.memory_back),
     "native_autotuner": (5, search_steps.native_autotuner),
-    "probed": (5, device_steps.probed),
     "operators": (6, device_steps.operators),
     "offload": (6, device_steps.offload),
     "precisions": (6, device_steps.precisions),

@@ -6,29 +6,32 @@ import contextlib
 import json
 import sys
 
-from dsat.app import estimate, fit, local, longest, project, watch
-from dsat.app.prepare import prepared
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from dsat.cli.look import look
-from dsat.cli.settings_from_argv import AnySettings
+from dsat.cli.parser import AnySettings
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.errors import UserInputError
-from dsat.inputs.estimate_settings import EstimateSettings
-from dsat.inputs.look_settings import WatchSettings
-from dsat.inputs.project_settings import ProjectSettings
-from dsat.inputs.settings import Settings
-from dsat.report import page
-from dsat.report.live_view import LiveView
-from dsat.report.run_view import RunView
+from dsat.estimating import fits, tables
+from dsat.estimating.options import EstimateSettings
+from dsat.projecting import projector
+from dsat.projecting.options import ProjectSettings
+from dsat.show import terminal, watch
+from dsat.show.live import LiveView
+from dsat.show.settings import WatchSettings
+from dsat.show.view import RunView
+from dsat.tuning import local
+from dsat.tuning.command_line import CommandLine
+from dsat.tuning.preparation import prepared
+from dsat.tuning.settings import Settings
 
 _CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
 
 
-def run(settings: AnySettings, argv: list[str]) -> int:
+def run(settings: AnySettings, line: CommandLine) -> int:
     """Run one command and return the exit status."""
-    view = LiveView(sys.stderr if settings.json else sys.stdout)
+    view = LiveView()
     with output.messages_to(view):
         if isinstance(settings, EstimateSettings):
             return _estimate(settings)
@@ -40,7 +43,7 @@ def run(settings: AnySettings, argv: list[str]) -> int:
             return look(settings)
         choice = submit.where(settings)
         if choice.master is None:
-            return _tune_here(settings, argv, view)
+            return _tune_here(settings, line, view)
         if settings.watch:
             raise UserInputError(
                 "is for searches on this machine", where="--watch", hint=_CLUSTER_PAGE
@@ -51,23 +54,20 @@ def run(settings: AnySettings, argv: list[str]) -> int:
 def _estimate(settings: EstimateSettings) -> int:
     if settings.fits is not None:
         return _fit(settings)
-    answer = longest.longest if settings.longest_sequence else estimate.estimate
-    found = answer(settings)
+    found = tables.estimate(settings)
     print(json.dumps(found.to_json(), indent=2) if settings.json else found)
     return EXIT_OK if found.is_complete or not settings.exact else EXIT_FAILED
 
 
 def _project(settings: ProjectSettings) -> int:
-    found = project.project(settings)
+    found = projector.project(settings)
     print(json.dumps(found.to_json(), indent=2) if settings.json else found, flush=True)
-    if settings.page is not None:
-        page.write_projection(found, settings.page)
     return EXIT_OK
 
 
 def _fit(settings: EstimateSettings) -> int:
     try:
-        found = fit.fit(settings)
+        found = fits.fit(settings)
     except Exception as error:  # of any kind: 1 would say that it does not fit
         output.report(error)
         return EXIT_USAGE
@@ -93,8 +93,8 @@ def _told_of(submitted: submit.Submitted, *, as_json: bool) -> int:
     return EXIT_OK if submitted.found or submitted.state is None else EXIT_FAILED
 
 
-def _tune_here(settings: Settings, argv: list[str], view: LiveView) -> int:
-    with prepared(settings, argv) as ready:
+def _tune_here(settings: Settings, line: CommandLine, view: LiveView) -> int:
+    with prepared(settings, line) as ready:
         if settings.dry_run:
             output.print_plan(ready)
             return EXIT_OK
@@ -106,14 +106,18 @@ def _search(search: local.LocalSearch, view: LiveView) -> int:
     view.follow(search.folder, search.trials)
     with contextlib.ExitStack() as watching:
         if search.ready.settings.watch:
-            view.say(*watch.where(watching.enter_context(watch.serving(search.folder))))
+            url = watching.enter_context(watch.serving(search.folder))
+            view.say(*([] if url is None else watch.how_to_open(url)))
         with view:
             search.search(view)
     if search.ready.settings.json:
         output.print_json(RunView.of(search.run).to_json(search.folder))
     if search.profiled:
-        view.show_result(search.run)
-        output.say_where_to(search, view)
+        terminal.show(
+            sys.stderr if search.ready.settings.json else sys.stdout, output.result_of(search)
+        )
+    if search.profiled and search.interrupted:
+        view.say(output.how_to_continue(search.ready, search.folder))
     if search.interrupted:
         return EXIT_INTERRUPTED
     if search.failure is not None:

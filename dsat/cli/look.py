@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dsat.app import doctor, past_runs, shared_runs, watch
+from dsat import doctor
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_OK
 from dsat.determined_cluster import submit
 from dsat.errors import UserInputError
-from dsat.inputs.look_settings import (
+from dsat.run.journal import RUNS_FOLDER
+from dsat.run.run import Run
+from dsat.show import exports, past_runs, terminal, watch
+from dsat.show.settings import (
     CompareSettings,
     DoctorSettings,
     ExportSettings,
-    ImportSettings,
     LookSettings,
     RunsSettings,
     ShowSettings,
     WatchSettings,
 )
-from dsat.report import exports, share, terminal
-from dsat.report.run_view import RunView
-from dsat.report.share import SharedRun
-from dsat.run.run import Run
-from dsat.values.text import printable
+from dsat.show.view import RunView
+from dsat.values.text import MOST_OF_A_LOG, printable
 from dsat.values.trial import Trial
 
 
@@ -39,7 +37,6 @@ def look(settings: LookSettings) -> int:
         CompareSettings: _compare,
         RunsSettings: _list,
         ExportSettings: _export,
-        ImportSettings: _import,
         WatchSettings: _watch,
         DoctorSettings: _doctor,
     }
@@ -47,7 +44,12 @@ def look(settings: LookSettings) -> int:
 
 
 def _show(settings: ShowSettings) -> None:
-    past = past_runs.load(settings.run)
+    folder = past_runs.find(settings.run)
+    if not past_runs.has_journal(folder) and not settings.trials and settings.trial is None:
+        results = past_runs.results_to_json(folder)
+        _print(results if settings.json else None, [printable(results["summary"], MOST_OF_A_LOG)])
+        return
+    past = past_runs.load(folder)
     run = past.run
     if settings.trial is not None:
         trial = _trial(run, settings.trial)
@@ -77,6 +79,8 @@ def _list(settings: RunsSettings) -> None:
     found, unread = past_runs.load_all(settings.folder)
     for message in unread:
         print(f"dsat: {message}", file=sys.stderr)
+    if not found and not unread:
+        print(f"dsat: there is no run in {settings.folder or RUNS_FOLDER}", file=sys.stderr)
     told = [
         RunView.of(past.run).to_json(past.folder)
         | {"state": past.state, "changed_s": past.changed_s}
@@ -87,35 +91,17 @@ def _list(settings: RunsSettings) -> None:
 
 
 def _export(settings: ExportSettings) -> None:
-    past, notes = past_runs.load(settings.run), []
-    if settings.share is not None:
-        target = settings.share
-        share.write(SharedRun.of(RunView.of(past.run)), target)
-        said = "It holds sizes of the model, devices, versions, settings and measurements."
-        notes = [f"{said} Read it before you give it away."]
-    else:
-        assert settings.to is not None
-        name = past.folder.resolve().name
-        target = settings.output or Path(f"{name}{exports.EXPORTERS[settings.to][1]}")
-        exports.export(past.run, settings.to, target, name)
-    _print({"output": str(target)} if settings.json else None, [str(target), *notes])
-
-
-def _import(settings: ImportSettings) -> None:
-    found = shared_runs.take_in(settings.files)
-    table = terminal.rich_table(share.table(found))
-    _print([run.to_json() for run in found] if settings.json else None, [table])
+    past = past_runs.load(settings.run)
+    assert settings.to is not None
+    name = past.folder.resolve().name
+    target = settings.output or Path(f"{name}{exports.EXPORTERS[settings.to][1]}")
+    exports.export(past.run, settings.to, target, name)
+    _print({"output": str(target)} if settings.json else None, [str(target)])
 
 
 def _watch(settings: WatchSettings) -> None:
-    given = settings.run
-    holds_runs = given is not None and given.is_dir() and bool(past_runs.folders(given))
-    folder = given if given is not None and holds_runs else past_runs.find(given)
-    server = watch.Server(folder, settings.port)
-    if settings.json:  # with the token: whoever opens the page needs it
-        print(json.dumps({"url": server.url}, indent=2))
-    else:
-        _print(None, watch.where(server.url))
+    server = watch.Server(past_runs.find(settings.run), settings.port)
+    _print({"url": server.url} if settings.json else None, watch.how_to_open(server.url))
     sys.stdout.flush()
     with contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
@@ -149,6 +135,4 @@ def _print(told: Any, shown: list[Any]) -> None:
     if told is not None:
         output.print_json(told)
         return
-    console = terminal.console(sys.stdout)
-    for each in shown:
-        console.print(each)
+    terminal.show(sys.stdout, shown)

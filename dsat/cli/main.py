@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from dsat.cli import settings_from_argv, streams
+from dsat.cli import parser, streams
 from dsat.cli.exit_status import EXIT_INTERRUPTED
 
 # Signals that a terminal or a service manager sends together are one interruption.
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     streams.make_safe()
     try:
-        settings = settings_from_argv.parse(given)
+        settings, line = parser.parse(given)
         from dsat.cli import commands  # most of dsat, which `--help` does not need
         from dsat.engines.agent.rank_process import FOR_DSAT
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in FOR_DSAT:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, interruption)
-        return commands.run(settings, given)
+        return commands.run(settings, line)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:

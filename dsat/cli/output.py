@@ -13,25 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from dsat import __version__
-from dsat.app import train_command
-from dsat.app.hosts import describe
-from dsat.app.local import LocalSearch
-from dsat.app.observers import TRIALS
-from dsat.app.prepare import Prepared
 from dsat.cli.exit_status import EXIT_BUG, EXIT_FAILED, EXIT_USAGE
 from dsat.determined_cluster.submit import Submission
 from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
-from dsat.report import summary
-from dsat.report.format import count
-from dsat.report.live_view import LiveView
+from dsat.prepare.hosts import describe
 from dsat.run.journal import MemoryJournal
 from dsat.run.strategies import make_space, rungs
 from dsat.run.tuner import Tuner
+from dsat.show import summary, terminal
+from dsat.show.live import LiveView
+from dsat.show.view import RunView
 from dsat.space.plan import Plan
+from dsat.tuning import train_command
+from dsat.tuning.local import LocalSearch
+from dsat.tuning.observers import TRIALS
+from dsat.tuning.preparation import Prepared
 from dsat.values import memory_size
+from dsat.values.format import count
 from dsat.values.text import (
     MOST_OF_A_LOG,
     printable,
+    shell_line,
     values_without_secrets,
     words_without_secrets,
 )
@@ -119,29 +121,31 @@ def print_json(value: Any) -> None:
     print(json.dumps(values_without_secrets(value), indent=2), flush=True)
 
 
-def say_where_to(search: LocalSearch, view: LiveView) -> None:
-    """Show the path of the result, and the command to train with it."""
-    if search.run.best is not None:
-        view.say(f"Configuration: {search.folder / summary.BEST_CONFIG_FILE}")
-        line = train_command.line(search.ready, search.run, search.folder)
-        view.say(f"Train with it: {line}")
-        ready = search.ready
-        trains_itself = train_command.runs_own_command(ready.program, ready.plan.slots_per_trial)
-        if search.run.best is search.run.baseline and trains_itself:
-            view.say("Your own command does as well: it has this configuration already.")
-    if search.interrupted:
-        view.say(how_to_continue(search.ready, search.folder))
+def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
+    """Yield the verdict, the path of the result, and the command to train with it."""
+    run, ready = search.run, search.ready
+    if run.outcomes:
+        yield from terminal.result(RunView.of(run))
+    if run.best is None:
+        return
+    yield f"Configuration: {search.folder / summary.BEST_CONFIG_FILE}"
+    trains_itself = train_command.runs_own_command(ready.program, ready.plan.slots_per_trial)
+    if run.best is run.baseline and trains_itself:
+        yield "Your own command does as well: it has this configuration already."
+    yield f"Train with it: {train_command.line(ready, run, search.folder)}"
 
 
 def how_to_continue(ready: Prepared, folder: Path) -> str:
     """Return the command that continues an interrupted run."""
-    if ready.native is None:
-        place = ", before its --" if ready.settings.command else ""
-        return f"Continue with the same command and{place}: --run-dir {folder} --resume"
-    deletes = (
-        ', with "overwrite": false in its autotuning section' if ready.native.overwrite else ""
-    )
-    return f"Continue with the same command{deletes}."
+    section = ready.section
+    if section is not None and section.results_dir is not None:
+        deletes = ', with "overwrite": false in its autotuning section' if section.overwrite else ""
+        return f"Continue with the same command{deletes}."
+    assert ready.line is not None
+    more = [] if ready.settings.resume else ["--resume"]
+    more += [] if ready.settings.run_dir else ["--run-dir", str(folder)]
+    words = ["dsat", *ready.line.words(*more)]
+    return f"Continue with: {shell_line(words)}"
 
 
 def report(error: Exception) -> int:

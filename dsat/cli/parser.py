@@ -1,164 +1,275 @@
-"""The parser of the command line, made of the declared options."""
+"""The command line as settings, by the declared options."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dsat import __version__
-from dsat.app.keywords import help_of
-from dsat.engines import places
-from dsat.inputs.entrypoint import DEEPSPEED_SWITCHES
-from dsat.inputs.estimate_settings import ESTIMATE, EstimateSettings
-from dsat.inputs.look_settings import LOOK_SETTINGS
-from dsat.inputs.option import SWITCH, WORD, Group, Option, options_of
-from dsat.inputs.project_settings import PROJECT, ProjectSettings
-from dsat.inputs.settings import RUN, TUNE, Settings
+from dsat.errors import UserInputError
+from dsat.estimating.options import EstimateSettings
+from dsat.options import SWITCH, Group, Option, options_of
+from dsat.projecting.options import ProjectSettings
 from dsat.search import SEARCHES
+from dsat.show.settings import LOOK_SETTINGS, LookSettings
+from dsat.tuning.command_line import CommandLine
+from dsat.tuning.make_settings import all_options, make_settings
+from dsat.tuning.settings import RUN, TUNE, Settings
 
-# Options of the deepspeed launcher with a value (deepspeed/launcher/runner.py, 0.19.8).
-LAUNCHER_OPTIONS = """
-    --hostfile --include --exclude --num_nodes --min_elastic_nodes --max_elastic_nodes --num_gpus
-    --num_accelerators --node_rank --master_port --master_addr --launcher --launcher_args
-    --bind_core_list --enable_each_rank_log --ssh_port --venv_script --log_level
-""".split()
-NUM_GPUS = Option(
-    ("--num_gpus",),
-    "slots of each trial (default: autotuning.num_gpus, or all of this machine or of the hostfile)",
-    kind=WORD,
-    metavar="N",
-)
-_LAUNCHER_SHORT = {"--hostfile": "-H", "--include": "-i", "--exclude": "-e"}
+AnySettings = Settings | EstimateSettings | ProjectSettings | LookSettings
+
 # Commands that predict, by name.
 PREDICTS: Mapping[str, type[EstimateSettings | ProjectSettings]] = {
-    ESTIMATE: EstimateSettings,
-    PROJECT: ProjectSettings,
+    "estimate": EstimateSettings,
+    "project": ProjectSettings,
 }
-METHODS = (*SEARCHES, TUNE, RUN, *PREDICTS, *LOOK_SETTINGS)
+TUNES: Mapping[str, str] = {
+    TUNE: "find the fastest DeepSpeed configuration for a training command",
+    RUN: "tune, then train with the best configuration",
+}
+METHODS = (*TUNES, *PREDICTS, *LOOK_SETTINGS, *SEARCHES)
+_SUFFIXES = (".yaml", ".yml")
+_EPILOG = f"""\
+Short forms: dsat {"|".join(SEARCHES)} = dsat tune --method NAME, with
+the FLOPS_per_gpu metric and a free global batch size, as in Determined's dsat.
+
+Examples:
+  dsat tune deepspeed train.py --deepspeed_config ds.json
+  dsat tune deepspeed.yaml .
+  dsat estimate --model config.json"""
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """A formatter that shows defaults, but not where there is none."""
+@dataclass(frozen=True)
+class Target:
+    """What a command line tunes: an experiment with its folder, or a command."""
 
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, (), argparse.SUPPRESS) or action.nargs == "+":
-            return action.help
-        return super()._get_help_string(action)
+    config: Path | None = None
+    model_dir: Path | None = None
+    command: tuple[str, ...] = ()
+
+
+def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
+    """Return the settings of a command line; exit with status 2 and one line if it is wrong."""
+    parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    if argv[:1] == ["--"]:
+        argv = argv[1:]
+    name, words = (argv[0], list(argv[1:])) if argv else ("", [])
+    if name not in METHODS and _is_program(name):
+        parser.error(f"to tune a command: dsat {TUNE} {name} ...")
+    if name in LOOK_SETTINGS or name not in METHODS:
+        values = vars(parser.parse_args(argv))
+        return _look_settings(parser, values), CommandLine(name, tuple(words))
+    options = options_of_command(name)
+    words, target_words = split(words, options)
+    is_experiment = bool(target_words) and target_words[0].endswith(_SUFFIXES)
+    if is_experiment:
+        is_folder = len(target_words) > 1 and not target_words[1].startswith("-")
+        end = 2 if is_folder else 1
+        words, target_words = [*words, *target_words[end:]], target_words[:end]
+    values = vars(parser.parse_args([name, *_with_joined_switches(words, options)]))
+    del values["command_name"]
+    try:
+        settings = _settings(name, options, values, _target(target_words, is_experiment))
+    except UserInputError as error:
+        parser.error(str(error))
+    return settings, CommandLine(name, tuple(words), tuple(target_words), is_experiment)
+
+
+def split(words: Sequence[str], options: Iterable[Option]) -> tuple[list[str], list[str]]:
+    """Split words into options and the target.
+
+    The target begins at the first word that is neither an option nor the value of one, or after
+    `--`. A word that begins with a dash and is no option counts as one: the parser refuses it.
+    """
+    by_flag = {flag: each for each in options for flag in (*each.flags, *each.old)}
+    position = 0
+    while position < len(words) and words[position].startswith("-"):
+        word = words[position]
+        if word == "--":
+            return list(words[:position]), list(words[position + 1 :])
+        flag, has_value, _ = word.partition("=")
+        declared = by_flag.get(flag)
+        position += 1
+        if declared is None or declared.kind is None or has_value:
+            continue
+        position += 1
+        while position < len(words) and declared.takes(words[position]):
+            position += 1
+    return list(words[:position]), list(words[position:])
+
+
+def _target(words: Sequence[str], is_experiment: bool) -> Target:
+    if not is_experiment:
+        return Target(command=tuple(words))
+    config = Path(words[0])
+    return Target(config, Path(words[1]) if len(words) > 1 else config.parent)
+
+
+def _settings(
+    name: str, options: Sequence[Option], values: dict[str, Any], target: Target
+) -> Settings | EstimateSettings | ProjectSettings:
+    by_name = {each.name or each.keyword: each for each in options}
+    given = {key: by_name[key].flags[-1] for key in values}
+    for key, value in values.items():
+        kind = by_name[key].kind
+        if by_name[key].many and kind is not None:
+            values[key] = kind.collect(value)
+    _check_target(name, values, target)
+    if name in PREDICTS:
+        return PREDICTS[name](**vars(target), **values)
+    if name in SEARCHES:
+        values["method"], given["method"] = name, f"dsat {name}"
+    if name == RUN:
+        values["run_full_experiment"] = True
+    return make_settings({**vars(target), **values}, given, keeps_batch=name in TUNES)
+
+
+def _check_target(name: str, values: Mapping[str, Any], target: Target) -> None:
+    """Raise UserInputError unless there is a target, to which its options belong."""
+    if target.command and values.get("include"):
+        raise UserInputError("is for an experiment configuration", where="--add-files")
+    if target.config is not None and values.get("ds_config") is not None:
+        raise UserInputError(
+            "is for a command; in an experiment configuration it is "
+            "hyperparameters.deepspeed_config",
+            where="--ds-config",
+        )
+    if target == Target() and values.get("model") is None:
+        others = ", or give --model" if name in PREDICTS else ""
+        raise UserInputError(
+            "there is no command to look at" if name in PREDICTS else "there is no command to tune",
+            where=f"dsat {name}",
+            hint=f"Write `dsat {name} deepspeed train.py`, for example{others}.",
+        )
+
+
+def _look_settings(parser: argparse.ArgumentParser, values: dict[str, Any]) -> LookSettings:
+    settings: Callable[..., LookSettings] = LOOK_SETTINGS[values.pop("command_name")]
+    collected = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    try:
+        return settings(**collected)
+    except UserInputError as error:
+        parser.error(str(error))
+
+
+def _is_program(word: str) -> bool:
+    return word.endswith(".py") or (not Path(word).is_file() and shutil.which(word) is not None)
+
+
+def _with_joined_switches(words: Sequence[str], options: Iterable[Option]) -> list[str]:
+    """Join `--vary --flag=...` to one word: argparse would take the flag for an option."""
+    flags = {flag: each for each in options for flag in (*each.flags, *each.old)}
+    joined: list[str] = []
+    for word in words:
+        before = flags.get(joined[-1]) if joined else None
+        is_switch = word.startswith("-") and word.partition("=")[0] not in flags
+        if before is not None and before.kind is SWITCH and is_switch:
+            joined[-1] = f"{joined[-1]}={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+# -- the parser
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
+    """Return the parser of the whole command line, without targets."""
     parser = argparse.ArgumentParser(
         prog="dsat",
-        description="Finds the DeepSpeed configuration with which a training script runs fastest, "
-        "by running short trials of it.",
-        epilog="Examples: dsat model -- deepspeed train.py --deepspeed_config ds.json | "
-        "dsat estimate -- deepspeed train.py --deepspeed_config ds.json | dsat doctor",
+        description="Find the DeepSpeed configuration with which a training script runs fastest.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"dsat {__version__}")
-    metavar = f"{{{','.join(METHODS)}}}"
-    commands = parser.add_subparsers(dest="method", required=True, metavar=metavar)
-    for name, search in SEARCHES.items():
-        command = _command(commands, name, search.summary)
-        _add_target(command, name)
-        _add_grouped(command, options_of_command(name))
-    for name, what in ((TUNE, "tunes"), (RUN, "tunes, then trains with the best configuration")):
-        description = (
-            f"in place of `deepspeed --autotuning {name} SCRIPT ARGS`: {what}, as the autotuning "
-            "section of the script's DeepSpeed configuration says"
-        )
-        _add_native(_command(commands, name, description), name)
+    commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
+    for name, summary in TUNES.items():
+        _add_command(commands, name, summary)
     for name, settings in PREDICTS.items():
-        command = _command(commands, name, settings.summary)
-        _add_target(command, name)
-        _add(command, options_of_command(name))
+        _add_command(commands, name, settings.summary)
     for name, look in LOOK_SETTINGS.items():
-        command = _command(commands, name, look.summary)
+        command = _command(commands, name, look.summary, help=look.summary)
         if look.argument is not None:
             argument, attributes = look.argument
             command.add_argument(argument, type=Path, **attributes)
         _add(command, options_of_command(name))
+    for name, search in SEARCHES.items():
+        _add_command(commands, name, search.summary, is_listed=False)
     return parser
 
 
 def options_of_command(name: str) -> list[Option]:
     """Return the declared options of one of `METHODS`."""
-    if name in SEARCHES:
-        return [*places.complete(options_of(Settings)), *SEARCHES[name].options.values()]
-    if name in (TUNE, RUN):
-        return [NUM_GPUS, *(own for own in options_of(Settings) if own.any_command)]
+    if name in SEARCHES or name in TUNES:
+        return list(all_options(name if name in SEARCHES else None))
     return list(options_of({**PREDICTS, **LOOK_SETTINGS}[name]))
 
 
-def _command(commands: Any, name: str, description: str) -> argparse.ArgumentParser:
+def _command(commands: Any, name: str, summary: str, **listed: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=description, description=description, formatter_class=_Help
+        name, description=summary, allow_abbrev=False, **listed
     )
     return parser
 
 
-def _add_target(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the arguments of a command that takes an experiment, or a command after `--`."""
-    parser.usage = (
-        f"dsat {name} CONFIG MODEL_DIR [OPTIONS]\n"
-        f"       dsat {name} [OPTIONS] [--ds-config FILE] -- COMMAND"
-    )
-    said = {"config": "experiment configuration", "model_dir": "folder with the training script"}
-    for dest, text in said.items():
-        parser.add_argument(dest, type=Path, nargs="?", metavar=dest.upper(), help=text)
+def _add_command(commands: Any, name: str, summary: str, *, is_listed: bool = True) -> None:
+    """Add a command that takes a target."""
+    parser = _command(commands, name, summary, **({"help": summary} if is_listed else {}))
+    parser.usage = f"dsat {name} [OPTIONS] COMMAND..."
+    parser.usage += f"\n       dsat {name} CONFIG.yaml FOLDER [OPTIONS]"
 
-
-def _add_native(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the arguments of `deepspeed --autotuning tune|run`."""
-    for flag in DEEPSPEED_SWITCHES:
-        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    for flag in LAUNCHER_OPTIONS:
-        if flag not in NUM_GPUS.flags:
-            short = [_LAUNCHER_SHORT[flag]] if flag in _LAUNCHER_SHORT else []
-            parser.add_argument(*short, flag, help=argparse.SUPPRESS)
-    _add(parser, options_of_command(name))
-    parser.add_argument("script", metavar="SCRIPT", help="the training script")
-    parser.add_argument(
-        "args", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments"
-    )
-
-
-def _add_grouped(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Add options under their headings; the most used come first."""
-    listed = list(options)
+    if name in PREDICTS:
+        parser.usage += f"\n       dsat {name} [OPTIONS] --model MODEL"
+    options = options_of_command(name)
+    if name in PREDICTS:
+        _add(parser, options)
+        return
     for group in Group:
-        own = [option for option in listed if option.group is group]
+        own = [each for each in options if each.group is group]
         if own:
             _add(parser.add_argument_group(group.value), own)
 
 
 def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
-    for own in options:
-        dest = own.name or own.keyword
-        if own.kind is None:
-            parser.add_argument(*own.flags, dest=dest, action="store_true", help=own.help)
-            continue
-        parser.add_argument(
-            *own.flags,
-            dest=dest,
-            type=_argparse_type(own.kind.read),
-            nargs=None if not own.many else 1 if own.kind is SWITCH else "+",
-            action="extend" if own.many else "store",
-            choices=own.choices,
-            default=None if own.many else own.default,
-            metavar=own.placeholder,
-            help=help_of(own),
-        )
+    for each in options:
+        attributes: dict[str, Any] = {
+            "dest": each.name or each.keyword,
+            "default": argparse.SUPPRESS,
+        }
+        if each.kind is None:
+            attributes["action"] = "store_true"
+        else:
+            nargs = "+" if each.many and each.kind is not SWITCH else None
+            attributes |= {
+                "type": _argparse_type(each),
+                "nargs": 1 if each.kind is SWITCH else nargs,
+                "action": "extend" if each.many else "store",
+                "metavar": each.placeholder,
+            }
+        shown = {"help": each.help_text}
+        if each.choices is not None and not each.metavar:
+            shown["metavar"] = "{" + ",".join(map(str, each.choices)) + "}"
+        parser.add_argument(*each.flags, **{**attributes, **shown})
+        if each.old:
+            parser.add_argument(*each.old, **{**attributes, "help": argparse.SUPPRESS})
 
 
-def _argparse_type(read: Callable[[Any], Any]) -> Callable[[str], Any]:
+def _argparse_type(option: Option) -> Callable[[str], Any]:
     """Return a reader for argparse, which shows messages of its own error only."""
 
     def convert(text: str) -> Any:
         try:
-            return read(text)
+            return option.read(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from dsat.command import ds_config
+from dsat.command.experiment import length_in_units, trial_hparams
 from dsat.determined_cluster import trial_result
 from dsat.determined_cluster.job import VARIED, Job, varied
 from dsat.determined_cluster.master import RemoteCluster
 from dsat.errors import EngineError
 from dsat.in_trial import cluster_rank
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.inputs import ds_config
-from dsat.inputs.experiment import length_in_units, trial_hparams
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsat.inputs import ds_config
-from dsat.inputs.experiment import Experiment, trial_hparams
+from dsat.command import ds_config
+from dsat.command.experiment import Experiment, trial_hparams
 from dsat.run.strategies import make_space, rungs
 from dsat.space.overrides import GAS
 from dsat.space.plan import Plan

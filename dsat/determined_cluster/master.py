@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dsat.command.ds_config import DSAT_TRIAL_KEY
+from dsat.command.experiment import parse_yaml
 from dsat.in_trial.cluster_rank import LOG_MARK
-from dsat.inputs.ds_config import DSAT_TRIAL_KEY
-from dsat.inputs.experiment import parse_yaml
 
 OVER = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 _LOG_LINES = 400

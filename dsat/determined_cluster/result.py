@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsat.report import summary
-from dsat.report.run_view import RunView
 from dsat.run.run import Run
+from dsat.show import summary
+from dsat.show.view import RunView
 from dsat.values.text import printable, values_without_secrets
 
 RESULT_MARK = "[dsat-result] "

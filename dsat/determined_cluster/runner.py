@@ -40,10 +40,10 @@ from dsat.determined_cluster.master import (
 )
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.determined_cluster.waiting import StateWatch, in_background
-from dsat.report import summary
-from dsat.report.run_view import RunView
 from dsat.run.journal import FILE_NAME, read_events
 from dsat.run.run import Run
+from dsat.show import summary
+from dsat.show.view import RunView
 from dsat.values.files import write_atomically
 from dsat.values.trial import Trial
 

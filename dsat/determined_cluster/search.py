@@ -23,11 +23,11 @@ from typing import Any
 
 from dsat.determined_cluster.engine import ClusterEngine, Operation
 from dsat.determined_cluster.job import Job
-from dsat.report.log_lines import Narrator
 from dsat.run.events import EVENT_PAUSED
 from dsat.run.journal import MemoryJournal
 from dsat.run.run import Run
 from dsat.run.tuner import Tuner
+from dsat.show.log_lines import Narrator
 
 EVENT_ANSWERED = "answered"
 EVENT_FULL_RUN = "full_run"

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dsat import __version__
-from dsat.app import run_folders, source
-from dsat.app.plans import plan_of
-from dsat.app.prepare import check_max_slots, searcher_of_full_run
+from dsat.command import ds_config, script_args
+from dsat.command import entrypoint as entrypoints
+from dsat.command import experiment as experiments
+from dsat.command.entrypoint import Entrypoint
 from dsat.determined_cluster import client as clients
 from dsat.determined_cluster import job, upload
 from dsat.determined_cluster.job import Job
@@ -21,12 +22,13 @@ from dsat.determined_cluster.master import Master
 from dsat.determined_cluster.select_master import Choice, choose
 from dsat.engines.places import AUTO
 from dsat.errors import UserInputError
-from dsat.inputs import ds_config, script_args
-from dsat.inputs import entrypoint as entrypoints
-from dsat.inputs import experiment as experiments
-from dsat.inputs.entrypoint import Entrypoint
-from dsat.inputs.option import options_of
-from dsat.inputs.settings import BY_FORMULA, BY_SIMULATION, Settings
+from dsat.options import options_of
+from dsat.prepare import source
+from dsat.space.plan import BY_FORMULA, BY_SIMULATION
+from dsat.tuning import run_folders
+from dsat.tuning.plans import plan_of
+from dsat.tuning.preparation import check_max_slots, searcher_of_full_run
+from dsat.tuning.settings import Settings
 from dsat.values.files import write_atomically
 
 _log = logging.getLogger(__name__)

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import wrapt
 
-from dsat.app.run_folders import RUNS_FOLDER
+from dsat.command.entrypoint import Entrypoint
 from dsat.determined_cluster.job import JOB_FILE, MODEL_FOLDER, PACKAGE_FOLDER
 from dsat.errors import UserInputError
 from dsat.in_trial.adapters import SPARE_FOLDER
-from dsat.inputs.entrypoint import Entrypoint
+from dsat.run.journal import RUNS_FOLDER
 from dsat.values.memory_size import readable
 
 LIMIT_BYTES = 95 * 2**20  # determined.common.constants.MAX_CONTEXT_SIZE

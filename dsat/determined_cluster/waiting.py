@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from dsat.determined_cluster.master import is_ending, patience_s
-from dsat.report import format as fmt
+from dsat.values import format as fmt
 
 T = TypeVar("T")
 

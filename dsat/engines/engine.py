@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dsat.command.entrypoint import Entrypoint
+from dsat.command.experiment import Experiment
 from dsat.engines import results as trial_result
 from dsat.engines.agent.heartbeats import PING_EVERY_S
 from dsat.engines.agent.supervisor import GRACE_AFTER_FAILURE_S
@@ -33,8 +35,6 @@ from dsat.engines.starts import LINGER_S, StartBuilder
 from dsat.engines.supervisors import LOST
 from dsat.engines.trial_folder import working_folder
 from dsat.in_trial.rank_files import MODULES_FILE, result_file
-from dsat.inputs.entrypoint import Entrypoint
-from dsat.inputs.experiment import Experiment
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
 

@@ -12,6 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dsat.command import experiment as experiments
+from dsat.command.entrypoint import Entrypoint
+from dsat.command.recorded_start import ONE_NODE, RankStart, check_one_training
 from dsat.engines import results as trial_result
 from dsat.engines.agent.leftovers import CompilerLocks
 from dsat.engines.machines import machine
@@ -27,9 +30,6 @@ from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import start_record
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank_files import CONFIG_FILE, RECORDS_FOLDER, SEVERAL_NODES_FILE
-from dsat.inputs import experiment as experiments
-from dsat.inputs.entrypoint import Entrypoint
-from dsat.inputs.recorded_start import ONE_NODE, RankStart, check_one_training
 from dsat.values import host_cores
 from dsat.values.files import remove, write_atomically
 from dsat.values.outcome import OutcomeKind

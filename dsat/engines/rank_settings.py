@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dsat.command.entrypoint import Entrypoint
 from dsat.engines.machines.hosts import Share
 from dsat.engines.machines.machine import Machine
-from dsat.inputs.entrypoint import Entrypoint
 from dsat.values.zero_strategy import NONE, of_config
 
 # Otherwise memory is lost between blocks, and runs out before what is allocated says so. The name

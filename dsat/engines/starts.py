@@ -12,6 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dsat.command import accelerate_env, ds_config, switches
+from dsat.command.entrypoint import Entrypoint
+from dsat.command.experiment import Experiment, length_in_units, trial_hparams
 from dsat.engines import trial_folder
 from dsat.engines.agent import leftovers
 from dsat.engines.machines.hosts import Share
@@ -33,9 +36,6 @@ from dsat.in_trial.loopback import ADDRESS, INTERFACES, is_loopback
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank_files import CHANGES_FILE, CONFIG_FILE, DONE_FILE, SPEC_FILE, RankSpec
-from dsat.inputs import accelerate_env, ds_config, switches
-from dsat.inputs.entrypoint import Entrypoint
-from dsat.inputs.experiment import Experiment, length_in_units, trial_hparams
 from dsat.values import parallelism
 from dsat.values.files import PRIVATE_FOLDER, remove, write_atomically
 from dsat.values.text import words_without_secrets
@@ -103,13 +103,17 @@ class StartBuilder:
             shares: its slots of each host, in the order of their ranks.
             method: how its ranks are started.
         """
-        trial, folder = start.trial, start.folder
+        folder = start.folder
         if not start.is_own:
             remove(folder)  # left when dsat was killed
             folder.mkdir(mode=PRIVATE_FOLDER, parents=True)
         config, program = self.config_of(start), self.program
         if not start.is_own:
-            config = leftovers.with_own_swap_folder(config, self.run, trial.name)
+            trial = start.trial
+            swap = leftovers.choose_swap_folders(config, self.run, trial.name)
+            trial = replace(trial, overrides=ds_config.merge(trial.overrides, swap))
+            start = replace(start, trial=trial)
+            config = self.config_of(start)
             path = folder / CONFIG_FILE
             write_atomically(path, json.dumps(config, indent=2) + "\n")
             program = program.for_config(

@@ -10,9 +10,9 @@ from pathlib import Path
 import wrapt
 
 import dsat
+from dsat.command.experiment import Experiment
 from dsat.in_trial import hook
 from dsat.in_trial.hook import HOOK_FOLDER, SPARE_FOLDER
-from dsat.inputs.experiment import Experiment
 from dsat.values.text import assignment
 
 COMMAND_FILE = "cmd.txt"

@@ -1,4 +1,4 @@
-"""The ranks of a trial: their number, and reductions by which they agree on measurements."""
+"""Rank and size of this process, and reductions by which ranks agree on measurements."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def rank_and_size() -> tuple[int, int]:
         with contextlib.suppress(KeyError, ValueError):
             return int(os.environ[rank]), int(os.environ[size])
     return 0, 1
+
+
+def local_rank() -> int:
+    """Return the rank among those of this host; 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_size() -> int:
+    """Return the number of ranks on this host, by a launcher's or Determined's variable."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
 
 
 class Ranks:

@@ -17,11 +17,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dsat.command.ds_config import DSAT_MODE_KEY, DSAT_TRIAL_KEY
 from dsat.in_trial import failures, runner_watch
+from dsat.in_trial.adapters.trial import TRIAL
+from dsat.in_trial.agreement import local_size, rank_and_size
 from dsat.in_trial.meter import Meter, install
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.runner_watch import RunnerWatch
-from dsat.inputs.ds_config import DSAT_MODE_KEY, DSAT_TRIAL_KEY
 from dsat.values.outcome import Outcome, OutcomeKind
 
 OUTCOME_KEY = "dsat_outcome"  # of the searcher metric, which is a dict
@@ -55,7 +57,7 @@ def attach(hparams: Mapping[str, Any] | None) -> Task | None:
     global _attached
     if _attached is None and hparams and hparams.get(DSAT_MODE_KEY) and DSAT_TRIAL_KEY in hparams:
         data = json.loads(hparams[DSAT_TRIAL_KEY]["spec"])
-        spec = replace(MeterSpec.from_json(data), host_slots=_slots_of_this_host())
+        spec = replace(MeterSpec.from_json(data), host_slots=local_size())
         _attached = Task(install(spec, lambda outcome: None))
         _attached.watch()
         if _rank() == 0:
@@ -76,7 +78,7 @@ class Task:
 
     def watch(self) -> None:
         """Report a failure of this process, and end it when it takes too long."""
-        failures.report_uncaught(lambda error: self._log(self.measured() or self.failed(error)))
+        TRIAL.on_uncaught = lambda error: self._log(self.measured() or self.failed(error))
         atexit.register(self._at_exit)
         timer = threading.Timer(self.meter.spec.options.timeout_s, self._give_up)
         timer.daemon = True
@@ -207,11 +209,7 @@ def _report_progress(op: Any) -> None:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _slots_of_this_host() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+    return rank_and_size()[0]
 
 
 def _allocation() -> str:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsat.inputs.ds_config import AUTO, did_you_mean
+from dsat.command.ds_config import AUTO, did_you_mean
 from dsat.values.files import write_atomically
 from dsat.values.parallelism import SEQUENCE_SIZE, TENSOR_SIZE
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsat.command import ds_config
 from dsat.in_trial.adapters.trial import TRIAL
-from dsat.inputs import ds_config
 
 _BY_ARGUMENT = ("config", "config_params")
 _BY_ATTRIBUTE = "deepspeed_config"

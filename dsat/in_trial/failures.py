@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from dsat.errors import Diverged, DsatError, InvalidTrial
 from dsat.values.memory_size import readable
@@ -94,20 +92,6 @@ _TRANSPARENT = tuple(
     )
 )
 _LIBRARIES = ("<", f"{Path(os.__file__).parent}{os.sep}")
-
-
-def report_uncaught(report: Callable[[BaseException], None]) -> None:
-    """Report the exception that ends this process, once it was printed as without dsat."""
-    previous = sys.excepthook
-
-    @functools.wraps(previous)
-    def hook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        previous(kind, error, traceback)
-        report(error)
-
-    sys.excepthook = hook
 
 
 def classify(error: BaseException) -> OutcomeKind:

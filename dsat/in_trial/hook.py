@@ -72,9 +72,9 @@ class _Process:
         """Report how a rank ends, even if that is before it imports DeepSpeed."""
         if not self._is_rank:
             return
-        from dsat.in_trial import failures
+        from dsat.in_trial.adapters.trial import TRIAL
 
-        failures.report_uncaught(lambda error: self._this_rank().fail(error))
+        TRIAL.on_uncaught = lambda error: self._this_rank().fail(error)
         atexit.register(lambda: self._this_rank().finish())
 
     def watch_imports(self) -> None:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from dsat.command.switches import WORKERS
 from dsat.errors import Diverged, InvalidTrial
 from dsat.in_trial import compiling, loaders
 from dsat.in_trial.agreed_steps import AgreedStep, agree, times_of, tokens_error, usual_micro_steps
@@ -15,7 +16,6 @@ from dsat.in_trial.batches import OWN_ACCUMULATION, UNSEEN
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
 from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder
 from dsat.in_trial.steps import CI_TARGET, RAREST, StepTimes, steps_wanted
-from dsat.inputs.switches import WORKERS
 from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind, StepFacts
 from dsat.values.trial import FEWEST_MAY_TAKE

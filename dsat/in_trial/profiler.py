@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dsat.in_trial import config_injection, losses
+from dsat.in_trial.agreement import local_size
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values import host_memory
 from dsat.values.outcome import ModelProfile, OwnOptimizer, ScriptSwitch
@@ -78,7 +78,7 @@ class ModelProfiler:
         from deepspeed.accelerator import get_accelerator
 
         accelerator = get_accelerator()
-        of_host = _part_of_host(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        of_host = _part_of_host(local_size())
         storages = [0, *self._storages.values()]
         parameters = list(self._engine.module.parameters())
         sizes = [self._whole_size(parameter) for parameter in parameters]

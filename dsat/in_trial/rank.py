@@ -22,14 +22,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dsat.command.entrypoint import split_interpreter
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures, preparation, start_record
 from dsat.in_trial.adapters import begin as adapters
+from dsat.in_trial.adapters import install
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.memory_limit import limit_memory
 from dsat.in_trial.meter import Meter
@@ -43,7 +46,6 @@ from dsat.in_trial.rank_files import (
     result_file,
     write_outcome,
 )
-from dsat.inputs.entrypoint import split_interpreter
 from dsat.simulation import server
 from dsat.values import host_cores
 from dsat.values.files import write_atomically
@@ -51,7 +53,6 @@ from dsat.values.outcome import Outcome
 
 FAILED = 1
 _IS_ENDED_WITHIN_S = 30.0
-begun: Rank | None = None  # in this process
 
 
 def begin(folder: Path, start: Mapping[str, Any], *, is_rank: bool) -> None:
@@ -61,31 +62,29 @@ def begin(folder: Path, start: Mapping[str, Any], *, is_rank: bool) -> None:
         start: see `start_record.install`.
         is_rank: the supervisor started this process as a rank.
     """
-    global begun
-    if begun is not None:
+    if TRIAL.rank is not None:
         return
     if (folder / SPEC_FILE).exists():
-        begun = Rank(folder, is_rank=is_rank)
-        if not is_rank:  # of a rank the hook does that
-            failures.report_uncaught(begun.fail)
-            atexit.register(begun.finish)
-        begun.prepare(start)
+        TRIAL.rank = rank = Rank(folder, is_rank=is_rank)
+        if not is_rank:  # the hook does this for a rank
+            TRIAL.on_uncaught = rank.fail
+            atexit.register(rank.finish)
+        rank.prepare(start)
     else:
         start_record.install(folder, start, waits=True)
-        failures.report_uncaught(functools.partial(_report_unmeasured, folder))
+        TRIAL.on_uncaught = functools.partial(_report_unmeasured, folder)
 
 
 def of_process(folder: Path) -> Rank:
-    """Return the rank that this process is, which may end before it imports DeepSpeed."""
-    global begun
-    begun = begun or Rank(folder, is_rank=True)
-    return begun
+    """Return the rank of this process, which may end before it imports DeepSpeed."""
+    rank: Rank = TRIAL.rank or Rank(folder, is_rank=True)
+    TRIAL.rank = rank
+    return rank
 
 
 def run_forked(folder: Path, command: Sequence[str]) -> NoReturn:
     """Run a command of Python's in this fork of the supervisor, as a rank; never returns."""
-    global begun
-    rank = begun = Rank(folder, is_rank=True, is_forked=True)
+    TRIAL.rank = rank = Rank(folder, is_rank=True, is_forked=True)
     try:
         import numpy
 
@@ -125,7 +124,7 @@ class Rank:
         self._is_forked = is_forked
         self._progress = Progress(folder if rank_and_size()[0] == 0 else None)
         self._meter: Meter | None = None
-        # A process that is forked from a rank is none.
+        # A process forked from a rank is not a rank.
         self._pid = os.getpid() if is_rank else None
         self._has_engine = False
         self._is_complete = False
@@ -166,8 +165,9 @@ class Rank:
         if spec.cpu_memory_bytes is not None and self._is_forked:
             limit_memory(spec.cpu_memory_bytes)
         elif spec.cpu_memory_bytes is not None:
-            _before_first_module(functools.partial(_limit, spec.cpu_memory_bytes))
-        # For --hf-config dsat has a script of its own.
+            TRIAL.before_model = functools.partial(_limit, spec.cpu_memory_bytes)
+            install.adapt_models()
+        # For --model dsat has a script of its own.
         what = "the model" if spec.program["module"].startswith("dsat.") else "your script"
         what = "your command" if spec.is_command else what
         self._progress.set_activity(f"{what} runs, up to its first optimizer step")
@@ -330,21 +330,6 @@ def _limit(budget_bytes: int) -> None:
     """Limit this process's memory once DeepSpeed's own late imports are done (deepspeed 0.19.8)."""
     importlib.import_module("torch._inductor.compile_fx")
     limit_memory(budget_bytes)
-
-
-def _before_first_module(act: Callable[[], None]) -> None:
-    """Call `act` once, when the script begins to build its first model."""
-    import torch
-
-    original = torch.nn.Module.__init__
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        torch.nn.Module.__init__ = original  # type: ignore[method-assign]
-        act()
-        original(self, *args, **kwargs)
-
-    torch.nn.Module.__init__ = init  # type: ignore[method-assign]
 
 
 def _run_program(words: Sequence[str]) -> None:

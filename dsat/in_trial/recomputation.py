@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dsat.inputs.switches import checkpointing
+from dsat.command.switches import checkpointing
 
 # Methods that switch a model's checkpointing on and off: of transformers (from version 5.20 on, and
 # before), of diffusers, of timm.

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsat.command import ds_config, script_args
+from dsat.command.ds_config import AUTO, CONFIG_KEY, DSAT_TRIAL_KEY, OVERWRITE_KEY, whole_number
 from dsat.errors import UserInputError
 from dsat.in_trial.hook import TRIAL_VARIABLE
-from dsat.inputs import ds_config, script_args
-from dsat.inputs.ds_config import AUTO, CONFIG_KEY, DSAT_TRIAL_KEY, OVERWRITE_KEY, whole_number
 from dsat.values.files import write_atomically
 
 if TYPE_CHECKING:

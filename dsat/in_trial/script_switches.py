@@ -12,10 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dsat.errors import InvalidTrial
-from dsat.in_trial import config_injection, recomputation, tiled_mlp
-from dsat.inputs import switches as known
-from dsat.inputs.switches import (
+from dsat.command import switches as known
+from dsat.command.switches import (
     ATTENTION,
     CHECKPOINTING,
     COMPILE,
@@ -24,6 +22,9 @@ from dsat.inputs.switches import (
     TILED_MLP,
     WORKERS,
 )
+from dsat.errors import InvalidTrial
+from dsat.in_trial import config_injection, recomputation, tiled_mlp
+from dsat.in_trial.agreement import local_size
 from dsat.values import host_cores
 from dsat.values.outcome import ScriptSwitch
 
@@ -121,7 +122,7 @@ class ScriptSwitches:
 def cores_of_this_rank() -> int:
     """Return the cores that this rank may use: its own, or a share of those of all ranks."""
     is_bound = os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())  # by the launcher
-    sharers = 1 if is_bound else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    sharers = 1 if is_bound else local_size()
     return len(host_cores.usable()) // sharers
 
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dsat.command.placement import VISIBLE
 from dsat.in_trial import config_injection
 from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.rank_files import RECORDS_FOLDER
-from dsat.inputs.placement import VISIBLE
 from dsat.values.files import write_atomically
 from dsat.values.parallelism import SEQUENCE_SIZE
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 from dsat.memory.estimate import PHASES, MemoryEstimate
 from dsat.values import parallelism
 from dsat.values.outcome import ModelProfile

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.inputs.ds_config import BATCH_KEYS
+from dsat.command.ds_config import BATCH_KEYS
 from dsat.values.codec import Recorded
 
 PHASES = ("init", "forward", "backward", "step")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsat.inputs.switches import CHECKPOINTING, in_memory
+from dsat.command.switches import CHECKPOINTING, in_memory
 from dsat.memory import closed_form
 from dsat.memory.calibration import Calibration, Observation, calibrate, observe
 from dsat.memory.closed_form import Line, ModelFacts

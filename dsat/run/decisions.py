@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.inputs.settings import BY_FORMULA, NO_MEMORY_MODEL
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.run import finals
@@ -19,7 +18,7 @@ from dsat.run.search_phase import SearchPhase
 from dsat.run.trial_factory import TrialFactory
 from dsat.search.base import Outlook, Stop, Wait
 from dsat.space.overrides import overrides_for
-from dsat.space.plan import Plan
+from dsat.space.plan import BY_FORMULA, NO_MEMORY_MODEL, Plan
 from dsat.values.trial import Trial, TrialKind
 
 # Without finals, the user's own configuration is measured a second time after the first of these
@@ -112,8 +111,6 @@ class Decisions:
 
     def _decide_anew(self) -> Step:
         run = self.run
-        if run.stop_asked:
-            return Stop("it was asked to stop")
         if run.finals is not None:
             if run.finals.over:
                 return Stop(str(run.search_ended))

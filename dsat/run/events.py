@@ -22,8 +22,6 @@ EVENT_BUDGET = "budget"
 EVENT_PAUSED = "paused"  # the user interrupted the run
 EVENT_MEMORY_BASIS = "foreseen"  # its name in journals of all versions
 EVENT_FINALS = "finals"
-EVENT_STOP_ASKED = "stop_asked"
-EVENT_CANCEL_ASKED = "cancel_asked"
 
 # Values that events must have.
 VALUES_OF: Mapping[str, Mapping[str, Any]] = {
@@ -42,18 +40,15 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
     EVENT_BUDGET: {"max_trials": int},
     EVENT_PAUSED: {},
     EVENT_STOPPED: {"reason": str},
-    EVENT_STOP_ASKED: {"asked": bool},
-    EVENT_CANCEL_ASKED: {"trial_id": int},
 }
 # Values that any event may have; `time_s`: when, since the epoch, which earlier versions did not
-# say; `asked`: somebody raised the budget of a run that goes on; `converged`: of finals, the
-# search was over for another reason than its budget. Finals of earlier versions have neither
-# reserves nor a least gain nor this; there it stands in the event of another budget.
+# say; `converged`: of finals, the search was over for another reason than its budget. Finals of
+# earlier versions have neither reserves nor a least gain nor this; there it stands in the event of
+# another budget.
 _VALUES_OF_ALL: Mapping[str, Any] = {
     "elapsed_s": float,
     "time_s": float,
     "skipped": list[str],
-    "asked": bool,
     "converged": bool,
     "reserves": list[int],
     "least_gain": float,

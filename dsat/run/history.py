@@ -29,18 +29,6 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def asked_trials(runs: Iterable[Run], plan: Plan) -> int:
-    """Return how many trials people allowed while earlier runs of a plan went on; 0 if none did."""
-    asked = (
-        run.plan.max_trials
-        for run in runs
-        if run.has_begun
-        and run.planned_trials == plan.max_trials
-        and plan.difference(run.plan) is None
-    )
-    return max(asked, default=0)
-
-
 def difference(run: Run, plan: Plan, info: Mapping[str, Any]) -> str | None:
     """Return why an earlier run's measurements do not count for a plan; None if they do.
 

@@ -19,6 +19,7 @@ from dsat.values.files import PRIVATE_FILE, sync_folder
 
 SCHEMA_VERSION = 1
 FILE_NAME = "journal.jsonl"
+RUNS_FOLDER = Path("dsat_runs")
 
 
 class Journal:

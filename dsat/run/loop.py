@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dsat.engines import Engine
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
-from dsat.run.requests import Request, RequestKind
 from dsat.run.run import Run
 from dsat.run.tuner import Tuner
 from dsat.values.outcome import Outcome
@@ -41,7 +40,6 @@ def drive(
     max_slots: int | None = None,
     max_concurrent_trials: int,
     survey: Callable[[Tuner], Basis] | None = None,
-    requests: Callable[[], Iterable[Request]] = tuple,
 ) -> None:
     """Run trials until the tuner is finished.
 
@@ -54,7 +52,6 @@ def drive(
         max_slots: use at most so many of the engine's slots at once.
         max_concurrent_trials: run at most so many trials at once.
         survey: finds what the tuner predicts memory from, if it waits for that.
-        requests: what people have asked for since the last call.
     """
     run, per_trial = tuner.run, tuner.plan.slots_per_trial
     most = max_concurrent_trials * per_trial
@@ -63,10 +60,6 @@ def drive(
     launched: set[int] = set()
     said = False
     while not tuner.finished:
-        for request in requests():
-            _obey(tuner, engine, launched, request)
-        if tuner.finished:
-            break
         if tuner.decisions.needs_memory_basis:
             assert survey is not None
             tuner.set_memory_basis(survey(tuner))
@@ -92,16 +85,6 @@ def drive(
         for observer in observers:
             observer.waited(run)
     tuner.stop()
-
-
-def _obey(tuner: Tuner, engine: Engine, launched: set[int], request: Request) -> None:
-    if request.kind is RequestKind.STOP:
-        tuner.ask_stop()
-    elif request.kind is RequestKind.BUDGET and request.max_trials is not None:
-        tuner.raise_budget(request.max_trials)
-    elif request.kind is RequestKind.CANCEL and request.trial_id in launched:
-        tuner.ask_cancel(request.trial_id)
-        engine.cancel(request.trial_id)
 
 
 def _launch(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 from dsat.memory.predictor import Basis
 from dsat.run import events
 from dsat.run.comparison import Gain, Variation, margin_of_single_runs
@@ -17,6 +18,7 @@ from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
 HOPELESS_AFTER = 4
+_TRIED = (TrialKind.BASELINE, TrialKind.SEARCH)
 TIMES_THE_OWN = 20.0  # steps of the user's own configuration: a trial may measure for as long
 
 
@@ -25,7 +27,6 @@ class Run:
 
     Attributes:
         has_begun, plan: there was the first event, and its plan.
-        planned_trials: the most trials by the options that the run was last started with.
         info: what the journal's first line says for people (name, versions, machine).
         trials, outcomes: by trial id, in the order of the events.
         earlier: ids of the trials that earlier runs have measured; they cost nothing.
@@ -43,7 +44,6 @@ class Run:
         converged: that was another reason than the number of trials.
         memory_basis: what memory is predicted from.
         skipped: names of configurations that were not launched since they would not have fitted.
-        stop_asked: somebody wants no further trials.
         stop_reason: None while the run goes on or after it was interrupted.
         paused: it was interrupted, and did not go on since.
         neighbours: the most trials that ran beside a trial at once, by its trial id.
@@ -57,7 +57,6 @@ class Run:
     ) -> None:
         self.has_begun = False
         self.plan: Plan
-        self.planned_trials = 0
         self.info: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}
         self.outcomes: dict[int, Outcome] = {}
@@ -66,8 +65,6 @@ class Run:
         self.repeat: Trial | None = None
         self._running: dict[int, Trial] = {}
         self.profiled: Outcome | None = None
-        self._failures = 0
-        self._hopeful = False
         self.leader: Trial | None = None
         self._leaders_value: float | None = None
         self.finals: Finals | None = None
@@ -82,7 +79,6 @@ class Run:
         self._changes: dict[tuple[int, bool], dict[str, tuple[Any, Any]]] = {}
         self.memory_basis: Basis | None = None
         self.skipped: list[str] = []
-        self.stop_asked = False
         self.stop_reason: str | None = None
         self.paused = False
         self.neighbours: dict[int, int] = {}
@@ -106,7 +102,6 @@ class Run:
         if kind == events.EVENT_START:
             self.has_begun = True
             self.plan = event["plan"]
-            self.planned_trials = event["plan"].max_trials
             self._objective = event["plan"].objective
             self.info = event["info"]
         elif kind == events.EVENT_EARLIER:
@@ -143,14 +138,9 @@ class Run:
                 self._earlier_variation = self.variation
                 self.finals = None  # the search goes on; new finals follow
             self.plan = replace(self.plan, max_trials=event["max_trials"])
-            if not event.get("asked"):
-                self.planned_trials = event["max_trials"]
             self.stop_reason = None
         elif kind == events.EVENT_STOPPED:
             self.stop_reason = event["reason"]
-        elif kind == events.EVENT_STOP_ASKED:
-            self.stop_asked = event["asked"]
-            self.stop_reason = None
 
     def _finish(self, trial_id: int, outcome: Outcome, at_s: float | None = None) -> None:
         self.outcomes[trial_id] = outcome
@@ -168,10 +158,6 @@ class Run:
                 self.finals.record(None if value is None else self._objective.log_value(value))
                 self._check_training(self.finals)
             return
-        if outcome.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID):
-            self._failures += not outcome.smaller_may_run
-        else:
-            self._hopeful = True
         if (
             value is not None
             and self._objective.is_better(value, self._leaders_value)
@@ -281,12 +267,11 @@ class Run:
     def _surely_best(self) -> Trial | None:
         """The best of the search that surely beats the user's own, by enough for its batch."""
         admitted = [trial for trial in searched(self) if self.plan.admits(trial.batch)]
-        for trial in sorted(admitted, key=lambda t: self._objective.loss(self.value(t) or 0.0)):
+        eligible = [trial for trial in admitted if trial.id not in self.disqualified]
+        for trial in sorted(eligible, key=lambda t: self._objective.loss(self.value(t) or 0.0)):
             found, own = self.gain_of(trial), self.plan.own_batch
             is_larger = trial.batch.train_batch_size > own.train_batch_size
             least = 1 + self.plan.indifference if is_larger else 1.0
-            if trial.id in self.disqualified:
-                continue
             if found is None or (found.low > 1 and found.ratio > least):
                 return trial
         return None
@@ -299,9 +284,9 @@ class Run:
             batch sizes of the plan.
         """
         own = self.baseline
-        if own is None or trial is None or trial is own:
+        if own is None or trial is None or trial is own or self.value(own) is None:
             return None
-        if self.value(own) is None or not self.plan.admits(own.batch):
+        if not self.plan.admits(own.batch):
             return None
         first, then = self.contestant(own), self.contestant(trial)
         tried = sum(outcome.ok for outcome in self.outcomes.values())
@@ -322,7 +307,21 @@ class Run:
 
     @property
     def best_value(self) -> float | None:
-        outcome = self.best_outcome
+        """The objective's value of the best configuration; see `final_value`."""
+        return None if self.best is None else self.final_value(self.best)
+
+    def final_value(self, trial: Trial) -> float | None:
+        """Return the objective's value of a trial: by the finals, where they measured it again.
+
+        It is the geometric mean over the pairs, so that the gain is the ratio of two such values.
+        """
+        finals = self.finals
+        if finals is not None and finals.pick is not None and finals.pairs:
+            for role, each in enumerate((self.baseline, self.trials[finals.pick.trial_id])):
+                if each is trial:
+                    mean = statistics.fmean(pair[role] for pair in finals.pairs)
+                    return float(self._objective.value_of(mean))
+        outcome = typical_outcome(self, trial)
         return None if outcome is None else outcome.value(self._objective)
 
     @property
@@ -348,7 +347,10 @@ class Run:
     @property
     def hopeless(self) -> bool:
         """True if the first few trials all failed in a way that no other configuration avoids."""
-        return self._failures >= HOPELESS_AFTER and not self._hopeful
+        tried = [o for i, o in self.outcomes.items() if self.trials[i].kind in _TRIED]
+        failed = [o for o in tried if o.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID)]
+        final = sum(not outcome.smaller_may_run for outcome in failed)
+        return len(failed) == len(tried) and final >= HOPELESS_AFTER
 
     @property
     def running(self) -> list[Trial]:
@@ -378,16 +380,10 @@ def searched(run: Run) -> list[Trial]:
 
 def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
     """Return the median of a trial's runs in the finals; its own outcome without any."""
-    again = [
-        (value, run.outcomes[trial_id])
-        for trial_id, repeated in run.repeated.items()
-        if repeated == trial.id
-        and run.trials[trial_id].kind is TrialKind.FINAL
-        and (value := run.value(run.trials[trial_id])) is not None
-    ]
-    if not again:
-        return run.outcomes.get(trial.id)
-    return sorted(again, key=lambda pair: pair[0])[(len(again) - 1) // 2][1]
+    finals = [i for i, repeated in run.repeated.items() if repeated == trial.id]
+    again = [run.trials[i] for i in finals if run.trials[i] is not run.repeat]
+    ran = sorted((value, t.id) for t in again if (value := run.value(t)) is not None)
+    return run.outcomes[ran[(len(ran) - 1) // 2][1]] if ran else run.outcomes.get(trial.id)
 
 
 def own_switches(run: Run) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsat.inputs.ds_config import BATCH_KEYS
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.run.history import Measured
@@ -30,7 +29,6 @@ from dsat.space.locate import Location, Locator
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
-from dsat.values.outcome import ModelProfile
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 _SOURCES = {
@@ -103,10 +101,6 @@ class SearchPhase:
     def propose(self) -> Trial | Wait | Stop:
         """Return the next trial, or why there is none. It changes nothing."""
         self._learn()
-        for settings, micro_batch in _suggested(self._plan, self._run.profile, self._space):
-            trial = self._trial(settings, micro_batch, None)
-            if trial is not None and self._context_allows(settings, micro_batch):
-                return trial
         for _ in range(_MOST_REPEATED):
             answer = self._search.propose(self._observations.all(), self._context)
             if not isinstance(answer, Proposal):
@@ -119,15 +113,14 @@ class SearchPhase:
         return Stop(EXHAUSTED)
 
     def _trial(
-        self, settings: Mapping[str, Any], micro_batch: int, proposal: Proposal | None
+        self, settings: Mapping[str, Any], micro_batch: int, proposal: Proposal
     ) -> Trial | None:
         """Make a trial; None if an equal one is known, which answers the proposal."""
         batch = self._space.batch(micro_batch, settings)
         overrides, script_args = overrides_for(settings, batch), self._space.script_args(settings)
         known = self._trials.equal_trial(overrides, script_args)
         if known is not None:
-            if proposal is not None:
-                self._observations.add_equal(proposal, known)
+            self._observations.add_equal(proposal, known)
             return None
         return self._make(overrides, batch, script_args, proposal)
 
@@ -165,10 +158,6 @@ class SearchPhase:
         smallest = self._space.micro_batches[0]
         settings = (branch.settings(0) for branch in self._space.branches)
         return any(forecast.largest(each) >= smallest for each in settings)
-
-    def _context_allows(self, settings: Mapping[str, Any], micro_batch: int) -> bool:
-        memory = self._context.memory
-        return memory is None or memory.fits(settings, micro_batch)
 
     def _skip(self, settings: Mapping[str, Any], micro_batch: int) -> None:
         batch = self._space.batch(micro_batch, settings)
@@ -264,24 +253,3 @@ class _Observations:
         # The finals have shown how much one run differs from the next.
         metrics = outcome.metrics.at_least_as_uncertain(variation.sd)
         return replace(known, outcome=replace(outcome, metrics=metrics))
-
-
-def _suggested(
-    plan: Plan, profile: ModelProfile | None, space: Space
-) -> Iterator[tuple[Mapping[str, Any], int]]:
-    """Yield settings and micro batches of the space that were the best for others.
-
-    Of a setting that is not searched here, or has other values, the first value is taken.
-    """
-    assert profile is not None
-    for each in plan.suggested:
-        model = (each.num_params, each.trainable_params)
-        branch = next((b for b in space.branches if b.strategy.name == each.strategy), None)
-        own = each.config.get(BATCH_KEYS[1])
-        sizes = [size for size in space.micro_batches if isinstance(own, int) and size <= own]
-        if model != (profile.num_params, profile.trainable_params) or branch is None or not sizes:
-            continue
-        known = {key.removeprefix("zero_optimization."): v for key, v in each.config.items()}
-        known |= each.switches
-        chosen = {key: known[key] for key, values in branch.knobs if known.get(key) in values}
-        yield {**branch.settings(0), **chosen}, sizes[-1]

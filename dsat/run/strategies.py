@@ -1,8 +1,7 @@
-"""Strategies of a search, and the ladder of strategies by memory.
+"""Strategies of a search, and its rungs of the ladder.
 
-The ladder is the one that practitioners walk: stage 1, 2, 2 with the optimizer on the host, 3, 3
-with offloading, NVMe. A rung is predicted to need less than all before it: of strategies that need
-the same, the lower stage moves less.
+A rung is predicted to need less than all before it: of strategies that need the same, the lower
+stage moves less.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dsat.inputs import ds_config
-from dsat.inputs.switches import SWITCHES
+from dsat.command import ds_config
+from dsat.command.switches import SWITCHES
 from dsat.memory import closed_form
 from dsat.memory.closed_form import ModelFacts
 from dsat.space.knobs import smallest_buckets
@@ -22,18 +21,8 @@ from dsat.space.space import Space
 from dsat.values.outcome import ModelProfile, ScriptSwitch
 from dsat.values.parallelism import Parallelism
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, of_config
+from dsat.values.zero_strategy import LADDER, NONE, NVME, Strategy, of_config
 
-LADDER = (
-    Strategy(0),
-    Strategy(1),
-    Strategy(2),
-    Strategy(2, CPU),
-    Strategy(3),
-    Strategy(3, CPU),
-    Strategy(3, CPU, CPU),
-    Strategy(3, NVME, NVME),
-)
 _SECTIONS = ("offload_optimizer", "offload_param")
 # Of no particular model, but a large one beside any bucket: only the order of what strategies need
 # counts.

@@ -21,7 +21,7 @@ from dsat.run.run import Run
 from dsat.search import usual_options
 from dsat.space.plan import Plan
 from dsat.values.codec import encode
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
 
@@ -72,27 +72,15 @@ class Tuner:
         for number, line in enumerate(events, start=1):
             with journaled.raise_as_corrupt_journal(number):
                 self.decisions.apply(journaled.event_of(line))
-        self._continue(plan, info or {}, events)
+        self._continue(plan, info or {})
 
-    def _continue(
-        self, plan: Plan, info: Mapping[str, Any], events: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def _continue(self, plan: Plan, info: Mapping[str, Any]) -> None:
         """Begin the run, or continue an earlier tuner's."""
         if not self.run.has_begun:
             start = {"event": journaled.EVENT_START, "schema": SCHEMA_VERSION}
             self._append({**start, "plan": self.plan, "info": dict(info)})
-        elif self.run.planned_trials != plan.max_trials:
+        elif self.run.plan.max_trials != plan.max_trials:
             self._append({"event": journaled.EVENT_BUDGET, "max_trials": plan.max_trials})
-        else:  # somebody may have asked for more
-            self.plan = replace(self.plan, max_trials=self.run.plan.max_trials)
-        if self.run.stop_asked:
-            self._append({"event": journaled.EVENT_STOP_ASKED, "asked": False})
-        canceled = [
-            each["trial_id"] for each in events if each["event"] == journaled.EVENT_CANCEL_ASKED
-        ]
-        for trial in self.run.running:
-            if trial.id in canceled:  # and the earlier tuner ended before the trial did
-                self.record(trial.id, Outcome(OutcomeKind.CANCELED, message="canceled"))
 
     @property
     def run(self) -> Run:
@@ -151,22 +139,6 @@ class Tuner:
         """Enter what memory is predicted from, and begin the search."""
         assert self.decisions.needs_memory_basis
         self._append({"event": journaled.EVENT_MEMORY_BASIS, "basis": basis})
-
-    def ask_stop(self) -> None:
-        """Start no further trial; those that run come to their end."""
-        if not self.run.stop_asked:
-            self._append({"event": journaled.EVENT_STOP_ASKED, "asked": True})
-
-    def ask_cancel(self, trial_id: int) -> None:
-        """Record that somebody wants a trial ended, whose outcome follows."""
-        self._append({"event": journaled.EVENT_CANCEL_ASKED, "trial_id": trial_id})
-
-    def raise_budget(self, max_trials: int) -> None:
-        """Raise the maximum number of trials; a smaller number changes nothing."""
-        if max_trials > self.plan.max_trials:
-            event = {"event": journaled.EVENT_BUDGET, "max_trials": max_trials, "asked": True}
-            self._append(event)
-            self.plan = replace(self.plan, max_trials=max_trials)
 
     def stop(self) -> None:
         """Record why the run is over."""

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from dsat.inputs.option import Option
+from dsat.options import Option
 from dsat.search.base import Context, Observation, Problem, Proposal, Search, Stop, Wait
 from dsat.search.classic import ASHASearch, BinarySearch, RandomSearch
 from dsat.search.grid import GridSearch

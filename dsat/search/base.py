@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from dsat.inputs.option import POSITIVE_NUMBER, Option, at_least, search_option
+from dsat.options import POSITIVE_NUMBER, Option, at_least, search_option
 from dsat.space.locate import Point
 from dsat.space.space import Space
 from dsat.values.objective import Objective

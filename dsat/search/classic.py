@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from dsat.inputs.option import Option, at_least, search_option
+from dsat.options import Option, at_least, search_option
 from dsat.search.arm import Arm
 from dsat.search.arms import Arms
 from dsat.search.base import (

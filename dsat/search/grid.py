@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dsat.inputs.option import Option, at_least, search_option
+from dsat.options import Option, at_least, search_option
 from dsat.search.arm import Arm
 from dsat.search.arms import Arms
 from dsat.search.base import (

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from dsat.inputs.option import FRACTION, Option, search_option
+from dsat.options import FRACTION, Option, search_option
 from dsat.search.base import (
     EXHAUSTED,
     NO_NEW_BEST,

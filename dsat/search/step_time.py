@@ -11,8 +11,8 @@
                + boundary
 
 Every term is a count of FLOPs, bytes or launches, which follows from the model's profile and the
-DeepSpeed settings (`work`) or from a simulated step (`dsat.search.traced_work`), divided by what
-the hardware does in a second (`Hardware`). A handful of factors (`FACTORS`) is learned from trials
+DeepSpeed settings (`work`) or from a simulated step (`dsat.projecting`), divided by what the
+hardware does in a second (`Hardware`). A handful of factors (`FACTORS`) is learned from trials
 (`dsat.search.speed`); without any they are 1.
 
 numpy only: the container of Determined's search runner has no SciPy.
@@ -26,11 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from dsat.inputs import cards
-from dsat.inputs.cards import Card
-from dsat.inputs.ds_config import AUTO
-from dsat.inputs.switches import CHECKPOINTING, EVERY_SECOND, is_switch
-from dsat.search import collectives
+from dsat.command.ds_config import AUTO
+from dsat.command.switches import CHECKPOINTING, EVERY_SECOND, is_switch
+from dsat.search import cards, collectives
+from dsat.search.cards import Card
 from dsat.search.collectives import Network, Protocol
 from dsat.search.normal import Array
 from dsat.space.knobs import HPZ, defaults

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dsat.inputs.switches import MODEL_SWITCHES
+from dsat.command.switches import MODEL_SWITCHES
 from dsat.memory.estimate import MOST_TOKENS
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.simulation.client import SimulationHost, SimulationUnavailable, Simulator

@@ -83,6 +83,31 @@ def kernel_for(
     return Kernel.EFFICIENT if efficient else Kernel.MATH
 
 
+def uses_flash_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    *,
+    enable_gqa: bool = False,
+) -> bool:
+    """Return whether torch takes flash attention on a CPU, where the alternative is plain math.
+
+    As `use_flash_attention_cpp` in aten/src/ATen/native/transformers/sdp_utils_cpp.cpp of 2.15.
+    """
+    tensors = (query, key, value)
+    return (
+        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and dropout_p == 0
+        and not (mask is not None and mask.requires_grad)
+        and all(t.dim() == _SAMPLES_HEADS_TOKENS and 0 not in t.shape for t in tensors)
+        and all(t.stride(-1) == 1 for t in tensors)
+        and len({(t.dtype, t.size(0), t.size(-1)) for t in tensors}) == 1
+        and _heads_fit(query.size(1), key.size(1), value.size(1), enable_gqa=enable_gqa)
+    )
+
+
 def _heads_fit(query: int, key: int, value: int, *, enable_gqa: bool) -> bool:
     """Return True if the fused kernels support these numbers of heads."""
     if enable_gqa:
@@ -111,11 +136,16 @@ def attention(
         return attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         ).squeeze(0)
+    on_cpu = query.device.type == "cpu"
     kernel = kernel_for(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+    if on_cpu and not uses_flash_on_cpu(
+        query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa
+    ):
+        on_cpu, kernel = False, Kernel.MATH
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
     found: torch.Tensor
-    if query.device.type == "cpu":
+    if on_cpu:
         if enable_gqa:
             groups = query.size(1) // key.size(1)
             key, value = (t.repeat_interleave(groups, 1) for t in (key, value))

@@ -11,12 +11,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.utils import weak
 
+from dsat.command import ds_config
+from dsat.command.ds_config import BATCH_KEYS
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, script_switches
 from dsat.in_trial.batches import longest_of
-from dsat.in_trial.profiler import attention_heads
-from dsat.inputs import ds_config
-from dsat.inputs.ds_config import BATCH_KEYS
 from dsat.memory.estimate import as_simulated
 from dsat.simulation.captured import Captured, ModuleSnapshot
 from dsat.simulation.known_values import ValuesMode
@@ -133,7 +132,6 @@ class BorrowedModel:
         size = max((p.element_size() for p in model.parameters()), default=4)
         return ScriptFacts(
             sequence_length=self.sequence_length(args, kwargs),
-            attention_heads=attention_heads(model),
             hidden_size=self.hidden_size(),
             model_takes=longest_of(model),
             sizes={
@@ -206,7 +204,18 @@ class BorrowedModel:
         config = as_simulated(ds_config.completed(candidate.config, self._config))
         kind = ActivationPass if candidate.activations_only else Simulation
         run = kind(captured, candidate._replace(config=config))
-        outputs = run.forward(args, kwargs)
+        has_gradients: list[bool] = []
+
+        def watched(outputs: Any) -> Any:
+            for tensor in tensors_in(outputs):
+                if tensor.requires_grad:
+                    hook = lambda _: has_gradients.append(True)  # noqa: E731
+                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            return outputs
+
+        def script_forward(*args: Any, **kwargs: Any) -> Any:
+            # Without a backward pass it belongs to this micro step: pairs, or another model's loss.
+            return script_step() if has_gradients else watched(run.forward_again(args, kwargs))
 
         def script_backward(*args: Any, **kwargs: Any) -> None:
             run.backward(*args, **kwargs)
@@ -216,9 +225,10 @@ class BorrowedModel:
             run.step()
             end(run.result())
 
+        outputs = watched(run.forward(args, kwargs))
         engine = self._engine
         run.become(engine)
-        engine.backward, engine.step, engine.forward = script_backward, script_step, script_step
+        engine.backward, engine.step, engine.forward = script_backward, script_step, script_forward
         self._after_forward.update(backward=script_backward, step=script_step)
         return outputs
 

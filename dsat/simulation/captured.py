@@ -68,7 +68,7 @@ class Captured:
     def _length_for(self, candidate: Question) -> int:
         """Tokens of a sample that each rank of the candidate has."""
         own = self.packed_length // self.micro_batch or self.sequence_length or 0
-        return -(-(candidate.sequence_length or own) // candidate.parallelism.sequence)
+        return -(-own // candidate.parallelism.sequence)
 
 
 def repeated(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

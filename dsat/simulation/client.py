@@ -134,50 +134,34 @@ class Simulator:
         self,
         config: Mapping[str, Any],
         switches: Mapping[str, Any] | None = None,
-        *,
-        unit_tokens: int | None = None,
     ) -> ModelFacts:
         """Facts of the model for the closed form, from its own passes with two micro batches.
 
         Args:
             config: decides the types and whatever else activations depend on.
             switches: of the model, beside the simulator's own.
-            unit_tokens: if given, one sample grows in place of the micro batch, and a "sample" of
-                the facts is so many of its tokens.
 
         Raises:
             SimulationUnavailable: the passes cannot be simulated.
         """
-        return self._passes(Question(config, 1, 1, switches=switches or {}), unit_tokens)[0]
+        return self._passes(Question(config, 1, 1, switches=switches or {}))[0]
 
-    def traced_facts(
-        self,
-        config: Mapping[str, Any],
-        *,
-        sequence_length: int | None = None,
-        switches: Mapping[str, Any] | None = None,
-    ) -> tuple[ModelFacts, ModelTrace]:
+    def traced_facts(self, config: Mapping[str, Any]) -> tuple[ModelFacts, ModelTrace]:
         """Return the facts of the model, and the trace of the same passes; see `facts`."""
-        question = Question(config, 1, 1, sequence_length, switches or {}, traced=True)
-        facts, answers = self._passes(question)
+        facts, answers = self._passes(Question(config, 1, 1, traced=True))
         small, large = (StepTrace.from_json(answer["trace"]) for answer in answers)
         return facts, ModelTrace(small, large)
 
-    def _passes(
-        self, question: Question, unit_tokens: int | None = None
-    ) -> tuple[ModelFacts, list[dict[str, Any]]]:
+    def _passes(self, question: Question) -> tuple[ModelFacts, list[dict[str, Any]]]:
         """Return the facts by the model's own passes at two micro batches, and their answers."""
         kept = {key: value for key, value in question.config.items() if key in _OF_ACTIVATIONS}
         question = question._replace(config=kept, activations_only=True)
         sizes = _MICRO_BATCHES_FOR_SLOPES
-        if unit_tokens is not None:
-            questions = [question._replace(sequence_length=size * unit_tokens) for size in sizes]
-        else:
-            length = question.sequence_length or self.script.sequence_length
-            if length:
-                small = max(1, min(sizes[0], _TOKENS_FOR_SLOPES // (2 * length)))
-                sizes = (small, 2 * small)
-            questions = [question._replace(micro_batch=size) for size in sizes]
+        length = self.script.sequence_length
+        if length:
+            small = max(1, min(sizes[0], _TOKENS_FOR_SLOPES // (2 * length)))
+            sizes = (small, 2 * small)
+        questions = [question._replace(micro_batch=size) for size in sizes]
         answers = self._ask(questions)
         for answer in answers:
             if "failed" in answer:

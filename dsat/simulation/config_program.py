@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dsat.errors import InvalidTrial
-from dsat.inputs.option import ALL_LINEAR
+from dsat.options import ALL_LINEAR
 from dsat.simulation.versions.transformers_types import type_argument
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -193,7 +193,7 @@ def main() -> None:
     import deepspeed
 
     parser = argparse.ArgumentParser()
-    parser.add_argument("--hf-config", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--seq-length", type=int)
     parser.add_argument("--lora", type=json.loads)
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
@@ -203,7 +203,7 @@ def main() -> None:
     dtype = _DTYPES[args.dtype]
     # As the Trainer does, whose models are partitioned in stage 3 while they are made.
     with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config):
-        model: Any = build(args.hf_config, dtype)
+        model: Any = build(args.model, dtype)
     if args.lora is not None:
         add_lora(model, args.lora)
     if args.gradient_checkpointing:

@@ -29,7 +29,6 @@ class Question(NamedTuple):
         config: the whole DeepSpeed configuration, in which "auto" is the script's to decide.
         micro_batch: whatever the configuration says.
         slots: ranks.
-        sequence_length: tokens of a sample; None for those that the script's has.
         switches: of the model, beside the simulator's own.
         activations_only: the model's passes alone.
         traced: kernels and collectives are recorded.
@@ -40,7 +39,6 @@ class Question(NamedTuple):
     config: Mapping[str, Any]
     micro_batch: int
     slots: int
-    sequence_length: int | None = None
     switches: Mapping[str, Any] = {}
     activations_only: bool = False
     traced: bool = False
@@ -63,7 +61,6 @@ class ScriptFacts(NamedTuple):
 
     Attributes:
         sequence_length: tokens of a sample of its first batch, if samples are sequences of tokens.
-        attention_heads: of its model; None if they are not known.
         hidden_size: of its model, by which a Trainer fills in "auto"; None if it is not known.
         model_takes: the model's `max_position_embeddings`; 0 if it has none.
         sizes: of its model for `ModelFacts`, with the type in which DeepSpeed trains it, and
@@ -73,7 +70,6 @@ class ScriptFacts(NamedTuple):
     """
 
     sequence_length: int | None
-    attention_heads: int | None
     hidden_size: int | None
     model_takes: int
     sizes: Mapping[str, Any] = {}

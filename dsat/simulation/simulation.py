@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
 from dsat.simulation import fake_device, patches
 from dsat.simulation.autocast import Autocast, outside_of_contexts
@@ -119,6 +119,7 @@ class Simulation(_FakeDevice):
         # The script's own functions are in their places later; Lightning puts one of its own in
         # that of the module's for a single call.
         self._engine_backward, self._engine_step = self._engine.backward, self._engine.step
+        self._engine_forward = self._engine.forward
         self._module_forward = vars(self._engine.module).get("forward")
 
     def _make_engine(self) -> Any:
@@ -202,6 +203,10 @@ class Simulation(_FakeDevice):
             vars(self._engine.module)["forward"] = self._module_forward
         return self._engine(*args, **kwargs)
 
+    def forward_again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the outputs of another forward pass of the micro step."""
+        return self._engine_forward(*args, **kwargs)
+
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Run the engine's backward pass."""
         self.tracker.begin("backward")
@@ -245,9 +250,13 @@ class ActivationPass(_FakeDevice):
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the module's outputs for a batch of the script."""
-        section = self._candidate.config.get("torch_autocast") or {}
         self._before = self.tracker.current(self._kind)
         self.tracker.begin("forward")
+        return self.forward_again(args, kwargs)
+
+    def forward_again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the outputs of another forward pass."""
+        section = self._candidate.config.get("torch_autocast") or {}
         with torch.autocast(
             self._device,
             getattr(torch, section.get("dtype", "bfloat16").removeprefix("torch.")),

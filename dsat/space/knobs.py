@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.inputs.switches import SWITCHES
+from dsat.command.switches import SWITCHES
 from dsat.space.overrides import SEQUENTIAL, TOP_LEVEL, TOP_SECTIONS
 from dsat.values.parallelism import SEQUENCE_SIZE, TENSOR_SIZE
 from dsat.values.zero_strategy import CPU, NONE, Strategy

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsat.inputs import ds_config
-from dsat.inputs.ds_config import BATCH_KEYS
+from dsat.command import ds_config
+from dsat.command.ds_config import BATCH_KEYS
 from dsat.space.knobs import KNOBS, defaults
 from dsat.space.overrides import GAS, overrides_for
 from dsat.space.space import Space

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsat.inputs.switches import is_switch
+from dsat.command.switches import is_switch
 from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import NONE, NVME, Strategy, of_config

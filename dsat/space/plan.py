@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from dsat.inputs import ds_config
-from dsat.inputs.option import options_of
-from dsat.inputs.settings import BY_FORMULA, Settings
+from dsat.command import ds_config
+from dsat.options import MEMORY_SIZE, SWITCH
 from dsat.space.batch_rule import BatchRule
 from dsat.space.space import Freedom
 from dsat.values.codec import Recorded
@@ -17,6 +16,11 @@ from dsat.values.objective import Objective
 
 # Names in messages of the fields that no single option decides.
 _LABELS = {
+    "slot_memory_bytes": "slot memory",
+    "seed": "random seed",
+    "tune": "search",
+    "fix": "keep",
+    "listed_switches": "vary",
     "base_config": "DeepSpeed configuration",
     "own_batch": "own",
     "choices": "list of values of",
@@ -28,13 +32,12 @@ _LABELS = {
     "measured.steps": "profile steps (start, end, most)",
     "measured.device": "device",
 }
-_OPTIONS = {own.name: own for own in options_of(Settings)}
+BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
 LONGEST_S = 20.0  # what `Plan.longest_s` usually is
 _ABSENT = "not given"
-# A run that continues keeps its suggestions and the length of a trial, whatever this version
-# of dsat and this machine would choose.
-_KEPT = ("suggested", "longest_s")
-_MAY_DIFFER = ("max_trials", "finals", "indifference", *_KEPT)
+_WRITERS = {"slot_memory_bytes": MEMORY_SIZE.write, "listed_switches": SWITCH.write}
+# A run that continues keeps the length of a trial, whatever this version of dsat would choose.
+_MAY_DIFFER = ("max_trials", "finals", "indifference", "longest_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,18 +103,11 @@ class Plan(Recorded, BatchRule, Freedom):
         return None
 
 
-def values_of(settings: Settings) -> dict[str, Any]:
-    """Return the fields of a plan that single options decide."""
-    names = [each.name for each in fields(Plan) if each.name in _OPTIONS]
-    return {name: getattr(settings, name) for name in names}
-
-
 def difference_of(name: str, earlier: Any, today: Any) -> str:
     """Return the difference of two values of a field, `FIELD was X, now Y`."""
-    own = _OPTIONS.get(name)
-    if own is not None:
-        called = own.keyword.replace("_", " ")
-        return f"{called} was {own.write(earlier)}, now {own.write(today)}"
+    write = _WRITERS.get(name)
+    if write is not None:
+        earlier, today = (_ABSENT if value is None else write(value) for value in (earlier, today))
     path, was, now = first_difference(earlier, today)
     label = _LABELS.get(".".join([name, *path]))
     if label is None:

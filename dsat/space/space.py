@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsat.inputs import ds_config
-from dsat.inputs.switches import ATTENTION, SWITCHES
+from dsat.command import ds_config
+from dsat.command.switches import ATTENTION, SWITCHES
 from dsat.space.knobs import BUCKETS, KNOBS, PARALLELISM, Knob, Situation
 from dsat.space.overrides import GAS, script_args_for, strategy_settings
 from dsat.values import parallelism
-from dsat.values.codec import Recorded
 from dsat.values.outcome import ScriptSwitch
 from dsat.values.parallelism import SEQUENCE_SIZE, Parallelism
 from dsat.values.trial import BatchTriple
@@ -64,24 +63,6 @@ class Branch:
         return chosen
 
 
-@dataclass(frozen=True)
-class Suggestion(Recorded):
-    """The best configuration of somebody's run on the same devices.
-
-    Attributes:
-        num_params, trainable_params: of the model; it is tried for the same one alone.
-        strategy: name of its `Strategy`.
-        config: settings by dotted path, the micro batch among them.
-        switches: of the script.
-    """
-
-    num_params: int
-    trainable_params: int
-    strategy: str
-    config: Mapping[str, Any]
-    switches: Mapping[str, Any] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Freedom:
     """The settings that a search may choose.
@@ -98,7 +79,6 @@ class Freedom:
         slots_per_host: of a trial over several hosts; 0 if it is on one.
         defaults: what the DeepSpeed that runs the trials takes for knobs that are not given, by
             their paths; a missing knob is unsupported. Empty if unknown.
-        suggested: what others' runs found, tried before the search.
     """
 
     base_config: Mapping[str, Any] = field(default_factory=dict)
@@ -115,8 +95,6 @@ class Freedom:
     def parallelism(self, settings: Mapping[str, Any] | None = None) -> Parallelism:
         """Return the division of slots by some settings, or else by the user's configuration."""
         return parallelism.of_settings(settings or {}, parallelism.of_config(self.base_config))
-
-    suggested: tuple[Suggestion, ...] = ()
 
     @property
     def fixed(self) -> tuple[str, ...]:

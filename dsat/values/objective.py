@@ -51,6 +51,10 @@ class Objective:
         log_value = math.log(max(value, sys.float_info.min))
         return -log_value if self.smaller_is_better else log_value
 
+    def value_of(self, log_value: float) -> float:
+        """Return the value of a logarithm; the inverse of `log_value`."""
+        return math.exp(-log_value if self.smaller_is_better else log_value)
+
     def gain(self, value: float, reference: float) -> float:
         """Return the ratio of improvement of `value` over `reference` (1.0: equal)."""
         better, worse = (reference, value) if self.smaller_is_better else (value, reference)

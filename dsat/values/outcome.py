@@ -133,7 +133,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class ScriptSwitch:
-    """A switch that a script turned out to have (`dsat.inputs.switches`).
+    """A switch that a script turned out to have (`dsat.command.switches`).
 
     Attributes:
         values: that can be set in its processes, its own first.

@@ -56,6 +56,19 @@ class Strategy:
         return (self.stage == 3) + moved + (NVME in (self.offload_optimizer, self.offload_param))
 
 
+# The order in which practitioners try strategies that need less and less memory.
+LADDER = (
+    Strategy(0),
+    Strategy(1),
+    Strategy(2),
+    Strategy(2, CPU),
+    Strategy(3),
+    Strategy(3, CPU),
+    Strategy(3, CPU, CPU),
+    Strategy(3, NVME, NVME),
+)
+
+
 def plain(*stages: int) -> tuple[Strategy, ...]:
     """Stages without offloading."""
     return tuple(Strategy(stage) for stage in stages)

@@ -14,9 +14,9 @@ from unittest import mock
 import yaml
 
 from dsat.cli import output
-from dsat.inputs.option import options_of
-from dsat.inputs.settings import Settings
+from dsat.options import options_of
 from dsat.search import SEARCHES
+from dsat.tuning.settings import Settings
 from testing.scenarios import User
 from testing.soak import Hang, Tally, at_most, complaint, mutations
 from testing.world import World

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dsat.report.run_view import RunView
+from dsat.show.view import RunView
 from dsat.values.outcome import OutcomeKind
 from testing.on_cluster import RUNNER, SEARCH, OnCluster, changed, cluster, ended
 from tests.conftest import ROOT
@@ -54,7 +54,7 @@ def test_the_core_api_example(tmp_path: Path) -> None:
         config = measured(there)
         verdict = RunView.of(there.run()).verdict.headline
         for fact in ("parameters 11,689,512", "memory per slot", "activations", verdict):
-            assert fact in told.out
+            assert fact in told.err
         search = there.master.experiment(SEARCH).config
         assert search["description"] == "(#1) generated - torchvision-core-api"
         assert search["searcher"]["name"] == "custom" and search["max_restarts"] == 0
@@ -99,7 +99,7 @@ def test_a_rank_that_runs_out_of_memory(tmp_path: Path) -> None:
         assert profile.kind is OutcomeKind.OK, "a smaller micro batch than your own"
         assert (own.kind, own.message[:7]) == (OutcomeKind.OOM, "rank 1:"), own
         assert (other.kind, other.message[:7]) == (OutcomeKind.OOM, "rank 0:"), other
-        assert "No configuration ran" in told.out
+        assert "No configuration ran" in told.err
 
 
 ENDS = {  # of trials that pretend, by what they do; the first is the user's own configuration

@@ -15,8 +15,8 @@ import pytest
 
 from dsat import api as dsat_api
 from dsat.cli import main
+from dsat.command.ds_config import DSAT_TRIAL_KEY
 from dsat.errors import UserInputError
-from dsat.inputs.ds_config import DSAT_TRIAL_KEY
 from testing.local import PROGRAMS
 from testing.master import StandIn
 from testing.master.logs import LogLine
@@ -34,8 +34,9 @@ def dsat(*options: object, model: Path = PRETEND) -> int:
 def refused(capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that the command ended with."""
     err = capsys.readouterr().err
-    assert err.startswith("dsat: error: ") and err.count("\n") == 1, err
-    return err
+    last = err.splitlines()[-1]
+    assert last.startswith("dsat: error: ") and err.count("dsat: error: ") == 1, err
+    return last
 
 
 def test_a_search_is_submitted_from_python(
@@ -47,7 +48,7 @@ def test_a_search_is_submitted_from_python(
     assert result.url == f"{master.url}/det/experiments/1"
     assert capsys.readouterr() == ("", "")
     with pytest.raises(UserInputError) as caught:
-        dsat_api.tune(config, engine="determined", cold=True)
+        dsat_api.tune(config, engine="determined", no_fork=True)
     assert caught.value.where == "--cold"
 
 
@@ -185,10 +186,10 @@ def test_how_long_a_request_is_repeated(
     assert main.main(["watch", "1"]) == (1 if statuses[-1] == 200 else 2)
     assert least_s <= sum(pauses) <= most_s + 10
     told = capsys.readouterr()
-    said = re.findall(r"the master (?:does not answer|answers with an error) \(", told.out)
+    said = re.findall(r"the master (?:does not answer|answers with an error) \(", told.err)
     assert len(said) == (len({*statuses} - {200}) if sum(pauses) else 0)
     if statuses[-1] != 200:
-        assert "no longer followed" in told.out and "dsat watch 1" in told.out
+        assert "no longer followed" in told.err and "dsat watch 1" in told.err
         assert ("credentials" in told.err) is (statuses[-1] in (401, 403))
 
 

@@ -192,4 +192,4 @@ def test_the_autotuners_configuration_with_lists(plain: Path) -> None:
     fresh = assert_found(plain / "results", told)
     assert len(fresh.trials) == 4
     assert not (plain / "results" / "journal-1.jsonl").exists()
-    assert "trained; checkpoints and reports in results/full" in told.out
+    assert "trained; checkpoints and reports in results/full" in told.err

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from packaging.version import Version
 
+from dsat.command.switches import OTHER_BATCH, OTHER_CONFIG
 from dsat.engines.start import FULL_RUN_ID
 from dsat.in_trial.adapters.hf_trainer import NO_CPU_RANKS
-from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 from testing.command import FAST, Told, dsat, experiment_of, run_of, run_to_end, searched

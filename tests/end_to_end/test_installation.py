@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import email
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -106,7 +105,7 @@ def copy_sources(folder: Path) -> None:
     """Copy what a distribution is built from, with tests and benchmarks beside it."""
     for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
-    for name in ("dsat", "tests/report", "benchmarks/peers"):
+    for name in ("dsat", "tests/show", "benchmarks/peers"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "tests" / "test_layers.py", folder / "tests")
@@ -162,7 +161,7 @@ def test_distributions_hold_the_package_and_its_data_alone(wheel: Path, tmp_path
         names = [name.partition("/")[2] for name in opened.getnames() if "/" in name]
     with zipfile.ZipFile(wheel) as zipped:
         in_wheel = zipped.namelist()
-    data = ["dsat/py.typed", "dsat/report/templates/body.html", "dsat/cli/main.py"]
+    data = ["dsat/py.typed", "dsat/show/templates/body.html", "dsat/cli/main.py"]
     others = (path for path in ROOT.glob("dsat/**/*.*") if path.suffix not in (".py", ".pyc"))
     data += [str(path.relative_to(ROOT)) for path in others]
     for found in (names, in_wheel):
@@ -172,29 +171,18 @@ def test_distributions_hold_the_package_and_its_data_alone(wheel: Path, tmp_path
     assert folders == {"dsat", f"dsat-{dsat.__version__}.dist-info"}
 
 
-SIZES = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
-SIZES |= {"num_hidden_layers": 32, "num_attention_heads": 32}
-CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES}
-
-
-def test_a_model_is_estimated_without_torch(wheel: Path, tmp_path: Path) -> None:
+def test_predictions_name_the_packages_that_they_need(wheel: Path, tmp_path: Path) -> None:
     without = ("accelerate", "deepspeed", "determined", "torch", "transformers")
     bare = Environment(tmp_path / "environment", wheel, without=without)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    options = "--slots 8 --slot-memory 80GiB".split()
-    told = bare.run(tmp_path, "dsat", "estimate", "--hf-config", "config.json", *options)
-    assert told.returncode == 0, told.stderr
-    assert "6,738,415,616 parameters" in told.stdout
-    assert "Source: closed form" in told.stdout
-    assert "torch and deepspeed and transformers are not installed" in told.stdout
-    fits = ["--fits", "8x80GiB", "--hf-config", "config.json"]
-    assert bare.run(tmp_path, "dsat", "estimate", *fits).returncode == 1, "at stage 0"
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     script = ["--", "train.py", "--deepspeed", "--deepspeed_config", "ds_config.json"]
-    for command in (["estimate"], ["model"]):
-        told = bare.run(EXAMPLES / "plain", "dsat", *command, *script)
+    model = ["--model", str(tmp_path / "config.json")]
+    for command in (["estimate", *script], ["model", *script], ["estimate", *model]):
+        told = bare.run(EXAMPLES / "plain", "dsat", *command)
         assert told.returncode == 2
         assert told.stderr.count("\n") == 1 and "torch is not installed" in told.stderr
-        assert "pip install 'torch>=2.5' 'deepspeed>=0.15.4'" in told.stderr
+        assert "'torch>=2.5' 'deepspeed>=0.15.4'" in told.stderr
+    assert "transformers is not installed" in told.stderr
 
 
 HF_ARGS = "--deepspeed ds_config.json --output_dir {} --per_device_train_batch_size 4"

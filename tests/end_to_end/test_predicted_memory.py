@@ -96,11 +96,11 @@ def test_a_search_simulates_before_it_launches(tmp_path: Path) -> None:
         "simulated"
     }
     for stage in range(4):
-        assert re.search(rf"stage {stage}: .* largest micro batch \d+ \(simulated\)", told.out)
+        assert re.search(rf"stage {stage}: .* largest micro batch \d+ \(simulated\)", told.err)
     assert [o.kind for o in run.outcomes.values()].count(OutcomeKind.OOM) <= 1
     others = searched(run)
     assert others and all(trial.predicted_bytes for trial in others)
-    assert re.search(r" used of [\d.]+ [MG]iB predicted", told.out)
+    assert re.search(r" used of [\d.]+ [MG]iB predicted", told.err)
     text = (run_dir / "summary.md").read_text()
     assert "memory predicted" in text
     # With a limit, what counts against it is known.

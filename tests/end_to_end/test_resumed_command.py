@@ -68,9 +68,9 @@ def test_interrupted_before_its_training(place: Path, monkeypatch: pytest.Monkey
     wait_until((place / "here").exists, "the script")
     os.killpg(background.process.pid, signal.SIGINT)
     told = background.end()
-    assert told.status == EXIT_INTERRUPTED and told.err == ""
+    assert told.status == EXIT_INTERRUPTED and told.out == ""
     last = "interrupted before the first trial was measured: start it again"
-    assert told.out.splitlines()[-1] == last
+    assert told.err.splitlines()[-1] == last
     assert not (place / "run").exists()
 
 

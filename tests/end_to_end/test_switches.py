@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dsat.report.step_parts import gains_of_switch
 from dsat.run.run import Run
+from dsat.show.step_parts import gains_of_switch
 from dsat.values.trial import Trial
 from testing.command import kinds_of, run_of, searched, typed
 from testing.local import PROGRAMS, read_json

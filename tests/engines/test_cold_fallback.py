@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dsat.app import train_command
 from dsat.engines.machines.hosts import Host
 from dsat.engines.retries import FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.run.run import Run
+from dsat.tuning import train_command
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import TrialKind
 from testing.local import PROGRAMS, bench_of, cpu_machine, warnings_of

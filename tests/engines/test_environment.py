@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from dsat.command import entrypoint
 from dsat.engines import ports
 from dsat.engines.machines import machine
 from dsat.engines.machines.hosts import Host
 from dsat.engines.rank_settings import binding_options
-from dsat.inputs import entrypoint
 from testing.local import PROGRAMS
 from testing.scripted_hosts import GPUS, Given, ScriptedHosts, scripted_engine, trial_of
 
@@ -131,11 +131,15 @@ def test_trials_that_swap_to_nvme_have_folders_of_their_own(
     nvme = {"device": "nvme", "nvme_path": str(disk)}
     engine, hosts.holds = scripted_engine(run, [Host(MACHINE)]), True
     engine.launch(trial_of(1, stage=3, offload_optimizer=nvme, offload_param=nvme))
-    written = json.loads((Path(hosts.given[1][0].folder) / "ds_config.json").read_text())
+    folder = Path(hosts.given[1][0].folder)
+    written = json.loads((folder / "ds_config.json").read_text())
+    hparams = json.loads((folder / "trial.json").read_text())["task"]["hparams"]
     (theirs := disk / "t1").mkdir()
     for part in ("offload_optimizer", "offload_param"):
         own = Path(written["zero_optimization"][part]["nvme_path"])
         assert own.parent == disk and own != theirs
+        for_scripts = hparams["overwrite_deepspeed_args"]["zero_optimization"][part]
+        assert for_scripts["nvme_path"] == str(own), "for get_ds_config_from_hparams"
     [(_, request)] = hosts.requests
     assert request["swap"] == [str(own)], "one, which each host makes and removes"
 

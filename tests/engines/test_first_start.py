@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from dsat.command import recorded_start
 from dsat.errors import ScriptFailed, UserInputError
-from dsat.inputs import recorded_start
 from dsat.values import slow
 from testing.command import run_of, typed
 from testing.first_start import begun, seen

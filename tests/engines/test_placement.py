@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from dsat.app.hosts import check_kinds
 from dsat.engines.engine import LocalEngine
 from dsat.engines.machines import accelerators, machine
 from dsat.engines.machines.hosts import Host
@@ -20,6 +19,7 @@ from dsat.engines.machines.machine import Machine
 from dsat.errors import EngineError, UserInputError
 from dsat.in_trial import loopback
 from dsat.in_trial.rank_files import MODULES_FILE
+from dsat.prepare.hosts import check_kinds
 from testing.helpers import ran
 from testing.scripted_hosts import GPUS, ScriptedHosts, hosts_of, scripted_engine, trial_of
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsat.app.hosts import acquired, check_equal, check_slots, describe
 from dsat.engines.machines.hosts import Host
 from dsat.engines.places import local as this_machine
 from dsat.engines.places import slurm
 from dsat.engines.places.slurm import Allocation
 from dsat.errors import EngineError, UserInputError
+from dsat.prepare.hosts import acquired, check_equal, check_slots, describe
 from dsat.values.outcome import OutcomeKind
 from testing import slurm as cluster
 from testing.command import FAST, command_of, events_of, experiment_of, inline, run_of

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from dsat.app import local
 from dsat.cli.main import main
 from dsat.engines.machines.machine import Machine
 from dsat.engines.places import base, ssh
 from dsat.engines.places import local as this_machine
 from dsat.errors import UserInputError
+from dsat.tuning import local
 from testing import ssh_server
 from testing.command import ADAM, FAST, run_of
 from testing.local import PROGRAMS, cpu_machine, processes_of, wait_until

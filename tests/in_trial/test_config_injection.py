@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from dsat.command import ds_config
 from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
-from dsat.inputs import ds_config
 from testing.scripts import CONFIG, Scripts
 
 slow = pytest.mark.slow

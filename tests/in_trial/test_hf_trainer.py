@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from dsat.command.switches import OTHER_BATCH, OTHER_CONFIG
 from dsat.in_trial.adapters import hf_trainer
 from dsat.in_trial.script_switches import ScriptSwitches
-from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.scripts import CONFIG, Scripts
 

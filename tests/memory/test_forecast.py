@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from dsat.inputs.settings import BY_FORMULA
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.run.strategies import make_space
-from dsat.space.plan import Plan
+from dsat.space.plan import BY_FORMULA, Plan
 from dsat.values.outcome import ModelProfile
 from testing.helpers import plan_of
 

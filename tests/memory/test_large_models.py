@@ -33,7 +33,7 @@ def test_llama_7b_is_not_built(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_7B))
     options = ["--slot-memory", "80GiB", "--slots", "1", "8", "64", "--json"]
-    target = ["--hf-config", "model", "--seq-length", "2048"]
+    target = ["--model", "model", "--seq-length", "2048"]
     words = [sys.executable, "-m", "dsat", "estimate", *options, *target]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     with subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE) as process:

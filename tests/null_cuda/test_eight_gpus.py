@@ -35,7 +35,7 @@ def _tune(run_dir: Path, slots: int, callback: Callable[[Any], None], **options:
         _PROGRAM,
         method="random",
         run_dir=run_dir,
-        slots=slots,
+        devices=slots,
         zero_stages=[0, 1, 2],
         memory_model="formula",
         callbacks=[callback],

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from dsat.app import hosts as hosts_of
+from dsat.command.entrypoint import Entrypoint
+from dsat.command.placement import Launch
 from dsat.engines.engine import LocalEngine
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine, find_machine, find_machines
 from dsat.engines.retries import is_of_device
 from dsat.errors import UserInputError
-from dsat.inputs.entrypoint import Entrypoint
-from dsat.inputs.placement import Launch
+from dsat.prepare import hosts as hosts_of
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing import warm_command

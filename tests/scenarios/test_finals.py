@@ -14,7 +14,7 @@ from tests.scenarios.checks import check_result, micro_batches, of_kind
 
 SEEDS = range(4)
 SIZES = ("--min-micro-batch", 16, "--max-micro-batch", 16, "--train-batch-size", "own")
-FIXED = ("--fix", "all", *SIZES)
+FIXED = ("--keep", "all", *SIZES)
 LOOKS = {2, 3, 5, 8, 13}
 
 
@@ -178,7 +178,7 @@ def test_a_small_gain_is_not_worth_a_larger_global_batch(tmp_path: Path) -> None
         world: dict[str, Any] = {"run_sd": 0.0005, "step_sd": 0.0005}
         effects = {**faster(1, 1.015 if worth_it else 0.9), "z2": 9.0, "z3": 9.0}
         user, told = tuned(
-            tmp_path / f"{worth_it}", "--fix", "all", *options, effects=effects, **world
+            tmp_path / f"{worth_it}", "--keep", "all", *options, effects=effects, **world
         )
         gain = gain_of(user, user.best_config())
         assert (told.best["kind"] != "baseline") is (worth_it or gain > 1.02)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -60,7 +63,7 @@ def test_a_run_is_shown_with_its_verdict_its_stages_and_its_files(ran: tuple[Use
     lines = shown.out.splitlines()
     assert lines[1 : 1 + len(told.json["verdict"])] == told.json["verdict"]
     assert lines[-2:] == ["run/best_ds_config.json", "run/report.html"]
-    assert user.types("show", "run", "--json").json == {**told.json, "state": "over"}
+    assert user.types("show", "run", "--json").json == {**told.json, "state": "finished"}
     assert f"{told.json['best_value'] * 1024:,.0f} tokens/s" in shown.out
     rows = [row for row in told.trials if row["predicted_bytes"] and row["outcome"] == "OK"]
     errors = [abs(row["predicted_bytes"] / row["used_bytes"] - 1) for row in rows]
@@ -126,12 +129,12 @@ def test_a_run_is_looked_at_while_it_goes_on(user: User) -> None:
     journal = user.folder / "run" / "journal.jsonl"
     wait_for(lambda: journal.exists() and journal.read_text().count('"finished"') >= 2)
     shown = user.types("show", "run", "--json").json
-    assert shown["state"] == "goes on" and shown["stop_reason"] is None
+    assert shown["state"] == "running" and shown["stop_reason"] is None
     wait_for(lambda: "running" in user.types("show", "run", "--trials").out)
-    assert "(goes on)" in user.types("show", "run").out
+    assert "(running)" in user.types("show", "run").out
     started.signal(signal.SIGKILL)
     told = started.wait()
-    url = re.findall(r"http://127\.0\.0\.1:\d+/\?token=\S+", told.err)
+    url = re.findall(r"http://127\.0\.0\.1:\d+/", told.err)
     assert url and "ssh -L" in told.err, "it was served while it ran"
     assert user.types("show", "run", "--json").json["state"] == "interrupted"
     text = user.types("show", "run", "--trials").out
@@ -146,12 +149,12 @@ def wait_for(holds: object, limit_s: float = 100.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_page_is_served_to_the_holder_of_its_address(ran: tuple[User, Told]) -> None:
+def test_a_page_is_served(ran: tuple[User, Told]) -> None:
     user, told = ran
     started = user.starts("watch", "run", "--json")
     out = read_json(started)
-    base, _, token = out["url"].partition("?token=")
-    with urllib.request.urlopen(f"{base}state?token={token}", timeout=60) as answer:
+    base = out["url"]
+    with urllib.request.urlopen(f"{base}state", timeout=60) as answer:
         state = json.load(answer)
     assert told.best["name"] in state["html"] and "\x1b" not in state["html"]
     port = base.rpartition(":")[2].strip("/")
@@ -197,6 +200,35 @@ def test_folders_are_numbered_and_the_newest_goes_on(copied: User) -> None:
     assert copied.types(*words).json["run_dir"] == "dsat_runs/train-5"
 
 
+def test_results_without_a_journal_are_shown_and_never_written(copied: User) -> None:
+    """A search on a cluster leaves such a folder."""
+    results = copied.folder / "dsat_runs" / "train-5"
+    results.mkdir()
+    for name in ("summary.md", "best_ds_config.json", "best_ds_metrics.json"):
+        shutil.copy(copied.folder / "dsat_runs" / "train-1" / name, results)
+    before = {path: path.read_bytes() for path in results.iterdir()}
+    shown = copied.types("show", "train-5")
+    assert shown.status == 0 and shown.out.strip() == (results / "summary.md").read_text().strip()
+    as_json = copied.types("show", "train-5", "--json").json
+    assert as_json["best_ds_config"] == json.loads(before[results / "best_ds_config.json"])
+    listed = copied.types("runs")
+    assert listed.status == 0 and "dsat_runs/train-5: has no journal" in listed.err
+    assert copied.types("compare", "train-1", "train-5").status == 2
+    words = ["model", *copied.words("--max-trials", 14)[1:]]
+    words = [word for word in words if word not in ("--run-dir", "run")]
+    at = words.index("--json")
+    again = copied.types(*words[:at], "--resume", *words[at:])
+    assert again.json["run_dir"] == "dsat_runs/train-3"
+    refused = copied.types(*words[:at], "--run-dir", "dsat_runs/train-5", *words[at:])
+    assert refused.status == 2 and "dsat_runs/train-5" in refused.err
+    assert {path: path.read_bytes() for path in results.iterdir()} == before
+
+
+def test_a_folder_without_runs_is_said(user: User) -> None:
+    listed = user.types("runs")
+    assert listed.status == 0 and "dsat_runs" in listed.err
+
+
 def test_runs_that_are_damaged_or_of_other_versions(copied: User) -> None:
     shutil.copytree(RECORDED, copied.folder / "dsat_runs" / "release-1")
     cut(copied.folder / "dsat_runs" / "train-1" / "journal.jsonl", 4)
@@ -212,7 +244,7 @@ def test_runs_that_are_damaged_or_of_other_versions(copied: User) -> None:
         (folder / "journal.jsonl").write_text(text)
     told = copied.types("runs", "--json")
     found = {Path(row["run_dir"]).name: row["state"] for row in told.json}
-    assert found == {"train-3": "over", "train-1": "interrupted", "release-1": "over"}
+    assert found == {"train-3": "finished", "train-1": "interrupted", "release-1": "finished"}
     for name, line in (("torn", "line 2"), ("none", "line 1"), ("newer", "newer")):
         [said] = [x for x in told.err.splitlines() if f"dsat_runs/{name}/journal.jsonl" in x]
         assert line in said
@@ -254,3 +286,42 @@ def test_a_shell_completes_commands_options_and_choices(user: User) -> None:
     assert completed("dsat comp") == {"compare"}
     assert completed("dsat model --trial-time") == {"--trial-timeout"}
     assert {"throughput", "latency"} <= completed("dsat model --metric ")
+
+
+def test_the_command_to_train_with_is_pasted_from_a_narrow_terminal(user: User) -> None:
+    """As a shell reads it from a pseudo-terminal: one line, whose words arrive whole."""
+    words = [word for word in user.words("--max-trials", 4, method="random") if word != "--json"]
+    told = user.types(*words, harm=Harm(terminal=Terminal(columns=60)))
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", told.out)
+    [pasted] = re.findall(r"Train with it: (.*)\r\n", text)
+    assert f"`{pasted}`" in user.reads("summary.md")
+    folder, words = pasted.removeprefix("cd ").split(" && ")
+    program = next(word for word in shlex.split(words) if "=" not in word)
+    (user.folder / Path(program).name).write_text(
+        '#!/bin/sh\nprintf "%s\\n" "$PWD" "$@" > pasted\n'
+    )
+    (user.folder / Path(program).name).chmod(0o755)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve("/bin/sh", ["sh"], {**os.environ, "PATH": f"{user.folder}:{os.environ['PATH']}"})
+    os.write(terminal, f"{pasted}\nexit\n".encode())
+    with contextlib.suppress(OSError):  # the shell has closed it
+        while os.read(terminal, 4096):
+            pass
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    arrived = (Path(folder) / "pasted").read_text().splitlines()
+    assert arrived == [folder, *shlex.split(words)[shlex.split(words).index(program) + 1 :]]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_names_of_trials_are_whole_on_a_narrow_terminal(
+    ran: tuple[User, Told], columns: int
+) -> None:
+    user, told = ran
+    shown = user.types("show", "run", "--trials", harm=Harm(terminal=Terminal(columns=columns)))
+    for row in told.trials:
+        assert row["name"] in shown.out
+    best = {row["name"] for row in told.trials if row["name"] in user.types("show", "run").out}
+    shown = user.types("show", "run", harm=Harm(terminal=Terminal(columns=columns)))
+    assert all(name in shown.out for name in best)

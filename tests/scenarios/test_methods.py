@@ -51,7 +51,7 @@ def test_times_are_made_short_at_a_fixed_global_batch(
     """Of 32 samples a step: fewer, larger micro steps."""
     user = User(tmp_path, World(slots=2, effects={"z1": 0.9}))
     user.has({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 1})
-    told = user.tunes("--max-trials", 24, "--fix", "all", method=method, metric=metric)
+    told = user.tunes("--max-trials", 24, "--keep", "all", method=method, metric=metric)
     check_result(user, told)
     assert {row["train_batch_size"] for row in told.trials} == {32}
     found = getattr(user.world.answer(user.best_config()).metrics, metric)
@@ -154,7 +154,7 @@ def test_a_grid_tries_everything_that_fits_but_what_is_known(tmp_path: Path) -> 
     """Powers of two of each stage, the user's own trial not again."""
     user = User(tmp_path, World(slots=2))
     user.has({"train_micro_batch_size_per_gpu": 8})
-    told = user.tunes("--max-trials", 40, "--fix", "all", "--finals", 0, method="gridsearch")
+    told = user.tunes("--max-trials", 40, "--keep", "all", "--finals", 0, method="gridsearch")
     check_result(user, told)
     searched = of_kind(told, "search", "baseline")
     tried = {(row["stage"], row["train_micro_batch_size_per_gpu"]) for row in searched}

@@ -99,10 +99,10 @@ def test_only_the_stages_asked_for(tmp_path: Path) -> None:
     ("zero", "options", "values"),
     [
         ({"stage": 2, "overlap_comm": False}, (), None),
-        ({"stage": 2, "overlap_comm": False}, ("--tune", "overlap_comm"), ["false", "true"]),
-        ({"stage": 2, "overlap_comm": True}, ("--tune", "overlap_comm"), ["true", "false"]),
-        ({"stage": 2}, ("--fix", "overlap_comm"), None),
-        ({"stage": 2}, ("--fix", "all"), None),
+        ({"stage": 2, "overlap_comm": False}, ("--search", "overlap_comm"), ["false", "true"]),
+        ({"stage": 2, "overlap_comm": True}, ("--search", "overlap_comm"), ["true", "false"]),
+        ({"stage": 2}, ("--keep", "overlap_comm"), None),
+        ({"stage": 2}, ("--keep", "all"), None),
         ({"stage": 2, "overlap_comm": "auto"}, (), ["false", "true"]),
     ],
 )
@@ -111,7 +111,7 @@ def test_what_the_user_set_stays_unless_it_is_freed(
 ) -> None:
     found = planned(user_of(tmp_path, zero=zero), *options)
     assert found["stage 2"].get("overlap_comm") == values
-    if options == ("--fix", "all"):
+    if options == ("--keep", "all"):
         assert not any(found.values())
 
 
@@ -120,7 +120,7 @@ def test_a_freed_bucket_begins_with_the_users_own_size(tmp_path: Path) -> None:
     assert "reduce_bucket_size" not in planned(user)["stage 2"]
     is_open = user_of(tmp_path / "auto", zero={"stage": 2, "reduce_bucket_size": "auto"})
     assert "reduce_bucket_size" in planned(is_open)["stage 2"]
-    found = planned(user, "--tune", "reduce_bucket_size")["stage 2"]["reduce_bucket_size"]
+    found = planned(user, "--search", "reduce_bucket_size")["stage 2"]["reduce_bucket_size"]
     assert found[0] == "7e+06" and len(found) > 3
 
 
@@ -138,15 +138,15 @@ def test_what_changes_numbers_is_searched_only_when_asked_for(
 ) -> None:
     user = user_of(tmp_path, slots)
     assert tune not in planned(user)[f"stage {stage}"]
-    found = planned(user, "--tune", tune)[f"stage {stage}"]
+    found = planned(user, "--search", tune)[f"stage {stage}"]
     assert tune in found and values in (None, found[tune])
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--tune", "no_such_setting"), ("no_such_setting",)),
-        (("--fix", "no_such_setting"), ("no_such_setting",)),
+        (("--search", "no_such_setting"), ("no_such_setting",)),
+        (("--keep", "no_such_setting"), ("no_such_setting",)),
         (("-z", 4), ("4",)),
     ],
 )
@@ -204,7 +204,7 @@ def test_switches_of_the_script_are_searched_beside_its_configuration(tmp_path: 
     assert "True" in found["gradient_checkpointing"] and "eager" in found["attn_implementation"]
     assert all("gradient_checkpointing" not in str(row["overrides"]) for row in told.trials)
     fixed = user.tunes(
-        "--max-trials", 12, "--finals", 0, "--fix", "attn_implementation", "--run-dir", "fixed"
+        "--max-trials", 12, "--finals", 0, "--keep", "attn_implementation", "--run-dir", "fixed"
     )
     assert "attn_implementation" not in searched(fixed)
 
@@ -212,7 +212,7 @@ def test_switches_of_the_script_are_searched_beside_its_configuration(tmp_path: 
 def test_listed_values_of_a_switch_are_the_only_ones(tmp_path: Path) -> None:
     user = User(tmp_path, World(slots=2))
     user.has()
-    options = ("--switch", "--batch-size=4,8", "-z", 1, "--fix", "all")
+    options = ("--vary", "--batch-size=4,8", "-z", 1, "--keep", "all")
     told = user.tunes("--max-trials", 12, "--finals", 0, *options, method="random")
     check_result(user, told)
     assert {"8"} <= searched(told)["--batch-size"] <= {"4", "8"}

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from dsat.command.switches import OTHER_ACCUMULATION, OTHER_BATCH, OTHER_CONFIG
 from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.in_trial.batches import OF_ITS_OWN, OWN_ACCUMULATION, UNCOUNTED, UNSEEN
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
-from dsat.inputs.switches import OTHER_ACCUMULATION, OTHER_BATCH, OTHER_CONFIG
 from dsat.values.outcome import ScriptSwitch
 from testing.scenarios import Harm, Told, User
 from testing.world import A100, GIB, Failure, Finding, World
@@ -34,21 +34,22 @@ KINDS = {
     "no gain is known": r"^Use \S+ \(",
     "nothing ran": r"^No configuration ran",
     # why your configuration is kept, or there is no gain
-    "not measured yet": r"nothing else was measured yet",
+    "not measured yet": r"^Keep .*nothing else was measured",
     "no other ran": r"nothing else ran",
     "none is faster": r"nothing faster was found\.",
-    "the faster is slower": r"nothing faster was found: \S+ is slower, ",
+    "the faster is slower": r"\S+ measured slower: ",
     "within the noise": r"is not significantly faster",
     "not worth its batch": r"does not justify a global batch",
     "yours needs too much memory": r"your configuration runs out of memory",
     "none is confirmed": r"none of the leading configurations was confirmed",
     # what changes, and how sure it is
     "changes": r"^Changed: ",
-    "measured once": r"^Confidence: low: each was measured once",
+    "measured once": r"^Confidence: low: each (configuration )?was measured once",
     "pairs so far": r"^Confidence: low, with \d+ pair",
     "finals are off": r"\(--finals\)\.$",
     "too few trials for finals": r"\(--max-trials \d+ or more\)\.$",
     "finals did not begin": r"continue it with --resume",
+    "no finals needed": r"fast enough for the finals",
     "finals are not over": r"finals are not over",
     "yours failed again": r"your configuration failed when it was run again",
     "the faster failed again": r"what was faster failed when it was run again",
@@ -144,7 +145,7 @@ CASES = {
         options=("--finals", 0, "--max-micro-batch", 2),
     ),
     "few trials, within the noise": Case(
-        ("keep", "within the noise", "measured once", "too few trials for finals"),
+        ("keep", "the faster is slower", "measured once", "too few trials for finals"),
         {"train_micro_batch_size_per_gpu": 16},
         world={"step_sd": 0.1},
         trials=3,
@@ -183,9 +184,14 @@ CASES = {
         world={"failures": (Failure("ERROR", {}, "rank 0: ValueError: odd"),)},
     ),
     "yours is the best": Case(
-        ("keep", "none is faster"),
+        ("keep", "none is faster", "measured once", "no finals needed"),
         {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 16},
         world={"effects": {"z1": 2, "z2": 2, "z3": 2}},
+    ),
+    "yours is the best, as far as can be seen": Case(
+        ("keep", "none is faster", "measured once", "no finals needed", "noisy"),
+        {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 16},
+        world={"effects": {"z1": 4, "z2": 4, "z3": 4}, "step_sd": 0.4},
     ),
     "luck": Case(
         ("keep", "the faster is slower", "interval"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsat.inputs.cards import Card
+from dsat.search.cards import Card
 from dsat.search.collectives import Network, of_step
 from dsat.simulation.client import Simulator
 from dsat.simulation.protocol import Question

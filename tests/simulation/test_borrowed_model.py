@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW
 
-from dsat.app import estimate
+from dsat.estimating.tables import needs_simulation
 from dsat.simulation.borrowed_model import BorrowedModel
 from dsat.simulation.captured import Captured, ModuleSnapshot
 from dsat.simulation.protocol import Question
@@ -38,7 +38,7 @@ def test_the_scripts_own_optimizer_decides_whether_the_formula_does(
     passed = None if make is None else make(model.parameters())
     arguments = {"model": model, "optimizer": passed}
     section = BorrowedModel(lambda **_: None, arguments, {}).optimizer()
-    assert estimate.needs_simulation({"optimizer": section}) is simulated
+    assert needs_simulation({"optimizer": section}) is simulated
     assert bool(section.get("params", {}).get("torch_adam")) is of_torch
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 from dsat.memory import PHASES, SIMULATED, MemoryEstimate, closed_form
 from dsat.simulation.client import SimulationUnavailable, Simulator
 from dsat.simulation.protocol import Question

@@ -29,6 +29,7 @@ null_cuda = needs("torch", "2.11", "the null CUDA is made of headers of CUDA 13"
     ("name", "on_device"),
     [
         ("the same, stage 3", False),
+        ("two forward passes for a loss", False),
         ("vision and language", False),
         pytest.param("packed sequences", True, marks=null_cuda),
         pytest.param("torch_autocast section, stage 3", True, marks=null_cuda),

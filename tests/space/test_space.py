@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dsat.inputs import ds_config
+from dsat.command import ds_config
 from dsat.space.batch_rule import BatchRule
 from dsat.space.knobs import KNOBS, PARALLELISM, Situation, defaults
 from dsat.space.overrides import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsat.app import installed_deepspeed
+from dsat.prepare import installed_deepspeed
 from testing import scenarios
 from testing.local import cpu_machine
 from testing.scenarios import User

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import glob
 import hashlib
 import logging
@@ -139,21 +138,20 @@ def unlink_shared_memory(file: Path, *ports: int) -> None:
 # -- swap folders
 
 
-def with_own_swap_folder(config: Mapping[str, Any], run: Path, trial: str) -> dict[str, Any]:
-    """Return a DeepSpeed configuration that swaps to a folder of the trial's own.
+def choose_swap_folders(config: Mapping[str, Any], run: Path, trial: str) -> dict[str, Any]:
+    """Return settings by which a DeepSpeed configuration swaps to a folder of the trial's own.
 
     DeepSpeed removes the folder that it swaps to when it starts (deepspeed 0.19.8,
     runtime/swap_tensor/partitioned_param_swapper.py), although other trials may be using it.
     """
-    own: dict[str, Any] = copy.deepcopy(dict(config))
     # Folders of runs may have the same name in two projects.
     place = f"{socket.gethostname()}:{run.resolve()}"
     name = f"dsat-{hashlib.sha256(place.encode()).hexdigest()[:12]}-{trial}"
-    for section, offload in _on_nvme(own):
-        folder = Path(str(offload.get("nvme_path", "/local_nvme"))) / name
-        # Both sections may be one object.
-        own["zero_optimization"][section] = {**offload, "nvme_path": str(folder)}
-    return own
+    found = {
+        section: {**offload, "nvme_path": f"{offload.get('nvme_path', '/local_nvme')}/{name}"}
+        for section, offload in _on_nvme(config)
+    }
+    return {"zero_optimization": found} if found else {}
 
 
 def swap_folders(config: Mapping[str, Any]) -> list[str]:

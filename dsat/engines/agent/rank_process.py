@@ -51,6 +51,7 @@ def become_rank(
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, *FOR_DSAT):
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes have Ctrl-C blocked
         for descriptor in descriptors:
             os.close(descriptor)
         folder = Path(request["folder"])

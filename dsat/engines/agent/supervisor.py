@@ -246,8 +246,6 @@ class Supervisor:
     def _finish(self, group: _Group) -> None:
         """Answer that a trial has ended; ranks without a status by now are stuck."""
         del self._groups[group.trial]
-        _let_trackers_clean_up(group.descendants | self._strays(group))
-        _kill_all(group.pids[0], group.descendants)
         _kill_until_gone(lambda: group.descendants | self._strays(group))
         group.remove_leftovers()
         ranks = range(len(group.pids))
@@ -281,10 +279,10 @@ class Supervisor:
     def _kill(self, group: _Group, until: float = math.inf) -> None:
         group.killed_at = time.monotonic()
         group.killed_ranks = set(range(len(group.pids))) - group.statuses.keys()
-        group.descendants |= _descendants(group.pids[rank] for rank in group.killed_ranks)
         killed = {group.pids[rank] for rank in group.killed_ranks}
-        _let_trackers_clean_up(group.descendants | killed | self._strays(group), until)
-        _kill_all(group.pids[0], group.descendants)
+        group.descendants |= _descendants(killed)
+        _kill_all(killed)
+        _kill_until_gone(lambda: group.descendants | self._strays(group), until)
 
     def _strays(self, ended: _Group) -> set[int]:
         """Return processes that an ended trial left to this process, their subreaper."""
@@ -326,20 +324,6 @@ def _started_by(pid: int, folder: str) -> bool:
     return any(os.path.dirname(output) == folder for output in outputs)
 
 
-def _let_trackers_clean_up(pids: Collection[int], until: float = math.inf) -> None:
-    """Kill processes but for Python's resource trackers, which then unlink what these have left.
-
-    Without that, named shared memory would stay: ranks leave without their own clean-up.
-    """
-    trackers = {pid for pid in pids if _is_tracker(pid)}
-    if not trackers:
-        return
-    _kill_all(None, set(pids) - trackers)
-    deadline = min(until, time.monotonic() + _TRACKED_WITHIN_S)
-    while any(not _is_gone(pid) for pid in trackers) and time.monotonic() < deadline:
-        time.sleep(0.005)
-
-
 def _is_tracker(pid: int) -> bool:
     try:
         return any("multiprocessing.resource_tracker" in w for w in psutil.Process(pid).cmdline())
@@ -347,27 +331,33 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-def _kill_all(group: int | None, pids: Collection[int]) -> None:
-    """Kill a process group and processes."""
-    if group is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
+def _kill_all(pids: Collection[int]) -> None:
+    """Kill processes."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _kill_until_gone(find: Callable[[], set[int]]) -> None:
+def _kill_until_gone(find: Callable[[], set[int]], until: float = math.inf) -> None:
     """Kill processes, and wait until nothing of them is left; not for long if they are stuck.
+
+    Python's resource trackers end by themselves, once they have unlinked the shared memory of the
+    others: ranks leave without their own clean-up.
 
     Args:
         find: the processes, also those that only the end of others has left to this one.
+        until: when also trackers are killed.
     """
+    tracked_until = min(until, time.monotonic() + _TRACKED_WITHIN_S)
     deadline, left = time.monotonic() + _GONE_WITHIN_S, set[int]()
     while left := {pid for pid in left | find() if not _is_gone(pid)}:
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        others = {pid for pid in left if now >= tracked_until or not _is_tracker(pid)}
+        if not others:
+            deadline = now + _GONE_WITHIN_S
+        elif now >= deadline:
             return
-        _kill_all(None, left)
+        _kill_all(others)
         time.sleep(0.005)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from dsat.engines.places import local, ray, slurm, ssh
 from dsat.engines.places.base import Environment, Provider
 from dsat.errors import UserInputError
-from dsat.inputs.option import Option
+from dsat.options import Option
 
 # In the order in which `--engine auto` asks them.
 PROVIDERS = {

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import find_machines
-from dsat.inputs.option import Group, Option
+from dsat.options import Group, Option
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsat.command import accelerate_env, ds_config
+from dsat.command.switches import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
 from dsat.in_trial import config_injection
 from dsat.in_trial.adapters.calls import Original
 from dsat.in_trial.adapters.trial import RunningTrial
-from dsat.inputs import accelerate_env, ds_config
-from dsat.inputs.switches import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
+from dsat.in_trial.agreement import rank_and_size
 from dsat.values.trial import Trial
 
 if TYPE_CHECKING:  # imports torch
@@ -126,7 +127,7 @@ def _share_sequences(args: Any, slots: int) -> list[str]:
     own = getattr(args, "parallelism_config", None)
     if own is None or own.sp_size == slots:
         return []
-    groups = int(os.environ.get("WORLD_SIZE", "1")) // slots
+    groups = rank_and_size()[1] // slots
     args.parallelism_config = replace(
         own, sp_size=slots, sp_backend="deepspeed", dp_shard_size=groups if slots > 1 else 1
     )
@@ -201,7 +202,7 @@ def prepare_backend(
     """
     backend, kind = original(*args, **kwargs)
     is_on_cpu = trial.trainer is not None and trial.trainer.on_cpu
-    if not is_on_cpu or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if not is_on_cpu or rank_and_size()[1] < 2:
         return backend, kind
     kinds = type(kind)  # accelerate's `DistributedType`
     if not accelerate_env.uses_deepspeed(os.environ) or kind != kinds.NO:

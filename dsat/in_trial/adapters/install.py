@@ -13,7 +13,7 @@ from typing import Any
 import wrapt
 
 from dsat.in_trial.adapters.calls import Adapter, entrance
-from dsat.in_trial.adapters.table import ENGINE, TABLE
+from dsat.in_trial.adapters.table import ENGINE, MODELS, TABLE
 
 _FunctionWrapper: Any = wrapt.FunctionWrapper  # its types differ between versions
 _BoundFunctionWrapper: Any = wrapt.BoundFunctionWrapper
@@ -86,6 +86,11 @@ def adapt_engine(engine: Any) -> None:
         name = adapter.attribute.rpartition(".")[2]
         if hasattr(engine, name):
             setattr(engine, name, _Adapted(getattr(engine, name), adapter, engine))
+
+
+def adapt_models() -> None:
+    """Wrap the constructor of all models."""
+    wrapt.wrap_object(MODELS.module, MODELS.attribute, _Adapted, (MODELS,))
 
 
 def owner_of(adapter: Adapter, module: ModuleType) -> tuple[Any, str]:

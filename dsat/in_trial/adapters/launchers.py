@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 from typing import Any
 
@@ -38,32 +37,35 @@ def refuse_nodes(trial: RunningTrial, original: Original, _: Any, args: Any, kwa
     return original(*args, **kwargs)
 
 
-def run_process(_: RunningTrial, original: Original, __: Any, args: Any, kwargs: Any) -> None:
+def run_process(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
     """Report the end of a rank that is a process of multiprocessing, which calls no hooks."""
     try:
         original(*args, **kwargs)
     except BaseException as error:
-        if rank := _rank():
-            rank.fail(error)
+        if trial.rank is not None:
+            trial.rank.fail(error)
         raise
-    if rank := _rank():
-        rank.finish()
+    if trial.rank is not None:
+        trial.rank.finish()
 
 
-def exit_process(_: RunningTrial, original: Original, __: Any, args: Any, kwargs: Any) -> None:
-    """Note that the script ends with `sys.exit`, of which no hook of Python's is told."""
+def report_uncaught(
+    trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
+) -> None:
+    """Report the exception that ends a rank, once it was printed."""
+    original(*args, **kwargs)
+    if trial.on_uncaught is not None:
+        trial.on_uncaught(args[1])
+
+
+def exit_process(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
+    """Note that the script ends with `sys.exit`, which Python reports to no hook."""
     try:
         original(*args, **kwargs)
     except SystemExit as stop:
-        rank = _rank()
-        if rank is not None and threading.current_thread() is threading.main_thread():
-            rank.note_exit(stop)
+        if trial.rank is not None and threading.current_thread() is threading.main_thread():
+            trial.rank.note_exit(stop)
         raise
-
-
-def _rank() -> Any:
-    """Return what may be a rank in this process, if DeepSpeed was imported."""
-    return getattr(sys.modules.get("dsat.in_trial.rank"), "begun", None)
 
 
 def starts_ranks(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from dsat.command.switches import OTHER_ACCUMULATION
 from dsat.in_trial.adapters.calls import Original
 from dsat.in_trial.adapters.trial import RunningTrial
-from dsat.inputs.switches import OTHER_ACCUMULATION
 
 
 def set_up(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ _PYTHON = (
     Adapter("argparse", "_ActionsContainer.add_argument", launchers.add_argument),
     _in_trials("multiprocessing.process", "BaseProcess.run", launchers.run_process),
     _in_trials("sys", "exit", launchers.exit_process),
+    Adapter("sys", "excepthook", launchers.report_uncaught),
 )
 
 _RUNNERS = ("PDSHRunner", "OpenMPIRunner", "MPICHRunner", "IMPIRunner", "SlurmRunner")
@@ -81,8 +82,11 @@ ENGINE = (
         _in_trials("deepspeed.runtime.engine", f"DeepSpeedEngine.{name}", measure(name))
         for name in ("forward", "backward", "step")
     ),
-    _in_trials("deepspeed.runtime.engine", "DeepSpeedEngine.scale", scale, ">=0.18"),
+    _in_trials("deepspeed.runtime.engine", "DeepSpeedEngine.scale", scale, ">=0.18.3"),
 )
+
+# Wrapped only where `--slot-memory` limits ranks that import the script's modules themselves.
+MODELS = _in_trials("torch.nn.modules.module", "Module.__init__", torch_calls.build_model)
 
 _FILES = (
     *(_in_trials("os", name, files.remove) for name in ("remove", "unlink", "rmdir")),

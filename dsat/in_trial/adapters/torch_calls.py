@@ -40,6 +40,14 @@ def backward(_: RunningTrial, original: Original, __: Any, args: Any, kwargs: An
     return original(*args, **kwargs)
 
 
+def build_model(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
+    """Limit the memory of a slot from the first model on, so that imports do not count."""
+    act, trial.before_model = trial.before_model, None
+    if act is not None:
+        act()
+    original(*args, **kwargs)
+
+
 def open_store(_: RunningTrial, original: Original, __: Any, args: Any, kwargs: Any) -> Any:
     """Listen on loopback where the other ranks look for rank 0 there, and nowhere else."""
     return loopback.open_store(original, args, kwargs)

@@ -35,9 +35,12 @@ class RunningTrial:
         before_engine: take the arguments of `deepspeed.initialize` by name, and may change them.
         after_engine: take the engine that it returns.
         make_engine: takes `deepspeed.initialize` and its arguments in its place, to simulate.
+        before_model: called once, before the script builds its first model.
         around_compilations: contexts of a compilation of DeepSpeed's, by the operator's name.
         warn: takes messages for the user.
         config: the trial's DeepSpeed configuration; None leaves the script's own.
+        rank: the `Rank` that this process is or may become.
+        on_uncaught: takes the exception that ends the process.
         meter: the `Meter` of the engine.
         trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
         task: the `LocalTask` of which determined answers.
@@ -53,9 +56,12 @@ class RunningTrial:
         self.before_engine: list[Callable[[dict[str, Any]], None]] = []
         self.after_engine: list[Callable[[Any], None]] = []
         self.make_engine: Callable[..., Any] | None = None
+        self.before_model: Callable[[], None] | None = None
         self.around_compilations: list[Callable[[str], AbstractContextManager[None]]] = []
         self.warn: Callable[[str], None] = self.say
         self.config: Mapping[str, Any] | None = None
+        self.rank: Any = None
+        self.on_uncaught: Callable[[BaseException], None] | None = None
         self.meter: Any = None
         self.trainer: Any = None
         self.task: Any = None

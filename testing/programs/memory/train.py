@@ -33,7 +33,10 @@ while True:
     # As many scripts do, takes `backward` before the forward pass.
     backward = engine.backward
     with autocasts:
-        loss = task.loss(called(inputs.to(engine.device)), targets.to(engine.device))
+        outputs = called(inputs.to(engine.device))
+        if args.variant == "pairs":
+            outputs = outputs + called(inputs.flip(0).to(engine.device))
+        loss = task.loss(outputs, targets.to(engine.device))
     if args.variant == "loss.backward":
         loss.backward()
     else:

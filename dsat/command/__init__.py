@@ -1,0 +1,1 @@
+"""The user's command or experiment: its configuration, arguments and launcher."""

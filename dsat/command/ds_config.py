@@ -1,0 +1,356 @@
+"""DeepSpeed configurations: the reader of their files, and pure functions on their content.
+
+No function changes its arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dsat.command import document
+from dsat.errors import UserInputError
+from dsat.values import parallelism
+from dsat.values.parallelism import SEQUENCE_SIZE
+from dsat.values.trial import BatchTriple
+
+# Hyperparameters of an experiment that hold the DeepSpeed configuration and what is laid over it.
+CONFIG_KEY = "deepspeed_config"
+OVERWRITE_KEY = "overwrite_deepspeed_args"
+DSAT_MODE_KEY = "_use_dsat_mode"
+DSAT_TRIAL_KEY = "_dsat_trial"  # on a cluster: the specification of the trial
+
+AUTOTUNING = "autotuning"  # the section of DeepSpeed's own autotuner
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+AUTO = "auto"
+STAGES = (0, 1, 2, 3)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a DeepSpeed configuration from a file of any name, `in_current_terms`.
+
+    Raises:
+        UserInputError: it cannot be read, does not parse (with the line), or holds something else.
+    """
+    try:
+        return in_current_terms(parse(document.read_text(path)))
+    except ValueError as error:
+        raise UserInputError(str(error), where=str(path)) from None
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Parse a configuration as DeepSpeed does: JSON, or Hjson with its comments.
+
+    Raises:
+        ValueError: DeepSpeed would refuse it. The message says what is wrong with it.
+    """
+    # Valid JSON needs no hjson, which would also make integers of 1.0 and 5e8.
+    try:
+        try:
+            found = json.loads(text, object_pairs_hook=_without_duplicates)
+        except json.JSONDecodeError:
+            found = _parse_hjson(text)
+        if not isinstance(found, dict):
+            raise ValueError("does not hold a mapping of keys to values")
+        return dict(document.as_json(found))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def _parse_hjson(text: str) -> Any:
+    import hjson
+
+    try:
+        return hjson.loads(text, object_pairs_hook=_without_duplicates)
+    except hjson.HjsonDecodeError as error:
+        raise ValueError(
+            f"is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
+        ) from None
+    except OverflowError:  # hjson makes an integer of it
+        raise ValueError("is not valid JSON: it holds a number that is too large") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a mapping, as `dict_raise_error_on_duplicate_keys` of deepspeed.runtime.config_utils."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = ", ".join(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"gives a key more than once, which DeepSpeed refuses: {twice}")
+    return found
+
+
+# By other names of settings of `zero_optimization`, deprecated ones too, what DeepSpeed reads them
+# as (runtime/zero/config.py, 0.19.8). It refuses both side by side.
+_SHORT_NAMES = """
+    allgather_sequential gather_16bit_weights_on_model_save max_live_parameters max_reuse_distance
+    model_persistence_threshold module_granularity_threshold param_persistence_threshold
+    prefetch_bucket_size use_all_reduce_for_fetch_params
+""".split()
+_CURRENT_NAMES = {
+    **{name: f"stage3_{name}" for name in _SHORT_NAMES},
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+}
+
+
+def in_current_terms(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with one name for each setting of ZeRO, and no deprecated one."""
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, Mapping):
+        return dict(config)
+    found = {}
+    for key, value in zero.items():
+        name = _CURRENT_NAMES.get(key, key)
+        if name in zero:  # also an other name beside it, which DeepSpeed refuses
+            found[key] = value
+        elif not key.startswith("cpu_offload"):
+            found[name] = value
+        elif value:
+            found[name] = {"device": "cpu"}
+    return {**config, "zero_optimization": found}
+
+
+# Sections that dsat reads.
+_SECTIONS = """
+    activation_checkpointing bf16 bfloat16 fp16 optimizer optimizer.params scheduler
+    scheduler.params tensor_parallel torch_autocast zero_optimization
+    zero_optimization.offload_optimizer zero_optimization.offload_param
+""".split()
+# Sizes of `zero_optimization` that dsat calculates with (`ge=0` in runtime/zero/config.py, 0.19.8).
+_SIZES = """
+    allgather_bucket_size reduce_bucket_size stage3_prefetch_bucket_size sub_group_size
+""".split()
+
+
+def check_sections(config: Mapping[str, Any], *, where: str) -> None:
+    """Check the form of what dsat reads; DeepSpeed's own models check all the rest.
+
+    Raises:
+        UserInputError: a section is not a mapping, a size no integer, or there is no such stage.
+    """
+    for path in _SECTIONS:
+        value = at(config, path)
+        if value is not None and not isinstance(value, Mapping):
+            raise UserInputError(f"must be a mapping, not {value!r}", where=f"{where}: {path}")
+    zero = config.get("zero_optimization") or {}
+    check_stage(zero.get("stage", 0), where=f"{where}: zero_optimization.stage")
+    for name in _SIZES:
+        path = f"zero_optimization.{name}"
+        value = zero.get(name)
+        if value not in (None, AUTO) and not (isinstance(value, str) and value.isdecimal()):
+            whole_number(value, f"{where}: {path}", least=0)
+
+
+def check_stage(stage: Any, *, where: str) -> None:
+    """Raise UserInputError if there is no such ZeRO stage."""
+    if isinstance(stage, bool) or stage not in STAGES:
+        raise UserInputError(f"must be 0, 1, 2 or 3, not {stage!r}", where=where)
+
+
+def whole_number(value: Any, where: str, *, least: int = 1) -> int:
+    """Return an integer; JSON's `5e8` is one too.
+
+    Raises:
+        UserInputError: it is none, or less than `least`.
+    """
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise UserInputError(f"must be {kind}, not {value!r}", where=where)
+    if number > document.LARGEST_INTEGER:
+        raise UserInputError(f"{value!r} is too large", where=where)
+    return number
+
+
+def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay `overrides` over `base`: mappings are merged key by key, other values replaced."""
+    merged = copy.deepcopy(dict(base))
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+def completed(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration, its "auto" values taken from another one that has them."""
+    result = {}
+    for key, value in config.items():
+        other = passed.get(key)
+        if isinstance(value, Mapping):
+            result[key] = completed(value, other if isinstance(other, Mapping) else {})
+        else:
+            result[key] = copy.deepcopy(passed[key] if value == AUTO and key in passed else value)
+    return result
+
+
+def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the settings of nested sections by dotted path."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{above}{key}.")
+        else:
+            found[above + key] = value
+    return found
+
+
+def at(config: Mapping[str, Any], path: str) -> Any:
+    """Return the setting at a path of keys with dots between them; None if there is none."""
+    found: Any = config
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> None:
+    """Raise UserInputError if slots cannot be divided, or DeepSpeed decides on the steps."""
+    shared = parallelism.of_config(config)
+    if slots % shared.shared:
+        raise UserInputError(
+            f"{shared.label} needs a multiple of {shared.shared} slots, and a trial has {slots}",
+            where=where,
+            hint="Change the sizes in the configuration, or the slots of a trial.",
+        )
+    # `configure_zenflow` in runtime/zenflow/engine.py, 0.19.8.
+    if at(config, "zero_optimization.zenflow") not in (None, AUTO):
+        raise UserInputError(
+            "ZenFlow decides by itself how many micro batches an optimizer step has, and dsat "
+            "compares optimizer steps",
+            where=f"{where}: zero_optimization.zenflow",
+            hint="Take it out to tune the rest.",
+        )
+
+
+def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> BatchTriple:
+    """Derive the batch sizes (`DeepSpeedConfig._set_batch_related_parameters`).
+
+    Args:
+        config: a DeepSpeed configuration; null and "auto" count as not given.
+        slots: of a trial.
+        where: the file to name in errors.
+
+    Raises:
+        UserInputError: none is given, one is no positive integer, or they contradict each other; or
+            slots cannot be divided as the configuration says, or ZenFlow decides.
+    """
+    _check_comparable(config, slots, where=where)
+    shared = parallelism.of_config(config)
+    counted = slots // shared.sequence  # by DeepSpeed, which knows nothing of AutoTP here
+    given = {
+        key: whole_number(config[key], f"{where}: {key}")
+        for key in BATCH_KEYS
+        if config.get(key, AUTO) not in (None, AUTO)
+    }
+    total, micro, gas = (given.get(key) for key in BATCH_KEYS)
+    if total is None and micro is None:
+        hint = 'Add one of them, for example "train_micro_batch_size_per_gpu": 1.'
+        if AUTO in (config.get(key) for key in BATCH_KEYS):
+            hint = (
+                'The value of "auto" is set in the script: write the number of '
+                "train_micro_batch_size_per_gpu in its place, or give "
+                "--per_device_train_batch_size and --deepspeed on the command line."
+            )
+        raise UserInputError(
+            "neither train_batch_size nor train_micro_batch_size_per_gpu is given",
+            where=where,
+            hint=hint,
+        )
+    if micro is None:
+        micro = (total or 0) // ((gas or 1) * counted)
+    if gas is None:
+        gas = 1 if total is None else total // max(1, micro * counted)
+    total = total or micro * gas * counted
+    if total != micro * gas * counted or min(total, micro, gas) < 1:
+        said = ", ".join(f"{key} {value}" for key, value in given.items())
+        by = f" / {SEQUENCE_SIZE}" if shared.sequence > 1 else ""
+        raise UserInputError(
+            f"{said} contradict each other on {slots} slots: train_batch_size must be "
+            f"train_micro_batch_size_per_gpu x gradient_accumulation_steps x slots{by}",
+            where=where,
+            hint="Correct one of them or leave it out.",
+        )
+    return BatchTriple(total // shared.tensor, micro, gas, shared)
+
+
+def did_you_mean(word: object, known: Iterable[str], likeness: float = 0.6) -> str:
+    """Return a sentence that names the nearest known word; empty when none is near.
+
+    Args:
+        word: an unknown one.
+        known: the words that there are.
+        likeness: from which on a word is near, up to 1 (`difflib.SequenceMatcher.ratio`).
+    """
+    import difflib
+
+    near = difflib.get_close_matches(str(word), sorted(known), n=1, cutoff=likeness)
+    return f"Did you mean {near[0]!r}? " if near else ""
+
+
+# Names of types (`DtypeEnum` of runtime/config.py, without "torch."), by their short ones.
+_TYPES = {"float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
+
+
+def data_types(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the types of the model and of its accumulated gradients (`fp16`, `bf16`, `fp32`).
+
+    As `get_data_types` in runtime/engine.py. None where the script decides, or nothing is said.
+    """
+    said = {name: at(config, f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16")}
+    model = next((name for name, enabled in said.items() if enabled is True), None)
+    if model is None and AUTO not in said.values():
+        model = "fp32"
+    kept = str(at(config, "data_types.grad_accum_dtype")).removeprefix("torch.")
+    kept = _TYPES.get(kept, kept)
+    return _TYPES.get(str(model), model), kept if kept in _TYPES.values() else None
+
+
+def least_stage(config: Mapping[str, Any]) -> int:
+    """Return the lowest ZeRO stage that DeepSpeed accepts.
+
+    By `DeepSpeedConfig._do_error_check` and `DeepSpeedEngine._do_optimizer_sanity_check` (0.19.8).
+    """
+    model, accumulated = data_types(config)
+    if None not in (model, accumulated) and model != accumulated:
+        return 1
+    sections = [config.get(name) or {} for name in ("bf16", "bfloat16", "fp16")]
+    low = any(
+        value is True and key.endswith(("_master_weights_and_grads", "_optimizer_states"))
+        for section in sections
+        for key, value in section.items()
+    )
+    return 1 if low else 0
+
+
+def for_use(
+    config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return a configuration for use: without sections of autotuners, and with a ZeRO section.
+
+    DeepSpeed takes stage 0 if there is none; accelerate (1.15) insists on one.
+    """
+    found = merge(config, overrides or {})
+    found.pop(AUTOTUNING, None)
+    found["zero_optimization"] = found.get("zero_optimization") or {"stage": 0}
+    if found.get(BATCH_KEYS[0], AUTO) is None:
+        del found[BATCH_KEYS[0]]
+    return found
+
+
+def without_batch_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without its batch sizes, which accumulation steps are none of."""
+    return {key: value for key, value in config.items() if "batch_size" not in key}
+
+
+def fingerprint(config: Mapping[str, Any]) -> str:
+    """Return a hexadecimal digest that is equal for equal configurations."""
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,367 @@
+"""The user's entrypoint: the Python program that the ranks run, and what its launcher adds.
+
+dsat starts the ranks itself, so of a launcher's command only the program, its arguments, and the
+choice of slots matter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dsat.command import accelerate_env, placement, script_args
+from dsat.command import switches as script_switches
+from dsat.command.placement import Launch
+from dsat.errors import UserInputError
+from dsat.values.codec import Recorded
+
+_WHERE = "entrypoint"
+_FORMS = (
+    "Use one of: python3 -m determined.launch.deepspeed [--trial module:Class | python3 script.py "
+    "...], python3 -m determined.launch.torch_distributed ..., deepspeed script.py ..., torchrun "
+    "script.py ..., python3 script.py ..."
+)
+_SHELL = re.compile(r"&&|\|\||[|;<>`]|\$\(|\$\{?\w")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+
+DEEPSPEED, TORCHRUN = "deepspeed", "torchrun"
+# Options without a value; every other option of a launcher takes one.
+DEEPSPEED_SWITCHES = """
+    --no_ssh --no_ssh_check --module --no_python --no_local_rank --force_multi --elastic_training
+    --bind_cores_to_rank --save_pid --quiet
+""".split()
+_TORCHRUN_SWITCHES = frozenset(
+    "--standalone -m --module --no-python --no_python --run-path --run_path --virtual-local-rank "
+    "--virtual_local_rank --use-env --use_env".split()
+)
+
+_HF_PARSER = re.compile(r"\b(?:HfArgumentParser|TrlParser)\(([^)]*)")
+# Of transformers and of TRL (SFTConfig), or made of these.
+_HF_ARGUMENTS = re.compile(r"\b(?!Model|Data)\w*(?:TrainingArguments|Config)\b")
+_PYTHON = re.compile(r"python(\d+(?:\.\d+)?)?")
+_STARTS_RANKS = re.compile(
+    r"\b(?:mp|multiprocessing)\.spawn\(|^\s*spawn\(|\bstart_processes\(|\b(?:notebook|debug)_launcher\(",
+    re.MULTILINE,
+)
+_READS_ITS_RANK = re.compile(
+    r"""(?:environ\.get|getenv)\(\s*["'](?:LOCAL_)?RANK|["'](?:LOCAL_)?RANK["']\s+in\s"""
+    r"""|environ\[["'](?:LOCAL_)?RANK["']\](?!\s*=[^=])"""
+)
+
+
+class UnknownStart(UserInputError):
+    """The program that the ranks run can only be found by running the command."""
+
+
+@dataclass(frozen=True)
+class Entrypoint(Recorded):
+    """A Python program and how a launcher would start it.
+
+    Attributes:
+        script: a path, relative to the model folder; empty if `module` or `trial_class` is given.
+        module: as after `python3 -m`.
+        trial_class: `module:Class` of a Determined Trial.
+        args: the program's own arguments.
+        python_options: options of the interpreter itself.
+        env: assignments in front of the command.
+        launcher: `DEEPSPEED` or `TORCHRUN`; empty if there is none, or after the command was run.
+        slots: the number of ranks that the command itself asks for, if any.
+        takes_hf_flags: it certainly knows every flag of transformers' TrainingArguments.
+        launch: what the launcher does beside starting ranks.
+        interpreter: that of the ranks, unless it is the one that runs dsat.
+        started_by: the user's command; empty for an entrypoint.
+        started_in: the folder that it was run in; empty if it was not run.
+        needs_command: why each trial has to run the user's command again; empty if its ranks can be
+            started by themselves.
+    """
+
+    script: str = ""
+    module: str = ""
+    trial_class: str = ""
+    args: tuple[str, ...] = ()
+    python_options: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    launcher: str = ""
+    slots: int | None = None
+    takes_hf_flags: bool = False
+    launch: Launch = field(default_factory=Launch)
+    interpreter: str = ""
+    started_by: tuple[str, ...] = ()
+    started_in: str = ""
+    needs_command: str = ""
+
+    @property
+    def config_path(self) -> str | None:
+        """The file of the DeepSpeed configuration that the arguments name, if any."""
+        flag = None if self.launch.config_is_word else script_args.config_flag(self.args)
+        return None if flag is None else script_args.value_of(self.args, flag)
+
+    def for_config(
+        self,
+        path: str,
+        config: Mapping[str, Any],
+        switches: Mapping[str, Any],
+        arg_mappings: Mapping[str, str],
+    ) -> Entrypoint:
+        """Return this with arguments that name a configuration and agree with it."""
+        args = script_args.for_trial(
+            self.args if self.launch.config_is_word else script_args.with_config(self.args, path),
+            config,
+            switches,
+            arg_mappings,
+            add=self.takes_hf_flags,
+        )
+        env = {**self.env, **script_switches.variables(switches)}
+        binds = self.launch.binds_cores or switches.get(script_switches.BIND_CORES) is True
+        return replace(
+            self,
+            args=args,
+            env=accelerate_env.for_config(env, path, config),
+            launch=replace(self.launch, binds_cores=binds),
+        )
+
+    def command(self) -> list[str]:
+        """The program as a plain command, without a launcher."""
+        if self.trial_class:
+            program = ["-m", "determined.exec.harness", self.trial_class]
+        elif self.module:
+            program = ["-m", self.module]
+        else:
+            program = [self.script]
+        return [self.interpreter or sys.executable, *self.python_options, *program, *self.args]
+
+
+def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
+    """Parse an entrypoint.
+
+    Args:
+        entrypoint: as in the experiment configuration: a command line or a list of arguments.
+        model_dir: the folder of its script.
+
+    Raises:
+        UserInputError: it is empty, needs a shell, or has an unknown form.
+    """
+    words = without_autotuning(_words(entrypoint))
+    env = take_assignments(words)
+    if not words or not words[0].strip():
+        raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
+    found = _command(words)
+    found = replace(
+        found, env={**env, **(placement.exported(model_dir) if found.launch.hosts else {})}
+    )
+    if found.script and not (model_dir / found.script).is_file():
+        raise UserInputError(
+            f"there is no file {found.script!r} in {model_dir}",
+            where=_WHERE,
+            hint="Go to the folder where it is, or give its path from here.",
+        )
+    return replace(found, takes_hf_flags=parses_hf_arguments(found, model_dir))
+
+
+def without_autotuning(words: Sequence[str]) -> list[str]:
+    """Return a command without `--autotuning tune`, DeepSpeed's own tuner, which dsat replaces."""
+    flags = [at for at, word in enumerate(words) if word == "--autotuning"]
+    left_out = {at + more for at in flags for more in (0, 1)}
+    return [
+        word
+        for at, word in enumerate(words)
+        if at not in left_out and not word.startswith("--autotuning=")
+    ]
+
+
+def take_assignments(words: list[str]) -> dict[str, str]:
+    """Remove the variables in front of a command from its words, and return them."""
+    env = {}
+    while words and _ASSIGNMENT.match(words[0]):
+        name, _, value = words.pop(0).partition("=")
+        env[name] = value
+    return env
+
+
+def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
+    """Return whether the script parses its arguments into TrainingArguments or a subclass.
+
+    Another parser would refuse a flag that the user did not give, as does a script that is given a
+    file of TrainingArguments.
+    """
+    args = program.args
+    has_flags = script_args.looks_like_hf(args) or script_args.value_of(args, "--output_dir")
+    if not program.script or not has_flags:
+        return False
+    parsers = _HF_PARSER.finditer(_source(model_dir / program.script))
+    return any(_HF_ARGUMENTS.search(parser[1]) for parser in parsers)
+
+
+def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
+    """Return whether a command is a script that starts its ranks' processes itself.
+
+    A script that reads its rank may also be run by a launcher, and then starts none.
+
+    Args:
+        command: that `parse` understands.
+        model_dir: the folder of its script.
+    """
+    words = list(command)
+    take_assignments(words)
+    if _PYTHON.fullmatch(Path(words[0]).name):
+        _, words = split_interpreter(words[1:])
+    if not words[0].endswith(".py"):
+        return False
+    source = _source(model_dir / words[0])
+    return bool(_STARTS_RANKS.search(source)) and not _READS_ITS_RANK.search(source)
+
+
+def of_interpreter(words: Sequence[str]) -> Entrypoint:
+    """Return the program that a Python interpreter runs when given these words."""
+    options, rest = split_interpreter(words)
+    # Output is never held back: -u changes nothing.
+    return replace(_program(rest), python_options=tuple(word for word in options if word != "-u"))
+
+
+def split_interpreter(words: Sequence[str]) -> tuple[Sequence[str], list[str]]:
+    """Split the words after `python` into the interpreter's own options and the rest."""
+    end = 0
+    while end < len(words) and words[end].startswith("-") and words[end] not in ("-c", "-m", "-"):
+        end += 2 if words[end] in ("-W", "-X") else 1
+    return words[:end], list(words[end:])
+
+
+def _source(script: Path) -> str:
+    return script.read_text(encoding="utf-8", errors="replace")
+
+
+def _program(words: Sequence[str]) -> Entrypoint:
+    """A script or `-m MODULE`, and its arguments."""
+    if words[0] == "-m":
+        return Entrypoint(module=words[1], args=tuple(words[2:]))
+    return Entrypoint(script=words[0], args=tuple(words[1:]))
+
+
+def _words(entrypoint: str | Sequence[str]) -> list[str]:
+    if not isinstance(entrypoint, str):
+        return [str(word) for word in entrypoint]
+    if _SHELL.search(entrypoint):
+        raise UserInputError(
+            f"{entrypoint!r} needs a shell, and dsat starts the ranks itself",
+            where=_WHERE,
+            hint="Put what the shell does into the script. " + _FORMS,
+        )
+    try:
+        return shlex.split(entrypoint)
+    except ValueError as error:
+        raise UserInputError(f"{entrypoint!r}: {error}", where=_WHERE) from None
+
+
+def _command(words: list[str]) -> Entrypoint:
+    name = Path(words[0]).name
+    if name == "deepspeed":
+        return _deepspeed(words[1:])
+    if name == "torchrun":
+        return _torchrun(words[1:])
+    if _PYTHON.fullmatch(name):
+        if not _is_this_python(words[0]):
+            raise UnknownStart(
+                f"{words[0]} is not the Python that runs dsat ({sys.executable})",
+                where=_WHERE,
+                hint="Run dsat with that Python, or write python3.",
+            )
+        return _python(words[1:])
+    if name.endswith(".py"):
+        return _program(words)
+    raise UnknownStart(f"{words[0]!r} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS)
+
+
+def _is_this_python(word: str) -> bool:
+    """A folder names an environment, which is more than the interpreter that it links to."""
+    if os.sep in word:
+        found, here = shutil.which(word), os.path.dirname(sys.executable)
+        if found is None or not os.path.samefile(os.path.dirname(found), here):
+            return False
+    major, minor = sys.version_info[:2]
+    version = os.path.basename(word).removeprefix("python")
+    return version in ("", f"{major}", f"{major}.{minor}")
+
+
+def _python(words: list[str]) -> Entrypoint:
+    _, rest = split_interpreter(words)
+    if not rest or rest == ["-m"]:
+        raise UserInputError("names no script", where=_WHERE, hint=_FORMS)
+    if rest[0] in ("-c", "-"):
+        raise UnknownStart("names no script", where=_WHERE, hint=_FORMS)
+    module, args = (rest[1], rest[2:]) if rest[0] == "-m" else ("", [])
+    if module in ("determined.launch.deepspeed", "determined.launch.torch_distributed"):
+        return _determined(module, args)
+    if module in ("torch.distributed.run", "torch.distributed.launch"):
+        return _torchrun(args)
+    if module in ("deepspeed", "deepspeed.launcher.runner"):
+        return _deepspeed(args)
+    if module.split(".")[0] in ("accelerate", "horovod", "mpi4py"):
+        raise UnknownStart(f"{module} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS)
+    return of_interpreter(words)
+
+
+def _determined(launcher: str, words: list[str]) -> Entrypoint:
+    """`[TORCH OPTIONS] [--] (--trial MODULE:CLASS) | (SCRIPT...)` (determined/launch, 0.37)."""
+    if importlib.util.find_spec("determined") is None:
+        raise UserInputError(
+            f"{launcher} is not installed",
+            where=_WHERE,
+            hint="Run pip install 'determined>=0.28,<0.38', or leave the launcher out.",
+        )
+    is_torch = launcher.endswith("torch_distributed")
+    if "--" in words and (is_torch or words[0] == "--"):
+        words = words[words.index("--") + 1 :]
+    if not words:
+        raise UserInputError("the launcher is given no script", where=_WHERE, hint=_FORMS)
+    flag, equals, name = words[0].partition("=")
+    rest = [name, *words[1:]] if equals else words[1:]
+    if flag != "--trial":
+        found = _command(words)
+    elif len(rest) == 1:
+        found = Entrypoint(trial_class=rest[0])
+    else:
+        raise UserInputError("--trial takes exactly one module:Class", where=_WHERE, hint=_FORMS)
+    return replace(found, launcher=TORCHRUN) if is_torch else found
+
+
+def _deepspeed(words: list[str]) -> Entrypoint:
+    options, found = _launched(DEEPSPEED, words, frozenset((*DEEPSPEED_SWITCHES, "-q")))
+    slots, launch = placement.read_options(options)
+    return replace(found, slots=slots, launch=launch)
+
+
+def _torchrun(words: list[str]) -> Entrypoint:
+    options, found = _launched(TORCHRUN, words, _TORCHRUN_SWITCHES)
+    slots, launch = placement.read_torchrun_options(options)
+    return replace(found, slots=slots, launch=launch)
+
+
+def _launched(
+    launcher: str, words: list[str], switches: frozenset[str]
+) -> tuple[dict[str, str], Entrypoint]:
+    """Return a launcher's own options, and the program that it starts."""
+    options: dict[str, str] = {}
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        if word == "--":
+            break
+        name, equals, value = word.partition("=")
+        if not equals and name not in switches and rest:
+            value = rest.pop(0)
+        options[name] = value
+    if not rest:
+        raise UserInputError(f"{launcher} is given no script", where=_WHERE, hint=_FORMS)
+    if options.keys() & {"--no_python", "--no-python"}:
+        found = _command(rest)
+    else:
+        found = _program(["-m", *rest] if options.keys() & {"--module", "-m"} else rest)
+    return options, replace(found, launcher=launcher)

@@ -1,0 +1,320 @@
+"""The user's files: the experiment and its DeepSpeed configuration, read and checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import TaggedScalar
+from ruamel.yaml.error import YAMLError
+
+from dsat.command import document, ds_config, value_lists
+from dsat.command.ds_config import CONFIG_KEY, OVERWRITE_KEY
+from dsat.errors import UserInputError
+from dsat.values.trial import BatchTriple
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The experiment to tune.
+
+    Attributes:
+        path: the experiment configuration, or the file that replaces it.
+        name: for people and for the run's folder.
+        config: the whole experiment configuration.
+        model_dir: where the training script is.
+        includes: further files and folders that the script needs beside it.
+        entrypoint: as written: a command line or a list of arguments.
+        hparams: `hyperparameters`, constants in place of Determined's `{type: const}`.
+        ds_config: its content, the first value in place of every list.
+        ds_config_name: how errors call it.
+        overrides: the user's own `overwrite_deepspeed_args`, without lists.
+        choices: the lists of both, by the names of the settings.
+        slots_per_trial: `resources.slots_per_trial`.
+        env: `environment.environment_variables`.
+        arg_mappings: which of the script's flags repeats which setting.
+    """
+
+    path: Path
+    name: str
+    config: Mapping[str, Any]
+    model_dir: Path
+    entrypoint: str | tuple[str, ...]
+    hparams: Mapping[str, Any]
+    ds_config: Mapping[str, Any]
+    ds_config_name: str
+    includes: tuple[Path, ...] = ()
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    slots_per_trial: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    arg_mappings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def base_config(self) -> dict[str, Any]:
+        """The user's own DeepSpeed configuration, their overrides applied."""
+        return ds_config.merge(self.ds_config, self.overrides)
+
+
+# What the master (go-yaml 2) takes for a truth without quotes.
+_TRUTHS = {
+    said: truth
+    for truth, words in ((True, "y yes on true"), (False, "n no off false"))
+    for word in words.split()
+    for said in (word, word.capitalize(), word.upper())
+}
+# Where in an experiment's configuration the user's own overrides are.
+OVERRIDES = f"hyperparameters.{OVERWRITE_KEY}"
+_SLOTS = "resources.slots_per_trial"
+
+
+def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experiment:
+    """Read and check the user's files.
+
+    Args:
+        config: the experiment configuration, yaml or json.
+        model_dir: the folder with the training script.
+        includes: further files and folders that the script needs beside it.
+
+    Raises:
+        UserInputError: something is missing, cannot be read or contradicts itself.
+    """
+    for path in (model_dir, *includes):
+        if not path.exists():
+            raise UserInputError("does not exist", where=str(path))
+    if not model_dir.is_dir():
+        raise UserInputError(
+            "is not a folder", where=str(model_dir), hint="Give the folder with the script."
+        )
+    data = read_mapping(config)
+    where = str(config)
+    entrypoint = data.get("entrypoint")
+    if not isinstance(entrypoint, (str, list)) or not entrypoint:
+        raise UserInputError(
+            "there is no entrypoint",
+            where=f"{where}: entrypoint",
+            hint='Add one, for example "entrypoint: deepspeed train.py".',
+        )
+    if isinstance(entrypoint, list):  # of which the master takes texts only
+        entrypoint = data["entrypoint"] = list(map(str, entrypoint))
+    hparams = _hyperparameters(data, where)
+    ds, ds_name = _ds_config(hparams[CONFIG_KEY], model_dir, includes, where)
+    ds, listed = value_lists.split(ds, where=ds_name)
+    overrides = hparams.get(OVERWRITE_KEY) or {}
+    key = f"{where}: {OVERRIDES}"
+    if not isinstance(overrides, Mapping):
+        raise UserInputError(f"must be a mapping, not {overrides!r}", where=key)
+    overrides, listed_over = value_lists.split(overrides, where=key)
+    listed = {**listed, **listed_over}
+    if listed:  # the script must not read the lists
+        own = {OVERWRITE_KEY: overrides} if overrides else {}
+        hparams = {**hparams, CONFIG_KEY: ds_config.for_use(ds), **own}
+    _check_searcher(data, where)
+    slots = ds_config.at(data, _SLOTS)
+    return Experiment(
+        path=config,
+        name=str(data.get("name") or model_dir.resolve().name),
+        config=data,
+        model_dir=model_dir,
+        includes=tuple(includes),
+        entrypoint=entrypoint if isinstance(entrypoint, str) else tuple(entrypoint),
+        hparams=hparams,
+        ds_config=ds,
+        ds_config_name=ds_name,
+        overrides=overrides,
+        slots_per_trial=1 if slots is None else ds_config.whole_number(slots, f"{where}: {_SLOTS}"),
+        env=_environment(data, where),
+        choices=listed,
+    )
+
+
+def of_command(
+    command: Sequence[str],
+    name: str,
+    folder: Path,
+    config: Path | Mapping[str, Any],
+    config_name: str = "deepspeed.initialize",
+) -> Experiment:
+    """Return an experiment that consists of a command and a DeepSpeed configuration.
+
+    Args:
+        command: as it would be typed.
+        name: for people and for the run's folder.
+        folder: the current folder of the command.
+        config: the DeepSpeed configuration: a file, or its content, which may be the script's.
+        config_name: how errors call a content.
+    """
+    if isinstance(config, Path):
+        path, where, content = config, str(config), ds_config.read(config)
+    else:
+        path, where, content = folder, config_name, ds_config.in_current_terms(config)
+    ds, listed = value_lists.split(content, where=where)
+    return Experiment(
+        path=path,
+        name=name,
+        config={"name": name, "entrypoint": list(command)},
+        model_dir=folder,
+        entrypoint=tuple(command),
+        hparams={CONFIG_KEY: ds_config.for_use(ds)},
+        ds_config=ds,
+        ds_config_name=where,
+        choices=listed,
+    )
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read a yaml or json file that holds a mapping.
+
+    Raises:
+        UserInputError: it cannot be read, does not parse (with the line), or holds something else.
+    """
+    try:
+        text = document.read_text(path)
+        # No master and no DeepSpeed reads what JSON cannot say.
+        is_json = path.suffix == ".json"
+        data = ds_config.parse(text) if is_json else document.as_json(parse_yaml(text))
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        problem = f"is not valid YAML: {getattr(error, 'problem', 'cannot be parsed')}{place}"
+    except RecursionError:
+        problem = "is nested too deeply"
+    except ValueError as error:
+        problem = str(error)
+    else:
+        if isinstance(data, dict):
+            return data
+        problem = "does not hold a mapping of keys to values"
+    raise UserInputError(problem, where=str(path))
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML as a Determined master does: 1e-4 is a number, and `on` true, unless quoted."""
+    reader = YAML(pure=True)  # of which quoted text is a type of its own
+    reader.preserve_quotes = True
+    return _as_the_master(reader.load(text))
+
+
+def _as_the_master(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _as_the_master(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_as_the_master(each) for each in value]
+    if isinstance(value, TaggedScalar):
+        return value.value
+    if type(value) is str and value in _TRUTHS:
+        return _TRUTHS[value]
+    return str(value) if isinstance(value, str) else value
+
+
+def trial_hparams(hparams: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a trial.
+
+    `dsat.get_ds_config_from_hparams` makes its configuration of them.
+
+    Args:
+        hparams: the user's own, their overrides among them.
+        overrides: what the trial lays over the user's configuration.
+    """
+    own = hparams.get(OVERWRITE_KEY) or {}
+    return {**hparams, OVERWRITE_KEY: ds_config.merge(own, overrides)}
+
+
+def length_in_units(steps: int, config: Mapping[str, Any], batch: BatchTriple) -> int:
+    """Return the length of a number of optimizer steps, in the unit of the script's searcher."""
+    length = ds_config.at(config, "searcher.max_length")
+    if isinstance(length, Mapping) and "records" in length:
+        return steps * batch.train_batch_size
+    return steps * batch.gas
+
+
+def _hyperparameters(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    hparams = data.get("hyperparameters")
+    where = f"{where}: hyperparameters"
+    if not isinstance(hparams, Mapping) or CONFIG_KEY not in hparams:
+        raise UserInputError(
+            f"there is no hyperparameters.{CONFIG_KEY}",
+            where=where,
+            hint=f"Add it with the path of your DeepSpeed configuration: {CONFIG_KEY}: "
+            "ds_config.json",
+        )
+    found = {str(key): _constant(value, f"{where}.{key}") for key, value in hparams.items()}
+    inline = {key: found.get(key) for key in (CONFIG_KEY, OVERWRITE_KEY)}
+    return found | {
+        key: ds_config.in_current_terms(value)
+        for key, value in inline.items()
+        if isinstance(value, Mapping)
+    }
+
+
+def _constant(value: Any, where: str) -> Any:
+    """Return a constant, which Determined also writes as `{type: const, val: x}`."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "const":
+        return value.get("val")
+    if kind in ("int", "double", "log", "categorical"):
+        raise UserInputError(
+            f"is a range ({kind}), and dsat searches DeepSpeed's settings only",
+            where=where,
+            hint="Give it a single value.",
+        )
+    if isinstance(value, Mapping) and not where.endswith((CONFIG_KEY, OVERWRITE_KEY)):
+        return {str(key): _constant(each, f"{where}.{key}") for key, each in value.items()}
+    return value
+
+
+def _ds_config(
+    value: Any, model_dir: Path, includes: Sequence[Path], where: str
+) -> tuple[dict[str, Any], str]:
+    """Return a DeepSpeed configuration, and how errors call it."""
+    key = f"{where}: hyperparameters.{CONFIG_KEY}"
+    if isinstance(value, Mapping):
+        return dict(value), key
+    if not isinstance(value, str) or not value:
+        raise UserInputError(f"must be a path, not {value!r}", where=key)
+    candidates = [model_dir / value]
+    for include in includes:
+        candidates.append(include if include.name == value else include.parent / value)
+    for path in candidates:
+        if path.is_file():
+            return ds_config.read(path), str(path)
+    raise UserInputError(
+        f"there is no file {value!r} in {model_dir}",
+        where=key,
+        hint="The path is relative to the model folder.",
+    )
+
+
+def _check_searcher(data: Mapping[str, Any], where: str) -> None:
+    """Check the length of a full-length run: a number, or `{unit: number}`."""
+    searcher = data.get("searcher") or {}
+    if not isinstance(searcher, Mapping):
+        raise UserInputError(f"must be a mapping, not {searcher!r}", where=f"{where}: searcher")
+    length = searcher.get("max_length", 1)
+    values = list(length.values()) if isinstance(length, Mapping) else [length]
+    if len(values) != 1 or isinstance(values[0], bool) or not isinstance(values[0], int):
+        raise UserInputError(
+            f"must be a whole number or a single unit with one, not {length!r}",
+            where=f"{where}: searcher.max_length",
+            hint="For example: max_length: {batches: 100}",
+        )
+
+
+def _environment(data: Mapping[str, Any], where: str) -> dict[str, str]:
+    given = ds_config.at(data, "environment.environment_variables") or []
+    where = f"{where}: environment.environment_variables"
+    # By device, of which a machine has one.
+    parts = [part or [] for part in given.values()] if isinstance(given, Mapping) else [given]
+    env = {}
+    for part in parts:
+        if not isinstance(part, list):
+            raise UserInputError(f"must be a list, not {part!r}", where=where)
+        for entry in part:
+            name, equals, value = str(entry).partition("=")
+            if not equals or not name:
+                raise UserInputError(f"{entry!r} is not of the form NAME=VALUE", where=where)
+            env[name] = value
+    return env

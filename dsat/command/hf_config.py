@@ -1,0 +1,130 @@
+"""The transformers configuration of a model, without a script or weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dsat.command import document
+from dsat.command import ds_config as configs
+from dsat.errors import UserInputError
+
+CONFIG_FILE, _SUFFIX = "config.json", ".json"
+_PRECISIONS = ("bf16", "fp16")
+# "auto" settings of `zero_optimization` that the Trainer computes from the hidden size, and how
+# (integrations/deepspeed.py of transformers 5.23).
+_BY_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+
+
+def find(model: str) -> Path:
+    """Find the configuration file of a model.
+
+    Args:
+        model: a file, a folder with a config.json, or the id of a model on the Hugging Face Hub,
+            whose config.json is taken from the local cache or downloaded.
+
+    Raises:
+        UserInputError: there is none, or its memory cannot be predicted.
+    """
+    path = Path(os.path.expanduser(model))  # which leaves an unknown ~user as it is
+    path = path / CONFIG_FILE if path.is_dir() else path
+    path = path if path.is_file() else _from_hub(model)
+    config = _read(path)
+    if "model_type" not in config:
+        raise UserInputError(
+            'is not the configuration of a transformers model: "model_type" is missing',
+            where=str(path),
+        )
+    if config.get("quantization_config"):
+        raise UserInputError(
+            "the memory of a quantized model cannot be predicted",
+            where=f"{path}: quantization_config",
+            hint="Remove the section to predict the model without quantization.",
+        )
+    return path.absolute()  # a file of the cache is a link to one without a name
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a configuration as transformers does, with `Infinity` and duplicate keys."""
+    try:
+        config = json.loads(document.read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UserInputError(f"is not valid JSON: {error}", where=str(path)) from None
+    if not isinstance(config, dict):
+        raise UserInputError("does not hold a mapping of keys to values", where=str(path))
+    return config
+
+
+def _from_hub(model: str) -> Path:
+    """Return the config.json of a model on the Hub, from the local cache or the network."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    where = f"--model {model}"
+    missing = UserInputError("there is no such file or folder", where=where)
+    if model.endswith(_SUFFIX):
+        raise missing
+    try:
+        cached = try_to_load_from_cache(model, CONFIG_FILE)
+        return Path(cached if isinstance(cached, str) else hf_hub_download(model, CONFIG_FILE))
+    except HFValidationError:  # it is a path
+        raise missing from None
+    except OSError as error:  # of the Hub and of the network, too
+        reason = str(error).strip().partition("\n")[0]
+        raise UserInputError(
+            f"is no file or folder, and the Hugging Face Hub has no config.json for it: {reason}",
+            where=where,
+            hint="Give the path of a config.json, or run `hf auth login` if the model is gated.",
+        ) from None
+
+
+def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's DeepSpeed configuration, completed by usual values.
+
+    Args:
+        dtype: of the parameters (bf16, fp16 or fp32), unless the user's configuration enables one.
+        given: the user's; its "auto" values become the usual ones, as a Trainer fills them in,
+            but those of `with_buckets`.
+    """
+    enabled = [name for name in _PRECISIONS if (given.get(name) or {}).get("enabled") is True]
+    usual: dict[str, Any] = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        **{name: {"enabled": name in (enabled or [dtype])} for name in _PRECISIONS},
+    }
+    total, *sizes = configs.BATCH_KEYS
+    if not isinstance(given.get(total), int):  # from which the others would follow
+        usual |= dict.fromkeys(sizes, 1)
+    merged = configs.merge(usual, configs.completed(given, usual))
+    merged.pop("scheduler", None)  # which takes no memory, and must know the training's length
+    return _without_auto(merged)
+
+
+def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration in which DeepSpeed's own defaults take the place of "auto"."""
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if value != configs.AUTO or key in _BY_HIDDEN_SIZE
+    }
+
+
+def with_buckets(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
+    """Return a configuration whose "auto" sizes are those that a Trainer computes for a model.
+
+    Args:
+        hidden_size: of the model; None leaves them to DeepSpeed's defaults.
+    """
+    sizes = {} if hidden_size is None else {k: f(hidden_size) for k, f in _BY_HIDDEN_SIZE.items()}
+    return configs.completed(config, {"zero_optimization": sizes})
+
+
+def dtype_of(config: Mapping[str, Any]) -> str:
+    """Return the type of parameters that a complete configuration trains (bf16, fp16 or fp32)."""
+    return next((name for name in _PRECISIONS if config[name]["enabled"] is True), "fp32")

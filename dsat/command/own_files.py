@@ -1,0 +1,335 @@
+"""The user's own command, with copies of its configuration files that hold the best configuration.
+
+Read for it: accelerate 1.15 (commands/launch.py, commands/config/config_args.py), axolotl 0.19,
+LLaMA-Factory 0.9.5 (hparams/parser.py), TRL 1.16 (cli/accelerate_config.py), ms-swift 4.6
+(cli/main.py) and transformers 5.23 (hf_argparser.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import itertools
+import json
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from dsat.command import script_args
+from dsat.command.ds_config import BATCH_KEYS
+from dsat.command.switches import CHECKPOINTING, NEWER_CHECKPOINTING
+
+_, _MICRO_BATCH, _GAS = BATCH_KEYS
+_SUFFIXES = (".yaml", ".yml", ".json")
+_LARGEST_BYTES = 2**20  # what is larger is data
+_CONFIG = "deepspeed"  # key of the DeepSpeed configuration's path
+_LAUNCHERS = (
+    ("accelerate-launch",),
+    ("accelerate", "launch"),
+    ("python", "-m", "accelerate.commands.launch"),
+)
+_CONFIG_FILE, _DEEPSPEED_FILE = "--config_file", "--deepspeed_config_file"
+_GAS_FLAG = f"--{_GAS}"
+# Of accelerate's own file: what tells it from others, its section of DeepSpeed, and the key of its
+# path in a file of TRL.
+_OF_ACCELERATE, _SECTION, _ACCELERATE = "distributed_type", "deepspeed_config", "accelerate_config"
+# What its section must not say if it names a DeepSpeed file. The flag of zero.Init follows the
+# file's stage, as in the trials.
+_IN_THE_DEEPSPEED_FILE = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "offload_optimizer_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_device",
+    "offload_param_nvme_path",
+    "zero3_init_flag",
+    "zero3_save_16bit_model",
+    "zero_stage",
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Kind of file from which frameworks read the arguments of a training.
+
+    Attributes:
+        marks: any of these keys, or of these words of keys together, tells a file of this kind.
+        micro_batch: key of the micro batch size.
+        fields: keys of the fields of TrainingArguments that the framework takes from the file;
+            empty if it takes all of them, by their own names.
+        opposites: keys that switch off what a field switches on, by the field.
+    """
+
+    marks: tuple[str, ...]
+    micro_batch: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    opposites: Mapping[str, str] = field(default_factory=dict)
+
+    def key_of(self, name: str) -> str | None:
+        """Return the key that sets a field of TrainingArguments; None if there is none."""
+        return self.fields.get(name) if self.fields else name
+
+
+AXOLOTL = Form(
+    tuple(f"base_model {key}" for key in ("micro_batch_size", "datasets", "pretraining_dataset")),
+    "micro_batch_size",
+    # Those that core/builders/base.py of axolotl reads (July 2026).
+    fields={
+        "optim": "optimizer",
+        "dataloader_num_workers": "dataloader_num_workers",
+        "dataloader_pin_memory": "dataloader_pin_memory",
+        "torch_compile": "torch_compile",
+        CHECKPOINTING: CHECKPOINTING,
+        f"{CHECKPOINTING}_kwargs": f"{CHECKPOINTING}_kwargs",
+    },
+)
+# TRL, ms-swift, and scripts whose HfArgumentParser reads a file.
+TRAINER = Form(("per_device_train_batch_size", _CONFIG, _ACCELERATE), "per_device_train_batch_size")
+# It recomputes activations unless it is told not to (model/model_utils/checkpointing.py).
+LLAMA_FACTORY = replace(
+    TRAINER,
+    marks=("finetuning_type", "disable_gradient_checkpointing"),
+    opposites={CHECKPOINTING: f"disable_{CHECKPOINTING}"},
+)
+FORMS = (AXOLOTL, LLAMA_FACTORY, TRAINER)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best configuration.
+
+    Attributes:
+        path: of its file; copies of the user's own files are written beside it.
+        config: what is in it.
+        switches: of the script, fields of TrainingArguments.
+        in_arguments: the script's arguments name the DeepSpeed configuration.
+        by_accelerate: accelerate hands the script its DeepSpeed configuration.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    switches: Mapping[str, Any]
+    in_arguments: bool = False
+    by_accelerate: bool = False
+
+    def values(self, form: Form) -> dict[str, Any]:
+        """Return batch sizes and switches by the keys of a file."""
+        sizes = {form.micro_batch: self.config.get(_MICRO_BATCH), _GAS: self.config.get(_GAS)}
+        found = {key: value for key, value in sizes.items() if isinstance(value, int)}
+        keys = {form.key_of(name): value for name, value in self.switches.items()}
+        found |= {key: value for key, value in keys.items() if key is not None}
+        for name, key in form.opposites.items():
+            if isinstance(value := self.switches.get(name), bool):
+                found[key] = not value
+        return found
+
+
+def rewritten(words: Sequence[str], folder: Path, answer: Answer) -> Rewriting | None:
+    """Return a command with copies of the configuration files that it names.
+
+    Returns:
+        None if no argument, file or launcher takes the DeepSpeed configuration.
+    """
+    found = Rewriting(list(words), folder, answer)
+    found.rewrite()
+    return found if found.takes_config else None
+
+
+def form_of_training(words: Sequence[str], folder: Path) -> Form | None:
+    """Return the kind of the file, if a command names one, that holds its batch sizes."""
+    forms = (_form_of(_load(folder / _value(word))) for word in words if _is_file(word, folder))
+    return next(filter(None, forms), None)
+
+
+class Rewriting:
+    """A command that trains with the best configuration, and the files that it names.
+
+    Attributes:
+        copies: texts of the user's own files with the answer in them, by name.
+        takes_config: an argument, a file or the launcher takes the DeepSpeed configuration.
+    """
+
+    def __init__(self, words: list[str], folder: Path, answer: Answer) -> None:
+        self.words = words
+        self.copies: dict[str, str] = {}
+        self.takes_config = answer.in_arguments
+        self._folder, self._answer = folder, answer
+        self._names: dict[Path, str] = {}
+
+    def rewrite(self) -> None:
+        """Rewrite the words, one by one."""
+        forms = [self._replace(position) for position in range(len(self.words))]
+        for form in filter(None, forms):
+            self._override(form)
+        if self._answer.by_accelerate:
+            self._follow_launcher()
+
+    def _replace(self, position: int) -> Form | None:
+        """Put a copy in the place of a file; return the kind of file that it is."""
+        word, before = self.words[position], self.words[position - 1]
+        if position and before.replace("-", "_") == f"__{_ACCELERATE}":
+            self.words[position] = self._accelerate_file(word)
+        elif _is_file(word, self._folder):
+            named = _value(word)
+            copy, form = self._copy(self._folder / named)
+            self.words[position] = word.removesuffix(named) + (copy or named)
+            return form
+        return None
+
+    def _copy(self, path: Path) -> tuple[str, Form | None]:
+        """Make the copy of a file; return its path, empty if there is none, and its kind."""
+        data, best = _load(path), str(self._answer.path)
+        form = _form_of(data)
+        if form is not None:
+            if data.get(_CONFIG) and not self._answer.by_accelerate:
+                data[_CONFIG] = best
+                self.takes_config = True
+            data.update(_named_as(self._answer.values(form), data))
+            if isinstance(named := data.get(_ACCELERATE), str):
+                data[_ACCELERATE] = self._accelerate_file(named)
+        elif _is_of_accelerate(data):
+            data.pop("mixed_precision", None)
+            section = data.get(_SECTION)
+            section = data[_SECTION] = section if isinstance(section, dict) else {}
+            for key in _IN_THE_DEEPSPEED_FILE:
+                section.pop(key, None)
+            section["deepspeed_config_file"] = best
+            self.takes_config = True
+        else:
+            return "", None
+        name = self._name_of_copy(path)
+        self.copies[name] = _text(data, path)
+        return str(self._answer.path.parent / name), form
+
+    def _name_of_copy(self, path: Path) -> str:
+        """Return a file's own name, with a number where another file has it already."""
+        others = {name for own, name in self._names.items() if own != path}
+        numbered = (f"{path.stem}-{number}{path.suffix}" for number in itertools.count(2))
+        names = itertools.chain([path.name], numbered)
+        return self._names.setdefault(path, next(name for name in names if name not in others))
+
+    def _accelerate_file(self, named: str) -> str:
+        """Return the copy of a configuration of accelerate, by its path or TRL's name for it."""
+        path = self._folder / named
+        trl = None if path.is_file() else importlib.util.find_spec("trl")
+        if trl is not None and trl.origin is not None:
+            path = Path(trl.origin).parent / "accelerate_configs" / f"{named}.yaml"
+        return (self._copy(path)[0] if path.is_file() else "") or named
+
+    def _override(self, form: Form) -> None:
+        """Give flags, and LLaMA-Factory's `key=value`, which override the file, its values."""
+        given = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in self.words]
+        values = _named_as(self._answer.values(form), given)
+        values = {k: json.dumps(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+        if not self._answer.by_accelerate:
+            values[_CONFIG] = str(self._answer.path)
+        flags = {key: f"--{key}" for key in values}
+        self.words = [
+            f"{key}={values[key]}" if (key := word.partition("=")[0]) in values else word
+            for word in script_args.rewrite(self.words, values, flags, add=False)
+        ]
+
+    def _follow_launcher(self) -> None:
+        """Give `accelerate launch` the configuration, where no file in its options does so."""
+        name = Path(self.words[0]).name
+        begin = ("python" if name.startswith("python") else name, *self.words[1:])
+        end = next((len(each) for each in _LAUNCHERS if begin[: len(each)] == each), None)
+        if end is None:
+            return
+        begins = (i for i, word in enumerate(self.words) if i >= end and _begins_script(word))
+        script = next(begins, end)
+        path, gas = str(self._answer.path), self._answer.config.get(_GAS)
+        best = {_DEEPSPEED_FILE: path, _GAS_FLAG: gas}
+        flags = {flag: flag for flag in best}
+        options = list(script_args.rewrite(self.words[end:script], best, flags, add=False))
+        default = _default_file()
+        if not self.takes_config and default.is_file():
+            options[:0] = [_CONFIG_FILE, self._copy(default)[0] or str(default)]
+        elif not self.takes_config and _DEEPSPEED_FILE not in options:
+            options[:0] = [_DEEPSPEED_FILE, path]
+        if _GAS_FLAG not in options and isinstance(gas, int):
+            options += [_GAS_FLAG, str(gas)]
+        self.words[end:script] = options
+        self.takes_config = True
+
+
+def _named_as(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Return values by transformers' newer names of checkpointing where those are given."""
+    if not any(name.startswith(NEWER_CHECKPOINTING) for name in given):
+        return dict(values)
+    return {
+        re.sub(f"^{CHECKPOINTING}", NEWER_CHECKPOINTING, name): value
+        for name, value in values.items()
+    }
+
+
+def _begins_script(word: str) -> bool:
+    return word.endswith(".py") or word in ("-m", "--module")
+
+
+def _default_file() -> Path:
+    """Return the file that `accelerate config` writes."""
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", os.path.join(cache, "huggingface"))
+    return Path(os.path.expanduser(home)) / "accelerate" / "default_config.yaml"
+
+
+def _value(word: str) -> str:
+    return word.rpartition("=")[2] if word.startswith("--") else word
+
+
+def _is_file(word: str, folder: Path) -> bool:
+    path = folder / _value(word)
+    return path.suffix in _SUFFIXES and path.is_file() and path.stat().st_size <= _LARGEST_BYTES
+
+
+def _is_of_accelerate(data: Any) -> bool:
+    return isinstance(data, dict) and _OF_ACCELERATE in data
+
+
+def _form_of(data: Any) -> Form | None:
+    """Return the kind of a training's file; None of any other."""
+    if not isinstance(data, dict) or _is_of_accelerate(data):
+        return None
+    return next(
+        (
+            form
+            for form in FORMS
+            if any(all(key in data for key in mark.split()) for mark in form.marks)
+        ),
+        None,
+    )
+
+
+def _files(text: str) -> YAML:
+    """Return a reader and writer that keeps comments, quotes and the indentation of lists."""
+    files = YAML()
+    files.preserve_quotes = True
+    files.allow_duplicate_keys = True  # as PyYAML, with which the frameworks read it
+    files.width = 4096  # lines stay as long as they are
+    if re.search(r":[^\S\n]*(?:#.*)?\n +- ", text):
+        files.indent(sequence=4, offset=2)
+    return files
+
+
+def _load(path: Path) -> Any:
+    """Return the content of a file with its comments; None if it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if path.suffix == ".json" else _files(text).load(text)
+    except (OSError, ValueError, YAMLError):
+        return None
+
+
+def _text(data: Any, path: Path) -> str:
+    if path.suffix == ".json":
+        return json.dumps(data, indent=2) + "\n"
+    text = io.StringIO()
+    _files(path.read_text(encoding="utf-8")).dump(data, text)
+    return text.getvalue()

@@ -1,0 +1,205 @@
+"""The program that the ranks of a command run, from the recorded starts of its Python processes.
+
+Pure; `dsat.in_trial.start_record` records them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dsat.command import entrypoint as entrypoints
+from dsat.command.entrypoint import Entrypoint, split_interpreter
+from dsat.command.placement import VISIBLE, Launch
+from dsat.errors import UserInputError
+from dsat.values.codec import Recorded
+
+_SPAWNED = "--multiprocessing-fork"
+# What DeepSpeed's launcher puts in front of each rank's arguments, and `torch.distributed.launch`.
+_LOCAL_RANK, _DASHED_LOCAL_RANK = "--local_rank", "--local-rank"
+ONE_TRAINING = "Give the command of one training alone, for example: -- torchrun train.py ..."
+ONE_NODE = "Start it on one machine here, for example: -- torchrun train.py ..."
+# Variables that launchers set for each rank anew, or that say nothing of the training.
+_OF_A_START = frozenset(
+    """
+    RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK
+    ROLE_NAME ROLE_WORLD_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT NODE_RANK
+    PWD OLDPWD SHLVL _ MAKEFLAGS MAKELEVEL MAKE_TERMOUT MAKE_TERMERR MFLAGS HYDI_CONTROL_FD
+    NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_ASYNC_ERROR_HANDLING PYTORCH_NVML_BASED_CUDA_CHECK
+    """.split()
+)
+_PREFIXES_OF_A_START = tuple(
+    "TORCHELASTIC_ OMPI_ OPAL_ ORTE_ PMIX_ PMI_ PRTE_ MPI_ MPIR_ HYDRA_ SLURM_ "
+    "SLURMD_ SRUN_ IPATH_".split()
+)
+
+_THREADS = ("OMP_NUM_THREADS", "1")  # of launchers, where the user gives no other number
+# Variables in which launchers give the number of ranks, in all and on a node.
+_IN_ALL = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_ON_THIS_NODE = tuple(
+    "LOCAL_WORLD_SIZE LOCAL_SIZE OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS".split()
+)
+
+
+@dataclass(frozen=True)
+class RankStart(Recorded):
+    """Start of one process of a command that called `deepspeed.initialize`.
+
+    Attributes:
+        rank, size: given by its launcher; 0 of 1 without one.
+        forked: a Python process forked it, without starting an interpreter.
+        executable: its interpreter.
+        prefix: of its environment (`sys.prefix`).
+        version: of Python.
+        command: the interpreter with its options, the program and its arguments.
+        argv: `sys.argv` of the process, or of that which has spawned it.
+        cwd: its working folder.
+        env: its variables when it began, and the devices that it has chosen since.
+        cores: that the process could use when it began.
+        config: what it passed to `deepspeed.initialize`.
+        config_problem: why that cannot be written as JSON, if so.
+    """
+
+    rank: int
+    size: int
+    forked: bool
+    executable: str
+    prefix: str
+    version: tuple[int, ...]
+    command: tuple[str, ...]
+    cwd: str
+    env: Mapping[str, str] = field(repr=False)  # may hold credentials
+    argv: tuple[str, ...] = ()
+    cores: tuple[int, ...] = ()
+    config: Mapping[str, Any] | None = None
+    config_problem: str = ""
+
+    @property
+    def on_this_node(self) -> int:
+        """Number of the training's ranks on this machine; all of them if no launcher tells."""
+        is_told = str(self.size) in map(self.env.get, _IN_ALL)  # and not by the script itself
+        if _why_made(self) or not is_told:
+            return self.size
+        told = [self.env[name] for name in _ON_THIS_NODE if self.env.get(name, "").isdigit()]
+        return min(self.size, int(told[0])) if told else self.size
+
+
+def check_one_training(ranks: Sequence[RankStart]) -> None:
+    """Raise UserInputError unless the processes are the ranks of one training on one machine."""
+    numbers = [rank.rank for rank in ranks]
+    size = ranks[0].size
+    if len(set(numbers)) < len(numbers) or any(rank.size != size for rank in ranks):
+        starts = max(numbers.count(number) for number in numbers)
+        raise UserInputError(
+            f"starts {max(starts, 2)} trainings, and dsat tunes one",
+            where="command",
+            hint=ONE_TRAINING,
+        )
+    if len(ranks) < size:
+        raise UserInputError(
+            f"is one of several nodes: {len(ranks)} of its {size} ranks started here",
+            where="command",
+            hint=ONE_NODE,
+        )
+
+
+def program_of(
+    ranks: Sequence[RankStart],
+    command: Sequence[str],
+    env: Mapping[str, str],
+    cores: Collection[int],
+) -> Entrypoint:
+    """Return the program that the ranks of a command run."""
+    check_one_training(ranks)
+    first = min(ranks, key=lambda rank: rank.rank)
+    needs_command = _why_not_by_themselves(first)
+    program = _as_seen(first) if needs_command else entrypoints.of_interpreter(first.command[1:])
+    local_rank = f"={first.env.get('LOCAL_RANK', '0')}"
+    passes_local_rank = program.args[:1] == (_LOCAL_RANK + local_rank,)
+    passes_dashed = program.args[:1] == (_DASHED_LOCAL_RANK + local_rank,)
+    if passes_dashed and not needs_command:
+        needs_command = f"their launcher passes {_DASHED_LOCAL_RANK} to each"
+    bound = _bound_cores(ranks, cores) if passes_local_rank else ()
+    is_mine = (first.prefix, first.version) == (sys.prefix, tuple(sys.version_info[:2]))
+    return replace(
+        program,
+        args=program.args[1:] if passes_local_rank or passes_dashed else program.args,
+        launch=Launch(
+            binds_cores=bool(bound), core_list=bound, passes_local_rank=passes_local_rank
+        ),
+        env={**_difference(first.env, env), **_chosen_devices(ranks, env)},
+        interpreter="" if is_mine else first.executable,
+        slots=first.size,
+        started_by=tuple(command),
+        needs_command=needs_command,
+        takes_hf_flags=entrypoints.parses_hf_arguments(program, Path(first.cwd)),
+    )
+
+
+def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[int, ...]:
+    """Return the cores that DeepSpeed's launcher bound the ranks to, in the order of the ranks.
+
+    None without `--bind_cores_to_rank`.
+    """
+    bound = [core for rank in sorted(ranks, key=lambda rank: rank.rank) for core in rank.cores]
+    is_shared = len(set(bound)) < len(bound)
+    return () if is_shared or (len(ranks) == 1 and set(bound) == set(cores)) else tuple(bound)
+
+
+def _why_not_by_themselves(first: RankStart) -> str:
+    """Return the reason why a process needs its command to start it; empty if it does not."""
+    if made := _why_made(first):
+        return made
+    _, program = split_interpreter(first.command[1:])
+    if program[:1] in ([], ["-c"], ["-"]):
+        return "their program is in no file (-c, standard input)"
+    script = [] if program[0] == "-m" else [program[0]]
+    for path in [first.cwd, first.executable, *script]:
+        if not (Path(first.cwd) / path).exists():
+            return f"{path} is gone when the command has ended"
+    return ""
+
+
+def _why_made(rank: RankStart) -> str:
+    is_made = rank.forked or _SPAWNED in rank.command
+    return "another Python process makes them (multiprocessing)" if is_made else ""
+
+
+def _as_seen(first: RankStart) -> Entrypoint:
+    """The program of a process, as far as it can be named, with its arguments."""
+    _, program = split_interpreter(first.command[1:])
+    if program[:1] == ["-m"]:
+        return Entrypoint(module=program[1], args=tuple(program[2:]))
+    script = first.argv[0] if first.argv else ""
+    is_there = bool(script) and (Path(first.cwd) / script).is_file()
+    return Entrypoint(script=script if is_there else "", args=first.argv[1:])
+
+
+def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Variables that a command adds, except those of the start itself."""
+    return {
+        name: value
+        for name, value in has.items()
+        if given.get(name) != value
+        and ((name, value) != _THREADS or name in given)
+        and name not in (*_OF_A_START, *VISIBLE)
+        and not name.startswith(_PREFIXES_OF_A_START)
+    }
+
+
+def _chosen_devices(ranks: Sequence[RankStart], given: Mapping[str, str]) -> dict[str, str]:
+    """Return variables by which the command itself chooses the machine's devices.
+
+    A launcher that gives each rank a device of its own chooses none, nor does DeepSpeed's, which
+    numbers as many as there are ranks.
+    """
+    numbered = ",".join(map(str, range(len(ranks)))) if "CROSS_SIZE" in ranks[0].env else None
+    found = {}
+    for name in VISIBLE:
+        value, *others = {rank.env.get(name) for rank in ranks}
+        if value and not others and value not in (given.get(name), numbered):
+            found[name] = value
+    return found

@@ -1,0 +1,305 @@
+"""A training script's own command-line flags that must agree with a trial's configuration.
+
+Hugging Face's `TrainingArguments` name the batch sizes a second time, and the Trainer refuses to
+run when they and the DeepSpeed configuration differ (transformers/integrations/deepspeed.py). For
+other scripts `arg_mappings` names the flags that repeat settings. Pure functions on lists of
+arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsat.command import switches as known_switches
+from dsat.command.ds_config import AUTO, BATCH_KEYS, at, did_you_mean, whole_number
+from dsat.command.switches import CHECKPOINTING, CHECKPOINTING_FLAGS
+from dsat.errors import UserInputError
+
+HF_BATCH_FLAGS: Mapping[str, str] = {
+    "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
+    "gradient_accumulation_steps": "--gradient_accumulation_steps",
+}
+# Defaults of the flags (transformers/training_args.py).
+_HF_DEFAULTS = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
+# Flags of TrainingArguments that repeat a DeepSpeed setting. A Trainer's script has them all.
+_HF_KNOWN = frozenset(
+    """
+    gradient_accumulation_steps gradient_checkpointing learning_rate max_grad_norm
+    per_device_train_batch_size warmup_steps weight_decay
+    """.split()
+)
+
+_TRUE = frozenset("true yes t y 1".split())  # HfArgumentParser's
+_BOOLEANS = _TRUE | frozenset("false no f n 0".split())
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One occurrence of a flag.
+
+    Attributes:
+        flag: index of the flag itself.
+        value: index of its value: the same for `--flag=value`, None for a bare flag.
+    """
+
+    flag: int
+    value: int | None
+
+    def read(self, args: Sequence[str]) -> str:
+        """Return the value; "" for a bare flag."""
+        if self.value is None:
+            return ""
+        return args[self.value].partition("=")[2] if self.value == self.flag else args[self.value]
+
+    def write(self, args: list[str], value: object) -> None:
+        """Replace the value, or insert one after a bare flag."""
+        if self.value is None:
+            args.insert(self.flag + 1, str(value))
+        elif self.value == self.flag:
+            args[self.flag] = f"{args[self.flag].partition('=')[0]}={value}"
+        else:
+            args[self.value] = str(value)
+
+
+def rewrite(
+    args: Sequence[str], values: Mapping[str, Any], mappings: Mapping[str, str], *, add: bool
+) -> tuple[str, ...]:
+    """Return the arguments with the flags of `mappings` set to `values`.
+
+    `--flag value`, `--flag=value` and dashes in place of underscores are understood, and every
+    occurrence of a repeated flag is changed. A flag whose value is "auto" or None stays as it is. A
+    bare switch is kept for True and removed for False.
+
+    Args:
+        args: of the script.
+        values: by the keys of `mappings`.
+        mappings: the flag of each key, with its leading dashes.
+        add: also give flags that the user did not.
+
+    Raises:
+        UserInputError: a value is a whole section, which no flag can hold.
+    """
+    result = list(args)
+    for key, flag in mappings.items():
+        value = values.get(key)
+        if value is None or value == AUTO:
+            continue
+        if isinstance(value, bool):
+            _switch(result, flag, value, add=add)
+        elif isinstance(value, (int, float, str)):
+            _set(result, flag, value, add=add)
+        else:
+            raise UserInputError(
+                f"{flag} cannot be given {key}, which is no single value: {value!r}",
+                where="arg_mappings",
+                hint=f"Map a setting below {key} instead.",
+            )
+    return tuple(result)
+
+
+def _set(args: list[str], flag: str, value: float | str, *, add: bool) -> None:
+    places = _places(args, flag)
+    for place in reversed(places):
+        place.write(args, value)
+    if add and not places:
+        _append(args, flag, str(value))
+
+
+def _switch(args: list[str], flag: str, value: bool, *, add: bool) -> None:
+    """Switch a flag on or off, in its own form or else as a bare flag."""
+    negative = _places(args, f"--no_{flag.lstrip('-')}")
+    if value:  # argparse would let it win if it comes last
+        for place in reversed(negative):
+            del args[place.flag]
+    places = _places(args, flag, switch=True)
+    for place in reversed(places):
+        if place.value is not None:
+            place.write(args, value)
+        elif not value:
+            del args[place.flag]
+    if places or not add:
+        return
+    if value:
+        _append(args, flag)
+    elif looks_like_hf(args) and not negative:
+        # Classes made of TrainingArguments may have it true by default (trl's SFTConfig).
+        _append(args, flag, str(value))
+
+
+def _append(args: list[str], *words: str) -> None:
+    end = _end(args)
+    args[end:end] = words
+
+
+def value_of(args: Sequence[str], flag: str) -> str | None:
+    """Return the value of a flag's last occurrence; "" for a bare flag, None if there is none."""
+    places = _places(args, flag)
+    return places[-1].read(args) if places else None
+
+
+def is_on(args: Sequence[str], flag: str) -> bool:
+    """Tell whether a switch is there, and not given a word for false."""
+    places = _places(args, flag, switch=True)
+    return bool(places) and (places[-1].read(args) or "true").lower() in _TRUE
+
+
+def config_flag(args: Sequence[str]) -> str | None:
+    """Return the flag that names the DeepSpeed configuration, if there is one.
+
+    `--deepspeed` is a switch in plain DeepSpeed scripts and takes a file in Hugging Face's.
+    """
+    if value_of(args, "--deepspeed_config"):
+        return "--deepspeed_config"
+    return "--deepspeed" if looks_like_hf(args) else None
+
+
+def with_config(args: Sequence[str], path: str) -> tuple[str, ...]:
+    """Return the arguments with another DeepSpeed configuration, if they name one."""
+    flag = config_flag(args)
+    return tuple(args) if flag is None else rewrite(args, {flag: path}, {flag: flag}, add=False)
+
+
+def looks_like_hf(args: Sequence[str]) -> bool:
+    """Tell whether a Trainer's argument names the DeepSpeed configuration."""
+    return (value_of(args, "--deepspeed") or "").endswith(".json")
+
+
+def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
+    """Return the flags that follow a trial: the user's own, and those of TrainingArguments.
+
+    Scripts without a Trainer that have the flags of its batch sizes mean the same by them.
+
+    Args:
+        args: of the script.
+        given: the user's `arg_mappings`.
+    """
+    is_hf = looks_like_hf(args)
+    found = {key: flag for key, flag in HF_BATCH_FLAGS.items() if is_hf or _places(args, flag)}
+    for flag in CHECKPOINTING_FLAGS:
+        if is_hf and _places(args, flag):
+            found[CHECKPOINTING] = flag
+    return {**found, **given}
+
+
+def checked(mappings: Mapping[str, str], args: Sequence[str], *, where: str) -> dict[str, str]:
+    """Return the user's mappings, each flag spelled as in the arguments (dashes or underscores).
+
+    Raises:
+        UserInputError: a flag is not among the arguments, and no Trainer knows it.
+    """
+    given = {_plain(flag): flag for flag in (arg.partition("=")[0] for arg in args)}
+    words = {_plain(arg.partition("=")[0]): arg.partition("=")[0] for arg in args if "=" in arg}
+    is_trainer = bool(value_of(args, "--deepspeed"))
+    spelled = {}
+    for setting, flag in mappings.items():
+        found = given.get(_plain(flag)) or words.get(_plain(flag.lstrip("-")))
+        is_known = is_trainer and _plain(flag).lstrip("_") in _HF_KNOWN
+        # A switch that is off is not there.
+        if found is None and not is_known and setting != CHECKPOINTING:
+            raise UserInputError(
+                f"maps {setting} to {flag}, which the training script does not get",
+                where=where,
+                hint=did_you_mean(flag, given.values())
+                + f"Add {flag} to its arguments, or correct the mapping.",
+            )
+        spelled[setting] = found or flag
+    return spelled
+
+
+def setting(config: Mapping[str, Any], key: str) -> Any:
+    """Return a setting by its name, wherever in the configuration, or by its path with dots.
+
+    None if there is no such setting.
+    """
+    found = at(config, key)
+    if found is not None:
+        return found
+    inner = (setting(part, key) for part in config.values() if isinstance(part, Mapping))
+    return next((value for value in inner if value is not None), None)
+
+
+def for_trial(
+    args: Sequence[str],
+    config: Mapping[str, Any],
+    switches: Mapping[str, Any],
+    given: Mapping[str, str],
+    *,
+    add: bool,
+) -> tuple[str, ...]:
+    """Return the arguments of a script under a trial's configuration.
+
+    Args:
+        args: the user's own.
+        config: the trial's whole DeepSpeed configuration.
+        switches: the trial's values of the script's own switches.
+        given: the user's `arg_mappings`.
+        add: also give the flags of TrainingArguments that the user did not.
+    """
+    mappings = mappings_for(args, given)
+    values = {key: setting(config, key) for key in mappings if key not in switches}
+    found = rewrite(args, values, mappings, add=add)
+    for name, value in switches.items():
+        flag = given.get(name) or known_switches.flag_of(name, args, takes_hf_flags=add)
+        if flag is not None:
+            for each, said in known_switches.flag_values(flag, value).items():
+                known = add or each == flag  # another flag only where the parser has it
+                found = rewrite(found, {each: said}, {each: each}, add=known)
+    return found
+
+
+def batch_from_args(
+    config: Mapping[str, Any], args: Sequence[str], given: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return a configuration with the batch sizes of the script's flags in place of "auto".
+
+    The Trainer's flags have defaults. What cannot be known stays as it is.
+
+    Args:
+        config: the user's DeepSpeed configuration.
+        args: of their script.
+        given: their `arg_mappings`.
+    """
+    mappings, found = mappings_for(args, given), dict(config)
+    is_given = isinstance(config.get(BATCH_KEYS[0]), int)  # from which the others follow
+    for key, default in _HF_DEFAULTS.items():
+        if config.get(key) not in (None, AUTO) or key not in mappings:
+            continue
+        text = value_of(args, mappings[key])
+        if text is not None:
+            number = int(text) if re.fullmatch(r"\+?[0-9]+", text, re.ASCII) else text
+            found[key] = whole_number(number, mappings[key])
+        elif looks_like_hf(args) and (config.get(key) == AUTO or not is_given):
+            found[key] = default
+    return found
+
+
+def _places(args: Sequence[str], flag: str, *, switch: bool = False) -> list[_Place]:
+    """Find all places of a flag before `--`; a switch's value is a boolean's word."""
+    wanted, places = _plain(flag), []
+    is_word = not flag.startswith("-")  # `trainer.batch_size=4`, as Hydra takes it
+    for index in range(_end(args)):
+        name, equals, _ = args[index].partition("=")
+        is_other = not equals if is_word else not name.startswith("-")
+        if is_other or _plain(name) != wanted:
+            continue
+        has_value = index + 1 < _end(args) and _is_value(args[index + 1], switch=switch)
+        value = index if equals else index + 1 if has_value else None
+        places.append(_Place(index, value))
+    return places
+
+
+def _plain(flag: str) -> str:
+    return flag.replace("-", "_")
+
+
+def _is_value(arg: str, *, switch: bool) -> bool:
+    if switch:
+        return arg.lower() in _BOOLEANS
+    return not arg.startswith("-") or re.fullmatch(r"-\d*\.?\d+(e-?\d+)?", arg) is not None
+
+
+def _end(args: Sequence[str]) -> int:
+    return args.index("--") if "--" in args else len(args)

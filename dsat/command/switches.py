@@ -1,0 +1,304 @@
+"""Switches of a training script and its environment, beside the DeepSpeed configuration.
+
+A trial holds the values that differ from the script's own in `Trial.script_args`. Names are those
+of `SWITCHES`, and of the user's own switches (`--switch`): a flag of the script with its dashes,
+`ENV:NAME` for a variable, `TrainingArguments.NAME` for any other field of the Trainer's arguments.
+Values that only the installed packages and the model know are found in the rank
+(`dsat.in_trial.script_switches`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dsat.values.outcome import ScriptSwitch
+
+CHECKPOINTING = "gradient_checkpointing"
+NEWER_CHECKPOINTING = "activation_checkpointing"  # since transformers 5, with the other as an alias
+ATTENTION = "attn_implementation"
+COMPILE = "torch_compile"
+LIGER = "use_liger_kernel"
+WORKERS = "dataloader_num_workers"
+BIND_CORES = "bind_cores_to_rank"
+CHECKPOINTING_FLAGS = (f"--{CHECKPOINTING}", f"--{NEWER_CHECKPOINTING}")
+TILED_MLP = "tiled_mlp"
+# Ways of gradient checkpointing.
+EVERY_SECOND, REENTRANT, OFFLOADED = "every_2_layers", "reentrant", "offload"
+MODEL_SWITCHES = (CHECKPOINTING, ATTENTION, LIGER, TILED_MLP)  # that a simulation can set
+VARIABLE, ARGUMENT = "ENV:", "TrainingArguments."  # begin names of switches
+_TOKENS = "tokens_per_second"
+
+# Warnings of trials that replaced what the script's code gives to a Trainer or to accelerate.
+OTHER_BATCH = "the script's TrainingArguments set other batch sizes, which trials replace"
+OTHER_CONFIG = (
+    "the script's own code gives the DeepSpeed configuration (to TrainingArguments or "
+    "DeepSpeedPlugin), which trials replace"
+)
+OTHER_PARALLELISM = "the script's own ParallelismConfig has another sp_size, which trials replace"
+OTHER_ACCUMULATION = (
+    "the script's Trainer of Lightning has another accumulate_grad_batches, which trials replace"
+)
+# By these: what the verdict tells to write in the script, for a batch.
+OF_CODE = {
+    OTHER_BATCH: "TrainingArguments(per_device_train_batch_size={0.micro_batch}, "
+    "gradient_accumulation_steps={0.gas})",
+    OTHER_CONFIG: "best_ds_config.json in place of the configuration in its code",
+    OTHER_ACCUMULATION: "lightning.Trainer(accumulate_grad_batches={0.gas}), with "
+    "best_ds_config.json but for its gradient_accumulation_steps in DeepSpeedStrategy(config=...)",
+    OTHER_PARALLELISM: "ParallelismConfig(sp_size={0.parallelism.sequence})",
+}
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A switch that dsat knows.
+
+    Attributes:
+        reason: why it is worth trying, in one line.
+        values: to try beside the script's own; of a variable, in place of none. Empty where the
+            rank finds them.
+        field: it is a field of TrainingArguments, and a flag of scripts that parse these.
+        code: the line that sets it in a script, with `{value}` for the value.
+        on_request: it changes what is computed, or seldom helps: only with `--tune`.
+        on_device: it matters where slots are accelerators.
+        offloading: it matters where something is offloaded.
+        memory: it changes the memory of the model's activations.
+        metric: the only metric under which its trials compare; any if empty.
+    """
+
+    reason: str
+    values: tuple[Any, ...] = ()
+    field: bool = True
+    code: str = ""
+    on_request: bool = False
+    on_device: bool = False
+    offloading: bool = False
+    memory: bool = False
+    metric: str = ""
+
+
+def _variable(reason: str, *values: str) -> Switch:
+    return Switch(reason, values, field=False, on_request=True, on_device=True)
+
+
+_PACKING = "no computation is spent on padding; samples are other ones, so losses change"
+SWITCHES: Mapping[str, Switch] = {
+    CHECKPOINTING: Switch(
+        "activations are computed again in the backward pass, not kept",
+        code="model.gradient_checkpointing_enable()",
+        memory=True,
+    ),
+    ATTENTION: Switch(
+        "kernel of the attention layers",
+        field=False,
+        code='model.set_attn_implementation("{value}"), or attn_implementation="{value}" in '
+        "from_pretrained",
+        memory=True,
+    ),
+    WORKERS: Switch("worker processes load data beside the training"),
+    "dataloader_pin_memory": Switch(
+        "batches in pinned memory are copied to the device faster", (True,), on_device=True
+    ),
+    "dataloader_persistent_workers": Switch(
+        "workers of the data loader stay from epoch to epoch", (True,), on_request=True
+    ),
+    "optim": Switch("one kernel updates many parameters", ("adamw_torch_fused", "adamw_torch")),
+    COMPILE: Switch(
+        "compiled kernels read and write memory less often",
+        (True,),
+        code="engine.compile() after deepspeed.initialize",
+        on_device=True,
+    ),
+    LIGER: Switch(
+        "fused kernels of Liger, which do not keep the logits",
+        (True,),
+        code="liger_kernel.transformers._apply_liger_kernel_to_instance(model=model)",
+        on_device=True,
+        memory=True,
+    ),
+    TILED_MLP: Switch(
+        "long sequences pass each MLP in parts, of which one at a time is kept",
+        (True,),
+        field=False,
+        code="TiledMLP.apply in the forward of each MLP (its docstring in "
+        "deepspeed/runtime/sequence_parallel/ulysses_sp.py)",
+        on_request=True,
+        memory=True,
+    ),
+    BIND_CORES: Switch(
+        "each rank's optimizer has its own cores, near its memory",
+        (True,),
+        field=False,
+        on_device=True,
+        offloading=True,
+    ),
+    "packing": Switch(_PACKING, (True,), on_request=True, memory=True, metric=_TOKENS),
+    "padding_free": Switch(_PACKING, (True,), on_request=True, memory=True, metric=_TOKENS),
+    # Environment variables of CUDA (CUDA C++ Programming Guide) and NCCL (NCCL User Guide).
+    "ENV:CUDA_DEVICE_MAX_CONNECTIONS": _variable("kernels start in the order of the script", "1"),
+    "ENV:NCCL_MIN_NCHANNELS": _variable("more blocks of the device move data", "16", "32"),
+    "ENV:NCCL_BUFFSIZE": _variable("larger pieces cost less latency", str(2**23), str(2**24)),
+}
+
+
+def is_switch(name: str) -> bool:
+    """Tell a switch from a setting of DeepSpeed."""
+    return name in SWITCHES or name.startswith(("--", VARIABLE, ARGUMENT))
+
+
+def in_memory(name: str) -> bool:
+    """Return whether a switch changes the memory of activations, as far as is known."""
+    return name in SWITCHES and SWITCHES[name].memory
+
+
+def field_of(name: str) -> str | None:
+    """Return the field of TrainingArguments that a switch sets, if it sets one."""
+    if name.startswith(ARGUMENT):
+        return name.removeprefix(ARGUMENT)
+    return name if name in SWITCHES and SWITCHES[name].field else None
+
+
+def is_of_code(name: str, found: Mapping[str, ScriptSwitch]) -> bool:
+    """Return whether a script sets a field of its TrainingArguments by code of its own.
+
+    Args:
+        name: of the switch.
+        found: all switches that the script turned out to have.
+    """
+    in_arguments = any(switch.in_arguments for switch in found.values())
+    is_field = name in found and field_of(name) is not None
+    return is_field and in_arguments and not found[name].in_arguments
+
+
+def flag_of(name: str, given: Iterable[str], *, takes_hf_flags: bool) -> str | None:
+    """Return the script's flag for a switch, with its dashes; None if it has none.
+
+    Args:
+        name: of the switch.
+        given: the script's arguments.
+        takes_hf_flags: the script parses TrainingArguments, so their fields are flags.
+    """
+    if name.startswith("--"):
+        return name
+    field = field_of(name)
+    names = CHECKPOINTING_FLAGS if name == CHECKPOINTING else (f"--{field or name}",)
+    words = {word.partition("=")[0].replace("-", "_") for word in given if word.startswith("--")}
+    known = [flag for flag in names if flag.replace("-", "_") in words]
+    if takes_hf_flags and field is not None:
+        known.append(names[0])
+    return known[0] if known else None
+
+
+def flag_values(flag: str, value: Any) -> dict[str, Any]:
+    """Return the flags that give a switch a value, which are two for a way of checkpointing."""
+    if flag in CHECKPOINTING_FLAGS and isinstance(value, str):
+        return {flag: True, f"{flag}_kwargs": json.dumps(checkpointing(value))}
+    return {flag: value}
+
+
+def fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of TrainingArguments that switches set, as a file of them has them."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        field = field_of(name)
+        if name == CHECKPOINTING and isinstance(value, str):
+            found |= {name: True, f"{name}_kwargs": checkpointing(value)}
+        elif field is not None and value is not None:
+            found[field] = value
+    return found
+
+
+def variables(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment variables among the values of switches."""
+    return {
+        name.removeprefix(VARIABLE): str(value)
+        for name, value in values.items()
+        if name.startswith(VARIABLE) and value is not None
+    }
+
+
+def instruction(name: str, value: Any, *, in_arguments: bool) -> str:
+    """Return what to write into a script, or where, for a switch to have a value."""
+    if name.startswith(("--", VARIABLE)):
+        return f"{name.removeprefix(VARIABLE)}={value}"
+    if name == BIND_CORES:
+        return "--bind_cores_to_rank of the deepspeed launcher"
+    if field_of(name) is not None and (in_arguments or not SWITCHES[name].code):
+        said = ", ".join(f"{field}={its!r}" for field, its in fields({name: value}).items())
+        return f"TrainingArguments({said})"
+    code = SWITCHES[name].code
+    return f"no `{code}`" if value is False else code.format(value=value)
+
+
+def checkpointing(value: str) -> dict[str, Any]:
+    """Return the keyword arguments of a way of gradient checkpointing.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    layers = re.fullmatch("every_([2-9])_layers", value)
+    if layers:
+        return {"every_n_layers": int(layers[1])}
+    if value == REENTRANT:
+        return {"use_reentrant": True}
+    if value == OFFLOADED:
+        return {"offload": True}
+    ways = f"{REENTRANT}, {OFFLOADED} nor {EVERY_SECOND}"
+    raise ValueError(f"{value!r} is neither true, false, {ways}")
+
+
+def parse(text: Any) -> tuple[str, tuple[Any, ...]]:
+    """Read `NAME=v1,v2`, `--flag=v1,v2`, `ENV:NAME=v1,v2` or a bare `--flag`.
+
+    Values of flags and variables stay text; those of fields are numbers and booleans where they
+    look like it. A bare flag has the values False and True.
+
+    Args:
+        text: as above, or the name and the values.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(text, tuple):
+        name, values = text
+        listed = values if isinstance(values, (list, tuple)) else [values]
+        if name.startswith("--") and all(isinstance(value, bool) for value in listed):
+            return name, (False, True)
+        text = write(name, listed)
+    name, equals, values = str(text).partition("=")
+    listed = [value for value in values.split(",") if value]
+    if re.fullmatch("--[A-Za-z0-9][A-Za-z0-9_.-]*", name) and (listed or not equals):
+        return name, tuple(listed) or (False, True)
+    if not listed or not re.fullmatch(r"(ENV:)?[A-Za-z_][A-Za-z0-9_.]*", name):
+        raise ValueError(
+            f"{text!r} is not of the form --FLAG=V1,V2 or NAME=V1,V2, for example "
+            "--num_workers=0,4,8"
+        )
+    if name.startswith(VARIABLE):
+        return name, tuple(listed)
+    name = name if name in SWITCHES or name.startswith(ARGUMENT) else f"{ARGUMENT}{name}"
+    found = tuple(_plain(value) for value in listed)
+    if name == CHECKPOINTING:
+        for value in found:
+            if not isinstance(value, bool):
+                checkpointing(str(value))
+    return name, found
+
+
+def write(name: str, values: Any) -> str:
+    """Write a switch with a value, or several, as a user would."""
+    values = values if isinstance(values, (list, tuple)) else [values]
+    said = [str(v).lower() if isinstance(v, bool) else str(v) for v in values]
+    return f"{name}={','.join(said)}"
+
+
+def _plain(text: str) -> Any:
+    try:
+        found = json.loads(text.lower())
+    except ValueError:
+        return text
+    return found if isinstance(found, (bool, int, float)) else text

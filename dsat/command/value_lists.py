@@ -1,0 +1,129 @@
+"""Lists of values in a DeepSpeed configuration, which span a search space."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dsat.command.ds_config import (
+    BATCH_KEYS,
+    STAGES,
+    check_sections,
+    check_stage,
+    whole_number,
+)
+from dsat.errors import UserInputError
+
+ALL_STAGES = "all"
+
+# The one section of `zero_optimization` whose fields are lists in themselves.
+_LISTS_BY_NATURE = frozenset({"leaf_module"})
+
+
+def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Split a configuration with lists of values into one without lists, and the lists.
+
+    Only lists in `zero_optimization` and of batch sizes count: elsewhere a list is a value.
+    Determined's `{"type": "categorical", "vals": [...]}` is a list too, and `"stage": "all"` (also
+    `"zero_optimization": "all"`) one of all stages. Lists inside a section of `zero_optimization`
+    become the sections that they multiply to: `{"device": "cpu", "pin_memory": [true, false]}` is a
+    list of two.
+
+    Returns:
+        The configuration with the first value in place of each list, and the lists by the names of
+        their settings, each value once and in the order given.
+
+    Raises:
+        UserInputError: a list is empty, holds an invalid value, or is not allowed there; or a
+            section has another form (`check_sections`).
+    """
+    base = dict(config)
+    listed: dict[str, list[Any]] = {}
+    for key in BATCH_KEYS:
+        values = _listed_values(base.get(key), f"{where}: {key}")
+        if values is None:
+            continue
+        if key == "train_batch_size":
+            raise UserInputError(
+                "cannot be a list",
+                where=f"{where}: {key}",
+                hint="List train_micro_batch_size_per_gpu and gradient_accumulation_steps instead.",
+            )
+        listed[key] = _distinct(whole_number(value, f"{where}: {key}") for value in values)
+        base[key] = listed[key][0]
+    zero = base.get("zero_optimization")
+    if zero == ALL_STAGES:
+        zero = {"stage": ALL_STAGES}
+    if isinstance(zero, Mapping):
+        base["zero_optimization"] = zero = dict(zero)
+        for key, value in zero.items():
+            options = _zero_values(key, value, f"{where}: zero_optimization.{key}")
+            if options is not None:
+                listed[key] = _distinct(options)
+                zero[key] = listed[key][0]
+    check_sections(base, where=where)
+    return base, listed
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    """Return each value once, in order; true and 1 are two."""
+    return list({json.dumps(value, sort_keys=True): value for value in values}.values())
+
+
+def _listed_values(value: Any, where: str) -> list[Any] | None:
+    """Return the values of a list in either form; None if it is a single value."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind in ("int", "double", "log"):
+        raise UserInputError(
+            f"is a range ({kind})", where=where, hint="Give a list of values instead."
+        )
+    if kind == "categorical":
+        value = value.get("vals", [])
+    if value == []:
+        raise UserInputError(
+            "is an empty list", where=where, hint="Give at least one value, or leave it out."
+        )
+    return value if isinstance(value, list) else None
+
+
+def _zero_values(key: str, value: Any, where: str) -> list[Any] | None:
+    """Return the values of a setting of `zero_optimization`; None if it has a single one."""
+    if key in _LISTS_BY_NATURE:
+        return None
+    values = [value] if (key, value) == ("stage", ALL_STAGES) else _listed_values(value, where)
+    if values is None:
+        return _product(value, where) if isinstance(value, Mapping) else None
+    return [option for item in values for option in _options(key, item, where)]
+
+
+def _options(key: str, item: Any, where: str) -> list[Any]:
+    """Return the values that an item of a list stands for."""
+    if isinstance(item, Mapping):
+        return _product(item, where) or [dict(item)]
+    if isinstance(item, list):
+        raise UserInputError(f"holds a list in a list, {item!r}", where=where)
+    if isinstance(item, float) and item.is_integer() and key != "ratio":
+        item = int(item)  # 5e8 is a size
+    if key != "stage":
+        return [item]
+    if item == ALL_STAGES:
+        return list(STAGES)
+    check_stage(item, where=where)
+    return [item]
+
+
+def _product(section: Mapping[str, Any], where: str) -> list[dict[str, Any]] | None:
+    """Return all combinations of a section's lists; None if it has none."""
+    listed = {}
+    for key, value in section.items():
+        options = _zero_values(key, value, f"{where}.{key}")
+        if options is not None:
+            listed[key] = _distinct(options)
+    if not listed:
+        return None
+    return [
+        {**section, **dict(zip(listed, combination, strict=True))}
+        for combination in itertools.product(*listed.values())
+    ]

@@ -1,0 +1,194 @@
+"""Checks of the environment before a script runs in it: `dsat doctor`."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.util
+import os
+import platform
+import re
+import runpy
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from dsat.engines import places
+from dsat.engines.machines.machine import find_machine
+from dsat.engines.places.base import Environment
+from dsat.errors import EngineError
+from dsat.prepare import packages
+from dsat.values.memory_size import readable
+
+OK, WARNING, FAILS = "ok", "warning", "fails"
+# Beside those that dsat itself requires.
+_FRAMEWORKS = ("transformers", "accelerate", "trl", "peft", "lightning", "determined")
+_SHARED, _SHARED_BYTES = "/dev/shm", 2**30  # noqa: S108  (Docker gives 64 MiB)
+_NVCC_LIMIT_S, _MASTER_LIMIT_S = 20.0, 3.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A part of the environment.
+
+    Attributes:
+        state: "ok"; "warning" if trials run, but something else does not work; "fails" if no trial
+            can run.
+        problem: what does not work, and why; empty if all does.
+        remedy: a command, or a step, that fixes it; empty if all works.
+    """
+
+    part: str
+    found: str
+    state: str = OK
+    problem: str = ""
+    remedy: str = ""
+
+
+def examine(cluster: str | None) -> list[Finding]:
+    """Check this process's environment without changing it.
+
+    Args:
+        cluster: address of the Determined master that is configured; None if none is.
+    """
+    findings = list(_packages())
+    # torch and DeepSpeed find the accelerators.
+    if all(packages.version(name) is not None for name in packages.TRAINING):
+        findings += _accelerators()
+    return [*findings, _compiler(), _shared_memory(), _place(cluster)]
+
+
+def _accelerators() -> Iterator[Finding]:
+    try:
+        machine = find_machine()
+    except EngineError as error:
+        problem, _, remedy = str(error).partition(" Check that ")
+        remedy = f"check that {remedy}" if remedy else "see the message"
+        yield Finding("accelerators", "unknown", FAILS, problem, remedy)
+        return
+    found, notes = machine.describe(), "; ".join(machine.warnings)
+    if machine.is_cpu:
+        problem = "DeepSpeed sees none: trials run on processor cores"
+        remedy = "nothing to do for a first try, or for `dsat estimate`"
+        if ctypes.util.find_library("cuda") is not None:
+            problem += ", although NVIDIA's driver is there"
+            remedy = (
+                "install torch for this driver's CUDA version, and see that CUDA_VISIBLE_DEVICES "
+                "is not empty"
+            )
+        yield Finding("accelerators", found, WARNING, problem, remedy)
+    elif notes:
+        remedy = "end the other programs, or choose devices by CUDA_VISIBLE_DEVICES"
+        yield Finding("accelerators", found, WARNING, notes, remedy)
+    else:
+        yield Finding("accelerators", found)
+    if machine.accelerator == "cuda":
+        yield _toolkit()
+
+
+def _packages() -> Iterator[Finding]:
+    yield Finding("python", platform.python_version())
+    for requirement in packages.requirements():
+        name = requirement.name
+        found, remedy = packages.version(name), f"pip install '{name}{requirement.specifier}'"
+        if found is None:
+            yield Finding(name, "missing", FAILS, "no trial can run without it", remedy)
+        elif not requirement.specifier.contains(found, prereleases=True):
+            problem = f"no trial begins: dsat needs {requirement.specifier}"
+            yield Finding(name, found, FAILS, problem, remedy)
+        elif name == "torch":
+            yield Finding(name, f"{found}, for CUDA {_cuda_of_torch() or 'none'}")
+        elif name == "deepspeed":
+            yield Finding(name, found)
+    there = {name: packages.version(name) for name in _FRAMEWORKS}
+    said = ", ".join(f"{name} {found}" for name, found in there.items() if found is not None)
+    yield Finding("frameworks", said or "none that dsat knows; a plain DeepSpeed script needs none")
+
+
+def _compiler() -> Finding:
+    part, [compiler, *_] = "C++ compiler", os.environ.get("CXX", "").split() or ["g++"]
+    if path := shutil.which(compiler):
+        return Finding(part, path)
+    problem = (
+        "DeepSpeed cannot compile its operators: CPUAdam for offloaded optimizers, FusedAdam, "
+        "several ranks on a CPU"
+    )
+    remedy = "apt install g++, or conda install -c conda-forge gxx"
+    return Finding(part, f"no {compiler}", WARNING, problem, remedy)
+
+
+def _toolkit() -> Finding:
+    """CUDA's compiler, as torch looks for it (torch/utils/cpp_extension.py, 2.15)."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    named = Path(home or "/usr/local/cuda") / "bin" / "nvcc"
+    nvcc = (None if home else shutil.which("nvcc")) or (str(named) if named.is_file() else None)
+    wanted = _cuda_of_torch()
+    remedy = f"conda install -c nvidia cuda-toolkit={wanted}, and set CUDA_HOME"
+    if nvcc is None:
+        problem = "FusedAdam and CPUAdam cannot be compiled: use torch's optimizer, no offloading"
+        return Finding("CUDA toolkit", "no nvcc", WARNING, problem, remedy)
+    release = _release(nvcc)
+    found = f"{nvcc} {release or 'does not answer'}"
+    # op_builder/builder.py of deepspeed 0.19.8, `assert_no_cuda_mismatch`
+    if wanted and release and wanted.split(".")[0] != release.split(".")[0]:
+        problem = f"torch has CUDA {wanted}: DeepSpeed refuses to compile operators"
+        return Finding("CUDA toolkit", found, WARNING, problem, remedy)
+    return Finding("CUDA toolkit", found)
+
+
+def _cuda_of_torch() -> str:
+    """Return the CUDA version of the installed torch, which is not imported; empty if none."""
+    spec = importlib.util.find_spec("torch")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    try:
+        return runpy.run_path(str(Path(folders[0]) / "version.py"))["cuda"] or ""
+    except (IndexError, OSError, KeyError):
+        return ""
+
+
+def _release(nvcc: str) -> str:
+    try:
+        done = subprocess.run(  # noqa: S603
+            [nvcc, "--version"], capture_output=True, text=True, timeout=_NVCC_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    release = re.search(r"release ([\d.]+)", done.stdout)
+    return release[1] if release else ""
+
+
+def _shared_memory() -> Finding:
+    try:
+        free = shutil.disk_usage(_SHARED).free
+    except OSError:
+        free = 0
+    if free >= _SHARED_BYTES:
+        return Finding(_SHARED, f"{readable(free)} free")
+    problem = "NCCL and loaders with workers share memory there, and end with a bus error"
+    remedy = "docker run --shm-size=8g, or --ipc=host"
+    return Finding(_SHARED, f"{readable(free)} free", WARNING, problem, remedy)
+
+
+def _place(cluster: str | None) -> Finding:
+    place = places.detect(Environment(os.environ))
+    here = "this machine" if place == "local" else f"--engine {place}"
+    if cluster is None:
+        return Finding("trials run on", here)
+    found = f"{here} for a command after --; the cluster at {cluster} for an experiment file"
+    try:  # determined's default ports (common/api/_util.py)
+        parts = urlsplit(cluster if "://" in cluster else f"http://{cluster}")
+        port = parts.port or (443 if parts.scheme == "https" else 8080)
+        socket.create_connection((parts.hostname or cluster, port), _MASTER_LIMIT_S).close()
+    except (OSError, ValueError) as error:  # ValueError: no address
+        problem = f"the cluster cannot be reached: {error}"
+        remedy = "correct DET_MASTER or `det user login`, or add --engine local"
+        return Finding("trials run on", found, WARNING, problem, remedy)
+    return Finding("trials run on", found)
+
+
+def worst(findings: list[Finding]) -> str:
+    """Return the worst state of all findings."""
+    return max((each.state for each in findings), key=(OK, WARNING, FAILS).index)

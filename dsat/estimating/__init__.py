@@ -1,0 +1,1 @@
+"""`dsat estimate`: the memory that each ZeRO stage and offloading needs."""

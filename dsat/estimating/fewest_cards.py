@@ -1,0 +1,102 @@
+"""The fewest GPUs of each usual size that hold a model."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsat.command import ds_config
+from dsat.memory.predictor import Basis, MemoryModel
+from dsat.search import cards as known
+from dsat.space.batch_rule import LARGEST_MICRO_BATCH
+from dsat.values import format as fmt
+from dsat.values import parallelism
+from dsat.values.table import Table
+from dsat.values.zero_strategy import NONE, Strategy
+
+SIZES = tuple(sorted({card.memory_bytes for card in known.table().values()}))
+# Numbers of cards that people rent: up to one host any number, then whole hosts.
+_HOST, _MOST = 8, 1024
+_COUNTS = (*range(1, _HOST), *range(_HOST, _MOST + 1, _HOST))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fewest cards of a size that hold a model.
+
+    Attributes:
+        memory_bytes: of a card.
+        cards: how many: any number up to 8, whole hosts of 8 above.
+        strategy: the first of the ladder that fits.
+        micro_batch: the largest that fits.
+        host_bytes: host memory for each card.
+    """
+
+    memory_bytes: int
+    cards: int
+    strategy: Strategy
+    micro_batch: int
+    host_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "strategy": self.strategy.name}
+
+
+def fewest(
+    basis: Basis,
+    base: Mapping[str, Any],
+    configuration: Callable[[Strategy, int], Mapping[str, Any]],
+    strategies: Sequence[Strategy],
+) -> list[Choice]:
+    """Return the fewest cards of each size: without offloading, and with it if fewer."""
+    offloading = [s for s in strategies if not NONE == s.offload_optimizer == s.offload_param]
+    without = [s for s in strategies if s not in offloading]
+    shared = parallelism.of_config(base)
+    total, *fixed = (base.get(key) for key in ds_config.BATCH_KEYS)
+    counts = [n for n in _COUNTS if n % shared.shared == 0]
+    if isinstance(total, int):
+        each = math.prod(size for size in fixed if isinstance(size, int))
+        counts = [n for n in counts if total % (each * shared.data(n)) == 0]
+
+    def on(cards: int, size: int, among: Sequence[Strategy]) -> Choice | None:
+        for strategy in among:
+            model = MemoryModel(basis, slots=cards, limit_bytes=size, on_device=True)
+            shape = model.shape(configuration(strategy, cards), {})
+            most = min(model.largest(shape), float(LARGEST_MICRO_BATCH))
+            if most >= 1:
+                return Choice(size, cards, strategy, int(most), round(shape.host_bytes))
+        return None
+
+    def first(size: int, among: Sequence[Strategy]) -> Choice | None:
+        # More cards need less of each, so the first number that is enough is between two others.
+        at = bisect.bisect_left(counts, True, key=lambda n: on(n, size, among) is not None)
+        return on(counts[at], size, among) if at < len(counts) else None
+
+    choices = []
+    for size in SIZES:
+        plain, offloaded = first(size, without), first(size, offloading)
+        is_less = offloaded and (plain is None or offloaded.cards < plain.cards)
+        choices += [plain, offloaded if is_less else None]
+    return [choice for choice in choices if choice is not None]
+
+
+def table(choices: Sequence[Choice]) -> list[str]:
+    """Return the lines of a table for people."""
+    heads = ["GPU", "number", "strategy", "largest micro batch", "host per GPU"]
+    rows = [
+        [
+            fmt.memory(choice.memory_bytes),
+            str(choice.cards),
+            choice.strategy.label,
+            str(choice.micro_batch),
+            fmt.memory(choice.host_bytes) if choice.host_bytes else "-",
+        ]
+        for choice in choices
+    ]
+    if not rows:
+        most = f"{_MOST} GPUs of {fmt.memory(SIZES[-1])}"
+        return [f"It fits no number of GPUs that divides your batch evenly, up to {most}."]
+    return Table(heads, rows, numbers=[*heads[:2], *heads[3:]]).markdown()

@@ -1,0 +1,228 @@
+"""The tables of `dsat estimate`: memory by strategy, number of devices and their memory."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from dsat.estimating import fewest_cards
+from dsat.estimating.fewest_cards import Choice
+from dsat.estimating.options import EstimateSettings
+from dsat.memory import closed_form
+from dsat.memory.closed_form import ModelFacts
+from dsat.memory.estimate import SIMULATED, MemoryEstimate
+from dsat.memory.predictor import Anchor, Basis, MemoryModel
+from dsat.memory.strategies import compared, with_strategy
+from dsat.prepare.simulated_model import SimulatedModel, simulate
+from dsat.simulation.protocol import Question
+from dsat.space.batch_rule import LARGEST_MICRO_BATCH
+from dsat.values import format as fmt
+from dsat.values import slow
+from dsat.values.table import Table
+from dsat.values.zero_strategy import Strategy
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Memory of one strategy on a number of devices.
+
+    Attributes:
+        slots: data-parallel devices.
+        estimate: with a micro batch of one sample.
+        needed: bytes that a device must have for that.
+        largest: the largest micro batch, by memory of a device; 0 if none fits.
+        longest: tokens of the longest sequence of one sample, by memory of a device; empty if
+            samples are not sequences.
+    """
+
+    strategy: Strategy
+    slots: int
+    estimate: MemoryEstimate
+    needed: int
+    largest: Mapping[int, int]
+    longest: Mapping[int, int]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy.name,
+            "slots": self.slots,
+            "memory": self.estimate.to_json(),
+            "peak_bytes": self.needed,
+            "largest_micro_batch": {str(size): count for size, count in self.largest.items()},
+            "longest_sequence": {str(size): tokens for size, tokens in self.longest.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory of each strategy.
+
+    Attributes:
+        lines: one for every strategy and number of devices.
+        cards: the fewest cards of each usual size.
+        sequence_length: tokens of a sample; None if samples are not sequences.
+    """
+
+    name: str
+    model: ModelFacts
+    lines: Sequence[Line]
+    cards: Sequence[Choice]
+    sequence_length: int | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Return False if no line could be simulated, and the formula answers for all of them."""
+        return not all(line.estimate.note for line in self.lines)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "model": vars(self.model),
+            "sequence_length": self.sequence_length,
+            "lines": [line.to_json() for line in self.lines],
+            "cards": [choice.to_json() for choice in self.cards],
+        }
+
+    def __str__(self) -> str:
+        facts, lines = self.model, self.lines
+        tokens = f" of {self.sequence_length:,} tokens" if self.sequence_length else ""
+        text = [
+            f"{self.name}: {facts.num_params:,} parameters, {facts.trainable_params:,} of them "
+            f"trained; activations {fmt.memory(facts.backward_bytes_per_sample)} per sample{tokens}"
+        ]
+        for slots in dict.fromkeys(line.slots for line in lines):
+            text += ["", f"{fmt.count(slots, 'GPU')}:", ""]
+            text += _table([line for line in lines if line.slots == slots])
+        sources = " and ".join(dict.fromkeys(line.estimate.source for line in lines))
+        text += [
+            "",
+            f"Source: {sources}. Largest micro batches leave 5 % free. The CUDA context and NCCL "
+            "need memory on top.",
+            *_failures(lines),
+            "",
+            f"The fewest GPUs of each size, by {sources}, with 5 % free:",
+            "",
+        ]
+        return "\n".join([*text, *fewest_cards.table(self.cards)])
+
+
+def estimate(settings: EstimateSettings) -> Estimate:
+    """Simulate a model and return its tables.
+
+    Raises:
+        UserInputError: the settings or the files are wrong.
+        DsatError: the model cannot be simulated.
+    """
+    with simulate(settings) as model:
+        return tables(model, settings)
+
+
+def tables(model: SimulatedModel, settings: EstimateSettings) -> Estimate:
+    """Return the tables of a model."""
+    config, simulator = model.config, model.simulator
+    facts, strategies = simulator.facts(config), compared(config)
+    pairs = list(itertools.product(settings.slot_counts, strategies))
+    questions = [
+        Question(with_strategy(config, strategy, slots), 1, slots) for slots, strategy in pairs
+    ]
+    estimates = [
+        closed_form.estimate(facts, asked.config, slots=asked.slots, micro_batch=1)
+        for asked in questions
+    ]
+    if settings.exact or needs_simulation(config):
+        with slow.logged(_log, f"simulating {len(questions)} lines of the table"):
+            answers = simulator.estimates(questions)
+        estimates = [
+            replace(formula, note=answer) if isinstance(answer, str) else answer
+            for formula, answer in zip(estimates, answers, strict=True)
+        ]
+    anchors = [
+        Anchor(asked.config, 1, found, asked.slots)
+        for asked, found in zip(questions, estimates, strict=True)
+        if found.source == SIMULATED
+    ]
+    basis, length = Basis.of_model(facts, anchors), simulator.script.sequence_length
+    lines = [
+        _line(basis, strategy, asked, found, settings.slot_memories, length)
+        for (_, strategy), asked, found in zip(pairs, questions, estimates, strict=True)
+    ]
+    cards = fewest_cards.fewest(basis, config, partial(with_strategy, config), strategies)
+    return Estimate(model.name, facts, lines, cards, length)
+
+
+def needs_simulation(config: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer is one that the closed form, which is Adam's, does not cover."""
+    kind = str((config.get("optimizer") or {}).get("type", "Adam"))
+    return kind.lower() not in ("adam", "adamw")
+
+
+def needed_bytes(basis: Basis, config: Mapping[str, Any], slots: int) -> int:
+    """Return the memory that one sample needs, without the copies that DeepSpeed makes at will."""
+    model = MemoryModel(basis, slots=slots, limit_bytes=0, on_device=True)
+    return model.predicted_bytes(model.shape(config, {}), 1)
+
+
+def _line(
+    basis: Basis,
+    strategy: Strategy,
+    asked: Question,
+    found: MemoryEstimate,
+    sizes: Sequence[int],
+    length: int | None,
+) -> Line:
+    largest, longest = {}, {}
+    for size in sizes:
+        model = MemoryModel(basis, slots=asked.slots, limit_bytes=size, on_device=True)
+        most = min(model.largest(model.shape(asked.config, {})), float(LARGEST_MICRO_BATCH))
+        largest[size] = int(most)
+        if length is not None:
+            longest[size] = int(most * length)
+    needed = needed_bytes(basis, asked.config, asked.slots)
+    return Line(strategy, asked.slots, found, needed, largest, longest)
+
+
+def _failures(lines: Sequence[Line]) -> list[str]:
+    """Return the lines of a table that could not be simulated, by the reason."""
+    reasons: dict[str, list[str]] = {}
+    for line in lines:
+        if line.estimate.note:
+            named = f"{line.strategy.label} on {line.slots}"
+            reasons.setdefault(line.estimate.note, []).append(named)
+    return [
+        f"By formula, because the simulation failed: {', '.join(named)} GPUs: {reason}"
+        for reason, named in reasons.items()
+    ]
+
+
+def _table(lines: Sequence[Line]) -> list[str]:
+    sizes = list(lines[0].largest)
+    heads = ["strategy", "GPU at micro batch 1", "host per GPU"]
+    heads += [f"largest on {fmt.memory(size)}" for size in sizes]
+    if lines[0].longest:
+        heads.append("longest sequence")
+    rows = [
+        [
+            line.strategy.label,
+            fmt.memory(line.needed),
+            fmt.memory(line.estimate.host) if line.estimate.host else "-",
+            *(str(count or "-") for count in line.largest.values()),
+            *(f"{tokens:,}" if tokens else "-" for tokens in list(line.longest.values())[-1:]),
+        ]
+        for line in lines
+    ]
+    first = {
+        size: next((line.strategy.label for line in lines if line.largest[size]), "none")
+        for size in sizes
+    }
+    fits = ", ".join(f"{fmt.memory(size)}: {label}" for size, label in first.items())
+    return [
+        *Table(heads, rows, numbers=heads[1:]).markdown(),
+        "",
+        f"First strategy that fits: {fits}",
+    ]

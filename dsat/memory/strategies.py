@@ -1,0 +1,54 @@
+"""The strategies that predictions compare, and the user's configuration with each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsat.command import ds_config
+from dsat.space.overrides import overrides_for, strategy_settings
+from dsat.values import parallelism
+from dsat.values.parallelism import DATA_ONLY, Parallelism
+from dsat.values.trial import BatchTriple
+from dsat.values.zero_strategy import LADDER, NVME, Strategy
+
+# A device needs the same memory whether state is offloaded to NVMe or to the host.
+COMPARED = tuple(s for s in LADDER if NVME not in (s.offload_optimizer, s.offload_param))
+
+
+def compared(config: Mapping[str, Any]) -> list[Strategy]:
+    """Return the strategies that DeepSpeed accepts with the user's other settings."""
+    return [strategy for strategy in COMPARED if strategy.stage >= ds_config.least_stage(config)]
+
+
+def with_strategy(
+    config: Mapping[str, Any],
+    strategy: Strategy,
+    slots: int,
+    shared: Parallelism | None = None,
+) -> dict[str, Any]:
+    """Return the user's configuration with another strategy, without batch sizes.
+
+    The number of accumulation steps is the one of the user's global batch on these slots.
+
+    Args:
+        shared: how slots share samples; by default as in the user's configuration, if the number of
+            slots allows it.
+    """
+    own = parallelism.of_config(config)
+    shared = shared or (DATA_ONLY if slots % own.shared else own)
+    settings = {**strategy_settings(strategy, config), "stage": strategy.stage}
+    if shared != own:
+        settings |= shared.settings
+    gas = _accumulation_steps(config, slots, shared)
+    merged = ds_config.for_use(config, overrides_for(settings, BatchTriple(gas, 1, gas)))
+    return ds_config.without_batch_sizes(merged)
+
+
+def _accumulation_steps(config: Mapping[str, Any], slots: int, shared: Parallelism) -> int:
+    total, micro, gas = (config.get(key) for key in ds_config.BATCH_KEYS)
+    if isinstance(gas, int):
+        return gas
+    if isinstance(total, int) and isinstance(micro, int):
+        return max(1, total // (micro * shared.data(slots)))
+    return 1

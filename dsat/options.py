@@ -1,0 +1,390 @@
+"""Options: declared once, read by the command line, the Python API and the documents.
+
+A field of a command's settings class holds its `Option`: flags, type, default, help and group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsat.command import switches
+from dsat.command.document import LARGEST_INTEGER
+from dsat.errors import UserInputError
+
+_MEMORY_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_MEMORY_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_LEAST_MEMORY = 2**20
+_TIME_UNITS = {"": 1, "S": 1, "M": 60, "MIN": 60, "H": 3600}
+_AMOUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_LARGEST_AMOUNT = 1e18
+_LONGEST_S = 1e9  # a longer timeout overflows in system calls
+OWN, ANY = "own", "any"  # in the place of a global batch size
+
+
+def _unique(values: Iterable[Any]) -> Any:
+    return tuple(dict.fromkeys(values))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The type of an option's values.
+
+    Attributes:
+        read: makes the setting's value of a word of a command line or a value of Python. Raises
+            ValueError for others.
+        write: writes the value as a user would.
+        metavar: the placeholder of a value in `--help`.
+        collect: makes the setting's value of several values, for options that take several.
+    """
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any], str] = str
+    metavar: str | None = None
+    collect: Callable[[Iterable[Any]], Any] = _unique
+
+
+class Group(enum.Enum):
+    """The headings of `--help` and the reference, in their order."""
+
+    FIRST = "most used"
+    TARGET = "target"
+    SPACE = "search space"
+    SEARCH = "search"
+    MEASURING = "measurement"
+    RUNNING = "execution of trials"
+    RESULT = "results"
+    METHOD = "options of this method"
+    PLACE = "on a Ray cluster"
+    CLUSTER = "on a Determined cluster only"
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of the command line, and a keyword argument of the Python API.
+
+    Attributes:
+        flags: on the command line, the long one last.
+        help: its text in `--help`, the reference and the API's docstring.
+        kind: None for a flag without a value.
+        default: as a user would write it.
+        metavar: the placeholder of a value in `--help`; by default the kind's.
+        choices: all values that are allowed, if they are few.
+        many: takes one value or more.
+        goes_with: flag of the option without which it has no effect.
+        excludes: flags of options that have no effect beside it.
+        group: its heading in `--help`.
+        shell_only: not an argument of the Python API.
+        old: earlier names, which work but are not documented.
+        name: field of the settings class.
+    """
+
+    flags: tuple[str, ...]
+    help: str
+    kind: Kind | None = None
+    default: Any = None
+    metavar: str | None = None
+    choices: tuple[Any, ...] | None = None
+    many: bool = False
+    goes_with: str = ""
+    excludes: tuple[str, ...] = ()
+    group: Group = Group.RUNNING
+    shell_only: bool = False
+    old: tuple[str, ...] = ()
+    name: str = ""
+
+    @property
+    def keyword(self) -> str:
+        """The argument of the Python API: the words of the long flag."""
+        return _keyword(self.flags[-1])
+
+    @property
+    def keywords(self) -> set[str]:
+        """The arguments of the Python API that set it, earlier names included."""
+        return {self.keyword, *(_keyword(flag) for flag in self.old if flag.startswith("--"))}
+
+    @property
+    def placeholder(self) -> str | None:
+        """The placeholder of a value in `--help`."""
+        return self.metavar or (self.kind.metavar if self.kind and not self.choices else None)
+
+    @property
+    def help_text(self) -> str:
+        """The help with the default, for people."""
+        is_plain = self.default not in (None, False) and not self.many
+        default = str(self.default).replace("%", "%%")
+        shown = f" (default: {default})" if is_plain and "(default" not in self.help else ""
+        return self.help + shown
+
+    @property
+    def initial(self) -> Any:
+        """The setting's value if the user gives none."""
+        if self.kind is None or self.default is None:
+            return self.default
+        if self.many:
+            return self.kind.collect(self.default)
+        return self.kind.read(self.default)
+
+    def takes(self, word: str) -> bool:
+        """Return whether a word is another value, not the first word of the user's command."""
+        if not self.many or self.kind in (None, PATH, SWITCH):  # any word may be a path
+            return False
+        try:
+            self.read(word)
+        except ValueError:
+            return False
+        return True
+
+    def read(self, value: Any) -> Any:
+        """Read one value.
+
+        Raises:
+            ValueError: the value is wrong; the message says how.
+        """
+        if self.kind is None:
+            if not isinstance(value, bool):
+                raise ValueError(f"{value!r} is not True or False")
+            return value
+        read = self.kind.read(value)
+        if self.choices is not None and read not in self.choices:
+            choices = ", ".join(map(str, self.choices))
+            raise ValueError(f"invalid choice: {read!r} (choose from {choices})")
+        return read
+
+    def from_python(self, value: Any) -> Any:
+        """Read the value of a keyword argument: one value, or a list or mapping of several.
+
+        Raises:
+            ValueError: the value is wrong; the message says how.
+        """
+        if self.kind is None or not self.many:
+            return None if value is None and self.default is None else self.read(value)
+        if isinstance(value, Mapping):
+            value = list(value.items())
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        return self.kind.collect(map(self.read, value if is_list else [value]))
+
+
+def _keyword(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def option(*flags: str, help: str, **attributes: Any) -> Any:
+    """Declare a field of a settings class with its `Option`; see there."""
+    declared = Option(flags, help, **attributes)
+    if declared.kind is None:
+        declared = dataclasses.replace(declared, default=False)
+    metadata = {"option": declared}
+    if isinstance(declared.initial, dict):
+        return dataclasses.field(default_factory=dict, metadata=metadata)
+    return dataclasses.field(default=declared.initial, metadata=metadata)
+
+
+def search_option(flag: str, help: str, **attributes: Any) -> Option:
+    """Declare an option of one search; see `Option` and `dsat.search.base.Search.options`."""
+    return Option((flag,), help, group=Group.METHOD, **attributes)
+
+
+def options_of(settings: Any) -> Iterator[Option]:
+    """Yield the options of a settings class, in the order of `--help`."""
+    for field in dataclasses.fields(settings):
+        if "option" in field.metadata:
+            yield dataclasses.replace(field.metadata["option"], name=field.name)
+
+
+def check_together(settings: Any) -> None:
+    """Raise UserInputError for an option that has no effect with the others."""
+    options = options_of(settings)
+    given = {o.flags[-1]: o for o in options if getattr(settings, o.name) != o.initial}
+    for flag, declared in given.items():
+        if declared.goes_with and declared.goes_with not in given:
+            raise UserInputError(f"goes with {declared.goes_with}", where=flag)
+        for other in declared.excludes:
+            if other in given:
+                raise UserInputError(f"excludes {other}: leave one of them out", where=flag)
+
+
+# -- kinds of values
+
+
+def _measure(value: Any, units: Mapping[str, int]) -> float:
+    """Return the number of `1.5GiB`, `10m` or `300B` in the smallest of its units; 0 for others."""
+    match = re.fullmatch(
+        r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)", _text(value).strip(), re.ASCII
+    )
+    return float(match[1]) * units.get(match[2].upper(), 0) if match else 0.0
+
+
+def memory_size(value: str | int) -> int:
+    """Return the bytes of `24GiB`, `512MB` or a plain number."""
+    size = _measure(value, _MEMORY_UNITS)
+    if not 1 <= size <= LARGEST_INTEGER:
+        raise ValueError(f"invalid memory size {value!r} (for example 24GiB)")
+    if size < _LEAST_MEMORY:
+        raise ValueError(f"{value!r} is {int(size)} bytes only (for example 24GiB)")
+    return int(size)
+
+
+def write_memory_size(size_bytes: int) -> str:
+    """Return the shortest way to write a number of bytes exactly."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size_bytes % _MEMORY_UNITS[unit.upper()] == 0:
+            return f"{size_bytes // _MEMORY_UNITS[unit.upper()]}{unit}"
+    return str(size_bytes)
+
+
+def _cards(value: str) -> tuple[int, int]:
+    """Return the number and the bytes of `8x80GiB`; of one card without a number."""
+    number, times, size = _text(value).rpartition("x")
+    return NUMBER_OF_CARDS.read(number) if times else 1, memory_size(size)
+
+
+def _cards_of_kind(value: str) -> tuple[int, str]:
+    """Return the number and the name of `64xH100`."""
+    number, times, name = _text(value).partition("x")
+    if not times or not name.strip():
+        raise ValueError(f"invalid cards {value!r} (for example 64xH100)")
+    return NUMBER_OF_CARDS.read(number.strip()), name.strip()
+
+
+def amount(value: str | float) -> float:
+    """Return the number of `1T`, `300B`, `40M` or a plain number."""
+    found = _measure(value, _AMOUNTS)
+    if not 0 < found < _LARGEST_AMOUNT:
+        raise ValueError(f"invalid amount {value!r} (for example 300B or 1T)")
+    return found
+
+
+def duration_s(value: str | float) -> float:
+    """Return the seconds of `90`, `90s`, `10m` or `1h`."""
+    duration = _measure(value, _TIME_UNITS)
+    if not 0 < duration <= _LONGEST_S:
+        raise ValueError(f"invalid duration {value!r} (for example 90s, 10m or 1h)")
+    return duration
+
+
+def at_least(least: int, most: int = LARGEST_INTEGER) -> Kind:
+    """Return the kind of whole numbers from `least` to `most`."""
+
+    def read(value: str | int) -> int:
+        try:
+            number = int(_text(value))
+        except ValueError:
+            raise ValueError(f"{value!r} is not a whole number") from None
+        if number < least:
+            raise ValueError(f"{number} is less than {least}")
+        if number > most:
+            raise ValueError(f"{number} is too large")
+        return number
+
+    return Kind(read, metavar="N")
+
+
+def _global_batch(value: str | int) -> int | str:
+    return str(value) if value in (OWN, ANY) else int(at_least(1).read(value))
+
+
+def _positive_number(value: str | float) -> float:
+    number = _number(value)
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{value} is not a positive number")
+    return number
+
+
+def _fraction(value: str | float) -> float:
+    percent = isinstance(value, str) and value.strip().endswith("%")
+    number = _number(str(value).strip()[:-1]) / 100 if percent else _number(value)
+    if not 0 <= number < 1:
+        raise ValueError(f"{value} is not a fraction below 1, such as 0.02 or 2%")
+    return number
+
+
+def _number(value: str | float) -> float:
+    try:
+        return float(_text(value))
+    except ValueError:
+        raise ValueError(f"{value!r} is not a number") from None
+
+
+def _text(value: Any) -> str:
+    """Return a number of Python as text of a command line."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError(f"{value!r} is neither text nor a number")
+    return str(value)
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not text")
+    return value
+
+
+def _path(value: Any) -> Path:
+    if not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"{value!r} is not a path")
+    return Path(value)
+
+
+def _arg_mapping(text: Any) -> tuple[str, str]:
+    """Return the parts of `KEY=FLAG`; the flag may be given without its dashes."""
+    if isinstance(text, tuple):
+        text = "=".join(map(_word, text))
+    key, _, flag = (part.strip() for part in _word(text).partition("="))
+    if not key or not flag:
+        raise ValueError(
+            f"{text!r} is not of the form KEY=FLAG, for example "
+            "train_micro_batch_size_per_gpu=--batch-size"
+        )
+    return key, flag if flag.startswith("-") else f"--{flag}"
+
+
+def _values_by_switch(read: Iterable[tuple[str, tuple[Any, ...]]]) -> dict[str, tuple[Any, ...]]:
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, values in read:
+        found[name] = _unique((*found.get(name, ()), *values))
+    return found
+
+
+ALL_LINEAR = "all-linear"  # PEFT's word: all linear layers but the output embedding
+
+
+def _lora(value: Any) -> dict[str, str]:
+    """Return the parts of `r=16,target=q_proj+v_proj,dropout=0.05`."""
+    if not isinstance(value, Mapping):
+        value = dict(part.partition("=")[::2] for part in _word(value).split(","))
+    found = {str(key).strip(): str(part).strip() for key, part in value.items()}
+    if set(found) - {"r", "target", "dropout"} or not all(found.values()):
+        raise ValueError(f"invalid adapters {value!r} (for example r=16,target=q_proj+v_proj)")
+    at_least(1).read(found.get("r", "8"))
+    _fraction(found.get("dropout", "0"))
+    return found
+
+
+MEMORY_SIZE = Kind(memory_size, write_memory_size, "SIZE")
+CARDS = Kind(_cards, metavar="NxSIZE")
+CARDS_OF_KIND = Kind(_cards_of_kind, lambda found: f"{found[0]}x{found[1]}", "NxCARD")
+AMOUNT = Kind(amount, lambda number: f"{number:.12g}", "N")
+DURATION = Kind(duration_s, lambda seconds: f"{seconds:.12g}s", "TIME")
+WHOLE_NUMBER = at_least(0)
+NUMBER_OF_CARDS = at_least(1, 2**20)
+GLOBAL_BATCH = Kind(_global_batch, metavar="N|own|any")
+POSITIVE_NUMBER = Kind(_positive_number, metavar="X")
+FRACTION = Kind(_fraction, metavar="PART")
+WORD = Kind(_word)
+PATH = Kind(_path, metavar="PATH")
+LORA = Kind(
+    _lora, lambda found: ",".join(f"{k}={v}" for k, v in found.items()), "r=N,target=NAME+NAME"
+)
+ARG_MAPPING = Kind(_arg_mapping, metavar="KEY=FLAG", collect=dict)
+SWITCH = Kind(
+    switches.parse,
+    lambda found: " ".join(switches.write(name, values) for name, values in found.items()),
+    "NAME=V1,V2",
+    _values_by_switch,
+)

@@ -1,0 +1,136 @@
+"""Choice of the hosts where trials run, and checks of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dsat.command.entrypoint import Entrypoint
+from dsat.command.placement import VISIBLE
+from dsat.engines.machines.accelerators import NAMED, ids_chosen
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import are_close
+from dsat.engines.places import PROVIDERS
+from dsat.engines.places.base import Environment
+from dsat.errors import UserInputError
+
+
+@contextlib.contextmanager
+def acquired(
+    engine: str,
+    program: Entrypoint | None = None,
+    given: Mapping[str, Any] | None = None,
+    in_use: Mapping[str, str] | None = None,
+) -> Iterator[tuple[Host, ...]]:
+    """Acquire hosts where trials run, and release them afterwards.
+
+    Args:
+        engine: name of a place. Engines that are not places see this machine.
+        program: may name devices.
+        given: options of the place, by keyword.
+        in_use: variables of `dsat.engines.machines.device_use`, if the command runs already.
+    """
+    program = program or Entrypoint()
+    launch = program.launch
+    chosen = {name: value for name, value in program.env.items() if name in VISIBLE}
+    variables = {**os.environ, **chosen, **(in_use or {})}
+    named = [_names(positions, variables) for positions in (launch.devices, launch.not_devices)]
+    variables[NAMED] = ",".join(named[0])
+    environment = Environment(variables, dict(launch.hosts), launch.ssh_port, launch.master_address)
+    place = PROVIDERS[engine if engine in PROVIDERS else "local"]
+    with place.acquire(environment, given or {}) as hosts:
+        check_equal(hosts)
+        if any(named):
+            hosts = [replace(host, machine=host.machine.only(*named)) for host in hosts]
+        for host in hosts:
+            check_kinds(host)
+        yield tuple(hosts)
+
+
+def _names(positions: Sequence[int], variables: Mapping[str, str]) -> list[str]:
+    """Return the names of devices by their positions among those that variables choose, or all."""
+    chosen = ids_chosen(VISIBLE, variables)
+    return [chosen[n] if n < len(chosen) else str(n) for n in positions]
+
+
+def check_equal(hosts: Sequence[Host]) -> None:
+    """Raise UserInputError unless a trial is the same on any of the hosts."""
+    first = hosts[0]
+    for other in hosts[1:]:
+        one, two = first.machine, other.machine
+        slots = [(each.accelerator, each.num_slots, each.device_name) for each in (one, two)]
+        if slots[0] != slots[1] or not are_close(one.memory_bytes, two.memory_bytes):
+            has, differs = one.describe(), two.describe()
+        elif one.device_names != two.device_names:
+            has, differs = (", ".join(each.device_names) for each in (one, two))
+        elif one.software != two.software:
+            has, differs = ", ".join(one.software), ", ".join(two.software)
+        elif len(one.cores) != len(two.cores):
+            has, differs = (f"{len(each.cores)} processor cores" for each in (one, two))
+        else:
+            continue
+        raise UserInputError(
+            f"host {first.name} has {has}, and host {other.name} has {differs}",
+            where="hosts",
+            hint="Trials on unequal hosts cannot be compared: take equal ones, or --engine local.",
+        )
+
+
+def check_kinds(host: Host) -> None:
+    """Raise UserInputError if a host has devices of several kinds."""
+    machine = host.machine
+    groups = machine.devices_by_kind()
+    if len(groups) > 1:
+        kinds = "; ".join(f"{kind}: {', '.join(devices)}" for kind, devices in groups.items())
+        [variable, *_] = machine.visible_devices
+        [largest, *_] = sorted(groups.values(), key=len, reverse=True)
+        raise UserInputError(
+            f"has devices of several kinds ({kinds}), on which trials cannot be compared",
+            where=host.name or "this machine",
+            hint=f"Choose one kind: {variable}={','.join(largest)}",
+        )
+
+
+def with_slots(hosts: Sequence[Host], slots: int) -> tuple[Host, ...]:
+    """Return hosts with enough slots for a trial.
+
+    Trials may have more ranks than a quota of processor time gives them cores, as commands may.
+    """
+    share = -(-slots // len(hosts))
+    return tuple(replace(host, machine=host.machine.with_slots(share)) for host in hosts)
+
+
+def describe(hosts: Sequence[Host]) -> str:
+    """Describe the hosts for people."""
+    machine = hosts[0].machine
+    if len(hosts) == 1:
+        where = "" if hosts[0].is_here else f"1 host ({hosts[0].name}) with "
+        return f"{where}{machine.describe()}"
+    names = ", ".join(host.name for host in hosts)
+    return f"{len(hosts)} hosts ({names}), each with {machine.describe()}"
+
+
+def all_slots(hosts: Sequence[Host], program: Entrypoint) -> int:
+    """Return the slots that a launcher without a number uses: of its machines, or of one."""
+    launch = program.launch
+    return hosts[0].machine.num_slots * (len(hosts) if launch.hosts else launch.nodes)
+
+
+def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:
+    """Raise UserInputError if no trial of so many slots can be placed."""
+    each = hosts[0].machine.num_slots
+    most = each * len(hosts)
+    if slots <= each or (slots <= most and slots % each == 0):
+        return
+    hint = f"Use --slots {most} or another machine."
+    if len(hosts) > 1:
+        hint = (
+            f"A trial has slots of one host, or whole hosts: up to {each}, or a multiple of it up "
+            f"to {most}."
+        )
+    raise UserInputError(
+        f"a trial needs {slots} slots, and there are {describe(hosts)}", where=where, hint=hint
+    )

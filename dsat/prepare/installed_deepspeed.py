@@ -1,0 +1,178 @@
+"""The installed DeepSpeed's verdict on a configuration, remembered from run to run."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from dsat.command.ds_config import AUTOTUNING, BATCH_KEYS
+from dsat.command.entrypoint import Entrypoint
+from dsat.command.experiment import OVERRIDES, Experiment
+from dsat.errors import UserInputError
+from dsat.space.knobs import KNOBS
+from dsat.values import slow
+from dsat.values.files import cache_folder, write_cache
+
+_log = logging.getLogger(__name__)
+
+_TIMEOUT_S = 120.0
+_PROGRAM = "dsat.in_trial.config_check"
+# Files of DeepSpeed that the answers depend on besides its version, for those who work on it.
+_SOURCES = ("runtime/config.py", "runtime/zero/config.py", "runtime/zero/offload_config.py")
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A configuration to check.
+
+    Attributes:
+        place: the file, and the keys that lead to the configuration in it.
+        whole: it is a whole configuration and not a part of one.
+        own: keys that the user's own configuration has, if unknown ones besides are refused.
+    """
+
+    place: str
+    config: Mapping[str, Any]
+    whole: bool = False
+    own: Mapping[str, Any] | None = None
+
+
+def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
+    """Check the user's configuration, their overrides and the values that they list.
+
+    DeepSpeed is asked in a process of its own, because its import takes seconds. Where there is
+    none, or trials run with another one, nothing is refused.
+
+    Returns:
+        DeepSpeed's defaults of the knobs that it has, by their paths; empty if it is not asked.
+
+    Raises:
+        UserInputError: DeepSpeed refuses a key, a type, a value or the whole.
+    """
+    questions = list(_questions(experiment))
+    answer = None if program.interpreter else _answer(questions)
+    if answer is None:
+        return {}
+    for question, verdict in zip(questions, answer["verdicts"], strict=True):
+        problem, place = verdict["problem"], question.place
+        if problem is not None:
+            if problem["path"]:
+                place += f"{'.' if ': ' in place else ': '}{problem['path']}"
+            raise UserInputError(problem["message"], where=place, hint=problem["hint"].strip())
+        for key, hint in verdict["ignored"].items():
+            if question.own is not None and key not in question.own:
+                raise UserInputError(
+                    f"DeepSpeed {answer['version']} reads no setting {key!r}",
+                    where=f"{place}.{key}",
+                    hint=hint.strip(),
+                )
+    ignored = ", ".join(answer["verdicts"][0]["ignored"])
+    if ignored:
+        where = experiment.ds_config_name
+        _log.info("%s: DeepSpeed %s does not read %s", where, answer["version"], ignored)
+    return dict(answer["defaults"])
+
+
+def _questions(experiment: Experiment) -> Iterator[_Question]:
+    """Yield the user's configuration, their overrides and each listed value."""
+    name, own, overrides = experiment.ds_config_name, experiment.ds_config, experiment.overrides
+    yield _Question(name, _asked_of(own), whole=not overrides)
+    if overrides:
+        yield _Question(f"{experiment.path}: {OVERRIDES}", _asked_of(overrides), own=own)
+        yield _Question(name, _asked_of(experiment.base_config), whole=True)
+    for key, values in experiment.choices.items():
+        if key not in BATCH_KEYS:
+            yield from (_Question(name, {"zero_optimization": {key: value}}) for value in values)
+
+
+def _asked_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the sections that dsat checks by itself."""
+    return {key: value for key, value in config.items() if key not in (AUTOTUNING, *BATCH_KEYS)}
+
+
+def _answer(questions: Sequence[_Question]) -> dict[str, Any] | None:
+    """Return DeepSpeed's answer, from an earlier run if there is one; None if it gives none."""
+    stamp = _stamp()
+    if stamp is None:
+        return None
+    configs = [{"config": q.config, "whole": q.whole} for q in questions]
+    text = json.dumps({"configs": configs, "defaults": [knob.path for knob in KNOBS]})
+    name = hashlib.sha256(f"{stamp} {text}".encode()).hexdigest()
+    path = cache_folder("deepspeed") / f"{name}.json"
+    found = _read(path)
+    if found is None:
+        with slow.logged(_log, "checking the configuration with DeepSpeed"):
+            found = _ask(text)
+        if found is not None:
+            write_cache(path, json.dumps(found))
+    return found
+
+
+def _stamp() -> str | None:
+    """Return what tells the installed DeepSpeed from all others; None if there is none."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent
+    program = Path(__file__).parents[1] / "in_trial" / "config_check.py"
+    try:
+        versions = [version(name) for name in ("deepspeed", "torch", "dsat")]
+        files = [program, *(folder / source for source in _SOURCES)]
+        return json.dumps([str(folder), versions, [file.stat().st_mtime_ns for file in files]])
+    except (PackageNotFoundError, OSError):  # a stand-in, or another layout
+        return None
+
+
+def _ask(questions: str) -> dict[str, Any] | None:
+    """Return DeepSpeed's answer to questions; None if it gives none."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
+            asked, answer = (Path(folder) / name for name in ("questions.json", "answer.json"))
+            asked.write_text(questions, encoding="utf-8")
+            done = subprocess.run(  # noqa: S603
+                [sys.executable, "-m", _PROGRAM, str(asked), str(answer)],
+                cwd=folder,  # without modules that would be taken for others
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
+            if done.returncode == 0:
+                return _read(answer)
+        text = done.stderr.decode(errors="replace").strip()
+        why = (text.splitlines() or [f"exit status {done.returncode}"])[-1]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    _log.info("DeepSpeed cannot check the configuration: %s", why)
+    return None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _environment() -> dict[str, str]:
+    package = str(Path(__file__).resolve().parents[2])
+    given = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*filter(None, [given]), package]),
+        "PYTHONSAFEPATH": "1",
+        "DS_ACCELERATOR": "cpu",  # a device is not needed, and may hang
+    }

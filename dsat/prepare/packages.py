@@ -1,0 +1,59 @@
+"""Packages that trials and simulations need, as dsat's own metadata name them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from packaging.requirements import Requirement
+
+from dsat.errors import UserInputError
+
+_EXTRA = "deepspeed"  # torch and DeepSpeed are no dependencies: they are the user's own
+TRAINING = ("torch", "deepspeed")
+
+
+def requirements() -> list[Requirement]:
+    """Return the packages that trials need, dsat's own dependencies among them."""
+    try:
+        named = importlib.metadata.requires("dsat") or []
+    except importlib.metadata.PackageNotFoundError:  # it runs from a folder
+        named = list(TRAINING)
+    required = map(Requirement, named)
+    return [r for r in required if r.marker is None or r.marker.evaluate({"extra": _EXTRA})]
+
+
+def version(name: str) -> str | None:
+    """Return the installed version of a package; None if it is missing."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check(also: str | None = None) -> None:
+    """Check that torch and DeepSpeed are in this environment, in versions that trials work with.
+
+    Args:
+        also: a further package, of any version.
+
+    Raises:
+        UserInputError: they are not.
+    """
+    needed = {each.name: each.specifier for each in requirements()}
+    problems = {}
+    if also is not None and version(also) is None:
+        problems[also] = f"{also} is not installed"
+    for name in TRAINING:
+        found = version(name)
+        if found is None:
+            problems[name] = f"{name} is not installed"
+        elif not needed[name].contains(found, prereleases=True):
+            problems[name] = f"{name} {found} is installed, and dsat needs {needed[name]}"
+    if problems:
+        wanted = " ".join(f"'{name}{needed.get(name, '')}'" for name in problems)
+        raise UserInputError(
+            " and ".join(problems.values()),
+            where="environment",
+            hint=f"Run pip install {wanted}, or install dsat in the environment that you train in. "
+            "`dsat doctor` checks everything.",
+        )

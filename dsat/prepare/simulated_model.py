@@ -1,0 +1,238 @@
+"""A model on fake tensors: of the user's script, or of a transformers configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dsat.command import experiment as experiments
+from dsat.command import hf_config, script_args
+from dsat.command.entrypoint import Entrypoint
+from dsat.command.switches import CHECKPOINTING
+from dsat.engines.engine import LocalEngine
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import find_machine_for_simulations
+from dsat.engines.start import LocalOptions
+from dsat.errors import DsatError, UserInputError
+from dsat.options import LORA, WORD, at_least, check_together, option
+from dsat.prepare import installed_deepspeed, packages
+from dsat.prepare import source as sources
+from dsat.prepare.source import Source
+from dsat.prepare.target import Target
+from dsat.simulation.anchors import TIMEOUT_S
+from dsat.simulation.client import SimulationUnavailable, Simulator
+from dsat.simulation.protocol import ScriptFacts
+from dsat.simulation.server import AS_IF_CUDA
+from dsat.values.trial import TrialOptions
+
+_log = logging.getLogger(__name__)
+_LOG = "simulation/stderr.log"
+_IMPORTED = (
+    "psutil",
+    "torch._dynamo",
+    "deepspeed",
+    "deepspeed.ops.adam",
+    "dsat.in_trial.rank",
+    "dsat.simulation.borrowed_model",
+)
+_SCRIPT_HINT = (
+    " The script was run up to its first training step. `dsat model` also searches scripts that "
+    "cannot be simulated: it predicts their memory by formula."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Target):
+    """Options of the commands that simulate a script, or the model of a configuration.
+
+    Attributes:
+        function: of the Python API, which takes the same options.
+    """
+
+    function: ClassVar[str]
+    model: str | None = option(
+        "--model",
+        old=("--hf-config",),
+        kind=WORD,
+        metavar="MODEL",
+        help="predict a model of transformers instead of a script: a config.json, its folder, or "
+        "the id of a model on the Hugging Face Hub; no weights are needed",
+    )
+    seq_length: int | None = option(
+        "--seq-length",
+        goes_with="--model",
+        kind=at_least(1),
+        metavar="N",
+        help="with --model: tokens of a sample (default: 2048, or what the model has at most)",
+    )
+    lora: Mapping[str, str] | None = option(
+        "--lora",
+        goes_with="--model",
+        kind=LORA,
+        metavar="r=N,target=NAME+NAME",
+        help="with --model: train low-rank adapters of these layers alone "
+        "(for example r=16,target=q_proj+v_proj, or target=all-linear)",
+    )
+    dtype: str = option(
+        "--dtype",
+        goes_with="--model",
+        kind=WORD,
+        default="bf16",
+        choices=("bf16", "fp16", "fp32"),
+        help="with --model: the type of the parameters",
+    )
+    activation_checkpointing: str | None = option(
+        "--activation-checkpointing",
+        kind=WORD,
+        choices=("on", "off"),
+        help="recompute activations in the backward pass, or keep all of them (default: as the "
+        "script does)",
+    )
+    json: bool = option("--json", shell_only=True, help="print the answer as JSON")
+
+    def __post_init__(self) -> None:
+        if self.model is not None and (self.command or self.config is not None):
+            raise UserInputError(
+                "is for a model without a script, and there is a script", where="--model"
+            )
+        check_together(self)
+
+
+@dataclass(frozen=True)
+class SimulatedModel:
+    """A model whose simulation answers questions.
+
+    Attributes:
+        name: of the experiment, the script or the model.
+        config: the DeepSpeed configuration; an optimizer that the script passes to DeepSpeed takes
+            the place of the configuration's.
+    """
+
+    name: str
+    config: dict[str, Any]
+    simulator: Simulator
+
+    @classmethod
+    def of(cls, name: str, config: Mapping[str, Any], simulator: Simulator) -> SimulatedModel:
+        """Return a model whose configuration is completed by what the script is known to pass."""
+        script = simulator.script
+        whole = hf_config.with_buckets(config, script.hidden_size)
+        optimizer = {"optimizer": dict(script.optimizer)} if script.optimizer else {}
+        return cls(name, {**whole, **optimizer}, simulator)
+
+
+@contextlib.contextmanager
+def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
+    """Run a model on fake tensors, up to its first training step.
+
+    Raises:
+        UserInputError: the settings or the files are wrong.
+        DsatError: the script cannot be simulated, even if the caller notices that.
+    """
+    packages.check("transformers" if settings.model is not None else None)
+    source = _read_source(settings)
+    experiment, program = source.experiment, source.program
+    installed_deepspeed.check(experiment, program)
+    config = script_args.batch_from_args(
+        experiment.base_config, program.args, experiment.arg_mappings
+    )
+    recompute = settings.activation_checkpointing
+    switches = {} if recompute is None else {CHECKPOINTING: recompute == "on"}
+    folder = Path(tempfile.mkdtemp(prefix="dsat-"))
+    keep_log = False
+    try:
+        with (
+            contextlib.closing(start_engine(source, folder, TIMEOUT_S)) as engine,
+            Simulator(
+                engine, as_cpu=False, timeout_s=TIMEOUT_S, model_switches=switches
+            ) as simulator,
+        ):
+            warn_of_length(settings, simulator.script)
+            yield SimulatedModel.of(experiment.name, config, simulator)
+    except SimulationUnavailable as error:
+        keep_log = True
+        hint = "" if settings.model is not None else _SCRIPT_HINT
+        raise DsatError(
+            f"memory cannot be estimated: {error}.{hint} The log is {folder / _LOG}."
+        ) from None
+    finally:
+        if not keep_log:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_engine(source: Source, folder: Path, timeout_s: float) -> LocalEngine:
+    """Return an engine that runs a script for simulations, on this machine.
+
+    Args:
+        folder: for its log.
+        timeout_s: limit for the script to reach its first training step.
+    """
+    experiment = source.experiment
+    return LocalEngine(
+        replace(experiment, env={**experiment.env, AS_IF_CUDA: "1"}),
+        source.program,
+        [Host(find_machine_for_simulations())],
+        folder,
+        LocalOptions(TrialOptions(timeout_s=timeout_s), imported=_IMPORTED),
+        slots_per_trial=1,
+    )
+
+
+def warn_of_length(settings: ModelSettings, script: ScriptFacts) -> None:
+    """Warn if samples are longer than the model's configuration allows."""
+    length, limit = settings.seq_length, script.model_takes
+    if length is not None and 0 < limit < length:
+        _log.warning(
+            "--seq-length %s is more than the model's %s positions (max_position_embeddings)",
+            f"{length:,}",
+            f"{limit:,}",
+        )
+
+
+def name_of(path: Path) -> str:
+    """Return the name of the model whose configuration has a path."""
+    if path.name != hf_config.CONFIG_FILE:
+        return path.stem
+    if path.parent.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/REVISION
+        return path.parents[2].name.rpartition("--")[2]
+    return path.parent.name
+
+
+def _read_source(settings: ModelSettings) -> Source:
+    """Return the user's script, or our own script that trains the model of a configuration."""
+    if settings.model is not None:
+        return _script_for(settings, hf_config.find(settings.model))
+    source = sources.read(settings)
+    source = source.with_known_start(TIMEOUT_S) if source.unknown else source
+    if source.program.needs_command:
+        raise UserInputError(
+            "cannot be simulated: its ranks cannot be started by themselves, because "
+            f"{source.program.needs_command}",
+            where="command",
+            hint="Give a script that torchrun, deepspeed or python3 starts, or --model.",
+        )
+    return source
+
+
+def _script_for(settings: ModelSettings, path: Path) -> Source:
+    name = name_of(path)
+    given = experiments.of_command([], name, Path.cwd(), settings.ds_config or {})
+    config = hf_config.ds_config(settings.dtype, given.ds_config)
+    args = ["--model", str(path), "--dtype", hf_config.dtype_of(config)]
+    if settings.seq_length is not None:
+        args += ["--seq-length", str(settings.seq_length)]
+    if settings.lora is not None:
+        args += ["--lora", json.dumps(dict(settings.lora))]
+    if settings.activation_checkpointing == "on":
+        args.append("--gradient-checkpointing")
+    args += ["--deepspeed_config", "ds_config.json"]  # a trial's own file takes its place
+    program = Entrypoint(module="dsat.simulation.config_program", args=tuple(args))
+    experiment = experiments.of_command(program.command(), name, Path.cwd(), config, "--ds-config")
+    return Source(experiment, program)

@@ -1,0 +1,338 @@
+"""The experiment or command to tune, read from its files and checked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dsat.command import ds_config, own_files, recorded_start
+from dsat.command import entrypoint as entrypoints
+from dsat.command import experiment as experiments
+from dsat.command.entrypoint import Entrypoint, UnknownStart
+from dsat.command.experiment import Experiment
+from dsat.command.placement import VISIBLE
+from dsat.command.recorded_start import RankStart
+from dsat.engines.own_command import OwnCommand
+from dsat.errors import UserInputError
+from dsat.in_trial.hook import TRIAL_VARIABLE
+from dsat.in_trial.script_api import hparams_of_this_task
+from dsat.prepare.target import Target
+from dsat.values.parallelism import SEQUENCE_SIZE
+from dsat.values.trial import TrialOptions
+
+_log = logging.getLogger(__name__)
+# What only a run of the command shows: which program its ranks run, with its configuration; or the
+# configuration alone, where the script makes it.
+PROGRAM, CONFIG = "program", "configuration"
+_SUFFIXES = (".json", ".hjson")  # of a configuration's file
+_HIDE_THE_HOOK = frozenset(("-I", "-E", "-S"))
+
+
+@dataclass(frozen=True)
+class Source:
+    """An experiment, or a command as one.
+
+    Attributes:
+        unknown: what only a run of the command shows: `PROGRAM`, `CONFIG` or nothing.
+        ds_config: the configuration that the user names beside the command.
+    """
+
+    experiment: Experiment
+    program: Entrypoint
+    unknown: str = ""
+    ds_config: Path | None = None
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The user's own command; empty if an experiment is tuned."""
+        return self.program.started_by
+
+    def can_run_first(self) -> bool:
+        """Check that the command as it is trains the user's own configuration.
+
+        Determined's launchers need its cluster, a hostfile's need other machines; lists of values,
+        an `autotuning` section and `--ds-config` are dsat's, and DeepSpeed would refuse them.
+        """
+        program = self.program
+        return (
+            bool(self.command)
+            and not (program.trial_class or program.launch.hosts or self.ds_config)
+            and not any("determined" in word for word in self.command)
+            and not (self.experiment.choices or ds_config.AUTOTUNING in self.experiment.ds_config)
+        )
+
+    def first_run(self, options: TrialOptions, slots: int | None) -> OwnCommand:
+        """Begin the user's command as the first trial; a plain script is started `slots` times."""
+        ranks = self._ranks(slots)
+        return OwnCommand(
+            self.command, Path.cwd(), timeout_s=options.timeout_s, options=options, ranks=ranks
+        )
+
+    def _ranks(self, slots: int | None) -> int | None:
+        """Return the ranks of a plain script; None if the command starts them itself."""
+        program = self.program
+        is_plain = self.unknown != PROGRAM and not program.launcher
+        return (slots or 1) if is_plain else None
+
+    def with_known_start(self, timeout_s: float, slots: int | None = None) -> Source:
+        """Return this with its program and configuration, from a run of the command."""
+        _log.info("running `%s` up to its training", shlex.join(self.command))
+        # On several hosts the script alone shows its configuration.
+        launch = self.program.launch
+        own = not launch.hosts and launch.nodes == 1
+        run = OwnCommand(
+            self.command if own else self.program.command(),
+            Path.cwd(),
+            timeout_s=timeout_s,
+            ranks=self._ranks(slots) if own else 1,
+        )
+        try:
+            if self.unknown == PROGRAM or self.can_run_first():
+                return self.as_recorded(run)
+            return _of_start(self, run.ranks(), self.program)
+        finally:
+            run.close()
+
+    def as_recorded(self, run: OwnCommand) -> Source:
+        """Return this with the program and the configuration that a run of the command shows."""
+        ranks, cores = run.ranks(), os.sched_getaffinity(0)
+        program, own = recorded_start.program_of(ranks, self.command, run.env, cores), self.program
+        by_launcher = own.launch.devices or own.launch.not_devices  # which sets the variable itself
+        env = {n: v for n, v in program.env.items() if not (by_launcher and n in VISIBLE)}
+        program = replace(
+            program,
+            env=env,
+            started_in=str(Path.cwd()),
+            launch=replace(
+                program.launch,
+                batch_in_file=own_files.form_of_training(self.command, Path.cwd()) is not None,
+                devices=own.launch.devices,
+                not_devices=own.launch.not_devices,
+            ),
+        )
+        if self.unknown == PROGRAM or program.needs_command:
+            _log.info("%s", _recognised(program))
+        return _of_start(self, ranks, program)
+
+    def slots_per_trial(self, given: int | None, available: int) -> int:
+        """Return the slots of a trial: as many as are given, or as the user's files say."""
+        program = self.program
+        if not self.command:
+            slots = given or self.experiment.slots_per_trial
+        else:
+            slots = given or program.slots or (available if program.launch.takes_all else 1)
+        check_ranks(program, slots)
+        return slots
+
+
+def read(target: Target) -> Source:
+    """Read the target; start nothing.
+
+    Raises:
+        UserInputError: something of it is wrong, or this is a trial.
+    """
+    refuse_in_trial()
+    if not target.command:
+        experiment = read_experiment(target)
+        program = entrypoints.parse(experiment.entrypoint, experiment.model_dir)
+        _check_options(program)
+        check_config_path(experiment, program)
+        return Source(experiment, program)
+    folder = Path.cwd()
+    try:
+        program = entrypoints.parse(target.command, folder)
+    except UnknownStart:
+        return _unknown(target)
+    _check_options(program)
+    if entrypoints.starts_its_ranks(target.command, folder):
+        return _unknown(target)
+    program = _with_word(program, folder)
+    config = _config_of_command(target.ds_config, program, folder)
+    experiment = experiments.of_command(target.command, _name(program), folder, config or {})
+    unknown = CONFIG if config is None and not program.trial_class else ""
+    program = replace(program, started_by=_command_of(target, is_known=True))
+    given = None if program.config_path is not None else target.ds_config
+    return Source(experiment, program, unknown, given)
+
+
+def _check_options(program: Entrypoint) -> None:
+    """Raise UserInputError if options of the interpreter hide dsat from the script."""
+    hiding = _HIDE_THE_HOOK.intersection(program.python_options)
+    if hiding:
+        raise UserInputError(
+            f"{min(hiding)} hides dsat from the script's Python, whose training it measures",
+            where="entrypoint",
+            hint="Leave it out.",
+        )
+
+
+def refuse_in_trial() -> None:
+    """Raise UserInputError inside a trial, whose own trials would come here again without end."""
+    of_cluster = ds_config.DSAT_TRIAL_KEY in (hparams_of_this_task() or {})
+    if of_cluster or TRIAL_VARIABLE in os.environ:
+        raise UserInputError(
+            "is called inside a trial: the script that it tunes comes to this call",
+            where="dsat",
+            hint="Call it in a file of its own; if your training script imports that file, below "
+            '`if __name__ == "__main__":`.',
+        )
+
+
+def read_experiment(target: Target) -> Experiment:
+    """Read an experiment's configuration, whatever its entrypoint is."""
+    assert target.config is not None and target.model_dir is not None
+    return experiments.read(target.config, target.model_dir, target.include)
+
+
+def check_ranks(program: Entrypoint, slots: int) -> None:
+    """Raise UserInputError if the entrypoint starts another number of ranks."""
+    if program.slots not in (None, slots):
+        raise UserInputError(
+            f"starts {program.slots} ranks, but a trial has {slots} slots",
+            where="entrypoint",
+            hint="Make resources.slots_per_trial (or --slots) and the entrypoint agree.",
+        )
+
+
+def check_config_path(experiment: Experiment, program: Entrypoint) -> None:
+    """Raise UserInputError if entrypoint and hyperparameters name different configurations."""
+    given, known = program.config_path, experiment.hparams[ds_config.CONFIG_KEY]
+    if given is None or not isinstance(known, str):
+        return
+    if os.path.normpath(given) != os.path.normpath(known):
+        raise UserInputError(
+            f"names the DeepSpeed configuration {given!r}, but hyperparameters."
+            f"{ds_config.CONFIG_KEY} is {known!r}",
+            where=f"{experiment.path}: entrypoint",
+            hint="Make both the same.",
+        )
+
+
+def _with_word(program: Entrypoint, folder: Path) -> Entrypoint:
+    """Return a program that tells whether its configuration's argument is a word, and no path."""
+    named = program.config_path
+    if named is None or os.path.isfile(folder / named):
+        return program
+    is_word = not named.endswith(_SUFFIXES) and named[0] != "/"
+    return replace(program, launch=replace(program.launch, config_is_word=is_word))
+
+
+def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) -> Path | None:
+    """Return the DeepSpeed configuration that `--ds-config` or the script's arguments name."""
+    named = None if program.config_path is None else folder / program.config_path
+    if given is not None and not given.is_file():
+        raise UserInputError("there is no such file", where=f"--ds-config {given}")
+    if named is not None and not os.path.isfile(named):
+        raise UserInputError(
+            "there is no such file", where=f"{program.config_path}, in the script's arguments"
+        )
+    if given is None:
+        return named
+    if named is not None and not os.path.samefile(given, named):
+        raise UserInputError(
+            f"is not {program.config_path}, which the script's arguments name",
+            where=f"--ds-config {given}",
+            hint="Make both the same, or leave --ds-config out.",
+        )
+    return given
+
+
+def _unknown(target: Target) -> Source:
+    """Return the source of a command that must run to show its script."""
+    command = _command_of(target, is_known=False)
+    program = Entrypoint(started_by=command)
+    experiment = experiments.of_command(target.command, Path(command[0]).name, Path.cwd(), {})
+    return Source(experiment, program, PROGRAM, target.ds_config)
+
+
+def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
+    """Return the command as a program can start it.
+
+    Raises:
+        UserInputError: there is no such program.
+    """
+    command = list(target.command)
+    env = entrypoints.take_assignments(command)
+    given = command[0]
+    if is_known and command[0].endswith(".py"):
+        command = [sys.executable, *command]
+    elif is_known and command[0].startswith("python"):  # of the environment that dsat is in
+        command = [sys.executable, *command[1:]]
+    elif shutil.which(command[0]) is None:
+        command = [str(Path(sys.executable).parent / command[0]), *command[1:]]
+    if shutil.which(command[0]) is None:
+        problem, hint = "there is no such command", "Give it as you type it in a shell."
+        if os.path.isfile(given):
+            problem, hint = "is not executable", f"Run chmod +x {shlex.quote(given)}."
+        elif len(given.split()) > 1:
+            hint = "Leave out the quotes around the whole command."
+        raise UserInputError(problem, where=given, hint=hint)
+    if env:  # as a shell has them
+        command = ["env", *(f"{name}={value}" for name, value in env.items()), *command]
+    return tuple(command)
+
+
+def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -> Source:
+    """Return the source of a recorded command, with the configuration of its training."""
+    first = min(ranks, key=lambda rank: rank.rank)
+    folder, name = Path(first.cwd), _name(program)
+    words = list(program.started_by)
+    if source.unknown != PROGRAM:
+        assert not isinstance(source.experiment.entrypoint, str)
+        words = list(source.experiment.entrypoint)
+    if not folder.is_dir():  # the command has removed it at its end
+        folder = Path(program.started_in)
+    program = _with_word(program, folder)
+    named = program.config_path
+    is_gone = named is not None and not os.path.isfile(folder / named)
+    path = _config_of_command(source.ds_config, Entrypoint() if is_gone else program, folder)
+    config = path or first.config
+    if config is None:
+        raise UserInputError(
+            "the configuration that the script passes to deepspeed.initialize cannot be written "
+            f"as JSON: {first.config_problem}",
+            where=name,
+            hint="Give it as a file: --ds-config FILE.",
+        )
+    experiment = experiments.of_command(words, name, folder, config)
+    experiment = replace(
+        experiment,
+        arg_mappings=source.experiment.arg_mappings,
+        ds_config={**experiment.ds_config, **_filled_in(experiment.ds_config, first.config)},
+    )
+    return replace(source, experiment=experiment, program=program, unknown="")
+
+
+def _filled_in(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the sizes that a file leaves to its script, as the script filled them in."""
+    _, *sizes = ds_config.BATCH_KEYS  # the global one follows
+    left = [key for key in sizes if own.get(key) == ds_config.AUTO]
+    found = {key: (passed or {}).get(key) for key in [*left, SEQUENCE_SIZE]}
+    return {key: value for key, value in found.items() if isinstance(value, int)}
+
+
+def _recognised(program: Entrypoint) -> str:
+    """Describe the ranks of a recorded command."""
+    ranks = f"{program.slots} ranks" if program.slots != 1 else "1 rank"
+    if program.needs_command:
+        return (
+            f"Your command starts {ranks}. Each trial runs it again: its ranks cannot be started "
+            f"by themselves, because {program.needs_command}"
+        )
+    words = [program.script] if program.script else ["-m", program.module]
+    shown = shlex.join(["python", *words, *program.args])
+    python = f" with {program.interpreter}" if program.interpreter else ""
+    return f"Your command starts {ranks} of `{shown}`{python}. Trials start them directly."
+
+
+def _name(program: Entrypoint) -> str:
+    if program.script:
+        return Path(program.script).stem
+    return program.module or program.trial_class or Path(program.started_by[0]).name

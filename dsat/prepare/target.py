@@ -1,0 +1,34 @@
+"""The target of a command: an experiment or a command, with the options that describe it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsat.options import PATH, Group, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The target: an experiment (`config` and `model_dir`), or a command."""
+
+    config: Path | None = None
+    model_dir: Path | None = None
+    command: tuple[str, ...] = ()
+    ds_config: Path | None = option(
+        "--ds-config",
+        kind=PATH,
+        metavar="FILE",
+        group=Group.TARGET,
+        help="DeepSpeed configuration of the command; by default the one that its "
+        "arguments name, or else what the script passes to deepspeed.initialize",
+    )
+    include: tuple[Path, ...] = option(
+        "--add-files",
+        old=("-i", "--include"),
+        kind=PATH,
+        many=True,
+        default=(),
+        group=Group.TARGET,
+        help="further files and folders that the script needs beside it",
+    )

@@ -1,0 +1,55 @@
+"""Options of `dsat project`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from dsat.options import AMOUNT, CARDS_OF_KIND, PATH, POSITIVE_NUMBER, option
+from dsat.prepare.simulated_model import ModelSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectSettings(ModelSettings):
+    """Settings of `dsat project`; `to` is the number and the name of the cards."""
+
+    function: ClassVar[str] = "project"
+    summary: ClassVar[str] = "predict throughput, scaling, time and cost on N GPUs of a named model"
+    to: tuple[int, str] = option(
+        "--to",
+        kind=CARDS_OF_KIND,
+        default="8xH100",
+        help="number and model of the GPUs, such as 64xH100 or 8xA100-40GB",
+    )
+    network: float | None = option(
+        "--network",
+        kind=POSITIVE_NUMBER,
+        metavar="GBIT",
+        help="network bandwidth per GPU in Gbit/s, about 90 %% of the nominal one (default: usual "
+        "hosts with these GPUs)",
+    )
+    tokens: float | None = option(
+        "--tokens",
+        kind=AMOUNT,
+        help="total training tokens, such as 300B or 1T; adds the training time",
+    )
+    price: float | None = option(
+        "--price",
+        goes_with="--tokens",
+        kind=POSITIVE_NUMBER,
+        metavar="X",
+        help="price of a GPU for an hour; adds the cost of the training",
+    )
+    from_run: Path | None = option(
+        "--from",
+        "--from-run",
+        kind=PATH,
+        metavar="RUN",
+        help="a run of the same script; its measured trials correct the projection",
+    )
+
+    @property
+    def has_own(self) -> bool:
+        """Return whether the user gave a DeepSpeed configuration."""
+        return self.model is None or self.ds_config is not None

@@ -1,0 +1,271 @@
+"""The answer of `dsat project`, as values, text and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsat.projecting.speed import StepTime
+from dsat.search.cards import Card
+from dsat.values import format as fmt
+from dsat.values.table import Table
+from dsat.values.zero_strategy import Strategy
+
+_DAY_S = 86_400
+# Units of time, with the number of each in a day.
+_UNITS = ((1, "days"), (24, "hours"), (24 * 60, "minutes"), (_DAY_S, "seconds"))
+NOT_MODELLED = (
+    "data loading, checkpoints and evaluation; failing or slow hosts; torch.compile and fused "
+    "kernels of the script; the allocator's retries where memory is nearly full"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration on a number of cards.
+
+    Attributes:
+        gas: accumulation steps.
+        memory_bytes: predicted peak of a card.
+        fits: whether that leaves 5 % free.
+        mfu: FLOPs of the model, without recomputation, divided by the cards' peak.
+    """
+
+    strategy: Strategy
+    slots: int
+    micro_batch: int
+    gas: int
+    time: StepTime
+    memory_bytes: int
+    fits: bool
+    samples_per_second: float
+    mfu: float
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Return the ends of the 90 % interval, as factors of the throughput."""
+        return self.time.seconds / self.time.high_s, self.time.seconds / self.time.low_s
+
+    def to_json(self) -> dict[str, Any]:
+        low, high = self.spread
+        return {
+            "strategy": self.strategy.name,
+            "cards": self.slots,
+            "micro_batch": self.micro_batch,
+            "gradient_accumulation_steps": self.gas,
+            "step_s": self.time.seconds,
+            "parts_s": self.time.parts,
+            "samples_per_second": self.samples_per_second,
+            "interval_90": [low * self.samples_per_second, high * self.samples_per_second],
+            "mfu": self.mfu,
+            "memory_bytes": self.memory_bytes,
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Predicted training on cards of one kind.
+
+    Attributes:
+        name: of the experiment, the script or the model.
+        count: number of cards that the user asks about.
+        network_bandwidth: bytes/s of a card to other hosts.
+        parameters: number of parameters.
+        sequence_length: tokens of a sample; None if samples are not sequences.
+        own: the user's configuration on each number of cards.
+        best: the fastest strategies, by number of cards.
+        failures: why strategies could not be simulated.
+        calibrated_by: number of measured trials that corrected the projection.
+        tokens: number of tokens of the whole training.
+        price: price of a card for an hour.
+    """
+
+    name: str
+    card: Card
+    count: int
+    network_bandwidth: float
+    parameters: int
+    sequence_length: int | None
+    own: tuple[Row, ...]
+    best: Mapping[int, tuple[Row, ...]]
+    failures: Mapping[str, str]
+    calibrated_by: int = 0
+    tokens: float | None = None
+    price: float | None = None
+
+    def training(self, row: Row) -> dict[str, Any] | None:
+        """Return time, card-hours and cost of the training; None if its tokens are unknown."""
+        if self.tokens is None or self.sequence_length is None:
+            return None
+        seconds = self.tokens / (row.samples_per_second * self.sequence_length)
+        low, high = row.spread
+        hours = seconds / 3600 * row.slots
+        values = {
+            "days": seconds / _DAY_S,
+            "days_interval_90": [seconds / high / _DAY_S, seconds / low / _DAY_S],
+            "card_hours": hours,
+        }
+        if self.price is None:
+            return values
+        cost = hours * self.price
+        return {**values, "cost": cost, "cost_interval_90": [cost / high, cost / low]}
+
+    def to_json(self) -> dict[str, Any]:
+        def json_of(row: Row) -> dict[str, Any]:
+            tokens = self.sequence_length and self.sequence_length * row.samples_per_second
+            values = {**row.to_json(), "tokens_per_second": tokens}
+            training = self.training(row)
+            return values if training is None else {**values, "training": training}
+
+        return {
+            "name": self.name,
+            "card": self.card.name,
+            "cards": self.count,
+            "cards_per_host": self.card.per_host,
+            "network_gbit": self.network_bandwidth * 8e-9,
+            "parameters": self.parameters,
+            "sequence_length": self.sequence_length,
+            "own": [json_of(row) for row in self.own],
+            "best": {str(n): [json_of(row) for row in rows] for n, rows in self.best.items()},
+            "calibrated_by": self.calibrated_by,
+            "not_simulated": dict(self.failures),
+            "not_modelled": NOT_MODELLED,
+        }
+
+    def __str__(self) -> str:
+        lines = [summary(self), ""]
+        for heading, table in sections(self):
+            lines += [f"{heading}:", "", *table.markdown(), ""]
+        return "\n".join([*lines, *notes(self)])
+
+
+def summary(shown: Projection) -> str:
+    """Return the model, the cards, and the time and cost if the user asks for them."""
+    card, asked = shown.card, shown.best.get(shown.count)
+    text = [
+        f"{shown.name}: {shown.parameters:,} parameters on {card.name}, {card.per_host} per host, "
+        f"{shown.network_bandwidth * 8e-9:.0f} usable Gbit/s for each between hosts."
+    ]
+    if asked is not None:
+        text += _training(shown, asked[0])
+    elif shown.failures:
+        text.append(f"No simulated strategy fits {shown.count} GPUs.")
+    else:
+        text.append(
+            f"Nothing fits {shown.count} GPUs. Use more GPUs, --activation-checkpointing on or "
+            "shorter samples; `dsat estimate` shows the memory of each strategy."
+        )
+    return " ".join(text)
+
+
+def _training(shown: Projection, row: Row) -> list[str]:
+    """Return the sentence on time and cost; nothing if the tokens are unknown."""
+    training = shown.training(row)
+    if training is None or shown.tokens is None:
+        return []
+    per_day, unit = next((u for u in _UNITS if training["days"] * u[0] >= 1), _UNITS[-1])
+    days = (training["days"], *training["days_interval_90"])
+    time, low, high = (_number(per_day * each) for each in days)
+    cost = ""
+    if "cost" in training:
+        least, most = training["cost_interval_90"]
+        cost = (
+            f", {_number(training['cost'])} ({_number(least)} to {_number(most)})"
+            f" at {shown.price:g} each"
+        )
+    return [
+        f"{_tokens(shown.tokens)} tokens take {time} {unit} ({low} to {high})"
+        f" on {shown.count} GPUs: {_number(training['card_hours'])} GPU-hours{cost}."
+    ]
+
+
+def _tokens(number: float) -> str:
+    """Return `300 B` or `500,000`."""
+    return f"{number:,.0f}" if number < 1e6 else fmt.prefixed(number).replace("G", "B")
+
+
+def sections(shown: Projection) -> list[tuple[str, Table]]:
+    """Return the tables, each with its heading."""
+    tables = []
+    asked = shown.best.get(shown.count, ())
+    if asked:
+        best = asked[0]
+        tables.append((f"The fastest on {shown.count} GPUs", _strategies(shown, asked)))
+        tables.append((f"A step of {best.strategy.label} on {shown.count} GPUs", _parts(best)))
+    if shown.best:
+        fastest = [rows[0] for rows in shown.best.values()]
+        tables.append(("The fastest by number of GPUs", _scaling(shown, fastest)))
+    if shown.own:
+        tables.append(("Your configuration", _scaling(shown, shown.own)))
+    return tables
+
+
+def notes(shown: Projection) -> list[str]:
+    """Return the sources of the numbers, and what they do not include."""
+    text = [f"Not simulated: {label}: {reason}." for label, reason in shown.failures.items()]
+    if shown.tokens is not None and shown.sequence_length is None:
+        text.append("Time and cost are unknown, because samples are not sequences of tokens.")
+    sources = "the table of cards alone; measured trials (`--from RUN`) would narrow them"
+    if shown.calibrated_by:
+        sources = f"{fmt.count(shown.calibrated_by, 'measured trial')} and the table of cards"
+    text.append(f"Intervals are of 90 %, from {sources}.")
+    return [*text, f"Not modelled: {NOT_MODELLED}."]
+
+
+def rate(row: Row, tokens: int | None) -> str:
+    """Return `12,300 tokens/s (10,100 to 14,900)`, or samples if they have no tokens."""
+    value, unit = row.samples_per_second * (tokens or 1), "tokens/s" if tokens else "samples/s"
+    low, high = row.spread
+    return f"{_number(value)} {unit} ({_number(low * value)} to {_number(high * value)})"
+
+
+def _number(value: float) -> str:
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _strategies(shown: Projection, rows: Sequence[Row]) -> Table:
+    heads = ["strategy", "micro batch", "throughput", "MFU", "memory per GPU"]
+    cells = [
+        [
+            row.strategy.label,
+            _batch(row),
+            rate(row, shown.sequence_length),
+            fmt.percent(row.mfu),
+            fmt.memory(row.memory_bytes),
+        ]
+        for row in rows
+    ]
+    return Table(heads, cells, numbers=heads[3:])
+
+
+def _batch(row: Row) -> str:
+    return str(row.micro_batch) if row.gas == 1 else f"{row.micro_batch} x {row.gas}"
+
+
+def _parts(row: Row) -> Table:
+    heads = ["part", "time", "share"]
+    cells = [
+        [name, f"{1000 * seconds:.1f} ms", fmt.percent(seconds / row.time.seconds)]
+        for name, seconds in row.time.parts.items()
+    ]
+    total = ["all", f"{1000 * row.time.seconds:.1f} ms", ""]
+    return Table(heads, [*cells, total], numbers=heads[1:])
+
+
+def _scaling(shown: Projection, rows: Sequence[Row]) -> Table:
+    heads = ["GPUs", "strategy", "micro batch", "throughput", "per GPU", "MFU", "fits"]
+    cells = [
+        [
+            str(row.slots),
+            row.strategy.label,
+            _batch(row),
+            rate(row, shown.sequence_length),
+            _number(row.samples_per_second * (shown.sequence_length or 1) / row.slots),
+            fmt.percent(row.mfu),
+            "yes" if row.fits else "no",
+        ]
+        for row in rows
+    ]
+    return Table(heads, cells, numbers=["GPUs", "per GPU", "MFU"])

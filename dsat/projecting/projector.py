@@ -1,0 +1,235 @@
+"""`dsat project`: what a training will do on cards of a named kind, before anybody rents them.
+
+One simulated step of each strategy gives its kernels and collectives. Their seconds follow from the
+table of cards (`dsat.search.cards`) and the physical model of the search.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from dsat.command import ds_config
+from dsat.errors import UserInputError
+from dsat.prepare.simulated_model import simulate
+from dsat.projecting.options import ProjectSettings
+from dsat.projecting.projection import Projection, Row
+from dsat.projecting.speed import ProjectedSpeed, StepTime
+from dsat.projecting.traced_work import Cluster, hardware_of
+from dsat.projecting.tracing import SIZES, Traced, trace, worthwhile
+from dsat.search import cards
+from dsat.search.cards import Card
+from dsat.search.speed import Points
+from dsat.show import past_runs
+from dsat.show.past_runs import PastRun
+from dsat.values.outcome import Metrics
+from dsat.values.parallelism import of_config as parallelism_of
+from dsat.values.trial import Trial, TrialKind
+from dsat.values.zero_strategy import Strategy, of_config
+
+_MICRO_BATCHES = tuple(2**n for n in range(10))
+# A run is of the same model if its parameters differ by less than this fraction, and the FLOPs of
+# its samples by less than this factor (samples of real data have many lengths).
+_SAME_MODEL, _SAME_SAMPLES = 0.02, 1.5
+# Configurations within this fraction of the best throughput count as equal: the smallest micro
+# batch and stage come first.
+_NEARLY = 0.98
+_BEST = 3  # strategies to show for each number of cards
+
+
+def project(settings: ProjectSettings) -> Projection:
+    """Project the training of a script, or of a model's configuration, to other cards.
+
+    Raises:
+        UserInputError: the settings, the files or the run are wrong.
+        DsatError: no strategy can be simulated.
+    """
+    past = None if settings.from_run is None else past_runs.load(settings.from_run)
+    count, name = settings.to
+    card = cards.find(name)
+
+    def choose(traced: Traced) -> list[Strategy]:
+        _check_slots(traced, count)
+        measured_ones = [] if past is None else [each for each, *_ in measured(past, traced)]
+        return [*measured_ones, *worthwhile(traced, card, count, always=settings.has_own)]
+
+    with simulate(settings) as model:
+        trials = [] if past is None else past.run.trials.values()
+        accumulates = any(trial.batch.gas > 1 for trial in trials)
+        traced = trace(model, count, choose, accumulates=accumulates)
+    network = None if settings.network is None else 1e9 / 8 * settings.network
+    projector = Projector(traced, card, network)
+    if past is not None:
+        projector.calibrate(past)
+    return projector.projection(model.name, settings)
+
+
+def _check_slots(traced: Traced, count: int) -> None:
+    """Raise UserInputError if this number of cards cannot run the user's configuration."""
+    shared = traced.parallelism.shared
+    if count % shared:
+        raise UserInputError(
+            f"{count} cards are no multiple of the {shared} that share a sample by your "
+            "configuration (autotp_size, sequence_parallel_size)",
+            where="--to",
+        )
+    if not traced.gas(count, 1):
+        total = traced.base[ds_config.BATCH_KEYS[0]]
+        raise UserInputError(
+            f"{count} cards cannot share your global batch of {total} samples evenly",
+            where="--to",
+            hint="Ask about another number of cards, or change train_batch_size.",
+        )
+
+
+def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metrics]]:
+    """Return the trials of a run that measured the user's own model.
+
+    Raises:
+        UserInputError: the run is of another model, or has no such trial.
+    """
+    run, where = past.run, str(past.folder)
+    profile, facts, own_flops = run.profile, traced.facts, traced.model.model_flops_per_sample
+    if profile is not None:
+        kinds = {"num_params": "parameters", "trainable_params": "trained parameters"}
+        for name, kind in kinds.items():
+            theirs, ours = getattr(profile, name), getattr(facts, name)
+            if abs(theirs - ours) > _SAME_MODEL * ours:
+                raise UserInputError(
+                    f"is a run of another model: {theirs:,} {kind} instead of {ours:,}", where=where
+                )
+        if not own_flops / _SAME_SAMPLES < profile.flops_per_sample < own_flops * _SAME_SAMPLES:
+            raise UserInputError(
+                f"its samples take {profile.flops_per_sample:.2e} FLOPs and yours {own_flops:.2e}: "
+                "they have another length",
+                where=where,
+                hint="--seq-length sets that of --model.",
+            )
+    found = []
+    for trial in run.trials.values():
+        outcome, config = run.outcomes.get(trial.id), run.plan.config(trial.overrides)
+        if outcome is None or not outcome.ok or outcome.metrics is None:
+            continue
+        if trial.kind is TrialKind.PROFILE or parallelism_of(config) != traced.parallelism:
+            continue
+        if all(run.plan.switches.get(name) == value for name, value in trial.script_args.items()):
+            found.append((of_config(config), trial, outcome.metrics))
+    if not found:
+        raise UserInputError("has no measured trial of your model as it is now", where=where)
+    return found
+
+
+class Projector:
+    """Projections of one traced script to one kind of card."""
+
+    def __init__(self, traced: Traced, card: Card, network: float | None) -> None:
+        self._traced, self._card, self._network = traced, card, network
+        hardware = hardware_of(card)
+        self.speed = ProjectedSpeed(hardware, list(traced.traces))
+        self._calibrated_by = 0
+
+    def calibrate(self, past: PastRun) -> None:
+        """Correct all predictions by the trials of a run of the same script.
+
+        Raises:
+            UserInputError: none of its trials is of use here.
+        """
+        run, traced = past.run, self._traced
+        slots, machine = run.plan.slots_per_trial, str(run.info.get("machine", ""))
+        if "cpu slot" in machine:
+            problem = "was measured on processor cores, which say nothing of cards"
+            raise UserInputError(problem, where=str(past.folder))
+        named = run.profile.device_name if run.profile else ""
+        card = cards.find(named or machine)
+        network = card.network_bandwidth
+        if self._network is not None and card == self._card:  # the network is theirs, too
+            network = self._network
+        cluster = Cluster(card, slots, run.plan.slots_per_host or slots, network)
+        points, log_s, errors = [], [], []
+        for strategy, trial, metrics in measured(past, traced):
+            if strategy in traced.traces:
+                micro_batch, gas = trial.batch.micro_batch, trial.batch.gas
+                work = traced.work(strategy, micro_batch, cluster)
+                points.append(self.speed.points(work, strategy, micro_batch, gas))
+                log_s.append(math.log(metrics.latency / 1000))
+                errors.append(metrics.standard_error)
+        if not points:
+            raise UserInputError(
+                "none of the strategies that it measured can be simulated", where=str(past.folder)
+            )
+        self.speed = self.speed.calibrated(
+            hardware_of(card), Points.of(points), np.array(log_s), np.array(errors)
+        )
+        self._calibrated_by = len(points)
+
+    def projection(self, title: str, settings: ProjectSettings) -> Projection:
+        """Return the answers."""
+        traced, (count, _) = self._traced, settings.to
+        sizes = sorted({count, *SIZES})
+        of_own = sizes if settings.has_own else ()
+        own = [self.row(traced.own, n, traced.own_micro_batch) for n in of_own]
+        best = {n: self._best(n) for n in sizes}
+        return Projection(
+            name=title,
+            card=self._card,
+            count=count,
+            network_bandwidth=self._cluster(count).network_bandwidth,
+            parameters=traced.facts.num_params,
+            sequence_length=traced.sequence_length,
+            own=tuple(row for row in own if row is not None),
+            best={n: rows for n, rows in best.items() if rows},
+            failures=traced.failures,
+            calibrated_by=self._calibrated_by,
+            tokens=settings.tokens,
+            price=settings.price,
+        )
+
+    def _best(self, slots: int) -> tuple[Row, ...]:
+        """Return the fastest strategies that fit, each at its best micro batch."""
+        traced, found = self._traced, []
+        sizes = sorted({*_MICRO_BATCHES, traced.own_micro_batch})
+        for strategy in traced.traces:
+            rows = [
+                row for row in (self.row(strategy, slots, m) for m in sizes) if row and row.fits
+            ]
+            if rows:
+                most = max(row.samples_per_second for row in rows)
+                found.append(next(r for r in rows if r.samples_per_second >= _NEARLY * most))
+        most = max((row.samples_per_second for row in found), default=0.0)
+
+        def order(row: Row) -> tuple[bool, float]:
+            is_near = row.samples_per_second >= _NEARLY * most
+            return not is_near, row.strategy.stage if is_near else -row.samples_per_second
+
+        return tuple(sorted(found, key=order)[:_BEST])
+
+    def row(self, strategy: Strategy, slots: int, micro_batch: int) -> Row | None:
+        """Project one configuration; None if it is not simulated or cannot share the batch."""
+        traced = self._traced
+        gas, parallelism = traced.gas(slots, micro_batch), traced.parallelism
+        if strategy not in traced.traces or gas < 1 or slots % parallelism.shared:
+            return None
+        memory_bytes, fits = traced.memory(strategy, slots, micro_batch, self._card)
+        time = self.step_time(strategy, slots, micro_batch, gas)
+        samples = parallelism.data(slots) * micro_batch * gas / time.seconds
+        peak = self._card.peak(traced.model.itemsize)
+        return Row(
+            strategy=strategy,
+            slots=slots,
+            micro_batch=micro_batch,
+            gas=gas,
+            time=time,
+            memory_bytes=memory_bytes,
+            fits=fits,
+            samples_per_second=samples,
+            mfu=samples * traced.model.model_flops_per_sample / (slots * peak),
+        )
+
+    def step_time(self, strategy: Strategy, slots: int, micro_batch: int, gas: int) -> StepTime:
+        """Predict one optimizer step."""
+        work = self._traced.work(strategy, micro_batch, self._cluster(slots))
+        return self.speed.predict(self.speed.points(work, strategy, micro_batch, gas))
+
+    def _cluster(self, slots: int) -> Cluster:
+        return Cluster.of(self._card, slots, self._network)

@@ -1,0 +1,128 @@
+"""Seconds of traced configurations on named cards, with an interval.
+
+The physical model (`dsat.search.step_time`) with terms as the table of cards has them. Trials that
+were measured, on the same cards or others, correct the terms and narrow the interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dsat.projecting.traced_work import PRIORS
+from dsat.search.normal import Array
+from dsat.search.speed import Points, Posterior, Prior, fit
+from dsat.search.step_time import COLUMNS, FACTORS, Hardware
+from dsat.values.zero_strategy import Strategy
+
+# Standard deviation of the logarithm of a step, whatever the factors: of any configuration, what
+# of that is its strategy's, and what trials on one kind of card do not tell of another.
+_SD, _STRATEGY_SD, _OTHER_CARD_SD = 0.05, 0.03, 0.10
+_NORMAL_90 = 1.645
+# Columns that a part of the step consists of; what is left are the kernels.
+_PARTS = {
+    "communication": (
+        *("reduced", "reduced_last", "reductions", "waited", "gathered", "gathers"),
+        *("boundary", "boundaries"),
+    ),
+    "optimizer": ("optimizer", "groups", "host_optimizer"),
+    "copies": ("copies", "transferred", "transferred_last"),
+}
+_HOST = ("launches", "hooks")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A predicted optimizer step.
+
+    Attributes:
+        seconds: of the step.
+        low_s, high_s: between them with 90 %.
+        parts: seconds by part: `kernels`, `launches` (the host, beyond the kernels),
+            `communication` that nothing hides, `optimizer`, `copies`.
+    """
+
+    seconds: float
+    low_s: float
+    high_s: float
+    parts: dict[str, float]
+
+
+class ProjectedSpeed:
+    """Predictions for one kind of card.
+
+    Args:
+        hardware: of the card.
+        strategies: all that will be asked about or were measured.
+    """
+
+    def __init__(self, hardware: Hardware, strategies: Sequence[Strategy]) -> None:
+        self._strategies = list(strategies)
+        effects = np.full(len(self._strategies), _STRATEGY_SD)
+        self._prior = Prior(hardware, effects, np.zeros(len(effects), bool), PRIORS, _SD, 0.0)
+        self._posterior = Posterior.before(self._prior)
+        self._card_sd = 0.0
+
+    def calibrated(
+        self, measured_on: Hardware, points: Points, log_s: Array, error: Array
+    ) -> ProjectedSpeed:
+        """Return predictions that are corrected by trials.
+
+        Args:
+            measured_on: the hardware of the trials.
+            points: their configurations, of `points`.
+            log_s: natural logarithms of the seconds of their steps.
+            error: the standard error of each.
+        """
+        hardware = self._prior.hardware
+        found = ProjectedSpeed(hardware, self._strategies)
+        # What the script reaches is told by its trials alone.
+        unknown = {**PRIORS, "compute": FACTORS["compute"]}
+        there = replace(self._prior, hardware=measured_on, factors=unknown)
+        posterior = fit(there, points, log_s, error)
+        here = replace(posterior.measured, prior=replace(there, hardware=hardware))
+        found._posterior = replace(posterior, measured=here)
+        found._card_sd = _OTHER_CARD_SD if measured_on != hardware else 0.0
+        return found
+
+    def points(self, work: Array, strategy: Strategy, micro_batch: int, gas: int) -> Points:
+        """Return one configuration, with its work (of `traced_work.work_of`)."""
+        return Points(
+            work=work[None, :],
+            micro_batch=np.array([float(micro_batch)]),
+            gas=np.array([float(gas)]),
+            room=np.ones(1),
+            traits=np.eye(len(self._strategies))[[self._strategies.index(strategy)]],
+        )
+
+    def predict(self, points: Points) -> StepTime:
+        """Predict the step of one configuration."""
+        mean, sd = self._posterior.predict(points)
+        spread = math.exp(_NORMAL_90 * math.hypot(float(sd[0]), self._card_sd))
+        seconds = math.exp(mean[0])
+        return StepTime(seconds, seconds / spread, seconds * spread, self._parts(points, seconds))
+
+    def _parts(self, points: Points, seconds: float) -> dict[str, float]:
+        """Divide a step by what it would take without the columns of each part."""
+        left, before, parts = points, self._physical(points), {}
+        scale = seconds / before
+        for name, columns in _PARTS.items():
+            left = _without(left, columns)
+            after = self._physical(left)
+            parts[name] = scale * (before - after)
+            before = after
+        kernels = min(before, self._physical(_without(left, _HOST)))
+        return {"kernels": scale * kernels, "launches": scale * (before - kernels), **parts}
+
+    def _physical(self, points: Points) -> float:
+        posterior = self._posterior
+        return math.exp(posterior.measured.prior.log_s(posterior.theta[None, :], points)[0, 0])
+
+
+def _without(points: Points, columns: Sequence[str]) -> Points:
+    work = points.work.copy()
+    work[:, [COLUMNS.index(name) for name in columns]] = 0.0
+    return replace(points, work=work)

@@ -1,0 +1,247 @@
+"""Work of a simulated step on named cards, for the physical model of a step's time.
+
+Kernels take as long as a roofline says: FLOPs over what the card reaches, or bytes over the
+bandwidth of its memory, and never less than a kernel's start. Collectives move their bytes over the
+slowest link of a ring and wait once for each hop. The host launches kernels and runs the hooks of
+DeepSpeed's parameters; what it needs longer than the kernels, it adds.
+
+The columns are those of `dsat.search.step_time.work`, so that the same terms are calibrated by the
+same trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dsat.search import step_time
+from dsat.search.cards import MEMORY_PART, Card
+from dsat.search.collectives import ALL_TO_ALL, Network, columns
+from dsat.search.normal import Array
+from dsat.search.step_time import COLUMNS, GROUP_LAUNCHES, Hardware
+from dsat.values.parallelism import DATA_ONLY, Parallelism
+from dsat.values.step_trace import (
+    ATTENTION,
+    BACKWARD,
+    COMPUTE_KINDS,
+    FORWARD,
+    HOST,
+    MEMORY,
+    STEP,
+    TRANSFER,
+    Collectives,
+    Kernels,
+    ModelTrace,
+    StepTrace,
+)
+
+_PASSES = (FORWARD, BACKWARD)
+_UNIT_S = 1e-3  # of launches
+# Seconds of a processor core in which DeepSpeed's hooks of a trained parameter run in a forward and
+# in a backward pass, by stage (measured with 300 small layers, DeepSpeed 0.19.8).
+_HOOKS_S = {0: (0.0, 0.0), 1: (0.0, 3.5e-5), 2: (0.0, 6e-5), 3: (5.3e-4, 4e-4)}
+# Bytes/s that an optimizer on the host moves with one thread (a row of the benchmark, whose
+# launcher sets OMP_NUM_THREADS=1), and the part of the memory's peak that all threads reach
+# (DeepSpeed#6834: 10 s for 2.27 billion parameters on each of 8 cards of a DGX A100).
+_THREAD_BANDWIDTH, _HOST_PART = 3e9, 0.26
+
+# Mean and standard deviation of the logarithm of a factor on each term where nothing has been
+# measured. That of all kernels is what scripts reach of this roofline, by the fitted rows of
+# benchmarks/projection.py.
+PRIORS = {
+    "compute": (0.25, 0.18),
+    "overhead": (0.0, 0.3),
+    "link": (0.0, 0.25),
+    "host": (0.0, 0.4),
+    "edge": (0.0, 0.7),
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts of one kind of card.
+
+    Attributes:
+        slots: cards in all.
+        per_host: cards of a host.
+        network_bandwidth: bytes/s of a card to other hosts.
+        threads: of a rank; 0 for its share of the host's cores, as trials that offload have them.
+    """
+
+    card: Card
+    slots: int
+    per_host: int
+    network_bandwidth: float
+    threads: int = 0
+
+    @classmethod
+    def of(
+        cls, card: Card, slots: int, network_bandwidth: float | None = None, threads: int = 0
+    ) -> Cluster:
+        """Return a cluster of usual hosts."""
+        network = card.network_bandwidth if network_bandwidth is None else network_bandwidth
+        return cls(card, slots, card.per_host, network, threads)
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes/s of a rank's optimizer on the host: its threads', to its share of the memory."""
+        card, ranks = self.card, min(self.slots, self.per_host)
+        usual = max(1, card.per_host * card.host_cores // ranks)
+        memory = card.per_host * card.host_bandwidth * _HOST_PART / ranks
+        return min((self.threads or usual) * _THREAD_BANDWIDTH, memory)
+
+    @property
+    def network(self) -> Network:
+        """The links among its cards."""
+        card = self.card
+        return Network(card.link_bandwidth, self.network_bandwidth, self.per_host, card.protocols)
+
+
+def hardware_of(card: Card) -> Hardware:
+    """Return what a card does in a second with traced work, which is counted in seconds of it."""
+    return replace(
+        step_time.hardware_of(card, 2),
+        host_memory_bandwidth=1.0,
+        launch_s=_UNIT_S,
+        filling=0.0,
+    )
+
+
+def scaled(trace: StepTrace, slots: int, *, sharded: bool) -> StepTrace:
+    """Return the trace of another number of data-parallel slots.
+
+    Groups of all ranks, or of every so many of them, grow with their number; others, such as those
+    of tensor parallelism, stay.
+
+    Args:
+        trace: of a number of slots.
+        sharded: each rank updates its own part of the parameters.
+    """
+    ratio = slots / trace.slots
+
+    def grown(group: Collectives) -> Collectives:
+        ranks = round(group.ranks * ratio) if group.ranks * group.stride >= trace.slots else None
+        return group if ranks is None else replace(group, ranks=max(1, ranks))
+
+    def shared(kernels: Kernels) -> Kernels:
+        is_shared = kernels.phase == STEP or kernels.kind in (HOST, TRANSFER)
+        return replace(kernels, bytes=kernels.bytes / ratio) if sharded and is_shared else kernels
+
+    return replace(
+        trace,
+        slots=slots,
+        kernels=tuple(map(shared, trace.kernels)),
+        collectives=tuple(map(grown, trace.collectives)),
+    )
+
+
+def work_of(
+    trace: StepTrace,
+    model: ModelTrace,
+    micro_batch: int,
+    cluster: Cluster,
+    stage: int,
+    parallelism: Parallelism = DATA_ONLY,
+) -> Array:
+    """Count what a configuration does, (number of columns,), as `step_time.work` does.
+
+    Args:
+        trace: of the configuration, `scaled` to the cluster's slots, at any micro batch.
+        model: the model's own passes.
+        micro_batch: samples of a micro step.
+        cluster: that runs it.
+        stage: of ZeRO.
+        parallelism: by which slots share samples, and with them the model's kernels.
+    """
+    card, hardware, shared = cluster.card, hardware_of(cluster.card), parallelism.shared
+    collectives = _at(trace, micro_batch, parallelism)
+    kernels = [
+        replace(k, flops=k.flops / shared, bytes=k.bytes / shared) for k in model.at(micro_batch)
+    ]
+    compute = {p: _compute_s(kernels, p, card) for p in _PASSES}
+    memory = {p: _memory_s(kernels, p, card) for p in _PASSES}
+    total_s = sum(compute.values()) + sum(memory.values())
+    every = any(not k.last for k in trace.kernels)  # micro steps before the last were traced too
+    if not every:
+        collectives += [replace(group, last=False) for group in collectives]
+    hooks_s = _hooks_s(kernels, stage) * trace.parameters
+    # The host's part of the passes takes as long as so many bytes more over its link.
+    pcie_for_host = hardware.pcie_bandwidth / cluster.host_bandwidth
+    once = {kind: _once(trace, kind) if every else 0.0 for kind in (MEMORY, HOST, TRANSFER)}
+    found = {
+        "flops": sum(compute.values()) * hardware.flops / micro_batch,
+        "rows": 8.0,  # the roofline counts whole tiles already
+        "forward": (compute[FORWARD] + memory[FORWARD]) / total_s if total_s else 1 / 3,
+        "weights": sum(memory.values()) * hardware.memory_bandwidth,
+        "copies": _added_bytes(trace, model, last=not every),
+        "launches": model.small.launches(_PASSES) * card.launch_s / _UNIT_S,
+        "hooks": hooks_s / _UNIT_S,
+        **columns(collectives, cluster.network, hardware.latency_s),
+        "optimizer": trace.bytes_of(MEMORY, (STEP,)) + once[MEMORY],
+        "groups": trace.launches((STEP,)) * card.launch_s / (GROUP_LAUNCHES * _UNIT_S),
+        "transferred": trace.bytes_of(TRANSFER, _PASSES, last=not every)
+        + trace.bytes_of(HOST, _PASSES, last=not every) * pcie_for_host,
+        "transferred_last": trace.bytes_of(TRANSFER, (STEP,)) + once[TRANSFER],
+        "host_optimizer": (trace.bytes_of(HOST, (STEP,)) + once[HOST]) / cluster.host_bandwidth,
+        "data_parallel": cluster.slots / shared,
+    }
+    assert found.keys() == set(COLUMNS)
+    return np.array([found[name] for name in COLUMNS])
+
+
+def _hooks_s(kernels: Sequence[Kernels], stage: int) -> float:
+    """Seconds of the hooks of a parameter in a micro step; recomputing calls forward's again."""
+    forward, backward = (
+        sum(k.flops * k.count for k in kernels if k.phase == phase) for phase in _PASSES
+    )
+    again = min(1.0, max(0.0, backward / forward - 2)) if forward else 0.0
+    return (1 + again) * _HOOKS_S[stage][0] + _HOOKS_S[stage][1]
+
+
+def _compute_s(kernels: Iterable[Kernels], phase: str, card: Card) -> float:
+    """Seconds of the kernels of a phase that compute."""
+    total = 0.0
+    for k in kernels:
+        if k.phase == phase and k.kind in COMPUTE_KINDS:
+            part = card.attention if k.kind == ATTENTION else card.matmul
+            computed = k.flops / (card.peak(k.itemsize) * part)
+            moved = k.bytes / (card.memory_bandwidth * MEMORY_PART)
+            total += k.count * (max(computed, moved) + card.kernel_s)
+    return total
+
+
+def _memory_s(kernels: Iterable[Kernels], phase: str, card: Card) -> float:
+    """Seconds of the kernels of a phase that only move bytes."""
+    return sum(
+        k.count * max(k.bytes / (card.memory_bandwidth * MEMORY_PART), card.kernel_s)
+        for k in kernels
+        if k.phase == phase and k.kind == MEMORY
+    )
+
+
+def _once(trace: StepTrace, kind: str) -> float:
+    """Bytes of the last micro step's passes beyond those of each before it."""
+    last, each = (trace.bytes_of(kind, _PASSES, last=of) for of in (True, False))
+    return max(0.0, last - each)
+
+
+def _added_bytes(trace: StepTrace, model: ModelTrace, *, last: bool) -> float:
+    """Bytes that the engine moves in the passes beside what the model's own kernels do."""
+    of_model = sum(k.bytes * k.count for k in model.at(trace.micro_batch) if k.kind == MEMORY)
+    return max(0.0, trace.bytes_of(MEMORY, _PASSES, last=last) - of_model)
+
+
+def _at(trace: StepTrace, micro_batch: int, parallelism: Parallelism) -> list[Collectives]:
+    """Return a trace's collectives at another micro batch: those of activations grow with it."""
+    ratio = micro_batch / trace.micro_batch
+
+    def carries_activations(group: Collectives) -> bool:
+        of_layers = group.ranks == parallelism.tensor > 1 and group.stride == 1
+        return group.phase != STEP and (of_layers or group.kind.startswith(ALL_TO_ALL))
+
+    return [
+        replace(group, bytes=ratio * group.bytes) if carries_activations(group) else group
+        for group in trace.collectives
+    ]

@@ -1,0 +1,158 @@
+"""One simulated step of each strategy, from which those of all numbers of cards follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsat.command import ds_config
+from dsat.errors import DsatError
+from dsat.memory.closed_form import ModelFacts
+from dsat.memory.predictor import Anchor, Basis, MemoryModel
+from dsat.memory.strategies import compared, with_strategy
+from dsat.prepare.simulated_model import SimulatedModel
+from dsat.projecting.traced_work import Cluster, scaled, work_of
+from dsat.search.cards import Card
+from dsat.search.normal import Array
+from dsat.simulation.protocol import Question
+from dsat.values.parallelism import Parallelism
+from dsat.values.parallelism import of_config as parallelism_of
+from dsat.values.step_trace import ModelTrace, StepTrace
+from dsat.values.zero_strategy import NONE, Strategy, of_config
+
+SIZES = tuple(2**n for n in range(10))  # 1 to 512 cards
+_HPZ = "zero_optimization.zero_hpz_partition_size"
+_LEAST_TRACED = 8  # slots: collectives of fewer say nothing of more
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A script's model and strategies, as simulated.
+
+    Attributes:
+        base: the user's DeepSpeed configuration.
+        model: the passes of the model alone.
+        traces: a step of each strategy, and its memory.
+        failures: why strategies could not be simulated, by their labels.
+        sequence_length: tokens of a sample; None if samples are no sequences.
+    """
+
+    base: Mapping[str, Any]
+    facts: ModelFacts
+    model: ModelTrace
+    traces: Mapping[Strategy, tuple[StepTrace, Anchor]]
+    failures: Mapping[str, str]
+    sequence_length: int | None
+
+    @property
+    def own(self) -> Strategy:
+        """Strategy of the user's configuration."""
+        return of_config(self.base)
+
+    @property
+    def own_micro_batch(self) -> int:
+        """Micro batch of the user's configuration; 1 where it leaves that open."""
+        given = self.base.get(ds_config.BATCH_KEYS[1])
+        return given if isinstance(given, int) else 1
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """Slots that share a sample by the user's configuration."""
+        return parallelism_of(self.base)
+
+    def gas(self, slots: int, micro_batch: int) -> int:
+        """Return the accumulation steps that keep the user's global batch size, if one is given.
+
+        0 if the slots cannot share it evenly.
+        """
+        total, _, gas = (self.base.get(key) for key in ds_config.BATCH_KEYS)
+        if isinstance(total, int):
+            found, left = divmod(total, self.parallelism.data(slots) * micro_batch)
+            return 0 if left else found
+        return gas if isinstance(gas, int) else 1
+
+    def config(self, strategy: Strategy, slots: int) -> dict[str, Any]:
+        """Return the configuration of a strategy, without batch sizes."""
+        if strategy == self.own:
+            return ds_config.without_batch_sizes(ds_config.for_use(self.base))
+        return with_strategy(self.base, strategy, slots)
+
+    def work(self, strategy: Strategy, micro_batch: int, cluster: Cluster) -> Array:
+        """Count what a strategy does on a cluster; see `traced_work.work_of`."""
+        step, _ = self.traces[strategy]
+        of_slots = scaled(step, cluster.slots, sharded=strategy.stage > 0)
+        stage, parallelism = strategy.stage, self.parallelism
+        return work_of(of_slots, self.model, micro_batch, cluster, stage, parallelism)
+
+    def memory(
+        self, strategy: Strategy, slots: int, micro_batch: int, card: Card
+    ) -> tuple[int, bool]:
+        """Return the predicted peak of a card in bytes, and whether it fits with room to spare."""
+        gas = {ds_config.BATCH_KEYS[2]: max(1, self.gas(slots, micro_batch))}
+        basis = Basis.of_model(self.facts, (anchor for _, anchor in self.traces.values()))
+        model = MemoryModel(basis, slots=slots, limit_bytes=card.memory_bytes, on_device=True)
+        shape = model.shape({**self.config(strategy, slots), **gas}, {})
+        return model.predicted_bytes(shape, micro_batch), model.fits(shape, micro_batch)
+
+
+def trace(
+    simulated: SimulatedModel,
+    slots: int,
+    choose: Callable[[Traced], Sequence[Strategy]],
+    *,
+    accumulates: bool = False,
+) -> Traced:
+    """Simulate one step of the user's configuration and of other strategies.
+
+    Args:
+        slots: the number of cards to project to.
+        choose: returns the strategies to simulate, given the traced model.
+        accumulates: trace several micro steps, whatever the configuration says.
+
+    Raises:
+        SimulationUnavailable: the script cannot be simulated.
+        DsatError: no strategy can be.
+    """
+    base, simulator = simulated.config, simulated.simulator
+    facts, model = simulator.traced_facts(base)
+    found = Traced(base, facts, model, {}, {}, simulator.script.sequence_length)
+    # More than those of any group, whose collectives are then told from those of all ranks.
+    shared, group = found.parallelism.shared, int(ds_config.at(base, _HPZ) or 1)
+    slots = shared * math.ceil(max(slots, _LEAST_TRACED, 2 * shared, 2 * group) / shared)
+    strategies = list(dict.fromkeys(choose(found)))
+    # Later micro steps of a step are like the first of two.
+    accumulates = accumulates or any(found.gas(n, 1) > 1 for n in (*SIZES, slots))
+    gas = {ds_config.BATCH_KEYS[2]: 2 if accumulates else 1}
+    questions = [Question({**found.config(s, slots), **gas}, 1, slots) for s in strategies]
+    answers = dict(zip(strategies, simulator.traces(questions), strict=True))
+    failures = {s.label: answer for s, answer in answers.items() if isinstance(answer, str)}
+    traces = {
+        s: (answer[1], Anchor(asked.config, asked.micro_batch, answer[0], slots))
+        for (s, answer), asked in zip(answers.items(), questions, strict=True)
+        if not isinstance(answer, str)
+    }
+    if not traces:
+        raise DsatError(f"no strategy can be simulated: {next(iter(failures.values()))}")
+    return replace(found, traces=traces, failures=failures)
+
+
+def worthwhile(found: Traced, card: Card, count: int, *, always: bool) -> list[Strategy]:
+    """Return the strategies that some number of cards holds, by formula.
+
+    Strategies with offloading are slower: they are among them only if no other fits.
+
+    Args:
+        count: the number of cards to project to.
+        always: include the user's own strategy even if it fits no number of cards.
+    """
+
+    def fits(rung: Strategy, sizes: Sequence[int]) -> bool:
+        return any(found.memory(rung, slots, 1, card)[1] for slots in sizes)
+
+    rungs = [rung for rung in compared(found.base) if fits(rung, SIZES)]
+    plain = [rung for rung in rungs if NONE == rung.offload_optimizer == rung.offload_param]
+    chosen = plain if any(fits(rung, [count]) for rung in plain) else rungs
+    own = [found.own] if always or fits(found.own, SIZES) or not chosen else []
+    return list(dict.fromkeys([*own, *chosen]))

@@ -1,1 +1,0 @@
-"""Layouts of the view of a run: tables, pages, messages and files; they decide nothing."""

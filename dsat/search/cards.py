@@ -1,0 +1,140 @@
+"""Cards and their links, by name: `cards.json`, which names the source of each number."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from dsat.errors import UserInputError
+
+_GIB = 2**30
+MEMORY_PART = 0.85  # of the memory's bandwidth that elementwise kernels reach
+_OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # slower ones of the same name
+_OF_ANY = re.compile(r"nvidia|amd|instinct|geforce|sxm\d*|hbm\w*")  # of drivers
+_OF_MANY = re.compile(r"\d+gb|pcie|rtx|nvl")  # which name no card on their own
+_PCIE_PART, _NETWORK_PART = 0.88, 0.9  # of the specification, that copies and collectives reach
+
+
+@dataclass(frozen=True)
+class Card:
+    """Rates and memory of a card, and of its links.
+
+    Attributes:
+        memory_bytes: of the card.
+        flops: dense peak in FLOP/s, by the bytes of an element.
+        matmul, attention: parts of the peak that matrix products of a training and attention reach.
+        memory_bandwidth: peak in bytes/s.
+        link_bandwidth: bytes/s of a large collective in one host.
+        pcie_bandwidth: bytes/s between card and host.
+        network_bandwidth: bytes/s of a card to other hosts.
+        per_host: cards of a usual host.
+        host_cores, host_bandwidth: physical cores of a usual host, and the peak of its memory in
+            bytes/s, for each of its cards.
+        kernel_s: seconds of the shortest kernel.
+        launch_s: seconds in which Python and torch call one operator.
+        protocols: of collectives, of which the fastest is taken: part of the bandwidth, seconds of
+            a hop in a host, and between hosts (NCCL, src/graph/tuning.cc: rings of LL, LL128 and
+            Simple).
+    """
+
+    name: str
+    memory_bytes: int
+    flops: Mapping[int, float]
+    matmul: float
+    attention: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    pcie_bandwidth: float
+    network_bandwidth: float
+    per_host: int
+    host_cores: float
+    host_bandwidth: float
+    kernel_s: float = 3e-6
+    launch_s: float = 6e-6
+    protocols: tuple[tuple[float, float, float], ...] = (
+        (0.5, 0.6e-6, 2.7e-6),
+        (120 / 128, 1.9e-6, 4.0e-6),
+        (1.0, 3.4e-6, 14e-6),
+    )
+
+    def peak(self, itemsize: int) -> float:
+        """Return the peak for elements of so many bytes, or of the next larger size there is."""
+        sizes = sorted(self.flops)
+        return self.flops[next((size for size in sizes if size >= itemsize), sizes[-1])]
+
+
+def find(name: str) -> Card:
+    """Find a card by its name, or by a part of it: `H100`, `a100-80gb`, `NVIDIA L40S`.
+
+    Raises:
+        UserInputError: the table has no such card.
+    """
+    found = _named(name, table())
+    if found is None:
+        raise UserInputError(
+            f"unknown card {name}; known cards: {', '.join(table())}",
+            hint="A card is a line of cards.json beside this code.",
+        )
+    return found
+
+
+def of_device(name: str) -> Card | None:
+    """Return the card of a driver's name for a device; None if it is not in the table."""
+    return _named(name, table()) if name else None
+
+
+def _named(name: str, known: Mapping[str, Card]) -> Card | None:
+    """Return the card whose name has all of its words in another one, or the other way round."""
+    wanted = _words(name)
+    words = {key: _words(key) for key in known}
+    inside = [
+        key
+        for key, own in words.items()
+        if (own <= wanted and not (wanted - own) & _OTHER_KINDS) or _plain(key) == _plain(name)
+    ]
+    asked = {word for word in wanted if not _OF_ANY.fullmatch(word)}
+    tells = any(not _OF_MANY.fullmatch(word) for word in asked)
+    around = [key for key, own in words.items() if tells and asked <= own]
+    if inside:
+        return known[max(inside, key=len)]
+    return max((known[key] for key in around), key=lambda card: card.memory_bytes, default=None)
+
+
+@functools.cache
+def table() -> dict[str, Card]:
+    """Return all cards, by name."""
+    text = (resources.files("dsat.search") / "cards.json").read_text(encoding="utf-8")
+    return {name: _card(name, entry) for name, entry in json.loads(text)["cards"].items()}
+
+
+def _words(name: str) -> frozenset[str]:
+    """`NVIDIA A100-SXM4-80GB` without its marks; `80G` is `80gb`."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return frozenset(re.sub(r"^(\d+)gi?b?$", r"\1gb", word) for word in words)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _card(name: str, entry: Mapping[str, Any]) -> Card:
+    """Return a card of its entry in the file, where bandwidths are in 10^9 bytes/s."""
+    return Card(
+        name=name,
+        memory_bytes=int(entry["memory_gib"] * _GIB),
+        flops={int(size): 1e12 * tflops for size, tflops in entry["tflops"].items()},
+        matmul=entry["matmul"],
+        attention=entry["attention"],
+        memory_bandwidth=1e9 * entry["bandwidth"],
+        link_bandwidth=1e9 * entry["link"] * entry["link_part"],
+        pcie_bandwidth=1e9 * entry["pcie"] * _PCIE_PART,
+        network_bandwidth=1e9 / 8 * entry["network"] * _NETWORK_PART,
+        per_host=entry["per_host"],
+        host_cores=entry["host_cores"],
+        host_bandwidth=1e9 * entry["host_bandwidth"],
+    )

@@ -1,0 +1,82 @@
+"""Advice on the user's script, for training with the recommended configuration."""
+
+from __future__ import annotations
+
+from dsat.command import ds_config, switches
+from dsat.run.run import Run, own_switches
+from dsat.space.overrides import GATHER
+from dsat.values.trial import Trial
+from dsat.values.zero_strategy import of_config
+
+
+def of_learning_rate(run: Run) -> list[str]:
+    """Advise on the learning rate if the best global batch size differs from the user's.
+
+    Square-root scaling for adaptive optimizers (Malladi et al., arXiv:2205.10287), linear scaling
+    for SGD (Goyal et al., arXiv:1706.02677).
+    """
+    if run.best is None:
+        return []
+    old, new = run.plan.own_batch.train_batch_size, run.best.batch.train_batch_size
+    if old == new:
+        return []
+    optimizer = run.plan.base_config.get("optimizer") or {}
+    ratio = new / old
+    root, linear = f"sqrt({new}/{old}) = {ratio**0.5:.3g}", f"{new}/{old} = {ratio:.3g}"
+    kind = str(optimizer.get("type", "")).lower()
+    if "sgd" in kind:
+        factor = linear
+    elif kind:
+        factor = root
+    else:
+        factor = f"{root} with an Adam-like optimizer, by {linear} with SGD"
+    said = f"Learning rate: multiply it by {factor}, because the global batch changes."
+    return [said, *_of_schedule(run, ratio)]
+
+
+def _of_schedule(run: Run, ratio: float) -> list[str]:
+    """Return lengths of the configuration's scheduler in steps for as many samples as before."""
+    parameters = ds_config.at(run.plan.base_config, "scheduler.params") or {}
+    lengths = {
+        key: value
+        for key, value in parameters.items()
+        if key.endswith(("_num_steps", "_step_size")) and type(value) is int and value > 0
+    }
+    if not lengths:
+        return []
+    scaled = [f"{key} {n} -> {max(1, round(n / ratio))}" for key, n in lengths.items()]
+    said = f"Schedule: for as many samples as before, set {', '.join(scaled)}."
+    if "total_num_steps" in lengths:  # HfTrainerDeepSpeedConfig.trainer_config_finalize
+        said += " A Trainer with a number of epochs refuses any other total_num_steps at its start."
+    return [said]
+
+
+def of_script(run: Run, best: Trial) -> list[str]:
+    """Return how to set the switches of the script that the best needs."""
+    own, found = own_switches(run), {} if run.profile is None else run.profile.switches
+    warnings = run.outcomes[best.id].warnings
+    in_arguments = any(switch.in_arguments for switch in found.values())
+    how = [
+        switches.instruction(
+            name, value, in_arguments=in_arguments and not switches.is_of_code(name, found)
+        )
+        for name, value in best.script_args.items()
+        if own.get(name) != value
+    ] + [switches.OF_CODE[text].format(best.batch) for text in warnings if text in switches.OF_CODE]
+    said = (
+        [f"Script: the best needs {'; '.join(how)}. The training command sets it."] if how else []
+    )
+    if (best.overrides.get("compile") or {}).get("deepcompile") is True:
+        said.append("Script: DeepCompile needs engine.compile() after deepspeed.initialize.")
+    return said
+
+
+def of_saving(run: Run, best: Trial) -> list[str]:
+    """Return how to save a model of stage 3, if the user's own stage is another."""
+    if best.stage != 3 or of_config(run.plan.base_config).stage == 3:
+        return []
+    return [
+        "Saving: in stage 3 state_dict() holds shards. Save with engine.save_16bit_model, or make "
+        f"weights of a checkpoint with zero_to_fp32.py. With {GATHER} the Trainer and "
+        "accelerator.get_state_dict give whole models."
+    ]

@@ -1,0 +1,176 @@
+"""Warnings of the verdict: what makes the gain uncertain, or another than it seems."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+
+from dsat.in_trial import batches
+from dsat.in_trial.config_injection import SEVERAL_ENGINES
+from dsat.in_trial.steps import RAREST
+from dsat.run.comparison import Gain
+from dsat.run.run import Run, typical_outcome
+from dsat.values import format as fmt
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
+from dsat.values.zero_strategy import of_config
+
+_NOISY = 0.2  # half-width of the 95 % interval of one measurement
+_DRIFTED = 1.2  # ratio of the user's own speeds; run-to-run variation is at most half of that
+_UNSURE = 2.0  # upper by lower end of the gain's interval
+_LONGER, _ERRORS = 1.2, 3.0  # samples, and standard errors, from which on lengths differ
+_QUIETER = "End other programs on the machine, or measure longer (--max-profile-steps)."
+
+
+def of_run(run: Run, best: Trial, outcome: Outcome, found: Gain | None) -> Iterator[str]:
+    """Yield the warnings.
+
+    Args:
+        run: so far.
+        best: the recommended configuration.
+        outcome: its typical one.
+        found: the gain of the finals, if they are over.
+    """
+    yield from _excluded(run)
+    yield from _of_noise(run, found)
+    yield from _of_drift(run)
+    yield from _of_steps(run)
+    yield from _of_samples(run, outcome)
+    yield from _of_lengths(run, best)
+    yield from _of_optimizer(run, best)
+    if any(SEVERAL_ENGINES in each.warnings for each in run.outcomes.values()):
+        yield f"{SEVERAL_ENGINES}."
+
+
+def _excluded(run: Run) -> Iterator[str]:
+    for trial_id, why in run.disqualified.items():
+        name = run.trials[trial_id].name
+        yield f"{name} is excluded: on the same data it trains differently from yours. {why}."
+
+
+def _of_noise(run: Run, found: Gain | None) -> Iterator[str]:
+    """Yield a warning if measurements are too uncertain to compare."""
+    compared = [each for each in (run.baseline, run.leader) if each]
+    noise = max(0.0, *_intervals(run, compared), _median(_intervals(run, run.trials.values())))
+    if found is None and noise > _NOISY:
+        yield (
+            f"measurements are uncertain by ±{fmt.percent(noise)}, so smaller gains go unseen: "
+            f"other programs may have used the machine. {_QUIETER}"
+        )
+    elif found is not None and found.high > _UNSURE * found.low:
+        yield (
+            f"the gain may be anything from {found.low:.2f}x to {found.high:.2f}x, because runs of "
+            f"the same configuration differ much. {_QUIETER} More pairs help too (--finals, with "
+            "enough --max-trials)."
+        )
+
+
+def _intervals(run: Run, trials: Iterable[Trial]) -> list[float]:
+    """Return the half-widths of the 95 % intervals of the trials that were measured."""
+    outcomes = (run.outcomes.get(trial.id) for trial in trials)
+    return [outcome.metrics.ci95 for outcome in outcomes if outcome and outcome.metrics]
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0
+
+
+def _of_drift(run: Run) -> Iterator[str]:
+    """Yield a warning if the user's own configuration changed its speed during the run."""
+    own = run.baseline
+    first = None if own is None else run.value(own)
+    again = [
+        value
+        for trial_id, repeated in run.repeated.items()
+        if own is not None and repeated == own.id
+        if (value := run.value(run.trials[trial_id])) is not None
+    ]
+    if first is None or not again:
+        return
+    later = statistics.median(again)
+    if max(first, later) > _DRIFTED * min(first, later):
+        metric = run.plan.metric
+        yield (
+            f"your own configuration measured {fmt.metric(metric, first)} first and "
+            f"{fmt.metric(metric, later)} later: the machine changed its speed (heat, or other "
+            "programs), so the search compared trials of different conditions. Finals are not "
+            "affected, since their runs take turns."
+        )
+
+
+def _of_steps(run: Run) -> Iterator[str]:
+    """Yield warnings if the compared measurements have work beside the usual training."""
+    other = run.leader if run.best is run.baseline else run.best
+    ended = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
+    curves = (None if outcome is None else outcome.training for outcome in ended)
+    own, its = (None if curve is None else curve.facts for curve in curves)
+    if other is None or own is None or its is None:
+        return
+    late = sorted({*own.late} & {*its.late})
+    if len(late) >= 2:
+        yield (
+            f"optimizer steps {', '.join(map(str, late))} took far longer both in your "
+            f"configuration and in {other.name}, so they are work of the training (an optimizer "
+            "that does more every n-th step, say). They were left out as delays by the host: the "
+            "gain is that of the other steps."
+        )
+    if abs(own.evaluated - its.evaluated) * RAREST >= 1:
+        yield (
+            "the gain may not be comparable: the model ran outside of training too (generation, "
+            f"say) in {fmt.percent(own.evaluated)} of the measured steps of your configuration and "
+            f"in {fmt.percent(its.evaluated)} of those of {other.name}. Compare both in longer "
+            "runs (--end-profile-step)."
+        )
+
+
+def _of_samples(run: Run, best: Outcome) -> Iterator[str]:
+    """Yield warnings about the counting of samples, of the best and of the user's own."""
+    own = None if run.baseline is None else run.outcomes.get(run.baseline.id)
+    for text in dict.fromkeys([*best.warnings, *(() if own is None else own.warnings)]):
+        if batches.is_about(text):
+            yield f"{text}."
+
+
+def _of_lengths(run: Run, best: Trial) -> Iterator[str]:
+    """Yield a warning if one of the compared configurations was fed longer samples."""
+    finals, own, compared = run.finals, run.baseline, best
+    if best is own and finals is not None and finals.pick is not None:
+        compared = run.trials[finals.pick.trial_id]
+    if own is None:
+        return
+    (its, its_error), (yours, own_error) = (
+        _tokens_per_sample(typical_outcome(run, each)) for each in (compared, own)
+    )
+    apart, error = abs(its - yours), math.hypot(its * its_error, yours * own_error)
+    if apart > max((_LONGER - 1) * min(its, yours), _ERRORS * error):
+        means = "The gain is unreliable"
+        if run.plan.metric != "tokens_per_second":
+            means = "Padding is a real cost; different data make the gain meaningless"
+        yield (
+            f"the samples of {compared.name} had {its:,.0f} tokens on average and yours "
+            f"{yours:,.0f}: other data (sorted, or a curriculum), or padding, which grows with the "
+            f"micro batch. {means}. Shuffle the data for the search, or pad all samples to one "
+            "length."
+        )
+
+
+def _tokens_per_sample(outcome: Outcome | None) -> tuple[float, float]:
+    """Return the mean, and its relative standard error; infinite if unknown."""
+    metrics = None if outcome is None else outcome.metrics
+    facts = None if outcome is None or outcome.training is None else outcome.training.facts
+    if metrics is None or facts is None or facts.tokens_error is None:
+        return 1.0, math.inf
+    return (metrics.tokens_per_second or 0.0) / metrics.throughput, facts.tokens_error
+
+
+def _of_optimizer(run: Run, best: Trial) -> Iterator[str]:
+    """Yield a warning if the optimizer may compute something else than in the user's own stage."""
+    own = of_config(run.plan.base_config).stage
+    if run.profile is None or run.profile.optimizer.by_element or bool(own) == bool(best.stage):
+        return
+    yield (
+        f"{run.profile.optimizer.kind} may depend on the shapes of parameters, which stages 1 to 3 "
+        "flatten and stage 0 keeps, so losses may differ from yours. Compare them over a longer "
+        f"training, or search with --zero-stages {'1 2 3' if own else '0'}."
+    )

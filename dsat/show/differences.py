@@ -1,0 +1,83 @@
+"""Settings in which a trial differs from the user's own configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dsat.command.ds_config import BATCH_KEYS, flat
+from dsat.space.knobs import KNOBS
+from dsat.space.plan import Plan
+from dsat.values import format as fmt
+from dsat.values.text import values_without_secrets
+from dsat.values.trial import Trial
+
+STAGE = "zero_optimization.stage"
+TRAIN_BATCH, MICRO_BATCH, GAS = BATCH_KEYS
+_FIRST = (STAGE, MICRO_BATCH, GAS, TRAIN_BATCH)
+_NAMES = {
+    STAGE: "ZeRO stage",
+    MICRO_BATCH: "micro batch",
+    GAS: "accumulation steps",
+    TRAIN_BATCH: "global batch",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting with the user's own value and the trial's; None where it is not set.
+
+    Attributes:
+        key: dotted, as in the configuration.
+        default: DeepSpeed's value where it is not set; None if that is not known.
+    """
+
+    key: str
+    own: Any
+    its: Any
+    default: Any = None
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Both values as text."""
+        first, second = (
+            fmt.setting(self.default if value is None else value) or "(not set)"
+            for value in (self.own, self.its)
+        )
+        return first, second
+
+    def __str__(self) -> str:
+        name = _NAMES.get(self.key, self.key.removeprefix("zero_optimization."))
+        return f"{name} {' -> '.join(self.texts)}"
+
+
+def differences(plan: Plan, trial: Trial, switches: Mapping[str, Any]) -> list[Difference]:
+    """Return the differences, stage and batch sizes first, without secrets.
+
+    A setting that is not set and one that has DeepSpeed's default are the same.
+    """
+    own = _settings({**plan.config(plan.own_batch.config()), **switches})
+    its = _settings({**plan.config(trial.overrides), **switches, **trial.script_args})
+    found = []
+    for key in sorted(own.keys() | its.keys(), key=lambda key: (_order(key), key)):
+        default = _default_of(plan, key, trial.stage)
+        if own.get(key, default) != its.get(key, default):
+            found.append(Difference(key, own.get(key), its.get(key), default))
+    return found
+
+
+def _default_of(plan: Plan, key: str, stage: int) -> Any:
+    if key == STAGE:
+        return 0
+    declared = (knob.values[0] for knob in KNOBS if knob.path == key and stage in knob.stages)
+    known = plan.defaults.get(key)
+    return next(declared, None) if known is None else known
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    return flat(values_without_secrets(config))
+
+
+def _order(key: str) -> int:
+    return _FIRST.index(key) if key in _FIRST else len(_FIRST)

@@ -1,0 +1,269 @@
+"""Exports of a run to other tools, each imported only when it is used."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsat.command.ds_config import flat
+from dsat.errors import DsatError, UserInputError
+from dsat.run.run import Run
+from dsat.show.view import RunView, TrialView
+from dsat.values.files import written_atomically
+from dsat.values.outcome import Outcome
+from dsat.values.text import values_without_secrets
+from dsat.values.trial import TrialKind
+
+if TYPE_CHECKING:
+    import optuna
+
+_MOST_TEXT = 2000  # of a message: databases have limits
+_DATABASES = ("mlflow", "optuna", "sqlalchemy")  # packages whose errors are those of a database
+
+
+def rows(view: RunView) -> list[dict[str, Any]]:
+    """Return a flat row of text, numbers and None for each trial.
+
+    Settings are `config.KEY`, measurements `metrics.KEY`.
+    """
+    found = []
+    for each in view.trials:
+        row = each.to_json()
+        config, script = values_without_secrets([row.pop("overrides"), row.pop("script_args")])
+        below = {"config": flat(config), "script": script, "metrics": row.pop("metrics") or {}}
+        row |= {"is_best": each.is_best, "message": row["message"][:_MOST_TEXT]}
+        row |= {"took_s": each.took_s, "ended_s": each.ended_s}
+        for name, values in below.items():
+            row |= {f"{name}.{key}": _plain(value) for key, value in values.items()}
+        found.append(row)
+    return found
+
+
+def to_csv(view: RunView, output: Path, name: str) -> None:
+    """Write a table with a line for each trial."""
+    table = rows(view)
+    with open(output, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, _columns(table))
+        writer.writeheader()
+        writer.writerows({key: _harmless(value) for key, value in row.items()} for row in table)
+
+
+def to_parquet(view: RunView, output: Path, name: str) -> None:
+    """Write the same table in columns; settings whose values are of several types as text."""
+    import pyarrow
+    import pyarrow.parquet
+
+    table, columns = rows(view), {}
+    for key in _columns(table):
+        values = [row.get(key) for row in table]
+        mixed = len({type(value) for value in values if value is not None}) > 1
+        columns[key] = [str(v) if mixed and v is not None else v for v in values]
+    pyarrow.parquet.write_table(pyarrow.table(columns), output)
+
+
+def to_optuna(view: RunView, output: Path, name: str) -> None:
+    """Write one study into a SQLite storage.
+
+    A trial that did not run is a failed one; a setting that a strategy does not have is no
+    parameter of its trials.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        storage=f"sqlite:///{output}",
+        study_name=name,
+        direction="minimize" if view.plan.objective.smaller_is_better else "maximize",
+    )
+    for key, value in {**_decision(view), **view.info}.items():
+        is_number = isinstance(value, float)
+        study.set_user_attr(str(key), value if is_number else str(value)[:_MOST_TEXT])
+    states, distributions = optuna.trial.TrialState, _distributions(view)
+    for each, outcome in _compared(view):
+        params = _params(each)
+        frozen = optuna.trial.create_trial(
+            state=states.FAIL if each.value is None else states.COMPLETE,
+            value=each.value,
+            params=params,
+            distributions={key: distributions[key] for key in params},
+            user_attrs={
+                "name": each.trial.name,
+                "is_best": each.is_best,
+                "kind": each.trial.kind.value,
+                "outcome": outcome.kind.value,
+                "message": outcome.message[:_MOST_TEXT],
+                **({} if outcome.metrics is None else outcome.metrics.to_json()),
+            },
+        )
+        ended_at_s = _ended_at_s(each)
+        frozen.datetime_start = datetime.fromtimestamp(ended_at_s - outcome.duration_s)
+        frozen.datetime_complete = datetime.fromtimestamp(ended_at_s)
+        study.add_trial(frozen)
+
+
+def to_mlflow(view: RunView, output: Path, name: str) -> None:
+    """Write a tracking store in SQLite with one experiment, a run of MLflow's for each trial."""
+    from mlflow.entities import Metric, Param, RunTag
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{output}")
+    tags = {key: str(value)[:_MOST_TEXT] for key, value in _decision(view).items()}
+    place = output.parent.as_uri()
+    experiment = client.create_experiment(name, artifact_location=place, tags=tags)
+    for each, outcome in _compared(view):
+        ended_ms = round(1000 * _ended_at_s(each))
+        created = client.create_run(
+            experiment,
+            start_time=ended_ms - round(1000 * outcome.duration_s),
+            run_name=each.trial.name,
+            tags={
+                "kind": each.trial.kind.value,
+                "outcome": outcome.kind.value,
+                "is_best": str(each.is_best),
+            },
+        ).info.run_id
+        metrics = {} if outcome.metrics is None else outcome.metrics.to_json()
+        client.log_batch(
+            created,
+            metrics=[
+                Metric(key, float(value), ended_ms, 0)
+                for key, value in metrics.items()
+                if value is not None
+            ],
+            params=[Param(key, str(value)) for key, value in _params(each).items()],
+            tags=[RunTag("message", outcome.message[:_MOST_TEXT])] if outcome.message else [],
+        )
+        status = "FINISHED" if outcome.ok else "FAILED"
+        client.set_terminated(created, status=status, end_time=ended_ms)
+
+
+def to_tensorboard(view: RunView, output: Path, name: str) -> None:
+    """Write a folder of event files, a run for each trial.
+
+    It has the trial's settings (the HPARAMS tab) and the times of its steps.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    output.mkdir()
+    for each, outcome in _compared(view):
+        measured = {} if each.value is None else {view.plan.metric: each.value}
+        params = {**_params(each), "outcome": outcome.kind.value, "is_best": each.is_best}
+        with SummaryWriter(str(output / each.trial.name)) as writer:
+            writer.add_hparams(params, measured, run_name=".", global_step=0)
+            for number, step_ms in enumerate(outcome.step_ms, start=1):
+                writer.add_scalar("step_ms", step_ms, number, walltime=_ended_at_s(each))
+
+
+Exporter = Callable[[RunView, Path, str], None]
+# By the words of `--to`: writer, ending of the file or folder, and package to install.
+EXPORTERS: Mapping[str, tuple[Exporter, str, str]] = {
+    "optuna": (to_optuna, ".optuna.db", "optuna"),
+    "mlflow": (to_mlflow, ".mlflow.db", "mlflow"),
+    "tensorboard": (to_tensorboard, ".tensorboard", "tensorboard"),
+    "csv": (to_csv, ".csv", ""),
+    "parquet": (to_parquet, ".parquet", "pyarrow"),
+}
+
+
+def export(run: Run, to: str, output: Path, name: str) -> None:
+    """Write a run for another tool.
+
+    Args:
+        run: to write.
+        to: a name of `EXPORTERS`.
+        output: file or folder to make.
+        name: of the study or experiment.
+
+    Raises:
+        UserInputError: `output` exists, or the tool is not installed.
+        DsatError: a database cannot be written, as on a full disk.
+        OSError: a file cannot be written.
+    """
+    write, _, package = EXPORTERS[to]
+    if output.exists():
+        raise UserInputError(
+            "exists already", where=str(output), hint="Name another one with --output."
+        )
+    if not output.parent.is_dir():
+        raise UserInputError("there is no such folder", where=str(output.parent))
+    try:
+        with written_atomically(output.resolve()) as temporary:
+            write(RunView.of(run), temporary, name)
+    except ImportError as error:
+        raise UserInputError(
+            f"needs {package}: {error}", where=f"--to {to}", hint=f"pip install {package}"
+        ) from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in _DATABASES:
+            raise
+        raise DsatError(f"{output}: {str(error).partition(chr(10))[0]}") from error
+
+
+def _compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:
+    """Yield the trials that ended, without the profile, which is not comparable."""
+    for each in sorted(view.ended, key=lambda each: each.ended_s or 0.0):
+        if each.trial.kind is not TrialKind.PROFILE and each.outcome is not None:
+            yield each, each.outcome
+
+
+def _ended_at_s(each: TrialView) -> float:
+    """Return when a trial ended, in seconds since the epoch."""
+    return each.ended_at_s or each.ended_s or 0.0
+
+
+def _decision(view: RunView) -> dict[str, Any]:
+    """Return the verdict with its values, which are not those of single trials."""
+    found = {
+        "metric": view.plan.metric,
+        "verdict": "\n".join(view.verdict.lines),
+        "gain": view.gain.ratio,
+        "best_value": view.best_value,
+        "own_value": view.gain.own_value,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _params(each: TrialView) -> dict[str, Any]:
+    """Return the settings of a trial; the global batch, which follows, is left out."""
+    found = {
+        key.removeprefix("zero_optimization."): _plain(value)
+        for key, value in each.settings.items()
+        if key != "train_batch_size"
+    }
+    return {"strategy": each.trial.strategy, **found}
+
+
+def _distributions(view: RunView) -> dict[str, optuna.distributions.BaseDistribution]:
+    """Return all values tried of each setting; numbers of samples and of steps are ranges."""
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    values: dict[str, list[Any]] = {}
+    for each, _ in _compared(view):
+        for key, value in _params(each).items():
+            values.setdefault(key, []).append(value)
+    found: dict[str, optuna.distributions.BaseDistribution] = {}
+    for key, tried in values.items():
+        if key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            found[key] = IntDistribution(min(tried), max(tried), log=True)
+        else:
+            found[key] = CategoricalDistribution(tuple(dict.fromkeys(tried)))
+    return found
+
+
+def _columns(table: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for row in table for key in row))
+
+
+def _plain(value: Any) -> Any:
+    is_plain = value is None or isinstance(value, (bool, int, float, str))
+    return value if is_plain else json.dumps(value)
+
+
+def _harmless(value: Any) -> Any:
+    """Mark text that a spreadsheet would take for a formula as text (OWASP, CSV injection)."""
+    is_formula = isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r")
+    return f"'{value}" if is_formula else value

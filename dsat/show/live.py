@@ -1,0 +1,91 @@
+"""Live view of a search: log lines, and below them a table of its latest trials."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from dsat.run.loop import Observer
+from dsat.run.run import Run
+from dsat.show import progress, terminal
+from dsat.show.view import RunView
+from dsat.values.table import Table
+
+_LAST_TRIALS = 12
+
+
+class LiveView(Observer):
+    """Prints lines, and on a terminal a table of the trials while they run.
+
+    Args:
+        stream: standard error by default; standard output is for results.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        stream = sys.stderr if stream is None else stream
+        self._console = terminal.console(stream)
+        self._live = Live(console=self._console, auto_refresh=False) if stream.isatty() else None
+        self._trials, self._folder = Path(), Path()
+        self._view: RunView | None = None
+        self._built_at: tuple[int, int] | None = None
+        self._shown: object = None
+
+    def follow(self, folder: Path, trials: Path) -> None:
+        """Show a run that begins."""
+        self._folder, self._trials = folder, trials
+
+    @property
+    def shows_trials(self) -> bool:
+        """Whether there is a live table."""
+        return self._live is not None
+
+    def __enter__(self) -> LiveView:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, *lines: str) -> None:
+        """Print lines above the table, each unbroken so that it can be copied."""
+        for line in lines:
+            self._console.print(Text(line), soft_wrap=True)
+
+    def waited(self, run: Run) -> None:
+        if self._live is None or not run.has_begun:
+            return
+        view = self._view_of(run)
+        cells = [
+            (
+                each.label,
+                each.result if each.outcome else progress.doing(self._trials / each.trial.name),
+            )
+            for each in view.trials[-_LAST_TRIALS:]
+        ]
+        status = progress.lines(run, progress.Status.of_run(self._folder), self._trials)
+        lines = (view.verdict.headline, *status)
+        if (cells, lines) == self._shown:
+            return
+        self._shown = cells, lines
+        bar = RichTable.grid()  # a bar by itself does not end its line
+        bar.add_row(ProgressBar(total=view.plan.max_trials, completed=len(view.ended), width=60))
+        table = terminal.rich_table(
+            Table(("trial", "result"), cells, names=("trial",)), self._console.width
+        )
+        self._live.update(Group(table, bar, *map(Text, lines)), refresh=True)
+
+    def _view_of(self, run: Run) -> RunView:
+        """Return the view of a run, built only after a trial began or ended."""
+        state = len(run.trials), len(run.outcomes)
+        if self._view is None or state != self._built_at:
+            self._view, self._built_at = RunView.of(run), state
+        return self._view

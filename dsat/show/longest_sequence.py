@@ -1,0 +1,78 @@
+"""The longest sequence of a run's data, and the memory of its best configuration there."""
+
+from __future__ import annotations
+
+import bisect
+
+from dsat.memory.predictor import Basis, MemoryModel
+from dsat.run.run import Run
+from dsat.show.memory_parts import used_bytes
+from dsat.values import format as fmt
+
+
+def longest_sequence(run: Run) -> tuple[int, str] | None:
+    """Return the longest sequence to expect, in tokens, and its source; None without sequences.
+
+    It is `--max-seq-length`, else the model's maximum if the lengths of the trials' sequences
+    varied, else the longest that was seen.
+    """
+    seen = [o.sequences for o in run.outcomes.values() if o.sequences is not None]
+    if not seen:
+        return None
+    if run.plan.max_seq_length is not None:
+        return run.plan.max_seq_length, "--max-seq-length"
+    longest = max(lengths.longest for lengths in seen)
+    takes = max(lengths.model_takes or 0 for lengths in seen)
+    if takes > longest and any(lengths.shortest < longest for lengths in seen):
+        return takes, "the model's max_position_embeddings"
+    return longest, "the longest that was seen"
+
+
+def memory_warning(run: Run) -> list[str]:
+    """Return a sentence if the best configuration may not fit at the longest sequence.
+
+    Activations grow in proportion to the length, as they do with the micro batch, whose bytes per
+    sample the memory model knows. (Attention that keeps its scores needs more than that.)
+    """
+    best, outcome, profile = run.best, run.best_outcome, run.profile
+    expected = longest_sequence(run)
+    profiled = None if run.profiled is None else run.profiled.sequences
+    if best is None or outcome is None or profile is None or expected is None:
+        return []
+    measured_with, (length, source) = outcome.sequences, expected
+    if measured_with is None or profiled is None or length <= measured_with.longest:
+        return []
+    model = MemoryModel(
+        run.memory_basis or Basis.of_profile(profile, run.plan.switches),
+        slots=run.plan.slots_per_trial,
+        limit_bytes=profile.slot_memory_bytes,
+        on_device=profile.host_memory_bytes > 0,
+    )
+    shape = model.shape(run.plan.config(best.overrides), best.script_args)
+
+    def predicted(micro_batch: int, tokens: int) -> int:
+        """Bytes by the model, whose samples are as long as the profile trial's."""
+        return model.predicted_bytes(shape, micro_batch * tokens / profiled.longest)
+
+    most, limit = best.batch.micro_batch, profile.slot_memory_bytes
+    error, used = 0, used_bytes(run, outcome)
+    if used is not None and outcome.memory is not None and outcome.memory.is_exact:
+        error = used - predicted(most, measured_with.longest)
+
+    def needed(micro_batch: int) -> int:
+        return predicted(micro_batch, length) + error
+
+    if needed(most) <= limit:
+        return []
+    fits = bisect.bisect_right(range(1, most + 1), limit, key=needed)
+    advice = "no micro batch is predicted to fit"
+    if fits:
+        advice = f"a micro batch of {fits} is predicted to fit (--max-micro-batch {fits})"
+    warning = (
+        f"The best was measured with sequences of up to {measured_with.longest} tokens. With "
+        f"{length} ({source}) it is predicted to need {fmt.memory(needed(most))} per slot, more "
+        f"than the {fmt.memory(limit)} that there are: {advice}."
+    )
+    if run.plan.max_seq_length is None:
+        warning += " If your data have no such sequences, say so with --max-seq-length."
+    return [warning]

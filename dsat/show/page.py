@@ -1,0 +1,132 @@
+"""`report.html`: the results of a run in one file that opens anywhere without a network.
+
+Plots need vl-convert (`pip install vl-convert-python`), which holds Vega as one script; without it
+the page has the same texts and tables.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from dsat.run.run import Run
+from dsat.search.threads import in_one_thread
+from dsat.show import plots
+from dsat.show.changes import changes
+from dsat.show.speed_model import SpeedModel
+from dsat.show.view import RunView
+from dsat.values import format as fmt
+from dsat.values.files import cache_folder, write_atomically, write_cache
+from dsat.values.text import values_without_secrets
+
+PAGE_FILE = "report.html"
+_VEGA_LITE = "6.1"
+
+
+def write_page(run: Run, folder: Path, trials: Path, train_line: str) -> None:
+    """Write the page into a run's folder.
+
+    Args:
+        trials: where trials have their folders.
+        train_line: the command that trains with the best configuration.
+    """
+    try:
+        link = trials.resolve().relative_to(folder.resolve()).as_posix()
+    except ValueError:
+        link = trials.resolve().as_posix()
+    write_atomically(folder / PAGE_FILE, html(run, link, train_line))
+
+
+def html(run: Run, folders: str, train_line: str) -> str:
+    """Return the page's text.
+
+    Args:
+        folders: where trials have their folders, relative to the page; empty for no links to them.
+        train_line: the command that trains with the best configuration.
+    """
+    return render("page.html", watch="", **parts(run, folders, train_line))
+
+
+def watch_html(run: Run, folder: str) -> str:
+    """Return the page of `dsat watch`, which fetches `watch_parts`."""
+    script = template("watch.js")
+    return render("page.html", view=RunView.of(run), folder=folder, watch=script, plots=[])
+
+
+def watch_parts(run: Run, train_line: str) -> dict[str, Any]:
+    """Return the report without its page: `html`, and `specs` of its plots."""
+    if not run.trials:
+        return {"html": "<p>No trial has begun.</p>", "specs": []}
+    values = parts(run, "", train_line)
+    specs = [plot["spec"] for plot in values["plots"]]
+    return {"html": render("body.html", **values), "specs": specs}
+
+
+def render(which: str, /, **values: Any) -> str:
+    """Render a template with its values, the style and Vega."""
+    common = {"css": template("page.css"), "script": template("page.js"), "vega": _vega()}
+    text: str = _compiled(which).render({**common, **values})
+    return text
+
+
+@cache
+def _compiled(which: str) -> Any:
+    """Return a template, compiled once: pages are written anew again and again."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(template),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["address"] = lambda path: quote(os.fsencode(path))
+    environment.filters["strategy"] = fmt.strategy
+    return environment.get_template(which)
+
+
+@in_one_thread
+def parts(run: Run, folders: str, train_line: str) -> dict[str, Any]:
+    """Return the values of the page's templates; see `html`."""
+    view = RunView.of(run)
+    model = SpeedModel.of(view)
+    return {
+        "view": view,
+        "ranks": {each.trial.id: rank for rank, each in enumerate(view.ranked)},
+        "info": {key: str(value) for key, value in view.info.items()},
+        "folders": folders,
+        "train_line": train_line if view.best is not None else "",
+        "config": values_without_secrets(view.best_config),
+        "changes": changes(view, model),
+        "plots": plots.of_run(run, view, model),
+    }
+
+
+@cache
+def _vega() -> str:
+    """Vega, Vega-Lite and vega-embed as one script; empty without vl-convert."""
+    try:
+        import vl_convert
+    except (ImportError, NameError):  # the latter after an import that Ctrl-C has ended half way
+        return ""
+    # To bundle it takes some seconds, more than a short trial.
+    version = metadata.version("vl-convert-python")
+    kept = cache_folder("report") / f"vega-{version}-{_VEGA_LITE}.js"
+    if kept.is_file():
+        return kept.read_text(encoding="utf-8")
+    snippet = "window.vegaEmbed = vegaEmbed;"
+    bundle: str = vl_convert.javascript_bundle(snippet, vl_version=_VEGA_LITE)
+    script = bundle.replace("</script", "<\\/script")
+    write_cache(kept, script)
+    return script
+
+
+@cache
+def template(name: str) -> str:
+    """Return the text of a template."""
+    return (resources.files("dsat.show") / "templates" / name).read_text(encoding="utf-8")

@@ -1,0 +1,160 @@
+"""Runs on disk: finished, interrupted or running."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsat.errors import JournalError, UserInputError
+from dsat.run.folder_lock import is_locked
+from dsat.run.history import read_run
+from dsat.run.journal import FILE_NAME, RUNS_FOLDER
+from dsat.run.run import Run
+from dsat.show.summary import BEST_CONFIG_FILE, SUMMARY_FILE
+
+_RESULTS_FOLDER = Path("autotuning_results")  # where `dsat tune` writes by default
+_DATE = re.compile(rb'"time_s": ?(\d{1,10}(?:\.\d+)?)[,}]')
+_TAIL_BYTES = 4096  # the date is the end of an event
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run, read from its folder.
+
+    Attributes:
+        is_running: a process works on it.
+        changed_s: when something last happened, in seconds since the epoch.
+    """
+
+    folder: Path
+    run: Run
+    is_running: bool
+    changed_s: float
+
+    @property
+    def trials(self) -> Path:
+        """Folder of its trials."""
+        below = self.folder / "trials"
+        return below if below.is_dir() else self.folder
+
+    @property
+    def state(self) -> str:
+        """`running`, `interrupted`, `finished` or `failed`."""
+        if self.run.stop_reason is not None:  # its process may still train in full length
+            return "finished" if self.run.best is not None else "failed"
+        return "running" if self.is_running else "interrupted"
+
+
+def folders(above: Path | None = None) -> list[Path]:
+    """Return the folders of runs and results right below another one, the newest first.
+
+    Args:
+        above: by default `dsat_runs`, and with it the results of `dsat tune`.
+    """
+    candidates = [_RESULTS_FOLDER] if above is None else [above]
+    below = RUNS_FOLDER if above is None else above
+    candidates += sorted(below.iterdir()) if below.is_dir() else []
+    return sorted(filter(_is_of_run, candidates), key=_changed_s, reverse=True)
+
+
+def _is_of_run(folder: Path) -> bool:
+    return has_journal(folder) or os.path.isfile(folder / SUMMARY_FILE)
+
+
+def has_journal(folder: Path) -> bool:
+    """Return whether a run can be read; the results of a search on a cluster have no journal."""
+    return os.path.isfile(folder / FILE_NAME)
+
+
+def _changed_s(folder: Path) -> float:
+    """Return when something last happened, by the end of a journal; else the date of a file."""
+    if not has_journal(folder):
+        return (folder / SUMMARY_FILE).stat().st_mtime
+    journal = folder / FILE_NAME
+    stat = journal.stat()
+    with contextlib.suppress(OSError), open(journal, "rb") as file:
+        file.seek(max(0, stat.st_size - _TAIL_BYTES))
+        dates = [float(date) for date in _DATE.findall(file.read())]
+        if dates and dates[-1] <= time.time():  # not by a clock that was wrong
+            return dates[-1]
+    return stat.st_mtime
+
+
+def load(path: Path | None = None) -> PastRun:
+    """Read a run.
+
+    Args:
+        path: its folder, or the folder's name in `dsat_runs`; by default the newest run.
+
+    Raises:
+        UserInputError: there is no such run.
+        JournalError: its journal is damaged.
+    """
+    folder = find(path)
+    if not has_journal(folder):
+        raise UserInputError(
+            "has no journal: its search ran on a cluster",
+            where=str(folder),
+            hint=f"`dsat show {folder}` prints its summary.",
+        )
+    run = read_run(folder / FILE_NAME)
+    if not run.has_begun:
+        raise UserInputError("has not begun yet", where=str(folder))
+    is_running = is_locked(folder)
+    run.paused = not is_running  # also if it was killed
+    return PastRun(folder, run, is_running, _changed_s(folder))
+
+
+def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
+    """Return all runs right below a folder, the newest first, and why others cannot be read.
+
+    Raises:
+        UserInputError: there is no such folder.
+    """
+    if above is not None and not above.is_dir():
+        raise UserInputError("is not a folder", where=str(above))
+    found, unread = [], []
+    for folder in folders(above):
+        try:
+            found.append(load(folder))
+        except (JournalError, UserInputError, OSError) as error:
+            unread.append(str(error))
+    return found, unread
+
+
+def find(path: Path | None) -> Path:
+    """Return the folder of a run; see `load`.
+
+    Raises:
+        UserInputError: there is no such run.
+    """
+    if path is None:
+        newest = folders()
+        if not newest:
+            raise UserInputError(
+                f"there is no run in {RUNS_FOLDER}",
+                hint="Name a run's folder, or go to where the search was started.",
+            )
+        return newest[0]
+    for folder in (path, RUNS_FOLDER / path):
+        if _is_of_run(folder):
+            return folder
+    raise UserInputError(
+        "is no run", where=str(path), hint="`dsat runs` lists those that there are."
+    )
+
+
+def results_to_json(folder: Path) -> dict[str, Any]:
+    """Return the results of a folder without a journal for programs."""
+    config = folder / BEST_CONFIG_FILE
+    return {
+        "run_dir": str(folder),
+        "summary": (folder / SUMMARY_FILE).read_text(encoding="utf-8"),
+        "best_ds_config": json.loads(config.read_text()) if config.is_file() else None,
+    }

@@ -1,0 +1,116 @@
+"""Progress of a run: trials, slots, steps and the time left."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsat.in_trial.rank_files import ACTIVITY_FILE, steps_made
+from dsat.run import finals
+from dsat.run.run import Run
+from dsat.search.base import Outlook
+from dsat.values import format as fmt
+from dsat.values.codec import Recorded
+from dsat.values.files import write_atomically
+from dsat.values.trial import TrialKind
+
+STATUS_FILE = "status.json"
+_LEAST_TRIALS = 3  # before anything is said of the time
+_RECENT = 20
+
+
+@dataclass(frozen=True)
+class Status(Recorded):
+    """State of the process that works on a run, which the journal does not hold.
+
+    Attributes:
+        num_slots: slots that trials may use at once.
+        at_once: trials of the search that may run at a time.
+        outlook: what the search expects of its next trial.
+        train_line: the command that trains with the best configuration; empty without one.
+    """
+
+    num_slots: int
+    at_once: int
+    outlook: Outlook | None = None
+    train_line: str = ""
+
+    def write(self, folder: Path) -> None:
+        """Write it into a run's folder."""
+        write_atomically(folder / STATUS_FILE, json.dumps(self.to_json()))
+
+    @classmethod
+    def of_run(cls, folder: Path) -> Status | None:
+        """Return the status in a run's folder; None if there is none."""
+        try:
+            return cls.from_json(json.loads((folder / STATUS_FILE).read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return None
+
+
+def lines(run: Run, status: Status | None, trials: Path) -> list[str]:
+    """Return the state of a run that goes on: trials, slots, expectation, time left."""
+    found = [f"{len(run.outcomes)} of at most {run.most_trials} trials"]
+    if status is not None:
+        begun = sum((trials / trial.name).exists() for trial in run.running)
+        found.append(f"{begun * run.plan.slots_per_trial} of {status.num_slots} slots busy")
+        if status.outlook is not None:
+            found.append(_outlook_line(run, status.outlook))
+    left = time_left(run, 1 if status is None else status.at_once)
+    return found if left is None else [*found, left]
+
+
+def doing(trial_folder: Path) -> str:
+    """Return the state of a running trial, which gets its folder together with its slots."""
+    if not trial_folder.exists():
+        return "waits for slots"
+    steps = steps_made(trial_folder)
+    if steps is not None:
+        return f"step {steps}"
+    try:
+        path = trial_folder / ACTIVITY_FILE
+        text, since_s = path.read_text(), time.time() - path.stat().st_mtime
+    except OSError:
+        return "starts"
+    return f"{text} ({fmt.duration(max(0.0, since_s))})" if text else "starts"
+
+
+def time_left(run: Run, at_once: int) -> str | None:
+    """Estimate the time left if all remaining trials are run; None before enough have ended.
+
+    The range is that of trials as long as the lower and as the upper quartile of recent ones.
+
+    Args:
+        run: that goes on.
+        at_once: how many trials of the search run at a time; those of the finals run alone.
+    """
+    took = [
+        outcome.duration_s
+        for trial_id, outcome in run.outcomes.items()
+        if run.trials[trial_id].kind is not TrialKind.PROFILE
+    ][-_RECENT:]
+    if len(took) < _LEAST_TRIALS:
+        return None
+    most = run.most_trials
+    left = most - len(run.outcomes)
+    if left <= 0:
+        return None
+    alone = left
+    if run.finals is None:
+        alone = min(left, finals.reserved(most - run.num_finals, run.plan.finals))
+    rounds = alone + -(-(left - alone) // max(1, at_once))
+    quartiles = statistics.quantiles(took, n=4, method="inclusive")
+    low, high = (fmt.duration(rounds * seconds) for seconds in (quartiles[0], quartiles[-1]))
+    span = low if low == high else f"{low} to {high}"
+    return f"at most {fmt.count(left, 'more trial')} ({span})"
+
+
+def _outlook_line(run: Run, outlook: Outlook) -> str:
+    value = fmt.metric(run.plan.metric, outlook.value)
+    return (
+        f"next: stage {fmt.strategy(outlook.strategy)} at micro batch {outlook.micro_batch}, "
+        f"expected {value}, {fmt.percent(outlook.chance)} chance to beat the best by 1 %"
+    )

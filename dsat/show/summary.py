@@ -1,0 +1,50 @@
+"""Result files of a run: the best configuration, its metrics and `summary.md`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from dsat.run.run import Run
+from dsat.show.view import RunView
+from dsat.values.files import write_atomically
+
+BEST_CONFIG_FILE = "best_ds_config.json"
+BEST_METRICS_FILE = "best_ds_metrics.json"
+SUMMARY_FILE = "summary.md"
+
+
+def write_files(run: Run, folder: Path, train_line: str | None) -> None:
+    """Write the best configuration, its metrics and `summary.md` into the run's folder."""
+    for name, text in texts(run, train_line).items():
+        write_atomically(folder / name, text)
+
+
+def texts(run: Run, train_line: str | None) -> dict[str, str]:
+    """Return the texts of the result files by their names.
+
+    Args:
+        train_line: a command that trains with the best configuration, if one is known.
+    """
+    view, outcome = RunView.of(run), run.best_outcome
+    found = {}
+    if view.best is not None:
+        assert outcome is not None and outcome.metrics is not None
+        metrics = {"trial": view.best.trial.name, **outcome.metrics.to_json()}
+        found[BEST_CONFIG_FILE] = json.dumps(view.best_config, indent=2) + "\n"
+        found[BEST_METRICS_FILE] = json.dumps(metrics, indent=2) + "\n"
+    return {**found, SUMMARY_FILE: markdown(view, train_line)}
+
+
+def markdown(view: RunView, train_line: str | None) -> str:
+    """Return the text of `summary.md`."""
+    lines = [f"# {view.title}", "", *(f"{line}\n" for line in view.verdict.lines)]
+    if view.best is not None:
+        with_it = f"it: `{train_line}`" if train_line else f"`{BEST_CONFIG_FILE}`."
+        lines += [f"Train with {with_it}", ""]
+    lines += [*(f"- {line}" for line in view.facts), ""]
+    lines += [*view.stage_table().markdown(), "", "## All trials", ""]
+    lines += view.trial_table().markdown()
+    if view.warnings:
+        lines += ["", "## Warnings", "", *(f"- {warning}" for warning in view.warnings)]
+    return "\n".join(lines) + "\n"

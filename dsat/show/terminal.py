@@ -1,0 +1,310 @@
+"""Output of `dsat show`, `dsat compare` and `dsat runs`."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from dsat.command.ds_config import flat
+from dsat.run.run import Run, own_switches
+from dsat.show import summary
+from dsat.show.differences import differences
+from dsat.show.view import RunView, TrialView
+from dsat.values import format as fmt
+from dsat.values.objective import METRIC_NAMES
+from dsat.values.outcome import Metrics, Outcome
+from dsat.values.table import Table
+from dsat.values.text import printable, values_without_secrets
+from dsat.values.trial import Trial
+
+_LAST_LINES, _LAST_BYTES = 12, 64 * 1024
+_LOGS = ("stdout.log", "stderr.log")
+_PLAIN_WIDTH = 140
+_FOLDED_AT = 40  # characters that a wide column counts as
+_PHASES = ("init", "forward", "backward", "step")
+
+Part = RenderableType | Table
+Views = Mapping[str, RunView]  # by the names of their folders
+
+
+def console(stream: Any) -> Console:
+    """Return a console that writes plain and wide lines where there is no terminal."""
+    wide = None if stream.isatty() else _PLAIN_WIDTH
+    return Console(file=stream, highlight=False, soft_wrap=wide is not None, width=wide)
+
+
+def show(stream: Any, parts: Iterable[Part]) -> None:
+    """Print parts of an output; a `str` is not broken at the width of the terminal."""
+    into = console(stream)
+    for each in parts:
+        if isinstance(each, str):
+            into.print(Text(each), soft_wrap=True)
+        else:
+            into.print(rich_table(each, into.width) if isinstance(each, Table) else each)
+
+
+def rich_table(table: Table, width: int) -> RichTable:
+    """Return a table for the terminal, without optional columns for which there is no room."""
+    optional = list(table.optional)
+    while optional and _width(table) > width:
+        table = table.without(optional.pop(0))
+    found = RichTable()
+    for heading in table.headings:
+        found.add_column(Text(heading), no_wrap=heading in table.names, overflow="fold")
+    for row in table.rows:
+        found.add_row(*map(Text, row))
+    return found
+
+
+def _width(table: Table) -> int:
+    """Return the columns of the terminal that a table takes, with long texts folded."""
+    columns = zip(table.headings, *table.rows, strict=True)
+    widths = (max(map(cell_len, cells)) for cells in columns)
+    folded = (
+        width if heading in table.names else min(width, _FOLDED_AT)
+        for heading, width in zip(table.headings, widths, strict=True)
+    )
+    return 1 + sum(3 + width for width in folded)
+
+
+def result(view: RunView) -> list[Part]:
+    """Return the verdict of a run, its facts and its stages."""
+    stages: list[Part] = [view.stage_table()] if view.stages else []
+    headline, *others = map(Text, view.verdict.lines)
+    headline.stylize("bold")
+    return [headline, *others, *stages, *map(Text, view.facts)]
+
+
+def of_run(run: Run, folder: Path, state: str) -> list[Part]:
+    """Return the summary of a run."""
+    view = RunView.of(run)
+    files = [folder / name for name in (summary.BEST_CONFIG_FILE, "report.html")]
+    return [
+        Text(f"{view.title} in {folder} ({state})"),
+        *result(view),
+        *(str(path) for path in files if path.exists()),
+    ]
+
+
+def of_trials(run: Run) -> list[Part]:
+    """Return the table of all trials."""
+    view = RunView.of(run)
+    return [view.trial_table() if view.trials else Text("No trial has begun.")]
+
+
+def of_trial(run: Run, trial: Trial, folder: Path) -> list[Part]:
+    """Return everything about one trial."""
+    view, batch, slots = TrialView.of(run, trial), trial.batch, run.plan.slots_per_trial
+    groups = batch.parallelism.groups(slots)
+    stage = fmt.strategy(trial.strategy)
+    lines = [
+        f"{trial.name}: trial {trial.id}, {trial.kind.value}, ZeRO stage {stage}",
+        f"micro batch {batch.micro_batch} x accumulation {batch.gas} x {groups} = global "
+        f"batch {batch.train_batch_size}",
+        f"result: {view.result}",
+    ]
+    found: list[Part] = [*map(Text, lines)]
+    if view.outcome is not None:
+        found += _of_outcome(run, view, view.outcome)
+    return [*found, *_tails(folder)]
+
+
+def trial_to_json(run: Run, trial: Trial, folder: Path) -> dict[str, Any]:
+    """Return everything about one trial for programs."""
+    view = TrialView.of(run, trial)
+    memory = None if view.outcome is None else view.outcome.memory
+    return {
+        **view.to_json(),
+        "folder": str(folder),
+        "changes": {key: {"own": own, "here": here} for key, own, here in _changes(run, trial)},
+        "memory": None if memory is None else asdict(memory),
+        "detail": "" if view.outcome is None else view.outcome.detail,
+        "warnings": [] if view.outcome is None else list(view.outcome.warnings),
+    }
+
+
+def of_comparison(views: Views) -> list[Part]:
+    """Return two or more runs side by side."""
+    columns = [_column(view) for view in views.values()]
+    rows = [(key, *(column[key] for column in columns)) for key in columns[0]]
+    found: list[Part] = [Table(("", *views), rows)]
+    settings = [_settings(view, view.best) for view in views.values() if view.best is not None]
+    if len(settings) == len(views):
+        differing = [
+            (key, *(fmt.setting(each.get(key)) or "(not set)" for each in settings))
+            for key in sorted({key for each in settings for key in each})
+            if len({repr(each.get(key)) for each in settings}) > 1
+        ]
+        if differing:
+            found.append(Text("where the best configurations differ:"))
+            found.append(Table(("setting", *views), differing))
+        else:
+            found.append(Text("the best configurations are the same"))
+    return [*found, *map(Text, _caveats(views))]
+
+
+def comparison_to_json(views: Views, folders: Mapping[str, Path]) -> dict[str, Any]:
+    """Return runs side by side for programs."""
+    return {
+        "runs": {name: view.to_json(folders[name]) for name, view in views.items()},
+        "caveats": _caveats(views),
+    }
+
+
+def of_runs(rows: Sequence[tuple[str, str, float, Run]]) -> list[Part]:
+    """Return a list of runs.
+
+    Args:
+        rows: name, state, time of the last change (seconds since the epoch), and the run.
+    """
+    headings = ("run", "state", "method", "trials", "best", "gain", "last change")
+    cells = []
+    for name, state, changed_s, run in rows:
+        view = RunView.of(run)
+        trials = f"{len(view.ended)} of {run.most_trials}"
+        best = fmt.metric(view.plan.metric, view.best_value)
+        when = datetime.datetime.fromtimestamp(changed_s).strftime("%Y-%m-%d %H:%M")
+        cells.append((name, state, view.plan.method, trials, best, view.gain.text, when))
+    return [Table(headings, cells)]
+
+
+def _of_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[Part]:
+    found: list[Part] = [Text(f"took {fmt.duration(outcome.duration_s)}")]
+    found += [Text(f"warning: {text}") for text in outcome.warnings]
+    if outcome.metrics is not None:
+        found.append(Table(("measured", "value"), _measured(outcome.metrics)))
+    found.append(Text("configuration, where it differs from yours:"))
+    found.append(Table(("setting", "yours", "here"), _changes(run, view.trial)))
+    predicted = fmt.memory(view.trial.predicted_bytes)
+    found.append(Text(f"memory of a slot, predicted: {predicted}"))
+    memory = outcome.memory
+    if memory is not None and memory.by_phase:
+        columns = (memory.allocated_bytes, memory.reserved_bytes, memory.host_rss_bytes)
+        rows = [
+            (phase, *(fmt.memory(column.get(phase)) for column in columns))
+            for phase in _PHASES
+            if phase in memory.allocated_bytes or phase in memory.host_rss_bytes
+        ]
+        headings = ("phase", "tensors", "reserved by the allocator", "resident set of the process")
+        found.append(Table(headings, rows))
+    if outcome.detail:
+        found += [Text("output of the script:"), Text(outcome.detail.rstrip())]
+    return found
+
+
+def _measured(metrics: Metrics) -> list[tuple[str, str]]:
+    cells = [
+        (name.replace("_", " "), fmt.metric(name, metrics.value(name)))
+        for name in METRIC_NAMES
+        if metrics.value(name) is not None
+    ]
+    cells.append(("measured steps", str(metrics.num_steps)))
+    cells.append(("95 % interval of the latency", f"±{fmt.percent(metrics.ci95)}"))
+    if metrics.accidents:
+        lost = fmt.percent(metrics.lost_to_accidents)
+        cells.append(("rare long steps, left out", f"{metrics.accidents}, {lost} of the time"))
+    return cells
+
+
+def _changes(run: Run, trial: Trial) -> list[tuple[str, str, str]]:
+    """Return settings with the user's own value and the trial's, as text."""
+    return [(each.key, *each.texts) for each in differences(run.plan, trial, own_switches(run))]
+
+
+def _tails(folder: Path) -> Iterator[Part]:
+    """Yield the last lines of a trial's logs."""
+    for path in (folder / name for name in _LOGS):
+        try:
+            with open(path, "rb") as file:
+                file.seek(max(0, path.stat().st_size - _LAST_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
+        except OSError:
+            continue
+        if lines:
+            yield Text(f"the last lines of {path}:")
+            yield from (Text(f"  {printable(line, 400)}") for line in lines)
+
+
+def _column(view: RunView) -> dict[str, str]:
+    """Return one column of a comparison."""
+    best = view.best
+    return {
+        "method": view.plan.method,
+        "metric": view.plan.metric,
+        "machine": str(view.info.get("machine", "-")),
+        "slots of a trial": str(view.plan.slots_per_trial),
+        "trials": str(len(view.ended)),
+        "out of memory": str(
+            sum(v.outcome is not None and v.outcome.kind.is_out_of_memory for v in view.trials)
+        ),
+        "wall time": fmt.duration(view.running_s),
+        "best trial": "-" if best is None else best.trial.name,
+        "best": fmt.metric(view.plan.metric, view.best_value),
+        "its global batch": "-" if best is None else str(best.trial.batch.train_batch_size),
+        "gain over your own": view.gain.text,
+    }
+
+
+def _settings(view: RunView, each: TrialView) -> dict[str, Any]:
+    config = values_without_secrets(view.plan.config(each.trial.overrides))
+    return {**flat(config), **each.trial.script_args}
+
+
+def _caveats(views: Views) -> list[str]:
+    """Return reasons why the runs may not be comparable, and how the machines compare."""
+    plans = [view.plan for view in views.values()]
+    differing: dict[str, set[Any]] = {
+        "They optimised different metrics: their best values cannot be compared.": {
+            plan.metric for plan in plans
+        },
+        "They ran on different machines.": _recorded(views, "machine"),
+        "They ran with different software.": _recorded(views, "software"),
+        "They ran different scripts, or the script changed.": _recorded(views, "script_digest"),
+        "Their trials had different numbers of slots.": {plan.slots_per_trial for plan in plans},
+        "They started from different configurations.": {
+            repr(sorted(flat(plan.base_config).items())) for plan in plans
+        },
+    }
+    found = [text for text, values in differing.items() if len(values) > 1]
+    (first, view), *others = views.items()
+    for name, other in others:
+        found += _same_configurations(first, view, name, other)
+    return found
+
+
+def _recorded(views: Views, key: str) -> set[str]:
+    """Return what runs recorded of themselves; those of earlier versions did not."""
+    return {str(view.info[key]) for view in views.values() if view.info.get(key)}
+
+
+def _same_configurations(first: str, view: RunView, name: str, other: RunView) -> list[str]:
+    """Compare the configurations that were measured in both of two runs."""
+    ours, theirs = _values(view), _values(other)
+    same = ours.keys() & theirs.keys()
+    if not same or view.plan.metric != other.plan.metric:
+        return []
+    ratios = [view.plan.objective.gain(theirs[key], ours[key]) for key in same]
+    middle = math.exp(statistics.median(map(math.log, ratios)))
+    return [
+        f"{fmt.count(len(same), 'configuration')} measured in {first} and in {name}: in the latter "
+        f"{middle:.3f} times as good (median, {min(ratios):.3f} to {max(ratios):.3f})."
+    ]
+
+
+def _values(view: RunView) -> dict[str, float]:
+    """Return the median of each measured configuration, several of which ran again."""
+    found: dict[str, list[float]] = {}
+    for each in view.ranked:
+        if each.value:
+            found.setdefault(repr(sorted(_settings(view, each).items())), []).append(each.value)
+    return {key: statistics.median(values) for key, values in found.items()}

@@ -1,0 +1,334 @@
+"""Verdict of a run: the gain and what to do, what changed, how certain it is, and warnings.
+
+Confirmed gains come from the finals. The search's measurement of its best is biased upward by
+selection; where no finals ran, the verdict says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
+from dsat.run.comparison import Gain
+from dsat.run.finals import LEAST_RUN
+from dsat.run.finals_phase import contenders
+from dsat.run.run import Run, own_switches, searched
+from dsat.run.same_training import Agreement
+from dsat.show import advice, caveats, step_parts
+from dsat.show.differences import TRAIN_BATCH, differences
+from dsat.show.longest_sequence import memory_warning
+from dsat.values import format as fmt
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial, TrialKind
+
+_MOST_CHANGES = 5
+_NONE_CONFIRMED = "none of the leading configurations was confirmed on a re-run"
+
+
+@dataclass(frozen=True)
+class GainView:
+    """Gain of the best configuration over the user's own.
+
+    Attributes:
+        ratio: confirmed by the finals, or else as the search measured both once. None where one of
+            them was not measured.
+        text: the same with its interval, or with `unconfirmed`.
+        own_value: of the objective, by the user's own configuration; see `Run.final_value`.
+        finals: comparison of the finals for programs; None without one.
+    """
+
+    ratio: float | None
+    text: str
+    own_value: float | None = None
+    finals: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, run: Run) -> GainView:
+        """Return the gain of a run as it is now."""
+        found, once, finals = gain(run), search_gain(run), _finals_json(run)
+        own = None if run.baseline is None else run.final_value(run.baseline)
+        if run.best is not None and run.best is run.baseline:
+            return cls(1.0, "1.00x, your own", own, finals)
+        if found is not None:
+            return cls(found.ratio, say_gain(found), own, finals)
+        return cls(once, "-" if once is None else f"{once:.2f}x, unconfirmed", own, finals)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict of a run, one sentence or two in each field; empty where there is nothing to say.
+
+    Attributes:
+        headline: the gain and what to do.
+        changed: the most important settings that change, with both values.
+        confidence: how certain the gain is, and why.
+        advice: on the global batch and the learning rate, if they change; on the script, and on
+            where its time goes.
+        warnings: what may be wrong, and what to do.
+    """
+
+    headline: str
+    changed: str = ""
+    confidence: str = ""
+    advice: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All of it, each line with its label."""
+        labelled = {"Changed": self.changed, "Confidence": self.confidence}
+        return (
+            self.headline,
+            *(f"{label}: {text}" for label, text in labelled.items() if text),
+            *self.advice,
+            *(f"Warning: {text}" for text in self.warnings),
+        )
+
+
+def verdict(run: Run) -> Verdict:
+    """Compare the recommended configuration with the user's own."""
+    best, outcome = run.best, run.best_outcome
+    if best is None or outcome is None:
+        return _without_best(run)
+    return Verdict(
+        _headline(run, best),
+        _changed(run, best),
+        " ".join(_confidence(run, best)),
+        (
+            *_batch_advice(run, best),
+            *advice.of_learning_rate(run),
+            *advice.of_script(run, best),
+            *advice.of_saving(run, best),
+            *step_parts.advice(run),
+        ),
+        (
+            *_of_failures(run),
+            *caveats.of_run(run, best, outcome, gain(run)),
+            *([f"{ZERO_INIT}."] if ZERO_INIT in outcome.warnings else []),
+            *memory_warning(run),
+        ),
+    )
+
+
+def search_gain(run: Run) -> float | None:
+    """Return the gain over the user's own, unconfirmed, as both were measured once."""
+    own = None if run.baseline is None else run.value(run.baseline)
+    if own is None or run.best_value is None:
+        return None
+    return run.plan.objective.gain(run.best_value, own)
+
+
+def gain(run: Run) -> Gain | None:
+    """Return the confirmed gain of the finals' pick over the user's own; None without finals."""
+    if run.finals is None or not run.finals.over or run.finals.comparison is None:
+        return None
+    return run.finals.comparison.gain
+
+
+def say_gain(found: Gain) -> str:
+    """`1.42x (1.38 to 1.46)`, with as many digits as tell the ends of the interval apart."""
+    digits = 2 if found.high - found.low >= 0.02 else 3
+    low, ratio, high = (f"{value:.{digits}f}" for value in (found.low, found.ratio, found.high))
+    return f"{ratio}x ({low} to {high})"
+
+
+def _finals_json(run: Run) -> dict[str, Any] | None:
+    finals = run.finals
+    if finals is None or finals.comparison is None or finals.pick is None:
+        return None
+    same = finals.same_batch_gain
+    return {
+        "compared": run.trials[finals.pick.trial_id].name,
+        "gain": asdict(finals.comparison.gain),
+        "pairs": len(finals.pairs),
+        "significant": finals.is_better,
+        "recommended": finals.is_worth_it,
+        "noise": finals.comparison.noise,
+        "gain_at_own_global_batch": None if same is None else asdict(same),
+    }
+
+
+def _without_best(run: Run) -> Verdict:
+    if not run.outcomes:
+        return Verdict("No trial has ended.")
+    first = next((i for i, outcome in run.outcomes.items() if not outcome.ok), None)
+    if first is None:
+        return Verdict("No configuration ran.")
+    how = fmt.outcome(run.outcomes[first], run.plan.metric)
+    return Verdict("No configuration ran.", warnings=(f"{run.trials[first].name} failed: {how}.",))
+
+
+def _headline(run: Run, best: Trial) -> str:
+    gained, metric = GainView.of(run), run.plan.metric
+    value = fmt.metric(metric, run.best_value, digits=3)
+    if best is run.baseline:
+        if run.stop_reason is None and not run.paused and not _searched(run):
+            return f"Baseline: {value}. Searching..."
+        return f"Keep your configuration ({value}): {_why_keep(run)}."
+    if gained.ratio is None or gained.own_value is None:
+        return f"Use {best.name} ({value}): {_why_no_gain(run)}."
+    change = fmt.change(metric, gained.own_value, run.best_value)
+    its, yours = best.batch.train_batch_size, run.plan.own_batch.train_batch_size
+    batch = "" if its == yours else f" with a global batch of {its} instead of {yours}"
+    if gained.ratio < 1:
+        least = "the best within the batch sizes that you asked for"
+        return f"Slower than yours, {gained.text}: {change}{batch}. {best.name} is {least}."
+    return f"Gain {gained.text}: {change}{batch}. Use {best.name}."
+
+
+def _why_keep(run: Run) -> str:
+    """Say why the user's own configuration is the best."""
+    finals, trial = run.finals, _rival(run)
+    found = run.gain_of(trial)
+    if finals is not None and finals.over:
+        if finals.pick is None:
+            return _NONE_CONFIRMED
+        trial, found = run.trials[finals.pick.trial_id], gain(run)
+    if trial is None or found is None:
+        searched = _searched(run)
+        if not searched:
+            return "nothing else was measured"
+        some_ran = any(outcome.ok for outcome in searched)
+        return "nothing faster was found" if some_ran else "nothing else ran"
+    if found.ratio < 1:
+        return f"{trial.name} measured slower: {say_gain(found)}"
+    if found.low <= 1:
+        return f"{trial.name} is not significantly faster: {say_gain(found)}"
+    own, its = run.plan.own_batch.train_batch_size, trial.batch.train_batch_size
+    return f"{say_gain(found)} does not justify a global batch of {its} instead of {own}"
+
+
+def _rival(run: Run) -> Trial | None:
+    """Return the best of the search, unless the user's own is surely better."""
+    if run.leader is None or run.leader is not run.baseline:
+        return run.leader
+    return max(contenders(run), key=lambda trial: run.contestant(trial).log_value, default=None)
+
+
+def _searched(run: Run) -> list[Outcome]:
+    return [o for i, o in run.outcomes.items() if run.trials[i].kind is TrialKind.SEARCH]
+
+
+def _of_failures(run: Run) -> list[str]:
+    """Return what most trials of a search failed with, where none of it ran."""
+    searched = _searched(run)
+    if not searched or any(outcome.ok for outcome in searched):
+        return []
+    said = Counter(fmt.outcome(outcome, run.plan.metric) for outcome in searched)
+    [(most, count)] = said.most_common(1)
+    return [f"none of the {len(searched)} other configurations ran; {count} of them: {most}"]
+
+
+def _why_no_gain(run: Run) -> str:
+    """Say why there is no ratio to the user's own configuration."""
+    own, first = run.baseline, next(iter(run.trials.values()))
+    ended = run.outcomes.get(first.id)
+    if own in (None, first) and ended is not None and ended.kind.is_out_of_memory:
+        size = first.batch.micro_batch
+        return f"your configuration runs out of memory (stage {first.stage}, micro batch {size})"
+    if own is None or own.id not in run.outcomes:
+        return "your configuration was not measured"
+    return f"your configuration did not run ({fmt.outcome(run.outcomes[own.id], run.plan.metric)})"
+
+
+def _changed(run: Run, best: Trial) -> str:
+    found = [
+        each for each in differences(run.plan, best, own_switches(run)) if each.key != TRAIN_BATCH
+    ]
+    if best is run.baseline or not found:
+        return ""
+    more = f" and {len(found) - _MOST_CHANGES} more" if len(found) > _MOST_CHANGES else ""
+    return f"{', '.join(map(str, found[:_MOST_CHANGES]))}{more}."
+
+
+def _confidence(run: Run, best: Trial) -> Iterator[str]:
+    """Yield sentences on the evidence for the gain, or for keeping the user's own."""
+    finals = run.finals
+    if finals is None or not finals.over:
+        if search_gain(run) is not None and any(outcome.ok for outcome in _searched(run)):
+            yield _how_often(run, best)
+            yield _no_finals(run)
+        return
+    if finals.comparison is None:
+        if best is run.baseline:
+            return
+        why = "what was faster failed when it was run again, and this was measured once"
+        if finals.own_failed:
+            why = "your configuration failed when it was run again"
+        yield f"low, because {_NONE_CONFIRMED if finals.pick is None else why}."
+        return
+    pairs = fmt.count(len(finals.pairs), "pair")
+    noise = fmt.percent(finals.comparison.noise)
+    yield f"95 % interval of {pairs} of runs in turns; run-to-run variation {noise}."
+    if best is run.baseline:
+        return
+    assert run.baseline is not None
+    if not finals.is_better:
+        how = "faster" if finals.comparison.gain.high < 1 else "as fast"
+        yield f"Yours is {how}, but outside the batch sizes that you asked for."
+    finding = run.training.compare(run.plan, run.baseline, best)
+    if finding.agreement is Agreement.SAME:
+        yield "On the same data the losses agree with yours."
+    else:
+        yield f"Losses were not compared: {finding.reason}."
+
+
+def _how_often(run: Run, best: Trial) -> str:
+    """Say how often the best and the user's own were measured, before the finals are over."""
+    pairs = 0 if run.finals is None else len(run.finals.pairs)
+    if pairs:
+        return f"low, with {fmt.count(pairs, 'pair')} of the finals so far."
+    if best is run.baseline:
+        return "low: each configuration was measured once."
+    return "low: each was measured once, and picking the fastest overstates it."
+
+
+def _no_finals(run: Run) -> str:
+    """Say why no finals confirm the search, and what to do."""
+    if run.finals is not None:
+        return "The finals are not over."
+    if run.plan.finals == 0:
+        return "Finals would confirm it (--finals)."
+    if run.plan.max_trials < LEAST_RUN:
+        return f"Finals would confirm it (--max-trials {LEAST_RUN} or more)."
+    if run.best is run.baseline and run.stop_reason is not None:
+        return "Nothing measured fast enough for the finals."
+    return "The finals have not begun; if the run was ended, continue it with --resume."
+
+
+def _batch_advice(run: Run, best: Trial) -> list[str]:
+    """Return the gain at the user's own global batch size, if the best has another."""
+    own = run.plan.own_batch.train_batch_size
+    if best.batch.train_batch_size == own or run.baseline is None:
+        return []
+    keep = "to keep it, use --train-batch-size own"
+    return [f"Batch: at your global batch of {own}, {_at_own_batch(run, best)}; {keep}."]
+
+
+def _at_own_batch(run: Run, best: Trial) -> str:
+    assert run.baseline is not None
+    finals, own = run.finals, run.plan.own_batch.train_batch_size
+    if finals is not None and finals.over:
+        found, trial = finals.same_batch_gain, run.same_batch_final
+        if found is not None and trial is not None:
+            return f"{trial.name} gains {say_gain(found)}"
+        if best.id not in finals.with_same_batch:
+            larger = best.batch.train_batch_size > own
+            return (
+                "nothing faster was found: the whole gain comes from the "
+                f"{'larger' if larger else 'smaller'} batch"
+            )
+    own_value = run.value(run.baseline)
+    measured = {
+        run.value(trial) or 0.0: trial
+        for trial in searched(run)
+        if trial.batch.train_batch_size == own
+    }
+    if not measured or own_value is None:
+        return "nothing else was measured"
+    value = min(measured, key=run.plan.objective.loss)
+    ratio = run.plan.objective.gain(value, own_value)
+    return f"{measured[value].name} gains {ratio:.2f}x, unconfirmed"

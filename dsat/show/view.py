@@ -1,0 +1,345 @@
+"""One view of a run, made from its journal: what terminal, pages, files and JSON lay out."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsat.command.ds_config import BATCH_KEYS, flat
+from dsat.command.switches import SWITCHES
+from dsat.run.run import Run, own_switches
+from dsat.show.memory_parts import used_bytes
+from dsat.show.verdict import GainView, Verdict, verdict
+from dsat.space.knobs import KNOB_NAMES
+from dsat.space.plan import Plan
+from dsat.values import format as fmt
+from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
+from dsat.values.table import Table
+from dsat.values.text import values_without_secrets
+from dsat.values.trial import Trial, TrialKind
+
+
+@dataclass(frozen=True)
+class TrialView:
+    """A trial with its outcome.
+
+    Attributes:
+        result: one line on how it ended, or `running`, or `interrupted` with the run.
+        value: the objective's; None unless it was measured, and of the profile trial.
+        used_bytes: peak of a slot, comparable with the prediction.
+        settings: its own settings by dotted path, batch sizes included, without secrets.
+        ended_s: time since the run's start.
+        ended_at_s: time since the epoch; None if the journal does not say.
+    """
+
+    trial: Trial
+    outcome: Outcome | None
+    result: str
+    value: float | None
+    used_bytes: int | None
+    settings: Mapping[str, Any]
+    is_best: bool
+    ended_s: float | None
+    ended_at_s: float | None
+
+    @classmethod
+    def of(cls, run: Run, trial: Trial, *, is_best: bool | None = None) -> TrialView:
+        """Return the view of one trial of a run; `is_best` spares the question to the run."""
+        outcome = run.outcomes.get(trial.id)
+        unfinished = "interrupted" if run.paused else "running"
+        return cls(
+            trial=trial,
+            outcome=outcome,
+            result=fmt.outcome(outcome, run.plan.metric) if outcome is not None else unfinished,
+            value=None if trial.kind is TrialKind.PROFILE else run.value(trial),
+            used_bytes=None if outcome is None else used_bytes(run, outcome),
+            settings=flat(values_without_secrets({**trial.overrides, **trial.script_args})),
+            is_best=trial is run.best if is_best is None else is_best,
+            ended_s=run.ended_s.get(trial.id),
+            ended_at_s=run.ended_at_s.get(trial.id),
+        )
+
+    @property
+    def is_own(self) -> bool:
+        """Check for the user's own configuration."""
+        return self.trial.kind is TrialKind.BASELINE
+
+    @property
+    def label(self) -> str:
+        """Name, marked if it is the best or the user's own."""
+        return f"{self.trial.name}{' (best)' * self.is_best}{' (yours)' * self.is_own}"
+
+    @property
+    def changes(self) -> str:
+        """Its settings besides stage and batch sizes, as one line."""
+        left_out = {*BATCH_KEYS, "zero_optimization.stage"}
+        return ", ".join(
+            f"{key.removeprefix('zero_optimization.')}={fmt.setting(value)}"
+            for key, value in self.settings.items()
+            if key not in left_out
+        )
+
+    @property
+    def took_s(self) -> float | None:
+        """Time from the launch to the outcome."""
+        return None if self.outcome is None else self.outcome.duration_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the trial for programs."""
+        trial, outcome = self.trial, self.outcome
+        return {
+            "name": trial.name,
+            "kind": trial.kind.value,
+            "stage": trial.stage,
+            **trial.batch.config(),
+            "overrides": trial.overrides,
+            "script_args": trial.script_args,
+            "outcome": None if outcome is None else outcome.kind.value,
+            "message": "" if outcome is None else outcome.message,
+            "predicted_bytes": trial.predicted_bytes,
+            "used_bytes": self.used_bytes,
+            "metrics": outcome.metrics.to_json() if outcome and outcome.metrics else None,
+        }
+
+
+@dataclass(frozen=True)
+class StageView:
+    """Results of the search with one ZeRO stage and offloading (`z2_offload`)."""
+
+    strategy: str
+    trials: int
+    out_of_memory: int
+    failed: int
+    best: TrialView | None
+
+
+@dataclass(frozen=True)
+class RunView:
+    """Frozen view of a run, which renderers lay out without computing anything.
+
+    Attributes:
+        info: what the journal's first line says for people (name, versions, machine).
+        own_switches: the script's own values of its switches.
+        best_value: of the objective; see `Run.final_value`.
+        facts: what was tuned and measured, where, for how long, and why the run stopped.
+        warnings: of all trials, each once.
+    """
+
+    info: Mapping[str, Any]
+    plan: Plan
+    own_switches: Mapping[str, Any]
+    stop_reason: str | None
+    running_s: float
+    trials: tuple[TrialView, ...]
+    stages: tuple[StageView, ...]
+    best: TrialView | None
+    best_value: float | None
+    best_config: dict[str, Any] | None
+    baseline: TrialView | None
+    gain: GainView
+    verdict: Verdict
+    facts: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, run: Run) -> RunView:
+        """Return the view of a run as it is now."""
+        best, own = run.best, run.baseline
+        warnings = dict.fromkeys(w for o in run.outcomes.values() for w in o.warnings)
+        trials = {
+            trial_id: TrialView.of(run, trial, is_best=trial is best)
+            for trial_id, trial in run.trials.items()
+        }
+        return cls(
+            info=run.info,
+            plan=run.plan,
+            own_switches=own_switches(run),
+            stop_reason=run.stop_reason,
+            running_s=run.running_s,
+            trials=tuple(trials.values()),
+            stages=tuple(_stages(run.plan, list(trials.values()))),
+            best=None if best is None else trials[best.id],
+            best_value=run.best_value,
+            best_config=best_config(run),
+            baseline=None if own is None else trials[own.id],
+            gain=GainView.of(run),
+            verdict=verdict(run),
+            facts=tuple(_facts(run)),
+            warnings=tuple(warnings),
+        )
+
+    @property
+    def title(self) -> str:
+        """`my-model: asha search`."""
+        return f"{self.info.get('name', 'dsat')}: {self.plan.method} search"
+
+    @property
+    def profile(self) -> ModelProfile | None:
+        """Profile of the model, once it is known."""
+        found = (view.outcome.profile for view in self.ended if view.outcome)
+        return next((profile for profile in found if profile is not None), None)
+
+    @property
+    def ended(self) -> list[TrialView]:
+        """Trials that have ended."""
+        return [view for view in self.trials if view.outcome is not None]
+
+    @property
+    def ranked(self) -> list[TrialView]:
+        """Trials that were measured, the best first."""
+        loss, ran = self.plan.objective.loss, [t for t in self.trials if t.value is not None]
+        return sorted(ran, key=lambda view: loss(view.value or 0.0))
+
+    def stage_table(self) -> Table:
+        """Return the results by stage."""
+        headings = ("stage", "trials", "out of memory", "failed", "best of the search")
+        rows = [
+            (
+                fmt.strategy(row.strategy),
+                str(row.trials),
+                str(row.out_of_memory),
+                str(row.failed),
+                fmt.metric(self.plan.metric, row.best.value if row.best else None),
+                row.best.trial.name if row.best else "-",
+            )
+            for row in self.stages
+        ]
+        return Table(
+            (*headings, "best trial"),
+            rows,
+            names=("best trial",),
+            optional=("failed", "out of memory", "trials"),
+        )
+
+    def trial_table(self) -> Table:
+        """Return all trials that have begun."""
+        headings = ("trial", "micro batch", "gas", "result", "memory predicted", "memory used")
+        rows = [
+            (
+                view.label,
+                str(view.trial.batch.micro_batch),
+                str(view.trial.batch.gas),
+                view.result,
+                fmt.memory(view.trial.predicted_bytes),
+                fmt.memory(view.used_bytes),
+                "" if view.took_s is None else fmt.duration(view.took_s),
+            )
+            for view in self.trials
+        ]
+        return Table(
+            (*headings, "took"),
+            rows,
+            names=("trial",),
+            optional=("gas", "micro batch", "took", "memory predicted", "memory used"),
+        )
+
+    def to_json(self, folder: Path) -> dict[str, Any]:
+        """Return the result for programs; `best`, `baseline` and `trials` are single trials."""
+        return {
+            "run_dir": str(folder),
+            "metric": self.plan.metric,
+            "stop_reason": self.stop_reason,
+            "wall_s": round(self.running_s, 3),
+            "best": self.best and self.best.to_json(),
+            "best_value": self.best_value,
+            "own_value": self.gain.own_value,
+            "best_ds_config": self.best_config,
+            "baseline": self.baseline and self.baseline.to_json(),
+            "gain": self.gain.ratio,
+            "verdict": list(self.verdict.lines),
+            "finals": self.gain.finals,
+            "trials": [view.to_json() for view in self.trials],
+            "warnings": list(self.warnings),
+        }
+
+
+def best_config(run: Run) -> dict[str, Any] | None:
+    """Return the best configuration, as `deepspeed.initialize` takes it."""
+    if run.best is None:
+        return None
+    return run.plan.config(run.best.overrides)
+
+
+def _stages(plan: Plan, views: list[TrialView]) -> Iterator[StageView]:
+    """Yield a row per stage; the profile and the finals do not count."""
+    tried = [
+        view
+        for view in views
+        if view.trial.kind in (TrialKind.BASELINE, TrialKind.SEARCH) and view.outcome is not None
+    ]
+    for strategy in sorted({view.trial.strategy for view in tried}):
+        trials = [view for view in tried if view.trial.strategy == strategy]
+        kinds = [view.outcome.kind for view in trials if view.outcome is not None]
+        ran = [view for view in trials if view.value is not None]
+        best = min(ran, key=lambda view: plan.objective.loss(view.value or 0.0), default=None)
+        lost = sum(kind.is_out_of_memory for kind in kinds)
+        other = sum(not kind.is_out_of_memory and kind is not OutcomeKind.OK for kind in kinds)
+        yield StageView(strategy, len(trials), lost, other, best)
+
+
+def _facts(run: Run) -> Iterator[str]:
+    yield f"metric: {run.plan.metric}"
+    if run.best is not None and run.best_outcome is not None:
+        yield f"best: {_best_line(run, run.best, run.best_outcome)}"
+    yield f"trials: {_trial_counts(run)}"
+    if "machine" in run.info:
+        yield f"machine: {run.info['machine']}"
+    yield f"wall time: {fmt.duration(run.running_s)}"
+    if run.stop_reason is not None or run.paused:
+        yield f"stopped: {run.stop_reason or 'interrupted'}"
+    if any(trial.predicted_bytes is not None for trial in run.trials.values()):
+        simulated = run.memory_basis is not None and run.memory_basis.simulated
+        line = f"memory: predicted by {'simulation' if simulated else 'formula'}"
+        errors = sorted(_memory_errors(run))
+        if errors:
+            line += (
+                f", median error {fmt.percent(statistics.median(errors))}, largest "
+                f"{fmt.percent(errors[-1])} over {fmt.count(len(errors), 'trial')} that ran"
+            )
+        yield line
+    if run.skipped:
+        skipped = fmt.count(len(run.skipped), "configuration")
+        yield f"skipped: {skipped} predicted to run out of memory"
+    absent = [n for n in run.plan.tune if n in SWITCHES and n not in own_switches(run)]
+    if run.profile is not None and absent and not set(run.plan.tune) >= set(KNOB_NAMES):
+        yield f"not searched: {', '.join(absent)}: your script has none, or it cannot matter there"
+
+
+def _trial_counts(run: Run) -> str:
+    """Return how many trials ran, by their kinds, and those that were not needed."""
+    kinds = [run.trials[trial_id].kind for trial_id in run.outcomes]
+    finals = kinds.count(TrialKind.FINAL)
+    parts = [str(len(kinds))]
+    if finals:
+        parts = [f"{len(kinds)} ({len(kinds) - finals} of the search, {finals} of the finals)"]
+    left = run.plan.max_trials - len(kinds)
+    if left > 0 and not finals and str(run.stop_reason).startswith("the budget of"):
+        parts.append(f"{left} reserved for finals, not needed")
+    return "; ".join(parts)
+
+
+def _best_line(run: Run, best: Trial, outcome: Outcome) -> str:
+    """Return the best trial with its value, and the tokens per second that it means."""
+    metric, value = run.plan.metric, run.best_value
+    text = fmt.outcome(outcome, metric)
+    if value != outcome.value(run.plan.objective):  # a mean of the finals
+        text = fmt.metric(metric, value)
+    tokens = None if outcome.metrics is None else outcome.metrics.tokens_per_second
+    if tokens is None or metric == "tokens_per_second":
+        return f"{best.name}, {text}"
+    ratio = run.plan.objective.gain(value or 0.0, outcome.value(run.plan.objective) or 0.0)
+    return f"{best.name}, {text}, {fmt.metric('tokens_per_second', ratio * tokens)}"
+
+
+def _memory_errors(run: Run) -> Iterator[float]:
+    """Yield relative errors of predicted memory, where a device's allocator counted exactly."""
+    for trial in run.trials.values():
+        outcome = run.outcomes.get(trial.id)
+        if trial.predicted_bytes is None or outcome is None or not outcome.ok:
+            continue
+        used = used_bytes(run, outcome)
+        if used is not None and outcome.memory is not None and outcome.memory.is_exact:
+            yield abs(trial.predicted_bytes / used - 1)

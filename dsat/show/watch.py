@@ -1,0 +1,169 @@
+"""The server of `dsat watch`: the report of one run on the loopback interface, read-only."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from dsat.engines.agent.rank_process import PR_SET_PDEATHSIG, prctl
+from dsat.errors import JournalError, UserInputError
+from dsat.run.folder_lock import is_locked
+from dsat.run.journal import FILE_NAME
+from dsat.show import page, past_runs, progress
+from dsat.show.past_runs import PastRun
+
+LOOPBACK = "127.0.0.1"
+_HOSTS = (LOOPBACK, "localhost")  # other names may be DNS rebinding by a web page
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline' 'unsafe-eval'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_JSON, _TEXT, _HTML = "application/json", "text/plain; charset=utf-8", "text/html; charset=utf-8"
+_LINGER_S = 2.5  # an open page, which asks every 2 s, shows the end of the run
+_log = logging.getLogger(__name__)
+
+
+class Server(ThreadingHTTPServer):
+    """Server of the page of one run.
+
+    Raises:
+        UserInputError: the port is in use.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, port: int | None) -> None:
+        try:
+            super().__init__((LOOPBACK, port or 0), _Handler)
+        except (OSError, OverflowError) as error:
+            problem = getattr(error, "strerror", None) or str(error)
+            raise UserInputError(problem, where=f"--port {port}") from None
+        self.folder = folder
+
+    @property
+    def url(self) -> str:
+        """Address of the page."""
+        return f"http://{LOOPBACK}:{self.server_address[1]}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    timeout = 10.0  # seconds for a request to arrive
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the browser closed the page
+            super().handle()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        if self.headers.get("Host", "").partition(":")[0] not in _HOSTS:
+            self._send(400, _TEXT, "Unknown host.")
+            return
+        try:
+            if url.path == "/":
+                past = _load(self.server.folder, _version(self.server.folder))
+                self._send(200, _HTML, page.watch_html(past.run, str(past.folder)))
+            elif url.path == "/state":
+                known = parse_qs(url.query).get("version", [""])[0]
+                self._send(200, _JSON, json.dumps(_state(self.server.folder, known)))
+            else:
+                self._send(404, _TEXT, "There is no such page.")
+        except (UserInputError, JournalError, FileNotFoundError, PermissionError) as error:
+            self._send(404, _TEXT, str(error))
+
+    def _send(self, status: int, kind: str, text: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, **_HEADERS}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text.encode(errors="replace"))
+
+
+def _state(folder: Path, known: str) -> dict[str, Any]:
+    """Return the status line, and the report if it changed since the version `known`."""
+    version = _version(folder)
+    past = _load(folder, version)
+    status = progress.Status.of_run(past.folder)
+    found = {"status": _status_line(past, status), "version": str(version)}
+    if known == found["version"]:
+        return found
+    return {**found, **page.watch_parts(past.run, "" if status is None else status.train_line)}
+
+
+def _status_line(past: PastRun, status: progress.Status | None) -> str:
+    first, *others = progress.lines(past.run, status, past.trials)
+    if not past.is_running:
+        return f"{first}; {past.state}"
+    doing = [f"{t.name}: {progress.doing(past.trials / t.name)}" for t in past.run.running]
+    return "; ".join([first, past.state, *others, *doing])
+
+
+def _version(folder: Path) -> tuple[int, ...]:
+    """Return a value that differs once the journal, the status file or the process changed."""
+    journal, status = (folder / FILE_NAME).stat(), folder / progress.STATUS_FILE
+    written_ns = status.stat().st_mtime_ns if status.exists() else 0
+    return journal.st_size, journal.st_mtime_ns, written_ns, is_locked(folder)
+
+
+@functools.lru_cache(maxsize=1)
+def _load(folder: Path, version: tuple[int, ...]) -> PastRun:
+    return past_runs.load(folder)
+
+
+def how_to_open(url: str) -> list[str]:
+    """Return instructions to open the page, here and from another machine."""
+    port = urlsplit(url).port
+    return [
+        f"Watch it at {url}",
+        f"From another machine, first: ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}",
+    ]
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[str | None]:
+    """Serve a run in a child process while the block runs.
+
+    Yields:
+        The address; None, after a warning, if the server could not start.
+    """
+    command = [sys.executable, "-m", "dsat", "watch", str(folder), "--json"]
+    end_with_this = functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+    with subprocess.Popen(  # noqa: S603
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the search, which ends the server
+        preexec_fn=end_with_this,
+    ) as server:
+        try:
+            assert server.stdout is not None
+            text = "".join(server.stdout.readline() for _ in range(3))
+            try:
+                url: str | None = json.loads(text)["url"]
+            except ValueError:
+                _log.warning("--watch: the page cannot be served; the search continues without it")
+                url = None
+            yield url
+            time.sleep(0 if url is None else _LINGER_S)
+        finally:
+            server.terminate()

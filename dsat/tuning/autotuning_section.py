@@ -1,0 +1,266 @@
+"""The `autotuning` section of a DeepSpeed configuration, which sets defaults of a search.
+
+The keys are those of deepspeed/autotuning/{constants,config}.py (0.19.8), of its README and of
+https://www.deepspeed.ai/docs/config-json/#autotuning. `start_step`, `end_step`, `num_gpus` and
+`num_nodes` come from its first releases, whose configurations are still around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dsat.command.ds_config import AUTOTUNING, BATCH_KEYS, did_you_mean, flat, whole_number
+from dsat.command.switches import CHECKPOINTING
+from dsat.errors import UserInputError
+from dsat.options import ANY
+from dsat.search import usual_options
+from dsat.space.knobs import KNOB_NAMES
+from dsat.tuning.settings import Settings
+from dsat.values.trial import TrialOptions
+
+_MORE_STEPS = TrialOptions.end_step - TrialOptions.start_step
+
+# `fwd` and `bwd` are the names in its metric file now, the whole words those of earlier versions.
+_METRICS = {
+    "throughput": "throughput",
+    "latency": "latency",
+    "FLOPS": "FLOPS_per_gpu",
+    "flops": "FLOPS_per_gpu",
+    "FLOPS_per_gpu": "FLOPS_per_gpu",
+    "tokens_per_second": "tokens_per_second",
+    "forward": "forward",
+    "fwd": "forward",
+    "backward": "backward",
+    "bwd": "backward",
+    "step": "step",
+}
+_METHODS = {"gridsearch": "gridsearch", "random": "random", "model_based": "model"}
+
+_WITHOUT_EFFECT = {
+    "metric_path": "every trial reports to dsat itself",
+    "min_train_batch_size": "the global batch is yours, or that of --train-batch-size",
+    "model_info": "dsat always profiles the model itself",
+    "model_info_path": "dsat always profiles the model itself",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """An `autotuning` section.
+
+    Attributes:
+        settings: values of settings of a search, by name.
+        search_options: values of options of the method, by name.
+        keys: the keys in the file of both, by the same names.
+        results_dir, exps_dir: folders of DeepSpeed's result files and descriptions of experiments,
+            relative to where the command is run; None if the section names none.
+        overwrite: delete earlier results. DeepSpeed's own default is true; here it is false.
+        notes: a line for the user on each key that is accepted but has no effect.
+    """
+
+    settings: Mapping[str, Any]
+    search_options: Mapping[str, Any]
+    keys: Mapping[str, str]
+    results_dir: Path | None = None
+    exps_dir: Path | None = None
+    overwrite: bool = False
+    notes: tuple[str, ...] = ()
+
+    def apply(self, settings: Settings) -> Settings:
+        """Return settings with the defaults of this section; what the user gave beats them."""
+        given = settings.given
+        values = {name: value for name, value in self.settings.items() if name not in given}
+        method = values.get("method", settings.method)
+        if values.pop("fast", False) and "fix" not in given:
+            values["fix"] = tuple(name for name in KNOB_NAMES if name not in settings.tune)
+        if "arg_mappings" in self.settings:
+            own = self.settings["arg_mappings"]
+            values["arg_mappings"] = {**own, **settings.arg_mappings}
+        if "train_batch_size" in given and settings.train_batch_size != ANY:
+            values.pop("max_train_batch_size", None)
+        elif "max_train_batch_size" in values:
+            values["train_batch_size"] = None
+        if "end_profile_step" in values and "max_profile_steps" not in given:
+            start = values.get("start_profile_step", settings.start_profile_step)
+            measured = values["end_profile_step"] - start + 1
+            values["max_profile_steps"] = max(settings.max_profile_steps, measured)
+        options = usual_options(method)
+        options |= {k: v for k, v in self.search_options.items() if k in options}
+        options |= {k: v for k, v in settings.search_options.items() if k in given}
+        return replace(
+            settings, **values, search_options=options, given={**self.keys, **settings.given}
+        )
+
+
+# -- values
+
+
+def _from_zero(value: Any, where: str) -> int:
+    return whole_number(value, where, least=0)
+
+
+def _number_or_none(value: Any, where: str) -> int | None:
+    return _from_zero(value, where) or None
+
+
+def _trials(value: Any, where: str) -> int:
+    return whole_number(value, where) + 1  # the user's own comes in addition
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise UserInputError(f"must be true or false, not {value!r}", where=where)
+    return value
+
+
+def _folder(value: Any, where: str) -> Path:
+    if not isinstance(value, str) or not value.strip():
+        raise UserInputError(f"must be the path of a folder, not {value!r}", where=where)
+    return Path(value)
+
+
+def _one_of(known: Mapping[str, str]) -> Callable[[Any, str], str]:
+    def read_name(value: Any, where: str) -> str:
+        name = value.strip() if isinstance(value, str) else ""
+        if name not in known:
+            raise UserInputError(
+                f"must be one of {', '.join(known)}, not {value!r}",
+                where=where,
+                hint=did_you_mean(name, known).strip(),
+            )
+        return known[name]
+
+    return read_name
+
+
+def _at_most_one(problem: str) -> Callable[[Any, str], None]:
+    def check(value: Any, where: str) -> None:
+        if whole_number(value, where) > 1:
+            raise UserInputError(f"is {value}, and {problem}", where=where, hint="Set it to 1.")
+
+    return check
+
+
+def _mappings(value: Any, where: str) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise UserInputError(
+            f"must be a mapping from settings to flags, not {value!r}", where=where
+        )
+    mappings: dict[str, str] = {}
+    for raw_setting, raw_flag in value.items():
+        if raw_flag is None:
+            continue
+        setting = str(raw_setting).strip()
+        name = raw_flag.strip() if isinstance(raw_flag, str) else ""
+        if not name.lstrip("-") or len(name.split()) > 1:
+            raise UserInputError(
+                f"must be a flag of the training script, not {raw_flag!r}",
+                where=f"{where}.{setting}",
+                hint='For example "--per_device_train_batch_size".',
+            )
+        mappings[setting] = name if name.startswith("-") else f"--{name}"
+    return mappings
+
+
+Reader = Callable[[Any, str], Any]
+# The setting of a search that a key sets, and the reader of its values.
+_SETTINGS: Mapping[str, tuple[str, Reader]] = {
+    "metric": ("metric", _one_of(_METRICS)),
+    "start_profile_step": ("start_profile_step", whole_number),
+    "start_step": ("start_profile_step", whole_number),
+    "end_profile_step": ("end_profile_step", whole_number),
+    "end_step": ("end_profile_step", whole_number),
+    "fast": ("fast", _flag),
+    "tuner_type": ("method", _one_of(_METHODS)),
+    "tuner_num_trials": ("max_trials", _trials),
+    "max_train_batch_size": ("max_train_batch_size", _number_or_none),
+    "max_train_micro_batch_size_per_gpu": ("max_micro_batch", whole_number),
+    "min_train_micro_batch_size_per_gpu": ("min_micro_batch", whole_number),
+    "num_gpus": ("slots", whole_number),
+    "arg_mappings": ("arg_mappings", _mappings),
+}
+_SEARCH_OPTIONS: Mapping[str, tuple[str, Reader]] = {
+    "tuner_early_stopping": ("early_stopping", _number_or_none),
+    "num_tuning_micro_batch_sizes": ("num_micro_batches", whole_number),
+}
+_FOLDERS: Mapping[str, Reader] = {"results_dir": _folder, "exps_dir": _folder, "overwrite": _flag}
+_CHECKED: Mapping[str, Reader] = {
+    "enabled": _flag,
+    "mp_size": _at_most_one("model parallel jobs cannot be tuned"),
+    "num_nodes": _at_most_one("trials run on one machine"),
+    **dict.fromkeys(_WITHOUT_EFFECT, lambda value, where: value),
+}
+KEYS = frozenset({*_SETTINGS, *_SEARCH_OPTIONS, *_FOLDERS, *_CHECKED})
+
+
+def read(config: Mapping[str, Any], *, where: str) -> Section | None:
+    """Read the `autotuning` section of a DeepSpeed configuration; null counts as not given.
+
+    Args:
+        config: the DeepSpeed configuration.
+        where: the file to name in errors.
+
+    Returns:
+        None if there is no section, or if it is not enabled.
+
+    Raises:
+        UserInputError: a key is unknown, or a value is impossible.
+    """
+    section, place = config.get(AUTOTUNING), f"{where}: {AUTOTUNING}"
+    if section is None:
+        return None
+    if not isinstance(section, Mapping):
+        raise UserInputError(f"must be a mapping, not {section!r}", where=place)
+    settings: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    folders: dict[str, Any] = {}
+    keys: dict[str, str] = {}
+    for key, value in section.items():
+        if key not in KEYS:
+            raise UserInputError(
+                f"there is no autotuning setting {key!r}",
+                where=f"{place}.{key}",
+                hint=did_you_mean(key, KEYS) + "Correct it or leave it out.",
+            )
+        if value is None:
+            continue
+        for known, found in ((_SETTINGS, settings), (_SEARCH_OPTIONS, options)):
+            if key in known:
+                name, reader = known[key]
+                found[name], keys[name] = reader(value, f"{place}.{key}"), f"{place}.{key}"
+        if key in _FOLDERS:
+            folders[key] = _FOLDERS[key](value, f"{place}.{key}")
+        elif key in _CHECKED:
+            _CHECKED[key](value, f"{place}.{key}")
+    if section.get("enabled") is False:
+        return None
+    if "start_profile_step" in settings:
+        settings.setdefault("end_profile_step", settings["start_profile_step"] + _MORE_STEPS)
+    _check_mappings(settings.get("arg_mappings", {}), config, place)
+    return Section(settings, options, keys, **folders, notes=tuple(_notes(config, section, where)))
+
+
+def _check_mappings(mappings: Mapping[str, str], config: Mapping[str, Any], where: str) -> None:
+    """Raise UserInputError for a setting that looks like a misspelt one of the configuration."""
+    others = flat({key: value for key, value in config.items() if key != AUTOTUNING})
+    keys = {key for path in others for key in path.split(".")}
+    settings = {*BATCH_KEYS, *keys, CHECKPOINTING}
+    for setting in mappings:
+        near = "" if setting in settings else did_you_mean(setting, settings)
+        if near:
+            raise UserInputError(
+                f"the configuration has no setting {setting!r}",
+                where=f"{where}.arg_mappings.{setting}",
+                hint=near + "Correct it or leave it out.",
+            )
+
+
+def _notes(config: Mapping[str, Any], given: Mapping[str, Any], where: str) -> Iterator[str]:
+    for key, reason in _WITHOUT_EFFECT.items():
+        if given.get(key) is not None:
+            yield f"{where}: {AUTOTUNING}.{key} has no effect: {reason}"
+    if config.get("arg_mappings") is not None:
+        yield f"{where}: arg_mappings has no effect: it belongs inside {AUTOTUNING}"

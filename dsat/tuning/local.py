@@ -1,0 +1,326 @@
+"""One search on this machine, from its opened journal to the files of its result."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from dsat.engines import Engine
+from dsat.engines.agent import leftovers
+from dsat.engines.engine import LocalEngine
+from dsat.engines.start import FULL_RUN_ID, LocalOptions
+from dsat.errors import DsatError, SearchFailed, UserInputError
+from dsat.in_trial.failures import OF_DSAT
+from dsat.memory.predictor import Basis
+from dsat.prepare.hosts import describe
+from dsat.run import history
+from dsat.run.journal import FILE_NAME, Journal
+from dsat.run.loop import Observer, drive
+from dsat.run.profile_phase import name_of_trial
+from dsat.run.run import Run
+from dsat.run.tuner import Tuner
+from dsat.show.progress import Status
+from dsat.simulation import anchors
+from dsat.space.plan import Plan
+from dsat.tuning import run_folders, train_command
+from dsat.tuning.observers import FileKeeper, Logger, write_files
+from dsat.tuning.preparation import Prepared
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import Trial, TrialKind
+
+_log = logging.getLogger(__name__)
+# Makes an engine for a run, whose files are in the folder.
+EngineFactory = Callable[[Prepared, Path], Engine]
+# Engines besides dsat's own, by the names that `Settings.engine` may have.
+ENGINES: dict[str, EngineFactory] = {}
+
+
+class LocalSearch:
+    """A search whose decisions are taken in this process; a context manager.
+
+    Opening it makes or finds the run's folder and reads its journal; closing it ends whatever runs.
+
+    Raises:
+        UserInputError: the folder holds another run, or none to resume.
+        JournalLocked: another process works there.
+        JournalError: the journal cannot be read, or says something else than is decided now.
+    """
+
+    def __init__(self, ready: Prepared) -> None:
+        self.interrupted = False
+        self._engine: Engine | None = None
+        with contextlib.ExitStack() as opened:
+            section = ready.section
+            results = None if section is None else section.results_dir
+            if section is not None and results is not None:
+                self.folder = run_folders.of_results(results, section, opened)
+            else:
+                self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
+            earlier = run_folders.earlier_runs(
+                self.folder, ready.plan, ready.info, takes_over=results is not None
+            )
+            ended = leftovers.end_processes(self.folder)
+            if ended:
+                _log.info(
+                    "ended %d processes left over from an earlier run in this folder", len(ended)
+                )
+            self._tuner = _tuner(ready, self.folder, opened)
+            self._tuner.reuse(history.reusable_trials(earlier, ready.plan, ready.info))
+            self._opened = opened.pop_all()
+        self.run = self._tuner.run
+        self.ready = train_command.as_shown(ready, self.run)
+
+    def __enter__(self) -> LocalSearch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    @property
+    def trials(self) -> Path:
+        """Folder of the trials' folders."""
+        return run_folders.of_trials(self.ready.section, self.folder)
+
+    def search(self, *observers: Observer) -> None:
+        """Run the trials that are not done yet; Ctrl-C ends it early, and ends the trials.
+
+        Messages are logged.
+        """
+        for message in _messages(self.ready, self.folder, self.run):
+            _log.info("%s", message)
+        if self._has_work():
+            try:
+                self._drive(observers)
+            except KeyboardInterrupt:
+                _log.info("interrupted")
+                self.interrupted = True
+                if self._engine is not None:
+                    self._engine.close()
+                self._tuner.pause()
+        write_files(self.ready, self.run, self.folder)
+        self.status().write(self.folder)
+
+    def _drive(self, observers: Sequence[Observer]) -> None:
+        ready = self.ready
+        make_engine = ENGINES.get(ready.settings.engine, local_engine)
+        self._engine = make_engine(ready, self.folder)
+        self._opened.callback(self._engine.close)
+        drive(
+            self._tuner,
+            self._engine,
+            [FileKeeper(ready, self.folder, self.status), Logger(), *observers],
+            max_slots=ready.settings.max_slots,
+            max_concurrent_trials=ready.settings.max_concurrent_trials,
+            survey=functools.partial(_survey, ready, self._engine),
+        )
+
+    def status(self) -> Status:
+        """Return what the journal does not hold of a run that goes on."""
+        ready, settings = self.ready, self.ready.settings
+        slots = ready.num_slots if self._engine is None else self._engine.num_slots
+        slots = min(slots, settings.max_slots or slots)
+        at_once = min(slots // ready.plan.slots_per_trial, settings.max_concurrent_trials)
+        if ready.program.needs_command:
+            at_once = 1
+        found = self.run.best is not None
+        line = train_command.line(ready, self.run, self.folder) if found else ""
+        return Status(slots, max(1, at_once), self._tuner.decisions.outlook, line)
+
+    def _has_work(self) -> bool:
+        """Return whether anything is to be run; if not, known results are shown again."""
+        if not self._tuner.finished:
+            return True
+        self._tuner.stop()
+        return self.ready.settings.run_full_experiment and self.run.best is not None
+
+    @property
+    def profiled(self) -> bool:
+        """Return whether the search could begin."""
+        return self._tuner.decisions.failure is None
+
+    @property
+    def failure(self) -> DsatError | None:
+        """Error if nothing was found; None if something was, or if the run was interrupted."""
+        if not self.profiled or (self.run.best is None and not self.interrupted):
+            return _failure(self.run, self.trials)
+        return None
+
+    def train(self) -> None:
+        """Train in full length with the best configuration, if the user wants that."""
+        best = self.run.best
+        if not self.ready.settings.run_full_experiment or best is None or self.interrupted:
+            return
+        engine = _local(self._engine)
+        if engine is None:
+            raise UserInputError("needs the local engine", where="--run-full-experiment")
+        _train(engine, best)
+
+
+def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner:
+    """Return the tuner of a run, whose journal is closed with the others."""
+    journal = opened.enter_context(Journal(folder / FILE_NAME))
+    return Tuner(
+        ready.plan,
+        journal,
+        info=ready.info,
+        events=journal.events,
+        time_of_day=time.time,
+        last_event_s=ready.began_s,
+    )
+
+
+def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
+    """Yield messages to show before the run begins."""
+    yield f"{describe(ready.hosts)}; run folder {folder}"
+    for host in ready.hosts:
+        for warning in host.machine.warnings:
+            yield f"warning: {host.name}: {warning}" if host.name else f"warning: {warning}"
+    plan = ready.plan
+    any_batch = plan.train_batch_size is None and plan.max_train_batch_size is None
+    if plan.objective.smaller_is_better and any_batch:
+        yield (
+            f"note: {plan.metric} is a time per optimizer step, which small batches make short; "
+            "add --train-batch-size to compare like with like"
+        )
+    if plan.train_batch_size is not None and "train_batch_size" not in ready.settings.given:
+        yield f"note: {_kept_batch(plan)}"
+    changed = history.difference(run, plan, ready.info)
+    if changed is not None:
+        yield (
+            f"warning: this run is over, and its result is shown as it was, although {changed}: "
+            "start a new run to measure again"
+        )
+    if ready.section is not None:
+        yield from (f"note: {note}" for note in ready.section.notes)
+
+
+def _kept_batch(plan: Plan) -> str:
+    """Tell that the global batch is kept, and what another would allow."""
+    own, size = plan.own_batch, plan.train_batch_size
+    if own.micro_batch == own.gas == 1:
+        return (
+            f"your global batch of {size} is one sample per device, without accumulation: nothing "
+            "can be traded. --train-batch-size any also searches larger micro batches"
+        )
+    return (
+        f"the search keeps your global batch of {size}. --train-batch-size any also searches "
+        "others, which change the training"
+    )
+
+
+def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
+    """Make the engine of dsat's own places, whose first trial may run already."""
+    settings = ready.settings
+    return LocalEngine(
+        ready.experiment,
+        ready.program,
+        ready.hosts,
+        folder,
+        LocalOptions(
+            settings.trial_options(ready.plan.own_batch.micro_batch),
+            cold=settings.cold,
+            seed=settings.seed,
+            trials=run_folders.of_trials(ready.section, folder),
+        ),
+        slots_per_trial=ready.plan.slots_per_trial,
+        own=ready.first,
+    )
+
+
+def _local(engine: Engine | None) -> LocalEngine | None:
+    """Return the local engine; None if it is another one."""
+    return engine if isinstance(engine, LocalEngine) else None
+
+
+def _survey(ready: Prepared, engine: Engine | None, tuner: Tuner) -> Basis:
+    """Return what memory is predicted from: simulations where they are possible."""
+    profile, engine = tuner.run.profile, _local(engine)
+    assert profile is not None
+    if engine is None:
+        why_not = "only the local engine simulates a script"
+    elif engine.needs_command:
+        why_not = "a script is simulated only where its ranks can be started by themselves"
+    elif not ready.hosts[0].is_here:
+        why_not = "a script is simulated only where dsat runs on one of the trials' hosts"
+    else:
+        return anchors.of_run(
+            engine,
+            ready.plan,
+            profile,
+            tuner.decisions.reference_configs(),
+            as_cpu=ready.machine.is_cpu,
+            say=_log.info,
+        )
+    return Basis.of_profile(profile, ready.plan.switches, note=why_not)
+
+
+def _train(engine: LocalEngine, best: Trial) -> None:
+    folder = engine.train(best)
+    _log.info("training with %s; output in %s", best.name, folder / "stdout.log")
+    while True:
+        for trial_id, outcome in engine.poll(1.0):
+            if trial_id != FULL_RUN_ID:
+                continue
+            if outcome.kind is OutcomeKind.OK:
+                _log.info("trained; checkpoints and reports in %s", folder)
+                return
+            raise SearchFailed(
+                f"{outcome.said_of('the full-length run')}. Its log is {folder / 'stderr.log'}.",
+                outcome.detail,
+            )
+
+
+def _failure(run: Run, trials: Path) -> DsatError:
+    """Return the error of a run in which nothing ran: the user's own, not a guess about it."""
+    failures = [run.trials[i] for i, outcome in run.outcomes.items() if not outcome.ok]
+    if not failures:
+        return SearchFailed(str(run.stop_reason))
+    if run.profile is None:
+        trial = failures[-1]
+    else:  # profile trials may have failed before one ran
+        trial = next((t for t in failures if t.kind is not TrialKind.PROFILE), failures[-1])
+    outcome = run.outcomes[trial.id]
+    if outcome.kind is OutcomeKind.INVALID:
+        return UserInputError(outcome.message)
+    hint = ""
+    if outcome.kind is OutcomeKind.ERROR:
+        hint = _blame(trial, outcome)
+    elif outcome.kind is OutcomeKind.OOM and trial.kind is not TrialKind.SEARCH:
+        hint = _does_not_fit(run)
+    which = f"trial {trial.id}" if trial.kind is TrialKind.SEARCH else name_of_trial(trial)
+    return SearchFailed(
+        f"{outcome.said_of(which)}.{hint} Its logs are in {trials / trial.name}.",
+        "" if outcome.kind is OutcomeKind.OOM else outcome.detail,
+    )
+
+
+def _blame(trial: Trial, outcome: Outcome) -> str:
+    """Tell whose error it is, where that is known."""
+    if OF_DSAT in outcome.message:
+        return " Please report it, with the traceback, as a bug of dsat."
+    if not outcome.detail or trial.kind is TrialKind.SEARCH:
+        return ""
+    if trial.kind is TrialKind.BASELINE or outcome.before_engine:
+        return " This is your script's own error, under your own configuration."
+    return (
+        f" Your own configuration had failed before: this was {trial.strategy} with micro batch "
+        f"{trial.batch.micro_batch}, tried in its place."
+    )
+
+
+def _does_not_fit(run: Run) -> str:
+    ran = [run.trials[i].name for i, outcome in run.outcomes.items() if outcome.ok]
+    if ran:
+        return f" Only {ran[0]} ran, which profiled the model: allow more trials (--max-trials)."
+    tried = [t.strategy for t in run.trials.values() if t.kind is TrialKind.PROFILE]
+    allowed = "" if 3 in run.plan.zero_stages else ", higher --zero-stages"
+    several = run.plan.slots_per_trial > 1
+    shared = ", --search tensor_parallel.autotp_size sequence_parallel_size" if several else ""
+    return (
+        f" The model does not fit at the smallest micro batch, tried with {', '.join(tried)}: use "
+        f"more devices{allowed}{shared}, or --nvme-path."
+    )

@@ -1,0 +1,100 @@
+"""Settings of a search from what the user gave on the command line or in Python."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dsat.command.entrypoint import without_autotuning
+from dsat.engines import places
+from dsat.errors import UserInputError
+from dsat.options import OWN, Option, options_of
+from dsat.search import SEARCHES, parameters_of
+from dsat.search import options_of as options_of_search
+from dsat.tuning.settings import DEFAULT_METHOD, Settings
+
+_log = logging.getLogger(__name__)
+
+
+def all_options(method: str | None = None, engines: Iterable[str] = ()) -> Iterator[Option]:
+    """Yield the options of a search with a method, or with any.
+
+    Args:
+        engines: registered by the user.
+    """
+    for declared in options_of(Settings):
+        if declared.name == "engine":
+            yield replace(declared, choices=(*places.ENGINE_NAMES, *engines))
+        elif declared.name == "method":
+            if method is None:
+                yield replace(declared, choices=tuple(SEARCHES))
+        else:
+            yield declared
+    yield from places.options()
+    named: dict[str, Option] = {}
+    for name in SEARCHES if method is None else (method,):
+        for own in options_of_search(name).values():
+            named.setdefault(own.keyword, own)
+    yield from named.values()
+
+
+def make_settings(
+    values: Mapping[str, Any],
+    given: Mapping[str, str],
+    *,
+    keeps_batch: bool,
+    search_options: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Make the settings of a search.
+
+    Args:
+        values: that the user gave, by the names of settings, and by keyword for options of searches
+            and places.
+        given: what the user wrote for each of them.
+        keeps_batch: the defaults are those of `dsat tune`, which optimises throughput with the
+            user's own global batch, not those of the methods' commands.
+        search_options: arguments of a registered search that declares no options for them.
+
+    Raises:
+        UserInputError: values do not go together.
+    """
+    left = dict(values)
+    command = tuple(without_autotuning(left.get("command", ())))
+    if command != tuple(left.get("command", ())):
+        _log.info("note: --autotuning is left out of your command: dsat tunes in its place")
+        left["command"] = command
+    method = left.get("method", DEFAULT_METHOD)
+    if method not in SEARCHES:
+        raise UserInputError(
+            f"invalid choice: {method!r} (choose from {', '.join(SEARCHES)})",
+            where=given.get("method", "method"),
+        )
+    of_methods = {own.keyword for name in SEARCHES for own in options_of_search(name).values()}
+    of_method = {own.keyword: name for name, own in options_of_search(method).items()}
+    own = {name: one.initial for name, one in options_of_search(method).items()}
+    for keyword in of_methods & left.keys():
+        value = left.pop(keyword)
+        if keyword not in of_method:
+            raise UserInputError(
+                f"is not an option of method {method}", where=given.get(keyword, keyword)
+            )
+        own[of_method[keyword]] = value
+    if unknown := sorted(set(search_options or {}) - parameters_of(method)):
+        known = ", ".join(sorted(parameters_of(method)))
+        raise UserInputError(
+            f"method {method!r} takes no {unknown[0]!r} (choose from {known})",
+            where="search_options",
+        )
+    of_places = {one.keyword: left.pop(one.keyword, None) for one in places.options()}
+    if keeps_batch:
+        left.setdefault("metric", "throughput")
+        if "max_train_batch_size" not in left:
+            left.setdefault("train_batch_size", OWN)
+    return Settings(
+        **left,
+        search_options={**own, **(search_options or {})},
+        place_options=places.given_options(of_places, left.get("engine", places.AUTO)),
+        given=given,
+    )

@@ -1,0 +1,81 @@
+"""Observers of a run: what happens is logged, and result files are kept up to date."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dsat.memory.forecast import Forecast
+from dsat.run.loop import Observer
+from dsat.run.run import Run
+from dsat.show import page, summary
+from dsat.show.log_lines import Narrator
+from dsat.show.progress import Status
+from dsat.tuning import autotuner_files, run_folders, train_command
+from dsat.tuning.preparation import Prepared
+from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
+
+_log = logging.getLogger(__name__)
+TRIALS = "dsat.trials"
+_log_of_trials = logging.getLogger(TRIALS)
+_PAGE_EVERY_S = 30.0
+
+
+class Logger(Observer):
+    """Log what happens; single trials under a name of their own, since a table may show them."""
+
+    def __init__(self) -> None:
+        self._narrator = Narrator()
+
+    def started(self, run: Run, trial: Trial) -> None:
+        for line in self._narrator.started(trial):
+            _log_of_trials.info(line)
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        for line in self._narrator.new_warnings(trial, outcome):
+            _log.warning(line)
+        log = _log if outcome.profile is not None else _log_of_trials
+        for line in self._narrator.result(run, trial, outcome):
+            log.info(line)
+
+    def began(self, run: Run, forecast: Forecast | None) -> None:
+        for line in self._narrator.search_began(run, forecast):
+            _log.info(line)
+
+
+class FileKeeper(Observer):
+    """Keep result files up to date: at a new best, and the report at most every 30 s."""
+
+    def __init__(self, ready: Prepared, folder: Path, status: Callable[[], Status]) -> None:
+        self._ready = ready
+        self._folder = folder
+        self._status = status
+        self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        is_due = time.monotonic() >= self._page_is_due_s
+        if is_due:
+            self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
+        if trial is run.best:
+            self._status().write(self._folder)
+        if trial is run.best or is_due:
+            write_files(self._ready, run, self._folder, with_page=is_due)
+
+    def started(self, run: Run, trial: Trial) -> None:
+        self._status().write(self._folder)
+
+
+def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:
+    """Write the results so far, for use and for people."""
+    line = train_command.line(ready, run, folder)
+    summary.write_files(run, folder, line)
+    train_command.write_own_files(ready, run, folder)
+    if with_page:
+        page.write_page(run, folder, run_folders.of_trials(ready.section, folder), line)
+    if ready.section is not None:
+        best = folder / autotuner_files.OPTIMAL_CONFIG_FILE
+        command = train_command.text(ready, run, best) or ""
+        autotuner_files.write_files(run, folder, ready.section.exps_dir, command)

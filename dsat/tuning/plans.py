@@ -1,0 +1,260 @@
+"""From settings and an experiment to the plan of a search."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from dsat.command import ds_config, script_args
+from dsat.command.entrypoint import Entrypoint
+from dsat.command.experiment import Experiment
+from dsat.command.switches import BIND_CORES, CHECKPOINTING, SWITCHES, VARIABLE
+from dsat.errors import UserInputError
+from dsat.options import ANY, OWN
+from dsat.search import SEARCHES
+from dsat.space.batch_rule import BatchRule
+from dsat.space.knobs import KNOB_NAMES, KNOBS, PARALLELISM
+from dsat.space.overrides import GAS
+from dsat.space.plan import LONGEST_S, Plan
+from dsat.tuning.settings import ALL, Settings
+from dsat.values import parallelism
+from dsat.values.objective import Objective
+from dsat.values.trial import BatchTriple
+
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+
+
+def plan_of(
+    settings: Settings,
+    experiment: Experiment,
+    slots: int,
+    *,
+    args: Sequence[str],
+    device: str = "",
+    **known: Any,
+) -> Plan:
+    """Make the plan of a search.
+
+    Args:
+        slots: of a trial.
+        args: of the script, which may hold batch sizes.
+        device: of a slot; empty if it is not known.
+        known: fields of `Plan` that hosts, script and DeepSpeed decide: `switches`,
+            `listed_switches`, `offload_helps`, `slots_per_host` and `defaults`.
+    """
+    _check_metric(settings)
+    base = experiment.base_config
+    sizes = script_args.batch_from_args(base, args, experiment.arg_mappings)
+    own_batch = ds_config.resolve_batch(sizes, slots, where=experiment.ds_config_name)
+    listed = dict(experiment.choices)
+    stages = listed.pop("stage", ds_config.STAGES)
+    micro_batches = tuple(sorted(listed.pop(_MICRO_BATCH, ())))
+    global_batch = _global_batch(settings, base, own_batch, is_listed=GAS in listed)
+    any_batch = global_batch is None and settings.max_train_batch_size is None
+    if not any_batch:
+        listed.pop(GAS, None)
+    decided = {**_values(settings, Plan), "train_batch_size": global_batch}
+    decided["tune"], decided["fix"] = _knobs_of(settings, known.get("defaults", {}))
+    of_launcher = known.pop("listed_switches", {})
+    decided["listed_switches"] = {**of_launcher, **_listed_switches(settings, args)}
+    decided["zero_stages"] = tuple(settings.zero_stages or stages)
+    decided["nvme_path"] = settings.nvme_path or _nvme_path(base)
+    # A time per optimizer step grows with the batch, unless the global batch is given.
+    is_time = Objective(settings.metric).smaller_is_better
+    as_ancestor = settings.search_options.get("search_range_factor") is not None
+    plan = Plan(
+        **decided,
+        longest_s=LONGEST_S,
+        ramp=SEARCHES[settings.method].ramps and not as_ancestor and not (any_batch and is_time),
+        slots_per_trial=slots,
+        data_parallel=_data_parallel(base, slots, global_batch, tuned=decided["tune"]),
+        base_config=base,
+        own_batch=own_batch,
+        micro_batches=micro_batches,
+        choices=listed,
+        measured=_measured(settings, experiment, device),
+        **known,
+    )
+    check_micro_batches(plan)
+    return plan
+
+
+def check(settings: Settings) -> None:
+    """Raise UserInputError for settings that are wrong for any script on any number of slots."""
+    _knobs_of(settings, {})
+    _check_metric(settings)
+    given = settings.train_batch_size
+    values = _values(settings, BatchRule)
+    values["train_batch_size"] = given if isinstance(given, int) else None
+    check_micro_batches(BatchRule(**values, slots_per_trial=1, own_batch=BatchTriple(1, 1, 1)))
+
+
+def _values(settings: Settings, of: type) -> dict[str, Any]:
+    """Return the settings that are fields of a dataclass by the same names."""
+    names = {field.name for field in dataclasses.fields(of)}
+    return {name: value for name, value in vars(settings).items() if name in names}
+
+
+def _global_batch(
+    settings: Settings, base: Mapping[str, Any], own: BatchTriple, *, is_listed: bool
+) -> int | None:
+    """Return the global batch size that all configurations keep to; None for any.
+
+    Args:
+        is_listed: the user lists numbers of accumulation steps, which change it.
+
+    Raises:
+        UserInputError: it is to be reached by accumulation, which the script decides.
+    """
+    given = settings.train_batch_size
+    is_asked = "train_batch_size" in settings.given
+    if base.get("managed_gradient_accumulation") is False:
+        wanted = is_asked and given != ANY
+        if is_listed or wanted or settings.max_train_batch_size is not None:
+            raise UserInputError(
+                "leaves gradient accumulation to the script, so dsat cannot reach a global batch "
+                "size by it",
+                where="managed_gradient_accumulation: false",
+                hint="Leave out the global batch size and the list of accumulation steps.",
+            )
+        return None
+    if isinstance(given, int):
+        return given
+    if given == OWN and not is_asked and is_listed:
+        return None
+    named = isinstance(base.get(ds_config.BATCH_KEYS[0]), int) and not is_listed
+    held = named and given is None and settings.max_train_batch_size is None
+    return own.train_batch_size if held or given == OWN else None
+
+
+def _data_parallel(
+    base: Mapping[str, Any], slots: int, global_batch: int | None, *, tuned: Collection[str]
+) -> int:
+    """Return the field of `BatchRule`.
+
+    With a global batch, each data-parallel size that may be tried divides it, and the largest one.
+    """
+    largest = parallelism.of_config(base).data(slots)
+    if any(key in tuned for key in PARALLELISM):
+        largest = math.gcd(slots, global_batch or slots)
+    return largest if largest < slots else 0
+
+
+def _measured(settings: Settings, experiment: Experiment, device: str) -> dict[str, Any]:
+    """Return what is run and how it is measured, which a resumed run must share."""
+    program = {
+        "entrypoint": experiment.entrypoint,
+        "hparams": _other_hparams(experiment),
+        "arg_mappings": dict(experiment.arg_mappings),
+    }
+    steps = [settings.start_profile_step, settings.end_profile_step, settings.max_profile_steps]
+    # A digest, because an entrypoint or a hyperparameter may be a credential.
+    known = {"device": device} if device else {}
+    return {"program": ds_config.fingerprint(program), "steps": steps, **known}
+
+
+def _check_metric(settings: Settings) -> None:
+    """Raise UserInputError if trials with a switch would not compare under the metric."""
+    for name in (*settings.listed_switches, *settings.tune):
+        metric = SWITCHES[name].metric if name in SWITCHES else ""
+        if metric not in ("", settings.metric):
+            raise UserInputError(
+                f"{name} changes how many tokens a sample has, so trials compare by {metric} only",
+                where=settings.name_of("metric"),
+                hint=f"Use --metric {metric}.",
+            )
+
+
+def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Return the switches that the user lists, a flag's own value first."""
+    found = {n: (None, *SWITCHES[n].values) for n in settings.tune if n.startswith(VARIABLE)}
+    for name, values in settings.listed_switches.items():
+        own: Any = None
+        if name.startswith("--"):
+            is_bare = values == (False, True)
+            own = (script_args.is_on if is_bare else script_args.value_of)(args, name)
+        found[name] = tuple(dict.fromkeys((own, *values)))
+    return found
+
+
+def of_launcher(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
+    """Return the switches of DeepSpeed's launcher that its command does not set."""
+    launch = program.launch
+    is_free = launch.passes_local_rank and not (launch.binds_cores or program.needs_command)
+    return {BIND_CORES: (False, True)} if is_free else {}
+
+
+def _knobs_of(
+    settings: Settings, defaults: Mapping[str, Any]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the knobs that the user frees and fixes, with `all` expanded."""
+    missing = {k.key for k in KNOBS if defaults and k.path not in defaults}
+    absent = sorted(missing & set(settings.tune))
+    if absent and set(settings.tune) != set(KNOB_NAMES):
+        raise UserInputError(
+            f"the installed DeepSpeed has no {', '.join(absent)}", where=settings.name_of("tune")
+        )
+    # Scripts must be written for parallelism.
+    everything = tuple(name for name in KNOB_NAMES if name not in PARALLELISM)
+    tune = everything if ALL in settings.tune else settings.tune
+    fix = settings.fix
+    if ALL in fix:  # all but what is freed by its name
+        fix = tuple(name for name in KNOB_NAMES if name not in settings.tune)
+    both = sorted(set(tune) & set(fix))
+    if both:
+        raise UserInputError(
+            f"{', '.join(both)} cannot be given to both {settings.name_of('tune')} and "
+            f"{settings.name_of('fix')}"
+        )
+    return tune, fix
+
+
+def _other_hparams(experiment: Experiment) -> dict[str, Any]:
+    """Return the hyperparameters without the DeepSpeed configuration, which the plan holds."""
+    inline = not isinstance(experiment.hparams[ds_config.CONFIG_KEY], str)
+    left_out = {ds_config.OVERWRITE_KEY, *([ds_config.CONFIG_KEY] if inline else [])}
+    return {name: value for name, value in experiment.hparams.items() if name not in left_out}
+
+
+def check_micro_batches(rule: BatchRule) -> None:
+    """Raise UserInputError if no micro batch is left to try."""
+    if rule.allowed_micro_batches:
+        return
+    if rule.train_batch_size is not None and not rule.micro_batches:
+        of_slots = " times the slots" if rule.slots_per_trial == 1 else ""
+        raise UserInputError(
+            f"{rule.train_batch_size} cannot be reached with {_groups(rule)} and the micro batches "
+            "that --divisible-by, --min-micro-batch and --max-micro-batch allow",
+            where="--train-batch-size",
+            hint=f"Choose a multiple of {rule.most_groups * rule.divisible_by}{of_slots}.",
+        )
+    raise UserInputError(
+        "no micro batch is left to try: what you listed, --divisible-by, the smallest and largest "
+        f"micro batch and the global batch exclude each other on {_groups(rule)}",
+        where=_MICRO_BATCH,
+    )
+
+
+def _groups(rule: BatchRule) -> str:
+    if rule.data_parallel:
+        return f"a data-parallel size of {rule.data_parallel}"
+    return "any number of slots" if rule.slots_per_trial == 1 else f"{rule.slots_per_trial} slots"
+
+
+def switches_of(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:
+    """Return the script's own switches that can be searched, with the user's values."""
+    flag = script_args.mappings_for(program.args, given).get(CHECKPOINTING)
+    if flag is None:
+        return {}
+    return {CHECKPOINTING: script_args.is_on(program.args, flag)}
+
+
+def _nvme_path(config: Mapping[str, Any]) -> str | None:
+    zero = config.get("zero_optimization") or {}
+    for section in ("offload_optimizer", "offload_param"):
+        given = zero.get(section)
+        if isinstance(given, Mapping) and given.get("nvme_path"):
+            return str(given["nvme_path"])
+    return None

@@ -1,0 +1,296 @@
+"""Preparation of a run: everything that the user gave is read, checked and made into a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsat import __version__
+from dsat.command import script_args
+from dsat.command.entrypoint import Entrypoint
+from dsat.command.experiment import Experiment
+from dsat.engines import places
+from dsat.engines.agent import leftovers
+from dsat.engines.machines import device_use
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine
+from dsat.engines.own_command import OwnCommand
+from dsat.engines.places import ENGINE_NAMES
+from dsat.engines.places.base import Environment
+from dsat.errors import UserInputError
+from dsat.prepare import hosts as hosts_of
+from dsat.prepare import installed_deepspeed, packages
+from dsat.prepare import source as sources
+from dsat.prepare.hosts import all_slots, check_slots, describe
+from dsat.prepare.source import Source
+from dsat.space.plan import Plan
+from dsat.tuning import autotuning_section, plans, run_folders
+from dsat.tuning.autotuning_section import Section
+from dsat.tuning.command_line import CommandLine
+from dsat.tuning.settings import Settings
+from dsat.values import slow
+from dsat.values.files import digest
+from dsat.values.text import words_without_secrets
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before a run begins.
+
+    Attributes:
+        line: the command line; None if the search was started from Python.
+        hosts: where trials run; this machine comes first if it is among them.
+        section: the `autotuning` section of the user's DeepSpeed configuration, if it has one.
+        first: the user's own command, which runs already and is the first trial.
+        began_s: when the preparation began, by `time.monotonic`: the run's wall time begins there.
+    """
+
+    line: CommandLine | None
+    settings: Settings
+    experiment: Experiment
+    program: Entrypoint
+    hosts: tuple[Host, ...]
+    plan: Plan
+    section: Section | None
+    first: OwnCommand | None
+    began_s: float
+
+    @property
+    def machine(self) -> Machine:
+        """Any of the hosts', which are equal."""
+        return self.hosts[0].machine
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots of these hosts."""
+        return self.machine.num_slots * len(self.hosts)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {
+            "name": self.experiment.name,
+            "dsat": __version__,
+            "machine": describe(self.hosts),
+            "accelerator": self.machine.accelerator,
+            "device": self.machine.device_name,
+            "software": ", ".join(self.machine.software),
+            "config": str(self.experiment.path),
+            "model_dir": str(self.experiment.model_dir),
+            "script_digest": digest(self.experiment.model_dir / self.program.script),
+        }
+
+
+@contextlib.contextmanager
+def prepared(settings: Settings, line: CommandLine | None = None) -> Iterator[Prepared]:
+    """Read and check all that the user gave; end the first run and release the hosts afterwards."""
+    with contextlib.ExitStack() as acquired:
+        try:
+            ready = _prepare(settings, line, acquired)
+        except KeyboardInterrupt:
+            if settings.resume and not settings.dry_run:
+                _log.info("interrupted before the search went on: continue with the same command")
+            elif not settings.dry_run:
+                _log.info("interrupted before the first trial was measured: start it again")
+            raise
+        yield ready
+
+
+def _prepare(
+    settings: Settings, line: CommandLine | None, acquired: contextlib.ExitStack
+) -> Prepared:
+    began_s = time.monotonic()
+    if orphans := leftovers.end_orphans():
+        _log.info("ended %d processes that an earlier dsat has left", len(orphans))
+    source, first = sources.read(settings), None
+    section, settings = _with_section(settings, source)
+    engine = settings.engine
+    if engine == places.AUTO:
+        engine = places.detect(Environment(os.environ, dict(source.program.launch.hosts)))
+        if engine != "local":
+            _log.info("--engine %s was detected (--engine local takes this machine alone)", engine)
+    _check_before_running(settings, source, section, engine)
+    _check_packages(settings, source)
+    # Before the devices are looked at: what is wrong with the command is shown at once.
+    is_recorded = _is_recorded(settings, source, engine)
+    in_use: dict[str, str] = {}
+    if is_recorded and not settings.resume:
+        in_use = device_use.as_of_now()  # by others than the command
+        shown = shlex.join(words_without_secrets(settings.command))
+        _log.info("running your command as it is: %s", shown)
+        first = source.first_run(settings.trial_options(1), settings.slots)
+        acquired.callback(first.close)
+        source = source.as_recorded(first)
+    elif is_recorded or source.unknown:
+        source = source.with_known_start(settings.trial_timeout_s, settings.slots)
+    if section is None:  # the run of the command may have shown one
+        section, settings = _with_section(settings, source)
+    _check_packages(settings, source)
+    defaults = installed_deepspeed.check(source.experiment, source.program)
+    with slow.logged(_log, "looking at the accelerators"):
+        place = hosts_of.acquired(engine, source.program, settings.place_options, in_use)
+        hosts = acquired.enter_context(place)
+    if source.program.needs_command and len(hosts) > 1:
+        raise UserInputError(
+            "runs on one machine only: its ranks cannot be started by themselves, because "
+            f"{source.program.needs_command}",
+            where="command",
+            hint="Use --engine local, or let torchrun or deepspeed start the ranks of a script.",
+        )
+    source, hosts, slots = _with_slots(settings, source, hosts)
+    program, experiment, machine = source.program, source.experiment, hosts[0].machine
+    plan = plans.plan_of(
+        settings,
+        experiment,
+        slots,
+        args=program.args,
+        switches=plans.switches_of(program, experiment.arg_mappings),
+        listed_switches=plans.of_launcher(program),
+        defaults=defaults,
+        device=machine.device_name if settings.engine in ENGINE_NAMES else "",
+        **_of_machine(machine, slots),
+    )
+    return Prepared(line, settings, experiment, program, hosts, plan, section, first, began_s)
+
+
+def _of_machine(machine: Machine, slots: int) -> dict[str, Any]:
+    """Return the fields of a plan that the machine decides."""
+    return {
+        "offload_helps": not machine.is_cpu,
+        "slots_per_host": machine.num_slots if slots > machine.num_slots else 0,
+    }
+
+
+def _check_before_running(
+    settings: Settings, source: Source, section: Section | None, engine: str
+) -> None:
+    """Raise UserInputError for what is wrong whatever a run of the command shows."""
+    if settings.search_runner_config is not None:
+        raise UserInputError(
+            "is for a Determined cluster, and trials run on this machine",
+            where=f"--search-runner-config {settings.search_runner_config}",
+            hint="Leave it out, or use --engine determined.",
+        )
+    if engine == "local" and source.program.launch.nodes > 1:
+        raise UserInputError(
+            f"starts ranks on {source.program.launch.nodes} machines, and trials run on this one",
+            where="entrypoint",
+            hint="On several machines: deepspeed --hostfile FILE, or a job of Slurm's.",
+        )
+    _check_settings(settings, source, section)
+    if source.unknown == sources.PROGRAM:
+        return
+    if settings.slots is not None:
+        sources.check_ranks(source.program, settings.slots)
+    _check_mappings(settings, source.program)
+
+
+def _check_mappings(settings: Settings, program: Entrypoint) -> dict[str, str]:
+    where = settings.name_of("arg_mappings")
+    return script_args.checked(settings.arg_mappings, program.args, where=where)
+
+
+def _with_section(settings: Settings, source: Source) -> tuple[Section | None, Settings]:
+    """Read the `autotuning` section, and return the settings with its defaults."""
+    experiment = source.experiment
+    where = source.program.config_path or experiment.ds_config_name
+    section = autotuning_section.read(experiment.ds_config, where=where)
+    if section is None:
+        return None, settings
+    if settings.run_dir is not None:
+        section = replace(section, results_dir=None)
+    return section, section.apply(settings)
+
+
+def _check_settings(settings: Settings, source: Source, section: Section | None) -> None:
+    """Raise UserInputError for settings of a search that are wrong whatever its script does."""
+    plans.check(settings)
+    slots = settings.slots or source.program.slots
+    if slots is not None:
+        check_max_slots(settings, slots)
+    is_named = settings.run_dir is not None or source.unknown != sources.PROGRAM
+    if section is not None and section.results_dir is not None:
+        is_named = False  # it may hold other runs
+    if is_named and not settings.dry_run:
+        run_folders.check(settings, source.experiment.name)
+
+
+def _check_packages(settings: Settings, source: Source) -> None:
+    """Check torch and DeepSpeed where ranks run in this environment, as far as that is known."""
+    is_here = source.unknown != sources.PROGRAM and not source.program.interpreter
+    if is_here and settings.engine in ENGINE_NAMES and settings.engine != "ray":
+        packages.check()
+
+
+def _is_recorded(settings: Settings, source: Source, engine: str) -> bool:
+    """Decide whether a run begins with the command itself, on this machine, and records it.
+
+    A run that is resumed does so again: its files alone do not tell how the ranks start, nor what
+    the script makes of `auto` in its configuration.
+    """
+    if settings.dry_run:
+        return False
+    return engine == "local" and source.can_run_first()
+
+
+def _with_slots(
+    settings: Settings, source: Source, hosts: Sequence[Host]
+) -> tuple[Source, tuple[Host, ...], int]:
+    """Return the source with checked argument mappings, hosts for trials, and a trial's slots."""
+    program, available = source.program, all_slots(hosts, source.program)
+    if settings.run_full_experiment and program.trial_class and not source.command:
+        searcher_of_full_run(source.experiment, "metric", "max_length")
+    slots = source.slots_per_trial(settings.slots, available)
+    chosen = hosts_of.with_slots(hosts, slots)
+    _check_slots(settings, chosen, slots)
+    mappings = _check_mappings(settings, program)
+    experiment = replace(source.experiment, arg_mappings=mappings)
+    return replace(source, experiment=experiment, program=program), chosen, slots
+
+
+def searcher_of_full_run(experiment: Experiment, *needed: str) -> Mapping[str, Any]:
+    """Return the searcher of an experiment, by which Determined trains it in full length.
+
+    Raises:
+        UserInputError: a key is missing.
+    """
+    searcher: Mapping[str, Any] = experiment.config.get("searcher") or {}
+    missing = [key for key in needed if key not in searcher]
+    if missing:
+        raise UserInputError(
+            f"there is no {missing[0]}",
+            where=f"{experiment.path}: searcher",
+            hint="--run-full-experiment trains by it.",
+        )
+    return searcher
+
+
+def check_max_slots(settings: Settings, slots: int, *, where: str = "--max-slots") -> None:
+    """Raise UserInputError if a trial needs more devices than may be used at once."""
+    if settings.max_slots is not None and settings.max_slots < slots:
+        raise UserInputError(
+            f"{settings.max_slots} is less than the {slots} devices of one trial", where=where
+        )
+
+
+def _check_slots(settings: Settings, hosts: Sequence[Host], slots: int) -> None:
+    check_max_slots(settings, slots)
+    if settings.engine not in ENGINE_NAMES:
+        return  # trials do not run on this machine
+    is_given = settings.command or "slots" in settings.given
+    where = settings.name_of("slots") if is_given else "resources.slots_per_trial"
+    check_slots(hosts, slots, where=where)
+    machine = hosts[0].machine
+    if settings.slot_memory_bytes is not None and not machine.is_cpu:
+        where = settings.name_of("slot_memory_bytes")
+        if settings.slot_memory_bytes > machine.memory_bytes:
+            raise UserInputError(f"is more than a device has: {machine.describe()}", where=where)
+        if machine.accelerator != "cuda":
+            raise UserInputError(f"cannot be enforced on {machine.accelerator}", where=where)

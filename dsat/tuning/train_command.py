@@ -1,0 +1,258 @@
+"""Commands that train with the best configuration."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dsat.command import accelerate_env, own_files, switches
+from dsat.command import entrypoint as entrypoints
+from dsat.command.entrypoint import Entrypoint
+from dsat.command.own_files import Answer, Rewriting
+from dsat.command.switches import BIND_CORES
+from dsat.engines.machines.hosts import without_segments
+from dsat.engines.machines.machine import Machine
+from dsat.engines.rank_settings import (
+    binding_options,
+    settings_of_command,
+    settings_of_ranks,
+)
+from dsat.engines.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
+from dsat.engines.trial_folder import working_folder
+from dsat.in_trial.memory_limit import MALLOC_VARIABLES
+from dsat.run.run import Run, own_switches
+from dsat.show import summary
+from dsat.tuning.preparation import Prepared
+from dsat.values.files import write_atomically
+from dsat.values.text import assignment, shell_line
+from dsat.values.trial import Trial
+
+
+def as_shown(ready: Prepared, run: Run) -> Prepared:
+    """Return what is run, where and how, by what earlier trials have shown of it."""
+    shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
+    if FRESH_PROCESSES_ONLY in shown:
+        ready = replace(ready, settings=replace(ready.settings, cold=True))
+    if NO_SEGMENTS in shown:
+        ready = replace(ready, hosts=tuple(without_segments(ready.hosts)))
+    if COMMAND_AGAIN in shown:
+        why = "they failed, started by dsat, in an earlier trial"
+        ready = replace(ready, program=replace(ready.program, needs_command=why))
+    return ready
+
+
+def line(ready: Prepared, run: Run, folder: Path) -> str:
+    """Return the command that trains with the best configuration from any folder."""
+    command = text(ready, run, folder / summary.BEST_CONFIG_FILE)
+    if command is not None:
+        program = as_shown(ready, run).program
+        cwd = working_folder(ready.experiment, folder)
+        if runs_own_command(program, ready.plan.slots_per_trial) and program.started_in:
+            cwd = Path(program.started_in)
+        return f"cd {shlex.quote(str(cwd.resolve()))} && {command}"
+    if ready.line is None:
+        return (
+            f"dsat.tune(..., run_dir={str(folder.absolute())!r}, resume=True, "
+            "run_full_experiment=True), the rest as before"
+        )
+    again = [] if ready.settings.resume else ["--resume"]
+    again.append("--run-full-experiment")
+    again += [] if ready.settings.run_dir else ["--run-dir", str(folder)]
+    if run.stop_reason is None:  # interrupted: train, and do not search on
+        again += ["--max-trials", str(max(2, len(run.outcomes))), "--finals", "0"]
+    words = ["python3", "-m", "dsat", *ready.line.words(*again)]
+    return f"cd {shlex.quote(str(Path.cwd()))} && {shell_line(words)}"
+
+
+def text(ready: Prepared, run: Run, config: Path) -> str | None:
+    """Return the command that trains with the best configuration in the model's folder.
+
+    Returns:
+        None if the script cannot be given the file or a switch, or runs as a Determined task or on
+        several hosts only.
+    """
+    ready, best = as_shown(ready, run), run.best
+    slots, needs_task = ready.plan.slots_per_trial, "determined" in str(ready.experiment.entrypoint)
+    if best is None or slots > ready.machine.num_slots or needs_task:
+        return None
+    found = None if _needs_dsat(ready, run, best) else _own_form(ready, run, best, config)
+    if found is None:
+        return None
+    limited = ready.plan.slot_memory_bytes is not None
+    return " ".join(
+        [
+            *_variables(ready, best, run.plan.config(best.overrides)),
+            *conditions(ready.machine, slots, memory_is_limited=limited),
+            shell_line(found.words),
+        ]
+    )
+
+
+def write_own_files(ready: Prepared, run: Run, folder: Path) -> None:
+    """Write copies of the user's configuration files, if any, with the best configuration."""
+    if run.best is None:
+        return
+    config = folder / summary.BEST_CONFIG_FILE
+    found = _own_form(as_shown(ready, run), run, run.best, config)
+    for name, text in (found.copies if found else {}).items():
+        write_atomically(folder / name, text)
+
+
+def _own_form(ready: Prepared, run: Run, best: Trial, path: Path) -> Rewriting | None:
+    """Return the command with copies of the user's files; None if it takes no configuration."""
+    program, config = ready.program, run.plan.config(best.overrides)
+    words = _base_words(ready, best, config, path)
+    if words is None:
+        return None
+    answer = Answer(
+        path.resolve(),
+        config,
+        switches.fields(best.script_args),
+        in_arguments=program.config_path is not None,
+        by_accelerate=program.config_path is None and accelerate_env.uses_deepspeed(program.env),
+    )
+    return own_files.rewritten(words, _started_in(program), answer)
+
+
+def _base_words(
+    ready: Prepared, best: Trial, config: Mapping[str, Any], path: Path
+) -> list[str] | None:
+    """Return the command with the arguments of a best trial; None if it cannot be given them."""
+    program, mappings = ready.program, ready.experiment.arg_mappings
+    tuned = program.for_config(str(path.resolve()), config, best.script_args, mappings)
+    args, program = tuned.args, replace(program, launch=tuned.launch)
+    if not runs_own_command(program, ready.plan.slots_per_trial):
+        return [*_launcher(ready, program, config), *_script(program), *args]
+    _, command = _own_command(program)
+    if _ends_with(command, program.args):
+        return [*command[: len(command) - len(program.args)], *args]
+    return command if own_files.form_of_training(command, _started_in(program)) else None
+
+
+def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
+    """Return whether no flag, file, variable or launcher sets what the best changes."""
+    own, program = own_switches(run), ready.program
+    if switches.OF_CODE.keys() & set(run.outcomes[best.id].warnings):
+        return True
+    found = {} if run.profile is None else run.profile.switches
+    file = own_files.form_of_training(_own_command(program)[1], _started_in(program))
+    for name, value in best.script_args.items():
+        if value == own.get(name) or name in ready.experiment.arg_mappings:
+            continue
+        flag = switches.flag_of(name, program.args, takes_hf_flags=program.takes_hf_flags)
+        field = switches.field_of(name)
+        in_file = file is not None and field is not None and file.key_of(field) is not None
+        elsewhere = name == BIND_CORES or name.startswith(switches.VARIABLE)
+        has_opposite = file is not None and name in file.opposites
+        if switches.is_of_code(name, found) and not has_opposite:
+            return True
+        if flag is None and not in_file and not elsewhere:
+            return True
+    return False
+
+
+def _launcher(ready: Prepared, program: Entrypoint, best: Mapping[str, Any]) -> list[str]:
+    slots = str(ready.plan.slots_per_trial)
+    own = program.interpreter  # in whose environment the launchers of the PATH are not
+    if not program.launch.passes_local_rank:
+        launcher = [own, "-m", "torch.distributed.run"] if own else ["torchrun"]
+        return [*launcher, "--standalone", f"--nproc-per-node={slots}"]
+    launcher = [own, "-m", "deepspeed.launcher.runner"] if own else ["deepspeed"]
+    chosen, without = program.launch.devices, program.launch.not_devices
+    if without:
+        there = range(ready.machine.num_slots + len(without))
+        chosen = tuple(position for position in there if position not in without)
+    if chosen:
+        devices = map(str, chosen[: ready.plan.slots_per_trial])
+        launcher += ["--include", f"localhost:{','.join(devices)}"]
+    else:
+        launcher += ["--num_gpus", slots]
+    if program.launch.binds_cores:
+        launcher += binding_options(ready.machine, program, best, ready.plan.slots_per_trial)
+    return launcher
+
+
+def _script(program: Entrypoint) -> list[str]:
+    """Return the words of a launcher that name the script or module."""
+    if program.python_options:
+        no_python = "--no_python" if program.launch.passes_local_rank else "--no-python"
+        script = ["-m", program.module] if program.module else [program.script]
+        return [no_python, program.interpreter or "python3", *program.python_options, *script]
+    return ["--module", program.module] if program.module else [program.script]
+
+
+def _own_command(program: Entrypoint) -> tuple[dict[str, str], list[str]]:
+    """Return the variables in front of the user's command, and its other words."""
+    command = list(program.started_by)
+    if command[:1] != ["env"]:
+        return {}, command
+    del command[0]
+    return entrypoints.take_assignments(command), command
+
+
+def runs_own_command(program: Entrypoint, slots: int) -> bool:
+    """Return whether training with another configuration is the user's own command.
+
+    It is where nothing else starts its ranks, and where a launcher in it starts as many ranks as a
+    trial has, if it ends with the arguments of its script or a file in it holds them.
+    """
+    _, command = _own_command(program)
+    if program.needs_command or not command:
+        return bool(program.needs_command)
+    if program.slots != slots or program.launch.binds_cores:
+        return False
+    if own_files.form_of_training(command, _started_in(program)):
+        return True
+    if not _ends_with(command, program.args):
+        return False
+    if not Path(command[0]).name.startswith("python"):
+        return True
+    started = entrypoints.of_interpreter(command[1:])
+    return (started.script, started.module) != (program.script, program.module)
+
+
+def _started_in(program: Entrypoint) -> Path:
+    return Path(program.started_in or Path.cwd())
+
+
+def _ends_with(command: Sequence[str], args: tuple[str, ...]) -> bool:
+    return tuple(command[max(len(command) - len(args), 0) :]) == args
+
+
+def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list[str]:
+    """Return the words in front of a command that give it a trial's conditions.
+
+    On processor cores: one thread for each rank, no other cores than those of its slots, and with a
+    limit on memory the settings of malloc that make the limit hold.
+    """
+    if not machine.is_cpu:
+        return []
+    words = ["OMP_NUM_THREADS=1"]
+    if memory_is_limited:
+        words += [f"{name}={value}" for name, value in MALLOC_VARIABLES.items()]
+    if slots < machine.num_slots and not machine.has_quota and shutil.which("taskset"):
+        words += ["taskset", "--cpu-list", ",".join(machine.devices[:slots])]
+    return words
+
+
+def _variables(ready: Prepared, best: Trial, config: Mapping[str, Any]) -> list[str]:
+    """Return the trials' environment where it is not the shell's, as a shell's assignments."""
+    machine, program, slots = ready.machine, ready.program, ready.plan.slots_per_trial
+    given = {**os.environ, **ready.experiment.env, **program.env}
+    own = _own_command(program)[0] if runs_own_command(program, slots) else program.env
+    parallelism = accelerate_env.for_parallelism(given, config, slots)
+    found = {**ready.experiment.env, **own, **parallelism}
+    if not machine.is_cpu and program.needs_command:  # on a CPU see `conditions`
+        found |= settings_of_command(machine, given)
+    elif not machine.is_cpu:
+        found |= settings_of_ranks(machine, program, config, slots, given)
+    found |= switches.variables(best.script_args)
+    return [
+        assignment(name, value, "your command" if name in own else "environment_variables")
+        for name, value in found.items()
+    ]

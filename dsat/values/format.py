@@ -1,0 +1,103 @@
+"""Numbers and outcomes as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsat.values import memory_size
+from dsat.values.objective import METRIC_NAMES
+from dsat.values.outcome import Outcome
+from dsat.values.text import printable
+
+_UNITS = {
+    "throughput": "samples/s",
+    "tokens_per_second": "tokens/s",
+    "FLOPS_per_gpu": "FLOP/s per slot",
+}
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+_MOST_OF_A_MESSAGE = 400
+
+
+def unit(name: str) -> str:
+    """Return the unit of a metric."""
+    return _UNITS.get(name, "ms")
+
+
+def metric(name: str, value: float | None, digits: int = 4) -> str:
+    """Return a metric's value with its unit; a dash for None."""
+    assert name in METRIC_NAMES
+    if value is None:
+        return "-"
+    if name == "FLOPS_per_gpu":
+        return f"{prefixed(value, digits)}{_UNITS[name]}"
+    rounded = float(f"{value:.{digits}g}")
+    number = f"{value:,.0f}" if rounded >= 1000 else f"{rounded:.{digits}g}"
+    return f"{number} {unit(name)}"
+
+
+def prefixed(value: float, digits: int = 4) -> str:
+    """`312.4 T`, for a unit to follow."""
+    rounded = float(f"{value:.{digits}g}")
+    size, prefix = next((pair for pair in _PREFIXES if rounded >= pair[0]), (1.0, ""))
+    return f"{rounded / size:.{digits}g} {prefix}"
+
+
+def change(name: str, before: float | None, after: float | None) -> str:
+    """`100 -> 142 samples/s`; times with the name of their metric."""
+    first, second = metric(name, before, digits=3), metric(name, after, digits=3)
+    number, _, its_unit = first.partition(" ")
+    if its_unit and second.endswith(f" {its_unit}"):
+        first = number
+    return f"{'' if name in _UNITS else f'{name} '}{first} -> {second}"
+
+
+def memory(size_bytes: float | None) -> str:
+    """`1.23 GiB`; a dash for None."""
+    return "-" if size_bytes is None else memory_size.readable(size_bytes)
+
+
+def percent(fraction: float) -> str:
+    """`1.7 %`."""
+    return f"{100 * fraction:.1f} %"
+
+
+def count(number: int, what: str) -> str:
+    """`1 trial`, `2 trials`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min 10 s`, `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def strategy(name: str) -> str:
+    """`2 offload` for `z2_offload`."""
+    return name.removeprefix("z").replace("_", " ")
+
+
+def setting(value: Any) -> str:
+    """Value of a setting; empty for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and value >= 10_000:
+        return f"{value:,}"
+    return str(value)
+
+
+def outcome(result: Outcome, metric_name: str) -> str:
+    """One line on the end of a trial; the profile trial is not for comparing."""
+    if result.metrics is None or (result.profile and result.metrics.num_steps <= 1):
+        message = printable(result.message, _MOST_OF_A_MESSAGE)
+        return f"{result.kind.value}: {message}" if message else result.kind.value
+    value = metric(metric_name, result.metrics.value(metric_name))
+    if result.metrics.num_steps <= 2:
+        return f"{value} (too few steps for an interval)"
+    return f"{value} (±{percent(result.metrics.ci95)} over {result.metrics.num_steps} steps)"

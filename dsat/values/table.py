@@ -1,0 +1,48 @@
+"""Tables of texts, laid out by Markdown, the terminal and the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts.
+
+    Attributes:
+        numbers: headings of the columns that are aligned to the right.
+        names: headings of the columns whose cells are not broken.
+        optional: headings of the columns that a narrow terminal leaves out, the first one first.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Collection[str] = ()
+    names: Collection[str] = ()
+    optional: Sequence[str] = ()
+
+    def without(self, heading: str) -> Table:
+        """Return the table without one of its columns."""
+        at = self.headings.index(heading)
+        rows = [[*row[:at], *row[at + 1 :]] for row in self.rows]
+        return replace(self, headings=[*self.headings[:at], *self.headings[at + 1 :]], rows=rows)
+
+    def markdown(self) -> list[str]:
+        """Return the lines, as the "pipe" format of the tabulate package has them."""
+        table = [[cell.replace("|", "\\|") for cell in row] for row in (self.headings, *self.rows)]
+        widths = [max(len(column[0]) + 2, *map(len, column)) for column in zip(*table, strict=True)]
+        right = [heading in self.numbers for heading in self.headings]
+
+        def line(cells: Sequence[str]) -> str:
+            padded = [
+                cell.rjust(width) if is_right else cell.ljust(width)
+                for cell, width, is_right in zip(cells, widths, right, strict=True)
+            ]
+            return f"| {' | '.join(padded)} |"
+
+        rules = [
+            "-" * (width + 1) + ":" if is_right else ":" + "-" * (width + 1)
+            for width, is_right in zip(widths, right, strict=True)
+        ]
+        return [line(table[0]), "|" + "|".join(rules) + "|", *map(line, table[1:])]

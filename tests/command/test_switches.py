@@ -1,0 +1,91 @@
+"""Switches of scripts: how users write them, and how scripts are given them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsat.command import script_args, switches
+from dsat.command.entrypoint import Entrypoint
+from dsat.options import SWITCH
+
+HF = "--deepspeed ds.json --output_dir out".split()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--num_workers=0,4", ("--num_workers", ("0", "4"))),
+        ("--fused", ("--fused", (False, True))),
+        ("ENV:NCCL_ALGO=Ring,Tree", ("ENV:NCCL_ALGO", ("Ring", "Tree"))),
+        ("optim=adamw_torch", ("optim", ("adamw_torch",))),
+        ("group_by_length=true,false", ("TrainingArguments.group_by_length", (True, False))),
+        ("dataloader_num_workers=0,2", ("dataloader_num_workers", (0, 2))),
+        (
+            "gradient_checkpointing=false,every_2_layers",
+            ("gradient_checkpointing", (False, "every_2_layers")),
+        ),
+    ],
+)
+def test_users_name_their_own(text: str, expected: tuple[str, Any]) -> None:
+    assert switches.parse(text) == expected
+    if "--fused" not in text and "TrainingArguments" not in expected[0]:
+        assert SWITCH.write(dict([expected])) == text
+
+
+@pytest.mark.parametrize("text", ["", "optim", "optim=", "--=1", "gradient_checkpointing=some"])
+def test_what_is_no_switch_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not of the form|is neither"):
+        switches.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("values", "hf", "expected"),
+    [
+        ({"--num_workers": "4"}, False, "--num_workers 4"),
+        ({"dataloader_num_workers": 4}, True, "--dataloader_num_workers 4"),
+        ({"dataloader_num_workers": 4}, False, ""),
+        ({"attn_implementation": "eager"}, True, ""),
+        ({"gradient_checkpointing": True}, True, "--gradient_checkpointing"),
+        (
+            {"gradient_checkpointing": "every_2_layers"},
+            True,
+            '--gradient_checkpointing --gradient_checkpointing_kwargs {"every_n_layers": 2}',
+        ),
+    ],
+)
+def test_a_command_has_the_flags_that_its_script_takes(
+    values: dict[str, Any], hf: bool, expected: str
+) -> None:
+    found = script_args.for_trial(HF, {}, values, {}, add=hf)
+    assert " ".join(found[len(HF) :]) == expected
+
+
+def test_what_is_given_is_replaced_and_variables_and_cores_reach_the_ranks() -> None:
+    args = (*HF, "--dataloader-num-workers=2", "--attn_implementation", "sdpa")
+    values: dict[str, Any] = {"dataloader_num_workers": 4, "attn_implementation": "eager"}
+    values |= {"ENV:NCCL_ALGO": "Ring", "bind_cores_to_rank": True}
+    program = Entrypoint(script="train.py", args=args, env={"A": "1"})
+    found = program.for_config("ds.json", {}, values, {})
+    assert " ".join(found.args[len(HF) :]) == (
+        "--dataloader-num-workers=4 --attn_implementation eager"
+    )
+    assert found.env == {"A": "1", "NCCL_ALGO": "Ring"}
+    assert found.launch.binds_cores
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "in_arguments", "expected"),
+    [
+        ("dataloader_num_workers", 4, True, "TrainingArguments(dataloader_num_workers=4)"),
+        ("torch_compile", True, False, "engine.compile() after deepspeed.initialize"),
+        ("gradient_checkpointing", False, False, "no `model.gradient_checkpointing_enable()`"),
+        ("--num_workers", "4", False, "--num_workers=4"),
+        ("ENV:A", "1", False, "A=1"),
+    ],
+)
+def test_a_line_says_what_to_write(
+    name: str, value: Any, in_arguments: bool, expected: str
+) -> None:
+    assert switches.instruction(name, value, in_arguments=in_arguments) == expected

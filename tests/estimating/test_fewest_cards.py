@@ -1,0 +1,90 @@
+"""The fewest cards that hold a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dsat.estimating import fewest_cards
+from dsat.memory import closed_form
+from dsat.memory.closed_form import ModelFacts
+from dsat.memory.predictor import Basis, Variant
+from dsat.memory.strategies import COMPARED, with_strategy
+from dsat.values.zero_strategy import Strategy
+
+GIB = 2**30
+BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
+SEVEN_BILLION = ModelFacts(
+    num_params=7 * 10**9,
+    trainable_params=7 * 10**9,
+    largest_param=10**8,
+    forward_bytes_per_sample=2.0 * GIB,
+    backward_bytes_per_sample=2.0 * GIB,
+    first_gradient_bytes_per_sample=1.0 * GIB,
+)
+SEVENTY_BILLION = replace(SEVEN_BILLION, num_params=7 * 10**10, trainable_params=7 * 10**10)
+
+
+def chosen(facts: ModelFacts, **settings: Any) -> list[fewest_cards.Choice]:
+    base = {**BF16, **settings}
+    configuration = partial(with_strategy, base)
+    basis = Basis((Variant({}, facts),))
+    return fewest_cards.fewest(basis, base, configuration, COMPARED)
+
+
+def peak(choice: fewest_cards.Choice, **changes: Any) -> int:
+    """Memory of a card by formula, with another strategy, micro batch or number of cards."""
+    wanted = replace(choice, **changes)
+    config = with_strategy(BF16, wanted.strategy, wanted.cards)
+    needed = closed_form.estimate(
+        SEVEN_BILLION, config, slots=wanted.cards, micro_batch=wanted.micro_batch
+    )
+    return needed.peak
+
+
+def test_one_card_less_is_not_enough() -> None:
+    for choice in chosen(SEVEN_BILLION):
+        if choice.host_bytes:
+            continue
+        limit = choice.memory_bytes / 1.05
+        assert peak(choice) <= limit < peak(choice, micro_batch=choice.micro_batch + 1)
+        less = choice.cards - (8 if choice.cards > 8 else 1)
+        for stage in range(4 if less else 0):
+            assert peak(choice, cards=less, strategy=Strategy(stage), micro_batch=1) > limit
+    counts = {choice.cards for choice in chosen(SEVENTY_BILLION) if not choice.host_bytes}
+    assert all(count < 8 or count % 8 == 0 for count in counts)
+    assert any(count.bit_count() > 1 for count in counts)  # not powers of two alone
+
+
+def test_offloading_is_shown_where_it_saves_cards() -> None:
+    found = chosen(SEVEN_BILLION)
+    counts = {choice.memory_bytes: choice.cards for choice in found if not choice.host_bytes}
+    assert list(counts.values()) == sorted(counts.values(), reverse=True)
+    offloaded = [choice for choice in found if choice.host_bytes]
+    assert offloaded and all(each.cards < counts[each.memory_bytes] for each in offloaded)
+    assert len(fewest_cards.table(found)) == len(found) + 2
+
+
+@pytest.mark.parametrize("group", [4, 16])
+@pytest.mark.parametrize("key", ["sequence_parallel_size", "tensor_parallel"])
+def test_cards_are_whole_groups_of_the_users_parallelism(key: str, group: int) -> None:
+    """A sample of 320 GiB fits only where a group of cards shares it."""
+    facts = replace(SEVEN_BILLION, backward_bytes_per_sample=320.0 * GIB)
+    size = {"autotp_size": group} if key == "tensor_parallel" else group
+    found = chosen(facts, **{key: size})
+    assert found and all(choice.cards % group == 0 for choice in found)
+    assert min(choice.cards for choice in found) == group
+
+
+def test_cards_share_the_users_batch_evenly() -> None:
+    found = chosen(SEVENTY_BILLION, train_batch_size=64)
+    assert found and all(64 % choice.cards == 0 for choice in found)
+
+
+def test_a_model_that_fits_nowhere() -> None:
+    found = chosen(ModelFacts(10**9, 10**9, 10**8, 1e15, 1e15, 1e15))
+    assert found == [] and "1024 GPUs" in fewest_cards.table(found)[0]

@@ -1,0 +1,114 @@
+"""The tables of `dsat estimate`, made of a simulation's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dsat.estimating.options import EstimateSettings
+from dsat.estimating.tables import Estimate, tables
+from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
+from dsat.memory.strategies import with_strategy
+from dsat.prepare.simulated_model import SimulatedModel
+from dsat.simulation.client import Simulator
+from dsat.values.zero_strategy import Strategy
+from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_of, failing_in
+
+GIB = 2**30
+FACTS = facts_of(100 * MIB)
+BF16 = {"bf16": {"enabled": True}}
+
+
+def answer_of(host: FakeSimulationHost, base: Mapping[str, Any], *, exact: bool = True) -> Estimate:
+    settings = EstimateSettings(exact=exact, slot_counts=(1,), slot_memories=(8 * GIB,))
+    with Simulator(host, as_cpu=False) as simulator:
+        return tables(SimulatedModel.of("train.py", base, simulator), settings)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "accumulate", "held_bytes"),
+    [
+        (0, "bf16", "bf16", 2),
+        (1, "bf16", "bf16", 2),
+        (1, "bf16", "float32", 2),
+        (1, "fp16", "fp16", 2),
+        (1, "fp16", "torch.float32", 4),
+    ],
+)
+def test_whole_gradients_are_held_while_they_accumulate(
+    stage: int, dtype: str, accumulate: str, held_bytes: int
+) -> None:
+    held = {}
+    for gas in (1, 2):
+        base = {
+            dtype: {"enabled": True},
+            "data_types": {"grad_accum_dtype": accumulate},
+            "zero_optimization": {"reduce_bucket_size": 1000},
+            "gradient_accumulation_steps": gas,
+        }
+        found = answer_of(FakeSimulationHost(FACTS, by_formula(FACTS)), base)
+        [line] = [each for each in found.lines if each.strategy == Strategy(stage)]
+        held[gas] = line.estimate.forward
+    per_parameter = (held[2] - held[1]) / FACTS.trainable_params
+    assert per_parameter == pytest.approx(held_bytes, rel=0.01)
+
+
+def test_what_is_left_to_the_script_has_the_scripts_type() -> None:
+    base = {"bf16": {"enabled": "auto"}}
+    for size in (2, 4):
+        facts = replace(FACTS, param_bytes=size)
+        host = FakeSimulationHost(facts, by_formula(facts))
+        for line in answer_of(host, base, exact=False).lines:
+            said = {
+                **with_strategy(base, line.strategy, 1),
+                "bf16": {"enabled": size == 2},
+            }
+            with_library = replace(facts, workspace_bytes=closed_form.MATMUL_WORKSPACE_BYTES)
+            plain = closed_form.estimate(with_library, said, slots=1, micro_batch=1)
+            assert line.estimate.peak == plain.peak
+
+
+def test_a_model_in_bf16_is_trained_as_it_is_if_no_type_is_enabled() -> None:
+    """Its states have its type in stage 0, and gradients are accumulated in fp32 elsewhere."""
+    facts = replace(FACTS, param_bytes=2)
+    in_fp32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+    plain, other = (
+        answer_of(FakeSimulationHost(facts, by_formula(facts)), base, exact=False).lines
+        for base in ({}, in_fp32)
+    )
+    first, *rest = plain
+    assert first.strategy == Strategy(0)
+    assert first.estimate.forward == pytest.approx(6 * FACTS.num_params, abs=40 * MIB)
+    sharded = [line for line in rest if line.strategy.stage > 1]
+    expected = [line.estimate for line in other if line.strategy.stage > 1]
+    assert [line.estimate for line in sharded] == expected
+
+
+def test_a_rung_that_cannot_be_simulated_has_the_formulas_answer() -> None:
+    found = answer_of(FakeSimulationHost(FACTS, failing_in({3}, by_formula(FACTS))), BF16)
+    for line in found.lines:
+        expected = CLOSED_FORM if line.strategy.stage == 3 else SIMULATED
+        assert line.estimate.source == expected
+    assert found.is_complete, "the table holds an answer for each line"
+    [why] = [line for line in str(found).splitlines() if line.startswith("By formula, because")]
+    assert "stage 3 on 1, stage 3, optimizer on cpu on 1" in why and "GPUs: " in why
+    nothing = FakeSimulationHost(FACTS, failing_in({0, 1, 2, 3}, by_formula(FACTS)))
+    assert not answer_of(nothing, BF16).is_complete
+
+
+def test_one_sample_may_be_as_long_as_many_short_ones_together() -> None:
+    host = FakeSimulationHost(FACTS, by_formula(FACTS), sequence_length=512)
+    for line in answer_of(host, BF16).lines:
+        [most], [longest] = line.largest.values(), line.longest.values()
+        assert most * 512 <= longest < (most + 1) * 512
+    without = answer_of(FakeSimulationHost(FACTS, by_formula(FACTS)), BF16)
+    assert not any(line.longest for line in without.lines) and "longest" not in str(without)
+
+
+def test_an_optimizer_of_the_script_takes_the_place_of_the_configurations() -> None:
+    host = FakeSimulationHost(FACTS, by_formula(FACTS), optimizer={"type": "torch.optim.sgd.SGD"})
+    found = answer_of(host, {**BF16, "optimizer": {"type": "AdamW"}}, exact=False)
+    assert {line.estimate.source for line in found.lines} == {SIMULATED}

@@ -1,0 +1,26 @@
+"""Models to simulate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsat.prepare.simulated_model import ModelSettings, name_of, warn_of_length
+from dsat.simulation.protocol import ScriptFacts
+
+
+def test_a_model_of_the_hubs_cache_has_its_own_name(tmp_path: Path) -> None:
+    path = tmp_path / "models--of-somebody--tiny-model-1b" / "snapshots" / "4567" / "config.json"
+    assert name_of(path) == "tiny-model-1b"
+    assert name_of(tmp_path / "llama" / "config.json") == "llama"
+    assert name_of(tmp_path / "llama.json") == "llama"
+
+
+@pytest.mark.parametrize(("length", "warnings"), [(4096, 0), (4097, 1)])
+def test_samples_beyond_the_models_positions_are_warned_of(
+    length: int, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ModelSettings(model="config.json", seq_length=length)
+    warn_of_length(settings, ScriptFacts(length, 4096, model_takes=4096))
+    assert len(caplog.records) == warnings

@@ -1,0 +1,70 @@
+"""The program of a command, as a run of it shows it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dsat.errors import UserInputError
+from dsat.prepare import source as sources
+from dsat.prepare.target import Target
+from testing.helpers import starts_of
+
+CONFIG = {"train_micro_batch_size_per_gpu": 1}
+
+
+def run_of(folder: Path, *devices: str) -> Any:
+    """A run on two devices, which DeepSpeed's launcher has chosen for its ranks."""
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "CROSS_SIZE": "1"}
+    ranks = starts_of(folder, [variables] * 2, CONFIG)
+    return SimpleNamespace(ranks=lambda: ranks, env={})
+
+
+@pytest.mark.parametrize(
+    ("command", "positions", "variables"),
+    [
+        ("deepspeed --include localhost:1,2 train.py", (1, 2), {}),
+        ("deepspeed --exclude localhost:0 train.py", (), {}),
+        ("bash run.sh", (), {"CUDA_VISIBLE_DEVICES": "1,2"}),
+    ],
+)
+def test_devices_are_chosen_once(
+    command: str,
+    positions: tuple[int, ...],
+    variables: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the launcher's option or by a variable, which would count among those of the option."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    found = sources.read(Target(command=tuple(command.split()))).as_recorded(
+        run_of(tmp_path, "1", "2")
+    )
+    assert found.program.launch.devices == positions
+    assert found.program.env == variables
+
+
+def test_a_configuration_that_the_script_looks_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its argument is a word, which trials keep; only a run shows the configuration."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    command = ("train.py", "--deepspeed_config", "zero1")
+    found = sources.read(Target(command=command))
+    assert found.unknown == sources.CONFIG
+    [start] = starts_of(tmp_path, [{}], CONFIG)
+    start = replace(start, command=(*start.command, *command[1:]))
+    found = found.as_recorded(cast(Any, SimpleNamespace(ranks=lambda: [start], env={})))
+    assert found.experiment.base_config.items() >= CONFIG.items()
+    assert found.program.for_config("/trial/ds.json", CONFIG, {}, {}).args == command[1:]
+    for name in ("zero1.json", "/gone/zero1"):
+        with pytest.raises(UserInputError, match=f"{name}, in the script's arguments: there is no"):
+            sources.read(Target(command=(*command[:2], name)))

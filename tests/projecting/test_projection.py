@@ -1,0 +1,39 @@
+"""Text of a projection, of made-up rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsat.projecting.projection import Projection, Row, summary
+from dsat.projecting.speed import StepTime
+from dsat.search import cards
+from dsat.values.zero_strategy import Strategy
+
+
+@pytest.mark.parametrize(
+    ("tokens", "price", "said"),
+    [
+        (1e12, 2.0, "take 116 days (105 to 127) on 10 GPUs: 27,800 GPU-hours, 55,600 (50,500 to"),
+        (
+            1e9,
+            2.0,
+            "take 2.78 hours (2.53 to 3.06) on 10 GPUs: 27.8 GPU-hours, 55.6 (50.5 to 61.1) at",
+        ),
+        (
+            1e7,
+            0.2,
+            "take 1.67 minutes (1.52 to 1.83) on 10 GPUs: 0.278 GPU-hours, 0.0556 (0.0505 to",
+        ),
+        (5e5, None, "500,000 tokens take 5 seconds"),
+    ],
+)
+def test_what_a_training_takes_has_three_digits_whatever_it_is(
+    tokens: float, price: float | None, said: str
+) -> None:
+    time = StepTime(1.0, 1 / 1.1, 1.1, {"kernels": 1.0})
+    row = Row(Strategy(1), 10, 10, 1, time, 2**30, True, 100.0, 0.4)
+    card = cards.find("H100")
+    shown = Projection(
+        "tiny", card, 10, 1e9, 10**6, 1000, (), {10: (row,)}, {}, tokens=tokens, price=price
+    )
+    assert said in summary(shown)

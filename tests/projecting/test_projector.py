@@ -1,0 +1,170 @@
+"""`dsat project` from its words to its answers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import testing
+from dsat.errors import UserInputError
+from dsat.estimating.options import EstimateSettings
+from dsat.memory import closed_form
+from dsat.memory.closed_form import ModelFacts
+from dsat.memory.estimate import MemoryEstimate
+from dsat.memory.predictor import Anchor
+from dsat.prepare.simulated_model import simulate
+from dsat.projecting import projector
+from dsat.projecting.options import ProjectSettings
+from dsat.projecting.projector import Projector
+from dsat.projecting.tracing import Traced
+from dsat.search import cards
+from dsat.show import past_runs
+from dsat.simulation.protocol import Question
+from dsat.values.step_trace import (
+    ALL_GATHER,
+    ATTENTION,
+    BACKWARD,
+    FORWARD,
+    MATMUL,
+    Collectives,
+    Kernels,
+    ModelTrace,
+    StepTrace,
+)
+from dsat.values.zero_strategy import of_config
+from testing import warm_command, warm_host
+
+CPU = {"device": "cpu"}
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_command.use(warm_host.prefix(), monkeypatch.setattr)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG), encoding="utf-8")
+    return path
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("imported")
+def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
+    config: Path, tmp_path: Path
+) -> None:
+    """A model of 70 billion parameters is on no card at once."""
+    user: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(user))
+    settings = EstimateSettings(model=str(config), ds_config=tmp_path / "ds.json")
+    with simulate(settings) as model:
+        base, simulator = model.config, model.simulator
+        facts = simulator.facts(base)
+        zero = {**user["zero_optimization"], "offload_optimizer": CPU, "offload_param": CPU}
+        offloaded = {**base, "zero_optimization": zero}
+        asked = [Question(dict(base), 1, 64), Question(offloaded, 1, 1)]
+        found, on_host = simulator.estimates(asked)
+    assert not isinstance(found, str) and not isinstance(on_host, str)
+    assert max(found.init, on_host.init) < facts.num_params  # half of their bytes
+    formula = closed_form.estimate(facts, offloaded, slots=1, micro_batch=1)
+    assert formula.init == pytest.approx(on_host.init, rel=0.02)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("imported")
+def test_long_samples_are_no_packed_ones_that_need_a_mask(tmp_path: Path) -> None:
+    length, width = 16_384, 64
+    sizes = {"n_embd": width, "n_head": 2, "n_layer": 1, "n_positions": length, "vocab_size": 64}
+    model = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(model), encoding="utf-8")
+    settings = EstimateSettings(model=str(path), seq_length=length)
+    with simulate(settings) as simulated:
+        _, trace = simulated.simulator.traced_facts(simulated.config)
+    attention = [k for k in trace.at(1) if (k.kind, k.phase) == (ATTENTION, FORWARD)]
+    # Two products of all pairs of tokens, half of which are before each other.
+    assert [k.flops for k in attention] == pytest.approx([4 * length**2 * width / 2])
+
+
+def test_only_runs_of_the_same_model_correct_a_projection() -> None:
+    past = past_runs.load(Path(testing.__file__).parent / "recorded_run")
+    profile, plan = past.run.profile, past.run.plan
+    assert profile is not None
+
+    def traced(params: float = 1.0, flops: float = 1.0) -> Traced:
+        facts = ModelFacts.of_profile(profile)
+        facts = replace(facts, num_params=round(params * facts.num_params))
+        step = StepTrace((), (), 256, 1, 1, 256 * flops * profile.flops_per_sample)
+        model = ModelTrace(step, step)
+        return Traced(plan.base_config, facts, model, {}, {}, 128)
+
+    found = projector.measured(past, traced(params=1.01, flops=1.2))
+    assert found and all(metrics.latency > 0 for _, _, metrics in found)
+    with pytest.raises(UserInputError, match="another model"):
+        projector.measured(past, traced(params=1.1))
+    with pytest.raises(UserInputError, match="another length"):
+        projector.measured(past, traced(flops=3.0))
+
+
+def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
+    """Trials on two hosts with a slow network took as long as that network makes them take."""
+    past = past_runs.load(Path(testing.__file__).parent / "recorded_run")
+    run, network = past.run, 1e9
+    assert run.profile is not None
+    run.plan = replace(
+        run.plan,
+        slots_per_trial=16,
+        slots_per_host=8,
+        base_config={**run.plan.base_config, "zero_optimization": {"stage": 3}},
+    )
+    run.info = {**run.info, "machine": "16 cuda slots (NVIDIA A100-SXM4-80GB, 80 GiB)"}
+    of_sample = run.profile.flops_per_sample
+
+    def passes(micro_batch: int) -> StepTrace:
+        kernels = tuple(
+            Kernels(phase, True, MATMUL, 2, of_sample / 2 * micro_batch, 1e6, 100)
+            for phase in (FORWARD, BACKWARD)
+        )
+        return StepTrace(kernels, (), micro_batch, 1, 1, of_sample * micro_batch)
+
+    gathers = Collectives(FORWARD, True, ALL_GATHER, 16, 1, False, 2e9, 20)
+    step = replace(passes(1), collectives=(gathers,), slots=16)
+    facts, own = ModelFacts.of_profile(run.profile), of_config(run.plan.base_config)
+    anchor = Anchor(run.plan.base_config, 1, MemoryEstimate(0, 0, 0, 0), 16)
+    model = ModelTrace(passes(256), passes(512))
+    traced = Traced(run.plan.base_config, facts, model, {own: (step, anchor)}, {}, 128)
+    there = Projector(traced, cards.find("A100-80GB"), network)
+    for ds_config, rows in ((None, False), (Path("ds.json"), True)):  # the user's, or none
+        asked_for = ProjectSettings(model="config.json", ds_config=ds_config)
+        assert bool(there.projection("", asked_for).own) == rows
+    before = there.step_time(own, 16, 4, 1)
+    for trial, outcome in run.outcomes.items():
+        if outcome.metrics is not None:
+            asked = run.trials[trial].batch
+            s = there.step_time(own, 16, asked.micro_batch, asked.gas).seconds
+            metrics = replace(outcome.metrics, latency=1000 * s, ci95=0.01)
+            run.outcomes[trial] = replace(outcome, metrics=metrics)
+    there.calibrate(past)
+    after = there.step_time(own, 16, 4, 1)
+    assert after.seconds == pytest.approx(before.seconds, rel=0.1)
+    assert after.parts["communication"] == pytest.approx(before.parts["communication"], rel=0.1)

@@ -1,0 +1,48 @@
+"""Cards by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsat.errors import UserInputError
+from dsat.search import cards
+
+NAMES = {
+    "h100": "H100",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H100 PCIe": "H100-PCIE",
+    "A100": "A100-80GB",
+    "NVIDIA A100-SXM4-40GB": "A100-40GB",
+    "NVIDIA A100 80GB PCIe": "A100-PCIE-80GB",
+    "A100 80G": "A100-80GB",
+    "A100-SXM4": "A100-80GB",
+    "rtx4090": "RTX-4090",
+    "NVIDIA GeForce RTX 4090": "RTX-4090",
+    "AMD Instinct MI300X": "MI300X",
+}
+
+
+@pytest.mark.parametrize("given", NAMES)
+def test_cards_are_found_as_people_and_drivers_name_them(given: str) -> None:
+    assert cards.find(given).name == NAMES[given]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("A10", "L4", "L40", "H20", "GH200", "H100 NVL", "RTX 4090 Laptop GPU", "V100", "-"),
+        *("RTX", "PCIe", "40GB", "80G PCIe"),  # of several cards
+    ],
+)
+def test_another_card_of_a_similar_name_is_not_taken_for_it(given: str) -> None:
+    with pytest.raises(UserInputError, match=r"unknown card .*; known cards: A100-40GB"):
+        cards.find(given)
+
+
+def test_every_card_has_sources_for_its_numbers() -> None:
+    data = json.loads(Path(cards.__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    for name in data["cards"]:
+        assert any(name.startswith(known) for known in data["sources"]), name

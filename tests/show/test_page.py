@@ -1,0 +1,144 @@
+"""The page of a run: its tables and plots against the run's result and the truth of the world."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from dsat.prepare import installed_deepspeed
+from dsat.show import page
+from testing.scenarios import Told, User
+from testing.world import World
+
+MICRO, STAGE = "train_micro_batch_size_per_gpu", "zero_optimization.stage"
+
+
+class Parts(HTMLParser):
+    """Rows of the tables, and specifications of the plots."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self._specs, self._in_specs = "", False
+        self.feed(text)
+
+    @property
+    def plots(self) -> list[dict[str, Any]]:
+        found = json.loads(self._specs)
+        assert isinstance(found, list)
+        return found
+
+    def layer(self, name: str) -> list[dict[str, Any]]:
+        """Return the rows of a layer of a plot; empty if there is none."""
+        layers = [each for plot in self.plots for each in plot.get("layer", [])]
+        found = (each["data"]["values"] for each in layers if each.get("name") == name)
+        return next(found, [])
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._in_specs = ("id", "specs") in attrs
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th") and self.rows:
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self._in_specs:
+            self._specs += data
+        elif self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[User, Told, Parts]:
+    """A search without predictions of memory, so that some trials run out of it."""
+    user = User(tmp_path_factory.mktemp("ran"), World(slots=2, effects={"z2": 0.9}))
+    user.has()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(installed_deepspeed, "_stamp", lambda: None)
+        told = user.tunes("--max-trials", 40, "--memory-model", "none", method="random")
+    assert told.status == 0, told.err
+    return user, told, Parts(user.reads("report.html"))
+
+
+def test_every_trial_is_in_the_table_and_the_plot(ran: tuple[User, Told, Parts]) -> None:
+    _, told, parts = ran
+    rows = {row[0].split()[0]: row for row in parts.rows if len(row) == 9}
+    for trial in told.trials:
+        row = [cell.strip() for cell in rows[trial["name"]]]
+        assert row[1:4] == [str(trial[k]) for k in ("stage", MICRO, "gradient_accumulation_steps")]
+    measured = {row["name"]: row["metrics"]["throughput"] for row in told.trials if row["metrics"]}
+    assert {row["name"]: row["value"] for row in parts.layer("ran")} == measured
+    lost = {row["name"] for row in told.trials if row["outcome"] == "OOM"}
+    assert {row["name"] for row in parts.layer("oom")} == lost and len(lost) > 3
+
+
+def test_each_change_has_both_values_and_its_true_gain(ran: tuple[User, Told, Parts]) -> None:
+    """By trials that differ in nothing else, or by a model of speed whose interval holds it."""
+    user, told, parts = ran
+    rows = {row[0]: row for row in parts.rows if len(row) == 5}
+    best, own = user.best_config(), told.json["baseline"]
+    assert rows[MICRO][1:3] == [str(own[MICRO]), str(best[MICRO])]
+    assert rows[STAGE][1:3] == ["0", "2"] and rows[STAGE][4].strip()
+    batch = {"train_batch_size": None, MICRO: 1, "gradient_accumulation_steps": None}
+    for key, other in ((MICRO, batch), (STAGE, {"zero_optimization": {"stage": 0}})):
+        truth = user.true_speed(best) / user.true_speed({**best, **other})
+        said = rows[key][3]
+        ratio, *ends = (float(number) for number in re.findall(r"\d+\.\d+", said))
+        assert ratio == pytest.approx(truth, rel=0.1), key
+        assert ("pairs of trials" in said) or ends[0] <= truth <= ends[1]
+    assert "micro batch and accumulation" in rows["train_batch_size"][3]
+
+
+def test_the_band_of_the_model_of_speed_holds_the_truth(ran: tuple[User, Told, Parts]) -> None:
+    """Where memory is not nearly full, which slows the world more steeply."""
+    user, told, parts = ran
+    band, inside = parts.layer("band"), []
+    for row in told.trials:
+        near = [
+            its
+            for its in band
+            if its["strategy"] == str(row["stage"])
+            and 0.93 < its["micro_batch"] / row[MICRO] < 1.07
+        ]
+        if near and row[MICRO] <= 24:
+            true, slack = user.true_speed(row["overrides"]), 0.03
+            ends = near[0]["low"] * (1 - slack), near[0]["high"] * (1 + slack)
+            inside.append(ends[0] <= true <= ends[1])
+    assert len(inside) >= 8 and sum(inside) >= 0.8 * len(inside), inside
+
+
+def test_the_finals_are_shown_as_pairs(ran: tuple[User, Told, Parts]) -> None:
+    _, told, parts = ran
+    rows, speeds = parts.layer("finals"), {r["name"]: r["metrics"] for r in told.trials}
+    pairs = told.json["finals"]["pairs"]
+    assert [row["pair"] for row in rows].count(pairs) == 2 and len(rows) == 2 * pairs
+    ran_again = [m["throughput"] for name, m in speeds.items() if name.startswith("final")]
+    assert all(any(row["value"] == pytest.approx(v) for v in ran_again) for row in rows)
+    assert {row["which"] for row in rows} == {"yours", told.json["finals"]["compared"]}
+
+
+def test_the_memory_of_the_best_is_shown_in_parts(ran: tuple[User, Told, Parts]) -> None:
+    user, told, parts = ran
+    rows = {row["part"]: row["gib"] * 2**30 for row in parts.layer("parts")}
+    [measured] = [row["gib"] * 2**30 for row in parts.layer("measured")]
+    parameters, slots = user.world.model.parameters, user.world.slots
+    assert sum(rows.values()) == pytest.approx(measured, rel=0.01)
+    assert rows["parameters"] == pytest.approx(2 * parameters, rel=0.01)
+    assert rows["optimizer"] == pytest.approx(12 * parameters / slots, rel=0.01)
+    assert measured <= told.best["used_bytes"]
+
+
+@pytest.mark.usefixtures("unchecked_configurations")
+def test_without_vl_convert_the_page_is_plain(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    page._vega.cache_clear()
+    user.tunes("--max-trials", 5, method="random")
+    page._vega.cache_clear()
+    text = user.reads("report.html")
+    assert "vegaEmbed(" not in text.split("<script>")[0] and len(text) < 200_000
+    assert "pip install vl-convert-python" in text

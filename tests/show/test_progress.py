@@ -1,0 +1,63 @@
+"""What is shown while a search goes on: what it expects, and how long it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from dsat.in_trial.rank_files import ACTIVITY_FILE, Progress
+from dsat.show import progress
+from testing.scenarios import Harm, Terminal, User
+from testing.world import World
+
+pytestmark = pytest.mark.usefixtures("unchecked_configurations")
+
+
+@pytest.mark.parametrize("metric", ["throughput", "latency"])
+def test_what_the_model_search_expects_is_near_what_it_measures(user: User, metric: str) -> None:
+    """Of a metric that is better if smaller, too."""
+    told = user.tunes("--max-trials", 11, "--finals", 0, "--stop-when", 0, metric=metric)
+    outlook = json.loads(user.reads("status.json"))["outlook"]
+    last = told.trials[-1]
+    assert (outlook["strategy"], outlook["micro_batch"]) == (
+        f"z{last['stage']}",
+        last["train_micro_batch_size_per_gpu"],
+    )
+    assert outlook["value"] == pytest.approx(last["metrics"][metric], rel=0.1)
+    assert 0 <= outlook["chance"] <= 1
+
+
+@pytest.mark.parametrize(("at_once", "shorter"), [(1, 1.0), (3, 0.6)])
+def test_the_time_left_is_that_of_the_trials_that_are_left(
+    user: User, at_once: int, shorter: float
+) -> None:
+    """Trials take 30 to 37 s in this world."""
+    user.world, user.pause_s = World(at_once=at_once), 0.02
+    words = user.words("--max-trials", 20, "--finals", 0, method="random")
+    shown = user.types(
+        *(word for word in words if word != "--json"), harm=Harm(terminal=Terminal(200, 60))
+    )
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.out)
+    lefts = re.findall(
+        r"at most (\d+) more trials \((\d+) min (\d+) s to (\d+) min (\d+) s\)", text
+    )
+    assert lefts, text[-2000:]
+    for count, *times in ([int(number) for number in left] for left in lefts):
+        low, high = 60 * times[0] + times[1], 60 * times[2] + times[3]
+        assert low <= high and low >= 25 * count / at_once
+        assert high <= 40 * count * shorter + 40
+
+
+def test_what_a_trial_compiles_is_shown_with_the_time_that_it_takes(tmp_path: Path) -> None:
+    assert progress.doing(tmp_path / "t1") == "waits for slots"
+    assert progress.doing(tmp_path) == "starts"
+    Progress(tmp_path).set_activity("compiling DeepSpeed's operator cpu_adam")
+    os.utime(tmp_path / ACTIVITY_FILE, (time.time() - 130,) * 2)
+    assert re.fullmatch(r"compiling .* cpu_adam \(2 min 1\d s\)", progress.doing(tmp_path))
+    Progress(tmp_path).count(3)
+    assert progress.doing(tmp_path) == "step 3"

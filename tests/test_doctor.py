@@ -1,0 +1,123 @@
+"""`dsat doctor`, in real environments and in some that are made up."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat import doctor
+from dsat.doctor import FAILS, OK, WARNING, Finding
+from dsat.engines.machines.machine import Machine
+from testing.local import PATIENCE_S
+
+GPUS = Machine("cuda", "NVIDIA H100", ("0", "1"), ("CUDA_VISIBLE_DEVICES",), 80 * 2**30)
+
+
+def told(**variables: str) -> tuple[int, str, dict[str, dict[str, str]]]:
+    """The exit status, the worst state and the findings of the real command."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dsat", "doctor", "--json"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert not done.stderr, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return done.returncode, answer["state"], {each["part"]: each for each in answer["findings"]}
+
+
+def found(part: str, cluster: str | None = None) -> Finding:
+    [finding] = [each for each in doctor.examine(cluster) if each.part == part]
+    return finding
+
+
+@pytest.mark.slow
+def test_the_environment_of_the_tests_runs_trials() -> None:
+    status, worst, parts = told()
+    assert status == 0 and worst == WARNING
+    assert (
+        parts["accelerators"]["state"] == WARNING and "cpu slot" in parts["accelerators"]["found"]
+    )
+    assert parts["torch"]["found"].startswith(version("torch"))
+    assert parts["C++ compiler"]["state"] == OK
+    assert "CUDA toolkit" not in parts, "no device, no operator for one"
+    assert all(bool(part["problem"]) == (part["state"] != OK) for part in parts.values())
+    assert all(bool(part["remedy"]) == (part["state"] != OK) for part in parts.values())
+
+
+@pytest.mark.slow
+def test_what_would_not_work_is_named_with_its_remedy(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed.py").write_text("raise ImportError('libcudart.so.12 is missing')\n")
+    status, worst, parts = told(CXX="no-such-compiler", PYTHONPATH=str(tmp_path))
+    assert status == 1 and worst == FAILS
+    assert "libcudart.so.12 is missing" in parts["accelerators"]["problem"]
+    assert "import deepspeed" in parts["accelerators"]["remedy"]
+    assert "no-such-compiler" in parts["C++ compiler"]["found"]
+
+
+def test_packages_are_held_to_what_dsat_requires(monkeypatch: pytest.MonkeyPatch) -> None:
+    required = ["torch>=99", "no-such-package>=2", "pyyaml; python_version < '3'"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: required)
+    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
+    findings = {each.part: each for each in doctor.examine(None)}
+    assert findings["torch"].state == FAILS and ">=99" in findings["torch"].problem
+    assert findings["no-such-package"].state == FAILS
+    assert findings["no-such-package"].remedy == "pip install 'no-such-package>=2'"
+    assert "pyyaml" not in findings
+    assert doctor.worst(list(findings.values())) == FAILS
+
+
+@pytest.mark.parametrize(
+    ("release", "state"), [("13.9", OK), ("11.8", WARNING)], ids=["same major", "another major"]
+)
+def test_cudas_compiler_fits_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str, state: str
+) -> None:
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
+    monkeypatch.setattr(doctor, "_cuda_of_torch", lambda: "13.2")
+    toolkit = found("CUDA toolkit")
+    assert toolkit.state == state and release in toolkit.found
+    assert ("cuda-toolkit=13.2" in toolkit.remedy) == (state == WARNING)
+    nvcc.unlink()
+    assert found("CUDA toolkit").found == "no nvcc"
+
+
+def test_small_shared_memory_is_dockers(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 64 * 2**20})
+    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    assert found("/dev/shm").state == WARNING
+    assert "--shm-size" in found("/dev/shm").remedy
+
+
+def test_a_configured_cluster_takes_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+        place = found("trials run on", address)
+    assert place.state == OK and place.found.startswith("this machine for a command after --")
+    assert place.found.endswith(f"the cluster at {address} for an experiment file")
+    # Nobody listens there any more, or it is no address at all.
+    for nowhere in (address, f"https://{address}", "http://", "localhost:x", "http://[::1:8"):
+        assert "cannot be reached" in found("trials run on", nowhere).problem
+
+
+def test_a_compiler_of_two_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
+    monkeypatch.setenv("CXX", f"{sys.executable} g++")
+    assert found("C++ compiler").found == sys.executable

@@ -1,0 +1,49 @@
+"""Switches and accumulation in the plan of a search."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsat.command.entrypoint import Entrypoint
+from dsat.command.placement import Launch
+from dsat.tuning.plans import of_launcher
+from testing.scenarios import Told, User
+
+pytestmark = pytest.mark.usefixtures("unchecked_configurations")
+
+
+def dry(user: User, *options: str) -> Told:
+    words = ("random", "--ds-config", "ds.json", "--dry-run", "--json", *options)
+    return user.types(*words, "--", "train.py", "--workers", 2, "--fused")
+
+
+def test_listed_switches_begin_with_the_scripts_own_values(user: User) -> None:
+    words = ("--workers=0,2,4", "--fused", "--other", "ENV:A=1", "dataloader_num_workers=0,1")
+    options = [f"--switch={word}" for word in words]
+    told = dry(user, *options, "--tune", "ENV:NCCL_BUFFSIZE")
+    assert told.json["plan"]["listed_switches"] == {
+        "ENV:NCCL_BUFFSIZE": [None, "8388608", "16777216"],
+        "--workers": ["2", "0", "4"],
+        "--fused": [True, False],
+        "--other": [False, True],
+        "ENV:A": [None, "1"],
+        "dataloader_num_workers": [None, 0, 1],
+    }
+
+
+def test_cores_can_be_bound_by_deepspeeds_launcher_alone() -> None:
+    for launch, expected in (
+        (Launch(passes_local_rank=True), {"bind_cores_to_rank": (False, True)}),
+        (Launch(passes_local_rank=True, binds_cores=True), {}),
+        (Launch(), {}),
+    ):
+        assert of_launcher(Entrypoint(script="train.py", launch=launch)) == expected
+
+
+def test_accumulation_that_the_script_manages_is_left_to_it(user: User) -> None:
+    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    user.has({**sizes, "managed_gradient_accumulation": False})
+    assert dry(user).json["plan"]["train_batch_size"] is None
+    for option, value in (("--train-batch-size", "own"), ("--max-train-batch-size", "64")):
+        told = dry(user, option, value)
+        assert told.status == 2 and "gradient accumulation" in told.err

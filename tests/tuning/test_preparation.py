@@ -1,0 +1,118 @@
+"""Preparation of a run: machines, and what is refused before anything is started."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.machine import Machine
+from dsat.engines.places import PROVIDERS
+from dsat.engines.places.base import Environment
+from dsat.errors import UserInputError
+from dsat.tuning import preparation as prepare
+from dsat.tuning.settings import Settings
+from testing.local import cpu_machine
+
+SCRIPT = ("train.py", "--deepspeed_config", "ds_config.json")
+
+
+@pytest.fixture(autouse=True)
+def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    Path("ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+
+
+@contextlib.contextmanager
+def two_nodes(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
+    """A job of two nodes with two slots each."""
+    yield [Host(cpu_machine(2), name, address=name) for name in ("n1", "n2")]
+
+
+@contextlib.contextmanager
+def unequal_devices(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
+    """A machine with two devices of different kinds."""
+    sizes = (80 * 2**30, 15 * 2**30)
+    variables = ("CUDA_VISIBLE_DEVICES",)
+    machine = Machine("cuda", "A100, T4", ("0", "1"), variables, 15 * 2**30, sizes)
+    yield [Host(replace(machine, device_names=("A100", "T4")))]
+
+
+@contextlib.contextmanager
+def within_a_quota(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
+    """A container on four cores, with the time of two."""
+    four = replace(cpu_machine(4), devices=("0", "1", "2", "3"))
+    yield [Host(replace(four, devices=("0", "1"), threads=2, allowed=four.devices))]
+
+
+def plan_of(command: str, engine: str) -> tuple[int, int]:
+    """Return the slots of a trial, and those of each host."""
+    words = (*command.split(), *SCRIPT)
+    wanted = Settings(method="random", command=words, engine=engine, dry_run=True)
+    with prepare.prepared(wanted) as ready:
+        return ready.plan.slots_per_trial, ready.machine.num_slots
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "slots"),
+    [
+        ("torchrun --nnodes 2 --nproc-per-node 2", 4),
+        ("torchrun --nnodes=2 --nproc_per_node=auto", 4),
+        ("torchrun --nproc_per_node cpu", 2),
+        ("deepspeed --num_nodes 2 --num_gpus 2", 4),
+        ("deepspeed", 2),
+    ],
+)
+def test_a_launcher_is_told_of_the_machines_that_a_job_has(
+    command: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_job = PROVIDERS["slurm"]._replace(acquire=two_nodes, detect=lambda _: True)
+    monkeypatch.setitem(PROVIDERS, "slurm", in_a_job)
+    for engine in ("slurm", "auto"):
+        assert plan_of(command, engine) == (slots, 2)
+    if slots > 2:
+        with pytest.raises(UserInputError, match="2 machines, and trials run on this one"):
+            plan_of(command, "local")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "slots", "of_host"),
+    [
+        ("torchrun --nproc_per_node 4", 4, 4),
+        ("torchrun --nproc_per_node cpu", 2, 2),
+        ("deepspeed --num_gpus 1", 1, 2),
+    ],
+)
+def test_ranks_that_are_asked_for_may_share_a_quota_of_processor_time(
+    command: str, slots: int, of_host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PROVIDERS, "local", PROVIDERS["local"]._replace(acquire=within_a_quota))
+    assert plan_of(command, "local") == (slots, of_host)
+    with pytest.raises(UserInputError, match="needs 5 slots"):
+        plan_of("torchrun --nproc_per_node 5", "local")
+
+
+def test_devices_of_several_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROVIDERS, "local", PROVIDERS["local"]._replace(acquire=unequal_devices))
+    wanted = Settings(method="random", command=SCRIPT, engine="local", dry_run=True)
+    with (
+        pytest.raises(UserInputError, match=r"several kinds .*CUDA_VISIBLE_DEVICES=0"),
+        prepare.prepared(wanted),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("option", ["-I", "-E", "-S"])
+def test_a_python_that_hides_dsat_is_refused(option: str) -> None:
+    command = ("python3", option, *SCRIPT)
+    wanted = Settings(method="random", command=command, engine="local", dry_run=True)
+    with pytest.raises(UserInputError, match=f"{option} hides dsat"), prepare.prepared(wanted):
+        pass
