@@ -19,6 +19,7 @@ from dsat.run.trial_factory import TrialFactory
 from dsat.search.base import Outlook, Stop, Wait
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import BY_FORMULA, NO_MEMORY_MODEL, Plan
+from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
 # Without finals, the user's own configuration is measured a second time after the first of these
@@ -27,6 +28,8 @@ from dsat.values.trial import Trial, TrialKind
 # vary by 20 %; with it, 11 and 20 % (`benchmarks/winners_curse.py` with these worlds, 200 seeds).
 # Up to 5 % of variation, at most 5 % do either way. The pairs of finals repeat it anyway.
 _REPEAT_AFTER, _LEAST_RUN_WITH_REPEAT = 5, 12
+_HOPELESS_AFTER = 4  # failures of the first trials
+_SEARCHED = (TrialKind.BASELINE, TrialKind.SEARCH)
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class Decisions:
     def _next_of_search(self, search: SearchPhase) -> Trial | Wait | Stop:
         if self._is_budget_used:
             return Stop(f"the budget of {self.run.plan.max_trials} trials is used")
-        if self.run.hopeless:
+        if _is_hopeless(self.run):
             return Stop("every trial failed, and none ran out of memory")
         step = search.propose()
         own = self._due_repeat
@@ -222,3 +225,11 @@ class Decisions:
                 batch = space.batch(space.micro_batches[0], settings)
                 configs.append(self.plan.config(overrides_for(settings, batch)))
         return configs
+
+
+def _is_hopeless(run: Run) -> bool:
+    """Return whether the first trials all failed in a way that no other configuration avoids."""
+    tried = [o for i, o in run.outcomes.items() if run.trials[i].kind in _SEARCHED]
+    failed = [o for o in tried if o.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID)]
+    final = sum(not outcome.smaller_may_run for outcome in failed)
+    return len(failed) == len(tried) and final >= _HOPELESS_AFTER

@@ -14,11 +14,9 @@ from dsat.run.comparison import Gain, Variation, margin_of_single_runs
 from dsat.run.finals import Contestant, Finals, Role
 from dsat.run.training_check import TrainingCheck
 from dsat.space.plan import Plan
-from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
+from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Trial, TrialKind
 
-HOPELESS_AFTER = 4
-_TRIED = (TrialKind.BASELINE, TrialKind.SEARCH)
 TIMES_THE_OWN = 20.0  # steps of the user's own configuration: a trial may measure for as long
 
 
@@ -343,14 +341,6 @@ class Run:
     def profile(self) -> ModelProfile | None:
         """Profile of the model, once it is known."""
         return None if self.profiled is None else self.profiled.profile
-
-    @property
-    def hopeless(self) -> bool:
-        """True if the first few trials all failed in a way that no other configuration avoids."""
-        tried = [o for i, o in self.outcomes.items() if self.trials[i].kind in _TRIED]
-        failed = [o for o in tried if o.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID)]
-        final = sum(not outcome.smaller_may_run for outcome in failed)
-        return len(failed) == len(tried) and final >= HOPELESS_AFTER
 
     @property
     def running(self) -> list[Trial]:
