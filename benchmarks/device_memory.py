@@ -156,7 +156,7 @@ def _compare(name: str, folder: Path, *, null: bool) -> bool:
     if null:
         libraries = build(ROOT / ".cache" / "null_cuda")
         env |= NullCuda(libraries, folder / "books", [Device()] * script.slots).environment()
-    slots = ["--slots", str(script.slots)]
+    slots = ["--devices", str(script.slots)]
     estimated = _ends_well(script.command("estimate", *slots), script, env)
     said = "ends well" if estimated else "failed"
     options = [*slots, "--run-dir", str(run_dir), *_SEARCH, *script.options]

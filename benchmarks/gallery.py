@@ -252,7 +252,7 @@ def _command(path: Path, model: Model, cards: int, gib: int) -> str:
     words = ["dsat", "estimate", "--model", str(path.relative_to(ROOT))]
     words += ["--seq-length", str(SEQUENCE), "--activation-checkpointing", "on"]
     words += ["--lora", model.lora] if model.lora else []
-    return shlex.join([*words, "--slots", str(cards), "--slot-memory", f"{gib}GiB"])
+    return shlex.join([*words, "--devices", str(cards), "--slot-memory", f"{gib}GiB"])
 
 
 def write_tables(rows: Sequence[Row], folder: Path) -> None:

@@ -28,7 +28,7 @@ CASES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Llama 7 B, LoRA": ("llama-2-7b", _LORA),
     "Llama 70 B": ("llama-3.1-70b", ()),
 }
-_OPTIONS = "--seq-length 2048 --slot-memory 80GiB --slots 1 8 64 --json".split()
+_OPTIONS = "--seq-length 2048 --slot-memory 80GiB --devices 1 8 64 --json".split()
 
 
 def main() -> None:

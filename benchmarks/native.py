@@ -49,6 +49,8 @@ AUTOTUNING = {
     "metric": "throughput",
     "tuner_type": "model_based",
     "max_train_micro_batch_size_per_gpu": CAP,
+    "results_dir": "autotuning_results",
+    "exps_dir": "autotuning_exps",
 }
 _RESULTS = "autotuning_results"
 
@@ -136,7 +138,8 @@ def _script(side: int) -> list[str]:
 
 
 def _dsat(folder: Path, script: Sequence[str], machine: Machine) -> Tuned:
-    command = [sys.executable, "-m", "dsat", "tune", "--num_gpus", "1", *script]
+    command = [sys.executable, "-m", "dsat", "tune", "--train-batch-size", "any"]
+    command += ["deepspeed", "--num_gpus", "1", *script]
     wall_s = common.run_well(command, folder, _environment(machine))
     trials = dsat.load_run(folder / _RESULTS).trials
     return Tuned("dsat tune", wall_s, len(trials), _answer(folder))

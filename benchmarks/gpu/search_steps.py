@@ -142,7 +142,7 @@ def _work(
 
 def _estimated(report: Report, model: str, zero: Mapping[str, Any], *more: str) -> None:
     folder, command = _work(report, model, zero, *more)
-    options = ["--slots", "1", *([] if report.short else ["--exact"])]
+    options = ["--devices", "1", *([] if report.short else ["--exact"])]
     words = [sys.executable, "-m", "dsat", "estimate", *options, "--", *command]
     status, said, took_s = report.command(words, folder)
     simulated = "simulation died" not in said and "by formula:" not in said
@@ -161,7 +161,7 @@ def _searched(
     folder, command = _work(report, model, zero, *more)
     run_dir = report.folder / "run"
     limits = _BRIEF if report.short else ["--max-trials", "10"]
-    named = ["--run-dir", str(run_dir.resolve()), "--slots", "1", *limits, *options]
+    named = ["--run-dir", str(run_dir.resolve()), "--devices", "1", *limits, *options]
     began_s = time.time()
     words = [sys.executable, "-m", "dsat", "model", *named, "--", *command]
     status, said, took_s = report.command(words, folder)

@@ -32,7 +32,8 @@ class EstimateSettings(ModelSettings):
         help="memory of a device (default: 16GiB 24GiB 40GiB 80GiB 141GiB)",
     )
     slot_counts: tuple[int, ...] = option(
-        "--slots",
+        "--devices",
+        old=("--slots",),
         kind=NUMBER_OF_CARDS,
         many=True,
         default=(1, 8, 64, 512),
@@ -46,7 +47,7 @@ class EstimateSettings(ModelSettings):
     )
     fits: tuple[int, int] | None = option(
         "--fits",
-        excludes=("--slots", "--slot-memory"),
+        excludes=("--devices", "--slot-memory"),
         kind=CARDS,
         shell_only=True,
         help="in place of the tables: does your own configuration fit these devices, such as "

@@ -30,7 +30,7 @@ def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
         raise InvalidTrial(
             f"{ranks} rank{'s' if ranks > 1 else ''} on {slots} slots: let the entrypoint start a "
             "rank for each slot, or give a trial as many slots as it starts ranks "
-            "(resources.slots_per_trial, --slots)"
+            "(resources.slots_per_trial, --devices)"
         )
     if any(cls.__name__ == "PipelineModule" for cls in type(arguments.get("model")).__mro__):
         raise InvalidTrial(

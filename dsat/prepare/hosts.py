@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from dsat.command.entrypoint import Entrypoint
+from dsat.command.entrypoint import DEEPSPEED, Entrypoint
 from dsat.command.placement import VISIBLE
 from dsat.engines.machines.accelerators import NAMED, ids_chosen
 from dsat.engines.machines.hosts import Host
@@ -114,9 +116,24 @@ def describe(hosts: Sequence[Host]) -> str:
 
 
 def all_slots(hosts: Sequence[Host], program: Entrypoint) -> int:
-    """Return the slots that a launcher without a number uses: of its machines, or of one."""
-    launch = program.launch
-    return hosts[0].machine.num_slots * (len(hosts) if launch.hosts else launch.nodes)
+    """Return the devices that a launcher without a number uses: of its machines, or of one."""
+    launch, machine = program.launch, hosts[0].machine
+    if machine.is_cpu and program.launcher == DEEPSPEED and not launch.hosts:
+        return _numa_ranks()
+    return machine.num_slots * (len(hosts) if launch.hosts else launch.nodes)
+
+
+def _numa_ranks(nodes: Path = Path("/sys/devices/system/node")) -> int:
+    """Return the ranks that DeepSpeed's launcher starts on a CPU: one for each NUMA node.
+
+    As `CPU_Accelerator.device_count` of DeepSpeed 0.19.8, which asks numactl.
+    """
+    local_size = os.environ.get("LOCAL_SIZE", "")
+    if local_size.isdecimal() and int(local_size):
+        return int(local_size)
+    if shutil.which("numactl") is None:
+        return 1
+    return sum(bool(path.read_text().strip()) for path in nodes.glob("node*/cpulist")) or 1
 
 
 def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:
@@ -125,7 +142,7 @@ def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:
     most = each * len(hosts)
     if slots <= each or (slots <= most and slots % each == 0):
         return
-    hint = f"Use --slots {most} or another machine."
+    hint = f"Use --devices {most} or another machine."
     if len(hosts) > 1:
         hint = (
             f"A trial has slots of one host, or whole hosts: up to {each}, or a multiple of it up "

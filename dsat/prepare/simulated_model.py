@@ -43,7 +43,7 @@ _IMPORTED = (
     "dsat.simulation.borrowed_model",
 )
 _SCRIPT_HINT = (
-    " The script was run up to its first training step. `dsat model` also searches scripts that "
+    " The script was run up to its first training step. `dsat tune` also searches scripts that "
     "cannot be simulated: it predicts their memory by formula."
 )
 

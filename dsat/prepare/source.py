@@ -197,7 +197,7 @@ def check_ranks(program: Entrypoint, slots: int) -> None:
         raise UserInputError(
             f"starts {program.slots} ranks, but a trial has {slots} slots",
             where="entrypoint",
-            hint="Make resources.slots_per_trial (or --slots) and the entrypoint agree.",
+            hint="Make resources.slots_per_trial (or --devices) and the entrypoint agree.",
         )
 
 
