@@ -47,7 +47,7 @@ Step = Trial | BeginFinals | Wait | Stop
 
 
 class Decisions:
-    """Decides phase by phase: the user's own configuration, the search, the finals.
+    """The decisions of a run, phase by phase: the user's own configuration, the search, the finals.
 
     Decisions follow from the run, which is the fold of its journal. Nothing is decided twice: a run
     continues by applying the events of its journal.
@@ -81,7 +81,7 @@ class Decisions:
             if trial.profiles:
                 self._profiling.update(trial, event["outcome"])
 
-    def take_skipped(self) -> list[str]:
+    def pop_skipped(self) -> list[str]:
         """Return, once, the names of configurations that were predicted not to fit."""
         search = self._searching
         if search is None:
@@ -89,7 +89,7 @@ class Decisions:
         skipped, search.skipped = search.skipped, []
         return skipped
 
-    def reused(self, earlier: Sequence[Measured]) -> Iterator[tuple[Trial, Measured]]:
+    def find_reusable(self, earlier: Sequence[Measured]) -> Iterator[tuple[Trial, Measured]]:
         """Yield trials of this run that earlier runs have measured already.
 
         First the one that is due, as long as the model is profiled, then all others of the space.
@@ -97,7 +97,7 @@ class Decisions:
         """
         search = self._search
         if search is not None:
-            yield from search.reused(earlier)
+            yield from search.find_reusable(earlier)
         elif not self._profiling.over and (due := self._profiling.next_trial()) is not None:
             for each in earlier:
                 if self._trials.profiles_like(due, each.trial) and (
@@ -109,10 +109,10 @@ class Decisions:
     def next_step(self) -> Step:
         """Return what comes next, until another event changes that."""
         if self._next is None:
-            self._next = self._decide_anew()
+            self._next = self._decide()
         return self._next
 
-    def _decide_anew(self) -> Step:
+    def _decide(self) -> Step:
         run = self.run
         if run.finals is not None:
             if run.finals.over:
@@ -123,7 +123,7 @@ class Decisions:
         search = self._search
         if search is None:
             return self._profiling.next_trial() or Wait()
-        step = self._next_of_search(search)
+        step = self._continue_search(search)
         if isinstance(step, Wait) and not run.running:
             step = Stop()
         if not isinstance(step, Stop) or run.running:
@@ -134,7 +134,7 @@ class Decisions:
         converged = not self._is_budget_used or isinstance(search.propose(), Stop)
         return BeginFinals({**event, "converged": converged})
 
-    def _next_of_search(self, search: SearchPhase) -> Trial | Wait | Stop:
+    def _continue_search(self, search: SearchPhase) -> Trial | Wait | Stop:
         if self._is_budget_used:
             return Stop(f"the budget of {self.run.plan.max_trials} trials is used")
         if _is_hopeless(self.run):

@@ -25,7 +25,7 @@ class Run:
 
     Attributes:
         has_begun, plan: there was the first event, and its plan.
-        info: what the journal's first line says for people (name, versions, machine).
+        info: facts for people from the journal's first line (name, versions, machine).
         trials, outcomes: by trial id, in the order of the events.
         earlier: ids of the trials that earlier runs have measured; they cost nothing.
         baseline: the trial of the user's own configuration.
@@ -229,7 +229,7 @@ class Run:
         Returns:
             Both values by the setting's name: `zero_optimization.stage`; None where it is absent.
         """
-        key = trial.id, self.profiled is not None  # which tells the switches of the script
+        key = trial.id, self.profiled is not None  # the profile lists the script's switches
         if key not in self._changes:
             switches, plan = own_switches(self), self.plan
             own = ds_config.flat({**plan.config({}), **switches})
@@ -358,8 +358,11 @@ def _variation_of_repeat(run: Run) -> Variation | None:
     own, again = run.baseline, run.repeat
     if own is None or again is None or run.neighbours[own.id] != run.neighbours[again.id]:
         return None
-    values = [value for trial in (own, again) if (value := run.value(trial)) is not None]
-    return Variation.of(*map(run.plan.objective.log_value, values)) if len(values) > 1 else None
+    first, second = run.value(own), run.value(again)
+    if first is None or second is None:
+        return None
+    log_value = run.plan.objective.log_value
+    return Variation.from_runs(log_value(first), log_value(second))
 
 
 def searched(run: Run) -> list[Trial]:

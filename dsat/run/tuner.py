@@ -37,7 +37,7 @@ class Tuner:
         journal: takes new events.
         info: for people, into the journal's first line.
         events: those of an earlier tuner, to continue from.
-        clock: seconds, monotonic; only to tell people how long things took.
+        clock: seconds, monotonic; for displayed durations alone.
         time_of_day: seconds since the epoch, for the dates of events; without it they have none.
         last_event_s: since when time counts, by this clock, if it is not from now on: the last of
             `events`, or the start of the command.
@@ -113,7 +113,7 @@ class Tuner:
         while self._earlier and not is_last:
             is_last = self.decisions.search_began
             reused = False
-            for trial, measured in self.decisions.reused(self._earlier):
+            for trial, measured in self.decisions.find_reusable(self._earlier):
                 event = {"event": journaled.EVENT_EARLIER, "trial": trial}
                 event |= {"outcome": measured.outcome, "neighbours": measured.neighbours}
                 self._append(event)
@@ -157,7 +157,7 @@ class Tuner:
         event = {**event, "elapsed_s": round(max(0.0, now - self._last_event_s), 3)}
         if self._time_of_day is not None:
             event["time_s"] = round(self._time_of_day(), 3)
-        if skipped := self.decisions.take_skipped():
+        if skipped := self.decisions.pop_skipped():
             event["skipped"] = skipped
         self._last_event_s = now
         self._journal.append(encode(event))

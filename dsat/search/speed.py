@@ -26,13 +26,18 @@ from dsat.search import step_time
 from dsat.search.normal import Array
 from dsat.search.step_time import FACTORS, Hardware
 
-_OCTAVE_SD = 0.03  # of the residuals of a micro batch and one twice as large
-RUN_SD = 0.01  # of measurements from run to run, before any is known
-_SCALE_SD = math.log(2.0)  # of the logarithms of all scales, before any measurement
-_MOST = 64  # measurements that are fitted; the fastest and the latest tell of what is to come
-_MANY, _WILD = 8, 3.0  # so many measurements tell which is wild, by standard deviations
+# Of the residuals of a micro batch and one twice as large. Without it, the worst replay ends at
+# 96.5 % and not at 97.2 % (see `choice`).
+_OCTAVE_SD = 0.03
+RUN_SD = 0.01  # of measurements from run to run; its scale is learned
+# Of the logarithms of all scales, before any measurement: a factor of three. With a factor of two,
+# replays take 290 trials and not 256, and end 0.1 points lower.
+_SCALE_SD = 1.2
+# Measurements to fit, to bound the time of a decision: the fastest and the latest.
+_MOST = 64
+_MANY, _WILD = 8, 3.0  # measurements that reveal an outlier, and its standard deviations
 _STEPS, _SETTLED = 20, 0.01  # of Gauss-Newton
-_PARTS = np.append(0.5 ** np.arange(8), 0.0)  # of a step; the one that fits best is taken
+_PARTS = np.append(0.5 ** np.arange(8), 0.0)  # of a step; the one that fits best is used
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Points:
         return Points(*(getattr(self, name)[kept] for name in self.__dataclass_fields__))
 
     @classmethod
-    def of(cls, parts: Sequence[Points]) -> Points:
+    def join(cls, parts: Sequence[Points]) -> Points:
         """Return all of several, one after the other."""
         return cls(
             *(
@@ -108,8 +113,10 @@ class Prior:
         effects: standard deviation of the difference that each trait makes, (values,).
         is_switch: whether a trait acts on the whole step, as switches of a script do, (values,).
         factors: mean and standard deviation of the logarithms of the learned factors.
-        level_sd: standard deviation of all residuals; no difference is much larger.
-        growth_sd: of the part by which each doubling of the micro batch makes steps longer.
+        level_sd: standard deviation of all residuals; no difference is much larger. Ten times as
+            much changes no replay by 0.1 points.
+        growth_sd: of the part by which each doubling of the micro batch makes steps longer. Without
+            it, replays end 0.1 points lower.
     """
 
     hardware: Hardware
@@ -292,7 +299,7 @@ class Posterior:
         known = self.measured
         both = Measurements(
             known.prior,
-            Points.of([known.points, points]),
+            Points.join([known.points, points]),
             np.append(known.log_s, self.predict(points)[0]),
             np.append(known.error, np.full(len(points), self.noise)),
         )

@@ -155,7 +155,7 @@ class Job:
 
 
 def hardware_of(card: Card, itemsize: int) -> Hardware:
-    """Return what a card of a usual host does with elements of so many bytes."""
+    """Return the speed of a card in a usual host, with elements of this many bytes."""
     return Hardware(
         flops=card.peak(itemsize) * card.matmul,
         memory_bandwidth=card.memory_bandwidth * cards.MEMORY_PART,
