@@ -256,9 +256,9 @@ def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
                 "action": "extend" if each.many else "store",
                 "metavar": each.placeholder,
             }
-        shown = {"help": each.help_text}
-        if each.choices is not None and not each.metavar:
-            shown["metavar"] = "{" + ",".join(map(str, each.choices)) + "}"
+        shown: dict[str, Any] = {"help": each.help_text}
+        if each.choices is not None:
+            shown["choices"] = each.choices
         parser.add_argument(*each.flags, **{**attributes, **shown})
         if each.old:
             parser.add_argument(*each.old, **{**attributes, "help": argparse.SUPPRESS})

@@ -11,7 +11,7 @@ from dsat.engines.start import FULL_RUN_ID, StartMethod
 from dsat.values.outcome import Outcome, OutcomeKind
 
 FRESH_PROCESSES_ONLY = (
-    "the script runs in fresh processes only, as with --cold: every trial starts slowly"
+    "the script runs in fresh processes only, as with --no-fork: every trial starts slowly"
 )
 COMMAND_AGAIN = (
     "each trial runs your command again: its ranks cannot be started by themselves (they failed "

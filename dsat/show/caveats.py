@@ -20,7 +20,7 @@ _NOISY = 0.2  # half-width of the 95 % interval of one measurement
 _DRIFTED = 1.2  # ratio of the user's own speeds; run-to-run variation is at most half of that
 _UNSURE = 2.0  # upper by lower end of the gain's interval
 _LONGER, _ERRORS = 1.2, 3.0  # samples, and standard errors, from which on lengths differ
-_QUIETER = "End other programs on the machine, or measure longer (--max-profile-steps)."
+_QUIETER = "End other programs on the machine, or measure longer (--max-measured-steps)."
 
 
 def of_run(run: Run, best: Trial, outcome: Outcome, found: Gain | None) -> Iterator[str]:

@@ -181,13 +181,18 @@ def test_files_that_were_included_are_beside_the_script(ready: Prepared, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("command", "does_too"),
-    [(f"deepspeed --num_gpus 1 {SCRIPT}", True), (f"python3 {SCRIPT}", False)],
+    ("command", "devices", "does_too"),
+    [
+        (f"deepspeed --num_gpus 1 {SCRIPT}", 1, True),
+        (f"python3 {SCRIPT}", 1, True),
+        (f"python3 {SCRIPT}", 2, False),
+    ],
 )
 def test_a_configuration_that_is_kept_needs_no_other_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, does_too: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, devices: int, does_too: bool
 ) -> None:
     ready = prepared(command, FOLDER, monkeypatch)
+    ready = replace(ready, plan=replace(ready.plan, slots_per_trial=devices))
     best = object()
     monkeypatch.setattr(train_command, "line", lambda *_: "train it")
     run = SimpleNamespace(best=best, baseline=best, outcomes={})
