@@ -87,3 +87,8 @@ def test_add_a_place(tmp_path: Path) -> None:
     printed = _follow("Add a place", _copy(tmp_path / "copy"), **variables)
     assert "lsf" in printed.split("usage")[1]
     assert "at most 50 trials" in printed
+
+
+@pytest.mark.nightly
+def test_add_an_option(tmp_path: Path) -> None:
+    assert '"max_accumulation": 4' in _follow("Add an option", _copy(tmp_path))
