@@ -16,7 +16,7 @@ from dsat.engines import places
 from dsat.in_trial.adapters.table import ENGINE, MODELS, TABLE
 from dsat.options import Group, Option, options_of
 from dsat.search import SEARCHES
-from dsat.show.settings import LOOK_SETTINGS
+from dsat.show.settings import READ_ONLY
 from dsat.space.knobs import KNOB_NAMES, KNOBS
 from dsat.tuning.settings import TUNE, Settings
 from testing import python_reference, touched
@@ -36,7 +36,7 @@ def option_reference() -> str:
     parts.append("## One method\n")
     for method, search in SEARCHES.items():
         parts.append(f"### `{method}`\n\n{_table(search.options.values())}")
-    named = {f"dsat {name}": name for name in (*PREDICTS, *LOOK_SETTINGS)}
+    named = {f"dsat {name}": name for name in (*PREDICTS, *READ_ONLY)}
     for title, name in {"dsat tune`, `dsat run": TUNE, **named}.items():
         parts.append(f"## `{title}`\n\n{_table(options_of_command(name))}")
     return "\n".join(parts)
