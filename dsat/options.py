@@ -115,12 +115,16 @@ class Option:
         return self.metavar or (self.kind.metavar if self.kind and not self.choices else None)
 
     @property
+    def has_plain_default(self) -> bool:
+        """The default is a value that the help does not name already."""
+        is_value = self.default not in (None, False) and not self.many
+        return is_value and "(default" not in self.help
+
+    @property
     def help_text(self) -> str:
         """The help with the default, for people."""
-        is_plain = self.default not in (None, False) and not self.many
         default = str(self.default).replace("%", "%%")
-        shown = f" (default: {default})" if is_plain and "(default" not in self.help else ""
-        return self.help + shown
+        return self.help + (f" (default: {default})" if self.has_plain_default else "")
 
     @property
     def initial(self) -> Any:
