@@ -236,7 +236,7 @@ def known_faults(case: Case, version: str) -> list[hazards.Hazard]:
     training = hazards.Training(
         case.config, case.stage, case.precision, case.gas, RANKS, on_cpu=True
     )
-    return hazards.find(version, training, hazards.GRADIENTS, hazards.FAILS)
+    return hazards.find(version, training, hazards.GRADIENTS, hazards.NORM, hazards.FAILS)
 
 
 def is_as_known(case: Case, version: str, *, is_wrong: bool) -> bool:

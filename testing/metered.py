@@ -88,6 +88,9 @@ class FakeEngine:
     def is_gradient_accumulation_boundary(self) -> bool:
         return (self.micro_steps + 1) % self._sizes[1] == 0
 
+    def fp16_enabled(self) -> bool:
+        return False
+
     def get_global_grad_norm(self) -> float | None:
         return None
 

@@ -1,7 +1,8 @@
 """The norm of the gradients of the first optimizer step, before clipping.
 
-DeepSpeed's optimizers keep it in every stage, also offloaded. In stage 0 a script's own fp32
-optimizer is not wrapped, and there it is computed, once. Nothing is synchronised inside a step.
+DeepSpeed's optimizers keep it in stages 1 to 3, also offloaded. In stage 0 it is computed, once:
+DeepSpeed does not know it there in fp32, and 0.17.6 to 0.18.5 report it wrongly in bf16. Nothing is
+synchronised inside a step.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ class GradientNorm:
         self._is_over = False
 
     def before_step(self) -> None:
-        """Compute the norm of gradients that no optimizer of DeepSpeed will: they are cleared."""
+        """Compute the norm in stage 0, where a step clears the gradients."""
         engine = self._engine
-        if self._is_over or engine.zero_optimization_stage() > 0:
+        if self._is_over or engine.zero_optimization_stage() > 0 or engine.fp16_enabled():
             return
         if engine.is_gradient_accumulation_boundary():
             self._norm = _total_norm(engine.module.parameters())
@@ -31,11 +32,15 @@ class GradientNorm:
         if self._is_over:
             return
         self._is_over = True
-        known = self._engine.get_global_grad_norm()
         if skipped:
             self._norm = None
-        elif known is not None:
-            self._norm = known
+        elif self._norm is None and not self._is_misreported():
+            self._norm = self._engine.get_global_grad_norm()
+
+    def _is_misreported(self) -> bool:
+        """Return whether DeepSpeed reports a norm scaled as in fp16, which is not used."""
+        scale = getattr(self._engine.optimizer, "cur_scale", 1.0)
+        return scale != 1.0 and not self._engine.fp16_enabled()
 
     def value(self) -> float | None:
         """Return the norm; waits for the device."""

@@ -142,8 +142,8 @@ def _gradient_difference(
     if _relative(norm, norms[0], 0.0) <= max(_ROUNDING_OF_NORMS[precision], noise):
         return None
     return (
-        f"in the first step its losses are yours and its gradients are not: their norm is "
-        f"{norm:.4g} instead of {norms[0]:.4g}"
+        f"its loss in the first step is yours, but the norm of its gradients is {norm:.4g} instead "
+        f"of {norms[0]:.4g}"
     )
 
 

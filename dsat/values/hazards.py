@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from dsat.values import codec
 
-GRADIENTS, SLOW, FAILS = KINDS = ("gradients", "slow", "fails")
+GRADIENTS, NORM, SLOW, FAILS = KINDS = ("gradients", "norm", "slow", "fails")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Hazard:
     Attributes:
         name: what it concerns.
         versions: that have it, as a specifier.
-        kind: `GRADIENTS` that are wrong, `SLOW` or `FAILS`.
+        kind: wrong `GRADIENTS`, only their `NORM` is reported wrongly, `SLOW` or `FAILS`.
         stages, precisions: in which it is met; any precision if there are none.
         effect: what goes wrong.
         good: the first version known to be without it.
@@ -98,7 +98,7 @@ class Hazard:
         sources = f" ({', '.join(self.sources)})" if self.sources else ""
         return (
             f"DeepSpeed {version} in {self.condition}: {self.effect}{sources}. "
-            f"DeepSpeed {self.good} does not have this fault"
+            f"DeepSpeed {unaffected_version([self])} has no known fault"
         )
 
 

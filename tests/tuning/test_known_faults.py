@@ -44,4 +44,4 @@ def test_the_fault_of_ones_own_configuration_is_said_first(
         assert without_faults(plan, "0.18.2", is_listed=False).zero_stages == (1, 2, 3)
     [said] = caplog.messages
     assert said.startswith("your own configuration has a known fault")
-    assert "DeepSpeed#7718" in said and "0.18.3" in said
+    assert "DeepSpeed#7718" in said and "0.19.5" in said
