@@ -111,6 +111,8 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
         section, error = _read({key: value})
         if error is not None and _is_of_model(error):
             found.problem = _problem_of_model(key, error, version)
+        elif error is not None and not isinstance(value, Mapping) and _read({key: {}})[1] is None:
+            found.problem = Problem(key, f"must be a mapping, not {json.dumps(value)}")
         elif error is not None:
             refused[_text(error)] = key
         else:

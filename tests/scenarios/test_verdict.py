@@ -77,7 +77,7 @@ KINDS = {
     "first failure": r"^Warning: \S+ failed: ",
     "excluded": r"^Warning: \S+ is excluded",
     "noisy": r"^Warning: measurements are uncertain",
-    "drift": r"^Warning: your own configuration measured .* first and .* in the finals",
+    "drift": r"^Warning: your own configuration measured .* first and .* later",
     "wide interval": r"^Warning: the gain may be anything from",
     "late in both": r"^Warning: optimizer steps .* took far longer",
     "other work": r"^Warning: the gain may not be comparable",
