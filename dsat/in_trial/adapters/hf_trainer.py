@@ -37,6 +37,7 @@ class TrainerSettings:
     """Settings that the Trainer of a trial must use.
 
     Attributes:
+        trial: None where the script itself uses the trial's configuration, as on a cluster.
         config_path: of the trial's DeepSpeed configuration; None leaves the script's own, with its
             batch sizes.
         switches: sets the trial's switches of the script.
@@ -46,7 +47,7 @@ class TrainerSettings:
         on_cpu: the slots are processor cores.
     """
 
-    trial: Trial
+    trial: Trial | None
     config_path: Path | None
     switches: ScriptSwitches
     max_steps: int | None = None
@@ -58,6 +59,7 @@ class TrainerSettings:
 
         Batch sizes follow from TrainingArguments, or from the plugin.
         """
+        assert self.trial is not None
         its = {k: v for k, v in self.trial.overrides.items() if k not in ds_config.BATCH_KEYS}
         return not config_injection.agrees(_read_config(given), its, but_for=ds_config.AUTO)
 
@@ -75,7 +77,7 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
     own_config = args.deepspeed or os.environ.get(accelerate_env.CONFIG_FILE)
     config = _read_config(settings.config_path or own_config)
     settings.switches.set_arguments(args, config)
-    if settings.config_path is None:
+    if settings.config_path is None or settings.trial is None:
         args.max_steps = _scheduled_steps(config) or args.max_steps
         return []
     is_of_code = bool(args.deepspeed) and settings.differs_from(args.deepspeed)
@@ -149,7 +151,7 @@ def check_plugin(
 ) -> Any:
     """Use the trial's configuration in accelerate's DeepSpeed plugin."""
     settings = trial.trainer
-    if settings is None or settings.config_path is None:
+    if settings is None or settings.config_path is None or settings.trial is None:
         return original(*args, **kwargs)
     given = plugin.hf_ds_config
     if given is None or isinstance(given, (str, dict)):  # else the Trainer's own, prepared
