@@ -46,6 +46,7 @@ class EstimateOptions(ModelOptions, total=False):
 
     slot_memory: Size | Sequence[Size]
     devices: int | Sequence[int]
+    host_memory: Size | None
     exact: bool
 
 
