@@ -91,6 +91,11 @@ def test_add_a_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_add_an_option(tmp_path: Path) -> None:
+    assert '"max_accumulation": 4' in _follow("Add an option", _copy(tmp_path))
+
+
+@pytest.mark.nightly
 def test_add_a_metric(tmp_path: Path) -> None:
     assert "optimising data" in _follow("Add a metric", _copy(tmp_path))
 
