@@ -30,7 +30,7 @@ _FORMATS |= dict.fromkeys(("value", "best"), ".4~s")
 _GIB = 2**30
 
 
-def of_run(run: Run, view: RunView, model: SpeedModel | None) -> list[Spec]:
+def make_plots(run: Run, view: RunView, model: SpeedModel | None) -> list[Spec]:
     """Return title, text for those who cannot see it, and specification of each plot with data.
 
     `detail` marks the plots that follow the table of trials.
@@ -158,7 +158,7 @@ def _memory(run: Run, view: RunView) -> Spec | None:
 
 def _memory_by_part(run: Run) -> Spec | None:
     """Memory of a slot in each phase by part, and a mark at the measured peak."""
-    rows, measured = memory_parts.of_best(run)
+    rows, measured = memory_parts.split_memory(run)
     if not rows:
         return None
     phase = _bars("phase")
