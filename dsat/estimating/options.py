@@ -5,10 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dsat.options import CARDS, MEMORY_SIZE, NUMBER_OF_CARDS, option
+from dsat.options import MEMORY_SIZE, NUMBER_OF_CARDS, WORD, Kind, memory_size, option
 from dsat.prepare.simulated_model import ModelSettings
 
 _GIB = 2**30
+
+
+def _cards(value: str) -> tuple[int, int, int | None]:
+    """Return number, bytes of each and bytes of their host of `8x80GiB/1TiB`.
+
+    Without a number it is one device; the host is None where it is not given.
+    """
+    devices, slash, host = WORD.read(value).partition("/")
+    number, times, size = devices.rpartition("x")
+    return (
+        NUMBER_OF_CARDS.read(number) if times else 1,
+        memory_size(size),
+        memory_size(host) if slash else None,
+    )
+
+
+CARDS = Kind(_cards, metavar="NxSIZE/HOST")
 
 
 @dataclass(frozen=True, kw_only=True)

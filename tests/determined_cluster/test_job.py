@@ -158,7 +158,7 @@ def test_a_limit_of_slots_in_the_experiment_is_the_searchs_too(
     words = ["random", str(program / "deepspeed.yaml"), str(program), "--dry-run"]
     assert main.main([*words, "--slots", "5"]) == 2
     err = capsys.readouterr().err
-    assert "resources.max_slots" in err and "4" in err and "5 slots" in err
+    assert "resources.max_slots" in err and "4" in err and "5 devices" in err
 
 
 @pytest.mark.slow

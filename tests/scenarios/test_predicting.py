@@ -107,7 +107,7 @@ def test_cards_that_cannot_be_read_are_no_answer(user: User) -> None:
 def test_the_api_estimates_the_same(user: User) -> None:
     (user.folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     shown = user.types("estimate", "--model", ".", "--slots", 8, "--slot-memory", "24GiB")
-    found = dsat.estimate(model=str(user.folder / "config.json"), slots=8, slot_memory=["24GiB"])
+    found = dsat.estimate(model=str(user.folder / "config.json"), devices=8, slot_memory=["24GiB"])
     assert found.lines and str(found) in shown.out
 
 
