@@ -72,10 +72,11 @@ _Settings = TypeVar("_Settings", bound=ModelSettings)
 class Result:
     """The result of a search, or its state so far; `str` of it is the verdict.
 
-    A row is a single trial as a plain mapping: `name`, `kind` ("profile", "baseline", "search" or
-    "final"), `stage`, the batch sizes, `overrides` of the DeepSpeed configuration, `script_args`,
-    `outcome` ("OK", "OOM", ..; None while it runs), `message`, `predicted_bytes` and `used_bytes`
-    of a slot's memory, and `metrics`. The verdict is by the finals, which run configurations again.
+    A row is a single trial as a plain mapping: `name`, `kind` ("profile", "baseline", "search",
+    "repeat" or "final"), `stage`, the batch sizes, `overrides` of the DeepSpeed configuration,
+    `script_args`, `outcome` ("OK", "OOM", ..; None while it runs), `message`, `predicted_bytes` and
+    `used_bytes` of a slot's memory, and `metrics`. The verdict is by the finals, which run
+    configurations again.
 
     Attributes:
         run_dir: the folder of the run, absolute; None if it is on a Determined cluster.
