@@ -15,7 +15,7 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
 _SEARCHED = (TrialKind.BASELINE, TrialKind.SEARCH)
-_LIMITED = (TrialKind.SEARCH, TrialKind.FINAL)
+_LIMITED = (TrialKind.SEARCH, TrialKind.FINAL, TrialKind.REPEAT)
 
 
 class TrialFactory:
@@ -113,7 +113,7 @@ class TrialFactory:
         return {} if value is None or not METRICS[metric].has_interval else {metric: value}
 
     def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
-        """`z1_gas1_tmbspg3`, as DeepSpeed's autotuner has it; a digest tells namesakes apart."""
+        """Return `z1_gas1_tmbspg3`, as DeepSpeed's autotuner does; in use, with a digest."""
         stem = name_of(strategy, batch)
         if kind is TrialKind.FINAL:
             stem = f"{kind.value}{self._run.num_finals + 1}_{stem}"

@@ -93,9 +93,9 @@ def _of_drift(run: Run) -> Iterator[str]:
         metric = run.plan.metric
         yield (
             f"your own configuration measured {fmt.metric(metric, first)} first and "
-            f"{fmt.metric(metric, later)} in the finals: the machine changed its speed (heat, or "
-            "other programs). The gain holds, since its runs took turns, but the search compared "
-            "trials of different conditions."
+            f"{fmt.metric(metric, later)} later: the machine changed its speed (heat, or other "
+            "programs), so the search compared trials of different conditions. Finals are not "
+            "affected, since their runs take turns."
         )
 
 

@@ -99,6 +99,7 @@ def verdict(run: Run) -> Verdict:
         " ".join(_confidence(run, best)),
         (
             *_batch_advice(run, best),
+            *advice.of_free_batch(run),
             *advice.of_learning_rate(run),
             *advice.of_script(run, best),
             *advice.of_saving(run, best),
