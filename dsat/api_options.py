@@ -45,6 +45,7 @@ class EstimateOptions(ModelOptions, total=False):
     """The options of `dsat.estimate`."""
 
     slot_memory: Size | Sequence[Size]
+    host_memory: Size | None
     devices: int | Sequence[int]
     exact: bool
 
