@@ -25,7 +25,7 @@ OVER = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 _LOG_LINES = 400
 _MARKS = "[dsat-"
 _LATE_LOGS_S = (0.5, 1.0, 2.0)  # the last lines may come after the end of the trial
-UNREACHABLE = "the master does not answer"
+UNREACHABLE, ANSWERS_AGAIN = "the master does not answer", "the master answers again"
 _AWAY_LIMIT_S, _ERROR_LIMIT_S = 1800.0, 120.0
 _LONGEST_PAUSE_S = 30.0
 _INTERNAL_ERROR = 500
@@ -76,7 +76,10 @@ class Master:
         pause_s = 1.0
         while True:
             try:
-                return request()
+                answer = request()
+                if waited_s:
+                    self._say(ANSWERS_AGAIN)
+                return answer
             except Exception as error:
                 what = failure(error)
                 if waited_s.get(what, 0.0) >= patience_s(error):
@@ -156,6 +159,12 @@ class Master:
 
         with contextlib.suppress(errors.NotFoundException):
             self.ask(lambda: bindings.post_KillExperiment(self.session, id=experiment_id))
+
+    def cancel(self, experiment_id: int) -> None:
+        """Cancel an experiment, whose processes may come to their end."""
+        from determined.common.api import bindings
+
+        self.ask(lambda: bindings.post_CancelExperiment(self.session, id=experiment_id))
 
     def describe(self, experiment_id: int, text: str) -> None:
         """Set an experiment's description."""

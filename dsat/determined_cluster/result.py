@@ -86,19 +86,23 @@ def for_people(view: RunView) -> list[str]:
     return [*view.verdict.lines, f"{summary.BEST_CONFIG_FILE}: {best}"]
 
 
-def description(own: str, view: RunView, *, over: bool, canceled: bool = False) -> str:
-    """Return the runner's description at its end, after the user's own."""
+def description(own: str, view: RunView, reason: str | None, *, canceled: bool = False) -> str:
+    """Return the runner's description at its end, after the user's own.
+
+    Args:
+        reason: why the search ended; None if it was canceled or ended from outside.
+    """
     found = view.verdict.headline if view.best is not None else "nothing was measured"
-    if over and view.best is None:
-        found = f"FAILED: {view.stop_reason}"
+    if reason is not None and view.best is None:
+        found = f"FAILED: {reason}"
     elif canceled:
         found = f"canceled; {found}"
-    elif not over:
-        found = f"ended from outside; {found}"
+    elif view.stop_reason is None:
+        found = f"{reason or 'ended from outside'}; {found}"
     return printable(f"{own} - {found}" if own else found)[:_LONGEST_DESCRIPTION]
 
 
-def metrics(view: RunView, *, over: bool) -> dict[str, Any]:
+def metrics(view: RunView, *, failed: bool) -> dict[str, Any]:
     """Return the last validation metrics of the runner's trial."""
-    failed = {FAILED_METRIC: int(over and view.best is None)}
-    return failed if view.best_value is None else {**failed, view.plan.metric: view.best_value}
+    found = {FAILED_METRIC: int(failed)}
+    return found if view.best_value is None else {**found, view.plan.metric: view.best_value}

@@ -30,6 +30,7 @@ from dsat.tuning.plans import plan_of
 from dsat.tuning.preparation import check_max_slots, searcher_of_full_run
 from dsat.tuning.settings import Settings
 from dsat.values.files import write_atomically
+from dsat.values.format import count
 
 _log = logging.getLogger(__name__)
 
@@ -186,6 +187,8 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
         return replace(submitted, interrupted=True)
     if state != "COMPLETED":
         said = job.state_in_words(state)
+        if found.get("best") is None and found.get("stop_reason"):
+            said = f"failed ({found['stop_reason']})"
         _log.info("experiment %d ended: %s; see %s", number, said, submitted.url)
     if not found.get("over"):
         left_over = clients.end_search_of(master, number)
@@ -245,7 +248,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         info={
             "name": experiment.name,
             "dsat": __version__,
-            "machine": f"Determined cluster {choice.master}, {slots} slots per trial",
+            "machine": f"Determined cluster {choice.master}, {count(slots, 'slot')} per trial",
         },
         config=job.without_secrets(experiment.config),
         hparams=experiment.hparams,

@@ -156,7 +156,7 @@ def test_a_search_that_failed_says_why_wherever_users_look(tmp_path: Path) -> No
         told = there.search(program)
         assert told.status == 1, told
         assert set(TRACEBACK) <= set(told.err.splitlines()) and "loading" not in told.err
-        assert there.state(RUNNER) == "COMPLETED" and there.state(SEARCH) == "ERROR"
+        assert there.state(RUNNER) == "CANCELED" and there.state(SEARCH) == "ERROR"
         said = there.master.experiment(RUNNER).config["description"]
         assert said.startswith("my try - FAILED: ") and said.endswith("KeyError: 'x'")
         assert there.master.metrics(there.runner) == [{"search_failed": 1}]
