@@ -92,6 +92,12 @@ def follow(
         time.sleep(_INTERVAL_S)
 
 
+def newest_checkpoint(master: Master, runner_id: int) -> str | None:
+    """Return the UUID of the newest checkpoint of a search runner; None if it has none."""
+    with explained(master.address):
+        return master.newest_checkpoint(runner_id)
+
+
 def end_search_of(master: Master, runner_id: int) -> int | None:
     """End the experiment of a search whose runner is gone, if it still runs; return its id."""
     with explained(master.address):

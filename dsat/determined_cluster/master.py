@@ -6,6 +6,7 @@ needs it to be installed.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
@@ -146,6 +147,34 @@ class Master:
         """Return an experiment's configuration as submitted, without the cluster's defaults."""
         found = self.ask(lambda: self._experiment(experiment_id))
         return dict(parse_yaml(found.originalConfig) or {})
+
+    def file(self, experiment_id: int, name: str) -> str:
+        """Return the text of a file in an experiment's context."""
+        from determined.common.api import bindings
+
+        body = bindings.v1GetModelDefFileRequest(path=name)
+        answer = self.ask(
+            lambda: bindings.post_GetModelDefFile(
+                self.session, body=body, experimentId=experiment_id
+            )
+        )
+        return base64.b64decode(answer.file or "").decode()
+
+    def newest_checkpoint(self, experiment_id: int) -> str | None:
+        """Return the UUID of an experiment's newest checkpoint; None if it has none."""
+        from determined.common.api import bindings
+
+        answer = self.ask(
+            lambda: bindings.get_GetExperimentCheckpoints(
+                self.session,
+                id=experiment_id,
+                limit=1,
+                sortByAttr=bindings.checkpointv1SortBy.BATCH_NUMBER,
+                orderBy=bindings.v1OrderBy.DESC,
+                states=[bindings.checkpointv1State.COMPLETED],
+            )
+        )
+        return answer.checkpoints[0].uuid if answer.checkpoints else None
 
     def _experiment(self, experiment_id: int) -> Any:
         from determined.common.api import bindings

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dsat.determined_cluster.job import Job
 from dsat.run.run import Run
 from dsat.show import summary
 from dsat.show.view import RunView
@@ -34,13 +35,17 @@ def of_run(view: RunView, *, over: bool) -> dict[str, Any]:
 
 
 def files(run: Run) -> dict[str, str]:
-    """Return the texts of the result files, without secrets, by their names."""
-    return {
-        name: json.dumps(values_without_secrets(json.loads(text)), indent=2) + "\n"
-        if name.endswith(".json")
-        else text
-        for name, text in summary.texts(run, None).items()
-    }
+    """Return the texts of the result files by their names.
+
+    The configuration is not among them: logs are no place for its secrets. `best_config` makes it.
+    """
+    found = summary.texts(run, None)
+    return {name: text for name, text in found.items() if name != summary.BEST_CONFIG_FILE}
+
+
+def best_config(job: Job, result: Mapping[str, Any]) -> str:
+    """Return the text of the best configuration, for a result that has a best trial."""
+    return json.dumps(job.plan.config(result["best"]["overrides"]), indent=2) + "\n"
 
 
 def to_lines(result: Mapping[str, Any]) -> list[str]:

@@ -311,6 +311,8 @@ def test_a_command_ends_the_trials_of_a_runner_that_is_gone(tmp_path: Path) -> N
         assert "ended the trials of the search, experiment 2, too" in told.err
         found = json.loads(told.out)
         assert (found["state"], found["run_dir"]) == ("CANCELED", None)
+        assert f"checkpoint download {there.files().name}" in told.err
+        assert (there.files() / "best_ds_config.json").exists()
 
 
 def test_ctrl_c_ends_the_command_and_not_the_search(tmp_path: Path) -> None:
