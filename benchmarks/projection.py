@@ -163,7 +163,7 @@ def _both(
             seconds += [other.seconds * each / statistics.fmean(alone) for each in alone]
         error = np.full(len(points), _PUBLISHED_SD)
         measured_on = hardware_of(cards.find(fitted[0].card))
-        speed = speed.calibrated(measured_on, Points.of(points), np.log(seconds), error)
+        speed = speed.calibrated(measured_on, Points.join(points), np.log(seconds), error)
     times.append(speed.predict(_points(speed, row, traced)))
     by_table, corrected = ([t.seconds, t.low_s, t.high_s] for t in times)
     return by_table, corrected

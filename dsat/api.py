@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import pandas
     from typing_extensions import Unpack
 
-    from dsat.api_options import TuneOptions
+    from dsat.api_options import EstimateOptions, ProjectOptions, TuneOptions
 
 __all__ = [
     "Estimate",
@@ -252,7 +252,9 @@ def register_engine(name: str, make_engine: EngineFactory) -> None:
 
 
 def estimate(
-    target: Target | None = None, model_dir: PathLike | None = None, **options: Any
+    target: Target | None = None,
+    model_dir: PathLike | None = None,
+    **options: Unpack[EstimateOptions],
 ) -> Estimate:
     """Estimate the memory of each ZeRO stage and offloading, without running a trial.
 
@@ -266,7 +268,7 @@ def estimate(
         `dsat estimate` prints.
 
     Raises:
-        UserInputError: something of the arguments or the files is wrong.
+        UserInputError: an argument or a file is wrong.
         DsatError: the script cannot be simulated.
     """
     settings = _model_settings(EstimateSettings, target, model_dir, options, "estimate()")
@@ -274,9 +276,11 @@ def estimate(
 
 
 def project(
-    target: Target | None = None, model_dir: PathLike | None = None, **options: Any
+    target: Target | None = None,
+    model_dir: PathLike | None = None,
+    **options: Unpack[ProjectOptions],
 ) -> Projection:
-    """Predict what training will do on so many cards of a named kind, from one simulated step.
+    """Predict throughput, scaling, time and cost of a training on GPUs of a named model.
 
     Args:
         target: what to look at; as for `tune`. None with `model`, which needs no script.
@@ -288,7 +292,7 @@ def project(
         throughput and interval; `str` of it is what `dsat project` prints.
 
     Raises:
-        UserInputError: something of the arguments or the files is wrong.
+        UserInputError: an argument or a file is wrong.
         DsatError: the script cannot be simulated.
     """
     settings = _model_settings(ProjectSettings, target, model_dir, options, "project()")

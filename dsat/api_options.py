@@ -24,11 +24,44 @@ Fraction = float | str  # or text such as "2%"
 _EXPERIMENT_SUFFIXES = (".yaml", ".yml")
 
 
-class TuneOptions(TypedDict, total=False):
-    """The options of `dsat.tune`."""
+class TargetOptions(TypedDict, total=False):
+    """The options that describe what a function looks at."""
 
     ds_config: PathLike | None
     add_files: PathLike | Sequence[PathLike]
+
+
+class ModelOptions(TargetOptions, total=False):
+    """The options of `dsat.estimate` and `dsat.project`."""
+
+    model: PathLike | None
+    seq_length: int | None
+    lora: Mapping[str, Any] | str | None
+    dtype: str
+    activation_checkpointing: str | None
+
+
+class EstimateOptions(ModelOptions, total=False):
+    """The options of `dsat.estimate`."""
+
+    slot_memory: Size | Sequence[Size]
+    devices: int | Sequence[int]
+    exact: bool
+
+
+class ProjectOptions(ModelOptions, total=False):
+    """The options of `dsat.project`."""
+
+    to: str
+    network: float | None
+    tokens: float | str | None
+    price: float | None
+    from_run: PathLike | None
+
+
+class TuneOptions(TargetOptions, total=False):
+    """The options of `dsat.tune`."""
+
     arg_mapping: Mapping[str, str] | Sequence[str] | str
     max_trials: int
     metric: str

@@ -8,8 +8,9 @@ from pathlib import Path
 from unittest import mock
 
 from dsat.prepare import installed_deepspeed
+from dsat.run.history import read_run
 from dsat.run.journal import FILE_NAME
-from dsat.run.run import Run, read_run
+from dsat.run.run import Run
 from testing.scenarios import User
 from testing.world import Failure, World
 

@@ -19,11 +19,13 @@ import pytest
 
 import dsat
 from dsat import api
+from dsat.api_options import EstimateOptions, ProjectOptions, TuneOptions
 from dsat.engines.places import local as this_machine
 from dsat.errors import JournalMismatch, SearchFailed, UserInputError
 from dsat.estimating.options import EstimateSettings
 from dsat.options import options_of
 from dsat.prepare import installed_deepspeed
+from dsat.projecting.options import ProjectSettings
 from dsat.search import SEARCHES, Problem, RandomSearch, Search
 from dsat.tuning import local
 from dsat.tuning.settings import Settings
@@ -36,7 +38,7 @@ if TYPE_CHECKING:  # mypy runs this test
     def _types_of_results(target: str) -> None:
         assert_type(dsat.tune(target), dsat.Result)
         assert_type(dsat.load_run(target), dsat.Result)
-        assert_type(dsat.estimate(target, slots=8), dsat.Estimate)
+        assert_type(dsat.estimate(target, devices=8), dsat.Estimate)
         assert_type(dsat.project(target), dsat.Projection)
 
 
@@ -278,7 +280,12 @@ def test_a_search_that_found_nothing_raises_the_scripts_own_error(place: Place) 
 
 
 @pytest.mark.parametrize(
-    ("call", "settings"), [(dsat.tune, Settings), (dsat.estimate, EstimateSettings)]
+    ("call", "settings"),
+    [
+        (dsat.tune, Settings),
+        (dsat.estimate, EstimateSettings),
+        (dsat.project, ProjectSettings),
+    ],
 )
 def test_every_option_is_a_keyword_with_its_default(call: Any, settings: Any) -> None:
     parameters = inspect.signature(call).parameters
@@ -288,6 +295,9 @@ def test_every_option_is_a_keyword_with_its_default(call: Any, settings: Any) ->
         if not own.shell_only:
             assert parameters[own.keyword].default == own.default
             assert f"{own.keyword}: {own.help[:20]}" in call.__doc__
+    named = {dsat.tune: TuneOptions, dsat.estimate: EstimateOptions, dsat.project: ProjectOptions}
+    positional = {"target", "model_dir", "method", "callbacks", "search_options"}
+    assert set(parameters) - positional == set(named[call].__annotations__)
     if call is dsat.tune:
         owns = [own for search in SEARCHES.values() for own in search.options.values()]
         assert {own.keyword for own in owns} <= set(parameters)

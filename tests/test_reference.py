@@ -23,7 +23,7 @@ def test_the_references_are_as_declared_and_have_every_flag_of_the_parser() -> N
         written = page.read_text(encoding="utf-8").partition(reference.MARK)[2]
         assert written == made, "run `python -m testing.reference`"
     listed = reference.option_reference()
-    commands = next(a for a in build_parser()._actions if a.dest == "method").choices
+    commands = next(a for a in build_parser()._actions if a.dest == "command_name").choices
     assert isinstance(commands, dict)
     for parser in commands.values():
         for action in parser._actions:
@@ -41,8 +41,12 @@ def test_the_examples_in_python_run_as_they_stand(
     monkeypatch.chdir(tmp_path / "tiny")
     warm_command.use(warm_host.prefix(), monkeypatch.setattr)
     # Short trials on one slot, whose memory `dsat.estimate` alone simulates.
-    steps: dict[str, Any] = {"start_profile_step": 2, "end_profile_step": 3, "max_profile_steps": 2}
-    small: dict[str, Any] = {"slots": 1, "max_micro_batch": 64, "memory_model": "formula"}
+    steps: dict[str, Any] = {
+        "start_profile_step": 2,
+        "end_profile_step": 3,
+        "max_measured_steps": 2,
+    }
+    small: dict[str, Any] = {"devices": 1, "max_micro_batch": 64, "memory_model": "formula"}
     quick = functools.partial(dsat.tune, **small, **steps)
     monkeypatch.setattr(dsat, "tune", quick)
     names: dict[str, Any] = {"__name__": "examples"}

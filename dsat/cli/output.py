@@ -107,7 +107,7 @@ def print_submission(ready: Submission) -> None:
 
 def _print_search(name: str, plan: Plan, where: str) -> None:
     print(f"{name}: {plan.method} search, optimising {plan.metric}")
-    print(f"{where}, {count(plan.slots_per_trial, 'slot')} per trial")
+    print(f"{where}, {count(plan.slots_per_trial, 'device')} per trial")
     print(f"at most {plan.max_trials} trials: your own configuration, then:")
     for line in make_space(plan).describe():
         print(f"  {line}")
@@ -129,7 +129,8 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
     if run.best is None:
         return
     yield f"Configuration: {search.folder / summary.BEST_CONFIG_FILE}"
-    trains_itself = train_command.runs_own_command(ready.program, ready.plan.slots_per_trial)
+    own_ranks = ready.program.slots or 1
+    trains_itself = ready.settings.command and ready.plan.slots_per_trial == own_ranks
     if run.best is run.baseline and trains_itself:
         yield "Your own command does as well: it has this configuration already."
     yield f"Train with it: {train_command.line(ready, run, search.folder)}"

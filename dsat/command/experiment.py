@@ -195,7 +195,9 @@ def parse_yaml(text: str) -> Any:
     """Parse YAML as a Determined master does: 1e-4 is a number, and `on` true, unless quoted."""
     reader = YAML(pure=True)  # of which quoted text is a type of its own
     reader.preserve_quotes = True
-    return _as_the_master(reader.load(text))
+    data = reader.load(text)
+    document.check_size(data)
+    return _as_the_master(data)
 
 
 def _as_the_master(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Switches of a training script and its environment, beside the DeepSpeed configuration.
 
 A trial holds the values that differ from the script's own in `Trial.script_args`. Names are those
-of `SWITCHES`, and of the user's own switches (`--switch`): a flag of the script with its dashes,
+of `SWITCHES`, and of the user's own switches (`--vary`): a flag of the script with its dashes,
 `ENV:NAME` for a variable, `TrainingArguments.NAME` for any other field of the Trainer's arguments.
 Values that only the installed packages and the model know are found in the rank
 (`dsat.in_trial.script_switches`).
@@ -63,7 +63,7 @@ class Switch:
             rank finds them.
         field: it is a field of TrainingArguments, and a flag of scripts that parse these.
         code: the line that sets it in a script, with `{value}` for the value.
-        on_request: it changes what is computed, or seldom helps: only with `--tune`.
+        on_request: it changes what is computed, or seldom helps: only with `--search`.
         on_device: it matters where slots are accelerators.
         offloading: it matters where something is offloaded.
         memory: it changes the memory of the model's activations.

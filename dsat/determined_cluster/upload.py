@@ -45,8 +45,8 @@ def files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]:
         source = include.resolve()
         if source.name in {target.parts[0] for target in found}:
             raise UserInputError(
-                f"{source.name!r} is in the model folder or in --include already",
-                where=f"--include {include}",
+                f"{source.name!r} is in the model folder or in --add-files already",
+                where=f"--add-files {include}",
                 hint="Rename one.",
             )
         if source.is_dir():

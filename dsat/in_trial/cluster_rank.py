@@ -236,7 +236,7 @@ def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
 
 
 def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
-    """Return an outcome for the trial's log: a line, not too long, the end of its detail kept."""
+    """Format an outcome as one line of the trial's log, with the end of its detail."""
     detail = outcome.detail[-_LONGEST_LINE_BYTES:]
     while True:
         short = replace(outcome, detail=detail, step_ms=())

@@ -192,7 +192,7 @@ def _attach(hparams: Mapping[str, Any] | None) -> Task | None:
 
 
 def hparams_of_this_task() -> Mapping[str, Any] | None:
-    """Return the hyperparameters of Determined's trial that this is; None if it is none."""
+    """Return the hyperparameters of this Determined trial; None outside of one."""
     determined: Any = sys.modules.get("determined")
     info = None if determined is None else determined.get_cluster_info()
     if info is None or info.task_type != "TRIAL":

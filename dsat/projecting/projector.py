@@ -159,7 +159,7 @@ class Projector:
                 "none of the strategies that it measured can be simulated", where=str(past.folder)
             )
         self.speed = self.speed.calibrated(
-            hardware_of(card), Points.of(points), np.array(log_s), np.array(errors)
+            hardware_of(card), Points.join(points), np.array(log_s), np.array(errors)
         )
         self._calibrated_by = len(points)
 

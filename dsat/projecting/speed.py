@@ -83,7 +83,8 @@ class ProjectedSpeed:
         unknown = {**PRIORS, "compute": FACTORS["compute"]}
         there = replace(self._prior, hardware=measured_on, factors=unknown)
         posterior = fit(there, points, log_s, error)
-        found._posterior = replace(posterior, prior=replace(there, hardware=hardware))
+        here = replace(posterior.measured, prior=replace(there, hardware=hardware))
+        found._posterior = replace(posterior, measured=here)
         found._card_sd = _OTHER_CARD_SD if measured_on != hardware else 0.0
         return found
 
@@ -118,7 +119,7 @@ class ProjectedSpeed:
 
     def _physical(self, points: Points) -> float:
         posterior = self._posterior
-        return math.exp(posterior.prior.log_s(posterior.theta[None, :], points)[0, 0])
+        return math.exp(posterior.measured.prior.log_s(posterior.theta[None, :], points)[0, 0])
 
 
 def _without(points: Points, columns: Sequence[str]) -> Points:

@@ -12,7 +12,8 @@ from dsat.values import student
 # Confidence of what is reported. The number of pairs depends on what they showed, so that an
 # interval of 97.5 % of a fixed number holds in 95 % of runs (`benchmarks/winners_curse.py`).
 REPORTED, CLEAR = 0.975, 0.99
-# Pairs; the confidence with which a run must differ from so many, not to count beside them.
+# With up to this number of pairs, earlier runs count towards the spread, unless they differ from
+# the pairs at this confidence.
 _FEW, _DIFFERENT = 3, 0.95
 
 
@@ -34,14 +35,19 @@ class Variation:
     sd: float
     freedom: int
 
+    @classmethod
+    def from_runs(cls, first: float, second: float) -> Variation:
+        """Return the variation by two runs of one configuration, by their logarithms."""
+        return cls(abs(second - first) / math.sqrt(2), 1)
+
 
 def margin_of_single_runs(
     errors: tuple[float, float], tried: int, measured: Variation | None = None
 ) -> float:
     """Return the half-width of the 95 % interval of the difference of two runs, in logarithms.
 
-    It is as wide as the best of several needs (Bonferroni). What a single run tells of its own
-    error leaves out what differs from run to run.
+    It is as wide as the best of several needs (Bonferroni). The error
+    within a run leaves out what differs from run to run.
 
     Args:
         errors: standard errors of both, by the steps of each.
@@ -94,7 +100,7 @@ class Comparison:
         """Compare the second of each pair with the first.
 
         The spread is that of the differences of the pairs, which a machine that drifts changes
-        little. Up to three pairs say little of it: the user's own configuration counts too, by its
+        little. Up to three pairs show little of it: the user's own configuration counts too, by its
         runs and that of the search, and for a single pair that of the search's choice as well. But
         the first trial of a run may be far off all others: beside three pairs it counts unless it
         differs significantly (Bancroft, Annals of Mathematical Statistics 15 (1944)).

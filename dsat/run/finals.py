@@ -2,7 +2,7 @@
 
 The best of many noisy measurements is mostly the luckiest (the winner's curse), so nothing that the
 search measured is reported. The best by what the search expects of it, the pick, and the user's own
-configuration run in pairs, and only these tell the gain. The order within a pair changes from one
+configuration run in pairs, and the gain is theirs alone. The order within a pair changes from one
 to the next, so that a machine that slows down steadily favours neither.
 
 The pairs are looked at a few times only, and end early if a 99 % interval leaves out "no gain"
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import math
+import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -30,9 +31,9 @@ SHARE, MOST_COST = 0.25, 0.30
 SHORT_RUN, LEAST_RUN = 12, 4
 _PAIR = 2
 
-# After so many pairs they are looked at, and whenever the budget is spent.
+# Numbers of pairs after which they are judged, besides the end of the budget.
 _LOOKS = (2, 3, 5, 8, 13, 21, 34, 55)
-_LEAST_ERROR = 0.003  # no run tells a smaller difference
+_LEAST_ERROR = 0.003  # no run resolves a smaller difference
 _MEMORY_STEP = math.log(1.05)  # what uses less by a smaller factor uses as much
 
 
@@ -73,7 +74,7 @@ class Contestant:
     Attributes:
         trial_id: of the trial that is to be run again.
         log_value: of what it measured, larger is better.
-        standard_error: of `log_value`, as far as one run can tell.
+        standard_error: of `log_value`, by one run.
         train_batch_size: its global batch.
         memory_bytes: the most that a slot used; None if that is not known.
         changes: settings in which it differs from the user's own configuration.
@@ -95,13 +96,15 @@ class Contestant:
         return self.train_batch_size, memory, self.changes
 
 
-def by_expectation(tried: Collection[Contestant], *, indifference: float = 0.0) -> list[Contestant]:
+def rank_by_expectation(
+    tried: Collection[Contestant], *, indifference: float = 0.0
+) -> list[Contestant]:
     """Return configurations in the order in which they are worth a comparison with the own.
 
     First the smallest of those that are expected to be slower than the fastest by no more than
     what is worth nothing, then the others by what is expected of them.
     """
-    expected = dict(zip(tried, _expected_again(list(tried)), strict=True))
+    expected = dict(zip(tried, _expect_again(list(tried)), strict=True))
     level = max(expected.values()) - math.log1p(indifference)
     first = min(
         (c for c in tried if expected[c] >= level), key=lambda c: (c.size, -expected[c], c.trial_id)
@@ -110,7 +113,7 @@ def by_expectation(tried: Collection[Contestant], *, indifference: float = 0.0) 
     return list(dict.fromkeys([first, *others]))
 
 
-def _expected_again(contestants: Sequence[Contestant]) -> list[float]:
+def _expect_again(contestants: Sequence[Contestant]) -> list[float]:
     """Return the expected logarithm of each value on a re-run.
 
     What one of many noisy measurements is above its prediction is mostly noise: each is drawn to
@@ -213,6 +216,16 @@ class Finals:
         """Tell whether the user's own configuration failed when it was run again."""
         return self._own_failures >= 2
 
+    def mean_log_value(self, trial_id: int) -> float | None:
+        """Return the mean over the pairs of what a trial reached; None if it is in no pair.
+
+        The gain is the ratio of two such values.
+        """
+        for role, each in enumerate((self.own, self.pick)):
+            if self.pairs and each is not None and each.trial_id == trial_id:
+                return statistics.fmean(pair[role] for pair in self.pairs)
+        return None
+
     @property
     def comparison(self) -> Comparison | None:
         """Comparison of the pick with the user's own configuration; None before a pair."""
@@ -254,20 +267,20 @@ class Finals:
             if log_value is not None:
                 self._same_batch = log_value - self._pair[Role.OWN]
         elif log_value is None:
-            self._failed(turn)
+            self._handle_failure(turn)
         else:
             self._pair[turn.role] = log_value
         if not self._queue:
-            self._go_on()
+            self._continue()
 
     def disqualify(self) -> None:
         """Exclude the pick from winning because it trains differently."""
         self._drop_pick()
-        self._go_on()
+        self._continue()
 
     # -- what comes next
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         if self.pick is None:
             self._choose()
             return
@@ -277,7 +290,7 @@ class Finals:
         if not self._decided():
             self._next_pair()
 
-    def _failed(self, turn: Turn) -> None:
+    def _handle_failure(self, turn: Turn) -> None:
         if turn.role is Role.OWN:
             self._own_failures += 1
             again = self._own_failures < 2 and self.used + 1 + len(self._queue) <= self._trials

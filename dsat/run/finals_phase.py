@@ -46,7 +46,7 @@ class FinalsPhase:
         tried = [run.contestant(trial, predicted(trial)) for trial in contenders(run)]
         if not count or not tried:
             return None
-        expected = finals.by_expectation(tried, indifference=plan.indifference)
+        expected = finals.rank_by_expectation(tried, indifference=plan.indifference)
         candidates = self._one_of_each_strategy([each.trial_id for each in expected])
         return {
             "event": EVENT_FINALS,

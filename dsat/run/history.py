@@ -1,11 +1,13 @@
-"""Outcomes of earlier runs that a new run reuses."""
+"""Earlier runs: reading them, and the trials that a new run reuses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from dsat.run.journal import read_events
 from dsat.run.run import Run
 from dsat.space.plan import Plan, difference_of
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -17,6 +19,14 @@ _OF_DIGESTS = {
     "script_digest": "the training script",
     "measured.program": "the entrypoint, its hyperparameters or its argument mappings",
 }
+
+
+def read_run(path: Path) -> Run:
+    """Read a run from its journal, which another process may be writing."""
+    run = Run(read_events(path), name=str(path))
+    began_s = path.stat().st_mtime - run.running_s  # for journals without dates
+    run.ended_at_s = {n: at or began_s + run.ended_s[n] for n, at in run.ended_at_s.items()}
+    return run
 
 
 def difference(run: Run, plan: Plan, info: Mapping[str, Any]) -> str | None:

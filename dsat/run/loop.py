@@ -49,8 +49,8 @@ def drive(
         tuner: decides.
         engine: runs the trials.
         observers: follow the run.
-        max_slots: use at most so many of the engine's slots at once.
-        max_concurrent_trials: run at most so many trials at once.
+        max_slots: the most of the engine's slots to use at once.
+        max_concurrent_trials: the most trials to run at once.
         survey: finds what the tuner predicts memory from, if it waits for that.
     """
     run, per_trial = tuner.run, tuner.plan.slots_per_trial
@@ -58,15 +58,15 @@ def drive(
     most = most if max_slots is None else min(most, max_slots)
     left_over = run.running
     launched: set[int] = set()
-    said = False
+    is_announced = False
     while not tuner.finished:
         if tuner.decisions.needs_memory_basis:
             assert survey is not None
             tuner.set_memory_basis(survey(tuner))
-        if tuner.decisions.search_began and not said:
+        if tuner.decisions.search_began and not is_announced:
             for observer in observers:
                 observer.began(run, tuner.decisions.forecast)
-            said = True
+            is_announced = True
         # There are fewer slots once a device has failed.
         free = min(engine.num_slots, most) - len(launched) * per_trial
         while left_over and free >= per_trial:

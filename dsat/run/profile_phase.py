@@ -28,7 +28,7 @@ class ProfilePhase:
         self._trials = trials
         self._ladder = strategies.rungs(plan)
         self._divisions = strategies.divisions(plan)  # tried one by one where no rung fits
-        self._heard: str | None = None  # what the last error said
+        self._last_error: str | None = None  # its message
         self._tried: set[int] = set()  # micro batches that failed in this strategy
         self._sharded: list[Strategy] = []  # to be searched, if stage 0 is refused
         self._rung = -1  # of the ladder; -1: the user's own strategy
@@ -102,8 +102,8 @@ class ProfilePhase:
             self.failure = outcome.said_of(name_of_trial(trial))  # whatever its configuration
             return
         failed = outcome.kind is OutcomeKind.ERROR
-        again = failed and bool(outcome.message) and outcome.message == self._heard
-        self._heard = outcome.message if failed else None
+        again = failed and bool(outcome.message) and outcome.message == self._last_error
+        self._last_error = outcome.message if failed else None
         if failed and not self.climbed and self._is_refused(outcome):
             self._sharded = [s for s in strategies.searched(self._plan) if s.stage > 0]
             if self._sharded:

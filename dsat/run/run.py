@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from dsat.command import ds_config
@@ -13,13 +11,11 @@ from dsat.memory.predictor import Basis
 from dsat.run import events
 from dsat.run.comparison import Gain, Variation, margin_of_single_runs
 from dsat.run.finals import Contestant, Finals, Role
-from dsat.run.journal import read_events
 from dsat.run.training_check import TrainingCheck
 from dsat.space.plan import Plan
-from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
+from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Trial, TrialKind
 
-HOPELESS_AFTER = 4
 TIMES_THE_OWN = 20.0  # steps of the user's own configuration: a trial may measure for as long
 
 
@@ -29,14 +25,15 @@ class Run:
     Attributes:
         has_begun: there was the first event.
         plan: from the first event on.
-        info: what the journal's first line says for people (name, versions, machine).
+        info: facts for people from the journal's first line (name, versions, machine).
         trials, outcomes: by trial id, in the order of the events.
         earlier: ids of the trials that earlier runs have measured; they cost nothing.
         baseline: the trial of the user's own configuration.
+        repeat: the trial that measures it a second time, in a run without finals.
         leader: the trial with the best value of the search among those that keep to the plan.
         finals: the runs that decide, once the search is over; None if there are none.
         training: compares the losses of trials.
-        repeated: the trial that a trial of the finals runs again, by trial id.
+        repeated: the trial that a trial of the finals, or a repeat, runs again, by trial id.
         profiled: end of the trial that profiled the model, once it is known.
         num_finals: trials of these and earlier finals.
         disqualified: why a leader cannot win although it ran, by its trial id.
@@ -63,10 +60,9 @@ class Run:
         self.outcomes: dict[int, Outcome] = {}
         self.earlier: set[int] = set()
         self.baseline: Trial | None = None
+        self.repeat: Trial | None = None
         self._running: dict[int, Trial] = {}
         self.profiled: Outcome | None = None
-        self._failures = 0
-        self._hopeful = False
         self.leader: Trial | None = None
         self._leaders_value: float | None = None
         self.finals: Finals | None = None
@@ -81,7 +77,6 @@ class Run:
         self._changes: dict[tuple[int, bool], dict[str, tuple[Any, Any]]] = {}
         self.memory_basis: Basis | None = None
         self.skipped: list[str] = []
-        self._usual_step_s = 0.0  # the user's own, or the shortest so far
         self.stop_reason: str | None = None
         self.paused = False
         self.neighbours: dict[int, int] = {}
@@ -108,29 +103,36 @@ class Run:
             self._objective = event["plan"].objective
             self.info = event["info"]
         elif kind == events.EVENT_EARLIER:
-            self._enter_earlier(event["trial"], event["outcome"], event["neighbours"])
+            trial = event["trial"]
+            self.trials[trial.id] = trial
+            self.earlier.add(trial.id)
+            self.neighbours[trial.id] = event["neighbours"]
+            if trial.kind is TrialKind.BASELINE:
+                self.baseline = trial
+            self._finish(trial.id, event["outcome"])
         elif kind == events.EVENT_PROPOSED:
-            trial: Trial = event["trial"]
+            trial = event["trial"]
             self.trials[trial.id] = self._running[trial.id] = trial
             beside = len(self._running) - 1
             for running in self._running:
                 self.neighbours[running] = max(beside, self.neighbours.get(running, 0))
             if trial.kind is TrialKind.BASELINE:
                 self.baseline = trial
+            elif trial.kind is TrialKind.REPEAT and self.baseline is not None:
+                self.repeat = trial
+                self.repeated[trial.id] = self.baseline.id
             elif trial.kind is TrialKind.FINAL:
                 self._enter_final(trial)
             self.stop_reason = None
         elif kind == events.EVENT_FINISHED and event["trial_id"] not in self.outcomes:
-            self.ended_at_s[event["trial_id"]] = event.get("time_s")
-            self._finish(event["trial_id"], event["outcome"])
+            self._finish(event["trial_id"], event["outcome"], event.get("time_s"))
         elif kind == events.EVENT_MEMORY_BASIS:
             self.memory_basis = event["basis"]
         elif kind == events.EVENT_FINALS:
             self._begin_finals(event)
         elif kind == events.EVENT_BUDGET:
             converged = event.get("converged", self.converged)
-            goes_on = event["max_trials"] > self.plan.max_trials and not converged
-            if goes_on:
+            if event["max_trials"] > self.plan.max_trials and not converged:
                 self._earlier_variation = self.variation
                 self.finals = None  # the search goes on; new finals follow
             self.plan = replace(self.plan, max_trials=event["max_trials"])
@@ -138,41 +140,22 @@ class Run:
         elif kind == events.EVENT_STOPPED:
             self.stop_reason = event["reason"]
 
-    def _enter_earlier(self, trial: Trial, outcome: Outcome, neighbours: int) -> None:
-        self.trials[trial.id] = trial
-        self.earlier.add(trial.id)
-        self.neighbours[trial.id] = neighbours
-        self.ended_at_s[trial.id] = None
-        if trial.kind is TrialKind.BASELINE:
-            self.baseline = trial
-        self._finish(trial.id, outcome)
-
-    def _finish(self, trial_id: int, outcome: Outcome) -> None:
+    def _finish(self, trial_id: int, outcome: Outcome, at_s: float | None = None) -> None:
         self.outcomes[trial_id] = outcome
+        self.ended_at_s[trial_id] = at_s
         self.ended_s[trial_id] = self.running_s
         trial = self.trials[trial_id]
         self._running.pop(trial_id, None)
-        value = outcome.value(self._objective)
         if trial.profiles:
             self.profiled = outcome
-        if trial.kind is TrialKind.PROFILE:
+        value = outcome.value(self._objective)
+        if trial.kind in (TrialKind.PROFILE, TrialKind.REPEAT):
             return
         if trial.kind is TrialKind.FINAL:
             if self.finals is not None:
                 self.finals.record(None if value is None else self._objective.log_value(value))
                 self._check_training(self.finals)
             return
-        if outcome.metrics is not None:
-            step_s = outcome.metrics.latency / 1000
-            own = None if self.baseline is None else self.outcomes.get(self.baseline.id)
-            if trial is self.baseline or self._usual_step_s == 0.0:
-                self._usual_step_s = step_s
-            elif own is None or own.metrics is None:
-                self._usual_step_s = min(step_s, self._usual_step_s)
-        if outcome.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID):
-            self._failures += not outcome.smaller_may_run
-        else:
-            self._hopeful = True
         if (
             value is not None
             and self._objective.is_better(value, self._leaders_value)
@@ -186,14 +169,13 @@ class Run:
             raise ValueError("finals without the user's own configuration")
         self.search_ended = event["reason"]
         self.converged = event.get("converged", not event["reason"].startswith("the budget of"))
-        self.repeated.clear()
+        for trial_id in [i for i in self.repeated if self.trials[i].kind is TrialKind.FINAL]:
+            del self.repeated[trial_id]
         self.disqualified = {}
+        candidates = (*event["leaders"], *event.get("reserves", ()))
         self.finals = Finals(
             self.contestant(self.baseline),
-            [
-                self.contestant(self.trials[t])
-                for t in (*event["leaders"], *event.get("reserves", ()))
-            ],
+            [self.contestant(self.trials[trial_id]) for trial_id in candidates],
             trials=event["trials"],
             indifference=event["indifference"],
             least_gain=event.get("least_gain"),
@@ -205,8 +187,7 @@ class Run:
         turn = None if self.finals is None else self.finals.turn
         if turn is None:
             return
-        if self.baseline is None:
-            raise ValueError("finals without the user's own configuration")
+        assert self.baseline is not None
         if turn.role is Role.OWN:
             self.repeated[trial.id] = self.baseline.id
         elif turn.role is Role.SAME_BATCH:
@@ -248,7 +229,7 @@ class Run:
         Returns:
             Both values by the setting's name: `zero_optimization.stage`; None where it is absent.
         """
-        key = trial.id, self.profiled is not None  # which tells the switches of the script
+        key = trial.id, self.profiled is not None  # the profile lists the script's switches
         if key not in self._changes:
             switches, plan = own_switches(self), self.plan
             own = ds_config.flat({**plan.config({}), **switches})
@@ -284,12 +265,11 @@ class Run:
     def _surely_best(self) -> Trial | None:
         """The best of the search that surely beats the user's own, by enough for its batch."""
         admitted = [trial for trial in searched(self) if self.plan.admits(trial.batch)]
-        for trial in sorted(admitted, key=lambda t: self._objective.loss(self.value(t) or 0.0)):
+        eligible = [trial for trial in admitted if trial.id not in self.disqualified]
+        for trial in sorted(eligible, key=lambda t: self._objective.loss(self.value(t) or 0.0)):
             found, own = self.gain_of(trial), self.plan.own_batch
             is_larger = trial.batch.train_batch_size > own.train_batch_size
             least = 1 + self.plan.indifference if is_larger else 1.0
-            if trial.id in self.disqualified:
-                continue
             if found is None or (found.low > 1 and found.ratio > least):
                 return trial
         return None
@@ -302,14 +282,14 @@ class Run:
             batch sizes of the plan.
         """
         own = self.baseline
-        if own is None or trial is None or trial is own:
+        if own is None or trial is None or trial is own or self.value(own) is None:
             return None
-        if self.value(own) is None or not self.plan.admits(own.batch):
+        if not self.plan.admits(own.batch):
             return None
         first, then = self.contestant(own), self.contestant(trial)
         tried = sum(outcome.ok for outcome in self.outcomes.values())
         errors = first.standard_error, then.standard_error
-        margin = margin_of_single_runs(errors, tried, self.variation)
+        margin = margin_of_single_runs(errors, tried, self.variation or _variation_of_repeat(self))
         return Gain.of_log(then.log_value - first.log_value, margin)
 
     @property
@@ -326,21 +306,7 @@ class Run:
     @property
     def best_value(self) -> float | None:
         """The objective's value of the best configuration; see `final_value`."""
-        return None if self.best is None else self.final_value(self.best)
-
-    def final_value(self, trial: Trial) -> float | None:
-        """Return the objective's value of a trial: by the finals, where they measured it again.
-
-        It is the geometric mean over the pairs, so that the gain is the ratio of two such values.
-        """
-        finals = self.finals
-        if finals is not None and finals.pick is not None and finals.pairs:
-            for role, each in enumerate((self.baseline, self.trials[finals.pick.trial_id])):
-                if each is trial:
-                    mean = statistics.fmean(pair[role] for pair in finals.pairs)
-                    return float(self._objective.value_of(mean))
-        outcome = typical_outcome(self, trial)
-        return None if outcome is None else outcome.value(self._objective)
+        return None if self.best is None else final_value(self, self.best)
 
     @property
     def most_trials(self) -> int:
@@ -350,18 +316,17 @@ class Run:
     @property
     def longest_s(self) -> float | None:
         """For how many seconds a trial may measure; None for as long as it takes."""
-        longest_s = self.plan.longest_s
-        return None if longest_s is None else max(longest_s, TIMES_THE_OWN * self._usual_step_s)
+        longest_s, own = self.plan.longest_s, self.baseline and self.outcomes.get(self.baseline.id)
+        if longest_s is None:
+            return None
+        known = [own] if own and own.metrics else self.outcomes.values()
+        usual_ms = min((each.metrics.latency for each in known if each.metrics), default=0.0)
+        return max(longest_s, TIMES_THE_OWN * usual_ms / 1000)
 
     @property
     def profile(self) -> ModelProfile | None:
         """Profile of the model, once it is known."""
         return None if self.profiled is None else self.profiled.profile
-
-    @property
-    def hopeless(self) -> bool:
-        """True if the first few trials all failed in a way that no other configuration avoids."""
-        return self._failures >= HOPELESS_AFTER and not self._hopeful
 
     @property
     def running(self) -> list[Trial]:
@@ -374,12 +339,16 @@ class Run:
         return None if outcome is None else outcome.value(self._objective)
 
 
-def read_run(path: Path) -> Run:
-    """Read a run from its journal, which another process may be writing."""
-    run = Run(read_events(path), name=str(path))
-    began_s = path.stat().st_mtime - run.running_s  # for journals without dates
-    run.ended_at_s = {n: at or began_s + run.ended_s[n] for n, at in run.ended_at_s.items()}
-    return run
+def _variation_of_repeat(run: Run) -> Variation | None:
+    """Return the variation by two equal runs of the user's own configuration, if there are."""
+    own, again = run.baseline, run.repeat
+    if own is None or again is None or run.neighbours[own.id] != run.neighbours[again.id]:
+        return None
+    first, second = run.value(own), run.value(again)
+    if first is None or second is None:
+        return None
+    log_value = run.plan.objective.log_value
+    return Variation.from_runs(log_value(first), log_value(second))
 
 
 def searched(run: Run) -> list[Trial]:
@@ -388,16 +357,21 @@ def searched(run: Run) -> list[Trial]:
     return [trial for trial in trials if run.value(trial) is not None]
 
 
+def final_value(run: Run, trial: Trial) -> float | None:
+    """Return the objective's value of a trial; the mean of the finals' pairs, if it is in them."""
+    mean = None if run.finals is None else run.finals.mean_log_value(trial.id)
+    if mean is not None:
+        return run.plan.objective.value_of(mean)
+    outcome = typical_outcome(run, trial)
+    return None if outcome is None else outcome.value(run.plan.objective)
+
+
 def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
     """Return the median of a trial's runs in the finals; its own outcome without any."""
-    again = [
-        (value, run.outcomes[trial_id])
-        for trial_id, repeated in run.repeated.items()
-        if repeated == trial.id and (value := run.value(run.trials[trial_id])) is not None
-    ]
-    if not again:
-        return run.outcomes.get(trial.id)
-    return sorted(again, key=lambda pair: pair[0])[(len(again) - 1) // 2][1]
+    finals = [i for i, repeated in run.repeated.items() if repeated == trial.id]
+    again = [run.trials[i] for i in finals if run.trials[i] is not run.repeat]
+    ran = sorted((value, t.id) for t in again if (value := run.value(t)) is not None)
+    return run.outcomes[ran[(len(ran) - 1) // 2][1]] if ran else run.outcomes.get(trial.id)
 
 
 def own_switches(run: Run) -> dict[str, Any]:

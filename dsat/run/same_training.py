@@ -27,7 +27,7 @@ _ROUNDING = {"fp32": (1e-5, 1e-5), "fp16": (2e-3, 1e-3), "bf16": (5e-3, 2e-3)}
 # A loss that is zero, negative or far below the usual is a difference of larger terms (policy
 # gradients, advantages of mean 0), and rounds as they do: they are taken to be at least this large.
 _CANCELS_BELOW, _TERMS = 1e-3, 1.0
-_TIMES_OWN = 4.0  # what two runs of the user's own differ by, so much more may others
+_TIMES_OWN = 4.0  # how much more other runs may differ than two runs of the user's own
 _OTHER_START = (
     "other data, weights or random numbers (with another micro batch, dropout draws others), or a "
     "loss that depends on the micro batch (negatives within a batch, batch normalization, means "

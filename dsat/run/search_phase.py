@@ -35,12 +35,13 @@ _SOURCES = {
     TrialKind.BASELINE: Source.BASELINE,
     TrialKind.SEARCH: Source.SEARCH,
     TrialKind.FINAL: Source.FINAL,
+    TrialKind.REPEAT: Source.BASELINE,
 }
 _MOST_REPEATED = 1000  # proposals in a row of what is known, after which a search is over
 
 
 class SearchPhase:
-    """Asks the search what to measure next.
+    """The search of a run: what to measure next.
 
     Everything is computed from the run, so a search continues wherever its journal is read.
 
@@ -66,7 +67,7 @@ class SearchPhase:
         self._costs = TrialCosts(plan, run)
         self._observations = _Observations(plan, run, space)
         self._learned = 0
-        self._learn()
+        self._update_predictions()
         if self.forecast is not None and not self._anything_fits(self.forecast):
             self.forecast = None  # the model was profiled, so that cannot be true
         search = SEARCHES[plan.method]
@@ -81,8 +82,8 @@ class SearchPhase:
         """Prediction for the next proposal."""
         return self._search.outlook
 
-    def reused(self, earlier: Iterable[Measured]) -> Iterator[tuple[Trial, Measured]]:
-        """Yield trials of earlier runs that belong to the space; see `Decisions.reused`."""
+    def find_reusable(self, earlier: Iterable[Measured]) -> Iterator[tuple[Trial, Measured]]:
+        """Yield trials of earlier runs that belong to the space; see `Decisions.find_reusable`."""
         for each in earlier:
             trial, location = each.trial, self._observations.location(each.trial)
             if trial.kind is TrialKind.PROFILE or location is None or not location.is_exact:
@@ -99,9 +100,9 @@ class SearchPhase:
     @in_one_thread
     def propose(self) -> Trial | Wait | Stop:
         """Return the next trial, or why there is none. It changes nothing."""
-        self._learn()
+        self._update_predictions()
         for _ in range(_MOST_REPEATED):
-            answer = self._search.propose(self._observations.all(), self._context)
+            answer = self._search.propose(self._observations.list_all(), self._context)
             if not isinstance(answer, Proposal):
                 return answer
             point = answer.point
@@ -142,7 +143,7 @@ class SearchPhase:
             predicted_bytes=predicted_bytes,
         )
 
-    def _learn(self) -> None:
+    def _update_predictions(self) -> None:
         """Correct predictions by the trials that have ended since the last call."""
         ended = list(self._run.outcomes.items())
         for trial_id, outcome in ended[self._learned :]:
@@ -201,13 +202,13 @@ class _Observations:
         """Answer a proposal by a trial of an equal configuration."""
         self._equal.append((proposal, trial_id))
 
-    def all(self) -> list[Observation]:
+    def list_all(self) -> list[Observation]:
         """Return all observations, in the order in which trials began."""
         run = self._run
         trials = [trial for trial in run.trials.values() if trial.kind in _SOURCES]
-        found = [self._of(trial) for trial in trials]
+        found = [self._observe(trial) for trial in trials]
         for proposal, trial_id in self._equal:
-            observed = self._of(run.trials[trial_id])
+            observed = self._observe(run.trials[trial_id])
             found.append(
                 replace(
                     observed,
@@ -223,7 +224,7 @@ class _Observations:
     def location(self, trial: Trial) -> Location | None:
         return self._locator.locate(trial.overrides, trial.script_args, trial.batch)
 
-    def _of(self, trial: Trial) -> Observation:
+    def _observe(self, trial: Trial) -> Observation:
         known, outcome = self._known.get(trial.id), self._run.outcomes.get(trial.id)
         if known is None:
             location = self.location(trial)
@@ -239,6 +240,7 @@ class _Observations:
                 arm=trial.lineage,
                 note=trial.note,
             )
+            self._known[trial.id] = known
         if outcome is None:
             return known
         if known.outcome is None:

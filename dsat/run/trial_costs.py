@@ -57,8 +57,8 @@ class TrialCosts:
     def _cost_s(self, strategy: Strategy, trial: Trial, outcome: Outcome) -> float:
         """Return a trial's share of the time that the search takes.
 
-        A failure counts no more than it was to take: a rank that hangs, until its time limit, says
-        nothing of the trials to come.
+        A failure counts no more than its predicted time: a rank that hangs until its time limit is
+        no measure of the trials to come.
         """
         duration_s = outcome.duration_s
         if outcome.metrics is None and self._steps:
@@ -114,7 +114,7 @@ class TrialCosts:
         return own.duration_s if own and own.ok else math.inf
 
     def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
-        """At least about so many seconds an optimizer step takes; 0 if nothing is known.
+        """Return about the fewest seconds of an optimizer step; 0 if nothing is known.
 
         Micro steps of more samples take longer, and less for each sample, until the slot is full;
         from there on the time grows as it did last.

@@ -9,13 +9,13 @@ from dsat.run.run import Run
 from dsat.search.base import Proposal
 from dsat.space.locate import fingerprint
 from dsat.space.plan import Plan
-from dsat.values.objective import KNOWN_TO_CI95
+from dsat.values.objective import METRICS
 from dsat.values.outcome import StepFacts
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
 _SEARCHED = (TrialKind.BASELINE, TrialKind.SEARCH)
-_LIMITED = (TrialKind.SEARCH, TrialKind.FINAL)
+_LIMITED = (TrialKind.SEARCH, TrialKind.FINAL, TrialKind.REPEAT)
 
 
 class TrialFactory:
@@ -110,10 +110,10 @@ class TrialFactory:
         run, metric = self._run, self._plan.metric
         best = run.leader or run.baseline
         value = None if best is None else run.value(best)
-        return {} if value is None or metric not in KNOWN_TO_CI95 else {metric: value}
+        return {} if value is None or not METRICS[metric].has_interval else {metric: value}
 
     def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
-        """`z1_gas1_tmbspg3`, as DeepSpeed's autotuner has it; a digest tells namesakes apart."""
+        """Return `z1_gas1_tmbspg3`, as DeepSpeed's autotuner does; in use, with a digest."""
         stem = name_of(strategy, batch)
         if kind is TrialKind.FINAL:
             stem = f"{kind.value}{self._run.num_finals + 1}_{stem}"

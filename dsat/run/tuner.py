@@ -37,8 +37,7 @@ class Tuner:
         journal: takes new events.
         info: for people, into the journal's first line.
         events: those of an earlier tuner, to continue from.
-        earlier: trials of earlier runs that hold for this one too.
-        clock: seconds, monotonic; only to tell people how long things took.
+        clock: seconds, monotonic; for displayed durations alone.
         time_of_day: seconds since the epoch, for the dates of events; without it they have none.
         last_event_s: since when time counts, by this clock, if it is not from now on: the last of
             `events`, or the start of the command.
@@ -59,7 +58,6 @@ class Tuner:
         *,
         info: Mapping[str, Any] | None = None,
         events: Sequence[Mapping[str, Any]] = (),
-        earlier: Sequence[Measured] = (),
         clock: Callable[[], float] = time.monotonic,
         time_of_day: Callable[[], float] | None = None,
         last_event_s: float | None = None,
@@ -67,7 +65,7 @@ class Tuner:
         self.plan = _continued(plan, events)
         self.decisions = Decisions(self.plan)
         self._journal = journal
-        self._earlier = earlier
+        self._earlier: Sequence[Measured] = ()
         self._clock = clock
         self._time_of_day = time_of_day
         self._last_event_s = clock() if last_event_s is None else last_event_s
@@ -105,13 +103,17 @@ class Tuner:
                 break
         return trials
 
+    def reuse(self, earlier: Sequence[Measured]) -> None:
+        """Use trials of earlier runs, which hold for this one too."""
+        self._earlier = earlier
+
     def _reuse_earlier(self) -> None:
         """Enter the trials of this run that earlier runs have measured."""
         is_last = False
         while self._earlier and not is_last:
             is_last = self.decisions.search_began
             reused = False
-            for trial, measured in self.decisions.reused(self._earlier):
+            for trial, measured in self.decisions.find_reusable(self._earlier):
                 event = {"event": journaled.EVENT_EARLIER, "trial": trial}
                 event |= {"outcome": measured.outcome, "neighbours": measured.neighbours}
                 self._append(event)
@@ -155,7 +157,7 @@ class Tuner:
         event = {**event, "elapsed_s": round(max(0.0, now - self._last_event_s), 3)}
         if self._time_of_day is not None:
             event["time_s"] = round(self._time_of_day(), 3)
-        if skipped := self.decisions.take_skipped():
+        if skipped := self.decisions.pop_skipped():
             event["skipped"] = skipped
         self._last_event_s = now
         self._journal.append(encode(event))

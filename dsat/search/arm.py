@@ -86,8 +86,8 @@ class Arm:
         """Narrow the open range by a trial of these settings.
 
         A success raises the lower end: more samples that fit are expected to be as fast. Running
-        out of memory or data lowers the upper end. A time-out says nothing of memory, but nothing
-        slower is tried. Any other failure of a trial that the search made abandons the arm.
+        out of memory or data lowers the upper end. After a time-out, nothing slower is tried,
+        although memory may suffice. Any other failure of a trial of the search abandons the arm.
         """
         size, outcome = observation.batch.micro_batch, observation.outcome
         is_ours = observation.arm is not None

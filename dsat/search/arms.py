@@ -27,15 +27,15 @@ from dsat.search.base import (
     largest_micro_batch,
 )
 
-# An arm of a strategy in which nothing has run begins so many times below what failed in it, if
-# nothing has run at all: bisecting every arm from the top would cost the whole budget.
+# While nothing has run in any strategy, a new arm begins below the failed micro batch by this
+# factor: bisecting every arm from the top would cost the whole budget.
 _STEP_DOWN = 4
 _DRAWS = 4096  # settings that are drawn in one decision until some fit
 
 
 @dataclass
 class _Branch:
-    """Memory of one strategy, as far as trials tell.
+    """Memory of one strategy, according to its trials.
 
     Attributes:
         largest_ran: the largest micro batch that ran; 0 if none did.
@@ -70,7 +70,7 @@ class Arms:
 
     Attributes:
         begun: the arms that the search began, by their numbers.
-        branches: what trials tell of each strategy.
+        branches: memory of each strategy.
         is_anything_running: a trial has not ended.
         rng: of the decision.
     """
@@ -241,7 +241,7 @@ class Arms:
         return min(found, len(self._sizes) - 1)
 
     def _position(self, size: float) -> int:
-        """Return the position of the largest allowed micro batch of so many samples; -1 if none."""
+        """Return the position of the largest allowed micro batch up to a size; -1 if none."""
         return bisect.bisect_right(self._sizes, size) - 1
 
     def memory_limit(self, number: int) -> float:
@@ -277,7 +277,7 @@ class Arms:
 
 
 def _is_inside(observation: Observation) -> bool:
-    """Return whether an observation tells of a configuration of the space."""
+    """Return whether an observation is of a configuration of the space, finals left out."""
     is_final = observation.source is Source.FINAL
     return observation.point is not None and observation.is_exact and not is_final
 

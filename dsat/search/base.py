@@ -56,7 +56,7 @@ class Observation:
         is_admitted: its batch sizes keep to the user's constraints.
         neighbours: trials that ran on the machine at the same time.
         arm: number that the search gave to its settings; None if the search did not propose it.
-        note: facts of the search about it, a rung say.
+        note: facts that the search recorded with it, such as its rung.
     """
 
     point: Point | None
@@ -235,10 +235,10 @@ class Search(abc.ABC):
 def stop_without_new_best(
     patience: int | None, observations: Sequence[Observation], objective: Objective
 ) -> Stop | None:
-    """Return the end of a search that found nothing better in its last trials, finals left out.
+    """Stop a search without a new best in its last trials; finals do not count.
 
     Args:
-        patience: end after so many trials; None for never.
+        patience: number of trials without a new best; None for no limit.
         observations: all trials.
         objective: the metric to optimise.
     """

@@ -54,7 +54,7 @@ class ArmSearch(Search):
             range_factor=self._range_factor,
             goes_beyond=self.goes_beyond,
         )
-        ramp = Ramp.of(self.problem, observations, context) if self.problem.ramp else None
+        ramp = Ramp.follow(self.problem, observations, context) if self.problem.ramp else None
         if ramp is not None:
             arm = arms.arm(ramp.branch, 0)
             position = -1 if ramp.next is None else bisect.bisect_left(arm.sizes, ramp.next)
@@ -207,7 +207,7 @@ class RandomSearch(ArmSearch):
 
     Args:
         trials_per_config: the most trials of one choice of settings.
-        early_stopping: end the search after so many trials without a new best.
+        early_stopping: end the search after this number of trials without a new best.
     """
 
     summary = "random configurations and micro batches, with early stopping"

@@ -52,7 +52,7 @@ class Network:
         link_bandwidth: bytes/s of a large collective inside a host.
         network_bandwidth: bytes/s of a rank to other hosts.
         per_host: ranks of a host.
-        protocols: of collectives; the fastest is taken.
+        protocols: of collectives; the fastest is used.
     """
 
     link_bandwidth: float

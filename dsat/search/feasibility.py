@@ -19,10 +19,11 @@ Values = Sequence[tuple[str, str]]
 # predictions are good or fail altogether. Center and scale where it is only a bound, which leaves
 # nothing for the parameters, and where it is predicted for processor cores and for devices.
 _BOUNDED, _ON_CORES, _PREDICTED = (-1.0, 0.5), (0.0, 0.15), (0.05, 0.05)
-# Once a trial has run so near the predicted end, predictions are good: the scale is so much less.
+# Once a trial has run this near the predicted end, predictions are good: the scale is reduced by
+# this factor. Without it, the worst replay ends at 96.5 % and not at 97.2 % (see `choice`).
 _NEAR, _CONFIRMED = -0.4, 0.3
-# Once memory has ended earlier than predicted, it may end so many times further below: each failure
-# more than doubles the next step down.
+# Once memory has ended earlier than predicted, it may end this many times further below: each
+# failure more than doubles the next step down, which leaves a wrong prediction in a few trials.
 _SURPRISED = 2.0
 _LEAST = 1e-9  # chance
 _HANG_WEIGHT = 4.0  # failures of another kind, since it takes a trial's whole time limit
@@ -78,7 +79,7 @@ class Feasibility:
         self._failed = np.full(count, math.inf)
         self._sound: Counter[tuple[str, str]] = Counter()
         self._unsound: dict[tuple[str, str], float] = defaultdict(float)
-        failed_on_slot = math.inf  # how much of the host a strategy takes tells nothing of others
+        failed_on_slot = math.inf  # host memory differs by strategy
         for each in ended:
             self._bound(each)
             self._blame(each)

@@ -35,9 +35,9 @@ class GridSearch(Search):
     branch whose settings all run out of memory lets the others go first.
 
     Args:
-        num_micro_batches: continue with the next settings after so many micro batches that ran; by
-            default none is left out.
-        early_stopping: leave a branch after so many trials in a row without a new best of it. If
+        num_micro_batches: continue with the next settings after this number of micro batches that
+            ran; by default all are tried.
+        early_stopping: leave a branch after this number of trials without a new best of it. If
             nothing has run in it so far, what was begun is tried to its smallest micro batch.
     """
 

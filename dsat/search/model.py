@@ -24,7 +24,7 @@ from dsat.search.base import (
     stop_without_new_best,
 )
 from dsat.search.choice import Choice, Chooser, TooDear
-from dsat.search.predictions import Configurations, Predictions
+from dsat.search.predictions import Configurations, Predictions, locate_points
 from dsat.space.locate import Point
 
 
@@ -32,14 +32,14 @@ class ModelSearch(Search):
     """Try the most promising configuration, by models that every outcome corrects.
 
     It begins with the first settings of each strategy, at about the largest micro batch that is
-    predicted to fit: larger ones are not worth it where the model says that they only cost time.
+    predicted to fit, but none that only takes longer by the model.
     Each further proposal has the largest expected gain over the best so far, weighted by its chance
     to run, for each second that it takes. What runs counts as measured, with its predicted time.
 
     Args:
         stop_when: end the search when every strategy without offloading was measured and no trial
             is expected to gain more than this, as a fraction; 0 for never.
-        early_stopping: end the search after so many trials without a new best.
+        early_stopping: end the search after this number of trials without a new best.
     """
 
     summary = (
@@ -62,7 +62,7 @@ class ModelSearch(Search):
         super().__init__(problem)
         self._stop_when = stop_when
         self._patience = early_stopping
-        self._configurations = Configurations.of(problem)
+        self._configurations = Configurations.build(problem)
         self._known: Predictions | None = None  # of the last decision
         self._latest: Choice | None = None
 
@@ -74,7 +74,7 @@ class ModelSearch(Search):
         if stop is not None or not self.problem.space.micro_batches:
             return stop or Stop(EXHAUSTED)
         configurations = replace(self._configurations, memory=context.memory)
-        self._known = known = Predictions.of(configurations, observations)
+        self._known = known = Predictions.fit(configurations, observations)
         may_stop = self._stop_when > 0 and len(known.measured) > 0
         is_running = any(each.outcome is None for each in observations)
         try:
@@ -100,8 +100,9 @@ class ModelSearch(Search):
             return None
         settings = self._configurations.settings.of(point.branch, point.index)
         batch = self.problem.space.batch(point.micro_batch, settings)
-        asked = Predictions.of(self._known.configurations, [Observation(point, batch, None)])
-        return float(self._known.log_rate(asked.running)[0])
+        known = self._known.configurations
+        located = locate_points(known, [(point, Observation(point, batch, None))])
+        return float(self._known.log_rate(located)[0])
 
     @property
     def outlook(self) -> Outlook | None:

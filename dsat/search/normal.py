@@ -1,4 +1,4 @@
-"""The standard normal distribution over arrays, in logarithms so that its tails stay apart."""
+"""The standard normal distribution over arrays, in log space, so the tails do not underflow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]  # of floats, or of whole numbers where they count or point
 
-_REACH = 30.0  # math.erfc is exact so far out; beyond, the exponent alone counts
+_REACH = 30.0  # math.erfc is exact up to here; beyond, the exponent dominates
 _Z = np.linspace(-_REACH, 10.0, 8001)
 _PDF = np.exp(-(_Z**2) / 2) / math.sqrt(2 * math.pi)
 _CDF = np.array([math.erfc(-z / math.sqrt(2)) / 2 for z in _Z])

@@ -15,7 +15,8 @@ from dsat.search.base import Memory, Observation, Problem, Source, largest_micro
 from dsat.search.candidates import Row, Settings
 from dsat.search.feasibility import Ended, Feasibility
 from dsat.search.normal import Array
-from dsat.search.speed import Points, Posterior, Prior, fit
+from dsat.search.speed import Points, Posterior, Prior
+from dsat.search.speed import fit as fit_speed
 from dsat.search.step_time import COLUMNS, Job
 from dsat.space.locate import Point
 from dsat.values.outcome import OutcomeKind
@@ -70,7 +71,7 @@ class Configurations:
     memory: Memory | None = None
 
     @classmethod
-    def of(cls, problem: Problem) -> Configurations:
+    def build(cls, problem: Problem) -> Configurations:
         space = problem.space
         hosts = space.freedom.slots_per_host
         job = Job.of_profile(problem.profile, slots=space.slots, slots_per_host=hosts)
@@ -83,9 +84,19 @@ class Configurations:
         profile = self.problem.profile
         return max(1, profile.activation_bytes_per_sample) / profile.slot_memory_bytes
 
-    def edge(self, settings: Mapping[str, Any]) -> float:
+    def edge(self, branch: int, index: int) -> float:
         """The largest micro batch that should fit; in the middle between it and the next."""
-        return math.floor(largest_micro_batch(self.problem, self.memory, settings)) + 0.5
+        found = self._edges.get((branch, index))
+        if found is None:
+            settings = self.settings.of(branch, index)
+            largest = largest_micro_batch(self.problem, self.memory, settings)
+            found = self._edges[branch, index] = math.floor(largest) + 0.5
+        return found
+
+    @cached_property
+    def _edges(self) -> dict[tuple[int, int], float]:
+        """Known edges; predictions of memory change from one decision to the next."""
+        return {}
 
     def points(
         self,
@@ -165,15 +176,15 @@ class Predictions:
     log_unit: float | None
 
     @classmethod
-    def of(cls, known: Configurations, observations: Sequence[Observation]) -> Predictions:
-        """Return what trials tell, fitted to all of them."""
+    def fit(cls, known: Configurations, observations: Sequence[Observation]) -> Predictions:
+        """Fit predictions to all trials."""
         problem, settings = known.problem, known.settings
         located = [
             (each.point, each)
             for each in observations
             if each.point is not None and each.source is not Source.FINAL
         ]
-        points = _points_of(known, located)
+        points = locate_points(known, located)
         octaves = known.octaves(points).tolist()
         histories: dict[tuple[int, int], History] = defaultdict(History)
         ended, measured, lacking = [], [], []
@@ -191,7 +202,7 @@ class Predictions:
             if outcome.smaller_may_run:
                 lacking.append((each.batch.micro_batch, each.batch.gas))
             if outcome.most_samples is not None:
-                lacking.append((outcome.most_samples + 1, 1))
+                lacking.append((outcome.most_samples + 1, each.batch.gas))
             value = outcome.value(problem.objective)
             if value is not None and 0 < value < math.inf:
                 measured.append(place)
@@ -206,7 +217,7 @@ class Predictions:
         running = [place for place, (_, each) in enumerate(located) if each.outcome is None]
         return cls(
             known,
-            fit(known.prior, found, log_s, errors),
+            fit_speed(known.prior, found, log_s, errors),
             Feasibility(
                 ended,
                 len(problem.space.branches),
@@ -255,7 +266,7 @@ class Predictions:
         return self.configurations.settings.of(best.branch, best.index)
 
 
-def _points_of(known: Configurations, located: Sequence[tuple[Point, Observation]]) -> Points:
+def locate_points(known: Configurations, located: Sequence[tuple[Point, Observation]]) -> Points:
     """Return what was tried, with the batch sizes that it had."""
     keys = list(dict.fromkeys((point.branch, point.index) for point, _ in located))
     place = {key: number for number, key in enumerate(keys)}
@@ -264,6 +275,6 @@ def _points_of(known: Configurations, located: Sequence[tuple[Point, Observation
         np.array([place[point.branch, point.index] for point, _ in located], int),
         np.array([each.batch.micro_batch for _, each in located], float),
         np.array([each.batch.gas for _, each in located], float),
-        [known.edge(known.settings.of(*key)) for key in keys],
+        [known.edge(*key) for key in keys],
         np.array([each.neighbours for _, each in located], int),
     )

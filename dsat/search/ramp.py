@@ -19,8 +19,8 @@ BEYOND = 4  # searched beyond where growth has ended: slow growth adds up
 class Ramp:
     """The user's own micro batch, raised step by step in the first settings of its strategy.
 
-    Memory alone says nothing about small models: a million samples may fit where a hundred keep the
-    device busy. So the micro batch is doubled (quadrupled while that brings much) until throughput
+    For small models, memory is no guide: a million samples may fit where a hundred keep the device
+    busy. So the micro batch is doubled (quadrupled while that brings much) until throughput
     no longer grows, memory or the data end, or a trial would take too long.
 
     Attributes:
@@ -34,7 +34,7 @@ class Ramp:
     limit: int | None = None
 
     @classmethod
-    def of(
+    def follow(
         cls, problem: Problem, observations: Sequence[Observation], context: Context
     ) -> Ramp | None:
         """Return where the ramp has come to; None without the user's own configuration."""
@@ -78,7 +78,7 @@ class Ramp:
                 self._limit_to(outcome.most_samples or size - 1)
             return None
         log_value, self.limit = objective.log_value(value), None
-        factor, is_over = 4, False  # far from the end, larger steps tell more
+        factor, is_over = 4, False  # far from the end, larger steps teach more
         if before is not None:
             grown = log_value - before[1] + outcome.metrics.standard_error
             octaves = math.log2(size / before[0])
@@ -106,5 +106,5 @@ class Ramp:
 
     @staticmethod
     def _at_least(size: int, sizes: Sequence[int]) -> int:
-        """Return the smallest allowed micro batch of so many samples, or the largest of all."""
+        """Return the smallest allowed micro batch from a size on, or the largest of all."""
         return sizes[min(bisect.bisect_left(sizes, size), len(sizes) - 1)]

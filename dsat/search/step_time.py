@@ -155,7 +155,7 @@ class Job:
 
 
 def hardware_of(card: Card, itemsize: int) -> Hardware:
-    """Return what a card of a usual host does with elements of so many bytes."""
+    """Return the speed of a card in a usual host, with elements of this many bytes."""
     return Hardware(
         flops=card.peak(itemsize) * card.matmul,
         memory_bandwidth=card.memory_bandwidth * cards.MEMORY_PART,
@@ -299,7 +299,7 @@ def seconds(
         micro_batch, gas: samples of a micro step and micro steps of a step, (n,).
         room: memory that is predicted to be left, as a fraction, (n,).
     """
-    w = dict(zip(COLUMNS, work.T, strict=True))
+    w = dict(zip(COLUMNS, np.ascontiguousarray(work.T), strict=True))
     factor = dict(zip(FACTORS, np.exp(np.clip(theta, -30.0, 30.0)), strict=True))
     overhead, link, host = factor["overhead"], factor["link"], factor["host"]
     hop_s, pcie = hardware.latency_s, hardware.pcie_bandwidth

@@ -20,7 +20,7 @@ _NOISY = 0.2  # half-width of the 95 % interval of one measurement
 _DRIFTED = 1.2  # ratio of the user's own speeds; run-to-run variation is at most half of that
 _UNSURE = 2.0  # upper by lower end of the gain's interval
 _LONGER, _ERRORS = 1.2, 3.0  # samples, and standard errors, from which on lengths differ
-_QUIETER = "End other programs on the machine, or measure longer (--max-profile-steps)."
+_QUIETER = "End other programs on the machine, or measure longer (--max-measured-steps)."
 
 
 def of_run(run: Run, best: Trial, outcome: Outcome, found: Gain | None) -> Iterator[str]:
@@ -93,9 +93,9 @@ def _of_drift(run: Run) -> Iterator[str]:
         metric = run.plan.metric
         yield (
             f"your own configuration measured {fmt.metric(metric, first)} first and "
-            f"{fmt.metric(metric, later)} in the finals: the machine changed its speed (heat, or "
-            "other programs). The gain holds, since its runs took turns, but the search compared "
-            "trials of different conditions."
+            f"{fmt.metric(metric, later)} later: the machine changed its speed (heat, or other "
+            "programs), so the search compared trials of different conditions. Finals are not "
+            "affected, since their runs take turns."
         )
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from dsat.errors import JournalError, UserInputError
 from dsat.run.folder_lock import is_locked
+from dsat.run.history import read_run
 from dsat.run.journal import FILE_NAME, RUNS_FOLDER
-from dsat.run.run import Run, read_run
+from dsat.run.run import Run
 from dsat.show.summary import BEST_CONFIG_FILE, SUMMARY_FILE
 
 _RESULTS_FOLDER = Path("autotuning_results")  # where `dsat tune` writes by default

@@ -58,10 +58,10 @@ def _of_data(run: Run, own: Metrics, best: Metrics) -> Iterator[str]:
 
 def _more_workers(tried: Sequence[str]) -> str:
     if tried:
-        return f"more worker processes may help: list higher values of {tried[0]} with --switch"
+        return f"more worker processes may help: list higher values of {tried[0]} with --vary"
     return (
         "give the data loader more worker processes (num_workers), or do less work per sample. To "
-        "search a flag of your script for it: --switch --num_workers=0,4,8"
+        "search a flag of your script for it: --vary --num_workers=0,4,8"
     )
 
 

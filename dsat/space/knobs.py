@@ -86,7 +86,7 @@ class Knob:
         reason: why it is worth trying, in one line.
         when: the condition under which it can matter in them.
         elements: the values count parameters, so that all beyond the model's size are alike.
-        unasked: the condition under which it is searched without `--tune` or a list of values:
+        unasked: the condition under which it is searched without `--search` or a list of values:
             never, if it changes what is computed, or has an effect in some scripts only.
         divides_slots: the values are numbers of slots, and must divide those of a trial.
         is_later: it came after runs that are resumed without it, and whose trials' names are
@@ -112,7 +112,7 @@ class Knob:
 
     @property
     def is_on_request(self) -> bool:
-        """Tell whether it is searched with `--tune` only."""
+        """Tell whether it is searched with `--search` only."""
         return self.unasked is _never
 
     def usable(self, situation: Situation) -> tuple[Any, ...]:
@@ -353,7 +353,7 @@ KNOBS = (
         **_ON_REQUEST,
     ),
 )
-# Names for `--tune` and `--fix` besides the knobs: whole sections, and the script's switches.
+# Names for `--search` and `--keep` besides the knobs: whole sections, and the script's switches.
 SECTIONS = ("offload_optimizer", "offload_param")
 KNOB_NAMES = tuple(dict.fromkeys((*(k.key for k in KNOBS), *SECTIONS, *SWITCHES)))
 

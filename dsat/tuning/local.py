@@ -14,7 +14,7 @@ from dsat.engines.agent import leftovers
 from dsat.engines.engine import LocalEngine
 from dsat.engines.start import FULL_RUN_ID, LocalOptions
 from dsat.errors import DsatError, SearchFailed, UserInputError
-from dsat.in_trial.failures import OF_DSAT
+from dsat.in_trial.failures import INSIDE_DSAT
 from dsat.memory.predictor import Basis
 from dsat.prepare.hosts import describe
 from dsat.run import history
@@ -68,7 +68,8 @@ class LocalSearch:
                 _log.info(
                     "ended %d processes left over from an earlier run in this folder", len(ended)
                 )
-            self._tuner = _tuner(ready, self.folder, earlier, opened)
+            self._tuner = _tuner(ready, self.folder, opened)
+            self._tuner.reuse(history.reusable_trials(earlier, ready.plan, ready.info))
             self._opened = opened.pop_all()
         self.run = self._tuner.run
         self.ready = train_command.as_shown(ready, self.run)
@@ -159,9 +160,7 @@ class LocalSearch:
         _train(engine, best)
 
 
-def _tuner(
-    ready: Prepared, folder: Path, earlier: Sequence[Run], opened: contextlib.ExitStack
-) -> Tuner:
+def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner:
     """Return the tuner of a run, whose journal is closed with the others."""
     journal = opened.enter_context(Journal(folder / FILE_NAME))
     return Tuner(
@@ -169,7 +168,6 @@ def _tuner(
         journal,
         info=ready.info,
         events=journal.events,
-        earlier=history.reusable_trials(earlier, ready.plan, ready.info),
         time_of_day=time.time,
         last_event_s=ready.began_s,
     )
@@ -302,7 +300,7 @@ def _failure(run: Run, trials: Path) -> DsatError:
 
 def _blame(trial: Trial, outcome: Outcome) -> str:
     """Tell whose error it is, where that is known."""
-    if OF_DSAT in outcome.message:
+    if INSIDE_DSAT in outcome.message:
         return " Please report it, with the traceback, as a bug of dsat."
     if not outcome.detail or trial.kind is TrialKind.SEARCH:
         return ""

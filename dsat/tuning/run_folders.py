@@ -17,7 +17,7 @@ from dsat.errors import JournalError, UserInputError
 from dsat.run import history
 from dsat.run.folder_lock import FolderLock
 from dsat.run.journal import FILE_NAME, RUNS_FOLDER, read_events
-from dsat.run.run import Run, read_run
+from dsat.run.run import Run
 from dsat.run.tuner import difference_to
 from dsat.show import page, progress, summary
 from dsat.space.plan import Plan
@@ -164,7 +164,7 @@ def earlier_runs(
                 _log.info("%s: a new search begins and reuses what was measured", other)
             else:
                 _log.info("trials that failed are run again")
-    return [read_run(path) for path in _set_aside_in(folder)]
+    return [history.read_run(path) for path in _set_aside_in(folder)]
 
 
 def _set_aside(journal: Path) -> None:
@@ -207,7 +207,7 @@ def _delete_results(results: Path, experiments: Path) -> None:
     journals = [path for path in journals if path.is_file()]
     for journal in journals:
         with contextlib.suppress(JournalError):  # a damaged one names no trials
-            for trial in read_run(journal).trials.values():
+            for trial in history.read_run(journal).trials.values():
                 shutil.rmtree(results / trial.name, ignore_errors=True)  # follows no link
                 (experiments / f"{trial.name}.json").unlink(missing_ok=True)
     ours = [results / name for name in _RESULT_FILES] if journals else []

@@ -23,6 +23,7 @@ class TrialKind(str, enum.Enum):
     BASELINE = "baseline"
     SEARCH = "search"
     FINAL = "final"
+    REPEAT = "repeat"  # of the baseline, to measure how much runs vary
 
 
 @dataclass(frozen=True)

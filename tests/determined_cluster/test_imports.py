@@ -20,7 +20,7 @@ GIVEN = {"determined", "numpy", "ruamel", "torch", "deepspeed", "dsat", "wrapt"}
 # Libraries that the script has imported before.
 BY_NEED = {
     ("in_trial.profiler", "psutil"),
-    ("inputs.ds_config", "hjson"),
+    ("command.ds_config", "hjson"),
     ("search.threads", "threadpoolctl"),
     ("in_trial.loopback", "psutil"),
     ("in_trial.script_switches", "liger_kernel"),

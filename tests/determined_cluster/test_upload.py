@@ -38,7 +38,7 @@ def dsat(model: Path, *options: object, entrypoint: str = "python3 train.py") ->
 
 def uploaded(master: StandIn, model: Path, *includes: Path) -> set[str]:
     """What trials find in their folder."""
-    options = [word for include in includes for word in ("--include", include)]
+    options = [word for include in includes for word in ("--add-files", include)]
     assert dsat(model, "--detach", *options) == 0
     files = master.context(len(master.experiments))
     assert {"dsat_job.json", "dsat/determined_cluster/runner.py"} <= files.keys()
@@ -99,7 +99,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
     [
         ("model/dsat/x.py", "hide the package dsat"),
         ("model/dsat.py", "hide the package dsat"),
-        ("other/train.py", "--include"),  # there is one in the model folder
+        ("other/train.py", "--add-files"),  # there is one in the model folder
     ],
 )
 def test_two_of_one_name_are_refused(
@@ -108,7 +108,7 @@ def test_two_of_one_name_are_refused(
     path = model.parent / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("")
-    included = ["--include", path] if path.parent.name == "other" else []
+    included = ["--add-files", path] if path.parent.name == "other" else []
     assert dsat(model, "--dry-run", *included) == 2
     err = refused(capsys)
     assert words in err and path.name in err + "x.py"

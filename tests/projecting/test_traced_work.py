@@ -178,7 +178,7 @@ def test_trials_correct_the_projection_and_narrow_it() -> None:
         points.append(speed.points(work, STAGE_3, micro_batch, 1))
         log_s.append(math.log(1.3 * speed.predict(points[-1]).seconds))  # 30 % slower than said
     fitted = speed.calibrated(
-        hardware_of(A100), Points.of(points), np.array(log_s), np.full(3, 0.01)
+        hardware_of(A100), Points.join(points), np.array(log_s), np.full(3, 0.01)
     )
     work = work_of(step(*gathers()), MODEL, 8, Cluster.of(A100, 8), 3)
     asked = speed.points(work, STAGE_3, 8, 1)
@@ -187,7 +187,7 @@ def test_trials_correct_the_projection_and_narrow_it() -> None:
     assert after.high_s / after.low_s < before.high_s / before.low_s
     # The same trials say less of a card with the same peak and other links.
     elsewhere = ProjectedSpeed(hardware_of(cards.find("A800")), [STAGE_3]).calibrated(
-        hardware_of(A100), Points.of(points), np.array(log_s), np.full(3, 0.01)
+        hardware_of(A100), Points.join(points), np.array(log_s), np.full(3, 0.01)
     )
     assert elsewhere.predict(asked).high_s > after.high_s
 

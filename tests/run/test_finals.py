@@ -49,9 +49,9 @@ def test_if_only_one_takes_part_it_is_the_smallest_that_is_as_fast() -> None:
         leader(3, 1.38, batch=16, error=0.001),
         leader(4, 1.39, batch=32, error=0.001),
     ]
-    assert [c.trial_id for c in rules.by_expectation(tried)] == [2, 4, 3]
-    assert [c.trial_id for c in rules.by_expectation(tried, indifference=0.01)] == [4, 2, 3]
-    assert [c.trial_id for c in rules.by_expectation(tried, indifference=0.02)] == [3, 2, 4]
+    assert [c.trial_id for c in rules.rank_by_expectation(tried)] == [2, 4, 3]
+    assert [c.trial_id for c in rules.rank_by_expectation(tried, indifference=0.01)] == [4, 2, 3]
+    assert [c.trial_id for c in rules.rank_by_expectation(tried, indifference=0.02)] == [3, 2, 4]
 
 
 # -- who runs, and when it is enough
@@ -194,7 +194,7 @@ def test_if_only_one_takes_part_luck_does_not_make_a_large_batch(error: float, c
         leader(5, 1.36, batch=128, error=error),
         leader(6, 1.10, batch=8, error=error),
     ]
-    assert rules.by_expectation(tried, indifference=0.02)[0].trial_id == chosen
+    assert rules.rank_by_expectation(tried, indifference=0.02)[0].trial_id == chosen
 
 
 def test_the_luckiest_of_many_needs_more_than_one_alone() -> None:

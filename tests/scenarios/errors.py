@@ -101,7 +101,7 @@ _EXPERIMENT: list[tuple[str, Any, str, str]] = [
         ("resources.slots_per_trial", bad, "resources.slots_per_trial", "positive integer")
         for bad in (0, "two", True)
     ),
-    ("resources.slots_per_trial", 3, "", "3 2 --slots"),
+    ("resources.slots_per_trial", 3, "", "3 2 --devices"),
     ("searcher", "single", "searcher", "mapping"),
     *(
         ("searcher.max_length", bad, "searcher.max_length", "whole number")
@@ -149,6 +149,9 @@ _HOSTFILE: list[tuple[str, str, str]] = [
     ("a slots=1\nb slots=1\na slots=1\n", "", "a twice"),
     ("a\nb max_slots=2\n", "", "max_slots=2 slots=8"),
 ]
+_BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 9)
+)
 # Files that cannot be read: name, content and words.
 _FILES: list[tuple[str, str | bytes, str]] = [
     ("deepspeed.yaml", "a:\n\t- b", "2 1"),
@@ -159,6 +162,7 @@ _FILES: list[tuple[str, str | bytes, str]] = [
     ("deepspeed.yaml", "a: 2024-01-01", "date a"),
     ("deepspeed.yaml", "a: {b: 1}\nc: {d: [1, .nan]}", "NaN c.d.1"),
     ("deepspeed.yaml", "? [a, b]\n: c", ""),
+    ("deepspeed.yaml", _BOMB, "1,000,000 aliases"),
     ("ds.json", '{\n"a": 1,\n', "JSON 3 1"),
     ("ds.json", '{"a": {"b": 1,\n"b": 2, "c": 1}}', "more than once"),
     ("ds.json", '{"b": 1, "a": {"c": 1e999}}', "NaN a.c"),
@@ -200,7 +204,7 @@ _WORDS: list[tuple[str, str, str]] = [
     ("model --max-train-batch-size 3 --min-micro-batch 4 -- python train.py", "", "exclude"),
     ("model --max-slots 1 --devices 2 -- python train.py", "--max-slots", "2 devices"),
     ("model --max-trials 1 -- train.py", "", "--max-trials 1 2"),
-    (f"asha --slots 1 -- deepspeed --num_gpus 2 {SCRIPT}", "", "2 1"),
+    (f"asha --devices 1 -- deepspeed --num_gpus 2 {SCRIPT}", "", "2 1"),
     ("asha deepspeed.yaml . --search overlap_comm --keep overlap_comm", "", "overlap_comm --keep"),
     ("model --search overlap -- python train.py", "", "--search 'overlap'"),
     ("model --search packing -- python train.py", "", "packing tokens_per_second"),
@@ -231,7 +235,7 @@ _WORDS: list[tuple[str, str, str]] = [
     ("watch --port none", "", "--port none"),
     ("estimate --model c -- t.py", "--model", "script"),
     ("estimate --seq-length 9 -- t.py", "--seq-length", "--model"),
-    ("estimate --fits 8x80GiB --slots 8 -- t.py", "--fits", "--slots"),
+    ("estimate --fits 8x80GiB --devices 8 -- t.py", "--fits", "--devices"),
     ("estimate --fits 8x80 -- t.py", "", "--fits '80' 80"),
     ("estimate --lora r=0 --model c", "", "--lora 0"),
     ("estimate --model ./no/such/model", "--model ./no/such/model", "file folder"),
@@ -245,7 +249,7 @@ _WORDS: list[tuple[str, str, str]] = [
 
 def mistakes() -> Iterator[Mistake]:
     """Yield all of them."""
-    tune, dry = f"tune {SCRIPT}", "model --dry-run --slots 2 --ds-config ds.json -- train.py"
+    tune, dry = f"tune {SCRIPT}", "model --dry-run --devices 2 --ds-config ds.json -- train.py"
     experiment = "model deepspeed.yaml . --dry-run"
     for key, value, words in _SECTION:
         section = _nested(key, value)

@@ -73,7 +73,7 @@ def test_the_finals_may_be_given_more_or_fewer_trials(
     told = user.tunes("--max-trials", trials, "--finals", finals, method="random")
     check_result(user, told)
     assert len(told.trials) <= trials and len(of_kind(told, "final")) <= most
-    assert len(of_kind(told, "search", "baseline")) == trials - most
+    assert len(of_kind(told, "search", "baseline", "repeat")) == trials - most
 
 
 @pytest.mark.parametrize("failures", [1, 2])

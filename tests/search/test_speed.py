@@ -163,12 +163,12 @@ def drawn(rng: np.random.Generator, count: int) -> Points:
         )
         for _ in range(count)
     ]
-    return Points.of(parts)
+    return Points.join(parts)
 
 
 def truth_of(rng: np.random.Generator, *tables: Points, scale: float = 1.0) -> list[Array]:
     """Logarithms of seconds in a world that the prior describes; residuals are `scale` as large."""
-    points = Points.of(tables)
+    points = Points.join(tables)
     theta = PRIOR.mean + np.minimum(np.sqrt(PRIOR.variance), 0.7) * rng.normal(size=len(FACTORS))
     covariance = PRIOR.residuals(points, points, Scales(scale, scale))
     residuals = rng.multivariate_normal(np.zeros(len(points)), covariance)
@@ -195,7 +195,7 @@ def test_run_to_run_variation_is_noise_and_no_residual(sd: float) -> None:
     rng = np.random.default_rng(0)
     table = drawn(rng, 6)
     [true] = truth_of(rng, table)
-    again = Points.of([table] * 5)
+    again = Points.join([table] * 5)
     known = fit(PRIOR, again, np.tile(true, 5) + rng.normal(0, sd, 30), np.full(30, 0.002))
     assert sd / 2 <= known.run_sd <= 2 * sd
     assert known.scales.residual <= 2
@@ -213,7 +213,7 @@ def test_residuals_are_as_large_as_measurements_say() -> None:
 def test_what_a_switch_does_in_one_place_it_does_elsewhere() -> None:
     """As in the missing corner of a square of which three corners are known."""
     rows = [(1, 8.0, 1.0)], [(2, 16.0, 1.0)]
-    table = Points.of([points_of(rows[0]), points_of(rows[0], values=(1, 0)), points_of(rows[1])])
+    table = Points.join([points_of(rows[0]), points_of(rows[0], values=(1, 0)), points_of(rows[1])])
     log_s = PRIOR.log_s(PRIOR.mean[None, :], table)[0] + [0.0, 0.3, 0.05]
     known = fit(PRIOR, table, log_s, np.full(3, 0.001))
     asked = points_of(rows[1], values=(1, 0))

@@ -19,7 +19,7 @@ from dsat.command.placement import Launch
 from dsat.command.switches import OF_CODE
 from dsat.engines.machines.hosts import Host, Share
 from dsat.engines.machines.machine import Machine
-from dsat.engines.rank_settings import cores_of
+from dsat.engines.rank_settings import find_cores
 from dsat.tuning import train_command
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import Prepared
@@ -54,9 +54,9 @@ def test_a_quota_of_processor_time_names_no_cores() -> None:
     limited = replace(FOUR, threads=2, allowed=FOUR.devices)
     assert conditions(limited, 1, memory_is_limited=False) == ["OMP_NUM_THREADS=1"]
     share = Share(0, Host(limited), (0, 1))
-    assert cores_of(share, 0, Entrypoint(), {}) == []
+    assert find_cores(share, 0, Entrypoint(), {}) == []
     unlimited = replace(share, host=Host(replace(limited, threads=4)))
-    assert cores_of(unlimited, 0, Entrypoint(), {}) == [0, 2]
+    assert find_cores(unlimited, 0, Entrypoint(), {}) == [0, 2]
 
 
 SCRIPT = "train.py --deepspeed_config ds_config.json"
@@ -181,13 +181,18 @@ def test_files_that_were_included_are_beside_the_script(ready: Prepared, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("command", "does_too"),
-    [(f"deepspeed --num_gpus 1 {SCRIPT}", True), (f"python3 {SCRIPT}", False)],
+    ("command", "devices", "does_too"),
+    [
+        (f"deepspeed --num_gpus 1 {SCRIPT}", 1, True),
+        (f"python3 {SCRIPT}", 1, True),
+        (f"python3 {SCRIPT}", 2, False),
+    ],
 )
 def test_a_configuration_that_is_kept_needs_no_other_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, does_too: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, devices: int, does_too: bool
 ) -> None:
     ready = prepared(command, FOLDER, monkeypatch)
+    ready = replace(ready, plan=replace(ready.plan, slots_per_trial=devices))
     best = object()
     monkeypatch.setattr(train_command, "line", lambda *_: "train it")
     run = SimpleNamespace(best=best, baseline=best, outcomes={})
