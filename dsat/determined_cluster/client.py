@@ -11,6 +11,7 @@ from typing import Any
 from dsat.determined_cluster import result
 from dsat.determined_cluster.job import SAID, search_tag, state_in_words
 from dsat.determined_cluster.master import (
+    ANSWERS_AGAIN,
     OVER,
     UNREACHABLE,
     Master,
@@ -81,7 +82,7 @@ def follow(
             say(f"experiment {experiment_id} is {state_in_words(state)}")
         for line in lines[shown:]:
             # This process says so itself when the master is unreachable.
-            if not line.startswith((RESULT_MARK, UNREACHABLE)):
+            if not line.startswith((RESULT_MARK, UNREACHABLE, ANSWERS_AGAIN)):
                 say(line)
         shown = max(shown, len(lines))
         found = result.of_lines(lines) if state in OVER else {}
@@ -89,6 +90,12 @@ def follow(
             return state, found
         late += state in OVER
         time.sleep(_INTERVAL_S)
+
+
+def newest_checkpoint(master: Master, runner_id: int) -> str | None:
+    """Return the UUID of the newest checkpoint of a search runner; None if it has none."""
+    with explained(master.address):
+        return master.newest_checkpoint(runner_id)
 
 
 def end_search_of(master: Master, runner_id: int) -> int | None:

@@ -28,6 +28,7 @@ from dsat.values.zero_strategy import of_config
 JOB_FILE = "dsat_job.json"
 MODEL_FOLDER = "model"
 PACKAGE_FOLDER = "dsat"
+LABEL = "dsat"
 RUNNER_NAME = "(DSAT) "  # before the user's own
 RUNNER_MODULE = "dsat.determined_cluster.runner"
 SAID = "[dsat] "  # in front of each line of the runner that is for the person who waits
@@ -140,6 +141,7 @@ def runner_config(
         resources.pop(key, None)
     config.update(
         name=f"{RUNNER_NAME}{user.name}",
+        labels=_labels(config, user.name),
         entrypoint=["python3", "-m", RUNNER_MODULE, JOB_FILE],
         resources={**resources, "slots_per_trial": 0},
         searcher={
@@ -198,6 +200,7 @@ def full_run_tag(runner_id: int) -> str:
 def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `custom` experiment of the trials; `runner` is the runner's own configuration."""
     config = _users(job, search_tag(runner_id), runner)
+    config["labels"] = _labels(config, job.info["name"])
     if job.max_slots is not None:
         config["resources"]["max_slots"] = job.max_slots
     config["searcher"] = {
@@ -223,6 +226,11 @@ def full_run_config(
     hparams = trial_hparams(job.hparams, best.overrides, best.script_args)
     config["hyperparameters"] = _constants(hparams)
     return config
+
+
+def _labels(config: Mapping[str, Any], name: str) -> list[str]:
+    """Return labels by which both experiments of a search are found in the web UI."""
+    return list(dict.fromkeys([*(config.get("labels") or []), LABEL, name]))
 
 
 def _constants(hparams: Mapping[str, Any]) -> dict[str, Any]:

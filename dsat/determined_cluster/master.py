@@ -6,6 +6,7 @@ needs it to be installed.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
@@ -25,7 +26,7 @@ OVER = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 _LOG_LINES = 400
 _MARKS = "[dsat-"
 _LATE_LOGS_S = (0.5, 1.0, 2.0)  # the last lines may come after the end of the trial
-UNREACHABLE = "the master does not answer"
+UNREACHABLE, ANSWERS_AGAIN = "the master does not answer", "the master answers again"
 _AWAY_LIMIT_S, _ERROR_LIMIT_S = 1800.0, 120.0
 _LONGEST_PAUSE_S = 30.0
 _INTERNAL_ERROR = 500
@@ -76,7 +77,10 @@ class Master:
         pause_s = 1.0
         while True:
             try:
-                return request()
+                answer = request()
+                if waited_s:
+                    self._say(ANSWERS_AGAIN)
+                return answer
             except Exception as error:
                 what = failure(error)
                 if waited_s.get(what, 0.0) >= patience_s(error):
@@ -144,6 +148,34 @@ class Master:
         found = self.ask(lambda: self._experiment(experiment_id))
         return dict(parse_yaml(found.originalConfig) or {})
 
+    def file(self, experiment_id: int, name: str) -> str:
+        """Return the text of a file in an experiment's context."""
+        from determined.common.api import bindings
+
+        body = bindings.v1GetModelDefFileRequest(path=name)
+        answer = self.ask(
+            lambda: bindings.post_GetModelDefFile(
+                self.session, body=body, experimentId=experiment_id
+            )
+        )
+        return base64.b64decode(answer.file or "").decode()
+
+    def newest_checkpoint(self, experiment_id: int) -> str | None:
+        """Return the UUID of an experiment's newest checkpoint; None if it has none."""
+        from determined.common.api import bindings
+
+        answer = self.ask(
+            lambda: bindings.get_GetExperimentCheckpoints(
+                self.session,
+                id=experiment_id,
+                limit=1,
+                sortByAttr=bindings.checkpointv1SortBy.BATCH_NUMBER,
+                orderBy=bindings.v1OrderBy.DESC,
+                states=[bindings.checkpointv1State.COMPLETED],
+            )
+        )
+        return answer.checkpoints[0].uuid if answer.checkpoints else None
+
     def _experiment(self, experiment_id: int) -> Any:
         from determined.common.api import bindings
 
@@ -156,6 +188,12 @@ class Master:
 
         with contextlib.suppress(errors.NotFoundException):
             self.ask(lambda: bindings.post_KillExperiment(self.session, id=experiment_id))
+
+    def cancel(self, experiment_id: int) -> None:
+        """Cancel an experiment, whose processes may come to their end."""
+        from determined.common.api import bindings
+
+        self.ask(lambda: bindings.post_CancelExperiment(self.session, id=experiment_id))
 
     def describe(self, experiment_id: int, text: str) -> None:
         """Set an experiment's description."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import tempfile
 from collections.abc import Mapping
@@ -17,19 +18,21 @@ from dsat.command import experiment as experiments
 from dsat.command.entrypoint import Entrypoint
 from dsat.command.switches import is_set_by_script, is_switch
 from dsat.determined_cluster import client as clients
-from dsat.determined_cluster import job, upload
+from dsat.determined_cluster import job, result, upload
 from dsat.determined_cluster.job import Job
 from dsat.determined_cluster.master import Master
 from dsat.determined_cluster.select_master import Choice, choose
 from dsat.engines.places import AUTO
 from dsat.errors import UserInputError
 from dsat.prepare import source
+from dsat.show import summary
 from dsat.space.plan import BY_FORMULA, BY_SIMULATION
 from dsat.tuning import run_folders
 from dsat.tuning.plans import plan_of
-from dsat.tuning.preparation import check_max_slots, searcher_of_full_run
+from dsat.tuning.preparation import check_max_slots, searcher_of_full_run, with_section
 from dsat.tuning.settings import Settings
 from dsat.values.files import write_atomically
+from dsat.values.format import count
 
 _log = logging.getLogger(__name__)
 
@@ -186,14 +189,32 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
         return replace(submitted, interrupted=True)
     if state != "COMPLETED":
         said = job.state_in_words(state)
+        if found.get("best") is None and found.get("stop_reason"):
+            said = f"failed ({found['stop_reason']})"
         _log.info("experiment %d ended: %s; see %s", number, said, submitted.url)
     if not found.get("over"):
         left_over = clients.end_search_of(master, number)
         if left_over is not None:
             _log.info("ended the trials of the search, experiment %d, too", left_over)
-    files = found.pop("files", None)
-    run_dir = None if files is None else _write_files(files, name)
+    files, run_dir = found.pop("files", None), None
+    if files is not None:
+        run_dir = _write_files({**files, **_best_config(master, number, found)}, name)
+    elif uuid := clients.newest_checkpoint(master, number):
+        _log.info(
+            "What it measured, with the best configuration so far, is in checkpoint %s: "
+            "det -m %s checkpoint download %s",
+            *(uuid, master.address, uuid),
+        )
     return replace(submitted, state=state, result=found, run_dir=run_dir)
+
+
+def _best_config(master: Master, number: int, found: Mapping[str, Any]) -> dict[str, str]:
+    """Return the file of the best configuration, whole, if there is one."""
+    if not found.get("best"):
+        return {}
+    with clients.explained(master.address):
+        submitted = Job.from_json(json.loads(master.file(number, job.JOB_FILE)))
+    return {summary.BEST_CONFIG_FILE: result.best_config(submitted, found)}
 
 
 def _write_files(files: Mapping[str, str], name: str) -> Path:
@@ -223,9 +244,11 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         source.check_config_path(experiment, program)
         source.check_ranks(program, slots)
     args = program.args
-    experiment = replace(
-        experiment, arg_mappings=script_args.checked({}, args, where="--arg-mapping")
-    )
+    section, settings = with_section(settings, experiment, program.config_path)
+    for note in section.notes if section is not None else ():
+        _log.info(note)
+    _check_mappings(settings)
+    slots = settings.slots or experiment.slots_per_trial
     settings = _with_max_slots(settings, experiment, slots)
     if settings.run_full_experiment:
         _check_full_run(experiment)
@@ -245,7 +268,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         info={
             "name": experiment.name,
             "dsat": __version__,
-            "machine": f"Determined cluster {choice.master}, {slots} slots per trial",
+            "machine": f"Determined cluster {choice.master}, {count(slots, 'slot')} per trial",
         },
         config=job.without_secrets(experiment.config),
         hparams=experiment.hparams,
@@ -259,6 +282,17 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     )
     named = (choice.master, choice.reason, experiment.name)
     return Submission(*named, submitted, config, files, size, Path(program.script))
+
+
+def _check_mappings(settings: Settings) -> None:
+    """Raise UserInputError for flags that `dsat.get_hf_args_with_overwrites` does not set."""
+    for setting, flag in settings.arg_mappings.items():
+        if script_args.HF_BATCH_FLAGS.get(setting) != flag:
+            raise UserInputError(
+                f"trials on a cluster cannot set {flag}",
+                where=f"{settings.name_of('arg_mappings')}.{setting}",
+                hint="Leave it out, or use --engine local.",
+            )
 
 
 def _with_max_slots(settings: Settings, experiment: experiments.Experiment, slots: int) -> Settings:
