@@ -45,8 +45,8 @@ class EstimateOptions(ModelOptions, total=False):
     """The options of `dsat.estimate`."""
 
     slot_memory: Size | Sequence[Size]
-    devices: int | Sequence[int]
     host_memory: Size | None
+    devices: int | Sequence[int]
     exact: bool
 
 

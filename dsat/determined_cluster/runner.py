@@ -253,7 +253,7 @@ class Runner:
             say(f"experiment {self.experiment_id} was ended from outside ({state})")
         self._print_result()
         self._context.train.report_validation_metrics(
-            steps_completed=len(run.outcomes), metrics=result.metrics(RunView.of(run), over=over)
+            steps_completed=len(run.outcomes), metrics=result.metrics(RunView.build(run), over=over)
         )
         value = run.best_value
         self._operation.report_completed(value if value is not None else 0.0)
@@ -271,7 +271,7 @@ class Runner:
 
     def _print_result(self, *, canceled: bool = False) -> None:
         """Print the result, or the best so far, and put it into the description."""
-        view, over = RunView.of(self._run), self._search.over
+        view, over = RunView.build(self._run), self._search.over
         for line in result.for_people(view):
             say(line)
         found = {**result.of_run(view, over=over), "search_experiment_id": self.experiment_id}
