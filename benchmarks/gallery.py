@@ -24,7 +24,7 @@ from benchmarks.common import GIB, ROOT
 from dsat.estimating.options import EstimateSettings
 from dsat.estimating.tables import needed_bytes
 from dsat.memory import closed_form
-from dsat.memory.closed_form import ModelFacts
+from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Basis, MemoryModel
 from dsat.memory.strategies import compared, with_strategy
 from dsat.options import LORA

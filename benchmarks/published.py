@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks import common
 from dsat.command import entrypoint, experiment
 from dsat.memory import closed_form
-from dsat.memory.closed_form import ModelFacts
+from dsat.memory.facts import ModelFacts
 from dsat.prepare.simulated_model import start_engine
 from dsat.prepare.source import Source
 from dsat.simulation.client import SimulationUnavailable, Simulator

@@ -54,6 +54,7 @@ PARTS: Mapping[str, Part] = {
     "by_hand": Part("The printed command by hand", ("by_hand",)),
     "coverage": Part("Whether the intervals of step times hold", ("coverage",)),
     "memory": Part("Simulated memory against real memory", ("memory_accuracy",)),
+    "formula": Part("The closed form of memory against the simulation", ("formula",)),
     "published": Part("Predicted memory against published memory", ("published",)),
     "large_models": Part("What an estimate of a large model costs", ("large_models",)),
     "projection": Part("Projected throughput against published throughput", ("projection",)),

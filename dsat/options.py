@@ -115,12 +115,16 @@ class Option:
         return self.metavar or (self.kind.metavar if self.kind and not self.choices else None)
 
     @property
+    def has_plain_default(self) -> bool:
+        """The default is a value that the help does not name already."""
+        is_value = self.default not in (None, False) and not self.many
+        return is_value and "(default" not in self.help
+
+    @property
     def help_text(self) -> str:
         """The help with the default, for people."""
-        is_plain = self.default not in (None, False) and not self.many
         default = str(self.default).replace("%", "%%")
-        shown = f" (default: {default})" if is_plain and "(default" not in self.help else ""
-        return self.help + shown
+        return self.help + (f" (default: {default})" if self.has_plain_default else "")
 
     @property
     def initial(self) -> Any:
@@ -239,20 +243,6 @@ def write_memory_size(size_bytes: int) -> str:
     return str(size_bytes)
 
 
-def _cards(value: str) -> tuple[int, int]:
-    """Return the number and the bytes of `8x80GiB`; of one card without a number."""
-    number, times, size = _text(value).rpartition("x")
-    return NUMBER_OF_CARDS.read(number) if times else 1, memory_size(size)
-
-
-def _cards_of_kind(value: str) -> tuple[int, str]:
-    """Return the number and the name of `64xH100`."""
-    number, times, name = _text(value).partition("x")
-    if not times or not name.strip():
-        raise ValueError(f"invalid cards {value!r} (for example 64xH100)")
-    return NUMBER_OF_CARDS.read(number.strip()), name.strip()
-
-
 def amount(value: str | float) -> float:
     """Return the number of `1T`, `300B`, `40M` or a plain number."""
     found = _measure(value, _AMOUNTS)
@@ -367,8 +357,6 @@ def _lora(value: Any) -> dict[str, str]:
 
 
 MEMORY_SIZE = Kind(memory_size, write_memory_size, "SIZE")
-CARDS = Kind(_cards, metavar="NxSIZE")
-CARDS_OF_KIND = Kind(_cards_of_kind, lambda found: f"{found[0]}x{found[1]}", "NxCARD")
 AMOUNT = Kind(amount, lambda number: f"{number:.12g}", "N")
 DURATION = Kind(duration_s, lambda seconds: f"{seconds:.12g}s", "TIME")
 WHOLE_NUMBER = at_least(0)

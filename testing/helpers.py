@@ -10,14 +10,14 @@ from typing import Any
 
 from dsat.command.recorded_start import RankStart
 from dsat.space.plan import Plan
-from dsat.values.objective import SMALLER_IS_BETTER
+from dsat.values.objective import METRICS
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple
 
 
 def ran(value: float = 1.0, metric: str = "throughput") -> Outcome:
     """A success whose `metric` is `value`; every other one is as bad as can be."""
-    slow = dict.fromkeys(SMALLER_IS_BETTER, 1e9)
+    slow = {name: 1e9 for name, each in METRICS.items() if not each.larger_is_better}
     numbers = {"throughput": -1e9, "FLOPS_per_gpu": -1e9, **slow, metric: value}
     return Outcome(OutcomeKind.OK, metrics=Metrics(**numbers, num_steps=5, ci95=0.01, accidents=0))
 

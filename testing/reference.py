@@ -16,10 +16,10 @@ from dsat.engines import places
 from dsat.in_trial.adapters.table import ENGINE, MODELS, TABLE
 from dsat.options import Group, Option, options_of
 from dsat.search import SEARCHES
-from dsat.show.settings import LOOK_SETTINGS
+from dsat.show.settings import READ_ONLY
 from dsat.space.knobs import KNOB_NAMES, KNOBS
 from dsat.tuning.settings import TUNE, Settings
-from testing import touched
+from testing import python_reference, touched
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- From the declarations in the code, by `make docs`. -->\n\n"
@@ -36,7 +36,7 @@ def option_reference() -> str:
     parts.append("## One method\n")
     for method, search in SEARCHES.items():
         parts.append(f"### `{method}`\n\n{_table(search.options.values())}")
-    named = {f"dsat {name}": name for name in (*PREDICTS, *LOOK_SETTINGS)}
+    named = {f"dsat {name}": name for name in (*PREDICTS, *READ_ONLY)}
     for title, name in {"dsat tune`, `dsat run": TUNE, **named}.items():
         parts.append(f"## `{title}`\n\n{_table(options_of_command(name))}")
     return "\n".join(parts)
@@ -48,10 +48,10 @@ def setting_reference() -> str:
     for knob in KNOBS:
         stages = ", ".join(map(str, knob.stages))
         values = ", ".join(f"`{_json(value)}`" for value in knob.values)
-        when = "`--tune`" if knob.is_on_request else "yes"
+        when = "`--search`" if knob.is_on_request else "yes"
         rows.append(f"| `{knob.key}` | {stages} | {values} | {knob.reason} | {when} |")
     others = ", ".join(f"`{n}`" for n in KNOB_NAMES if n not in {knob.key for knob in KNOBS})
-    return "\n".join([*rows, "", f"`--tune` and `--fix` also take {others}.", ""])
+    return "\n".join([*rows, "", f"`--search` and `--keep` also accept {others}.", ""])
 
 
 def _json(value: Any) -> str:
@@ -73,8 +73,7 @@ def _row(own: Option) -> str:
     *short, long = own.flags
     flags = ", ".join(f"`{flag}`" for flag in [*short, f"{long} {own.placeholder or ''}".strip()])
     flags = flags.replace("|", "\\|")
-    plain = not isinstance(own.default, tuple) and own.default not in (None, False)
-    default = f"`{own.default}`" if plain else ""
+    default = f"`{own.default}`" if own.has_plain_default else ""
     said = own.help.replace("%%", "%").replace(": {knobs}", "")
     said = said.replace("{knobs}", "[settings](settings.md)").replace("|", "\\|")
     if own.choices is not None and len(own.choices) > len(own.flags):
@@ -87,6 +86,7 @@ def references() -> dict[Path, str]:
     return {
         DOCS / "options.md": option_reference(),
         DOCS / "settings.md": setting_reference(),
+        DOCS / "python-api.md": python_reference.python_reference(),
         DOCS / "what-dsat-touches.md": touched.markdown([*TABLE, *ENGINE, MODELS]),
     }
 

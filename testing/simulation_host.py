@@ -12,7 +12,7 @@ from typing import Any
 
 from dsat.command.switches import CHECKPOINTING
 from dsat.memory import closed_form
-from dsat.memory.closed_form import ModelFacts
+from dsat.memory.facts import ModelFacts
 from dsat.simulation import protocol
 from dsat.values.zero_strategy import of_config
 

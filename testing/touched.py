@@ -15,7 +15,7 @@ def markdown(table: Iterable[Adapter]) -> str:
     parts = []
     by_package = sorted(table, key=_package)
     for package, adapters in groupby(by_package, key=_package):
-        parts.append(f"## {package}\n\n| function | in | what dsat has it do |\n|---|---|---|")
+        parts.append(f"## {package}\n\n| function | in | what dsat changes |\n|---|---|---|")
         for (text, when), alike in groupby(adapters, key=lambda a: (_description(a), _when(a))):
             names = ", ".join(_link(adapter) for adapter in alike)
             parts.append(f"| {names} | {when} | {text} |")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -87,3 +88,20 @@ def test_add_a_place(tmp_path: Path) -> None:
     printed = _follow("Add a place", _copy(tmp_path / "copy"), **variables)
     assert "lsf" in printed.split("usage")[1]
     assert "at most 50 trials" in printed
+
+
+@pytest.mark.nightly
+def test_add_an_option(tmp_path: Path) -> None:
+    assert '"max_accumulation": 4' in _follow("Add an option", _copy(tmp_path))
+
+
+@pytest.mark.nightly
+def test_add_a_metric(tmp_path: Path) -> None:
+    assert "optimising data" in _follow("Add a metric", _copy(tmp_path))
+
+
+@pytest.mark.nightly
+def test_add_an_export(tmp_path: Path) -> None:
+    _follow("Add an export", _copy(tmp_path))
+    rows = (tmp_path / "recorded_run.jsonl").read_text().splitlines()
+    assert len(rows) == 9 and json.loads(rows[0])["metrics.throughput"] > 0

@@ -43,6 +43,13 @@ def test_every_path_that_is_named_exists(document: str) -> None:
     assert [str(each) for each in sorted(named | linked) if not each.exists()] == []
 
 
+def test_every_file_of_the_architecture_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", text)) - _named_paths(text)
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / "dsat" / name).exists()] == []
+
+
 def test_every_example_has_a_line() -> None:
     text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     tracked = subprocess.run(

@@ -193,6 +193,8 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS, MOST_METHODS, MOST_ATTRIBUTES 
 TOO_LARGE = {
     "simulation.attention attention: parameters",
     "run.run Run: attributes",
+    # Each attribute is a fact of the journal.
+    "values.outcome Outcome: attributes",
     # Each attribute is an option.
     "tuning.settings Settings: attributes",
     "api_options TuneOptions: attributes",

@@ -15,7 +15,7 @@ import pytest
 from dsat.estimating.options import EstimateSettings
 from dsat.options import options_of
 from dsat.projecting.options import ProjectSettings
-from dsat.show.settings import LOOK_SETTINGS
+from dsat.show.settings import READ_ONLY
 from dsat.tuning.settings import Settings
 from testing.browser import chromium
 
@@ -47,7 +47,7 @@ def test_it_loads_nothing_from_elsewhere_and_has_every_option(site: Path) -> Non
     foreign = re.compile(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?://[^>]+>")
     assert {p.name: found for p in pages if (found := foreign.findall(p.read_text()))} == {}
     options = (site / "options" / "index.html").read_text()
-    commands = (EstimateSettings, ProjectSettings, *LOOK_SETTINGS.values())
+    commands = (EstimateSettings, ProjectSettings, *READ_ONLY.values())
     for settings in (Settings, *commands):
         assert all(own.flags[-1] in options for own in options_of(settings))
 

@@ -8,8 +8,8 @@ import sys
 
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
-from dsat.cli.look import look
 from dsat.cli.parser import AnySettings
+from dsat.cli.read_only import read_only
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
 from dsat.errors import UserInputError
@@ -40,7 +40,7 @@ def run(settings: AnySettings, line: CommandLine) -> int:
         if isinstance(settings, WatchSettings) and settings.experiment is not None:
             return _told_of(submit.follow(settings.experiment), as_json=settings.json)
         if not isinstance(settings, Settings):
-            return look(settings)
+            return read_only(settings)
         choice = submit.where(settings)
         if choice.master is None:
             return _tune_here(settings, line, view)

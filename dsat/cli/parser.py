@@ -16,12 +16,12 @@ from dsat.estimating.options import EstimateSettings
 from dsat.options import SWITCH, Group, Option, options_of
 from dsat.projecting.options import ProjectSettings
 from dsat.search import SEARCHES
-from dsat.show.settings import LOOK_SETTINGS, LookSettings
+from dsat.show.settings import READ_ONLY, ReadOnlySettings
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.make_settings import all_options, make_settings
 from dsat.tuning.settings import RUN, TUNE, Settings
 
-AnySettings = Settings | EstimateSettings | ProjectSettings | LookSettings
+AnySettings = Settings | EstimateSettings | ProjectSettings | ReadOnlySettings
 
 # Commands that predict, by name.
 PREDICTS: Mapping[str, type[EstimateSettings | ProjectSettings]] = {
@@ -32,7 +32,7 @@ TUNES: Mapping[str, str] = {
     TUNE: "find the fastest DeepSpeed configuration for a training command",
     RUN: "tune, then train with the best configuration",
 }
-METHODS = (*TUNES, *PREDICTS, *LOOK_SETTINGS, *SEARCHES)
+METHODS = (*TUNES, *PREDICTS, *READ_ONLY, *SEARCHES)
 _SUFFIXES = (".yaml", ".yml")
 _EPILOG = f"""\
 Short forms: dsat {"|".join(SEARCHES)} = dsat tune --method NAME, with
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
     name, words = (argv[0], list(argv[1:])) if argv else ("", [])
     if name not in METHODS and _is_program(name):
         parser.error(f"to tune a command: dsat {TUNE} {name} ...")
-    if name in LOOK_SETTINGS or name not in METHODS:
+    if name in READ_ONLY or name not in METHODS:
         values = vars(parser.parse_args(argv))
         return _look_settings(parser, values), CommandLine(name, tuple(words))
     options = options_of_command(name)
@@ -152,8 +152,8 @@ def _check_target(name: str, values: Mapping[str, Any], target: Target) -> None:
         )
 
 
-def _look_settings(parser: argparse.ArgumentParser, values: dict[str, Any]) -> LookSettings:
-    settings: Callable[..., LookSettings] = LOOK_SETTINGS[values.pop("command_name")]
+def _look_settings(parser: argparse.ArgumentParser, values: dict[str, Any]) -> ReadOnlySettings:
+    settings: Callable[..., ReadOnlySettings] = READ_ONLY[values.pop("command_name")]
     collected = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     try:
         return settings(**collected)
@@ -197,7 +197,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_command(commands, name, summary)
     for name, settings in PREDICTS.items():
         _add_command(commands, name, settings.summary)
-    for name, look in LOOK_SETTINGS.items():
+    for name, look in READ_ONLY.items():
         command = _command(commands, name, look.summary, help=look.summary)
         if look.argument is not None:
             argument, attributes = look.argument
@@ -212,7 +212,7 @@ def options_of_command(name: str) -> list[Option]:
     """Return the declared options of one of `METHODS`."""
     if name in SEARCHES or name in TUNES:
         return list(all_options(name if name in SEARCHES else None))
-    return list(options_of({**PREDICTS, **LOOK_SETTINGS}[name]))
+    return list(options_of({**PREDICTS, **READ_ONLY}[name]))
 
 
 def _command(commands: Any, name: str, summary: str, **listed: str) -> argparse.ArgumentParser:

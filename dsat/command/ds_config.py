@@ -24,6 +24,7 @@ CONFIG_KEY = "deepspeed_config"
 OVERWRITE_KEY = "overwrite_deepspeed_args"
 DSAT_MODE_KEY = "_use_dsat_mode"
 DSAT_TRIAL_KEY = "_dsat_trial"  # on a cluster: the specification of the trial
+DSAT_SWITCHES_KEY = "_dsat_switches"  # on a cluster: values of the script's switches
 
 AUTOTUNING = "autotuning"  # the section of DeepSpeed's own autotuner
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -12,7 +12,7 @@ from ruamel.yaml.comments import TaggedScalar
 from ruamel.yaml.error import YAMLError
 
 from dsat.command import document, ds_config, value_lists
-from dsat.command.ds_config import CONFIG_KEY, OVERWRITE_KEY
+from dsat.command.ds_config import CONFIG_KEY, DSAT_SWITCHES_KEY, OVERWRITE_KEY
 from dsat.errors import UserInputError
 from dsat.values.trial import BatchTriple
 
@@ -195,7 +195,9 @@ def parse_yaml(text: str) -> Any:
     """Parse YAML as a Determined master does: 1e-4 is a number, and `on` true, unless quoted."""
     reader = YAML(pure=True)  # of which quoted text is a type of its own
     reader.preserve_quotes = True
-    return _as_the_master(reader.load(text))
+    data = reader.load(text)
+    document.check_size(data)
+    return _as_the_master(data)
 
 
 def _as_the_master(value: Any) -> Any:
@@ -210,17 +212,21 @@ def _as_the_master(value: Any) -> Any:
     return str(value) if isinstance(value, str) else value
 
 
-def trial_hparams(hparams: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a trial.
-
-    `dsat.get_ds_config_from_hparams` makes its configuration of them.
+def trial_hparams(
+    hparams: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    switches: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the hyperparameters of a trial, which `dsat.get_ds_config_from_hparams` applies.
 
     Args:
         hparams: the user's own, their overrides among them.
         overrides: what the trial lays over the user's configuration.
+        switches: values of the script's switches that no other way leads to the trial.
     """
     own = hparams.get(OVERWRITE_KEY) or {}
-    return {**hparams, OVERWRITE_KEY: ds_config.merge(own, overrides)}
+    found = {**hparams, OVERWRITE_KEY: ds_config.merge(own, overrides)}
+    return {**found, DSAT_SWITCHES_KEY: dict(switches)} if switches else found
 
 
 def length_in_units(steps: int, config: Mapping[str, Any], batch: BatchTriple) -> int:

@@ -150,6 +150,17 @@ def is_switch(name: str) -> bool:
     return name in SWITCHES or name.startswith(("--", VARIABLE, ARGUMENT))
 
 
+def is_set_by_script(name: str) -> bool:
+    """Return whether a running script can still set a switch.
+
+    Its flags are parsed, its launcher is at work, and libraries have read most variables when they
+    were imported. NCCL and CUDA read theirs at their first use.
+    """
+    if name.startswith(VARIABLE):
+        return name in SWITCHES or name.startswith(f"{VARIABLE}NCCL_")
+    return name != BIND_CORES and not name.startswith("--")
+
+
 def in_memory(name: str) -> bool:
     """Return whether a switch changes the memory of activations, as far as is known."""
     return name in SWITCHES and SWITCHES[name].memory

@@ -74,7 +74,7 @@ class ClusterEngine:
         self.adopt(trial)
         meter = MeterSpec.of_trial(trial, self._job.trial, slots=self._job.plan.slots_per_trial)
         hparams = {
-            **trial_hparams(self._job.hparams, trial.overrides),
+            **trial_hparams(self._job.hparams, trial.overrides, trial.script_args),
             VARIED: varied(trial),
             ds_config.DSAT_MODE_KEY: True,
             ds_config.DSAT_TRIAL_KEY: cluster_rank.spec_for_hparams(

@@ -216,20 +216,21 @@ def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[s
 
 
 def full_run_config(
-    job: Job, runner_id: int, runner: Mapping[str, Any], overrides: Mapping[str, Any]
+    job: Job, runner_id: int, runner: Mapping[str, Any], best: Trial
 ) -> dict[str, Any]:
-    """Return the user's own experiment with the best trial's `overrides`."""
+    """Return the user's own experiment with the configuration of the best trial."""
     config = _users(job, full_run_tag(runner_id), runner)
-    config["hyperparameters"] = _constants(trial_hparams(job.hparams, overrides))
+    hparams = trial_hparams(job.hparams, best.overrides, best.script_args)
+    config["hyperparameters"] = _constants(hparams)
     return config
 
 
 def _constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with DeepSpeed's as constants.
+    """Return hyperparameters with mappings of ours and DeepSpeed's as constants.
 
-    The master would take their sections with a `type` (optimizer, scheduler) for ranges.
+    The master would take DeepSpeed's sections with a `type` (optimizer, scheduler) for ranges.
     """
-    sections = (ds_config.CONFIG_KEY, ds_config.OVERWRITE_KEY)
+    sections = (ds_config.CONFIG_KEY, ds_config.OVERWRITE_KEY, ds_config.DSAT_SWITCHES_KEY)
     return {
         name: {"type": "const", "val": value}
         if name in sections and isinstance(value, Mapping)

@@ -294,7 +294,7 @@ class Runner:
                 return int(event["experiment_id"])
         number = self._find_or_create(
             jobs.full_run_tag(self._runner_id),
-            jobs.full_run_config(self._job, self._runner_id, self._submitted, best.overrides),
+            jobs.full_run_config(self._job, self._runner_id, self._submitted, best),
         )
         self._search.journal.append({"event": EVENT_FULL_RUN, "experiment_id": number})
         self._save()

@@ -15,6 +15,7 @@ from dsat.command import ds_config, script_args
 from dsat.command import entrypoint as entrypoints
 from dsat.command import experiment as experiments
 from dsat.command.entrypoint import Entrypoint
+from dsat.command.switches import is_set_by_script, is_switch
 from dsat.determined_cluster import client as clients
 from dsat.determined_cluster import job, upload
 from dsat.determined_cluster.job import Job
@@ -22,7 +23,6 @@ from dsat.determined_cluster.master import Master
 from dsat.determined_cluster.select_master import Choice, choose
 from dsat.engines.places import AUTO
 from dsat.errors import UserInputError
-from dsat.options import options_of
 from dsat.prepare import source
 from dsat.space.plan import BY_FORMULA, BY_SIMULATION
 from dsat.tuning import run_folders
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_SLOTS = "resources.max_slots"
 # These have a meaning on this machine only.
-_LOCAL_ONLY = ("cold", "resume", "run_dir", "arg_mappings", "listed_switches", "command")
+_LOCAL_ONLY = ("cold", "resume", "run_dir", "arg_mappings", "command")
 
 
 @dataclass(frozen=True)
@@ -122,16 +122,20 @@ def where(settings: Settings) -> Choice:
     found = choose(settings.engine, fits=not settings.command)
     if found.master is None and choose(settings.engine, fits=True).master is not None:
         _log.info("tuning on this machine (%s)", found.reason)
-    if found.master is not None and local_only:
-        [name, *_] = local_only
-        raise UserInputError(
-            "is for trials on this machine",
-            where=next(
-                (own.flags[-1] for own in options_of(Settings) if own.name == name),
-                "a command instead of CONFIG MODEL_DIR",
-            ),
-            hint=f"Use --engine local; else trials run on {found.master} ({found.reason}).",
-        )
+    if found.master is None:
+        return found
+    hint = f"Use --engine local; else trials run on {found.master} ({found.reason})."
+    for name in local_only:
+        where = "a command" if name == "command" else settings.name_of(name)
+        raise UserInputError("works on this machine only", where=where, hint=hint)
+    for name in ("tune", "listed_switches"):
+        for switch in getattr(settings, name):
+            if is_switch(switch) and not is_set_by_script(switch):
+                raise UserInputError(
+                    f"{switch} cannot be set from inside a script, as trials on a cluster do it",
+                    where=settings.name_of(name),
+                    hint=hint,
+                )
     return found
 
 

@@ -61,7 +61,7 @@ def _of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: bool) -> Ou
         return Outcome.from_json(first)
     text, tail = "\n".join(plain), "\n".join(plain[-_TAIL_LINES:])
     if failed:
-        kind = failures.of_text(text)
+        kind = failures.classify_text(text)
         if kind.is_out_of_memory:
             return Outcome(kind, message="out of memory, by its log", detail=tail)
         if any(mark in text for mark in _KILLED):

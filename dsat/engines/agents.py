@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Agents:
-    """Supervisors of all hosts, which begin once the user's own command has ended.
+    """Supervisors of all hosts, started once the user's own command has ended.
 
     Their imports would disturb it.
 
@@ -54,7 +54,7 @@ class Agents:
         Returns:
             Why ranks cannot be forked; empty if they can be, or were started otherwise.
         """
-        self.end_own()
+        self.end_command()
         if self.has_begun:
             return ""
         builder, program = self._builder, self._builder.program
@@ -75,7 +75,7 @@ class Agents:
         self._modules = (*self._modules, *modules)
         return self._warm_up() if self.has_begun else ""
 
-    def end_own(self) -> None:
+    def end_command(self) -> None:
         """End the user's own command."""
         own, self.own = self.own, None
         if own is not None:
@@ -97,7 +97,7 @@ class Agents:
 
     def close(self) -> None:
         """End all processes."""
-        self.end_own()
+        self.end_command()
         self.supervisors.close()
 
     def _warm_up(self) -> str:

@@ -21,7 +21,7 @@ from dsat.engines.agents import Agents
 from dsat.engines.machines.hosts import Host, without_segments
 from dsat.engines.own_command import OwnCommand
 from dsat.engines.rank_settings import offloads
-from dsat.engines.retries import Retries, Retry
+from dsat.engines.retries import Retries, RetryReason
 from dsat.engines.running import ActivityLog, Running, find_overdue
 from dsat.engines.slots import DeviceErrors, Slots
 from dsat.engines.start import (
@@ -98,7 +98,7 @@ class LocalEngine:
 
     @property
     def needs_command(self) -> str:
-        """Reason for which each trial runs the user's command again; empty if none does."""
+        """Reason why trials run the user's whole command again; empty if they do not."""
         if self._retries.method is not StartMethod.COMMAND:
             return ""
         reason = self._builder.program.needs_command
@@ -113,7 +113,7 @@ class LocalEngine:
             start = self._builder.start_of(trial)
             running = own.become(start, self._builder.config_of(start))
             self._running[trial.id] = running
-            if not running.hosts_going_on:
+            if not running.running_hosts:
                 self._on_trial_ended(running)
             return
         self._begin_trials()
@@ -140,7 +140,7 @@ class LocalEngine:
         return folder
 
     def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
-        """Start the script so that its model can be simulated; takes no slot.
+        """Start the script for simulations of its model; uses no slot.
 
         Args:
             address: path of the socket on which the caller listens for simulations.
@@ -201,7 +201,7 @@ class LocalEngine:
             self._closed = True
 
     def import_modules_of(self, folder: Path) -> None:
-        """Import in advance what the user's script imported in a trial, whose folder this is."""
+        """Preload the modules that the user's script imported in the trial of a folder."""
         # The check after the imports would wait for a driver that is stuck.
         if self._retries.method is not StartMethod.FORKED or self._devices.failure:
             return
@@ -215,7 +215,7 @@ class LocalEngine:
     # -- the user's own command
 
     def _begin_trials(self) -> None:
-        """Begin with other trials than the user's own command."""
+        """Start the supervisors, before the first trial that dsat starts itself."""
         if self._agents.has_begun:
             return
         for running in self._running.values():  # the command's files go as well
@@ -223,7 +223,7 @@ class LocalEngine:
         self._retries.on_warm_up(self._agents.begin(self._retries.method))
 
     def _start_waiting(self) -> None:
-        """Start what has been requested, in that order, as far as there is room."""
+        """Start waiting trials in order, as long as there are free slots."""
         while self._waiting and not self._devices.failure:
             start = self._waiting[0]
             # An optimizer on the host needs its cores and memory for itself.
@@ -245,7 +245,7 @@ class LocalEngine:
             self._agents.send(requests)
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait until a trial has ended or for so long; what has ended is kept for `poll`."""
+        """Wait for the end of a trial, at most this long; `poll` returns it."""
         deadline, before = time.monotonic() + timeout_s, len(self._ended)
         while len(self._ended) == before:
             if not self._running:
@@ -274,15 +274,15 @@ class LocalEngine:
                 break
 
     def _end(self, running: Running, *, grace_s: float) -> None:
-        """Have the ranks of a trial killed that do not end by themselves in time."""
+        """Kill the ranks of a trial after a grace period."""
         request = {"op": "kill", "trial": running.trial.id, "grace_s": grace_s}
-        self._agents.send(dict.fromkeys(running.hosts_going_on, request))
+        self._agents.send(dict.fromkeys(running.running_hosts, request))
 
     def _on_ranks_ended(self, host: int, message: Mapping[str, Any]) -> None:
-        """Take in that a trial's ranks on a host have ended."""
+        """Handle the end of a trial's ranks on a host."""
         running = self._running[message["trial"]]
         running.ended[host] = message
-        if not running.hosts_going_on:
+        if not running.running_hosts:
             self._on_trial_ended(running)
         elif any(message["statuses"]):
             # As among the ranks of one host: they see it fail, and their own report may say more.
@@ -291,18 +291,18 @@ class LocalEngine:
             self._end(running, grace_s=LINGER_S)
 
     def _lose(self, host: int, reason: str) -> None:
-        """Go on without a host. Trials that had ranks there are ended elsewhere too."""
+        """Continue without a host; end the trials that had ranks there."""
         line = self._slots.lose(host, reason)
         _log.warning("%s", line)
         self._lost.append(line)
         for running in list(self._running.values()):
-            if host not in running.hosts_going_on:
+            if host not in running.running_hosts:
                 continue
             running.lost = line
             [share] = [share for share in running.shares if share.index == host]
             statuses = [-signal.SIGKILL] * share.ranks
             running.ended[host] = {"statuses": statuses, "killed": [True] * share.ranks}
-            if running.hosts_going_on:
+            if running.running_hosts:
                 self._end(running, grace_s=0)
             else:
                 self._on_trial_ended(running)
@@ -312,19 +312,21 @@ class LocalEngine:
         del self._running[running.trial.id]
         if running.trial.id == SIMULATION_ID:
             return
-        outcome = trial_result.of(running, timeout_s=self._builder.options.trial.timeout_s)
+        outcome = trial_result.read_outcome(
+            running, timeout_s=self._builder.options.trial.timeout_s
+        )
         if not running.start.is_own:
             self._slots.give_back(running.shares)
         if not outcome.ok:
             self._agents.remove_locks(any_running=bool(self._running))
         self._devices.note(running, outcome)
-        retry = None if self._devices.failure else self._retries.decide(running, outcome)
-        if retry is not None:
-            self._run_again(running, outcome, retry)
+        reason = None if self._devices.failure else self._retries.decide(running, outcome)
+        if reason is not None:
+            self._run_again(running, outcome, reason)
             return
         if self._agents.own is not None:
             self._agents.own.move_files()
-            self._agents.end_own()
+            self._agents.end_command()
         if running.trial.profiles and outcome.ok:
             self.import_modules_of(running.folder)
             outcome = trial_result.with_smallest_device(outcome, self._hosts)
@@ -333,19 +335,19 @@ class LocalEngine:
         warnings, self._lost = (*outcome.warnings, *self._lost), []
         self._ended.append((running.trial.id, replace(outcome, warnings=warnings)))
 
-    def _run_again(self, running: Running, outcome: Outcome, retry: Retry) -> None:
+    def _run_again(self, running: Running, outcome: Outcome, reason: RetryReason) -> None:
         if running.start.is_own:
             running.folder.unlink()  # a link to the command's
             self._begin_trials()
-        if retry.drops_segments:
+        if reason is RetryReason.SEGMENTS:
             self._hosts[:] = without_segments(self._hosts)
-        if retry.after_loss:
+        if reason is RetryReason.LOST:
             time.sleep(_RETRY_AFTER_S)
-        _log.info("%s failed (%s); %s", running.trial.name, outcome.message, retry)
+        _log.info("%s failed (%s); %s", running.trial.name, outcome.message, reason.value)
         folder = running.folder
         if running.lost:  # a host that is only cut off may still write there
             folder = folder.with_name(folder.name + _AGAIN)
-        alone = running.start.alone or not retry.after_loss
+        alone = running.start.alone or reason is not RetryReason.LOST
         self._waiting.append(replace(running.start, folder=folder, alone=alone, own_ranks=None))
 
 

@@ -1,4 +1,4 @@
-"""The user's own command, run unchanged: it records how ranks start, and is the first trial."""
+"""First trial: the user's own command, run unchanged, which records how ranks start."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class OwnCommand:
 
     @property
     def _has_ended(self) -> bool:
-        return not self.running.hosts_going_on
+        return not self.running.running_hosts
 
     def _receive(self, timeout_s: float) -> None:
         if self._has_ended:
@@ -184,10 +184,10 @@ class OwnCommand:
             self.running.ended[_HERE] = message
 
     def _failure(self, ranks: Sequence[RankStart]) -> DsatError:
-        """Return the error of a command of which only some ranks, or none, reached the training."""
+        """Return the error of a command whose ranks did not all reach the training."""
         log = trial_result.log_tail(self.folder)
         # The command may have written its log to a file.
-        report = next(iter(trial_result.reported(self.folder, 0.0)), None)
+        report = next(iter(trial_result.read_reports(self.folder, 0.0)), None)
         if report is not None and report.kind is OutcomeKind.INVALID:
             return UserInputError(report.message, where="command")
         if not self._has_ended:

@@ -16,7 +16,7 @@ _ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 _ALLOCATOR_VARIABLES = {*_ALLOCATOR_SETTINGS, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 
 
-def settings_of_command(machine: Machine, given: Mapping[str, str]) -> dict[str, str]:
+def make_command_settings(machine: Machine, given: Mapping[str, str]) -> dict[str, str]:
     """Return variables that memory and speed depend on, for a command that starts its ranks.
 
     The number of threads is its launcher's affair, but on a CPU, whose slots are cores.
@@ -31,7 +31,7 @@ def settings_of_command(machine: Machine, given: Mapping[str, str]) -> dict[str,
     return settings
 
 
-def settings_of_ranks(
+def make_rank_settings(
     machine: Machine,
     program: Entrypoint,
     config: Mapping[str, Any],
@@ -48,12 +48,12 @@ def settings_of_ranks(
         given: variables that are set already; the user's choice stays, but on a CPU, whose slots
             are cores.
     """
-    settings = settings_of_command(machine, given)
+    settings = make_command_settings(machine, given)
     sharers = _sharers(machine, config, ranks)
     if machine.is_cpu:
         return settings
     if program.launch.binds_cores:  # the launcher replaces it
-        share = share_of(_shared_cores(machine, program), 0, sharers)
+        share = select_cores(_shared_cores(machine, program), 0, sharers)
         settings["OMP_NUM_THREADS"] = str(len(share))
     elif "OMP_NUM_THREADS" not in given:
         as_torchrun = not program.launch.passes_local_rank
@@ -71,16 +71,16 @@ def binding_options(
     sharers, own = _sharers(machine, config, ranks), sorted(program.launch.core_list)
     if sharers > ranks:
         among = _shared_cores(machine, program)
-        shares = [share_of(among, rank, sharers) for rank in range(ranks)]
+        shares = [select_cores(among, rank, sharers) for rank in range(ranks)]
         own = sorted(core for share in shares for core in share)
     listed = ["--bind_core_list", ",".join(map(str, own))] if own else []
     return ["--bind_cores_to_rank", *listed]
 
 
-def cores_of(
+def find_cores(
     share: Share, local_rank: int, program: Entrypoint, config: Mapping[str, Any]
 ) -> list[int]:
-    """Return the cores that a rank is bound to; none if it may use all."""
+    """Return the cores that a rank is bound to; empty if it may use all."""
     machine, ranks = share.host.machine, share.ranks
     if machine.has_quota:
         return []
@@ -92,11 +92,11 @@ def cores_of(
     # Beside other trials, each slot has its cores.
     sharers = _sharers(machine, config, ranks)
     place = local_rank if sharers == ranks else share.slots[local_rank]
-    return share_of(_shared_cores(machine, program), place, sharers)
+    return select_cores(_shared_cores(machine, program), place, sharers)
 
 
-def share_of(cores: Sequence[int], place: int, sharers: int) -> list[int]:
-    """Return the cores of one of several ranks; those of neighbours follow each other.
+def select_cores(cores: Sequence[int], place: int, sharers: int) -> list[int]:
+    """Select adjacent cores for one of several ranks.
 
     So a rank's cores are in one NUMA node if there are as many ranks in each, and its memory is
     there as well, since Linux takes it from the node that first touches it.
@@ -123,7 +123,7 @@ def _shared_cores(machine: Machine, program: Entrypoint) -> Sequence[int]:
 
 
 def _sharers(machine: Machine, config: Mapping[str, Any], ranks: int) -> int:
-    """Ranks among which the cores are divided, those of trials side by side included.
+    """Return the number of ranks that share the cores, those of concurrent trials included.
 
     The optimizer of a trial that offloads runs on the cores, and the trial has them alone.
     """

@@ -1,4 +1,4 @@
-"""Outcome of a trial, from the files that its ranks left."""
+"""Outcome of a trial, read from the files of its ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsat.engines.running import Running
 from dsat.engines.start import FULL_RUN_ID, StartMethod
 from dsat.engines.trial_folder import log_files
 from dsat.in_trial import failures
-from dsat.in_trial.rank_files import METRICS_FILE, PORTS_FILE, result_file, steps_made
+from dsat.in_trial.rank_files import METRICS_FILE, PORTS_FILE, read_steps, result_file
 from dsat.values import host_memory
 from dsat.values.memory_size import readable
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -39,7 +39,7 @@ _CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signa
 _KILLED_FOR_MEMORY = "was killed with SIGKILL, most likely because the host ran out of memory"
 
 
-def of(running: Running, *, timeout_s: float) -> Outcome:
+def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
     """Return the outcome of a run whose ranks have all ended.
 
     The ranks' reports count, not how the processes ended: one may still fail at its exit.
@@ -64,7 +64,7 @@ def of(running: Running, *, timeout_s: float) -> Outcome:
     elif running.lost:
         found = Outcome(OutcomeKind.ERROR, message=running.lost)
     else:
-        found = _failure(running, reported(folder, duration_s))
+        found = _failure(running, read_reports(folder, duration_s))
     return replace(found, duration_s=duration_s)
 
 
@@ -81,7 +81,7 @@ def with_smallest_device(outcome: Outcome, hosts: Sequence[Host]) -> Outcome:
 
 
 def status_of(running: Running) -> int:
-    """Return the first exit status of its processes that is not 0, or minus a signal."""
+    """Return the first nonzero exit status of the processes; negative for a signal."""
     return next(filter(None, running.by_rank("statuses")), 0)
 
 
@@ -94,7 +94,7 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
     if out_of_memory:
         return out_of_memory[0]
     if running.method is StartMethod.COMMAND and not running.start.own_ranks:
-        return _of_command(running, reports)
+        return _read_command_outcome(running, reports)
     killed, statuses = running.by_rank("killed"), running.by_rank("statuses")
     died = {
         rank: -status
@@ -123,21 +123,21 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
     return Outcome(kind, message=how, detail=log)
 
 
-def _of_command(running: Running, reports: list[Outcome]) -> Outcome:
-    """Return the outcome of the user's whole command, which starts its ranks itself."""
+def _read_command_outcome(running: Running, reports: list[Outcome]) -> Outcome:
+    """Return the outcome of the user's whole command."""
     folder, status = running.folder, status_of(running)
     number = _signal_of_rank(_log_lines(folder), 0 if all(running.by_rank("killed")) else status)
     if reports and number != signal.SIGKILL:
         return reports[0]
     log = log_tail(folder)
-    kind, who, how = failures.of_text(log), "your command", f"ended with exit status {status}"
+    kind, who, how = failures.classify_text(log), "your command", f"ended with exit status {status}"
     if number == signal.SIGKILL and kind is OutcomeKind.ERROR:
         kind, who, how = OutcomeKind.HOST_OOM, "a rank of your command", _KILLED_FOR_MEMORY
     elif number is not None:
         who, how = "a rank of your command", f"was killed by {signal.Signals(number).name}"
     before_engine = not (folder / PORTS_FILE).exists()
     when = "before it called deepspeed.initialize" if before_engine else "before it was measured"
-    if steps := steps_made(folder):
+    if steps := read_steps(folder):
         when = f"after {steps} optimizer steps, {when}"
     message = f"{who} {how} {when}"
     return Outcome(kind, message=message, detail=log, before_engine=before_engine)
@@ -160,7 +160,7 @@ def _signal_of_rank(log: Sequence[str], status: int) -> int | None:
     return next((number for number in (-status, status - 128) if number in _SIGNALS), None)
 
 
-def reported(folder: Path, duration_s: float) -> list[Outcome]:
+def read_reports(folder: Path, duration_s: float) -> list[Outcome]:
     """Return the failures that ranks reported, the first to fail first."""
     found = []
     for path in folder.glob(result_file("*")):
@@ -173,7 +173,7 @@ def reported(folder: Path, duration_s: float) -> list[Outcome]:
 
 
 def _read(path: Path) -> Outcome | None:
-    """Return the outcome in a file, where also scripts may write; None if it holds none."""
+    """Read an outcome from a file; None if the file holds none, since scripts may write it too."""
     try:
         return Outcome.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError):
@@ -181,7 +181,7 @@ def _read(path: Path) -> Outcome | None:
 
 
 def log_tail(folder: Path, cross_rank: int = 0) -> str:
-    """Return the end of what a trial's ranks on a host wrote to their standard error.
+    """Return the end of the standard error of a trial's ranks on a host.
 
     A launcher's report that they failed, which may be longer than theirs, is left out.
 

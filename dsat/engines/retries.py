@@ -1,10 +1,11 @@
-"""Retries of failed trials: one, alone and by the next method to start; and after a lost host."""
+"""Retries of failed trials: one of each, alone and by the next method to start ranks."""
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dsat.engines.running import Running
 from dsat.engines.start import FULL_RUN_ID, StartMethod
@@ -62,27 +63,18 @@ _OF_DEVICES = (
 )
 
 
-@dataclass(frozen=True)
-class Retry:
-    """Another run of a failed trial.
+class RetryReason(enum.Enum):
+    """Reasons to run a failed trial once more; a value says how it runs, for people."""
 
-    Attributes:
-        after_loss: its host was lost, or ended from outside; it was not to blame.
-        drops_segments: torch's allocator no longer uses expandable segments.
-        was_beside: other trials ran at the same time.
-    """
-
-    after_loss: bool = False
-    drops_segments: bool = False
-    was_beside: bool = False
-
-    def __str__(self) -> str:
-        how = " without expandable segments of torch's allocator" if self.drops_segments else ""
-        return f"it runs again {'elsewhere' if self.after_loss else 'alone'}{how}"
+    LOST = "it runs again elsewhere"  # its host was lost, or ended from outside: not its fault
+    METHOD = "it runs again alone, its ranks started otherwise"
+    SEGMENTS = "it runs again alone, without expandable segments of torch's allocator"
+    BESIDE = "it runs again alone"  # it failed beside other trials
+    ACCIDENT = "it runs again"  # another program took its port, or a device failed
 
 
 class Retries:
-    """Decide which trials run again, and by which method ranks are started.
+    """Decide which trials run again, each once, and by which method ranks are started.
 
     Args:
         methods: that are possible, in the order in which they are tried.
@@ -98,8 +90,7 @@ class Retries:
         self.failure = ""
         self._cannot_fork = ""
         self._is_proven = False  # a trial that dsat started has trained
-        self._retried: dict[int, Retry] = {}
-        self._lost: set[int] = set()  # trials that ran again after a loss
+        self._retried: dict[int, RetryReason] = {}
         self._same_alone: set[str] = set()  # messages of trials that failed alone as well
 
     def on_warm_up(self, cannot_fork: str) -> None:
@@ -108,56 +99,54 @@ class Retries:
         if cannot_fork:
             self.method = self._known_method = StartMethod.FRESH
 
-    def decide(self, running: Running, outcome: Outcome) -> Retry | None:
-        """Return how an ended trial runs again; None if its outcome is final."""
+    def decide(self, running: Running, outcome: Outcome) -> RetryReason | None:
+        """Return why an ended trial runs again; None if its outcome is final."""
         trial_id = running.trial.id
         if outcome.ok or running.canceled or trial_id == FULL_RUN_ID:
             return None  # a second full-length run would delete the checkpoints of the first
-        is_lost = bool(running.lost) and not running.timed_out
-        if is_lost or _has_part_of(outcome.message, _ENDED_FROM_OUTSIDE):
-            # It may have killed the host itself: the second loss is final.
-            is_first = trial_id not in self._lost
-            self._lost.add(trial_id)
-            return Retry(after_loss=True) if is_first else None
         if trial_id in self._retried:
             self._same_alone.add(outcome.message)
             return None
+        reason = self._find_reason(running, outcome)
+        if reason is not None:
+            self._retried[trial_id] = reason
+        return reason
+
+    def _find_reason(self, running: Running, outcome: Outcome) -> RetryReason | None:
+        is_lost = bool(running.lost) and not running.timed_out
+        if is_lost or _has_part_of(outcome.message, _ENDED_FROM_OUTSIDE):
+            return RetryReason.LOST
         if outcome.kind not in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM):
             return None
-        method = self._next_method(running, outcome)
-        drops_segments = _refuses_segments(outcome)
-        is_of_others = running.beside and outcome.message not in self._same_alone
-        if not (
-            method or drops_segments or is_of_others or _lost_port(outcome) or is_of_device(outcome)
-        ):
-            return None
-        if method and not drops_segments:
+        if _refuses_segments(outcome):
+            return RetryReason.SEGMENTS
+        if method := self._next_method(running, outcome):
             self.method, self.failure = method, outcome.message
-        self._retried[trial_id] = Retry(False, drops_segments, running.beside)
-        return self._retried[trial_id]
+            return RetryReason.METHOD
+        if running.beside and outcome.message not in self._same_alone:
+            return RetryReason.BESIDE
+        return RetryReason.ACCIDENT if _is_accident(outcome) else None
 
     def final(self, running: Running, outcome: Outcome) -> Outcome:
-        """Return the final outcome, with warnings about earlier attempts."""
+        """Return the final outcome, with warnings about an earlier attempt."""
         warnings = list(outcome.warnings)
-        retry = self._retried.get(running.trial.id)
-        is_proof = outcome.ok and not running.start.is_own
-        if retry is not None and running.method is not self._known_method:
-            if outcome.ok:
-                self._known_method = running.method
-                warnings.append(_WARNINGS[running.method])
-            else:  # the method was not the fault
-                self.method = self._known_method
-        elif retry is not None and retry.drops_segments:
-            warnings += [NO_SEGMENTS] if outcome.ok else []
-        elif retry is not None and retry.was_beside:
+        reason = self._retried.get(running.trial.id)
+        if reason is RetryReason.METHOD and outcome.ok:
+            self._known_method = running.method
+            warnings.append(_WARNINGS[running.method])
+        elif reason is RetryReason.METHOD:  # the method was not the fault
+            self.method = self._known_method
+        elif reason is RetryReason.SEGMENTS and outcome.ok:
+            warnings.append(NO_SEGMENTS)
+        elif reason is RetryReason.BESIDE:
             warnings.append(BESIDE_OTHERS)
         elif self._cannot_fork and self._is_first(running):
             warnings.append(f"{FRESH_PROCESSES_ONLY} ({self._cannot_fork})")
-        self._is_proven |= is_proof
+        self._is_proven |= outcome.ok and not running.start.is_own
         return replace(outcome, warnings=tuple(warnings))
 
     def _next_method(self, running: Running, outcome: Outcome) -> StartMethod | None:
-        """Return the method that may start a failed trial's ranks better; None if none does.
+        """Return the next method to start the ranks of a failed trial; None without a reason.
 
         Any error of the very first trial is tried again so, because some libraries cannot be
         forked; later on, only what CUDA says about forks. What fails before the engine where the
@@ -183,20 +172,22 @@ class Retries:
 
 def is_of_device(outcome: Outcome) -> bool:
     """Return whether a trial failed because of a device or its driver."""
-    text = outcome.message + outcome.detail
-    return outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _OF_DEVICES)
+    return outcome.kind is OutcomeKind.ERROR and _has_part_of(_text_of(outcome), _OF_DEVICES)
 
 
-def _lost_port(outcome: Outcome) -> bool:
-    """Return whether another program took a trial's port between its choice and its use."""
-    text = outcome.message + outcome.detail
-    return outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _ADDRESS_IN_USE)
+def _is_accident(outcome: Outcome) -> bool:
+    """Return whether a trial failed because of a device, or another program took its port."""
+    is_of_port = _has_part_of(_text_of(outcome), _ADDRESS_IN_USE)
+    return is_of_device(outcome) or (outcome.kind is OutcomeKind.ERROR and is_of_port)
 
 
 def _refuses_segments(outcome: Outcome) -> bool:
     """Return whether a trial failed because of expandable segments of torch's allocator."""
-    text = f"{outcome.message}\n{outcome.detail}"
-    return outcome.kind is OutcomeKind.ERROR and _REFUSED_SEGMENTS.search(text) is not None
+    return _REFUSED_SEGMENTS.search(_text_of(outcome)) is not None
+
+
+def _text_of(outcome: Outcome) -> str:
+    return f"{outcome.message}\n{outcome.detail}"
 
 
 def _has_part_of(text: str, parts: Sequence[str]) -> bool:

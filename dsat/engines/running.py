@@ -60,8 +60,8 @@ class Running:
         return {share.index for share in self.shares}
 
     @property
-    def hosts_going_on(self) -> set[int]:
-        """Hosts on which its ranks run."""
+    def running_hosts(self) -> set[int]:
+        """Hosts on which ranks still run."""
         return self.hosts - self.ended.keys()
 
     @property
@@ -85,7 +85,7 @@ class Running:
 
 
 def find_overdue(running: Collection[Running], limit_s: float) -> tuple[list[Running], float]:
-    """Return trials that take too long, from now on marked so, and the time left to others."""
+    """Mark and return overdue trials; also return the time left to the others."""
     overdue, left_s = [], [math.inf]
     for each in running:
         if each.timed_out or each.trial.id in (FULL_RUN_ID, SIMULATION_ID):
@@ -99,7 +99,7 @@ def find_overdue(running: Collection[Running], limit_s: float) -> tuple[list[Run
 
 
 class ActivityLog:
-    """Log of what trials do for more than a moment, with the time from then on."""
+    """Log of slow activities of trials, with the elapsed time."""
 
     def __init__(self) -> None:
         self._next_s: dict[str, float] = {}  # when each is logged again, by its duration
@@ -119,7 +119,7 @@ class ActivityLog:
 def _slow_activities(
     running: Collection[Running], waiting: Sequence[Start]
 ) -> Iterator[tuple[str, str, float]]:
-    """Yield what trials have been doing for more than a moment, and for how long.
+    """Yield slow activities of trials with their duration.
 
     Each behind its trial's name; the user's own command, which begins the run, has none.
     """
@@ -130,7 +130,7 @@ def _slow_activities(
             if duration_s > slow.LONG_S:
                 yield "" if each.start.is_own else each.trial.name, path.read_text(), duration_s
     for start in waiting:
-        duration_s = time.monotonic() - start.asked_s
+        duration_s = time.monotonic() - start.requested_s
         if duration_s > slow.LONG_S:
             names = ", ".join(each.trial.name for each in running)
             yield start.trial.name, f"waits for {names} to end", duration_s

@@ -49,7 +49,7 @@ class Slots:
     def find_room(
         self, start: Start, running: Collection[Running], *, alone: bool
     ) -> tuple[Share, ...] | None:
-        """Take slots for a trial; None as long as there are none.
+        """Reserve slots for a trial; return None without room.
 
         Args:
             start: the trial.
@@ -65,7 +65,7 @@ class Slots:
         return self._take(without=taken)
 
     def _take(self, *, without: Collection[int]) -> tuple[Share, ...] | None:
-        """Take free slots for a trial, on the hosts with the fewest to spare; None without room."""
+        """Reserve free slots on the hosts with the fewest to spare; return None without room."""
         count = min(self.needed, self._per_host)
         fitting = [
             host
@@ -91,7 +91,7 @@ class Slots:
                 self._free[share.index] |= set(share.slots)
 
     def lose(self, host: int, reason: str) -> str:
-        """Take a host out for the rest of the run; return a line for people."""
+        """Remove a host for the rest of the run; return a line for people."""
         self.lost[host] = reason
         self._free[host] = set()
         name = self._hosts[host].name
@@ -112,7 +112,7 @@ class Slots:
         )
 
     def _room(self, counts: Sequence[int]) -> int:
-        """Return how many slots trials can use at once, of so many on each host."""
+        """Return how many slots trials can use at once, given the free slots of each host."""
         if self.needed > self._per_host:
             whole = sum(count == self._per_host for count in counts)
             return whole * self._per_host // self.needed * self.needed
@@ -120,7 +120,7 @@ class Slots:
 
 
 class DeviceErrors:
-    """Count of the errors of devices in succession, the second of which ends the run.
+    """Counter of consecutive device errors; the second ends the run.
 
     Attributes:
         failure: why the run ends; empty as long as it does not.
@@ -131,7 +131,7 @@ class DeviceErrors:
         self.failure = ""
 
     def note(self, running: Running, outcome: Outcome) -> None:
-        """Note how a trial has ended: a rank may also wait for the driver of its device."""
+        """Count the device errors of an ended trial, and detect ranks stuck in a driver."""
         machine = running.shares[0].host.machine
         if machine.is_cpu:
             return

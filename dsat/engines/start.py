@@ -1,4 +1,4 @@
-"""Start of a trial's ranks, as it is requested."""
+"""Requested start of a trial's ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIMULATION_ID = -3
 
 
 class StartMethod(enum.Enum):
-    """Methods to start ranks; in each, the user's own program runs behind dsat's hook."""
+    """Methods to start ranks; each runs the user's program behind dsat's hook."""
 
     FORKED = "forked from the supervisor"
     FRESH = "the same program in fresh processes, where forks fail"
@@ -57,7 +57,7 @@ class Start:
         own_ranks: of the run's first trial, the user's command as it is: processes of the command
             that dsat starts, 0 if it starts its ranks itself; None for all other trials.
         alone: no other trial may run at all, because it failed beside others.
-        asked_s: when it was requested, by the monotonic clock.
+        requested_s: when it was requested, by the monotonic clock.
     """
 
     trial: Trial
@@ -66,7 +66,7 @@ class Start:
     simulation_socket: Path | None = None
     own_ranks: int | None = None
     alone: bool = False
-    asked_s: float = field(default_factory=time.monotonic)
+    requested_s: float = field(default_factory=time.monotonic)
 
     @property
     def is_own(self) -> bool:

@@ -20,7 +20,7 @@ from dsat.engines.agent import leftovers
 from dsat.engines.machines.hosts import Share
 from dsat.engines.machines.machine import Machine
 from dsat.engines.ports import free_ports
-from dsat.engines.rank_settings import cores_of, settings_of_command, settings_of_ranks
+from dsat.engines.rank_settings import find_cores, make_command_settings, make_rank_settings
 from dsat.engines.start import (
     FULL_RUN_ID,
     LocalOptions,
@@ -104,17 +104,15 @@ class StartBuilder:
             method: how its ranks are started.
         """
         folder = start.folder
+        config, program = self.config_of(start), self.program
         if not start.is_own:
             remove(folder)  # left when dsat was killed
             folder.mkdir(mode=PRIVATE_FOLDER, parents=True)
-        config, program = self.config_of(start), self.program
-        if not start.is_own:
-            trial = start.trial
+            trial, path = start.trial, folder / CONFIG_FILE
             swap = leftovers.choose_swap_folders(config, self.run, trial.name)
             trial = replace(trial, overrides=ds_config.merge(trial.overrides, swap))
             start = replace(start, trial=trial)
             config = self.config_of(start)
-            path = folder / CONFIG_FILE
             write_atomically(path, json.dumps(config, indent=2) + "\n")
             program = program.for_config(
                 str(path.resolve()), config, trial.script_args, self.experiment.arg_mappings
@@ -195,7 +193,7 @@ class _Plan:
     def requests(self) -> dict[int, dict[str, Any]]:
         """Return the requests to the supervisors by host."""
         trial_folder.make_hook(self._folder)
-        found = {}
+        found, is_full_run = {}, self.start.trial.id == FULL_RUN_ID
         for cross_rank, share in enumerate(self.shares):
             first = cross_rank * self._ranks_per_host
             processes = share.ranks
@@ -211,9 +209,10 @@ class _Plan:
                 "logs": log_files(cross_rank),
                 "fork": self.method is StartMethod.FORKED,
                 "starts_ranks": not self._is_command,
-                "linger_s": None if self.start.trial.id == FULL_RUN_ID else LINGER_S,
-                "done": self._done_file,
-                "swap": self._swap,
+                "linger_s": None if is_full_run else LINGER_S,
+                # The user's command is not needed any more once there is a result.
+                "done": DONE_FILE if self._is_command and not is_full_run else None,
+                "swap": [] if self.start.is_own else leftovers.swap_folders(self.config),
             }
         return found
 
@@ -251,7 +250,7 @@ class _Plan:
         return "\n".join([*lines, change, " &\n".join(texts)]) + "\n"
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return all variables of a rank, or of the user's command, but for those of the hook."""
+        """Return all variables of a rank or of the user's command, except those of the hook."""
         builder, share = self.builder, self.shares[rank // self._ranks_per_host]
         is_command = self._is_command
         env = {
@@ -275,18 +274,18 @@ class _Plan:
             # What a launcher's process adds would be recorded as the user's own.
             env |= variables_off(self._folder)
         if is_command:
-            env |= settings_of_command(self._machine, env)
+            env |= make_command_settings(self._machine, env)
         else:
             env |= share.host.machine.variables_of(share.slots or (0,))
             ranks = self._ranks_per_host
-            env |= settings_of_ranks(self._machine, self.program, self.config, ranks, env)
+            env |= make_rank_settings(self._machine, self.program, self.config, ranks, env)
         if self.method is StartMethod.FRESH and self._limits_memory:
             # The limit comes with the first model.
             env |= {name: str(value) for name, value in MALLOC_VARIABLES.items()}
         return env | accelerate_env.for_parallelism(env, self.config, self._ranks)
 
     def _variables_of_launcher(self, rank: int) -> dict[str, str]:
-        """Return what a launcher would tell a rank."""
+        """Return the variables that a launcher would set."""
         if self.start.own_ranks:
             of_all = dict.fromkeys(_SIZES, str(self.start.own_ranks))
             alone = {hook.ALONE_VARIABLE: "1"} if self.start.own_ranks == 1 else {}
@@ -325,7 +324,7 @@ class _Plan:
         is_bound = not self._is_command or self._machine.is_cpu
         return {
             "env": env,
-            "cores": cores_of(share, local, self.program, self.config) if is_bound else [],
+            "cores": find_cores(share, local, self.program, self.config) if is_bound else [],
             "command": self._command(first + local),
         }
 
@@ -351,16 +350,6 @@ class _Plan:
         return self.method is StartMethod.COMMAND
 
     @property
-    def _swap(self) -> list[str]:
-        """Its folders on NVMe, which each host makes and removes."""
-        return leftovers.swap_folders(self.config) if not self.start.is_own else []
-
-    @property
-    def _done_file(self) -> str | None:
-        """File that exists once the user's command is not needed any more."""
-        return DONE_FILE if self._is_command and self.start.trial.id != FULL_RUN_ID else None
-
-    @property
     def _cwd(self) -> Path:
         started_in = self.program.started_in if self._is_command else ""
         return Path(started_in or self.builder.cwd).resolve()
@@ -375,7 +364,7 @@ class _Plan:
 
     @property
     def _machine(self) -> Machine:
-        """Any of the hosts', for what they have in common."""
+        """Machine of any host, for properties that all hosts share."""
         return self.shares[0].host.machine
 
     @property

@@ -81,7 +81,7 @@ class Supervisors:
             self._clients[host].send(request)
 
     def receive(self, timeout_s: float) -> _Messages:
-        """Return messages, each with its host, after waiting at most this long for one.
+        """Return messages with their hosts; wait at most this long for one.
 
         The last message of a host whose supervisor is gone, or of one of several hosts that fell
         silent, is {"event": "lost", "reason": text}.
@@ -228,7 +228,7 @@ class Supervisors:
         return host, {"event": LOST, "reason": reason}
 
     def _drop(self, host: int) -> str:
-        """Let go of a lost host; return how its supervisor ended."""
+        """Remove a lost host; return how its supervisor ended."""
         client = self._clients.pop(host)
         client.ask_to_end()
         status = client.wait_for_end()
@@ -301,7 +301,7 @@ class _Client:
         self._requests.put(None)
 
     def wait_for_end(self) -> int:
-        """Wait for the end of a supervisor that was asked to end, and insist if need be.
+        """Wait for the end of a supervisor; terminate and kill it if necessary.
 
         Returns:
             Its exit status.

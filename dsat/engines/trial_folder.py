@@ -32,7 +32,7 @@ def make_hook(folder: Path) -> None:
 
 
 def remove_hook(folder: Path) -> None:
-    """Remove what `make_hook` has made."""
+    """Remove the folders that `make_hook` creates."""
     for name in (HOOK_FOLDER, PACKAGES_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
 

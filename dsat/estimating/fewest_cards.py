@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.command import ds_config
+from dsat.memory import host
 from dsat.memory.predictor import Basis, MemoryModel
 from dsat.search import cards as known
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
@@ -32,7 +33,7 @@ class Choice:
         cards: how many: any number up to 8, whole hosts of 8 above.
         strategy: the first of the ladder that fits.
         micro_batch: the largest that fits.
-        host_bytes: host memory for each card.
+        host_bytes: memory of a host for what its ranks offload.
     """
 
     memory_bytes: int
@@ -50,8 +51,13 @@ def fewest(
     base: Mapping[str, Any],
     configuration: Callable[[Strategy, int], Mapping[str, Any]],
     strategies: Sequence[Strategy],
+    host_memory: int | None = None,
 ) -> list[Choice]:
-    """Return the fewest cards of each size: without offloading, and with it if fewer."""
+    """Return the fewest cards of each size: without offloading, and with it if fewer.
+
+    Args:
+        host_memory: bytes of a host, if they are known.
+    """
     offloading = [s for s in strategies if not NONE == s.offload_optimizer == s.offload_param]
     without = [s for s in strategies if s not in offloading]
     shared = parallelism.of_config(base)
@@ -63,11 +69,18 @@ def fewest(
 
     def on(cards: int, size: int, among: Sequence[Strategy]) -> Choice | None:
         for strategy in among:
-            model = MemoryModel(basis, slots=cards, limit_bytes=size, on_device=True)
+            ranks = host.ranks(cards)
+            model = MemoryModel(
+                basis,
+                slots=cards,
+                limit_bytes=size,
+                host_limit_bytes=(host_memory or 0) // ranks,
+                on_device=True,
+            )
             shape = model.shape(configuration(strategy, cards), {})
             most = min(model.largest(shape), float(LARGEST_MICRO_BATCH))
             if most >= 1:
-                return Choice(size, cards, strategy, int(most), round(shape.host_bytes))
+                return Choice(size, cards, strategy, int(most), round(ranks * shape.host_bytes))
         return None
 
     def first(size: int, among: Sequence[Strategy]) -> Choice | None:
@@ -85,7 +98,7 @@ def fewest(
 
 def table(choices: Sequence[Choice]) -> list[str]:
     """Return the lines of a table for people."""
-    heads = ["GPU", "number", "strategy", "largest micro batch", "host per GPU"]
+    heads = ["GPU", "number", "strategy", "largest micro batch", "host"]
     rows = [
         [
             fmt.memory(choice.memory_bytes),

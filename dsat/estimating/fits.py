@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dsat.command import ds_config
 from dsat.estimating.options import EstimateSettings
-from dsat.memory.predictor import Anchor, Basis, MemoryModel
+from dsat.memory import host
+from dsat.memory.predictor import UNCALIBRATED_MARGIN, Anchor, Basis, MemoryModel
 from dsat.prepare.simulated_model import simulate
 from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.protocol import Question
@@ -25,7 +26,9 @@ class Fit:
         slots, card_bytes: number of devices, and the memory of each.
         strategy, batch: of the user's configuration.
         needed_bytes: predicted peak of a device, without the CUDA context and NCCL.
-        host_bytes: host memory of each rank.
+        host_bytes: bytes that the ranks of a host need: to load the weights, or to train.
+        saved_bytes: bytes of these that `"pin_memory": false` saves.
+        host_limit: bytes of the host; None if they are not known.
         fits: with 5 % to spare.
         largest: the largest micro batch that fits; 0 if none does.
     """
@@ -37,8 +40,16 @@ class Fit:
     batch: BatchTriple
     needed_bytes: int
     host_bytes: int
+    saved_bytes: int
+    host_limit: int | None
     fits: bool
     largest: int
+
+    @property
+    def fits_host(self) -> bool:
+        """Return whether the host holds its ranks, as far as its memory is known."""
+        limit = self.host_limit
+        return limit is None or self.host_bytes * UNCALIBRATED_MARGIN <= limit
 
     def to_json(self) -> dict[str, Any]:
         batch = asdict(self.batch)
@@ -46,20 +57,35 @@ class Fit:
         return {**vars(self), "strategy": self.strategy.name, "batch": batch}
 
     def __str__(self) -> str:
-        host = ""
-        if self.host_bytes:
-            host = f", and {fmt.memory(self.host_bytes)} of host memory for each"
         text = [
             f"{self.name} {'fits' if self.fits else 'does not fit'} {self.slots} x "
             f"{fmt.memory(self.card_bytes)}: {self.strategy.label} with micro batch "
-            f"{self.batch.micro_batch} needs {fmt.memory(self.needed_bytes)} of each{host}. 5 % "
-            "must stay free. The CUDA context and NCCL need memory on top."
+            f"{self.batch.micro_batch} needs {fmt.memory(self.needed_bytes)} of each. 5 % "
+            "must stay free. The CUDA context and NCCL need memory on top.",
+            *self._host(),
         ]
-        if not self.fits and self.largest:
-            text.append(f"The largest micro batch that fits is {self.largest}.")
-        elif not self.fits:
-            text.append("No micro batch fits: without --fits, a table shows which strategies do.")
+        if not self.fits and self.fits_host:
+            text.append(self._missing())
         return " ".join(text)
+
+    def _missing(self) -> str:
+        """Return by how much the device is too small, and what to do."""
+        missing = self.needed_bytes * UNCALIBRATED_MARGIN - self.card_bytes
+        remedy = "Without --fits, a table shows which strategies fit."
+        if self.largest:
+            remedy = f"The largest micro batch that fits is {self.largest}."
+        return f"{fmt.memory(missing)} are missing. {remedy}"
+
+    def _host(self) -> list[str]:
+        """Return what the host needs."""
+        text = []
+        if self.host_bytes:
+            of = "" if self.host_limit is None else f" of {fmt.memory(self.host_limit)}"
+            ranks = fmt.count(host.ranks(self.slots), "rank")
+            text.append(f"The host needs {fmt.memory(self.host_bytes)}{of} for {ranks}.")
+        if self.saved_bytes and (not self.fits_host or self.host_limit is None):
+            text.append(f'"pin_memory": false saves {fmt.memory(self.saved_bytes)} of it.')
+        return text
 
 
 def fit(settings: EstimateSettings) -> Fit:
@@ -70,7 +96,7 @@ def fit(settings: EstimateSettings) -> Fit:
         DsatError: the configuration cannot be simulated.
     """
     assert settings.fits is not None
-    slots, card_bytes = settings.fits
+    slots, card_bytes, host_limit = settings.fits
     with simulate(settings) as model:
         batch = ds_config.resolve_batch(model.config, slots, where="--fits")
         facts = model.simulator.facts(model.config)
@@ -82,14 +108,19 @@ def fit(settings: EstimateSettings) -> Fit:
     basis = Basis.of_model(facts, [Anchor(own, batch.micro_batch, estimate)])
     memory = MemoryModel(basis, slots=slots, limit_bytes=card_bytes, on_device=True)
     shape = memory.shape(own, {})
-    return Fit(
+    host_bytes = host.of_host(facts, own, shape.host_bytes, slots)
+    saved_bytes = host.ranks(slots) * host.saved_without_pinning(facts, own, slots=slots)
+    found = Fit(
         name=model.name,
         slots=slots,
         card_bytes=card_bytes,
         strategy=of_config(own),
         batch=batch,
         needed_bytes=memory.predicted_bytes(shape, batch.micro_batch),
-        host_bytes=estimate.host,
+        host_bytes=host_bytes,
+        saved_bytes=saved_bytes,
+        host_limit=settings.host_memory if host_limit is None else host_limit,
         fits=memory.fits(shape, batch.micro_batch),
         largest=int(min(memory.largest(shape), LARGEST_MICRO_BATCH)),
     )
+    return replace(found, fits=found.fits and found.fits_host)

@@ -5,10 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dsat.options import CARDS, MEMORY_SIZE, NUMBER_OF_CARDS, option
+from dsat.options import MEMORY_SIZE, NUMBER_OF_CARDS, WORD, Kind, memory_size, option
 from dsat.prepare.simulated_model import ModelSettings
 
 _GIB = 2**30
+
+
+def _cards(value: str) -> tuple[int, int, int | None]:
+    """Return number, bytes of each and bytes of their host of `8x80GiB/1TiB`.
+
+    Without a number it is one device; the host is None where it is not given.
+    """
+    devices, slash, host = WORD.read(value).partition("/")
+    number, times, size = devices.rpartition("x")
+    return (
+        NUMBER_OF_CARDS.read(number) if times else 1,
+        memory_size(size),
+        memory_size(host) if slash else None,
+    )
+
+
+CARDS = Kind(_cards, metavar="NxSIZE/HOST")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +33,9 @@ class EstimateSettings(ModelSettings):
     """Settings of `dsat estimate`.
 
     Attributes:
-        fits: number of devices and memory of each, in bytes; None for tables of all strategies.
+        host_memory: bytes of a host, which has up to 8 devices; None if it is not known.
+        fits: number of devices, bytes of each, and of their host; None for tables of all
+            strategies.
     """
 
     function: ClassVar[str] = "estimate"
@@ -40,16 +59,23 @@ class EstimateSettings(ModelSettings):
         metavar="N",
         help="numbers of devices (default: 1 8 64 512)",
     )
+    host_memory: int | None = option(
+        "--host-memory",
+        kind=MEMORY_SIZE,
+        metavar="SIZE",
+        help="memory of a host, which has up to 8 devices: what needs more does not fit",
+    )
     exact: bool = option(
         "--exact",
         help="simulate every line of the table, not the model alone: seconds for each; exit status "
         "1 if none of them can be simulated",
     )
-    fits: tuple[int, int] | None = option(
+    fits: tuple[int, int, int | None] | None = option(
         "--fits",
         excludes=("--devices", "--slot-memory"),
         kind=CARDS,
         shell_only=True,
-        help="in place of the tables: does your own configuration fit these devices, such as "
-        "8x80GiB? exit status 0 if it does, 1 if not, 2 if that cannot be predicted",
+        help="in place of the tables: does your own configuration fit these devices and their "
+        "host, such as 8x80GiB or 8x80GiB/1TiB? exit status 0 if it does, 1 if not, 2 if that "
+        "cannot be predicted",
     )

@@ -12,10 +12,10 @@ from typing import Any
 from dsat.estimating import fewest_cards
 from dsat.estimating.fewest_cards import Choice
 from dsat.estimating.options import EstimateSettings
-from dsat.memory import closed_form
-from dsat.memory.closed_form import ModelFacts
+from dsat.memory import closed_form, host
 from dsat.memory.estimate import SIMULATED, MemoryEstimate
-from dsat.memory.predictor import Anchor, Basis, MemoryModel
+from dsat.memory.facts import ModelFacts
+from dsat.memory.predictor import UNCALIBRATED_MARGIN, Anchor, Basis, MemoryModel
 from dsat.memory.strategies import compared, with_strategy
 from dsat.prepare.simulated_model import SimulatedModel, simulate
 from dsat.simulation.protocol import Question
@@ -26,6 +26,7 @@ from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
 _log = logging.getLogger(__name__)
+_MUCH = 0.1  # of a host's memory
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Line:
         slots: data-parallel devices.
         estimate: with a micro batch of one sample.
         needed: bytes that a device must have for that.
+        host: bytes that the ranks of a host must have: to load the weights, or to train.
+        saved: bytes of these that `"pin_memory": false` saves.
         largest: the largest micro batch, by memory of a device; 0 if none fits.
         longest: tokens of the longest sequence of one sample, by memory of a device; empty if
             samples are not sequences.
@@ -45,6 +48,8 @@ class Line:
     slots: int
     estimate: MemoryEstimate
     needed: int
+    host: int
+    saved: int
     largest: Mapping[int, int]
     longest: Mapping[int, int]
 
@@ -54,6 +59,8 @@ class Line:
             "slots": self.slots,
             "memory": self.estimate.to_json(),
             "peak_bytes": self.needed,
+            "host_bytes": self.host,
+            "saved_without_pinning_bytes": self.saved,
             "largest_micro_batch": {str(size): count for size, count in self.largest.items()},
             "longest_sequence": {str(size): tokens for size, tokens in self.longest.items()},
         }
@@ -103,7 +110,8 @@ class Estimate:
         text += [
             "",
             f"Source: {sources}. Largest micro batches leave 5 % free. The CUDA context and NCCL "
-            "need memory on top.",
+            "need memory on top. The host has up to 8 GPUs; its memory is for all their ranks.",
+            *_pinning(lines),
             *_failures(lines),
             "",
             f"The fewest GPUs of each size, by {sources}, with 5 % free:",
@@ -149,10 +157,12 @@ def tables(model: SimulatedModel, settings: EstimateSettings) -> Estimate:
     ]
     basis, length = Basis.of_model(facts, anchors), simulator.script.sequence_length
     lines = [
-        _line(basis, strategy, asked, found, settings.slot_memories, length)
+        _line(basis, strategy, asked, found, settings, length)
         for (_, strategy), asked, found in zip(pairs, questions, estimates, strict=True)
     ]
-    cards = fewest_cards.fewest(basis, config, partial(with_strategy, config), strategies)
+    cards = fewest_cards.fewest(
+        basis, config, partial(with_strategy, config), strategies, settings.host_memory
+    )
     return Estimate(model.name, facts, lines, cards, length)
 
 
@@ -173,18 +183,36 @@ def _line(
     strategy: Strategy,
     asked: Question,
     found: MemoryEstimate,
-    sizes: Sequence[int],
+    settings: EstimateSettings,
     length: int | None,
 ) -> Line:
-    largest, longest = {}, {}
-    for size in sizes:
-        model = MemoryModel(basis, slots=asked.slots, limit_bytes=size, on_device=True)
-        most = min(model.largest(model.shape(asked.config, {})), float(LARGEST_MICRO_BATCH))
+    config, slots, facts = asked.config, asked.slots, basis.variants[0].facts
+    ranks, limit = host.ranks(slots), settings.host_memory
+    largest, longest, host_bytes = {}, {}, 0
+    for size in settings.slot_memories:
+        model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
+        shape = model.shape(config, {})
+        host_bytes = host.of_host(facts, config, shape.host_bytes, slots)
+        fits_host = limit is None or host_bytes * UNCALIBRATED_MARGIN <= limit
+        most = min(model.largest(shape), float(LARGEST_MICRO_BATCH)) if fits_host else 0.0
         largest[size] = int(most)
         if length is not None:
             longest[size] = int(most * length)
-    needed = needed_bytes(basis, asked.config, asked.slots)
-    return Line(strategy, asked.slots, found, needed, largest, longest)
+    needed = needed_bytes(basis, config, slots)
+    saved = ranks * host.saved_without_pinning(facts, config, slots=slots)
+    return Line(strategy, slots, found, needed, host_bytes, saved, largest, longest)
+
+
+def _pinning(lines: Sequence[Line]) -> list[str]:
+    """Return what memory that is not pinned would save, if it is much of a host's."""
+    saved = [line for line in lines if line.saved > _MUCH * line.host]
+    if not saved:
+        return []
+    most = max(saved, key=lambda line: line.saved)
+    return [
+        f'"pin_memory": false saves up to {fmt.memory(most.saved)} of a host '
+        f"({most.strategy.label} on {most.slots}), at the cost of slower copies."
+    ]
 
 
 def _failures(lines: Sequence[Line]) -> list[str]:
@@ -202,7 +230,7 @@ def _failures(lines: Sequence[Line]) -> list[str]:
 
 def _table(lines: Sequence[Line]) -> list[str]:
     sizes = list(lines[0].largest)
-    heads = ["strategy", "GPU at micro batch 1", "host per GPU"]
+    heads = ["strategy", "GPU at micro batch 1", "host"]
     heads += [f"largest on {fmt.memory(size)}" for size in sizes]
     if lines[0].longest:
         heads.append("longest sequence")
@@ -210,7 +238,7 @@ def _table(lines: Sequence[Line]) -> list[str]:
         [
             line.strategy.label,
             fmt.memory(line.needed),
-            fmt.memory(line.estimate.host) if line.estimate.host else "-",
+            fmt.memory(line.host) if line.host else "-",
             *(str(count or "-") for count in line.largest.values()),
             *(f"{tokens:,}" if tokens else "-" for tokens in list(line.longest.values())[-1:]),
         ]

@@ -1,4 +1,4 @@
-"""Counts of the samples and tokens that a script feeds, whatever form its batches have."""
+"""Counts of samples and tokens in batches of any form."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsat.errors import InvalidTrial
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.values.outcome import SequenceLengths
 
 if TYPE_CHECKING:
@@ -34,16 +35,20 @@ OF_ITS_OWN = (
     "the script feeds {rows} samples whatever train_micro_batch_size_per_gpu is ({micro_batch} "
     "here): {advice}"
 )
-_ADVICE = (
-    "take the batch size from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "
-    "--arg-mapping train_micro_batch_size_per_gpu={flag}"
-)
+_ADVICE = "take the batch size from engine.train_micro_batch_size_per_gpu()"
+_ADVICE_WITH_FLAG = f"{_ADVICE}, or add --arg-mapping train_micro_batch_size_per_gpu={{flag}}"
 OWN_ACCUMULATION = (
     "each optimizer step of the script takes {k} times as many micro batches as "
     "gradient_accumulation_steps, so the global batch is {k} times train_batch_size. To have "
-    "accumulation tuned, call engine.step() after every micro batch, unless these are parts of one "
-    "batch (real and generated samples, say)"
+    "accumulation tuned, {advice}, unless these are parts of one batch (real and generated "
+    "samples, say)"
 )
+STEP_ALWAYS = "call engine.step() after every micro batch"
+OWN_BOUNDARY = (
+    "take the number of micro batches between boundaries (set_gradient_accumulation_boundary) from "
+    "engine.gradient_accumulation_steps()"
+)
+_OTHER_BATCHES = ("eval", "valid", "test")  # parts of flags
 _DEPTH = 4  # of containers that are searched for tensors
 _LARGE = 256  # values, which take some tenths of a millisecond
 
@@ -89,6 +94,7 @@ class BatchCounter:
     Attributes:
         dimensions: of the samples, by place, where the first call leaves no doubt.
         fed_instead: see `ModelProfile`.
+        fixed_batch, batch_flag: see `Outcome`.
         warning: about the first call; None if it can be counted.
     """
 
@@ -108,6 +114,8 @@ class BatchCounter:
         self._lengths: list[int] = []
         self.dimensions: dict[str, int] = {}
         self.fed_instead: dict[str, int] = {}
+        self.fixed_batch: int | None = None
+        self.batch_flag = ""
         self.warning: str | None = None
 
     def count(self, values: Iterable[Any]) -> Fed:
@@ -155,12 +163,8 @@ class BatchCounter:
                 texts = {p: d for p, d in carriers.items() if _name(p) == "input_ids"}
                 return texts or carriers
         own = self._own
-        if own is not None and self._feeds(own, shapes.values()):
-            raise InvalidTrial(
-                f"the script feeds {own} samples, its own micro batch, although the trial's "
-                f"train_micro_batch_size_per_gpu is {self._micro_batch}: {_advice(own)}",
-                most_samples=own if own < self._micro_batch else None,
-            )
+        if own is not None and self._feeds(own, shapes):
+            raise self._refusal(own)
         self.warning = UNCOUNTED
         # A single row is for all samples, or has all of them, packed.
         rows = {_size(shape, self._dimension(p)) for p, shape in shapes.items()} - {1, None}
@@ -171,13 +175,10 @@ class BatchCounter:
         self.fed_instead = {"micro_batch": self._micro_batch, "rows": samples}
         before = self._fed_before
         if before.get("rows") == samples and before["micro_batch"] != self._micro_batch:
-            self.warning = OF_ITS_OWN.format(
-                rows=samples, micro_batch=self._micro_batch, advice=_advice(samples)
-            )
+            refusal = self._refusal(samples)
             if self._micro_batch != self._own:
-                raise InvalidTrial(
-                    self.warning, most_samples=samples if samples < self._micro_batch else None
-                )
+                raise refusal
+            self.warning = str(refusal)
             at = {place: self._dimension(place) for place in shapes}
             return {p: d for p, d in at.items() if _size(shapes[p], d) == samples}
         if samples < self._micro_batch:
@@ -189,20 +190,34 @@ class BatchCounter:
             )
         return {}
 
+    def _refusal(self, rows: int) -> InvalidTrial:
+        """Record a fixed batch size of the script; return the error of a trial."""
+        self.fixed_batch = rows
+        self.batch_flag = find_batch_flag(sys.argv[1:], rows, TRIAL.script_options)
+        advice = _ADVICE_WITH_FLAG.format(flag=self.batch_flag) if self.batch_flag else _ADVICE
+        return InvalidTrial(
+            OF_ITS_OWN.format(rows=rows, micro_batch=self._micro_batch, advice=advice),
+            most_samples=rows if rows < self._micro_batch else None,
+            fixed_batch=rows,
+            batch_flag=self.batch_flag,
+        )
+
     def _fitting(self, place: str, shape: Shape) -> list[int]:
-        """Dimensions that may be that of the samples."""
+        """Return the dimensions that may count samples."""
         candidates = (self._known[place],) if place in self._known else (0, 1)
         return [d for d in candidates if _size(shape, d) == self._micro_batch]
 
-    def _feeds(self, own: int, shapes: Iterable[Shape]) -> bool:
+    def _feeds(self, own: int, shapes: Mapping[str, Shape]) -> bool:
         """Return whether the rows are certainly those of the user's own micro batch.
 
-        Twice the trial's micro batch may be pairs (a chosen and a rejected answer), which do not
-        make throughput too high.
+        Twice the trial's micro batch may be pairs (a chosen and a rejected answer), unless the
+        profile trial, with another micro batch, had as many rows as that.
         """
-        if own in (self._micro_batch, 2 * self._micro_batch):
+        if own == self._micro_batch:
             return False
-        return {shape[0] for shape in shapes} in ({own}, {own, 1})
+        may_be_pairs = own == 2 * self._micro_batch and not self._known.keys() & shapes.keys()
+        rows = {shape[0] for shape in shapes.values()}
+        return not may_be_pairs and rows in ({own}, {own, 1})
 
     def _dimension(self, place: str) -> int:
         return self._known.get(place, 0)
@@ -275,23 +290,29 @@ class LeafFinder:
         return looked_at
 
 
-def batch_flag(args: Sequence[str], fed: int) -> str | None:
-    """Return the script's flag for its batch size, one with the value `fed` first; None without."""
-    named = {}
+def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -> str:
+    """Return the script's flag for its batch size, one with the value `fed` first; empty without.
+
+    Args:
+        args: of the command line.
+        options: flags that the script declares, with their defaults.
+    """
+    given = {}
     for word, after in zip(args, [*args[1:], ""], strict=False):
         flag, has_value, value = word.partition("=")
-        if flag.startswith("--") and "batch" in flag.lower():
-            named[flag] = value if has_value else after
-    of_that_value = [flag for flag, value in named.items() if value == str(fed)]
-    return next(iter([*of_that_value, *named]), None)
-
-
-def _advice(fed: int) -> str:
-    return _ADVICE.format(flag=batch_flag(sys.argv[1:], fed) or "--batch-size")
+        if flag.startswith("--"):
+            given[flag] = value if has_value else after
+    named = {
+        flag: value
+        for flag, value in {**given, **options, **given}.items()
+        if "batch" in flag.lower() and not any(part in flag.lower() for part in _OTHER_BATCHES)
+    }
+    of_that_value = [flag for flag, value in named.items() if str(value) == str(fed)]
+    return next(iter([*of_that_value, *named]), "")
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return what is in a container or an object, by names; nothing of other values."""
+    """Return the named parts of a container or an object; empty for other values."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, (list, tuple)):

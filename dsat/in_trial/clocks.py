@@ -113,7 +113,7 @@ class MemoryWatch:
             self._peaks[largest] = max(value, self._peaks[largest])
 
     def _read(self) -> dict[str, int]:
-        values = {"host": _of_status("VmHWM:")}
+        values = {"host": _read_status("VmHWM:")}
         if self.has_allocator:
             values["allocated"] = self._accelerator.max_memory_allocated()
             values["reserved"] = self._accelerator.max_memory_reserved()
@@ -139,7 +139,7 @@ class MemoryWatch:
         if self.has_allocator or limit == resource.RLIM_INFINITY:
             return 0
         # The kernel has the peak of all mappings only.
-        peak = _of_status("VmPeak:") - _of_status("VmSize:") + _of_status("VmData:")
+        peak = _read_status("VmPeak:") - _read_status("VmSize:") + _read_status("VmData:")
         return max(0, peak - self._before.data_bytes)
 
     def _context_bytes(self) -> int:
@@ -167,11 +167,11 @@ class ProcessMemory:
 
     @classmethod
     def now(cls) -> ProcessMemory:
-        return cls(_of_status("VmRSS:"), _of_status("VmData:"))
+        return cls(_read_status("VmRSS:"), _read_status("VmData:"))
 
 
-def _of_status(key: str) -> int:
-    """Return a size of /proc/self/status in bytes; where there is none, the peak resident set."""
+def _read_status(key: str) -> int:
+    """Return a size of /proc/self/status in bytes; without it, the peak resident set."""
     with open("/proc/self/status") as file:
         for line in file:
             if line.startswith(key):

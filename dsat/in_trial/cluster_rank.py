@@ -17,9 +17,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dsat.command.ds_config import DSAT_MODE_KEY, DSAT_TRIAL_KEY
-from dsat.in_trial import failures, runner_watch
-from dsat.in_trial.adapters.trial import TRIAL
+from dsat.command import switches
+from dsat.command.ds_config import (
+    DSAT_MODE_KEY,
+    DSAT_SWITCHES_KEY,
+    DSAT_TRIAL_KEY,
+    OVERWRITE_KEY,
+)
+from dsat.errors import InvalidTrial
+from dsat.in_trial import config_injection, failures, runner_watch
+from dsat.in_trial.adapters import install as adapters
+from dsat.in_trial.adapters.hf_trainer import TrainerSettings
+from dsat.in_trial.adapters.trial import TRIAL, Phase
 from dsat.in_trial.agreement import local_size, rank_and_size
 from dsat.in_trial.meter import Meter, install
 from dsat.in_trial.meter_spec import MeterSpec
@@ -39,6 +48,7 @@ _WOULD_REPEAT = (
 
 _log = logging.getLogger(__name__)
 _attached: Task | None = None
+_has_switches = False
 
 
 def spec_for_hparams(meter: MeterSpec, trial_id: int, runner_id: int) -> dict[str, Any]:
@@ -53,9 +63,14 @@ def attach(hparams: Mapping[str, Any] | None) -> Task | None:
 
     Args:
         hparams: the trial's hyperparameters; those of the local engine name no such trial.
+
+    Raises:
+        InvalidTrial: a switch cannot be set any more.
     """
-    global _attached
-    if _attached is None and hparams and hparams.get(DSAT_MODE_KEY) and DSAT_TRIAL_KEY in hparams:
+    global _attached, _has_switches
+    if not hparams:
+        return _attached
+    if _attached is None and hparams.get(DSAT_MODE_KEY) and DSAT_TRIAL_KEY in hparams:
         data = json.loads(hparams[DSAT_TRIAL_KEY]["spec"])
         spec = replace(MeterSpec.from_json(data), host_slots=local_size())
         _attached = Task(install(spec, lambda outcome: None))
@@ -63,7 +78,45 @@ def attach(hparams: Mapping[str, Any] | None) -> Task | None:
         if _rank() == 0:
             _attached.runner = runner_watch.start(hparams[DSAT_TRIAL_KEY]["runner"])
         os.write(2, f"{ATTACHED_MARK}{_allocation()}\n".encode())
+    if not _has_switches:
+        _has_switches = True
+        _use_switches(hparams, _attached)
     return _attached
+
+
+def _use_switches(hparams: Mapping[str, Any], task: Task | None) -> None:
+    """Use the trial's values of the script's switches; a trial also records what can be switched.
+
+    Raises:
+        InvalidTrial: CUDA has read its variables already.
+    """
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from dsat.in_trial.script_switches import ScriptSwitches
+
+    adapters.install()
+    if TRIAL.phase is Phase.INERT:
+        TRIAL.phase = Phase.TRAINING
+    wanted = hparams.get(DSAT_SWITCHES_KEY) or {}
+    variables = switches.variables(wanted)
+    late = [name for name in variables if name.startswith("CUDA_")]
+    if late and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise InvalidTrial(
+            f"{late[0]} has no effect: the script used CUDA before it called dsat. Call "
+            "dsat.get_ds_config_from_hparams (or dsat.get_hf_args_with_overwrites) first"
+        )
+    os.environ.update(variables)
+    compiled = (hparams.get(OVERWRITE_KEY) or {}).get("compile") or {}
+    scripts = ScriptSwitches(
+        wanted,
+        on_cpu=get_accelerator().device_name() == "cpu",
+        deep_compiles=compiled.get("deepcompile") is True,
+    )
+    config_injection.on_initialize(scripts.before_engine, scripts.after_engine)
+    TRIAL.trainer = TrainerSettings(None, None, scripts)
+    if task is not None:
+        task.meter.switches = scripts.found
 
 
 class Task:
@@ -183,7 +236,7 @@ def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
 
 
 def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
-    """Return an outcome for the trial's log: a line, not too long, the end of its detail kept."""
+    """Format an outcome as one line of the trial's log, with the end of its detail."""
     detail = outcome.detail[-_LONGEST_LINE_BYTES:]
     while True:
         short = replace(outcome, detail=detail, step_ms=())

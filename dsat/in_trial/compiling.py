@@ -1,4 +1,4 @@
-"""Compilations of torch and DeepCompile, asked of modules that the script has imported."""
+"""Compilations of torch and DeepCompile, by the modules that the script has imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def frames() -> int:
+def count_frames() -> int:
     """Return the number of frames that Dynamo has compiled, or tried to."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["frames"]["total"])

@@ -54,7 +54,7 @@ class Verdict:
 
 
 class _Section(dict[str, Any]):
-    """Mapping that records which of its keys are read.
+    """Mapping that records which keys are read.
 
     Attributes:
         defaults: by key, the value that the reader takes if it is missing.
@@ -99,7 +99,7 @@ class _Section(dict[str, Any]):
 
 
 def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
-    """Return the verdict of DeepSpeed on a configuration, in which "auto" counts as not given.
+    """Check a configuration by DeepSpeed itself; "auto" counts as unset.
 
     Each key is read by itself, so that the place of a problem is known, then all of them together
     if it is a whole configuration and not only a part of one.
@@ -111,6 +111,8 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
         section, error = _read({key: value})
         if error is not None and _is_of_model(error):
             found.problem = _problem_of_model(key, error, version)
+        elif error is not None and not isinstance(value, Mapping) and _read({key: {}})[1] is None:
+            found.problem = Problem(key, f"must be a mapping, not {json.dumps(value)}")
         elif error is not None:
             refused[_text(error)] = key
         else:
@@ -154,7 +156,7 @@ def _of_parallelism(path: str) -> int:
 
 
 def _read(config: Mapping[str, Any]) -> tuple[_Section, Exception | None]:
-    """Have DeepSpeed read a configuration; return the section with the keys read, and its error."""
+    """Parse a configuration by DeepSpeed; return the section with the keys read, and the error."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     section = _Section({**config, **_BATCH})

@@ -47,8 +47,8 @@ def on_initialize(
         before: takes the arguments by name, and may change them.
         after: takes the engine.
     """
-    TRIAL.before_engine.append(before)
-    TRIAL.after_engine.append(after)
+    TRIAL.calls.before_engine.append(before)
+    TRIAL.calls.after_engine.append(after)
 
 
 def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> None:
@@ -81,7 +81,7 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
 def replace(
     arguments: dict[str, Any], passed: Passed, config: Mapping[str, Any], path: Path
 ) -> None:
-    """Replace the configuration that a call passes by that of a trial, which the file holds.
+    """Replace the configuration that a call passes by the trial's.
 
     Values "auto" of the new one are taken from the old.
     """

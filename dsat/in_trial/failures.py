@@ -60,14 +60,14 @@ _FOR_WANT_OF_MEMORY = (
     "unable to find an engine to execute this computation",
     "unable to find a valid cudnn algorithm to run convolution",
 )
-_NEARLY_FULL = 0.03  # of the device that is left
+_FREE_FRACTION = 0.03  # of the device that is left
 
-OF_DSAT = "an error inside dsat, not of your script"
+INSIDE_DSAT = "an error inside dsat, not of your script"
 # Errors of a device's earlier work or of another rank surface wherever they are waited for; a port
 # is another program's.
 _FROM_ELSEWHERE = ("cuda error", "hip error", "nccl", "gloo", "address already in use")
 # Where the message says it all, and a traceback would only lead into dsat.
-_SAY_ENOUGH = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
+_SELF_EXPLANATORY = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 # What to do about errors of DeepSpeed, by a part of their messages.
 _SAME_FOLDER = "All trials run in the same folder: let the script accept what an earlier one made"
 _ADVICE = {
@@ -75,6 +75,14 @@ _ADVICE = {
     "Data inconsistency within the TP group": (
         "Give the ranks of a tensor-parallel group the same samples: DistributedSampler(..., "
         "num_replicas=engine.dp_world_size, rank=deepspeed.utils.groups.get_data_parallel_rank())"
+    ),
+    "object has no attribute '_in_forward'": (
+        "Stage 3 of DeepSpeed knows no module that becomes part of the model after "
+        "deepspeed.initialize: build the whole model before"
+    ),
+    "self.dim() cannot be 0 to view": (
+        "DeepSpeed cannot send a parameter without dimensions to other ranks here: give it one, as "
+        "in torch.nn.Parameter(torch.ones(1))"
     ),
 }
 unwritten: set[Path] = set()  # files that the script takes for written
@@ -113,9 +121,11 @@ def outcome(error: BaseException) -> Outcome:
     return Outcome(
         kind,
         message=message(error),
-        detail="" if kind in _SAY_ENOUGH else user_traceback(error),
+        detail="" if kind in _SELF_EXPLANATORY else user_traceback(error),
         smaller_may_run=invalid is not None and invalid.smaller_may_run,
         most_samples=None if invalid is None else invalid.most_samples,
+        fixed_batch=None if invalid is None else invalid.fixed_batch,
+        batch_flag="" if invalid is None else invalid.batch_flag,
     )
 
 
@@ -124,8 +134,9 @@ def message(error: BaseException) -> str:
 
     An error that dsat itself raised is named as such: it is not the script's.
     """
-    if isinstance(error, (Diverged, InvalidTrial)):
-        return str(error)
+    for link in _chain(error):
+        if isinstance(link, (Diverged, InvalidTrial)):
+            return str(link)
     lines = str(error).strip().splitlines() or [""]
     if classify(error) is OutcomeKind.OOM:
         for link in _chain(error):
@@ -140,11 +151,11 @@ def message(error: BaseException) -> str:
     missing = error.filename if isinstance(error, FileNotFoundError) else None
     if isinstance(missing, (str, bytes)) and Path(os.fsdecode(missing)).resolve() in unwritten:
         said += ". dsat did not write it: models are not saved in trials"
-    return f"{OF_DSAT}: {said}" if _is_of_dsat(error) else said
+    return f"{INSIDE_DSAT}: {said}" if _is_of_dsat(error) else said
 
 
-def of_text(text: str) -> OutcomeKind:
-    """Classify what a process left in its log, for want of the exception."""
+def classify_text(text: str) -> OutcomeKind:
+    """Classify the log of a process that reported no exception."""
     text = text.lower()
     if _has(text, _HOST_OUT_OF_MEMORY):
         return OutcomeKind.HOST_OOM
@@ -173,7 +184,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _is_of_dsat(error: BaseException) -> bool:
-    """Return True if an unclassified error came up in dsat's own work, not in a call it passed on.
+    """Return True if an unclassified error is dsat's own, not one of a call that it forwarded.
 
     The innermost frame of dsat or the script decides: a library fails for whoever called it.
     """
@@ -236,7 +247,7 @@ def _is_nearly_full() -> bool:
         kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     except RuntimeError:  # the device has failed
         return False
-    return bool(free + kept < _NEARLY_FULL * total)
+    return bool(free + kept < _FREE_FRACTION * total)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -63,7 +63,7 @@ class _Process:
             os.environ.update(wanted)
 
     def install_adapters(self) -> None:
-        """Adapt functions that the script may bind to names of its own before it trains."""
+        """Install the adapters before other modules bind the functions."""
         from dsat.in_trial.adapters.begin import begin
 
         begin(self._folder, is_alone=self._is_alone)
@@ -104,11 +104,11 @@ class _Process:
     def _this_rank(self) -> Any:
         from dsat.in_trial import rank
 
-        return rank.of_process(self._folder)
+        return rank.get_rank(self._folder)
 
 
 def _run_hidden_sitecustomize() -> None:
-    """Run a `sitecustomize` of the environment's own, which this file hides."""
+    """Run the environment's own `sitecustomize`, which this file hides."""
     own = os.path.dirname(os.path.abspath(__file__))
     elsewhere = [entry for entry in sys.path if os.path.abspath(entry or ".") != own]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)

@@ -39,7 +39,7 @@ def begin_epoch(loader: Any, iterator: Any) -> None:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Add the time inside to what this process has waited for batches."""
+    """Add the time inside to the wait for batches."""
     global _waited_s
     begin = time.perf_counter()
     try:
@@ -65,7 +65,7 @@ def waited_s() -> float:
 
 
 def begin_training() -> None:
-    """Count batches for the training from here on: its engine is made."""
+    """Start counting batches for the training, whose engine now exists."""
     _read.clear()
 
 
@@ -92,7 +92,7 @@ def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
 
 
 def _kind_of(batch_sampler: Any) -> Kind | None:
-    """Return what is known of a loader's batches; None of data without a length."""
+    """Return the batch size and number of samples of a loader; None for data without a length."""
     from torch.utils.data import BatchSampler
 
     size: Any = getattr(batch_sampler, "batch_size", None)

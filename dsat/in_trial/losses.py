@@ -55,12 +55,12 @@ class LossWatch:
         _watch = self
 
     def close(self) -> None:
-        """Take no more losses."""
+        """Stop recording losses."""
         global _watch
         _watch = None
 
-    def of_engine(self, loss: Any, *, scaled_by_script: bool) -> None:
-        """Take the loss of `engine.backward`.
+    def add_engine_loss(self, loss: Any, *, scaled_by_script: bool) -> None:
+        """Record the loss of `engine.backward`.
 
         Args:
             scaled_by_script: the script has divided it by the accumulation steps itself.
@@ -69,15 +69,15 @@ class LossWatch:
 
     @contextlib.contextmanager
     def ignored(self) -> Iterator[None]:
-        """Take no losses inside: they are known, or another engine's."""
+        """Ignore losses inside: they are known, or another engine's."""
         self._ignoring += 1
         try:
             yield
         finally:
             self._ignoring -= 1
 
-    def of_script(self, tensors: Any) -> None:
-        """Take the loss of a backward pass that the script began itself."""
+    def add_script_loss(self, tensors: Any) -> None:
+        """Record the loss of a backward pass that the script began itself."""
         import torch
 
         # A checkpoint has a backward pass of its own inside of one.
@@ -88,13 +88,13 @@ class LossWatch:
             self._add(loss if tensor is scaled else tensor, 1)
         self._scaled = (None, None)
 
-    def of_scaled(self, engine: Any, scaled: Any, loss: Any) -> None:
+    def note_scaled_loss(self, engine: Any, scaled: Any, loss: Any) -> None:
         """Remember which loss an engine has scaled."""
         if engine is self._engine:
             self._scaled = (scaled, loss)
 
     def end_step(self, *, micro_steps: int, applied: bool) -> None:
-        """End an optimizer step of so many micro steps."""
+        """End an optimizer step."""
         self._steps.append(_Step(self._sum, micro_steps or self.count, applied))
         self._sum, self.count = None, 0
 
@@ -170,13 +170,13 @@ def in_backward() -> bool:
 def note_scaled(engine: Any, scaled: Any, loss: Any) -> None:
     """Remember the loss that fp16 scales in `engine.scale(loss).backward()`."""
     if _watch is not None:
-        _watch.of_scaled(engine, scaled, loss)
+        _watch.note_scaled_loss(engine, scaled, loss)
 
 
 def note_backward(tensors: Any) -> None:
     """Take the loss of a backward pass; `Tensor.backward` calls torch's function, too."""
     if _watch is not None:
-        _watch.of_script(tensors)
+        _watch.add_script_loss(tensors)
 
 
 def _numbers(values: Sequence[Any]) -> list[float | None]:

@@ -12,7 +12,7 @@ from dsat.errors import Diverged, InvalidTrial
 from dsat.in_trial import compiling, loaders
 from dsat.in_trial.agreed_steps import AgreedStep, agree, times_of, tokens_error, usual_micro_steps
 from dsat.in_trial.agreement import Ranks
-from dsat.in_trial.batches import OWN_ACCUMULATION, UNSEEN
+from dsat.in_trial.batches import OWN_ACCUMULATION, OWN_BOUNDARY, STEP_ALWAYS, UNSEEN
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
 from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder
 from dsat.in_trial.steps import CI_TARGET, RAREST, StepTimes, steps_wanted
@@ -96,7 +96,7 @@ class Measurement:
         self._early: deque[StepMarks] = deque()  # the last steps before the first that is measured
 
     def take(self, marks: StepMarks, skipped: bool) -> None:
-        """Take an optimizer step that was made.
+        """Handle a finished optimizer step.
 
         Args:
             skipped: by fp16 because of an overflow, which makes it cheaper than a real one.
@@ -179,7 +179,7 @@ class Measurement:
     def _affordable(self, wanted: int, step_s: float) -> int:
         """Number of the wanted steps that may be measured, at least one.
 
-        The fewest may take three times as long: of one or two steps there is no interval.
+        The fewest may take three times as long: one or two steps give no confidence interval.
         """
         longest_s = self._spec.longest_s
         if longest_s is None or wanted * step_s <= longest_s:
@@ -223,7 +223,8 @@ class Measurement:
         # A Trainer whose data have no length makes some steps of more, behind the end of an epoch.
         fewest = min(each.micro_steps for each in marks) / spec.gas
         if fewest > 1:
-            self._warn(OWN_ACCUMULATION.format(k=f"{fewest:g}"))
+            advice = OWN_BOUNDARY if self._recorder.has_own_boundary else STEP_ALWAYS
+            self._warn(OWN_ACCUMULATION.format(k=f"{fewest:g}", advice=advice))
         self._recorder.losses.read(self._ranks.mean)
         usable = self._usable(agreed, is_last=is_last)
         next_check: int | None = 2 * len(agreed)
@@ -240,7 +241,7 @@ class Measurement:
             self._recorder.restart()  # the time of the check belongs to no step
 
     def _check_accumulation(self, full: list[AgreedStep]) -> None:
-        """Raise `InvalidTrial` if steps take as many micro batches as the user's own, wrongly."""
+        """Raise `InvalidTrial` if the script's accumulation ignores the configuration."""
         gas, own = self._spec.gas, self._spec.own_steps
         taken = usual_micro_steps(full)
         if own is not None and taken and gas != own.gas and taken == own.micro_steps:
@@ -257,6 +258,7 @@ class Measurement:
                 "accumulation is a constant. Give the script more data, drop the last batch of an "
                 "epoch (drop_last), or take accumulation from the configuration",
                 smaller_may_run=True,
+                most_samples=self._most_samples(),
             )
         if len(full) < len(agreed):
             self._warn(SHORT_BATCHES)
@@ -322,12 +324,17 @@ class Measurement:
         if observed["profile"] is not None and metrics.data < _WAITS * metrics.latency:
             switches = {n: s for n, s in observed["profile"].switches.items() if n != WORKERS}
             observed["profile"] = replace(observed["profile"], switches=switches)
-        of_epoch, _ = loaders.samples(self._spec.micro_batch, self.steps_seen * self._spec.gas)
         return Outcome(
             OutcomeKind.OK,
             metrics=metrics,
             warnings=tuple(warnings),
             step_ms=tuple(round(step.ms[0], 4) for step in steps),
-            most_samples=of_epoch,
+            most_samples=self._most_samples(),
             **observed,
         )
+
+    def _most_samples(self) -> int | None:
+        """Return the largest micro batch of which an epoch has enough for an optimizer step."""
+        gas = self._spec.gas
+        of_epoch, _ = loaders.samples(self._spec.micro_batch, self.steps_seen * gas)
+        return None if of_epoch is None else max(1, of_epoch // gas)

@@ -47,4 +47,4 @@ def limit_memory(budget_bytes: int) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
-    TRIAL.around_compilations.append(unlimited)
+    TRIAL.calls.around_compilations.append(unlimited)

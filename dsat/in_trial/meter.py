@@ -41,7 +41,7 @@ def install(
     on_complete: Callable[[Outcome], None],
     on_step: Callable[[int], None] = lambda steps: None,
 ) -> Meter:
-    """Return a meter that watches the engines that `deepspeed.initialize` returns."""
+    """Return a meter that has_trainable_engine the engines that `deepspeed.initialize` returns."""
     from deepspeed.accelerator import get_accelerator
 
     adapters.install()
@@ -53,7 +53,7 @@ def install(
 
     def begin(arguments: dict[str, Any]) -> None:
         meter.device_name = ""
-        meter.let_go()
+        meter.release_failed()
         check_arguments(arguments, spec.slots)
         device = local_rank()  # which DeepSpeed is going to use
         wait_for_memory(get_accelerator(), device)
@@ -78,7 +78,7 @@ class Meter:
         device_name: as in `ModelProfile`; None before the script calls `deepspeed.initialize`.
         warnings: messages for the user, as keys.
         switches: of the script, which are part of its profile.
-        watches: there is an engine that may train.
+        has_trainable_engine: there is an engine that may train.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Meter:
         self.device_name: str | None = None
         self.warnings: dict[str, None] = {}
         self.switches: Mapping[str, ScriptSwitch] = {}
-        self.watches = False
+        self.has_trainable_engine = False
         self._on_complete = on_complete
         self._on_step = on_step
         self._before = ProcessMemory.now()
@@ -114,14 +114,14 @@ class Meter:
 
     @property
     def outcome(self) -> Outcome | None:
-        """The measurement so far, or what ended it."""
+        """The measurement so far, or the failure that ended it."""
         measured = None if self._measurement is None else self._measurement.outcome
         return measured if self._failed is None else self._failed
 
     @property
     def shortfall(self) -> InvalidTrial:
         """Reason why nothing was measured, if the script came to its own end."""
-        if not self.watches:
+        if not self.has_trainable_engine:
             return InvalidTrial(
                 "the script ended without calling deepspeed.initialize with an optimizer"
             )
@@ -137,7 +137,7 @@ class Meter:
         )
 
     def finish(self) -> None:
-        """Take what can be measured of a script that came to its own end; see `Measurement`."""
+        """Use the steps of a script that came to its own end; see `Measurement`."""
         if self._measurement is not None and self._failed is None:
             self._measurement.finish()
 
@@ -149,14 +149,14 @@ class Meter:
         # A dummy at stage 3, and in bf16 at stage 0 (DeepSpeedEngine.__init__, since before 0.14).
         if getattr(engine, "basic_optimizer", None) is None:
             return
-        if not self.watches:
+        if not self.has_trainable_engine:
             loaders.begin_training()
-        self.watches = True
+        self.has_trainable_engine = True
         TRIAL.meter = self
         adapters.adapt_engine(engine)
 
-    def let_go(self) -> None:
-        """Measure another engine, if an error has stopped the one that is measured.
+    def release_failed(self) -> None:
+        """Release the measured engine if an error has stopped it, to measure another.
 
         Nothing of it is kept, so that the next one finds its memory free.
         """

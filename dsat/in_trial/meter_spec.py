@@ -76,7 +76,7 @@ class MeterSpec(Recorded):
         )
 
     def of_engine(self, engine: Any) -> MeterSpec:
-        """Fill in the batch sizes and the stage from an engine, where none are expected."""
+        """Return the specification with an engine's batch sizes and stage, if it has none."""
         if self.micro_batch:
             return self
         own = engine.train_micro_batch_size_per_gpu()

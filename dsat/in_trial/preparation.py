@@ -115,4 +115,4 @@ def _show_compilations(progress: Progress) -> None:
         finally:
             progress.set_activity(before)
 
-    TRIAL.around_compilations.append(show)
+    TRIAL.calls.around_compilations.append(show)

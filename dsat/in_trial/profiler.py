@@ -163,7 +163,7 @@ def _own_optimizer(optimizer: Any) -> OwnOptimizer:
 
 
 def _part_of_host(sharers: int) -> int:
-    """Return the memory of the host for each of so many processes like this one, in bytes."""
+    """Return the host memory in bytes for each of several processes like this one."""
     import psutil
 
     own = psutil.Process().memory_info().rss

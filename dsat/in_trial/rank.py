@@ -75,7 +75,7 @@ def begin(folder: Path, start: Mapping[str, Any], *, is_rank: bool) -> None:
         TRIAL.on_uncaught = functools.partial(_report_unmeasured, folder)
 
 
-def of_process(folder: Path) -> Rank:
+def get_rank(folder: Path) -> Rank:
     """Return the rank of this process, which may end before it imports DeepSpeed."""
     rank: Rank = TRIAL.rank or Rank(folder, is_rank=True)
     TRIAL.rank = rank
@@ -134,7 +134,7 @@ class Rank:
         self._server = None if socket is None else server.SimulationServer(Path(socket))
 
     def prepare(self, start: Mapping[str, Any] | None = None) -> None:
-        """Adapt DeepSpeed and what else the script uses.
+        """Adapt DeepSpeed and the other libraries of the script.
 
         Args:
             start: of this process, which is recorded if the run's first trial asks for it.
@@ -165,7 +165,7 @@ class Rank:
         if spec.cpu_memory_bytes is not None and self._is_forked:
             limit_memory(spec.cpu_memory_bytes)
         elif spec.cpu_memory_bytes is not None:
-            TRIAL.before_model = functools.partial(_limit, spec.cpu_memory_bytes)
+            TRIAL.calls.before_model = functools.partial(_limit, spec.cpu_memory_bytes)
             install.adapt_models()
         # For --model dsat has a script of its own.
         what = "the model" if spec.program["module"].startswith("dsat.") else "your script"
@@ -179,12 +179,7 @@ class Rank:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             self.finish()
             return
-        # multiprocessing's own, among others, ends the process that way behind an error.
-        hidden = error.__context__ if isinstance(error, SystemExit) else None
-        found = failures.outcome(hidden or error)
-        if isinstance(error, SystemExit) and hidden is None:
-            message = f"the script ended with sys.exit({error.code!r})"
-            found = replace(found, message=message)
+        found = self._outcome_of(error)
         if self._server is not None:
             message = self._server.failed(error) or found.message
             found = replace(found, message=message)
@@ -194,7 +189,7 @@ class Rank:
             self._end(replace(found, before_engine=True))
 
     def finish(self) -> None:
-        """Report that a rank's script has come to its own end before enough was measured."""
+        """Report that the script of a rank ended before enough was measured."""
         self._leave_if_complete()
         if not self.is_rank or self._spec.is_full_run:
             return
@@ -211,6 +206,22 @@ class Rank:
         else:
             self._end(outcome_of_ended(self._meter))
 
+    def _outcome_of(self, error: BaseException) -> Outcome:
+        """Return the outcome of a process that ends with an error.
+
+        multiprocessing, Hydra and others catch an error, and end the process with `sys.exit`.
+        """
+        if not isinstance(error, SystemExit):
+            return failures.outcome(error)
+        if error.__context__ is not None:
+            return failures.outcome(error.__context__)
+        refused = None if self._meter is None else self._meter.outcome
+        if refused is not None and not refused.ok:
+            return refused
+        return replace(
+            failures.outcome(error), message=f"the script ended with sys.exit({error.code!r})"
+        )
+
     @property
     def is_rank(self) -> bool:
         return self._pid == os.getpid()
@@ -222,11 +233,11 @@ class Rank:
         """
         import torch.distributed as dist
 
-        watches = self._meter is not None and self._meter.watches
-        return self._has_engine and (not self._spec.own or watches or dist.is_initialized())
+        may_train = self._meter is not None and self._meter.has_trainable_engine
+        return self._has_engine and (not self._spec.own or may_train or dist.is_initialized())
 
     def _has_ranks(self) -> bool:
-        """Return whether a rank began to train, or failed: its launcher fails as well, after it."""
+        """Return whether a rank began to train, or failed before its launcher did."""
         begun = (self._folder / PORTS_FILE).exists()
         return begun or any(self._folder.glob(result_file("*")))
 
@@ -256,7 +267,7 @@ class Rank:
         self._exit = stop
 
     def _complete(self, outcome: Outcome) -> None:
-        """Report what the meter has measured, which then ends the script in order."""
+        """Report the measurement; the meter then ends the script."""
         if self._spec.is_command:
             self._end(outcome)
         else:
@@ -308,7 +319,7 @@ def outcome_of_ended(meter: Meter) -> Outcome:
 
 
 def _as_on_this_machine(spec: RankSpec) -> RankSpec:
-    """Return the specification with the number of threads, and devices of the user's own run."""
+    """Return the specification with the threads and devices of this process."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if not spec.own:
         is_given = not spec.threads and given.isdigit()  # torch may have read it in the parent
@@ -349,7 +360,7 @@ def _run_program(words: Sequence[str]) -> None:
 
 
 def _flush() -> bool:
-    """Write out what the script printed; return whether that worked."""
+    """Flush the output of the script; return whether that worked."""
     is_written = True
     for stream in (sys.stdout, sys.stderr):
         try:

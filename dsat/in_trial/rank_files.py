@@ -82,15 +82,15 @@ def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:
     write_atomically(path, json.dumps(outcome.to_json(), indent=1) + "\n")
 
 
-def steps_made(folder: Path) -> int | None:
-    """Return the number of optimizer steps of a trial; None if it is being written, or of none."""
+def read_steps(folder: Path) -> int | None:
+    """Read the number of optimizer steps of a trial; None before the first."""
     with contextlib.suppress(OSError, ValueError):
         return int((folder / STEPS_FILE).read_text(encoding="ascii"))
     return None
 
 
 class Progress:
-    """Files in which people see what a trial is doing; a full disk is no reason to fail one.
+    """Progress files of a trial; errors in writing them are ignored.
 
     Args:
         folder: of the trial; None if another rank writes the files.

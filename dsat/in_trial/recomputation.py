@@ -24,7 +24,7 @@ _IS_ON = ("is_activation_checkpointing", "is_gradient_checkpointing")
 
 
 def switch(model: Any, wanted: bool | str) -> bool:
-    """Switch checkpointing off, on or to one of its ways; return False if a model cannot."""
+    """Set activation checkpointing; return False if a model has none."""
     inside: set[int] = set()
     for module, (enable, disable, off) in _switchable(model):
         if id(module) in inside:  # switched with the module that contains it

@@ -1,4 +1,4 @@
-"""End of a cluster's search whose runner is gone, from inside one of its trials.
+"""Watch of the search runner, from inside one of its trials on a cluster.
 
 Only the search runner closes trials and shuts their experiment down. Without it the master waits
 for ever, so the chief of each trial looks at its state, and stays after its report until closed.
@@ -108,7 +108,7 @@ class Master:
         self._ask(self._bindings.post_KillExperiment, id=experiment_id)
 
     def _ask(self, request: Any, **of: int) -> Any:
-        """Return the answer to a request; None about what does not exist."""
+        """Return the answer to a request; None if the object does not exist."""
         try:
             return request(self._session, **of)
         except self._errors.NotFoundException:

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsat.command import ds_config, script_args
-from dsat.command.ds_config import AUTO, CONFIG_KEY, DSAT_TRIAL_KEY, OVERWRITE_KEY, whole_number
+from dsat.command.ds_config import (
+    AUTO,
+    CONFIG_KEY,
+    DSAT_SWITCHES_KEY,
+    DSAT_TRIAL_KEY,
+    OVERWRITE_KEY,
+    whole_number,
+)
 from dsat.errors import UserInputError
 from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.values.files import write_atomically
@@ -166,8 +173,11 @@ def dsat_reporting_context(
 
 
 def _attach(hparams: Mapping[str, Any] | None) -> Task | None:
-    """On a cluster, make this process a rank of the trial that the hyperparameters name."""
-    if not hparams or DSAT_TRIAL_KEY not in hparams:
+    """On a cluster, make this process a rank of the trial that the hyperparameters name.
+
+    A full-length training after the search has the best trial's switches alone.
+    """
+    if not hparams or not hparams.keys() & {DSAT_TRIAL_KEY, DSAT_SWITCHES_KEY}:
         return None
     from dsat.in_trial import cluster_rank as task
 
@@ -180,7 +190,7 @@ def _attach(hparams: Mapping[str, Any] | None) -> Task | None:
 
 
 def hparams_of_this_task() -> Mapping[str, Any] | None:
-    """Return the hyperparameters of Determined's trial that this is; None if it is none."""
+    """Return the hyperparameters of this Determined trial; None outside of one."""
     determined: Any = sys.modules.get("determined")
     info = None if determined is None else determined.get_cluster_info()
     if info is None or info.task_type != "TRIAL":

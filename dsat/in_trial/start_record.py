@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from dsat.in_trial.rank_files import RECORDS_FOLDER
 from dsat.values.files import write_atomically
 from dsat.values.parallelism import SEQUENCE_SIZE
 
+_INFINITIES = (math.inf, -math.inf)
 RECORD_PREFIX = "rank-"
 _SPAWNED = "--multiprocessing-fork"  # of a process that multiprocessing starts an interpreter for
 
@@ -39,7 +41,7 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
         config = _without_filled_batch(passed.content)
         if (shared := config_injection.shared_sequences(arguments)) > 1:
             config = {**config, SEQUENCE_SIZE: shared}
-        content = _of_process(folder, start, config)
+        content = _describe_process(folder, start, config)
         path = records / f"{RECORD_PREFIX}{os.getpid()}.json"
         written.append(path)
         write_atomically(path, json.dumps(content))
@@ -50,7 +52,9 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
         config_injection.on_initialize(record)
 
 
-def _of_process(folder: Path, start: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+def _describe_process(
+    folder: Path, start: Mapping[str, Any], config: dict[str, Any]
+) -> dict[str, Any]:
     """Fields of `RankStart`."""
     rank, size = rank_and_size()
     # A script may choose its devices itself, before it imports torch.
@@ -70,7 +74,7 @@ def _of_process(folder: Path, start: Mapping[str, Any], config: dict[str, Any]) 
         "env": {**_without_hook(folder, start["env"], start["cwd"]), **chosen},
     }
     try:
-        record["config"] = json.loads(json.dumps(_finite(config), allow_nan=False))
+        record["config"] = json.loads(json.dumps(_drop_infinities(config), allow_nan=False))
     except (TypeError, ValueError) as error:
         record["config_problem"] = str(error)
     return record
@@ -95,8 +99,8 @@ def _without_filled_batch(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _finite(value: Any) -> Any:
-    """Without what JSON has no word for: accelerate never prints, "every infinite steps"."""
+def _drop_infinities(value: Any) -> Any:
+    """Drop infinities, which JSON cannot represent: accelerate prints "every infinite steps"."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items() if v not in (float("inf"), -float("inf"))}
-    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: _drop_infinities(v) for key, v in value.items() if v not in _INFINITIES}
+    return [_drop_infinities(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -133,7 +133,7 @@ class StepRecorder:
         self._in_forward = False  # of the engine
         self._hooks: list[Any] = []
         self._forward_began: Any = None
-        self._frames = compiling.frames()
+        self._frames = compiling.count_frames()
         self.notes_memory = True
         self.clock = clock_for(accelerator)
         self.memory = MemoryWatch(accelerator, before)
@@ -149,6 +149,11 @@ class StepRecorder:
     def is_asynchronous(self) -> bool:
         """Return whether the device runs beside the host, and has clocks that need warming up."""
         return self.memory.has_allocator
+
+    @property
+    def has_own_boundary(self) -> bool:
+        """Return whether the script says itself which micro batch ends an optimizer step."""
+        return getattr(self._engine, "_is_gradient_accumulation_boundary", None) is not None
 
     def close(self) -> None:
         """End the profile of an engine that an error has stopped, perhaps within a step."""
@@ -184,7 +189,7 @@ class StepRecorder:
         if self.profiler is not None:
             self.profiler.leave_forward()
         loss = args[0] if args else kwargs.get("loss")
-        self.losses.of_engine(loss, scaled_by_script=kwargs.get("scale_wrt_gas") is False)
+        self.losses.add_engine_loss(loss, scaled_by_script=kwargs.get("scale_wrt_gas") is False)
         begin = self._begin_phase()
         with self.losses.ignored():
             result = original(*args, **kwargs)
@@ -247,6 +252,8 @@ class StepRecorder:
             "memory": self.memory.over_ranks(ranks.maximum),
             "profile": profile,
             "training": self.losses.curve(),
+            "fixed_batch": self.counter.fixed_batch,
+            "batch_flag": self.counter.batch_flag,
             "sequences": self.counter.lengths(
                 self._engine.module, ranks.maximum, parts=spec.parallelism.sequence
             ),
@@ -291,7 +298,7 @@ class StepRecorder:
         marks, self.marks = self.marks, StepMarks(begin=end)
         marks.end = end
         marks.waited_s = loaders.waited_s() - marks.waited_before_s
-        frames_before, self._frames = self._frames, compiling.frames()
+        frames_before, self._frames = self._frames, compiling.count_frames()
         marks.compiled = self._frames != frames_before
         self.losses.end_step(micro_steps=marks.micro_steps, applied=not skipped)
         self._take(marks, skipped)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat.command.switches import CHECKPOINTING, in_memory
-from dsat.memory import closed_form
+from dsat.memory import closed_form, host
 from dsat.memory.calibration import Calibration, Observation, calibrate, observe
-from dsat.memory.closed_form import Line, ModelFacts
+from dsat.memory.closed_form import Line
 from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED, MemoryEstimate
+from dsat.memory.facts import ModelFacts
 from dsat.values import parallelism
 from dsat.values.codec import Recorded
 from dsat.values.outcome import MemoryUse, ModelProfile, Outcome, OutcomeKind
@@ -142,7 +143,7 @@ def _corrections(variant: Variant, slots: int) -> _Corrections:
             - closed_form.highest(formula[name], anchor.micro_batch)
             for name in PHASES
         }
-        by_formula = sum(closed_form.host(variant.facts, anchor.config, slots=simulated))
+        by_formula = sum(host.training(variant.facts, anchor.config, slots=simulated))
         more[_HOST] = anchor.estimate.host - by_formula if by_formula else 0.0
         found.setdefault(_group(anchor.config), {}).setdefault(simulated, more)
     return {group: _between(known, slots, divided[group]) for group, known in found.items()}
@@ -213,7 +214,7 @@ class MemoryModel:
         facts, corrections, is_guess = self._known_of(script_args)
         strategy = of_config(config).name
         phases = closed_form.lines(facts, config, slots=self._slots)
-        host_bytes = sum(closed_form.host(facts, config, slots=self._slots))
+        host_bytes = sum(host.training(facts, config, slots=self._slots))
         more = corrections.get(_group(config))
         if more is not None:
             phases = {

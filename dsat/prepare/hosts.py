@@ -12,7 +12,7 @@ from typing import Any
 
 from dsat.command.entrypoint import DEEPSPEED, Entrypoint
 from dsat.command.placement import VISIBLE
-from dsat.engines.machines.accelerators import NAMED, ids_chosen
+from dsat.engines.machines.accelerators import NAMED, find_chosen_devices
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import are_close
 from dsat.engines.places import PROVIDERS
@@ -54,7 +54,7 @@ def acquired(
 
 def _names(positions: Sequence[int], variables: Mapping[str, str]) -> list[str]:
     """Return the names of devices by their positions among those that variables choose, or all."""
-    chosen = ids_chosen(VISIBLE, variables)
+    chosen = find_chosen_devices(VISIBLE, variables)
     return [chosen[n] if n < len(chosen) else str(n) for n in positions]
 
 

@@ -6,8 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dsat.options import AMOUNT, CARDS_OF_KIND, PATH, POSITIVE_NUMBER, option
+from dsat.options import (
+    AMOUNT,
+    NUMBER_OF_CARDS,
+    PATH,
+    POSITIVE_NUMBER,
+    WORD,
+    Kind,
+    option,
+)
 from dsat.prepare.simulated_model import ModelSettings
+
+
+def _cards_of_kind(value: str) -> tuple[int, str]:
+    """Return the number and the name of `64xH100`."""
+    number, times, name = WORD.read(value).partition("x")
+    if not times or not name.strip():
+        raise ValueError(f"invalid cards {value!r} (for example 64xH100)")
+    return NUMBER_OF_CARDS.read(number.strip()), name.strip()
+
+
+CARDS_OF_KIND = Kind(_cards_of_kind, lambda read: f"{read[0]}x{read[1]}", "NxCARD")
 
 
 @dataclass(frozen=True, kw_only=True)

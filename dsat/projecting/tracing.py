@@ -9,7 +9,7 @@ from typing import Any
 
 from dsat.command import ds_config
 from dsat.errors import DsatError
-from dsat.memory.closed_form import ModelFacts
+from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
 from dsat.memory.strategies import compared, with_strategy
 from dsat.prepare.simulated_model import SimulatedModel

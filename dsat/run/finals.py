@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import math
+import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -214,6 +215,16 @@ class Finals:
     def own_failed(self) -> bool:
         """Tell whether the user's own configuration failed when it was run again."""
         return self._own_failures >= 2
+
+    def mean_log_value(self, trial_id: int) -> float | None:
+        """Return the mean over the pairs of what a trial reached; None if it is in no pair.
+
+        The gain is the ratio of two such values.
+        """
+        for role, each in enumerate((self.own, self.pick)):
+            if self.pairs and each is not None and each.trial_id == trial_id:
+                return statistics.fmean(pair[role] for pair in self.pairs)
+        return None
 
     @property
     def comparison(self) -> Comparison | None:

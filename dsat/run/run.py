@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,8 @@ class Run:
     """A pure function of the events applied so far.
 
     Attributes:
-        has_begun, plan: there was the first event, and its plan.
+        has_begun: there was the first event.
+        plan: from the first event on.
         info: facts for people from the journal's first line (name, versions, machine).
         trials, outcomes: by trial id, in the order of the events.
         earlier: ids of the trials that earlier runs have measured; they cost nothing.
@@ -306,21 +306,7 @@ class Run:
     @property
     def best_value(self) -> float | None:
         """The objective's value of the best configuration; see `final_value`."""
-        return None if self.best is None else self.final_value(self.best)
-
-    def final_value(self, trial: Trial) -> float | None:
-        """Return the objective's value of a trial: by the finals, where they measured it again.
-
-        It is the geometric mean over the pairs, so that the gain is the ratio of two such values.
-        """
-        finals = self.finals
-        if finals is not None and finals.pick is not None and finals.pairs:
-            for role, each in enumerate((self.baseline, self.trials[finals.pick.trial_id])):
-                if each is trial:
-                    mean = statistics.fmean(pair[role] for pair in finals.pairs)
-                    return float(self._objective.value_of(mean))
-        outcome = typical_outcome(self, trial)
-        return None if outcome is None else outcome.value(self._objective)
+        return None if self.best is None else final_value(self, self.best)
 
     @property
     def most_trials(self) -> int:
@@ -369,6 +355,15 @@ def searched(run: Run) -> list[Trial]:
     """Return the trials of the search that were measured."""
     trials = [trial for trial in run.trials.values() if trial.kind is TrialKind.SEARCH]
     return [trial for trial in trials if run.value(trial) is not None]
+
+
+def final_value(run: Run, trial: Trial) -> float | None:
+    """Return the objective's value of a trial; the mean of the finals' pairs, if it is in them."""
+    mean = None if run.finals is None else run.finals.mean_log_value(trial.id)
+    if mean is not None:
+        return run.plan.objective.value_of(mean)
+    outcome = typical_outcome(run, trial)
+    return None if outcome is None else outcome.value(run.plan.objective)
 
 
 def typical_outcome(run: Run, trial: Trial) -> Outcome | None:

@@ -13,7 +13,7 @@ from typing import Any
 from dsat.command import ds_config
 from dsat.command.switches import SWITCHES
 from dsat.memory import closed_form
-from dsat.memory.closed_form import ModelFacts
+from dsat.memory.facts import ModelFacts
 from dsat.space.knobs import smallest_buckets
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.plan import Plan

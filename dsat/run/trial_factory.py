@@ -9,7 +9,7 @@ from dsat.run.run import Run
 from dsat.search.base import Proposal
 from dsat.space.locate import fingerprint
 from dsat.space.plan import Plan
-from dsat.values.objective import KNOWN_TO_CI95
+from dsat.values.objective import METRICS
 from dsat.values.outcome import StepFacts
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
@@ -110,7 +110,7 @@ class TrialFactory:
         run, metric = self._run, self._plan.metric
         best = run.leader or run.baseline
         value = None if best is None else run.value(best)
-        return {} if value is None or metric not in KNOWN_TO_CI95 else {metric: value}
+        return {} if value is None or not METRICS[metric].has_interval else {metric: value}
 
     def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
         """Return `z1_gas1_tmbspg3`, as DeepSpeed's autotuner does; in use, with a digest."""

@@ -202,7 +202,7 @@ class Predictions:
             if outcome.smaller_may_run:
                 lacking.append((each.batch.micro_batch, each.batch.gas))
             if outcome.most_samples is not None:
-                lacking.append((outcome.most_samples + 1, 1))
+                lacking.append((outcome.most_samples + 1, each.batch.gas))
             value = outcome.value(problem.objective)
             if value is not None and 0 < value < math.inf:
                 measured.append(place)

@@ -9,6 +9,18 @@ from dsat.values.trial import Trial
 from dsat.values.zero_strategy import of_config
 
 
+def of_free_batch(run: Run) -> list[str]:
+    """Say that a global batch that is kept leaves nothing to trade."""
+    plan = run.plan
+    own = plan.own_batch
+    if plan.train_batch_size is None or not own.micro_batch == own.gas == 1:
+        return []
+    return [
+        f"Global batch: {plan.train_batch_size} is one sample per device, so the micro batch was "
+        "not searched. --train-batch-size any searches larger ones, which change the training."
+    ]
+
+
 def of_learning_rate(run: Run) -> list[str]:
     """Advise on the learning rate if the best global batch size differs from the user's.
 

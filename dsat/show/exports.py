@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsat.command.ds_config import flat
 from dsat.errors import DsatError, UserInputError
-from dsat.run.run import Run
-from dsat.show.view import RunView, TrialView
 from dsat.values.files import written_atomically
 from dsat.values.outcome import Outcome
 from dsat.values.text import values_without_secrets
@@ -20,6 +19,8 @@ from dsat.values.trial import TrialKind
 
 if TYPE_CHECKING:
     import optuna
+
+    from dsat.show.view import RunView, TrialView
 
 _MOST_TEXT = 2000  # of a message: databases have limits
 _DATABASES = ("mlflow", "optuna", "sqlalchemy")  # packages whose errors are those of a database
@@ -158,22 +159,35 @@ def to_tensorboard(view: RunView, output: Path, name: str) -> None:
                 writer.add_scalar("step_ms", step_ms, number, walltime=_ended_at_s(each))
 
 
-Exporter = Callable[[RunView, Path, str], None]
-# By the words of `--to`: writer, ending of the file or folder, and package to install.
-EXPORTERS: Mapping[str, tuple[Exporter, str, str]] = {
-    "optuna": (to_optuna, ".optuna.db", "optuna"),
-    "mlflow": (to_mlflow, ".mlflow.db", "mlflow"),
-    "tensorboard": (to_tensorboard, ".tensorboard", "tensorboard"),
-    "csv": (to_csv, ".csv", ""),
-    "parquet": (to_parquet, ".parquet", "pyarrow"),
+@dataclass(frozen=True)
+class Exporter:
+    """An export, as `dsat export --to` offers it.
+
+    Attributes:
+        write: takes a run, the file or folder to write, and the run's name.
+        suffix: of the file or folder.
+        package: to install; empty if dsat has all that it needs.
+    """
+
+    write: Callable[[RunView, Path, str], None]
+    suffix: str
+    package: str = ""
+
+
+EXPORTERS: Mapping[str, Exporter] = {
+    "optuna": Exporter(to_optuna, ".optuna.db", "optuna"),
+    "mlflow": Exporter(to_mlflow, ".mlflow.db", "mlflow"),
+    "tensorboard": Exporter(to_tensorboard, ".tensorboard", "tensorboard"),
+    "csv": Exporter(to_csv, ".csv"),
+    "parquet": Exporter(to_parquet, ".parquet", "pyarrow"),
 }
 
 
-def export(run: Run, to: str, output: Path, name: str) -> None:
+def export(view: RunView, to: str, output: Path, name: str) -> None:
     """Write a run for another tool.
 
     Args:
-        run: to write.
+        view: of the run.
         to: a name of `EXPORTERS`.
         output: file or folder to make.
         name: of the study or experiment.
@@ -183,7 +197,7 @@ def export(run: Run, to: str, output: Path, name: str) -> None:
         DsatError: a database cannot be written, as on a full disk.
         OSError: a file cannot be written.
     """
-    write, _, package = EXPORTERS[to]
+    exporter = EXPORTERS[to]
     if output.exists():
         raise UserInputError(
             "exists already", where=str(output), hint="Name another one with --output."
@@ -192,10 +206,12 @@ def export(run: Run, to: str, output: Path, name: str) -> None:
         raise UserInputError("there is no such folder", where=str(output.parent))
     try:
         with written_atomically(output.resolve()) as temporary:
-            write(RunView.of(run), temporary, name)
+            exporter.write(view, temporary, name)
     except ImportError as error:
         raise UserInputError(
-            f"needs {package}: {error}", where=f"--to {to}", hint=f"pip install {package}"
+            f"needs {exporter.package}: {error}",
+            where=f"--to {to}",
+            hint=f"pip install {exporter.package}",
         ) from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in _DATABASES:
@@ -229,8 +245,9 @@ def _decision(view: RunView) -> dict[str, Any]:
 
 def _params(each: TrialView) -> dict[str, Any]:
     """Return the settings of a trial; the global batch, which follows, is left out."""
+    batch = each.trial.batch.config()
     found = {
-        key.removeprefix("zero_optimization."): _plain(value)
+        key.removeprefix("zero_optimization."): _plain(batch.get(key, value))
         for key, value in each.settings.items()
         if key != "train_batch_size"
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dsat.memory.closed_form import model_bytes
+from dsat.memory.facts import model_bytes
 from dsat.run.run import Run
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsat.in_trial.rank_files import ACTIVITY_FILE, steps_made
+from dsat.in_trial.rank_files import ACTIVITY_FILE, read_steps
 from dsat.run import finals
 from dsat.run.run import Run
 from dsat.search.base import Outlook
@@ -67,7 +67,7 @@ def doing(trial_folder: Path) -> str:
     """Return the state of a running trial, which gets its folder together with its slots."""
     if not trial_folder.exists():
         return "waits for slots"
-    steps = steps_made(trial_folder)
+    steps = read_steps(trial_folder)
     if steps is not None:
         return f"step {steps}"
     try:

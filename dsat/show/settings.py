@@ -1,7 +1,4 @@
-"""Settings of the commands that only look; their options are declared here.
-
-Most take a run: its folder, or the folder's name below `dsat_runs`.
-"""
+"""Options of the read-only commands."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ from typing import Any, ClassVar
 
 from dsat.errors import UserInputError
 from dsat.options import PATH, WORD, at_least, check_together, option
+from dsat.show.exports import EXPORTERS
 
-EXPORT_TO = ("optuna", "mlflow", "tensorboard", "csv", "parquet")
 _RUN = "folder of a run, or its name in dsat_runs"
 _NEWEST = {"nargs": "?", "metavar": "RUN", "help": f"{_RUN} (default: the newest)"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookSettings:
-    """Settings of a command that only looks.
+class ReadOnlySettings:
+    """Options of a read-only command.
 
     Attributes:
         summary: one line for `--help`.
@@ -30,28 +27,27 @@ class LookSettings:
 
     summary: ClassVar[str]
     argument: ClassVar[tuple[str, Mapping[str, Any]] | None] = None
-    json: bool = option("--json", shell_only=True, help="print the answer as JSON")
+    json: bool = option("--json", shell_only=True, help="print JSON")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowSettings(LookSettings):
-    """Settings of `dsat show`.
+class ShowSettings(ReadOnlySettings):
+    """Options of `dsat show`.
 
     Attributes:
         run: None for the newest one.
     """
 
-    summary = "what a run found, or has found so far"
+    summary = "print the verdict of a run, or its trials"
     argument = ("run", _NEWEST)
     run: Path | None = None
-    trials: bool = option("--trials", help="the table of all trials")
+    trials: bool = option("--trials", help="print a table of all trials")
     trial: str | None = option(
         "--trial",
         excludes=("--trials",),
         kind=WORD,
         metavar="NAME",
-        help="everything of one trial: its configuration against yours, its memory by phase, the "
-        "last lines of its log",
+        help="one trial in full: its configuration and yours, memory by phase, end of its log",
     )
 
     def __post_init__(self) -> None:
@@ -59,10 +55,10 @@ class ShowSettings(LookSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareSettings(LookSettings):
-    """Settings of `dsat compare`: at least two runs."""
+class CompareSettings(ReadOnlySettings):
+    """Options of `dsat compare`: at least two runs."""
 
-    summary = "two runs or more side by side: what they found, and what is different in it"
+    summary = "compare two or more runs"
     argument = ("runs", {"nargs": "+", "metavar": "RUN", "help": _RUN})
     runs: tuple[Path, ...]
 
@@ -72,14 +68,14 @@ class CompareSettings(LookSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunsSettings(LookSettings):
-    """Settings of `dsat runs`.
+class RunsSettings(ReadOnlySettings):
+    """Options of `dsat runs`.
 
     Attributes:
         folder: whose runs are listed; None for `dsat_runs`.
     """
 
-    summary = "lists runs, the newest first"
+    summary = "list runs, newest first"
     argument = (
         "folder",
         {"nargs": "?", "metavar": "FOLDER", "help": "folder with runs (default: dsat_runs)"},
@@ -88,17 +84,17 @@ class RunsSettings(LookSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings(LookSettings):
-    """Settings of `dsat export`.
+class ExportSettings(ReadOnlySettings):
+    """Options of `dsat export`.
 
     Attributes:
         run: None for the newest one.
     """
 
-    summary = "writes a run for other tools: Optuna, MLflow, TensorBoard, tables"
+    summary = "export a run to Optuna, MLflow, TensorBoard, CSV or Parquet"
     argument = ("run", _NEWEST)
     run: Path | None = None
-    to: str | None = option("--to", kind=WORD, choices=EXPORT_TO, help="for which tool")
+    to: str | None = option("--to", kind=WORD, choices=tuple(EXPORTERS), help="tool or format")
     output: Path | None = option(
         "--output",
         kind=PATH,
@@ -108,13 +104,13 @@ class ExportSettings(LookSettings):
 
     def __post_init__(self) -> None:
         if self.to is None:
-            one_of = ", ".join(EXPORT_TO)
+            one_of = ", ".join(EXPORTERS)
             raise UserInputError("is missing", where="--to", hint=f"Name one of {one_of}.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchSettings(LookSettings):
-    """Settings of `dsat watch`.
+class WatchSettings(ReadOnlySettings):
+    """Options of `dsat watch`.
 
     Attributes:
         run: None for the newest run; the number of an experiment that searches on a Determined
@@ -136,16 +132,13 @@ class WatchSettings(LookSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorSettings(LookSettings):
-    """Settings of `dsat doctor`."""
+class DoctorSettings(ReadOnlySettings):
+    """Options of `dsat doctor`."""
 
-    summary = (
-        "looks at this environment: what will work here, what will not, and how to fix it; exit "
-        "status 1 if no trial can run"
-    )
+    summary = "check this environment and suggest fixes; exit status 1 if no trial can run"
 
 
-LOOK_SETTINGS: Mapping[str, type[LookSettings]] = {
+READ_ONLY: Mapping[str, type[ReadOnlySettings]] = {
     "show": ShowSettings,
     "compare": CompareSettings,
     "runs": RunsSettings,

@@ -15,7 +15,7 @@ from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.run.comparison import Gain
 from dsat.run.finals import LEAST_RUN
 from dsat.run.finals_phase import contenders
-from dsat.run.run import Run, own_switches, searched
+from dsat.run.run import Run, final_value, own_switches, searched
 from dsat.run.same_training import Agreement
 from dsat.show import advice, caveats, step_parts
 from dsat.show.differences import TRAIN_BATCH, differences
@@ -36,7 +36,7 @@ class GainView:
         ratio: confirmed by the finals, or else as the search measured both once. None where one of
             them was not measured.
         text: the same with its interval, or with `unconfirmed`.
-        own_value: of the objective, by the user's own configuration; see `Run.final_value`.
+        own_value: of the objective, by the user's own configuration; see `run.final_value`.
         finals: comparison of the finals for programs; None without one.
     """
 
@@ -49,7 +49,7 @@ class GainView:
     def of(cls, run: Run) -> GainView:
         """Return the gain of a run as it is now."""
         found, once, finals = gain(run), search_gain(run), _finals_json(run)
-        own = None if run.baseline is None else run.final_value(run.baseline)
+        own = None if run.baseline is None else final_value(run, run.baseline)
         if run.best is not None and run.best is run.baseline:
             return cls(1.0, "1.00x, your own", own, finals)
         if found is not None:
@@ -99,6 +99,7 @@ def verdict(run: Run) -> Verdict:
         " ".join(_confidence(run, best)),
         (
             *_batch_advice(run, best),
+            *advice.of_free_batch(run),
             *advice.of_learning_rate(run),
             *advice.of_script(run, best),
             *advice.of_saving(run, best),

@@ -123,7 +123,7 @@ class RunView:
     Attributes:
         info: what the journal's first line says for people (name, versions, machine).
         own_switches: the script's own values of its switches.
-        best_value: of the objective; see `Run.final_value`.
+        best_value: of the objective; see `run.final_value`.
         facts: what was tuned and measured, where, for how long, and why the run stopped.
         warnings: of all trials, each once.
     """

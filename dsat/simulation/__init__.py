@@ -1,4 +1,4 @@
-"""DeepSpeed's own engine on fake tensors, inside the user's script: what memory is predicted from.
+"""Prediction of memory by DeepSpeed's own engine on fake tensors, inside the user's script.
 
 Runs in a process of its own; nothing here allocates what the model would need.
 """

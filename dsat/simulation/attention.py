@@ -1,4 +1,4 @@
-"""The attention kernel that torch would choose on a GPU, and what it takes besides its results.
+"""Attention kernels that torch would choose, and their workspaces.
 
 torch's own choice asks the device, which there is none of. The rules are those of torch 2.15 for
 compute capability 8.0 and later (`select_sdp_backend` in

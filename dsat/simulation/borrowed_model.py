@@ -127,7 +127,7 @@ class BorrowedModel:
                 self._on_host[id(tensor)] = tensor.cpu()
 
     def facts(self, args: Any, kwargs: Mapping[str, Any]) -> ScriptFacts:
-        """Return what the client is told of the script, of which this is a batch."""
+        """Return facts of the script for the client, by one of its batches."""
         model = self._arguments["model"]
         size = max((p.element_size() for p in model.parameters()), default=4)
         return ScriptFacts(

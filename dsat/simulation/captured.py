@@ -72,7 +72,7 @@ class Captured:
 
 
 def repeated(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of the batch in another shape: its values over and over again."""
+    """Repeat the values of a tensor of the batch in another shape."""
     for dim, (own, wanted) in enumerate(zip(tensor.shape, shape, strict=True)):
         if own != wanted:
             tensor = tensor.index_select(dim, torch.arange(wanted) % own)
@@ -81,7 +81,7 @@ def repeated(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Form:
-    """Everything of a tensor but its values."""
+    """Properties of a tensor, without its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -127,7 +127,7 @@ class ModuleSnapshot:
     def put_fakes(
         self, device: str, floating: torch.dtype | None = None
     ) -> dict[int, torch.Tensor]:
-        """Make the module, as it was, one of fake tensors.
+        """Restore the module with fake tensors.
 
         Returns:
             The fakes by the `id` of the tensor that each replaces.
@@ -144,7 +144,7 @@ class ModuleSnapshot:
         self._hooks = self._hooks_now()
 
     def put_back(self, fakes: Mapping[int, torch.Tensor]) -> None:
-        """Give the module its own tensors again, in the types that its fakes have now."""
+        """Restore the module's own tensors, in the types of its fakes."""
         for key, tensor in self._tensors.items():
             if fakes[key].dtype != tensor.dtype:
                 assign(tensor, tensor.detach().to(fakes[key].dtype))

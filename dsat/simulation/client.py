@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dsat.memory import closed_form
-from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MOST_TOKENS, MemoryEstimate
+from dsat.memory.facts import ModelFacts
 from dsat.simulation import protocol
 from dsat.simulation.protocol import Question, ScriptFacts
 from dsat.values.files import folder_for_sockets

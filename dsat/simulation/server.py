@@ -9,7 +9,8 @@ of the activations. The child answers and ends when the script calls `engine.bac
 `engine.step` after `loss.backward()`.
 
 The first dimension of a batch identifies it, so the script runs with a micro batch that is an
-unlikely size of anything else (`CAPTURED_MICRO_BATCH`). What it had before its engine is no batch.
+unlikely size of anything else (`CAPTURED_MICRO_BATCH`). Tensors older than the engine are not batch
+data.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class SimulationServer:
         communication: Any = importlib.import_module("deepspeed.comm.torch")
         communication.build_shm_op = lambda: None  # compiled for minutes, and of no use here
 
-        TRIAL.make_engine = self._initialize_borrowed
+        TRIAL.calls.make_engine = self._initialize_borrowed
         self._limit_bytes = _limit_memory()
         get_accelerator()  # decides for itself what there is
         named_cuda.stand_in(as_if_available=AS_IF_CUDA in os.environ)

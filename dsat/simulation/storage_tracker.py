@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsat.memory.closed_form import BIASED_WORKSPACE_BYTES
+from dsat.memory.host import pinned_bytes
 from dsat.simulation.attention import workspace_bytes
 from dsat.simulation.operator_trace import OperatorTrace
 
@@ -71,8 +72,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = place or self._forced
         if place is None:
             place = DEVICE if tensor.device.type == self._device_type else HOST
-        if place == PINNED:  # in powers of two (aten/src/ATen/core/CachingHostAllocator.h)
-            size = 1 << (size - 1).bit_length()
+        if place == PINNED:
+            size = pinned_bytes(size)
         elif tensor.device.type == self._device_type != "cpu":
             size = -(-size // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
         self._place[storage] = place

@@ -19,23 +19,15 @@ from dsat.options import ANY
 from dsat.search import usual_options
 from dsat.space.knobs import KNOB_NAMES
 from dsat.tuning.settings import Settings
+from dsat.values.objective import METRICS
 from dsat.values.trial import TrialOptions
 
 _MORE_STEPS = TrialOptions.end_step - TrialOptions.start_step
 
-# `fwd` and `bwd` are the names in its metric file now, the whole words those of earlier versions.
 _METRICS = {
-    "throughput": "throughput",
-    "latency": "latency",
-    "FLOPS": "FLOPS_per_gpu",
-    "flops": "FLOPS_per_gpu",
-    "FLOPS_per_gpu": "FLOPS_per_gpu",
-    "tokens_per_second": "tokens_per_second",
-    "forward": "forward",
-    "fwd": "forward",
-    "backward": "backward",
-    "bwd": "backward",
-    "step": "step",
+    name: metric
+    for metric, declared in METRICS.items()
+    for name in (metric, *declared.autotuner_names)
 }
 _METHODS = {"gridsearch": "gridsearch", "random": "random", "model_based": "model"}
 

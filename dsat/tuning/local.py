@@ -14,7 +14,7 @@ from dsat.engines.agent import leftovers
 from dsat.engines.engine import LocalEngine
 from dsat.engines.start import FULL_RUN_ID, LocalOptions
 from dsat.errors import DsatError, SearchFailed, UserInputError
-from dsat.in_trial.failures import OF_DSAT
+from dsat.in_trial.failures import INSIDE_DSAT
 from dsat.memory.predictor import Basis
 from dsat.prepare.hosts import describe
 from dsat.run import history
@@ -300,7 +300,7 @@ def _failure(run: Run, trials: Path) -> DsatError:
 
 def _blame(trial: Trial, outcome: Outcome) -> str:
     """Tell whose error it is, where that is known."""
-    if OF_DSAT in outcome.message:
+    if INSIDE_DSAT in outcome.message:
         return " Please report it, with the traceback, as a bug of dsat."
     if not outcome.detail or trial.kind is TrialKind.SEARCH:
         return ""

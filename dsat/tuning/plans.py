@@ -20,7 +20,7 @@ from dsat.space.overrides import GAS
 from dsat.space.plan import LONGEST_S, Plan
 from dsat.tuning.settings import ALL, Settings
 from dsat.values import parallelism
-from dsat.values.objective import Objective
+from dsat.values.objective import METRICS, Objective
 from dsat.values.trial import BatchTriple
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -156,7 +156,13 @@ def _measured(settings: Settings, experiment: Experiment, device: str) -> dict[s
 
 
 def _check_metric(settings: Settings) -> None:
-    """Raise UserInputError if trials with a switch would not compare under the metric."""
+    """Raise UserInputError for a metric by which the search or its trials cannot compare."""
+    if settings.method == "model" and not METRICS[settings.metric].of_time:
+        raise UserInputError(
+            f"{settings.metric} is no time and no work over time, which the model search predicts",
+            where="--metric",
+            hint="Use another method, such as random.",
+        )
     for name in (*settings.listed_switches, *settings.tune):
         metric = SWITCHES[name].metric if name in SWITCHES else ""
         if metric not in ("", settings.metric):

@@ -122,7 +122,7 @@ def _prepare(
     is_recorded = _is_recorded(settings, source, engine)
     in_use: dict[str, str] = {}
     if is_recorded and not settings.resume:
-        in_use = device_use.as_of_now()  # by others than the command
+        in_use = device_use.variables_of_memory_in_use()  # by others than the command
         shown = shlex.join(words_without_secrets(settings.command))
         _log.info("running your command as it is: %s", shown)
         first = source.first_run(settings.trial_options(1), settings.slots)

@@ -19,8 +19,8 @@ from dsat.engines.machines.hosts import without_segments
 from dsat.engines.machines.machine import Machine
 from dsat.engines.rank_settings import (
     binding_options,
-    settings_of_command,
-    settings_of_ranks,
+    make_command_settings,
+    make_rank_settings,
 )
 from dsat.engines.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.engines.trial_folder import working_folder
@@ -248,9 +248,9 @@ def _variables(ready: Prepared, best: Trial, config: Mapping[str, Any]) -> list[
     parallelism = accelerate_env.for_parallelism(given, config, slots)
     found = {**ready.experiment.env, **own, **parallelism}
     if not machine.is_cpu and program.needs_command:  # on a CPU see `conditions`
-        found |= settings_of_command(machine, given)
+        found |= make_command_settings(machine, given)
     elif not machine.is_cpu:
-        found |= settings_of_ranks(machine, program, config, slots, given)
+        found |= make_rank_settings(machine, program, config, slots, given)
     found |= switches.variables(best.script_args)
     return [
         assignment(name, value, "your command" if name in own else "environment_variables")

@@ -5,34 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from dsat.values import memory_size
-from dsat.values.objective import METRIC_NAMES
+from dsat.values.objective import METRICS
 from dsat.values.outcome import Outcome
 from dsat.values.text import printable
 
-_UNITS = {
-    "throughput": "samples/s",
-    "tokens_per_second": "tokens/s",
-    "FLOPS_per_gpu": "FLOP/s per slot",
-}
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 _MOST_OF_A_MESSAGE = 400
 
 
 def unit(name: str) -> str:
     """Return the unit of a metric."""
-    return _UNITS.get(name, "ms")
+    return METRICS[name].unit
 
 
 def metric(name: str, value: float | None, digits: int = 4) -> str:
     """Return a metric's value with its unit; a dash for None."""
-    assert name in METRIC_NAMES
+    declared = METRICS[name]
     if value is None:
         return "-"
-    if name == "FLOPS_per_gpu":
-        return f"{prefixed(value, digits)}{_UNITS[name]}"
+    if declared.has_prefix:
+        return f"{prefixed(value, digits)}{declared.unit}"
     rounded = float(f"{value:.{digits}g}")
     number = f"{value:,.0f}" if rounded >= 1000 else f"{rounded:.{digits}g}"
-    return f"{number} {unit(name)}"
+    return f"{number} {declared.unit}"
 
 
 def prefixed(value: float, digits: int = 4) -> str:
@@ -43,12 +38,12 @@ def prefixed(value: float, digits: int = 4) -> str:
 
 
 def change(name: str, before: float | None, after: float | None) -> str:
-    """`100 -> 142 samples/s`; times with the name of their metric."""
+    """`100 -> 142 samples/s`; a time with the name of its metric."""
     first, second = metric(name, before, digits=3), metric(name, after, digits=3)
     number, _, its_unit = first.partition(" ")
     if its_unit and second.endswith(f" {its_unit}"):
         first = number
-    return f"{'' if name in _UNITS else f'{name} '}{first} -> {second}"
+    return f"{f'{name} ' if unit(name) == 'ms' else ''}{first} -> {second}"
 
 
 def memory(size_bytes: float | None) -> str:

@@ -1,22 +1,50 @@
-"""Objectives: the metrics by name, and their directions."""
+"""Metrics and objectives: what a search optimises. Each metric is declared here, once."""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-LARGER_IS_BETTER = ("FLOPS_per_gpu", "throughput", "tokens_per_second")
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric that a search can optimise: the field of `Metrics` with the same name.
+
+    Attributes:
+        unit: after a value.
+        larger_is_better: the direction.
+        has_interval: its relative confidence interval is that of the latency.
+        of_time: it is a time or work over time, which the model search predicts.
+        has_prefix: large values are written with a prefix, as in `1.2 TFLOP/s`.
+        autotuner_names: other names in DeepSpeed's `autotuning` section.
+    """
+
+    unit: str
+    larger_is_better: bool = False
+    has_interval: bool = False
+    of_time: bool = True
+    has_prefix: bool = False
+    autotuner_names: tuple[str, ...] = ()
 
 
-SMALLER_IS_BETTER = ("forward", "backward", "step", "latency")
-
-
-# Their relative intervals are that of the latency, the only one that is measured.
-KNOWN_TO_CI95 = ("FLOPS_per_gpu", "throughput", "tokens_per_second", "latency")
-
-
-METRIC_NAMES = (*LARGER_IS_BETTER, *SMALLER_IS_BETTER)
+METRICS: Mapping[str, Metric] = {
+    "FLOPS_per_gpu": Metric(
+        "FLOP/s per slot",
+        larger_is_better=True,
+        has_interval=True,
+        has_prefix=True,
+        autotuner_names=("FLOPS", "flops"),
+    ),
+    "throughput": Metric("samples/s", larger_is_better=True, has_interval=True),
+    "tokens_per_second": Metric("tokens/s", larger_is_better=True, has_interval=True),
+    "forward": Metric("ms", autotuner_names=("fwd",)),
+    "backward": Metric("ms", autotuner_names=("bwd",)),
+    "step": Metric("ms"),
+    "latency": Metric("ms", has_interval=True),
+}
+METRIC_NAMES = tuple(METRICS)
 
 
 @dataclass(frozen=True)
@@ -31,7 +59,7 @@ class Objective:
 
     @property
     def smaller_is_better(self) -> bool:
-        return self.metric in SMALLER_IS_BETTER
+        return not METRICS[self.metric].larger_is_better
 
     def is_better(self, value: float, other: float | None) -> bool:
         """Check if `value` beats `other`; anything beats None."""

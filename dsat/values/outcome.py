@@ -269,7 +269,11 @@ class Outcome(Recorded):
         duration_s: from the launch to the outcome, wall time.
         warnings: for people, although the trial ran.
         smaller_may_run: it ran out of data, of which a smaller micro batch needs less.
-        most_samples: the largest micro batch that there are data for, if known.
+        most_samples: the largest micro batch, with the trial's accumulation, that there are data
+            for, if known.
+        fixed_batch: samples that the script feeds whatever the micro batch of the configuration
+            is; None if it follows the configuration, or that is unknown.
+        batch_flag: the script's flag for that number, such as `--batch-size`; empty if it has none.
         step_ms: latency of each measured step, in ms, of the slowest rank.
         training: None for a trial that measured nothing.
         sequences: None if the script's inputs have no sequences of tokens.
@@ -288,6 +292,8 @@ class Outcome(Recorded):
     warnings: tuple[str, ...] = ()
     smaller_may_run: bool = False
     most_samples: int | None = None
+    fixed_batch: int | None = None
+    batch_flag: str = ""
     step_ms: tuple[float, ...] = ()
     training: TrainingCurve | None = None
     sequences: SequenceLengths | None = None

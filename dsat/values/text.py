@@ -20,18 +20,17 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202
 
 # Names of secrets of detect-secrets 1.5 (plugins/keyword.py), and those of trackers, clouds and
 # databases. A bare `key` is none: scripts have `--text_key` and `--sort_key`.
-_OF_WHAT = "access account api auth aws azure client comet db database encryption gcp github google"
+_OF_WHAT = "access account api auth aws azure client comet db database encryption fernet gcp github"
 _OF_WHAT += (
-    " hf huggingface license master openai private s3 sas secret service signing ssh storage"
+    " google hf huggingface license master openai private s3 sas secret service signing ssh storage"
 )
 _OF_WHAT += " anthropic clearml mistral neptune swanlab wandb"
-_KEY = rf"(?:{'|'.join(_OF_WHAT.split())})_?key"
-_ABBREVIATED = (
-    r"^pass|(?:admin|db|database|default|ftp|key|mail|mysql|pg|proxy|redis|root|smtp|user)_?pass"
-)
-_WORD = rf"(?:(?:^|_)(?:token|pwd|pat|auth|credentials?|{_KEY})|{_ABBREVIATED}|password|passwd"
-_WORD += r"|passphrase|secret|apikey|connection_string)"
-_NAME_OF_SECRET = re.compile(rf"{_WORD}(?:_?(?:id|value|key))?$")
+_KEY = rf"(?:{'|'.join(_OF_WHAT.split())})_?keys?"
+_ACCOUNTS = "admin|db|database|default|ftp|key|mail|mysql|pg|proxy|redis|root|smtp|ssh|user"
+_ABBREVIATED = rf"^pass|(?:{_ACCOUNTS})_?pass"
+_WORD = rf"(?:(?:^|_)(?:token|pwd|pat|auth|cookies?|dsn|credentials?|{_KEY})|{_ABBREVIATED}"
+_WORD += r"|passwords?|passwd|passphrase|secrets?|apikeys?|connection_string)"
+_NAME_OF_SECRET = re.compile(rf"{_WORD}(?:_?(?:id|value|key|base64|b64|json))?$")
 # Tokens of a text, not of an account.
 _HARMLESS = re.compile(
     r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|max|min|num|new|next|special|stop|image|per|start|end"
@@ -45,7 +44,7 @@ _BEGINNINGS = (
 )
 _SHOWN_SECRETS = (
     # URLs with credentials.
-    (re.compile(r"(?<=://)[^\s/@:'\"]*:[^\s/@'\"]+(?=@)"), HIDDEN),
+    (re.compile(r"(?<=://)[^\s/@:'\"]*:[^\s/'\"]+(?=@)"), HIDDEN),  # up to the last @
     (re.compile(r"(?<=://)[\w.~+=-]{16,}(?=@)"), HIDDEN),
     (
         re.compile(r"(?i)([?&](?:sig|signature|token|access_token|x-amz-\w+)=)[^&\s'\"]+"),
@@ -53,6 +52,19 @@ _SHOWN_SECRETS = (
     ),
     (re.compile(r"(?i)(\bauthorization[\"']?\s*[:=]\s*[\"']?basic\s+)[\w+/=-]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
+    # Webhooks, whose path is the secret.
+    (
+        re.compile(r"(hooks\.slack\.com/\w+/|discord(?:app)?\.com/api/webhooks/\d+/)[\w/-]+"),
+        rf"\1{HIDDEN}",
+    ),
+    # `invalid token hf4...`: what looks like a key behind the word for it.
+    (
+        re.compile(
+            r"(?i)\b((?:token|password|passphrase|secret|api[ _-]?key)\s+['\"]?)"
+            r"(?=[^\s\d]*\d)(?=[^\sa-z]*[a-z])[\w.~+/-]{12,}"
+        ),
+        rf"\1{HIDDEN}",
+    ),
     # Keys that are known by how they begin, as GitHub's secret scanning has them.
     (re.compile(rf"\b(?:{_BEGINNINGS})[A-Za-z0-9_.-]{{12,}}"), HIDDEN),
     (re.compile(r"\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+"), HIDDEN),
@@ -73,6 +85,7 @@ _VALUE = re.compile(rf"""(?:{_QUOTED}|-?[^\s,;&)}}\]"'$-])(?:{_QUOTED}|[^\s,;&)}
 # Switches, small numbers and marks of a text are no secrets, whatever they are called.
 _NO_SECRET = re.compile(r"(?i)true|false|none|null|-?[0-9.]{1,3}|<[^<>]*>|\[[A-Z]+\]")
 _SOME_KEY = "a1" * 10
+_DASHED_KEY = re.compile(r"--(?=[^0-9]*[0-9])(?=[^A-Z]*[A-Z])[a-zA-Z0-9]{12,}$")
 _LOOKS_LIKE_A_KEY = re.compile(r"(?=[^0-9]*[0-9])(?=[^a-zA-Z]*[a-zA-Z])_?[a-zA-Z0-9+/=-]{12,}$")
 
 
@@ -102,13 +115,13 @@ def is_secret(name: str, value: str = "") -> bool:
 
     Args:
         name: may be dotted.
-        value: what it has; any `key` or `pass` is a secret whose value looks like one.
+        value: what it has; a `key`, `pass` or `tokens` is a secret if its value looks like one.
     """
     last = name.rpartition(".")[2]
     if _NO_SECRET.fullmatch(value):
         return False
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower().replace("-", "_").strip("_")
-    if words.endswith(("_key", "_pass")) and _LOOKS_LIKE_A_KEY.match(value):
+    if words.endswith(("_key", "_pass", "tokens")) and _LOOKS_LIKE_A_KEY.match(value):
         return True
     return bool(_NAME_OF_SECRET.search(words)) and not _HARMLESS.search(words)
 
@@ -170,7 +183,8 @@ def _hidden(words: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield what of each word may be shown, and the name of the secret that follows, if any."""
     flag = ""
     for word in words:
-        if is_secret(flag, word) and not word.startswith("--"):
+        is_flag = word.startswith("--") and not _DASHED_KEY.match(word)
+        if is_secret(flag, word) and not is_flag:
             yield "", flag
             flag = ""
             continue
@@ -182,19 +196,25 @@ def _hidden(words: Iterable[str]) -> Iterator[tuple[str, str]]:
         flag = word if word.startswith("-") and not equals else ""
 
 
-def values_without_secrets(value: Any) -> Any:
-    """A value as JSON has it, `***` in place of what looks like a secret."""
+def values_without_secrets(value: Any, names: tuple[str, ...] = ()) -> Any:
+    """A value as JSON has it, `***` in place of what looks like a secret.
+
+    Args:
+        value: of any kind.
+        names: the keys that lead to it, any of which may be that of a secret.
+    """
     if isinstance(value, Mapping):
         return {
-            key: HIDDEN
-            if isinstance(inner, str) and inner and is_secret(str(key), inner)
-            else values_without_secrets(inner)
-            for key, inner in value.items()
+            key: values_without_secrets(inner, (*names, str(key))) for key, inner in value.items()
         }
     if isinstance(value, (list, tuple)):
-        if value and all(isinstance(inner, str) for inner in value):
+        is_command = all(isinstance(inner, str) for inner in value)
+        if is_command and not any(is_secret(name, _SOME_KEY) for name in names):
             return words_without_secrets(value)
-        return [values_without_secrets(inner) for inner in value]
+        return [values_without_secrets(inner, names) for inner in value]
+    is_text_or_number = isinstance(value, (str, int)) and not isinstance(value, bool)
+    if value and is_text_or_number and any(is_secret(name, str(value)) for name in names):
+        return HIDDEN
     return without_secrets(value) if isinstance(value, str) else value
 
 

@@ -162,6 +162,34 @@ def test_a_training_in_full_length_follows_once(tmp_path: Path) -> None:
         assert "_use_dsat_mode" not in full["hyperparameters"]
 
 
+@pytest.mark.parametrize("is_faster", [False, True])
+def test_trials_that_differ_in_a_switch_differ_in_their_hyperparameters(
+    is_faster: bool, tmp_path: Path
+) -> None:
+    """And a training in full length has the switches of the best."""
+    name = "ENV:NCCL_BUFFSIZE"
+
+    def behave(hparams: Mapping[str, Any]) -> Ending:
+        size = int(hparams.get("_dsat_switches", {}).get(name, 0))
+        metrics = Metrics(100.0 + is_faster * size / 2**20, 1.0, 1.0, 1.0, 1.0, 1e6, 3, 0.01)
+        return measured(hparams, metrics=metrics)
+
+    searcher = {"name": "single", "metric": "loss", "max_length": {"batches": 200}}
+    program = changed("pretend", tmp_path, searcher=searcher)
+    options = ("--max-micro-batch", 2, "--max-trials", 6, "--finals", 0, "--run-full-experiment")
+    with quick_cluster(tmp_path, behave) as there:
+        told = there.search(program, *options, "--zero-stages", 0, "--search", name, "--json")
+        assert told.status == 0, told
+        different = {"_dsat_trial", "_dsat"}
+        given = [json.loads(each["hyperparams"]) for each in there.created()]
+        texts = [json.dumps({k: h[k] for k in sorted(h.keys() - different)}) for h in given]
+        assert len(set(texts)) == len(texts) and len(texts) >= 3
+        full = there.master.experiment(SEARCH + 1).config["hyperparameters"]
+        assert full.get("_dsat_switches", {}).get("val") == (
+            {name: "16777216"} if is_faster else None
+        )
+
+
 @pytest.mark.parametrize(
     ("searcher", "problem"),
     [

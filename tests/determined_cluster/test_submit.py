@@ -49,7 +49,7 @@ def test_a_search_is_submitted_from_python(
     assert capsys.readouterr() == ("", "")
     with pytest.raises(UserInputError) as caught:
         dsat_api.tune(config, engine="determined", no_fork=True)
-    assert caught.value.where == "--no-fork"
+    assert caught.value.where == "no_fork"
 
 
 def test_a_trial_on_the_cluster_submits_nothing(
@@ -251,6 +251,8 @@ def test_a_determined_without_custom_searches(
         ["--run-dir", "x"],
         ["--arg-mapping", "train_micro_batch_size_per_gpu=--b"],
         ["--vary", "--workers=0,2"],
+        ["--vary", "ENV:OMP_NUM_THREADS=1,2"],
+        ["--search", "bind_cores_to_rank"],
     ],
 )
 def test_what_is_for_this_machine_only(

@@ -11,7 +11,7 @@ import pytest
 
 from dsat.estimating import fewest_cards
 from dsat.memory import closed_form
-from dsat.memory.closed_form import ModelFacts
+from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Basis, Variant
 from dsat.memory.strategies import COMPARED, with_strategy
 from dsat.values.zero_strategy import Strategy

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dsat.estimating.options import EstimateSettings
-from dsat.estimating.tables import Estimate, tables
+from dsat.estimating.tables import Estimate, Line, tables
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
 from dsat.memory.strategies import with_strategy
 from dsat.prepare.simulated_model import SimulatedModel
@@ -112,3 +112,27 @@ def test_an_optimizer_of_the_script_takes_the_place_of_the_configurations() -> N
     host = FakeSimulationHost(FACTS, by_formula(FACTS), optimizer={"type": "torch.optim.sgd.SGD"})
     found = answer_of(host, {**BF16, "optimizer": {"type": "AdamW"}}, exact=False)
     assert {line.estimate.source for line in found.lines} == {SIMULATED}
+
+
+def test_the_ranks_of_a_host_share_its_memory() -> None:
+    """What eight ranks keep on their host is summed, and excludes what a host does not hold."""
+    facts = replace(FACTS, num_params=4 * 10**9, trainable_params=4 * 10**9, param_bytes=2)
+
+    def lines(host_memory: int | None) -> dict[str, Line]:
+        settings = EstimateSettings(
+            slot_counts=(8,), slot_memories=(80 * GIB,), host_memory=host_memory
+        )
+        simulated = FakeSimulationHost(facts, by_formula(facts))
+        with Simulator(simulated, as_cpu=False) as simulator:
+            found = tables(SimulatedModel.of("train.py", BF16, simulator), settings)
+        return {line.strategy.name: line for line in found.lines}
+
+    found = lines(None)
+    offloaded, loaded = found["z3_offload"].host, found["z2"].host
+    assert 16 * 4e9 < offloaded < 32 * 4e9
+    assert loaded == 8 * 2 * 4e9, "each rank loads all weights"
+    assert found["z3_offload"].saved < offloaded
+    enough, less = lines(round(1.06 * offloaded)), lines(offloaded)
+    assert enough["z3_offload"].largest == found["z3_offload"].largest
+    assert set(less["z3_offload"].largest.values()) == {0}
+    assert less["z3"].largest == found["z3"].largest

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from dsat.in_trial.batches import UNCOUNTED, LeafFinder, batch_flag, is_about
+from dsat.in_trial.batches import UNCOUNTED, LeafFinder, find_batch_flag, is_about
 from dsat.in_trial.measurement import SHORT_BATCHES
 from dsat.values.outcome import Outcome, OutcomeKind, SequenceLengths
 from testing.metered import Clock, FakeEngine, attach, measured_by
@@ -178,11 +178,13 @@ def test_a_batch_that_no_configuration_changes_is_known_from_the_profile(clock: 
         return told_of(clock, batch, micro_batch=micro_batch, **own)
 
     [warning] = told(4).warnings
+    assert told(4).fixed_batch == 12
     assert is_about(warning) and warning != UNCOUNTED
     for micro_batch, most in ((2, None), (16, 12)):
         found = told(micro_batch)
         assert found.kind is OutcomeKind.INVALID and found.most_samples == most
-        assert all(word in found.message for word in ("12 samples whatever", "--arg-mapping"))
+        assert found.fixed_batch == 12
+        assert all(word in found.message for word in ("12 samples whatever", "engine.train_micro"))
     assert told(12).ok and told(12).warnings == ()
 
 
@@ -194,18 +196,31 @@ def test_pairs_that_grow_with_the_micro_batch_are_not_refused(clock: Clock) -> N
 
 
 @pytest.mark.parametrize(
-    ("args", "flag"),
+    ("args", "options", "flag"),
     [
-        (["--epochs", "3", "--batch_size", "7"], "--batch_size"),
-        (["--eval_batch_size", "32", "--train.batch=7"], "--train.batch"),
-        (["--bs", "7"], None),
-        (["--batch-size"], "--batch-size"),
+        (["--epochs", "3", "--batch_size", "7"], {}, "--batch_size"),
+        (["--eval_batch_size", "7", "--train.batch=8"], {}, "--train.batch"),
+        (["--bs", "7"], {}, ""),
+        (["--batch-size"], {}, "--batch-size"),
+        # Declared with this default, and not given.
+        ([], {"--lr": 7, "--batch-log": None, "--micro-batch-size": 7}, "--micro-batch-size"),
+        (["--batch-log", "9"], {"--batch-log": None, "--micro_batch": 7}, "--micro_batch"),
+        (["--micro_batch", "9"], {"--micro_batch": 7}, "--micro_batch"),
+        ([], {"--eval_batch_size": 7}, ""),
     ],
 )
-def test_the_flag_of_the_batch_size_is_one_that_the_script_was_given(
-    args: list[str], flag: str | None
+def test_the_flag_of_the_batch_size_is_one_that_the_script_has(
+    args: list[str], options: dict[str, Any], flag: str
 ) -> None:
-    assert batch_flag(args, 7) == flag
+    assert find_batch_flag(args, 7, options) == flag
+
+
+def test_half_of_a_fixed_batch_is_no_batch_of_pairs(clock: Clock) -> None:
+    known = profiled(clock, 8, (8, 3), own=8).batch_dimensions
+    found = told_of(
+        clock, of_shapes((8, 3)), micro_batch=4, own_micro_batch=8, batch_dimensions=known
+    )
+    assert (found.kind, found.fixed_batch) == (OutcomeKind.INVALID, 8)
 
 
 # -- tokens

@@ -75,10 +75,19 @@ class Rank:
         return [kind for kind, _ in self.calls]
 
 
-def rank_of(folder: Path, body: str, *, rank: int = 0, hparams: Any = None, **spec: Any) -> Rank:
-    """Run a script as a rank of a trial on a cluster."""
+def rank_of(
+    folder: Path,
+    body: str,
+    *,
+    rank: int = 0,
+    hparams: Any = None,
+    switches: Any = None,
+    **spec: Any,
+) -> Rank:
+    """Run a script as a rank of a trial on a cluster, with values of its switches."""
     trial = spec_for_hparams(replace(SPEC, **spec), 1, 1)
     given = {"_use_dsat_mode": True, "_dsat_trial": trial, "deepspeed_config": CONFIG}
+    given |= {"_dsat_switches": switches} if switches else {}
     indented = "\n".join(f"    {line}" for line in body.splitlines())
     code = CONTAINER.format(
         hparams=repr(given if hparams is None else hparams), plain=PLAIN, rank=rank, body=indented
@@ -223,3 +232,37 @@ def test_a_line_of_the_log_holds_a_whole_outcome_and_is_written_at_once() -> Non
     assert 1000 < len(long) <= os.pathconf("/", "PC_PIPE_BUF")
     kept = json.loads(long.decode().removeprefix(LOG_MARK))["detail"]
     assert detail.endswith(kept) and kept.endswith('line "9999"\n')
+
+
+SWITCHED = """
+import os
+from transformers import TrainingArguments
+args = TrainingArguments("out", use_cpu=True, deepspeed={config})
+core.calls.append(["switched", [os.environ.get("NCCL_BUFFSIZE"), args.dataloader_num_workers]])
+"""
+TRAINER = SWITCHED.format(config="config") + TRAINS.format(steps=1000)
+VARIABLE, WORKERS = {"ENV:NCCL_BUFFSIZE": "8388608"}, {"dataloader_num_workers": 2}
+
+
+@pytest.mark.slow
+def test_a_script_gets_the_switches_of_its_trial(tmp_path: Path) -> None:
+    found = rank_of(tmp_path, TRAINER, switches={**VARIABLE, **WORKERS}, profile=True)
+    assert found.calls[0] == ["switched", ["8388608", 2]], found.err
+    assert found.reported.profile is not None
+    assert found.reported.profile.switches["gradient_checkpointing"].values[:2] == (False, True)
+
+
+@pytest.mark.slow
+def test_a_switch_that_the_script_does_not_have_ends_its_trial(tmp_path: Path) -> None:
+    found = rank_of(tmp_path, TRAINS.format(steps=1000), switches=WORKERS)
+    assert found.told[0]["kind"] == "INVALID"
+    assert "dataloader_num_workers" in found.told[0]["message"]
+
+
+@pytest.mark.slow
+def test_a_training_after_the_search_has_the_switches_of_the_best(tmp_path: Path) -> None:
+    hparams = {"deepspeed_config": CONFIG, "_dsat_switches": {**VARIABLE, **WORKERS}}
+    body = SWITCHED.format(config="config") + "train(make_engine(config=config), 30)"
+    found = rank_of(tmp_path, body, hparams=hparams)
+    assert (found.status, found.kinds()) == (0, ["switched"]), found.err
+    assert found.calls[0] == ["switched", ["8388608", 2]]

@@ -95,11 +95,11 @@ class Layer(torch.nn.Linear):
 def test_dynamo_itself_is_seen() -> None:
     layer = Layer(4, 4)
     layer.compile(backend="eager")
-    before, seen = compiling.frames(), []
+    before, seen = compiling.count_frames(), []
     for size, cleared in ((2, False), (2, False), (3, False), (3, False), (3, True), (3, False)):
         if cleared:  # as DeepCompile does between two plans
             torch._dynamo.reset()
         layer(torch.ones(size, 4)).sum().backward()
-        seen.append(compiling.frames() != before)
-        before = compiling.frames()
+        seen.append(compiling.count_frames() != before)
+        before = compiling.count_frames()
     assert seen == [True, False, True, False, True, False]

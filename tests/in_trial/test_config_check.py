@@ -41,6 +41,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "zero_optimization.offload_param.pin_mem",
         "'pin_memory'",
     ),
+    "a flag for a section": (
+        {"flops_profiler": True},
+        "flops_profiler",
+        "mapping, not true",
+    ),
     "a removed section": ({"amp": {"enabled": True}}, "amp", "removed"),
     "two precisions": (
         {"bf16": {"enabled": True}, "fp16": {"enabled": True}},

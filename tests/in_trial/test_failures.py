@@ -167,7 +167,7 @@ def test_a_script_is_blamed_whatever_of_dsat_is_around_it(
 def test_a_line_of_dsats_own_is_told_so() -> None:
     text: Any = None
     with pytest.raises(AttributeError) as caught:
-        failures.of_text(text)
+        failures.classify_text(text)
     found = failures.outcome(caught.value)
     assert "inside dsat" in found.message
     assert str(Path(failures.__file__).parent) in found.detail
@@ -181,3 +181,25 @@ def test_torch_below_the_modes_of_a_simulation_is_the_scripts() -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         model.engine_for_the_script()
     assert "inside dsat" not in failures.outcome(caught.value).message
+
+
+EXITS = """
+import sys
+problem = None
+try:
+    train(make_engine(), rows=3)
+except Exception as error:
+    {handles}
+sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("handles", ["sys.exit(1)", "problem = error", "raise ValueError('job')"])
+def test_the_reason_is_kept_where_a_framework_ends_the_script(
+    scripts: Scripts, handles: str
+) -> None:
+    """As Hydra and click do."""
+    outcome = scripts.run(EXITS.format(handles=handles), micro_batch=4).outcome
+    assert outcome.kind is OutcomeKind.INVALID and outcome.most_samples == 3
+    assert "the first batch has 3 samples" in outcome.message

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from dsat.values.outcome import OutcomeKind
 from testing.scripts import Scripts
 
 pytestmark = pytest.mark.slow
@@ -106,3 +107,16 @@ def test_the_samples_are_those_of_the_loader_that_feeds_the_steps(
 ) -> None:
     outcome = scripts.run(LOADS + script, micro_batch=4).well().outcome
     assert outcome.most_samples in samples
+
+
+def test_the_largest_micro_batch_leaves_data_for_the_accumulation(scripts: Scripts) -> None:
+    script = LOADS + "train_with(loader_of(30, 4, drop_last=True))"
+    outcome = scripts.run(script, micro_batch=4, gas=2).well().outcome
+    assert outcome.most_samples == 15
+
+
+def test_data_for_fewer_micro_batches_than_a_step_has_are_told(scripts: Scripts) -> None:
+    script = LOADS + "train_with(loader_of(30, 8, drop_last=False))"
+    outcome = scripts.run(script, micro_batch=8, gas=4).outcome
+    assert outcome.kind is OutcomeKind.INVALID and outcome.smaller_may_run, outcome
+    assert outcome.most_samples == 7

@@ -71,13 +71,20 @@ def test_too_few_data_for_a_step_are_told(clock: Clock) -> None:
     assert "none of 3 optimizer steps was full" in told.message
 
 
-def test_accumulation_of_the_scripts_own_is_measured_by_real_steps(clock: Clock) -> None:
+@pytest.mark.parametrize("sets_boundary", [False, True])
+def test_accumulation_of_the_scripts_own_is_measured_by_real_steps(
+    clock: Clock, sets_boundary: bool
+) -> None:
     k = 4
     engine = attached(clock)
+    if sets_boundary:  # as `set_gradient_accumulation_boundary` does
+        engine._is_gradient_accumulation_boundary = False  # type: ignore[attr-defined]
     measured = feed(engine, lambda batch: 4, per_step=k)
     assert metrics_of(measured).latency == pytest.approx(8 * k + 2)
     assert metrics_of(measured).throughput == pytest.approx(4 * k / (8 * k + 2) * 1e3)
-    assert any(f"{k} times as many micro batches" in text for text in measured.warnings)
+    [warning] = measured.warnings
+    assert f"{k} times as many micro batches" in warning
+    assert ("set_gradient_accumulation_boundary" in warning) is sets_boundary
 
 
 @pytest.mark.parametrize(

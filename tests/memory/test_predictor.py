@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form
-from dsat.memory.closed_form import ModelFacts
+from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form, host
+from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.values.outcome import MemoryUse, Outcome, OutcomeKind
 from testing.helpers import ran, weightless
@@ -206,7 +206,7 @@ def test_an_offloaded_optimizer_needs_16_bytes_of_the_host_for_each_parameter(
 ) -> None:
     """In fp32 the weights, the gradients and two moments: Ren et al., ZeRO-Offload (2021)."""
     offloaded = config(stage, offload_optimizer={"device": "cpu"})
-    pinned, pageable = closed_form.host(FACTS, offloaded, slots=slots)
+    pinned, pageable = host.training(FACTS, offloaded, slots=slots)
     share = FACTS.num_params / slots
     assert pageable == (12 if stage == 3 else 8) * share, "moments, and weights if those are cut"
     assert 16 * share <= pinned + pageable, "pinned blocks are powers of two"
@@ -248,7 +248,7 @@ def test_what_the_allocator_loses_between_blocks_is_learned_where_memory_is_full
 
 def test_what_a_host_does_not_hold_is_not_tried() -> None:
     offloaded = config(2, offload_optimizer={"device": "cpu"})
-    needed = sum(closed_form.host(FACTS, offloaded, slots=1))
+    needed = sum(host.training(FACTS, offloaded, slots=1))
     assert needed > 16 * FACTS.num_params
     for limit, fits in ((0, True), (round(1.1 * needed), True), (round(0.9 * needed), False)):
         memory = model(host_limit_bytes=limit)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dsat.memory import PHASES, SIMULATED, closed_form
-from dsat.memory.closed_form import ModelFacts
+from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.values.outcome import MemoryUse, Metrics, Outcome, OutcomeKind
 

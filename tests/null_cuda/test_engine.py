@@ -273,7 +273,7 @@ def test_devices_are_chosen_as_the_user_chose_them(
     # What the command itself holds, as after the first run, is no use by others.
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     code = "import json; from dsat.engines.machines import device_use as use; "
-    code += "print(json.dumps(use.as_of_now()))"
+    code += "print(json.dumps(use.variables_of_memory_in_use()))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     machine.use(0, 6 * _GIB)
     [held] = find_machines({"here": imported}, {**os.environ, **json.loads(told.stdout)})

@@ -13,8 +13,8 @@ import testing
 from dsat.errors import UserInputError
 from dsat.estimating.options import EstimateSettings
 from dsat.memory import closed_form
-from dsat.memory.closed_form import ModelFacts
 from dsat.memory.estimate import MemoryEstimate
+from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Anchor
 from dsat.prepare.simulated_model import simulate
 from dsat.projecting import projector

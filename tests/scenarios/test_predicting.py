@@ -57,8 +57,8 @@ def lines(told: Told) -> dict[tuple[str, int], dict[str, Any]]:
 @pytest.mark.usefixtures("imported")
 def test_states_are_divided_as_zero_divides_them(user: User) -> None:
     """Rajbhandari et al. (2020): 2 + 2 + 12 bytes for each parameter; offloaded, on the host."""
-    options = ("--slots", 8, 64, "--slot-memory", "80GiB", "--seq-length", 128)
-    told = estimate(user, LLAMA_7B, *options)
+    sizes = ("--slot-memory", "80GiB", "--host-memory", "2TiB", "--seq-length", 128)
+    told = estimate(user, LLAMA_7B, "--slots", 8, 64, *sizes)
     found, size = lines(told), 6_738_415_616
     assert told.json["model"]["num_params"] == size, "as published"
     for strategy, divided in (("z1", 12), ("z2", 12), ("z3", 14)):
@@ -87,11 +87,15 @@ def test_options_of_the_model_change_what_it_needs(user: User) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
-@pytest.mark.parametrize(("cards", "fits"), [("1x16GiB", True), ("1x50MiB", False)])
+@pytest.mark.parametrize(
+    ("cards", "fits"), [("1x16GiB/1GiB", True), ("1x50MiB", False), ("1x16GiB/1MiB", False)]
+)
 def test_a_job_is_guarded_by_the_exit_status(user: User, cards: str, fits: bool) -> None:
     told = estimate(user, TINY, "--fits", cards, "--seq-length", 128, status=0 if fits else 1)
     assert told.json["fits"] is fits
-    assert (told.json["needed_bytes"] < told.json["card_bytes"]) is fits
+    enough = told.json["needed_bytes"] < told.json["card_bytes"]
+    limit = told.json["host_limit"]
+    assert (enough and (limit is None or told.json["host_bytes"] < limit)) is fits
 
 
 def test_cards_that_cannot_be_read_are_no_answer(user: User) -> None:

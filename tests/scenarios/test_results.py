@@ -286,3 +286,16 @@ def test_runs_are_read_by_mlflow(
         value = row["metrics"] and row["metrics"]["throughput"]
         assert data.metrics.get("throughput") == value
         assert data.tags["is_best"] == str(row["name"] == ran[1].best["name"])
+
+
+def test_a_batch_that_is_damaged_in_the_journal_is_exported_all_the_same(user: User) -> None:
+    user.has()
+    assert user.tunes("--max-trials", 6, method="random").status == 0
+    journal = user.folder / "run" / "journal.jsonl"
+    events = user.events()
+    for event in events:
+        if event["event"] == "proposed":
+            event["trial"]["overrides"][MICRO] = False
+    journal.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    told = user.types("export", "run", "--to", "optuna", "--output", "run.db")
+    assert told.status == 0, told.err

@@ -64,6 +64,7 @@ KINDS = {
     "batch alone": r"^Batch: .* whole gain comes from the (larger|smaller) batch",
     "batch not measured": r"^Batch: .* nothing else was measured",
     "batch unconfirmed": r"^Batch: .* gains \S+x, unconfirmed",
+    "nothing to trade": r"^Global batch: ",
     "learning rate": r"^Learning rate: ",
     "schedule": r"^Schedule: ",
     "script": r"^Script: ",
@@ -124,6 +125,11 @@ CASES = {
         world={"effects": {"z0": 1.5, "z1": 1.5, "z2": 1.5}},
         trials=14,
         method="model",
+    ),
+    "one sample per device": Case(
+        (*GAIN, "nothing to trade"),
+        {"train_batch_size": 1, **FREE},
+        world={"effects": {"z0": 1.5}},
     ),
     "stage 3": Case((*GAIN, "saving"), options=("--zero-stages", 3)),
     "stage 3 already": Case(
@@ -283,7 +289,8 @@ CASES = {
                 Finding(
                     HERE,
                     warnings=(
-                        *(SEVERAL_ENGINES, UNCOUNTED, UNSEEN, OWN_ACCUMULATION.format(k=4)),
+                        *(SEVERAL_ENGINES, UNCOUNTED, UNSEEN),
+                        OWN_ACCUMULATION.format(k=4, advice=""),
                         OF_ITS_OWN.format(rows=12, micro_batch=4, advice=""),
                     ),
                     late=(3, 6, 9),

@@ -8,7 +8,7 @@ from testing.scenarios import User
 from testing.world import Failure, World
 
 OOM = Failure("OOM", {"kind": "baseline"}, "out of memory")
-OF_DSAT = "an error inside dsat, not of your script: KeyError"
+INSIDE_DSAT = "an error inside dsat, not of your script: KeyError"
 
 
 pytestmark = pytest.mark.usefixtures("unchecked_configurations")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_configurations")
             (OOM, Failure("ERROR", {}, "rank 0: ValueError", "Traceback")),
             "z2_offload micro batch 1",
         ),
-        ((Failure("ERROR", {}, OF_DSAT, "Traceback"),), "a bug of dsat"),
+        ((Failure("ERROR", {}, INSIDE_DSAT, "Traceback"),), "a bug of dsat"),
         # A lost host, say: the script said nothing.
         ((Failure("ERROR", {}, "node-3 is lost: its supervisor has ended"),), "node-3 lost"),
     ],

@@ -6,7 +6,11 @@ import pytest
 
 from dsat.command.entrypoint import Entrypoint
 from dsat.command.placement import Launch
+from dsat.errors import UserInputError
+from dsat.tuning import plans
 from dsat.tuning.plans import of_launcher
+from dsat.tuning.settings import Settings
+from dsat.values.objective import METRICS, Metric
 from testing.scenarios import Told, User
 
 pytestmark = pytest.mark.usefixtures("unchecked_configurations")
@@ -47,3 +51,13 @@ def test_accumulation_that_the_script_manages_is_left_to_it(user: User) -> None:
     for option, value in (("--train-batch-size", "own"), ("--max-train-batch-size", "64")):
         told = dry(user, option, value)
         assert told.status == 2 and "gradient accumulation" in told.err
+
+
+def test_the_model_search_takes_no_metric_that_it_cannot_predict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(METRICS, "num_steps", Metric("steps", of_time=False))
+    plans.check(Settings(method="random", metric="num_steps"))
+    with pytest.raises(UserInputError) as caught:
+        plans.check(Settings(method="model", metric="num_steps"))
+    assert caught.value.where == "--metric"

@@ -19,7 +19,7 @@ from dsat.command.placement import Launch
 from dsat.command.switches import OF_CODE
 from dsat.engines.machines.hosts import Host, Share
 from dsat.engines.machines.machine import Machine
-from dsat.engines.rank_settings import cores_of
+from dsat.engines.rank_settings import find_cores
 from dsat.tuning import train_command
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import Prepared
@@ -54,9 +54,9 @@ def test_a_quota_of_processor_time_names_no_cores() -> None:
     limited = replace(FOUR, threads=2, allowed=FOUR.devices)
     assert conditions(limited, 1, memory_is_limited=False) == ["OMP_NUM_THREADS=1"]
     share = Share(0, Host(limited), (0, 1))
-    assert cores_of(share, 0, Entrypoint(), {}) == []
+    assert find_cores(share, 0, Entrypoint(), {}) == []
     unlimited = replace(share, host=Host(replace(limited, threads=4)))
-    assert cores_of(unlimited, 0, Entrypoint(), {}) == [0, 2]
+    assert find_cores(unlimited, 0, Entrypoint(), {}) == [0, 2]
 
 
 SCRIPT = "train.py --deepspeed_config ds_config.json"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+from typing import Any
 
 import pytest
 
+from dsat.values.text import HIDDEN as STARS
 from dsat.values.text import (
     assignment,
     is_secret,
@@ -123,3 +125,47 @@ def test_a_shell_asks_for_the_secrets_of_a_command() -> None:
 def test_no_secret_is_assigned_whatever_it_begins_with(value: str) -> None:
     assert value not in assignment("DB_PASSWORD", value)
     assert assignment("COLOUR", value) == f"COLOUR={shlex.quote(value)}"
+
+
+KEY = "Zx9kQ2mWvT7bL4pR8s"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "GOOGLE_CREDENTIALS_BASE64={key}",
+        "--api_keys {key}",
+        "--cookie session={key}",
+        "SSHPASS={key}",
+        "SENTRY_DSN=https://abc@sentry.example/{key}",
+        "https://hooks.slack.com/services/T0001/B0002/{key}",
+        "postgres://user:p@{key}@db/x",
+        "ValueError: invalid token {key}",
+    ],
+)
+def test_secrets_by_name_by_form_and_by_the_word_before(text: str) -> None:
+    shown = printable(text.format(key=KEY))
+    assert KEY not in shown and STARS in shown
+
+
+def test_a_secret_that_begins_as_a_flag_is_hidden() -> None:
+    assert words_without_secrets(["--token", f"--{KEY}", "--lr", "1"]) == [
+        *("--token", STARS, "--lr", "1")
+    ]
+    assert words_without_secrets(["--token", "--epochs", "1"]) == ["--token", "--epochs", "1"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"api_key": [KEY]}, {"tokens": {"hf": KEY}}, {"auth": ["u", KEY]}, {"token": 123456789012}],
+)
+def test_secrets_in_lists_and_objects_and_numbers(value: dict[str, Any]) -> None:
+    shown = str(values_without_secrets(value))
+    assert KEY not in shown and "123456789012" not in shown
+
+
+def test_tokens_of_a_text_are_no_secrets() -> None:
+    config = {"max_tokens": 4096, "num_tokens": 10**9, "special_tokens": ["<s>"], "tokens": ["hi"]}
+    assert values_without_secrets(config) == config
+    said = "token 12 of 30; unexpected token in JSON at 12345678901234; --tokens 300B"
+    assert printable(said) == said

@@ -1,4 +1,4 @@
-"""Signs of life of other hosts: each is asked now and then whether it still answers."""
+"""Heartbeats of other hosts."""
 
 from __future__ import annotations
 

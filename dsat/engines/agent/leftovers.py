@@ -225,9 +225,9 @@ class CompilerLocks:
 def _is_open(path: Path) -> bool:
     """Return whether a living process holds a lock, which torch keeps open while it compiles."""
     target = os.path.realpath(path)
-    for descriptors in Path("/proc").glob("[0-9]*/fd"):
-        with contextlib.suppress(OSError):
-            if any(os.path.realpath(fd) == target for fd in descriptors.iterdir()):
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(file.path == target for file in process.open_files()):
                 return True
     return False
 

@@ -305,7 +305,7 @@ class Supervisor:
 
 
 def _descendants(pids: Iterable[int], *, recursive: bool = True) -> set[int]:
-    """Return all processes below the given ones, whatever process group they moved to."""
+    """Return all descendants of processes, whatever their process group."""
     found: set[int] = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -314,7 +314,7 @@ def _descendants(pids: Iterable[int], *, recursive: bool = True) -> set[int]:
 
 
 def _started_by(pid: int, folder: str) -> bool:
-    """Return whether a process is a trial's, by its environment or by its output files."""
+    """Return whether a process belongs to a trial, by its environment or its output files."""
     try:
         if psutil.Process(pid).environ().get(TRIAL_VARIABLE) == folder:
             return True

@@ -90,7 +90,7 @@ class _Starters:
             self._native.append(module)
 
     def described(self) -> str:
-        """Return the modules of threads that go on; of native threads what imported them."""
+        """Return the modules that started the running threads."""
         found = [module for thread, module in self._modules.items() if thread.is_alive()]
         return ", ".join(dict.fromkeys(filter(None, found or self._native))) or "a library"
 

@@ -49,7 +49,7 @@ def _inspect() -> Machine:
         return replace(machine_of_cores(), software=_software())
     variables = _visible_devices_variables(accelerator)
     count = accelerator.device_count()
-    ids = ids_chosen(variables)[:count] or [str(index) for index in range(count)]
+    ids = find_chosen_devices(variables)[:count] or [str(index) for index in range(count)]
     found, broken = [], []
     for index, device in enumerate(ids):
         try:
@@ -59,7 +59,7 @@ def _inspect() -> Machine:
     if not found:
         raise SystemExit("; ".join(broken) or f"there is no {name} device")
     # A choice of the user's is one, whoever else is there.
-    named = ids_chosen(variables) or ids_chosen([NAMED])
+    named = find_chosen_devices(variables) or find_chosen_devices([NAMED])
     idle = [each for each in found if not each.is_busy or each.device in named] or found
     used = {device.device: device.describe_use(name) for device in found if device.is_busy}
     kept = [device.device for device in idle]
@@ -76,7 +76,7 @@ def _inspect() -> Machine:
         expandable_segments=name == "cuda" and has_nvml(),
         left_out=(
             *broken,
-            *(_invisible(name, device) for device in ids_chosen(variables)[len(ids) :]),
+            *(_invisible(name, device) for device in find_chosen_devices(variables)[len(ids) :]),
             *(f"{text}, and is left out" for device, text in used.items() if device not in kept),
         ),
         warnings=(
@@ -112,7 +112,7 @@ class _Device:
             name = torch.cuda.get_device_name(index)
             free, total = torch.cuda.mem_get_info(index)
             uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-            before = device_use.taken_bytes(f"GPU-{uuid}")
+            before = device_use.used_bytes(f"GPU-{uuid}")
             taken = total - free if before is None else before
         return cls(device, name, total, taken)
 
@@ -134,8 +134,10 @@ def has_nvml() -> bool:
     return has_library("libnvidia-ml.so.1")
 
 
-def ids_chosen(variables: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the devices that the user's environment names; none if it leaves the choice open."""
+def find_chosen_devices(
+    variables: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> list[str]:
+    """Return the devices that the user's environment selects; empty without a selection."""
     for variable in variables:
         chosen = [part.strip() for part in environment.get(variable, "").split(",") if part.strip()]
         if chosen:

@@ -19,8 +19,8 @@ class _Memory(ctypes.Structure):
     _fields_ += [("used", ctypes.c_ulonglong)]
 
 
-def as_of_now() -> dict[str, str]:
-    """Return variables that pass the memory in use now to later processes; none without NVML."""
+def variables_of_memory_in_use() -> dict[str, str]:
+    """Return variables that tell later processes how much memory is in use now."""
     found: dict[str, int] = {}
     with contextlib.suppress(OSError, AttributeError):  # no such library or function
         library = ctypes.CDLL(_LIBRARY)
@@ -40,7 +40,7 @@ def as_of_now() -> dict[str, str]:
     return {_VARIABLE: json.dumps(found)} if found else {}
 
 
-def taken_bytes(uuid: str) -> int | None:
-    """Return the bytes of a device in use at `as_of_now`, by its variables; None without them."""
+def used_bytes(uuid: str) -> int | None:
+    """Return the bytes of a device that were in use by those variables; None without them."""
     taken: int | None = json.loads(os.environ.get(_VARIABLE, "{}")).get(uuid)
     return taken

@@ -1,4 +1,4 @@
-"""Slots of a machine, found in a process of its own (`dsat.engines.machines.accelerators`)."""
+"""Slots of a machine, inspected in a separate process (`dsat.engines.machines.accelerators`)."""
 
 from __future__ import annotations
 
@@ -101,22 +101,22 @@ class Machine:
         }
 
     def devices_of(self, slots: Sequence[int]) -> list[str]:
-        """Return the devices of some slots; none of a machine that was not looked at."""
+        """Return the devices of some slots; empty for a machine that was not inspected."""
         return [self.devices[slot] for slot in slots if slot < len(self.devices)]
 
     def with_slots(self, count: int) -> Machine:
-        """Return the machine with so many CPU slots, if only a quota of time leaves fewer."""
+        """Return the machine with more CPU slots, if only a quota of time limits them."""
         if not self.has_quota or self.num_slots < self.threads:
             return self
         return replace(self, devices=self.allowed[: max(count, self.num_slots)])
 
     def at(self, positions: Sequence[int]) -> Machine:
-        """Return the machine with the devices at some positions alone; all if there are none."""
+        """Return the machine with only the devices at some positions; all by default."""
         names = dict(enumerate(self.devices))
         return self.only([names.get(n, str(n)) for n in positions], ())
 
     def only(self, wanted: Sequence[str], without: Sequence[str]) -> Machine:
-        """Return the machine with some of its devices alone.
+        """Return the machine with only some of its devices.
 
         Args:
             wanted: of `devices`; all if there are none.
@@ -145,7 +145,7 @@ class Machine:
         )
 
     def devices_by_kind(self) -> dict[str, list[str]]:
-        """Return the devices of each kind, by a description of it; none on a CPU."""
+        """Return the devices by kind; empty on a CPU."""
         found: dict[str, list[str]] = {}
         first: list[tuple[str, int]] = []  # of each kind
         kinds = zip(self.devices, self.device_names, self.device_memory_bytes, strict=False)
@@ -177,7 +177,7 @@ def are_close(*sizes: int) -> bool:
 
 
 def find_machine(variables: Mapping[str, str] | None = None) -> Machine:
-    """Look at the slots of this machine.
+    """Inspect the slots of this machine.
 
     Args:
         variables: of the process that looks; by default this one's.
@@ -187,12 +187,12 @@ def find_machine(variables: Mapping[str, str] | None = None) -> Machine:
 
 
 def find_machine_for_simulations() -> Machine:
-    """Look at this machine; without devices, without torch and DeepSpeed, which take seconds."""
+    """Inspect this machine; without accelerators, import neither torch nor DeepSpeed."""
     return machine_of_cores() if has_no_accelerator() else find_machine()
 
 
 def has_no_accelerator() -> bool:
-    """Return whether there is surely none, without importing torch, which takes seconds.
+    """Return True if there is certainly no accelerator, without importing torch.
 
     Each kind needs a driver's library, its device files, or a package that extends torch (deepspeed
     0.19.8: accelerator/real_accelerator.py). If any of these exists, only torch and DeepSpeed know.
@@ -220,7 +220,7 @@ def has_library(name: str) -> bool:
 def find_machines(
     reaches: Mapping[str, Reach], variables: Mapping[str, str] | None = None
 ) -> list[Machine]:
-    """Look at the slots of several machines at the same time.
+    """Inspect the slots of several machines in parallel.
 
     Args:
         reaches: how commands run on a machine, by the machine's name.
@@ -250,7 +250,7 @@ def _machine(name: str, answer: dict[str, Any] | str) -> Machine:
 
 @dataclass(frozen=True)
 class _Look:
-    """A process that looks at the slots of a machine, and may use the accelerator."""
+    """Process that inspects the slots of a machine; it may initialize the accelerator."""
 
     process: Any
     errors: IO[bytes]
@@ -264,7 +264,7 @@ class _Look:
         return cls(process, errors)
 
     def answer(self, deadline: float) -> dict[str, Any] | str:
-        """Return the answer, or why there is none."""
+        """Return the answer, or the reason of a failure."""
         try:
             self.process.wait(max(_READ_LIMIT_S, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -291,7 +291,7 @@ class _Look:
 
 
 def machine_of_cores() -> Machine:
-    """Return this machine with its processor cores as slots."""
+    """Return this machine with processor cores as slots."""
     cores = host_cores.usable()
     return Machine(
         accelerator="cpu",

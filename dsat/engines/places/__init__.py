@@ -31,14 +31,14 @@ def options() -> list[Option]:
 
 
 def complete(declared: Iterable[Option]) -> Iterator[Option]:
-    """Add the registry's names to the choices of `--engine`, and the places' own options."""
+    """Add the names of places to the choices of `--engine`, and the options of places."""
     for own in declared:
         yield replace(own, choices=ENGINE_NAMES) if own.name == "engine" else own
     yield from options()
 
 
 def given_options(values: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return the values that were given of places' options, by keyword.
+    """Return the values of places' options that the user set, by keyword.
 
     Raises:
         UserInputError: one is not for the chosen place.

@@ -14,7 +14,7 @@ from dsat.options import Group, Option
 
 @dataclass(frozen=True)
 class Environment:
-    """Surroundings that tell a provider whether dsat runs in its place.
+    """Facts by which a provider detects that dsat runs in its place.
 
     Attributes:
         variables: of this process.

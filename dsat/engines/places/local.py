@@ -12,7 +12,7 @@ from dsat.engines.places.base import Environment
 
 
 def detect(environment: Environment) -> bool:
-    """Return True: it is the last that is asked."""
+    """Return True: this machine is the last choice."""
     return True
 
 

@@ -67,7 +67,7 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
 
 @dataclass(frozen=True)
 class Allocation:
-    """Nodes that `salloc`, `sbatch` or `srun` has given to this process.
+    """Nodes that `salloc`, `sbatch` or `srun` allocated to this process.
 
     Attributes:
         job: its number.
@@ -141,7 +141,7 @@ class Allocation:
         return sorted(found, key=lambda node: not node.is_here)
 
     def _gres(self) -> dict[str, str]:
-        """Return the job's devices on each node, such as gpu:a100:2, however it asked for them."""
+        """Return the job's devices on each node, such as gpu:a100:2."""
         hint = "if that job is over, unset SLURM_JOB_ID or use --engine local"
         try:
             details = _ask("scontrol", "--oneliner", "show", "--details", "job", self.job)

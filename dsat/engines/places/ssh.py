@@ -30,7 +30,7 @@ _REFUSALS = ("Permission denied", "Host key verification failed")
 
 
 def detect(environment: Environment) -> bool:
-    """Return whether the command's launcher is given a hostfile."""
+    """Return whether the command's launcher has a hostfile."""
     return bool(environment.hostfile)
 
 
@@ -114,7 +114,7 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
 
 
 def _identities(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return what tells hosts apart; raise UserInputError if one is not reached without a question.
+    """Return an identity of each host; raise UserInputError if ssh needs a password for one.
 
     Args:
         prefixes: words before a command line that run it on a host, by the host's name.
@@ -158,7 +158,7 @@ def _identities(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 
 def _way_to(name: str, port: int | None) -> tuple[str, bool]:
-    """Return the address that ssh takes a name for, and whether the host surely has it.
+    """Return the address that ssh resolves a name to, and whether it certainly is the host's.
 
     Another port may be forwarded to another host, and a proxy has addresses of its own.
     """

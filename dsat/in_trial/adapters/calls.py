@@ -17,7 +17,7 @@ Wrapper = Callable[[RunningTrial, "Original", Any, tuple[Any, ...], dict[str, An
 
 
 class Adapter(NamedTuple):
-    """A function or method of a library, and what is called in its place.
+    """Function or method of a library, and the wrapper that is called instead.
 
     Attributes:
         module: that defines it.
@@ -71,7 +71,7 @@ def entrance(adapter: Adapter, owner: Any = None) -> Callable[..., Any]:
 
 
 def caller() -> FrameType:
-    """Return the frame that has called the adapted function, from inside of its wrapper."""
+    """Return the frame that called the adapted function; for use inside its wrapper."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename != __file__:
         frame = frame.f_back

@@ -26,13 +26,13 @@ def initialize(trial: RunningTrial, original: Original, _: Any, args: Any, kwarg
         return original(*args, **kwargs)
     if trial.phase is Phase.PREPARING:
         trial.phase = Phase.MEASURING
-    for before in trial.before_engine:
+    for before in trial.calls.before_engine:
         before(bound.arguments)
-    if trial.make_engine is None:
+    if trial.calls.make_engine is None:
         result = original(*bound.args, **bound.kwargs)
     else:
-        result = trial.make_engine(original.function, *bound.args, **bound.kwargs)
-    for after in trial.after_engine:
+        result = trial.calls.make_engine(original.function, *bound.args, **bound.kwargs)
+    for after in trial.calls.after_engine:
         after(result[0])
     return result
 
@@ -63,7 +63,7 @@ def compile_operator(
 ) -> Any:
     """Show the compilation of an operator, and lift the trial's limit of memory meanwhile."""
     with contextlib.ExitStack() as stack:
-        for around in trial.around_compilations:
+        for around in trial.calls.around_compilations:
             stack.enter_context(around(builder.name))
         return original(*args, **kwargs)
 

@@ -212,7 +212,7 @@ def _searcher_context(distributed: Any, task: LocalTask) -> Any:
 
 
 def connect(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
-    """Give the trial ports of its own.
+    """Use separate ports for each trial.
 
     determined binds two fixed ports on all interfaces, which two trials on one machine cannot.
     """

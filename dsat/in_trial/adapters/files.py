@@ -1,4 +1,4 @@
-"""Functions that change files: what is older than the trial stays as it is.
+"""Functions that change files; files older than the trial are protected.
 
 They act from the start of the process on.
 """
@@ -30,7 +30,7 @@ def _argument(name: str, position: int, args: Any, kwargs: Any) -> Any:
 
 
 def _files_of(trial: RunningTrial, kwargs: Any) -> UserFiles | None:
-    """Return what has to stay; None if a path is relative to another folder than the current."""
+    """Return the protected files; None if a path is relative to a folder descriptor."""
     return None if any(kwargs.get(name) is not None for name in _BESIDE) else trial.files
 
 
@@ -70,7 +70,7 @@ def create(name: str, position: int) -> Callable[..., Any]:
     def create_folder_or_link(
         trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Succeed where the script has removed what is there, which stayed."""
+        """Succeed if the script removed the existing one, which dsat kept."""
         files, path = _files_of(trial, kwargs), _argument(name, position, args, kwargs)
         if files is not None and files.is_removed(path) and os.path.lexists(path):
             return None
@@ -95,7 +95,7 @@ def open_file(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs
 
 
 def read(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
-    """Read what the script has written in place of an older file."""
+    """Read the script's copy of an older file, if it wrote one."""
     given = _argument("filename", 0, args, kwargs)
     if trial.files is None or not isinstance(given, (str, os.PathLike)):
         return original(*args, **kwargs)
@@ -149,7 +149,7 @@ def skip(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
 
 
 def load_checkpoint(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
-    """Load what the script itself has put into a checkpoint, and no weights."""
+    """Load only the script's own client state from a checkpoint, no weights."""
     if trial.files is None:
         return original(*args, **kwargs)
     trial.say(NOT_SAVED.format(original.name))
@@ -167,7 +167,7 @@ _OF_DEEPSPEED = frozenset(
 
 
 def client_state(folder: Path, tag: str | None) -> tuple[str | None, dict[str, Any] | None]:
-    """Return what a script itself has put into a checkpoint, as `load_checkpoint` does.
+    """Return the client state of a checkpoint, as `load_checkpoint` does.
 
     Model and optimizer stay as they are: a checkpoint fits one ZeRO stage, and trials have others.
 

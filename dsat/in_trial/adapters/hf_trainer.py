@@ -37,6 +37,7 @@ class TrainerSettings:
     """Settings that the Trainer of a trial must use.
 
     Attributes:
+        trial: None where the script itself uses the trial's configuration, as on a cluster.
         config_path: of the trial's DeepSpeed configuration; None leaves the script's own, with its
             batch sizes.
         switches: sets the trial's switches of the script.
@@ -46,7 +47,7 @@ class TrainerSettings:
         on_cpu: the slots are processor cores.
     """
 
-    trial: Trial
+    trial: Trial | None
     config_path: Path | None
     switches: ScriptSwitches
     max_steps: int | None = None
@@ -54,10 +55,11 @@ class TrainerSettings:
     on_cpu: bool = False
 
     def differs_from(self, given: Any) -> bool:
-        """Return whether a configuration that the script gives lacks a setting of the trial's.
+        """Return whether a configuration of the script lacks a setting of the trial.
 
         Batch sizes follow from TrainingArguments, or from the plugin.
         """
+        assert self.trial is not None
         its = {k: v for k, v in self.trial.overrides.items() if k not in ds_config.BATCH_KEYS}
         return not config_injection.agrees(_read_config(given), its, but_for=ds_config.AUTO)
 
@@ -75,7 +77,7 @@ def prepare(args: Any, settings: TrainerSettings) -> list[str]:
     own_config = args.deepspeed or os.environ.get(accelerate_env.CONFIG_FILE)
     config = _read_config(settings.config_path or own_config)
     settings.switches.set_arguments(args, config)
-    if settings.config_path is None:
+    if settings.config_path is None or settings.trial is None:
         args.max_steps = _scheduled_steps(config) or args.max_steps
         return []
     is_of_code = bool(args.deepspeed) and settings.differs_from(args.deepspeed)
@@ -105,7 +107,7 @@ def _read_config(given: Any) -> dict[str, Any]:
 
 
 def _keep_short(args: Any, max_steps: int) -> None:
-    """Have nothing sent, and no step made of less than a batch."""
+    """Disable reporting and Hub uploads, and drop incomplete batches."""
     args.max_steps = max_steps
     args.report_to = "none"
     args.dataloader_drop_last = True
@@ -123,7 +125,7 @@ def _scheduled_steps(config: Mapping[str, Any]) -> int | None:
 
 
 def _share_sequences(args: Any, slots: int) -> list[str]:
-    """Change the size in the script's own `ParallelismConfig`; without one, variables give it."""
+    """Set the size in the script's own `ParallelismConfig`; without one, variables set it."""
     own = getattr(args, "parallelism_config", None)
     if own is None or own.sp_size == slots:
         return []
@@ -137,7 +139,7 @@ def _share_sequences(args: Any, slots: int) -> list[str]:
 def check_arguments(
     trial: RunningTrial, original: Original, arguments: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Give `TrainingArguments`, also what classes made of it call, the trial's values."""
+    """Apply the trial's values to `TrainingArguments` and its subclasses."""
     if trial.trainer is not None:
         for warning in prepare(arguments, trial.trainer):
             trial.warn(warning)
@@ -147,9 +149,9 @@ def check_arguments(
 def check_plugin(
     trial: RunningTrial, original: Original, plugin: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Give accelerate's DeepSpeed plugin the trial's configuration."""
+    """Use the trial's configuration in accelerate's DeepSpeed plugin."""
     settings = trial.trainer
-    if settings is None or settings.config_path is None:
+    if settings is None or settings.config_path is None or settings.trial is None:
         return original(*args, **kwargs)
     given = plugin.hf_ds_config
     if given is None or isinstance(given, (str, dict)):  # else the Trainer's own, prepared
@@ -181,7 +183,7 @@ def train(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: An
 
 
 def control(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
-    """Have the Trainer neither save nor evaluate, whatever settings and callbacks ask it to.
+    """Keep the Trainer from saving and evaluating.
 
     With a checkpoint it would also delete the user's older ones (`save_total_limit`).
     """

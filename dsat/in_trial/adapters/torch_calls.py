@@ -42,7 +42,7 @@ def backward(_: RunningTrial, original: Original, __: Any, args: Any, kwargs: An
 
 def build_model(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
     """Limit the memory of a slot from the first model on, so that imports do not count."""
-    act, trial.before_model = trial.before_model, None
+    act, trial.calls.before_model = trial.calls.before_model, None
     if act is not None:
         act()
     original(*args, **kwargs)

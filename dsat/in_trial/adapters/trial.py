@@ -1,4 +1,4 @@
-"""The trial that runs in this process, which decides what adapted functions do."""
+"""State of the trial in this process, by which adapters act."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import enum
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,27 @@ ALWAYS = (*IN_TRIALS, Phase.TRAINING)
 _said: set[str] = set()
 
 
+@dataclass
+class Calls:
+    """Functions that adapters call for a trial.
+
+    Attributes:
+        before_engine: take the arguments of `deepspeed.initialize` by name, and may change them.
+        after_engine: take the engine that it returns.
+        make_engine: takes `deepspeed.initialize` and its arguments in its place, to simulate.
+        before_model: called once, before the script builds its first model.
+        around_compilations: contexts of a compilation of DeepSpeed's, by the operator's name.
+    """
+
+    before_engine: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
+    after_engine: list[Callable[[Any], None]] = field(default_factory=list)
+    make_engine: Callable[..., Any] | None = None
+    before_model: Callable[[], None] | None = None
+    around_compilations: list[Callable[[str], AbstractContextManager[None]]] = field(
+        default_factory=list
+    )
+
+
 class RunningTrial:
     """State of the process's trial.
 
@@ -32,11 +54,7 @@ class RunningTrial:
         folder: of the trial; None without one, as on a cluster.
         files: the `UserFiles` that the trial must leave; None in a full-length run.
         is_simulated: tensors may be fake, and none is written.
-        before_engine: take the arguments of `deepspeed.initialize` by name, and may change them.
-        after_engine: take the engine that it returns.
-        make_engine: takes `deepspeed.initialize` and its arguments in its place, to simulate.
-        before_model: called once, before the script builds its first model.
-        around_compilations: contexts of a compilation of DeepSpeed's, by the operator's name.
+        calls: what adapters call for the trial.
         warn: takes messages for the user.
         config: the trial's DeepSpeed configuration; None leaves the script's own.
         rank: the `Rank` that this process is or may become.
@@ -44,6 +62,7 @@ class RunningTrial:
         meter: the `Meter` of the engine.
         trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
         task: the `LocalTask` of which determined answers.
+        script_options: flags that the script declares, with their defaults.
         local_rank: the default of `--local_rank`.
         is_alone: the user's command has no launcher, and Lightning may start ranks.
     """
@@ -53,11 +72,7 @@ class RunningTrial:
         self.folder: Path | None = None
         self.files: Any = None
         self.is_simulated = False
-        self.before_engine: list[Callable[[dict[str, Any]], None]] = []
-        self.after_engine: list[Callable[[Any], None]] = []
-        self.make_engine: Callable[..., Any] | None = None
-        self.before_model: Callable[[], None] | None = None
-        self.around_compilations: list[Callable[[str], AbstractContextManager[None]]] = []
+        self.calls = Calls()
         self.warn: Callable[[str], None] = self.say
         self.config: Mapping[str, Any] | None = None
         self.rank: Any = None
@@ -65,6 +80,7 @@ class RunningTrial:
         self.meter: Any = None
         self.trainer: Any = None
         self.task: Any = None
+        self.script_options: dict[str, Any] = {}
         self.local_rank: str | None = None
         self.is_alone = False
 

@@ -68,7 +68,7 @@ class UserFiles:
         return any(self.is_older(Path(at, n)) for at, dirs, files in inside for n in dirs + files)
 
     def remove(self, given: Any) -> None:
-        """Note that the script takes a path for removed."""
+        """Note that the script has removed a path, which dsat kept."""
         path = absolute(given)
         if path is not None:
             self._removed.add(path)
@@ -123,7 +123,7 @@ class UserFiles:
 
 
 def absolute(path: Any) -> Path | None:
-    """Return a path that a script gives a function; None for a descriptor or what is no path."""
+    """Return an absolute path; None for a descriptor or anything else."""
     try:
         return Path(os.path.abspath(os.fsdecode(path)))
     except TypeError:

@@ -1,4 +1,4 @@
-"""The commands that only look: they print or write files, and change no run."""
+"""The read-only commands: they print or export runs and change none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsat.show.settings import (
     CompareSettings,
     DoctorSettings,
     ExportSettings,
-    LookSettings,
+    ReadOnlySettings,
     RunsSettings,
     ShowSettings,
     WatchSettings,
@@ -30,8 +30,8 @@ from dsat.values.text import MOST_OF_A_LOG, printable
 from dsat.values.trial import Trial
 
 
-def look(settings: LookSettings) -> int:
-    """Run a command that only looks, and return the exit status."""
+def read_only(settings: ReadOnlySettings) -> int:
+    """Run a read-only command and return the exit status."""
     commands: dict[type, Callable[[Any], int | None]] = {
         ShowSettings: _show,
         CompareSettings: _compare,
@@ -94,8 +94,8 @@ def _export(settings: ExportSettings) -> None:
     past = past_runs.load(settings.run)
     assert settings.to is not None
     name = past.folder.resolve().name
-    target = settings.output or Path(f"{name}{exports.EXPORTERS[settings.to][1]}")
-    exports.export(past.run, settings.to, target, name)
+    target = settings.output or Path(f"{name}{exports.EXPORTERS[settings.to].suffix}")
+    exports.export(RunView.of(past.run), settings.to, target, name)
     _print({"output": str(target)} if settings.json else None, [str(target)])
 
 

@@ -1,0 +1,101 @@
+"""Host memory of a rank: what offloading keeps there, and the weights that a script loads first."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dsat.memory.facts import ModelFacts, Setup
+from dsat.values.zero_strategy import NVME
+
+PER_HOST = 8  # devices of a usual host
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ROUNDED = re.compile(r"\bpinned_max_(?:round_threshold|cached_size)_mb:(\d+)")
+
+
+def training(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> tuple[float, float]:
+    """Return the pinned and the pageable bytes of a rank, whatever the micro batch.
+
+    Memory of the script itself is not counted, nor the buffers through which state on NVMe passes.
+    """
+    s = Setup.of(facts, config, slots)
+    if not s.offload_optimizer or NVME in (s.strategy.offload_optimizer, s.strategy.offload_param):
+        return 0, 0
+    of_gradients, of_params = list(_of_optimizer(s)), []
+    pinned, pageable = (0.0, 12 * s.shard) if s.strategy.stage == 3 else (0.0, 8 * s.shard)
+    if s.strategy.stage == 3 and s.offload_param:
+        of_params = [s.model_bytes * s.facts.num_params / s.slots]
+    pinned += sum(map(pinned_bytes, of_params))  # DeepSpeed pins them whatever the setting
+    if is_pinned(config):
+        return pinned + sum(map(pinned_bytes, of_gradients)), pageable
+    return pinned, pageable + sum(of_gradients)
+
+
+def loaded_bytes(facts: ModelFacts, config: Mapping[str, Any]) -> int:
+    """Return the bytes of the weights that each rank has on the host before training.
+
+    Stage 3 divides them as they are made, if the script makes its model under `zero.Init`.
+    """
+    s = Setup.of(facts, config, 1)
+    is_divided = s.strategy.stage == 3 and facts.uses_zero_init
+    return 0 if is_divided else s.model_bytes * facts.num_params
+
+
+def of_host(facts: ModelFacts, config: Mapping[str, Any], rank_bytes: float, slots: int) -> int:
+    """Return the bytes that all ranks of a usual host need: to load, or to train.
+
+    Args:
+        rank_bytes: of a rank while it trains.
+    """
+    return round(ranks(slots) * max(rank_bytes, loaded_bytes(facts, config)))
+
+
+def ranks(slots: int) -> int:
+    """Return the number of ranks of a usual host."""
+    return min(slots, PER_HOST)
+
+
+def saved_without_pinning(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> int:
+    """Return the bytes of a rank that `"pin_memory": false` saves."""
+    if not is_pinned(config) or not any(training(facts, config, slots=slots)):
+        return 0
+    blocks = _of_optimizer(Setup.of(facts, config, slots))
+    return round(sum(pinned_bytes(size) - size for size in blocks))
+
+
+def is_pinned(config: Mapping[str, Any]) -> bool:
+    """Return whether what the optimizer keeps on the host is pinned, as it is by default."""
+    section = (config.get("zero_optimization") or {}).get("offload_optimizer")
+    return not isinstance(section, Mapping) or section.get("pin_memory", True) is not False
+
+
+def pinned_bytes(size: float) -> int:
+    """Return what is allocated for pinned memory.
+
+    torch rounds it up to a power of two (ATen/core/CachingHostAllocator.h), unless its settings or
+    those of DeepSpeed say otherwise.
+    """
+    whole = math.ceil(size)
+    settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR)
+    limits = [int(limit) * 2**20 for limit in _ROUNDED.findall(settings)]
+    is_native = os.environ.get("DS_PIN_MEMORY_BACKEND", "").strip().lower() == "native"
+    if whole <= 0 or is_native or whole > min(limits, default=whole):
+        return max(0, whole)
+    return 1 << (whole - 1).bit_length()
+
+
+def _of_optimizer(s: Setup) -> Iterator[float]:
+    """Yield the blocks of a rank that the optimizer pins."""
+    if s.strategy.stage != 3:
+        yield from (4 * s.shard, 4 * s.shard, s.model_bytes * s.shard)
+        yield s.model_bytes * s.facts.largest_param
+        return
+    yield s.accumulation_bytes * s.shard
+    # Gradients of sub-groups, which are closed by the parameter that makes them large enough.
+    group = min(s.shard, s.sub_group + s.facts.largest_param / s.slots / 2)
+    count = int(s.shard // group) if group else 0
+    yield from [4 * group] * count
+    yield 4 * (s.shard - count * group)

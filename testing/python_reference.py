@@ -1,0 +1,136 @@
+"""Reference of the Python API, from signatures, docstrings and options."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import dsat
+from dsat import api_options
+from dsat.estimating.options import EstimateSettings
+from dsat.options import Option, options_of
+from dsat.projecting.options import ProjectSettings
+from dsat.tuning.make_settings import all_options
+
+# The options of a function, and the class with their types.
+_OPTIONS: Mapping[str, tuple[Callable[[], Iterable[Option]], type]] = {
+    "tune": (all_options, api_options.TuneOptions),
+    "estimate": (lambda: options_of(EstimateSettings), api_options.EstimateOptions),
+    "project": (lambda: options_of(ProjectSettings), api_options.ProjectOptions),
+}
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "Tune and predict": ("tune", "estimate", "project", "load_run"),
+    "Results": ("Result", "Estimate", "Projection"),
+    "Extend": ("register_search", "register_engine"),
+    "In a training script": (
+        "get_ds_config_from_hparams",
+        "get_hf_args_with_overwrites",
+        "get_batch_config_from_mbs_gas_and_slots",
+        "dsat_reporting_context",
+    ),
+    "Errors": ("DsatError", "UserInputError"),
+}
+_SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Options):\n", re.M)
+_ITEM = re.compile(r"^(\w+(?:, \w+)*): ")
+
+
+def python_reference() -> str:
+    """Return the reference of all public names of `dsat`."""
+    listed = {name for names in _PARTS.values() for name in names}
+    assert listed == {name for name in dsat.__all__ if name != "__version__"}
+    parts = []
+    for title, names in _PARTS.items():
+        parts.append(f"## {title}\n")
+        parts += [_entry(name) for name in names]
+    return "\n".join(parts)
+
+
+def _entry(name: str) -> str:
+    member = getattr(dsat, name)
+    text, *sections = _SECTION.split(inspect.getdoc(member) or "")
+    lines = [f"### `{name}`\n"]
+    if not inspect.isclass(member):
+        lines.append(f"```\n{name}{_signature(member)}\n```\n")
+    lines.append(f"{_flowing(text)}\n")
+    for title, body in zip(sections[::2], sections[1::2], strict=True):
+        if title != "Options":
+            lines.append(_section(title, body, has_options=name in _OPTIONS))
+    if inspect.isclass(member):
+        lines += [_section("Methods", _methods(member))]
+    if name in _OPTIONS:
+        lines.append(_options(name))
+    return "\n".join(line for line in lines if line)
+
+
+def _signature(function: Any) -> str:
+    """Return the parameters without types, and without the options that have a table."""
+    plain = inspect.signature(inspect.unwrap(function), follow_wrapped=False)
+    words = []
+    for parameter in plain.parameters.values():
+        if function.__name__ in _OPTIONS and parameter.name in _keywords(function.__name__):
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        words.append(str(parameter.replace(annotation=parameter.empty)))
+    if function.__name__ in _OPTIONS:
+        words.append("**options")
+    return f"({', '.join(words)})"
+
+
+def _section(title: str, body: str, *, has_options: bool = False) -> str:
+    """Return a section of a docstring; items become rows of a list."""
+    items: list[str] = []
+    for line in inspect.cleandoc(body).splitlines():
+        item = _ITEM.match(line)
+        if item is not None or not items:
+            items.append(line)
+        else:
+            items[-1] += f" {line.strip()}"
+    items = [_ITEM.sub(r"`\1`: ", item) for item in items if item]
+    if has_options:
+        items = [item for item in items if not item.startswith("`options`")]
+    if not items:
+        return ""
+    return f"**{title}**\n\n" + "\n".join(f"- {item}" for item in items) + "\n"
+
+
+def _methods(member: type) -> str:
+    """Return the public methods with the first sentence of their docstrings."""
+    lines = []
+    for name, value in vars(member).items():
+        text = inspect.getdoc(value) if callable(value) or isinstance(value, property) else None
+        if text and not name.startswith("_"):
+            called = name if isinstance(value, property) else f"{name}()"
+            lines.append(f"- `{called}`: {_flowing(text.partition(chr(10) * 2)[0])}")
+    return "\n".join(line.removeprefix("- ") for line in lines)
+
+
+def _keywords(name: str) -> dict[str, Option]:
+    return {each.keyword: each for each in _OPTIONS[name][0]() if not each.shell_only}
+
+
+def _options(name: str) -> str:
+    """Return the table of a function's options."""
+    types = typing.get_type_hints(_OPTIONS[name][1])
+    rows = ["**Options**\n", "| keyword | type | default | |", "|---|---|---|---|"]
+    for keyword, option in _keywords(name).items():
+        kind = _type_name(types[keyword]).replace("|", "\\|")
+        default = f"`{option.default}`" if option.has_plain_default else ""
+        text = option.help.replace("%%", "%").replace("|", "\\|")
+        text = re.sub(r": [\w.:, ]*bucket_size, .*", "", text)  # the settings, on their page
+        rows.append(f"| `{keyword}` | `{kind}` | {default} | {text} |")
+    return "\n".join(rows) + "\n"
+
+
+def _type_name(annotation: Any) -> str:
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__name__
+    return re.sub(r"\b(?:[a-z_]+\.)+", "", str(annotation))
+
+
+def _flowing(text: str) -> str:
+    """Return paragraphs with a line each."""
+    return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))

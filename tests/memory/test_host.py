@@ -1,0 +1,64 @@
+"""Host memory of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dsat.memory import host
+from dsat.memory.facts import ModelFacts
+from testing.simulation_host import facts_of
+
+GIB = 2**30
+FACTS = replace(facts_of(5 * 10**9), param_bytes=2)
+
+
+def offloaded(stage: int, **settings: Any) -> dict[str, Any]:
+    section = {"device": "cpu", **settings}
+    return {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "offload_optimizer": section},
+    }
+
+
+def needed(config: dict[str, Any], slots: int = 1, facts: ModelFacts = FACTS) -> float:
+    return sum(host.training(facts, config, slots=slots))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_only_pinned_memory_is_rounded_up(stage: int) -> None:
+    """18 bytes for each parameter: Ren et al., ZeRO-Offload (2021), and parameters in 16 bits."""
+    pinned, pageable = offloaded(stage), offloaded(stage, pin_memory=False)
+    assert needed(pageable) == pytest.approx(18 * FACTS.num_params, rel=0.01)
+    saved = host.saved_without_pinning(FACTS, pinned, slots=1)
+    assert saved == pytest.approx(needed(pinned) - needed(pageable), rel=0.01) and saved > GIB
+    assert host.saved_without_pinning(FACTS, pageable, slots=1) == 0
+    assert host.saved_without_pinning(FACTS, {}, slots=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "size"),
+    [
+        ("PYTORCH_ALLOC_CONF", "", 8 * GIB),
+        ("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1024", 5 * GIB),
+        ("PYTORCH_CUDA_ALLOC_CONF", "a:b,pinned_max_cached_size_mb:2048", 5 * GIB),
+        ("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:6000", 8 * GIB),
+        ("DS_PIN_MEMORY_BACKEND", "native", 5 * GIB),
+        ("DS_PIN_MEMORY_BACKEND", "torch", 8 * GIB),
+    ],
+)
+def test_pinned_memory_is_rounded_as_torch_and_deepspeed_are_told(
+    name: str, value: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert host.pinned_bytes(5 * GIB) == size
+    assert host.pinned_bytes(0) == 0
+
+
+def test_weights_are_loaded_by_each_rank_unless_stage_3_divides_them() -> None:
+    assert host.loaded_bytes(FACTS, offloaded(2)) == 2 * FACTS.num_params
+    assert host.loaded_bytes(FACTS, offloaded(3)) == 0
+    whole = replace(FACTS, uses_zero_init=False)
+    assert host.loaded_bytes(whole, offloaded(3)) == 2 * FACTS.num_params
