@@ -203,39 +203,27 @@ class Master:
         """Return the trials of an experiment."""
         return self.ask(lambda: list(self._determined.get_experiment(experiment_id).iter_trials()))
 
+    def trial_log(self, experiment_id: int, trial_id: int) -> Sequence[str]:
+        """Return dsat's own lines, which may be far above the end, and the last lines.
 
-class RemoteCluster:
-    """Trials of the custom experiment, by their numbers in the search.
-
-    Attributes:
-        experiment_id: the custom experiment, once there is one.
-    """
-
-    experiment_id: int | None = None
-
-    def __init__(self, master: Master) -> None:
-        self._master = master
-
-    def log(self, trial_id: int) -> Sequence[str]:
-        """Return dsat's own lines, which may be far above the end, and the last lines."""
-        trial = self._trial(trial_id)
+        Args:
+            trial_id: number of the trial in the search.
+        """
+        trials = self.trials(experiment_id)
+        trial: Any = next((each for each in trials if _id_in_search(each) == trial_id), None)
         lines: list[str] = []
         for pause_s in (0.0, *_LATE_LOGS_S) if trial is not None else ():
             time.sleep(pause_s)
-            lines = self._master.ask(
+            lines = self.ask(
                 lambda: [*trial.iter_logs(search_text=_MARKS), *trial.iter_logs(tail=_LOG_LINES)]
             )
             if any(LOG_MARK in line for line in lines):
                 break
         return lines
 
-    def _trial(self, trial_id: int) -> Any:
-        assert self.experiment_id is not None
-        for trial in self._master.trials(self.experiment_id):
-            named = (trial.hparams or {}).get(DSAT_TRIAL_KEY)
-            if isinstance(named, Mapping) and named.get("id") == trial_id:
-                return trial
-        return None
+
+def _id_in_search(trial: Any) -> Any:
+    return ((trial.hparams or {}).get(DSAT_TRIAL_KEY) or {}).get("id")
 
 
 def state_name(state: Any) -> str:

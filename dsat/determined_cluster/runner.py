@@ -31,7 +31,6 @@ from dsat.determined_cluster.engine import CLOSE, ClusterEngine, Operation
 from dsat.determined_cluster.job import SAID, Job
 from dsat.determined_cluster.master import (
     Master,
-    RemoteCluster,
     describe_error,
     describe_request,
     is_ending,
@@ -72,7 +71,7 @@ class Runner:
         self._context = context
         self._operation = operation
         self._master = Master.from_task(say)
-        self._cluster = RemoteCluster(self._master)
+        self._experiment_id: int | None = None  # of the trials
         self._search = self._search_from([])
         self._submitted = self._master.submitted_config(runner_id)
         self._watch = StateWatch(lambda: self._master.state_now(self.experiment_id), say)
@@ -81,8 +80,8 @@ class Runner:
 
     @property
     def experiment_id(self) -> int:
-        assert self._cluster.experiment_id is not None
-        return self._cluster.experiment_id
+        assert self._experiment_id is not None
+        return self._experiment_id
 
     @property
     def _run(self) -> Run:
@@ -98,7 +97,7 @@ class Runner:
             self._load(checkpoint)
             say(f"continuing with experiment {self.experiment_id}")
         else:
-            self._cluster.experiment_id = self._find_or_create(
+            self._experiment_id = self._find_or_create(
                 jobs.search_tag(self._runner_id),
                 jobs.custom_config(self._job, self._runner_id, self._submitted),
             )
@@ -175,7 +174,11 @@ class Runner:
     # -- state
 
     def _search_from(self, events: Sequence[dict[str, Any]]) -> ClusterSearch:
-        engine = ClusterEngine(self._job, self._runner_id, self._cluster)
+        engine = ClusterEngine(
+            self._job,
+            self._runner_id,
+            lambda trial_id: self._master.trial_log(self.experiment_id, trial_id),
+        )
         return ClusterSearch(self._job, engine, events=events, say=say)
 
     def _save(self) -> None:
@@ -196,7 +199,7 @@ class Runner:
     def _load(self, storage_id: str) -> None:
         with self._context.checkpoint.restore_path(storage_id) as path:
             found = json.loads((path / _EXPERIMENT_FILE).read_text(encoding="utf-8"))
-            self._cluster.experiment_id = found["experiment_id"]
+            self._experiment_id = found["experiment_id"]
             events = read_events(path / FILE_NAME)
         self._search = self._search_from(events)
         self._saved_events = len(events)
@@ -252,7 +255,7 @@ class Runner:
         """End because the master refuses a request; the trials end, too."""
         refusal = describe_request(error)
         say(refusal)
-        if self._cluster.experiment_id is not None:
+        if self._experiment_id is not None:
             try:
                 self._master.kill(self.experiment_id)
             except errors.APIException as refused:
@@ -284,7 +287,7 @@ class Runner:
         for line in result.text_lines(view):
             say(line)
         found = {**result.to_json(view, over=over), "stop_reason": reason}
-        found["search_experiment_id"] = self._cluster.experiment_id
+        found["search_experiment_id"] = self._experiment_id
         found["files"] = result.files(self._run)
         if self._job.run_full_experiment and over and view.best:
             try:
