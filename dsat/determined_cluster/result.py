@@ -26,7 +26,7 @@ _LONGEST_PART = 3000
 _LONGEST_DESCRIPTION = 250
 
 
-def of_run(view: RunView, *, over: bool) -> dict[str, Any]:
+def to_json(view: RunView, *, over: bool) -> dict[str, Any]:
     """Return the result as `--json` prints it, without secrets."""
     found = view.to_json(Path())
     del found["run_dir"]  # it ends with the container
@@ -56,7 +56,7 @@ def to_lines(result: Mapping[str, Any]) -> list[str]:
     return [f"{RESULT_MARK}{n}/{len(parts)} {part}" for n, part in enumerate(parts, start=1)]
 
 
-def of_lines(lines: Iterable[str]) -> dict[str, Any]:
+def from_lines(lines: Iterable[str]) -> dict[str, Any]:
     """Return the last whole result of a log; empty if there is none."""
     parts: list[str] = []
     result: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def _unpacked(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def for_people(view: RunView) -> list[str]:
+def text_lines(view: RunView) -> list[str]:
     """Return the verdict and the best configuration; without one, the last error too."""
     if view.best is None:
         details = [each.outcome.detail for each in view.ended if each.outcome]

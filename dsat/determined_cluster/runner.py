@@ -31,11 +31,10 @@ from dsat.determined_cluster.engine import CLOSE, ClusterEngine, Operation
 from dsat.determined_cluster.job import SAID, Job
 from dsat.determined_cluster.master import (
     Master,
-    RemoteCluster,
-    failure,
-    in_words,
-    is_away,
+    describe_error,
+    describe_request,
     is_ending,
+    is_unreachable,
 )
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.determined_cluster.waiting import StateWatch, long_poll
@@ -71,8 +70,8 @@ class Runner:
         self._folder = folder
         self._context = context
         self._operation = operation
-        self._master = Master.of_task(say)
-        self._cluster = RemoteCluster(self._master)
+        self._master = Master.from_task(say)
+        self._experiment_id: int | None = None  # of the trials
         self._search = self._search_from([])
         self._submitted = self._master.submitted_config(runner_id)
         self._watch = StateWatch(lambda: self._master.state_now(self.experiment_id), say)
@@ -81,8 +80,8 @@ class Runner:
 
     @property
     def experiment_id(self) -> int:
-        assert self._cluster.experiment_id is not None
-        return self._cluster.experiment_id
+        assert self._experiment_id is not None
+        return self._experiment_id
 
     @property
     def _run(self) -> Run:
@@ -98,7 +97,7 @@ class Runner:
             self._load(checkpoint)
             say(f"continuing with experiment {self.experiment_id}")
         else:
-            self._cluster.experiment_id = self._find_or_create(
+            self._experiment_id = self._find_or_create(
                 jobs.search_tag(self._runner_id),
                 jobs.custom_config(self._job, self._runner_id, self._submitted),
             )
@@ -175,7 +174,11 @@ class Runner:
     # -- state
 
     def _search_from(self, events: Sequence[dict[str, Any]]) -> ClusterSearch:
-        engine = ClusterEngine(self._job, self._runner_id, self._cluster)
+        engine = ClusterEngine(
+            self._job,
+            self._runner_id,
+            lambda trial_id: self._master.trial_log(self.experiment_id, trial_id),
+        )
         return ClusterSearch(self._job, engine, events=events, say=say)
 
     def _save(self) -> None:
@@ -196,7 +199,7 @@ class Runner:
     def _load(self, storage_id: str) -> None:
         with self._context.checkpoint.restore_path(storage_id) as path:
             found = json.loads((path / _EXPERIMENT_FILE).read_text(encoding="utf-8"))
-            self._cluster.experiment_id = found["experiment_id"]
+            self._experiment_id = found["experiment_id"]
             events = read_events(path / FILE_NAME)
         self._search = self._search_from(events)
         self._saved_events = len(events)
@@ -244,19 +247,19 @@ class Runner:
         if self._search.over:
             say(f"ended: {self._run.stop_reason}")
         else:
-            state = jobs.state_in_words(self._master.state(self.experiment_id))
+            state = jobs.describe_state(self._master.state(self.experiment_id))
             say(f"experiment {self.experiment_id} was ended from outside ({state})")
         self._complete()
 
     def give_up(self, error: errors.APIException) -> None:
         """End because the master refuses a request; the trials end, too."""
-        refusal = f"{failure(error)}: {in_words(error)}"
+        refusal = describe_request(error)
         say(refusal)
-        if self._cluster.experiment_id is not None:
+        if self._experiment_id is not None:
             try:
                 self._master.kill(self.experiment_id)
             except errors.APIException as refused:
-                say(f"experiment {self.experiment_id} is not ended: {in_words(refused)}")
+                say(f"experiment {self.experiment_id} is not ended: {describe_error(refused)}")
         self._complete(refusal)
 
     def _complete(self, refusal: str | None = None) -> None:
@@ -281,16 +284,16 @@ class Runner:
         """Print the result, or the best so far, and put it into the description."""
         view, over = RunView.build(self._run), self._search.over
         reason = view.stop_reason or refusal
-        for line in result.for_people(view):
+        for line in result.text_lines(view):
             say(line)
-        found = {**result.of_run(view, over=over), "stop_reason": reason}
-        found["search_experiment_id"] = self._cluster.experiment_id
+        found = {**result.to_json(view, over=over), "stop_reason": reason}
+        found["search_experiment_id"] = self._experiment_id
         found["files"] = result.files(self._run)
         if self._job.run_full_experiment and over and view.best:
             try:
                 found["full_run_experiment_id"] = self._train(view.best.trial)
             except errors.BadRequestException as error:
-                say(f"the full-length training did not start: {failure(error)}: {in_words(error)}")
+                say(f"the full-length training did not start: {describe_request(error)}")
         for line in result.to_lines(found):
             print(line, flush=True)
         own = self._submitted.get("description") or ""
@@ -331,8 +334,8 @@ def run_job(job: Job, folder: Path) -> None:
             except Preempted:
                 runner.leave()
             except errors.BadRequestException as error:
-                if is_away(error) or not isinstance(error, errors.APIException):
-                    say(f"the search runner fails, and may be restarted: {in_words(error)}")
+                if is_unreachable(error) or not isinstance(error, errors.APIException):
+                    say(f"the search runner fails, and may be restarted: {describe_error(error)}")
                     raise  # another start may reach the master, and has another token
                 runner.give_up(error)
             return

@@ -63,7 +63,7 @@ class Submission:
     script: Path = Path()
 
     @property
-    def where(self) -> str:
+    def place(self) -> str:
         return (
             f"tuning on the Determined cluster {self.master} ({self.reason}; --engine local tunes "
             "on this machine)"
@@ -77,7 +77,7 @@ class Submitted:
     Attributes:
         experiment_id, url: of the search runner.
         state: how it ended, as the master calls it; None while it goes on.
-        result: what it found, if it came to an end: see `result.of_run`.
+        result: what it found, if it came to an end: see `result.to_json`.
         interrupted: Ctrl-C ended the following of its log, not the search.
         run_dir: the folder on this machine that holds the result files.
     """
@@ -90,14 +90,14 @@ class Submitted:
     run_dir: Path | None = None
 
     @property
-    def found(self) -> bool:
+    def has_result(self) -> bool:
         """Return whether the search came to its end and found something."""
         is_over = self.state == "COMPLETED" and bool(self.result.get("over"))
         return is_over and self.result.get("best") is not None
 
     @property
-    def why_not(self) -> str:
-        """Return why nothing was `found`, with the best so far."""
+    def failure(self) -> str:
+        """Return why there is no result, with the best so far."""
         best = self.result.get("best")
         if best is None:
             why = self.result.get("stop_reason") or "no configuration was measured"
@@ -115,7 +115,7 @@ def configured_master() -> str | None:
     return choose(AUTO, fits=True).master
 
 
-def where(settings: Settings) -> Choice:
+def select_place(settings: Settings) -> Choice:
     """Choose between a cluster and this machine.
 
     Raises:
@@ -145,10 +145,10 @@ def where(settings: Settings) -> Choice:
 def submit(ready: Submission, *, detach: bool) -> Submitted:
     """Submit the search, and follow it to its end unless `detach`."""
     master = clients.connect(ready.master, _log.info)
-    _log.info(ready.where)
+    _log.info(ready.place)
     with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
-        upload.stage(ready.files, ready.job.to_text(), Path(folder), ready.script)
-        with clients.explained(ready.master):
+        upload.lay_out(ready.files, ready.job.to_text(), Path(folder), ready.script)
+        with clients.explain_errors(ready.master):
             number = master.create(ready.config, Path(folder))
     submitted = Submitted(number, master.url(number))
     _log.info("Created experiment %d: %s", number, submitted.url)
@@ -164,7 +164,7 @@ def follow(experiment_id: int) -> Submitted:
     assert choice.master is not None
     clients.check_installed(choice.master)
     master = clients.connect(choice.master, _log.info)
-    with clients.explained(choice.master):
+    with clients.explain_errors(choice.master):
         config = master.submitted_config(experiment_id)
     if job.RUNNER_MODULE not in str(config.get("entrypoint")):
         raise UserInputError(
@@ -188,7 +188,7 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
         _log_how_to_follow(master, number)
         return replace(submitted, interrupted=True)
     if state != "COMPLETED":
-        said = job.state_in_words(state)
+        said = job.describe_state(state)
         if found.get("best") is None and found.get("stop_reason"):
             said = f"failed ({found['stop_reason']})"
         _log.info("experiment %d ended: %s; see %s", number, said, submitted.url)
@@ -196,25 +196,26 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
         left_over = clients.end_search_of(master, number)
         if left_over is not None:
             _log.info("ended the trials of the search, experiment %d, too", left_over)
-    files, run_dir = found.pop("files", None), None
-    if files is not None:
-        run_dir = _write_files({**files, **_best_config(master, number, found)}, name)
-    elif uuid := clients.newest_checkpoint(master, number):
-        _log.info(
-            "What it measured, with the best configuration so far, is in checkpoint %s: "
-            "det -m %s checkpoint download %s",
-            *(uuid, master.address, uuid),
-        )
+    files = found.pop("files", {})
+    try:
+        with clients.explain_errors(master.address):
+            if not files:
+                _log_checkpoint(master, number)
+            elif found["best"]:
+                submitted_job = Job.from_json(json.loads(master.file(number, job.JOB_FILE)))
+                files[summary.BEST_CONFIG_FILE] = result.best_config(submitted_job, found)
+    except UserInputError as error:  # the search has ended nevertheless
+        _log.warning("%s", error)
+    run_dir = _write_files(files, name) if files else None
     return replace(submitted, state=state, result=found, run_dir=run_dir)
 
 
-def _best_config(master: Master, number: int, found: Mapping[str, Any]) -> dict[str, str]:
-    """Return the file of the best configuration, whole, if there is one."""
-    if not found.get("best"):
-        return {}
-    with clients.explained(master.address):
-        submitted = Job.from_json(json.loads(master.file(number, job.JOB_FILE)))
-    return {summary.BEST_CONFIG_FILE: result.best_config(submitted, found)}
+def _log_checkpoint(master: Master, number: int) -> None:
+    """Name the checkpoint that has the results of a runner that could not print them."""
+    uuid = master.newest_checkpoint(number)
+    if uuid is not None:
+        det = f"det -m {master.address} checkpoint download {uuid}"
+        _log.info("Its newest checkpoint has the best configuration so far: %s", det)
 
 
 def _write_files(files: Mapping[str, str], name: str) -> Path:
@@ -260,7 +261,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         if settings.search_runner_config is None
         else experiments.read_mapping(settings.search_runner_config)
     )
-    files = upload.files(experiment.model_dir, experiment.includes)
+    files = upload.collect_files(experiment.model_dir, experiment.includes)
     upload.check_script(files, experiment.model_dir, program)
     size = upload.check_size(files)
     submitted = Job(
@@ -270,7 +271,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
             "dsat": __version__,
             "machine": f"Determined cluster {choice.master}, {count(slots, 'slot')} per trial",
         },
-        config=job.without_secrets(experiment.config),
+        config=job.remove_secrets(experiment.config),
         hparams=experiment.hparams,
         trial=settings.trial_options(plan.own_batch.micro_batch),
         max_concurrent_trials=settings.max_concurrent_trials,

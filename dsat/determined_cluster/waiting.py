@@ -9,7 +9,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import TypeVar
 
-from dsat.determined_cluster.master import is_ending, patience_s
+from dsat.determined_cluster.master import is_ending, retry_limit_s
 from dsat.values import format as fmt
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class StateWatch:
             try:
                 self._enter(self._ask(), now)
             except Exception as error:
-                if not patience_s(error):
+                if not retry_limit_s(error):
                     raise
         return self._state == "PAUSED" or is_ending(self._state)
 

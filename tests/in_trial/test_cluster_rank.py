@@ -199,7 +199,7 @@ def test_a_process_says_in_its_log_why_it_ends(
     tmp_path: Path, body: str, status: int, kind: str, ended: bool
 ) -> None:
     if "sleep" in body:
-        (tmp_path / "calls.json").write_text("[]")  # it is ended in the midst
+        (tmp_path / "calls.json").write_text('[["steps", -1]]')  # it is ended in the midst
     limit = TrialOptions(timeout_s=0.3 if "sleep" in body else 60.0, end_step=5)
     found = rank_of(tmp_path, body, options=limit)
     [told] = found.told
