@@ -24,7 +24,7 @@ from dsat.show import summary, terminal
 from dsat.show.live import LiveView
 from dsat.show.view import RunView
 from dsat.space.plan import Plan
-from dsat.tuning import train_command
+from dsat.tuning import plans, train_command
 from dsat.tuning.local import LocalSearch
 from dsat.tuning.observers import TRIALS
 from dsat.tuning.preparation import Prepared
@@ -91,6 +91,8 @@ def print_plan(ready: Prepared) -> None:
         f"your own batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "
         f"accumulation {own.gas} x {plan.parallelism().groups(plan.slots_per_trial)}"
     )
+    if note := plans.kept_batch(ready.settings, plan):
+        print(note)
     shown_command = printable(shlex.join(words_without_secrets(command)))
     print(f"trial 0 ({first.name}), {count(plan.slots_per_trial, 'rank')} of: {shown_command}")
     print(f"with {json.dumps(first.overrides)} over {ready.experiment.ds_config_name}")

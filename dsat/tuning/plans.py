@@ -264,3 +264,19 @@ def _nvme_path(config: Mapping[str, Any]) -> str | None:
         if isinstance(given, Mapping) and given.get("nvme_path"):
             return str(given["nvme_path"])
     return None
+
+
+def kept_batch(settings: Settings, plan: Plan) -> str:
+    """Say that the global batch is kept unasked, and what another would allow; else nothing."""
+    own, size = plan.own_batch, plan.train_batch_size
+    if size is None or "train_batch_size" in settings.given:
+        return ""
+    if own.micro_batch == own.gas == 1:
+        return (
+            f"your global batch of {size} is one sample per device, without accumulation: nothing "
+            "can be traded. --train-batch-size any also searches larger micro batches"
+        )
+    return (
+        f"the search keeps your global batch of {size}. --train-batch-size any also searches "
+        "others, which change the training"
+    )
