@@ -182,7 +182,7 @@ def tune(
     if not all(map(callable, calls)):
         raise UserInputError(f"must be functions, not {calls!r}", where="callbacks")
     try:
-        choice = submit.where(settings) if settings.engine not in local.ENGINES else None
+        choice = submit.select_place(settings) if settings.engine not in local.ENGINES else None
         if choice is not None and choice.master is not None:
             return _tune_on_cluster(settings, choice)
         with prepared(settings) as ready:
@@ -303,8 +303,8 @@ def project(
 def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
     ready = submit.prepare(settings, choice)
     submitted = submit.submit(ready, detach=settings.detach)
-    if submitted.state is not None and not submitted.found:
-        raise SearchFailed(f"{submitted.why_not}; see {submitted.url}")
+    if submitted.state is not None and not submitted.has_result:
+        raise SearchFailed(f"{submitted.failure}; see {submitted.url}")
     told = submitted.result
     return _result(
         {"metric": settings.metric, **told},

@@ -54,6 +54,7 @@ class ProjectOptions(ModelOptions, total=False):
     """The options of `dsat.project`."""
 
     to: str
+    train_batch_size: int | None
     network: float | None
     tokens: float | str | None
     price: float | None

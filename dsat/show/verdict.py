@@ -158,7 +158,7 @@ def _without_best(run: Run) -> Verdict:
     first = next((i for i, outcome in run.outcomes.items() if not outcome.ok), None)
     if first is None:
         return Verdict("No configuration ran.")
-    how = fmt.outcome(run.outcomes[first], run.plan.metric)
+    how = fmt.outcome(run.outcomes[first], run.plan.metric).rstrip(".")
     return Verdict("No configuration ran.", warnings=(f"{run.trials[first].name} failed: {how}.",))
 
 
