@@ -307,7 +307,7 @@ def test_the_documented_job_goes_on_with_its_run_when_it_is_preempted(
     # The nodes here have no GPU, and the environment is that of the test.
     script = re.sub(r"(#SBATCH --(gpus|cpus)-per|source ).*\n", "", script)
     own = shlex.join(words_of(run_dir, "--max-trials", 6)[3:])
-    before, _, _ = script.partition("model ")
+    before, _, _ = script.partition("tune ")
     job_file.write_text(f"{before}{own} $RESUME\n")
     options = ["--parsable", f"--output={log}", f"--chdir={ROOT}"]
     job = three.ask("sbatch", *options, str(job_file)).strip()
