@@ -125,7 +125,7 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
     """Yield the verdict, the path of the result, and the command to train with it."""
     run, ready = search.run, search.ready
     if run.outcomes:
-        yield from terminal.result(RunView.of(run))
+        yield from terminal.describe_result(RunView.build(run))
     if run.best is None:
         return
     yield f"Configuration: {search.folder / summary.BEST_CONFIG_FILE}"

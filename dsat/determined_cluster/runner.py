@@ -274,7 +274,7 @@ class Runner:
         self._print_result(refusal=refusal)
         self._context.train.report_validation_metrics(
             steps_completed=len(run.outcomes),
-            metrics=result.metrics(RunView.of(run), failed=failed),
+            metrics=result.metrics(RunView.build(run), failed=failed),
         )
         if failed:
             self._master.cancel(self._runner_id)
@@ -283,7 +283,7 @@ class Runner:
 
     def _print_result(self, *, canceled: bool = False, refusal: str | None = None) -> None:
         """Print the result, or the best so far, and put it into the description."""
-        view, over = RunView.of(self._run), self._search.over
+        view, over = RunView.build(self._run), self._search.over
         reason = view.stop_reason or refusal
         for line in result.text_lines(view):
             say(line)

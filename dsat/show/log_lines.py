@@ -38,10 +38,10 @@ class Narrator:
 
     def result(self, run: Run, trial: Trial, outcome: Outcome) -> list[str]:
         """Return the result of a trial; of a profile trial, the model's facts."""
-        facts = [] if outcome.profile is None else _of_profile(outcome.profile)
+        facts = [] if outcome.profile is None else _describe_profile(outcome.profile)
         if facts and trial.kind is TrialKind.PROFILE:
             return facts
-        return [*facts, _of_trial(run, trial, outcome)]
+        return [*facts, _describe_trial(run, trial, outcome)]
 
     def search_began(self, run: Run, forecast: Forecast | None) -> list[str]:
         """Return the memory that each strategy needs."""
@@ -52,7 +52,7 @@ class Narrator:
         return [_DISABLED]
 
 
-def _of_profile(profile: ModelProfile) -> list[str]:
+def _describe_profile(profile: ModelProfile) -> list[str]:
     return [
         f"parameters {profile.num_params:,} (trainable {profile.trainable_params:,}), "
         f"{profile.param_bytes} bytes each in the forward pass",
@@ -62,7 +62,7 @@ def _of_profile(profile: ModelProfile) -> list[str]:
     ]
 
 
-def _of_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
+def _describe_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
     parts = [fmt.outcome(outcome, run.plan.metric)]
     if trial.predicted_bytes is not None:
         predicted, used = f"{fmt.memory(trial.predicted_bytes)} predicted", used_bytes(run, outcome)

@@ -43,7 +43,7 @@ class Status(Recorded):
         write_atomically(folder / STATUS_FILE, json.dumps(self.to_json()))
 
     @classmethod
-    def of_run(cls, folder: Path) -> Status | None:
+    def read(cls, folder: Path) -> Status | None:
         """Return the status in a run's folder; None if there is none."""
         try:
             return cls.from_json(json.loads((folder / STATUS_FILE).read_text(encoding="utf-8")))
