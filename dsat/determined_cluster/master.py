@@ -203,23 +203,24 @@ class Master:
         """Return the trials of an experiment."""
         return self.ask(lambda: list(self._determined.get_experiment(experiment_id).iter_trials()))
 
-    def trial_log(self, experiment_id: int, trial_id: int) -> Sequence[str]:
-        """Return dsat's own lines, which may be far above the end, and the last lines.
 
-        Args:
-            trial_id: number of the trial in the search.
-        """
-        trials = self.trials(experiment_id)
-        trial: Any = next((each for each in trials if _id_in_search(each) == trial_id), None)
-        lines: list[str] = []
-        for pause_s in (0.0, *_LATE_LOGS_S) if trial is not None else ():
-            time.sleep(pause_s)
-            lines = self.ask(
-                lambda: [*trial.iter_logs(search_text=_MARKS), *trial.iter_logs(tail=_LOG_LINES)]
-            )
-            if any(LOG_MARK in line for line in lines):
-                break
-        return lines
+def read_trial_log(master: Master, experiment_id: int, trial_id: int) -> Sequence[str]:
+    """Return dsat's own lines, which may be far above the end, and the last lines.
+
+    Args:
+        trial_id: number of the trial in the search.
+    """
+    trials = master.trials(experiment_id)
+    trial: Any = next((each for each in trials if _id_in_search(each) == trial_id), None)
+    lines: list[str] = []
+    for pause_s in (0.0, *_LATE_LOGS_S) if trial is not None else ():
+        time.sleep(pause_s)
+        lines = master.ask(
+            lambda: [*trial.iter_logs(search_text=_MARKS), *trial.iter_logs(tail=_LOG_LINES)]
+        )
+        if any(LOG_MARK in line for line in lines):
+            break
+    return lines
 
 
 def _id_in_search(trial: Any) -> Any:
