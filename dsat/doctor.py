@@ -21,6 +21,7 @@ from dsat.engines.machines.machine import find_machine
 from dsat.engines.places.base import Environment
 from dsat.errors import EngineError
 from dsat.prepare import packages
+from dsat.values import hazards
 from dsat.values.memory_size import readable
 
 OK, WARNING, FAILS = "ok", "warning", "fails"
@@ -102,10 +103,19 @@ def _packages() -> Iterator[Finding]:
         elif name == "torch":
             yield Finding(name, f"{found}, for CUDA {_cuda_of_torch() or 'none'}")
         elif name == "deepspeed":
-            yield Finding(name, found)
+            yield _deepspeed(found)
     there = {name: packages.version(name) for name in _FRAMEWORKS}
     said = ", ".join(f"{name} {found}" for name, found in there.items() if found is not None)
     yield Finding("frameworks", said or "none that dsat knows; a plain DeepSpeed script needs none")
+
+
+def _deepspeed(version: str) -> Finding:
+    faults = hazards.of_version(version)
+    if not faults:
+        return Finding("deepspeed", version)
+    problem = "; ".join(f"{each.condition}: {each.effect}" for each in faults)
+    remedy = f"pip install deepspeed=={hazards.unaffected_version(faults)}"
+    return Finding("deepspeed", version, WARNING, f"known faults. {problem}", remedy)
 
 
 def _compiler() -> Finding:

@@ -6,7 +6,7 @@ Each pair gets a fresh environment of its own under `.cache/compat`, which is de
 unless it is to be kept: with the libraries that torch brings along it takes about 6 GB, and the
 whole half an hour on two cores. In it run the tests of trials, meter, simulation and the command
 line, searches of small scripts under every launcher and of the examples, and simulated memory is
-held against what torch's allocator really gave. Prints rows for the table of `CONTRIBUTING.md`.
+held against what torch's allocator really gave, gradients against plain torch's. Prints rows for the table of `CONTRIBUTING.md`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SHORT = (("HF Trainer", "--launchers", "torchrun", "--ranks", "2"),)
 # DeepSpeed's operator for ranks on processor cores: as `make test` does, before what is timed.
 _COMPILING = "from deepspeed.ops.op_builder import cpu; cpu.ShareMemCommBuilder().load()"
 _WRITTEN = "requirements.txt"  # the last file of an installation
-HEAD = "python torch deepspeed transformers tests searches examples memory date".split()
+HEAD = "python torch deepspeed transformers tests searches examples memory gradients date".split()
 _EXAMPLES = ROOT / "examples"
 _OPTIONS = "--max-trials 4 --finals 0 --memory-model formula --end-profile-step 4 --slots 1"
 _OPTIONS += " --max-micro-batch 16"
@@ -106,6 +106,7 @@ def check(name: str, *, short: bool, keep: bool) -> dict[str, str]:
         "searches": _searches(folder, _SHORT if short else _FRAMEWORKS),
         "examples": "" if short else _examples(folder),
         "memory": _memory(folder, "gpt"),
+        "gradients": _gradients(folder),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
     if not keep:
@@ -259,6 +260,13 @@ def _memory(folder: Path, model: str) -> str:
         return "failed"
     told = f"{len(errors)}: median {statistics.median(errors):.2f} %, worst {max(errors):.2f} %"
     return told + (f"; {untrained} cannot be trained" if untrained else "")
+
+
+def _gradients(folder: Path) -> str:
+    """Compare gradients with plain torch, and the wrong ones with the table of known faults."""
+    output, status = _in(folder, "-m", "testing.gradients")
+    wrong = [line for line in output.splitlines() if line.startswith("z") and ": right" not in line]
+    return "failed" if status else f"{len(wrong)} wrong, as known" if wrong else "right"
 
 
 def _line(cells: list[str]) -> str:

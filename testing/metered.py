@@ -85,6 +85,12 @@ class FakeEngine:
     def zero_optimization_stage(self) -> int:
         return self._sizes[2]
 
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self.micro_steps + 1) % self._sizes[1] == 0
+
+    def get_global_grad_norm(self) -> float | None:
+        return None
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.clock.advance(self.times_ms[0])
         return inputs

@@ -19,6 +19,7 @@ from dsat.search import SEARCHES
 from dsat.show.settings import READ_ONLY
 from dsat.space.knobs import KNOB_NAMES, KNOBS
 from dsat.tuning.settings import TUNE, Settings
+from dsat.values import hazards
 from testing import python_reference, touched
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -87,6 +88,7 @@ def references() -> dict[Path, str]:
         DOCS / "options.md": option_reference(),
         DOCS / "settings.md": setting_reference(),
         DOCS / "python-api.md": python_reference.python_reference(),
+        DOCS / "faults.md": hazards.markdown(),
         DOCS / "what-dsat-touches.md": touched.markdown([*TABLE, *ENGINE, MODELS]),
     }
 

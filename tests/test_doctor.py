@@ -16,6 +16,7 @@ import pytest
 from dsat import doctor
 from dsat.doctor import FAILS, OK, WARNING, Finding
 from dsat.engines.machines.machine import Machine
+from dsat.prepare import packages
 from testing.local import PATIENCE_S
 
 GPUS = Machine("cuda", "NVIDIA H100", ("0", "1"), ("CUDA_VISIBLE_DEVICES",), 80 * 2**30)
@@ -63,6 +64,16 @@ def test_what_would_not_work_is_named_with_its_remedy(tmp_path: Path) -> None:
     assert "libcudart.so.12 is missing" in parts["accelerators"]["problem"]
     assert "import deepspeed" in parts["accelerators"]["remedy"]
     assert "no-such-compiler" in parts["C++ compiler"]["found"]
+
+
+def test_a_deepspeed_with_known_faults_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
+    version = packages.version
+    faulty = {"deepspeed": "0.18.2"}
+    monkeypatch.setattr(packages, "version", lambda n: faulty.get(n) or version(n))
+    finding = {each.part: each for each in doctor.examine(None)}["deepspeed"]
+    assert finding.state == WARNING and "stage 2, gradient accumulation" in finding.problem
+    assert finding.remedy == "pip install deepspeed==0.19.5"
 
 
 def test_packages_are_held_to_what_dsat_requires(monkeypatch: pytest.MonkeyPatch) -> None:

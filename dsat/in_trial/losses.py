@@ -13,6 +13,7 @@ from typing import Any
 
 from dsat.errors import Diverged
 from dsat.in_trial import precision
+from dsat.in_trial.gradient_norm import GradientNorm
 from dsat.values.outcome import TrainingCurve
 
 FIRST_STEPS, LAST_STEPS = 32, 8  # kept of a curve
@@ -41,11 +42,17 @@ class _Step:
 
 
 class LossWatch:
-    """Records the losses of `engine.backward(loss)`, or of the script's own `loss.backward()`."""
+    """Records the losses of `engine.backward(loss)`, or of the script's own `loss.backward()`.
 
-    def __init__(self, engine: Any) -> None:
+    Args:
+        engine: DeepSpeed's.
+        is_whole: each rank has the whole model, or an equal share of each parameter.
+    """
+
+    def __init__(self, engine: Any, *, is_whole: bool = True) -> None:
         global _watch
         self._engine = engine
+        self._gradients = GradientNorm(engine) if is_whole else None
         self._ignoring = 0
         self._scaled: tuple[Any, Any] = (None, None)  # a loss that fp16 has scaled, and itself
         self._sum: Any = None
@@ -93,10 +100,17 @@ class LossWatch:
         if engine is self._engine:
             self._scaled = (scaled, loss)
 
+    def begin_step(self) -> None:
+        """Take gradients before the engine's `step`, which may clear them."""
+        if self._gradients is not None:
+            self._gradients.before_step()
+
     def end_step(self, *, micro_steps: int, applied: bool) -> None:
         """End an optimizer step."""
         self._steps.append(_Step(self._sum, micro_steps or self.count, applied))
         self._sum, self.count = None, 0
+        if self._gradients is not None:
+            self._gradients.after_step(skipped=not applied)
 
     def read(self, mean_over_ranks: Callable[[list[float]], list[float]]) -> None:
         """Fetch the losses of new steps; a collective call.
@@ -128,6 +142,7 @@ class LossWatch:
             losses=tuple(_rounded(self._steps[i].loss) for i in kept),
             skipped=tuple(i + 1 for i in kept if not self._steps[i].applied),
             precision=precision.of_engine(self._engine),
+            gradient_norm=None if self._gradients is None else self._gradients.value(),
         )
 
     def _check(self) -> None:

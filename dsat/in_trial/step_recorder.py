@@ -14,6 +14,7 @@ from dsat.in_trial.clocks import Clock, MemoryWatch, ProcessMemory, clock_for
 from dsat.in_trial.losses import LossWatch, in_backward, in_training
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.profiler import ModelProfiler
+from dsat.values.parallelism import DATA_ONLY
 
 PHASES = ("forward", "backward", "step")
 
@@ -138,7 +139,7 @@ class StepRecorder:
         self.clock = clock_for(accelerator)
         self.memory = MemoryWatch(accelerator, before)
         self.memory.note("init")
-        self.losses = LossWatch(engine)
+        self.losses = LossWatch(engine, is_whole=spec.parallelism == DATA_ONLY)
         self.counter = BatchCounter(
             spec.micro_batch, spec.options.own_micro_batch, spec.batch_dimensions, spec.fed_instead
         )
@@ -206,6 +207,7 @@ class StepRecorder:
             self.profiler.finish_micro_steps(self.marks.micro_steps or 1)
         skipped_before, steps_before = engine.skipped_steps, engine.global_steps
         self._close_backward()
+        self.losses.begin_step()
         begin = self._begin_phase()
         result = original(*args, **kwargs)
         end = self._end_phase("step", begin)

@@ -13,6 +13,7 @@ from dsat.run.comparison import Gain, Variation, margin_of_single_runs
 from dsat.run.finals import Contestant, Finals, Role
 from dsat.run.training_check import TrainingCheck
 from dsat.space.plan import Plan
+from dsat.values import hazards
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Trial, TrialKind
 
@@ -201,7 +202,9 @@ class Run:
             return
         assert self.baseline is not None
         pick = self.trials[finals.pick.trial_id]
-        reason = self.training.disqualification(self.plan, self.baseline, pick, self.changes)
+        reason = self.training.disqualification(
+            self.plan, self.baseline, pick, self.changes, self.deepspeed_version
+        )
         if reason is not None:
             self.disqualified[pick.id] = reason
             finals.disqualify()
@@ -307,6 +310,11 @@ class Run:
     def best_value(self) -> float | None:
         """The objective's value of the best configuration; see `final_value`."""
         return None if self.best is None else final_value(self, self.best)
+
+    @property
+    def deepspeed_version(self) -> str | None:
+        """DeepSpeed's version on the machine of the run; None if the journal does not say."""
+        return hazards.version_in(str(self.info.get("software", "")))
 
     @property
     def most_trials(self) -> int:

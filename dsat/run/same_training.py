@@ -8,6 +8,10 @@ fp32 they were compared with real trainings of a small language model, 22 steps 
 (DeepSpeed 0.19.8): stages 0 to 3, buckets and accumulation differed by 1.2e-7 at most, a bias whose
 gradient was dropped by 2e-4 at a learning rate of 1e-3. In bf16 accumulation differed by 3e-4,
 stage 0 by 1.3e-2, and a bucket that raced by 2e-2, which is not detected.
+
+Wrong gradients change losses late, or little. So the norms of the first step's gradients are
+compared, too: of tiny models they differed by 1e-3 at most in bf16, over all stages, offloading and
+accumulation (`testing/gradients.py`, DeepSpeed 0.19.8).
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from dsat.values.outcome import PRECISIONS, TrainingCurve
 _LEAST_STEPS = 3  # of a curve; in the first no weight has changed yet
 # Relative differences of losses: of the first step, and added with every further one.
 _ROUNDING = {"fp32": (1e-5, 1e-5), "fp16": (2e-3, 1e-3), "bf16": (5e-3, 2e-3)}
+# Relative differences of gradient norms in the first step; a lost micro batch makes a larger one.
+_ROUNDING_OF_NORMS = {"fp32": 5e-3, "fp16": 2e-2, "bf16": 1e-1}
 # A loss that is zero, negative or far below the usual is a difference of larger terms (policy
 # gradients, advantages of mean 0), and rounds as they do: they are taken to be at least this large.
 _CANCELS_BELOW, _TERMS = 1e-3, 1.0
@@ -50,10 +56,12 @@ class Finding:
     Attributes:
         agreement: of the losses.
         reason: empty where they agree.
+        of_gradients: the losses of the first step agree, and the gradients differ.
     """
 
     agreement: Agreement
     reason: str = ""
+    of_gradients: bool = False
 
     @property
     def differs(self) -> bool:
@@ -81,7 +89,8 @@ def compare(
     if len(its) < _LEAST_STEPS:
         return _unknown("it recorded too few losses")
     seen = (precision, *(curve.precision or precision for curve in (*own, other)))
-    first, growth = _ROUNDING[max(seen, key=PRECISIONS.index)]
+    precision = max(seen, key=PRECISIONS.index)
+    first, growth = _ROUNDING[precision]
     reference, *again = curves
     least = _least_scale([*curves, its])
     own_apart = {
@@ -99,6 +108,8 @@ def compare(
         apart = _relative(its[step], reference[step], least)
         allowed = max(first + growth * (step - start), noise)
         if apart <= allowed:
+            if step == start and (differing := _gradient_difference(own, other, precision)):
+                return Finding(Agreement.DIFFERENT, differing, of_gradients=True)
             continue
         said = f"{its[step]:.6g} instead of {reference[step]:.6g}"
         if step == start:
@@ -109,6 +120,31 @@ def compare(
             f"at most {100 * allowed:.2f} %",
         )
     return Finding(Agreement.SAME)
+
+
+def norms_agree(first: TrainingCurve, other: TrainingCurve, precision: str) -> bool | None:
+    """Return whether two trainings begin with equal gradients; None if that is unknown."""
+    one, two = first.gradient_norm, other.gradient_norm
+    if one is None or two is None:
+        return None
+    return _relative(one, two, 0.0) <= _ROUNDING_OF_NORMS[precision]
+
+
+def _gradient_difference(
+    own: Sequence[TrainingCurve], other: TrainingCurve, precision: str
+) -> str | None:
+    """Return how the gradients of the first step differ, if rounding does not explain it."""
+    norms = [curve.gradient_norm for curve in own if curve.gradient_norm is not None]
+    norm = other.gradient_norm
+    if len(norms) < 2 or norm is None:
+        return None
+    noise = _TIMES_OWN * max(_relative(each, norms[0], 0.0) for each in norms)
+    if _relative(norm, norms[0], 0.0) <= max(_ROUNDING_OF_NORMS[precision], noise):
+        return None
+    return (
+        f"in the first step its losses are yours and its gradients are not: their norm is "
+        f"{norm:.4g} instead of {norms[0]:.4g}"
+    )
 
 
 def precision_of(config: Mapping[str, Any]) -> str:

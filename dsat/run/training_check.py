@@ -8,8 +8,27 @@ from typing import Any
 from dsat.run import same_training
 from dsat.run.same_training import Agreement, Finding
 from dsat.space.plan import Plan
+from dsat.values import hazards
 from dsat.values.outcome import Outcome, TrainingCurve
 from dsat.values.trial import Trial, TrialKind
+from dsat.values.zero_strategy import of_config
+
+
+def training_of(plan: Plan, trial: Trial) -> hazards.Training:
+    """Return what decides whether a trial meets a known fault of DeepSpeed."""
+    return training_with(plan.config(trial.overrides), trial.batch.gas, plan)
+
+
+def training_with(config: Mapping[str, Any], gas: int, plan: Plan) -> hazards.Training:
+    """Return the same for a configuration with an accumulation."""
+    return hazards.Training(
+        config,
+        of_config(config).stage,
+        same_training.precision_of(config),
+        gas,
+        plan.slots_per_trial,
+        on_cpu=not plan.offload_helps,
+    )
 
 
 class TrainingCheck:
@@ -43,7 +62,12 @@ class TrainingCheck:
         return finding
 
     def disqualification(
-        self, plan: Plan, own: Trial, pick: Trial, changes: Callable[[Trial], Mapping[str, Any]]
+        self,
+        plan: Plan,
+        own: Trial,
+        pick: Trial,
+        changes: Callable[[Trial], Mapping[str, Any]],
+        version: str | None = None,
     ) -> str | None:
         """Return why a pick that trains differently cannot win; None if it does not.
 
@@ -52,10 +76,13 @@ class TrainingCheck:
             own: the trial of the user's own configuration.
             pick: the other one.
             changes: the settings in which a trial differs from the user's own, with both values.
+            version: of DeepSpeed, if it is known.
         """
         finding = self.compare(plan, own, pick)
         if not finding.differs:
             return None
+        if finding.of_gradients:
+            return f"{finding.reason}. {self._likely_wrong(plan, own, pick, version)}"
         same = [
             changes(trial)
             for trial in self._trials.values()
@@ -65,6 +92,35 @@ class TrainingCheck:
         blamed = same_training.suspects(changes(pick), same)
         said = ", ".join(f"{key}={value[1]}" for key, value in blamed.items()) or "the batch sizes"
         return f"{finding.reason}. What differs: {said}"
+
+    def _likely_wrong(self, plan: Plan, own: Trial, pick: Trial, version: str | None) -> str:
+        """Return which of two trials has wrong gradients, by known faults or other strategies."""
+        pair = {"your own configuration": own, "this configuration": pick}
+        by_fault = {
+            name: found[0].describe(version or "")
+            for name, trial in pair.items()
+            if (found := hazards.find(version, training_of(plan, trial), hazards.GRADIENTS))
+        }
+        if len(by_fault) == 1:
+            [(name, fault)] = by_fault.items()
+            return f"Likely wrong is {name}. {fault}"
+        precision = same_training.precision_of(plan.config({}))
+        for_name = dict.fromkeys(pair, 0)
+        for trial in self._trials.values():
+            if trial.strategy in (own.strategy, pick.strategy):
+                continue
+            for name, each in pair.items():
+                agree = [
+                    same_training.norms_agree(one, two, precision)
+                    for one in self._curves(each)[:1]
+                    for two in self._curves(trial)[:1]
+                    if trial.batch.train_batch_size == each.batch.train_batch_size
+                ]
+                for_name[name] += agree == [True]
+        if len({*for_name.values()}) == 1:
+            return "Either may be wrong: compare them with training without DeepSpeed"
+        wrong, right = sorted(for_name, key=for_name.__getitem__)
+        return f"Likely wrong is {wrong}: trials of other strategies agree with {right}"
 
     def _curves(self, trial: Trial) -> list[TrainingCurve]:
         """Return the training curves of a trial and of its runs in the finals."""

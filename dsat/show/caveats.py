@@ -11,7 +11,9 @@ from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.in_trial.steps import RAREST
 from dsat.run.comparison import Gain
 from dsat.run.run import Run, typical_outcome
+from dsat.run.training_check import training_of
 from dsat.values import format as fmt
+from dsat.values import hazards
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 from dsat.values.zero_strategy import of_config
@@ -32,6 +34,7 @@ def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) ->
         outcome: its typical one.
         found: the gain of the finals, if they are over.
     """
+    yield from _warn_of_faults(run, best)
     yield from _name_excluded(run)
     yield from _warn_of_noise(run, found)
     yield from _warn_of_drift(run)
@@ -41,6 +44,13 @@ def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) ->
     yield from _warn_of_optimizer(run, best)
     if any(SEVERAL_ENGINES in each.warnings for each in run.outcomes.values()):
         yield f"{SEVERAL_ENGINES}."
+
+
+def _warn_of_faults(run: Run, best: Trial) -> Iterator[str]:
+    """Yield warnings of known faults of DeepSpeed that the recommendation meets."""
+    version, training = run.deepspeed_version, training_of(run.plan, best)
+    for fault in hazards.find(version, training, hazards.GRADIENTS, hazards.SLOW):
+        yield f"{fault.describe(version or '')}."
 
 
 def _name_excluded(run: Run) -> Iterator[str]:

@@ -30,11 +30,11 @@ from dsat.prepare import source as sources
 from dsat.prepare.hosts import all_slots, check_slots, describe
 from dsat.prepare.source import Source
 from dsat.space.plan import Plan
-from dsat.tuning import autotuning_section, plans, run_folders
+from dsat.tuning import autotuning_section, known_faults, plans, run_folders
 from dsat.tuning.autotuning_section import Section
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.settings import Settings
-from dsat.values import slow
+from dsat.values import hazards, slow
 from dsat.values.files import digest
 from dsat.values.text import words_without_secrets
 
@@ -157,6 +157,9 @@ def _prepare(
         device=machine.device_name if settings.engine in ENGINE_NAMES else "",
         **_of_machine(machine, slots),
     )
+    version = hazards.version_in(", ".join(machine.software))
+    is_listed = bool(settings.zero_stages) or "stage" in experiment.choices
+    plan = known_faults.without_faults(plan, version, is_listed=is_listed)
     return Prepared(line, settings, experiment, program, hosts, plan, section, first, began_s)
 
 

@@ -236,6 +236,7 @@ class TrainingCurve:
         skipped: steps that fp16 skipped because of an overflow.
         precision: the coarsest type that was computed in, one of `PRECISIONS`; empty if unknown.
         facts: about these steps; None in older journals.
+        gradient_norm: of the first step, over all parameters, before clipping; None if unknown.
     """
 
     steps: tuple[int, ...] = ()
@@ -243,6 +244,7 @@ class TrainingCurve:
     skipped: tuple[int, ...] = ()
     precision: str = ""
     facts: StepFacts | None = None
+    gradient_norm: float | None = None
 
 
 @dataclass(frozen=True)

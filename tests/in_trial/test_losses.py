@@ -164,3 +164,15 @@ def test_ranks_that_see_no_loss_do_not_count(
 
     curve = measured_by(loop).training
     assert curve is not None and set(curve.losses) == {4.0}
+
+
+@pytest.mark.slow
+def test_the_gradients_norm_is_the_same_in_all_stages(pair: Bench) -> None:
+    """Of stage 0 dsat computes it, of the others DeepSpeed: each is the mean over both ranks."""
+    norms = {}
+    for stage in range(4):
+        trial = pair.trial("runs", gas=GAS, stage=stage)
+        outcome = pair.run(trial)
+        assert outcome.ok and outcome.training is not None, pair.log(trial)
+        norms[stage] = outcome.training.gradient_norm
+    assert norms[0] and norms == pytest.approx(dict.fromkeys(norms, norms[0]), rel=1e-4)

@@ -135,3 +135,29 @@ def test_who_is_to_blame() -> None:
     assert set(suspects(changes, same)) == {"overlap_comm", "reduce_bucket_size"}
     assert set(suspects(changes, [*same, {"reduce_bucket_size": (5, 7)}])) == {"overlap_comm"}
     assert suspects(changes, [changes]) == changes
+
+
+def test_gradients_differ_where_losses_do_not() -> None:
+    """As DeepSpeed 0.18.2 in stage 2 with accumulation (DeepSpeed#7718)."""
+    own = tuple(
+        replace(each, gradient_norm=norm) for each, norm in zip(OWN, (4.737, 4.738), strict=True)
+    )
+    wrong = replace(curve(noise=1e-6), gradient_norm=1.626)
+    found = compare(own, wrong, precision="bf16", same_batch=True)
+    assert found.differs and found.of_gradients
+    assert "1.626 instead of 4.737" in found.reason
+    rounded = replace(wrong, gradient_norm=4.5)
+    assert not compare(own, rounded, precision="bf16", same_batch=True).differs
+    assert compare(own, rounded, precision="fp32", same_batch=True).of_gradients
+
+
+def test_gradients_are_not_compared_without_a_seed_or_a_norm() -> None:
+    its = replace(curve(), gradient_norm=1.626)
+    assert not compare(OWN, its, precision="fp32", same_batch=True).differs  # an older journal
+    unseeded = tuple(
+        replace(each, gradient_norm=norm) for each, norm in zip(OWN, (4.7, 3.1), strict=True)
+    )
+    assert not compare(unseeded, its, precision="fp32", same_batch=True).differs
+    other_loss = replace(curve(start=5.3), gradient_norm=1.626)
+    own = tuple(replace(each, gradient_norm=4.7) for each in OWN)
+    assert not compare(own, other_loss, precision="fp32", same_batch=True).differs

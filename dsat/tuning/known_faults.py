@@ -1,0 +1,45 @@
+"""Known faults of the installed DeepSpeed: strategies that meet one are not searched."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from dsat.run.training_check import training_with
+from dsat.space.plan import Plan
+from dsat.values import hazards
+from dsat.values.zero_strategy import of_config
+
+_log = logging.getLogger(__name__)
+
+
+def without_faults(plan: Plan, version: str | None, *, is_listed: bool) -> Plan:
+    """Return a plan without stages whose training is wrong or fails in a DeepSpeed version.
+
+    Args:
+        plan: what is tuned.
+        version: of DeepSpeed; None if it is unknown.
+        is_listed: the user named the stages, so they stay.
+    """
+    config, gas = plan.config({}), plan.own_batch.gas
+    own = hazards.find(version, training_with(config, gas, plan), *hazards.KINDS)
+    for fault in own:
+        whose = "may have" if fault.unseen else "has"
+        _log.warning("your own configuration %s a known fault: %s", whose, _said(fault, version))
+    stage = of_config(config).stage
+    accumulates = gas if plan.train_batch_size is None else max(gas, 2)
+    left = []
+    for other in plan.zero_stages:
+        zero = {**(config.get("zero_optimization") or {}), "stage": other}
+        training = training_with({**config, "zero_optimization": zero}, accumulates, plan)
+        found = hazards.find(version, training, hazards.GRADIENTS, hazards.FAILS)
+        certain = [fault for fault in found if not fault.unseen]
+        if certain and other != stage and not is_listed:
+            _log.warning("stage %d is not searched: %s", other, _said(certain[0], version))
+        else:
+            left.append(other)
+    return replace(plan, zero_stages=tuple(left))
+
+
+def _said(fault: hazards.Hazard, version: str | None) -> str:
+    return fault.describe(version or "")

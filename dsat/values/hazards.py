@@ -1,0 +1,153 @@
+"""Known faults of DeepSpeed versions: `hazards.json`, and which trainings meet them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from dsat.values import codec
+
+GRADIENTS, SLOW, FAILS = KINDS = ("gradients", "slow", "fails")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What decides whether a training is hit.
+
+    Attributes:
+        config: of DeepSpeed.
+        stage, precision: ZeRO stage; fp32, fp16 or bf16.
+        gas: gradient accumulation steps.
+        ranks: number of them.
+        on_cpu: ranks run on processor cores.
+    """
+
+    config: Mapping[str, Any]
+    stage: int
+    precision: str
+    gas: int
+    ranks: int
+    on_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """A fault of some DeepSpeed versions.
+
+    Attributes:
+        name: what it concerns.
+        versions: that have it, as a specifier.
+        kind: `GRADIENTS` that are wrong, `SLOW` or `FAILS`.
+        stages, precisions: in which it is met; any precision if there are none.
+        effect: what goes wrong.
+        good: the first version known to be without it.
+        sources: threads, `owner/name#number`.
+        accumulates, several_ranks, on_cpu: it needs accumulation, several ranks, processor cores.
+        setting: path and value in the configuration that it needs.
+        unseen: a further condition, which no configuration shows.
+        checked: what dsat's own trainings with such versions have shown.
+    """
+
+    name: str
+    versions: str
+    kind: str
+    stages: tuple[int, ...]
+    effect: str
+    good: str
+    sources: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    accumulates: bool = False
+    several_ranks: bool = False
+    on_cpu: bool = False
+    setting: tuple[str, ...] = ()
+    unseen: str = ""
+    checked: str = ""
+
+    def hits(self, training: Training) -> bool:
+        """Return whether a training meets all conditions that its configuration shows."""
+        return (
+            training.stage in self.stages
+            and (not self.precisions or training.precision in self.precisions)
+            and (not self.accumulates or training.gas > 1)
+            and (not self.several_ranks or training.ranks > 1)
+            and (not self.on_cpu or training.on_cpu)
+            and (not self.setting or _value(training.config, self.setting[0]) == self.setting[1])
+        )
+
+    @property
+    def condition(self) -> str:
+        """The condition, for people."""
+        parts = [f"stage{'s' * (len(self.stages) > 1)} {', '.join(map(str, self.stages))}"]
+        parts += self.precisions
+        parts += ["gradient accumulation"] * self.accumulates
+        parts += ["several ranks"] * self.several_ranks
+        parts += ["processor cores"] * self.on_cpu
+        parts += [": ".join(self.setting)] if self.setting else []
+        return ", ".join([*parts, *([f"if {self.unseen}"] if self.unseen else [])])
+
+    def describe(self, version: str) -> str:
+        """Return a sentence on this hazard of a version."""
+        sources = f" ({', '.join(self.sources)})" if self.sources else ""
+        return (
+            f"DeepSpeed {version} in {self.condition}: {self.effect}{sources}. "
+            f"DeepSpeed {self.good} does not have this fault"
+        )
+
+
+@functools.cache
+def table() -> tuple[Hazard, ...]:
+    """Return all known hazards."""
+    text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+    return tuple(codec.decode(Hazard, row) for row in json.loads(text))
+
+
+def version_in(software: str) -> str | None:
+    """Return the DeepSpeed version that a run's journal names (`Machine.software`)."""
+    found = re.search(r"\bdeepspeed (\S+)", software)
+    return found[1] if found else None
+
+
+def of_version(version: str | None) -> list[Hazard]:
+    """Return the hazards of a DeepSpeed version; none if it is unknown."""
+    try:
+        known = Version(version or "").public
+    except InvalidVersion:
+        return []
+    return [h for h in table() if SpecifierSet(h.versions).contains(known, prereleases=True)]
+
+
+def find(version: str | None, training: Training, *kinds: str) -> list[Hazard]:
+    """Return the hazards of some kinds that a training meets, or may meet (`Hazard.unseen`)."""
+    return [h for h in of_version(version) if h.kind in kinds and h.hits(training)]
+
+
+def unaffected_version(found: Iterable[Hazard]) -> str:
+    """Return the earliest version of the table, from those without some faults on, with none."""
+    least = max((Version(h.good) for h in found), default=Version("0"))
+    known = sorted({Version(h.good) for h in table()})
+    return str(next((v for v in known if v >= least and not of_version(str(v))), known[-1]))
+
+
+def _value(config: Mapping[str, Any], path: str) -> Any:
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, Mapping) else None  # type: ignore[assignment]
+    return config
+
+
+def markdown() -> str:
+    """Return the table for the documentation."""
+    heads = "DeepSpeed", "condition", "effect", "without it", "source", "seen here"
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for each in table():
+        links = [f"[{s}](https://github.com/{s.replace('#', '/issues/')})" for s in each.sources]
+        what = each.versions, each.condition, each.effect, each.good
+        lines.append(f"| {' | '.join([*what, ', '.join(links), each.checked])} |")
+    return "\n".join(lines) + "\n"

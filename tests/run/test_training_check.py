@@ -1,0 +1,57 @@
+"""Which of two trainings with other gradients is likely wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dsat.run.training_check import TrainingCheck
+from dsat.values.outcome import TrainingCurve
+from dsat.values.trial import BatchTriple, Trial, TrialKind
+from testing.helpers import plan_of, ran
+
+RIGHT, WRONG = 4.737, 1.626
+BATCH = BatchTriple(16, 2, 8)
+NAMES = {0: "your own configuration", 1: "this configuration"}
+
+
+def disqualification(norms: dict[int, float], own: int, pick: int, version: str | None) -> str:
+    """Let trials of stages, with the norms of their gradients, be judged."""
+    trials, outcomes = {}, {}
+    plan = plan_of(base_config={"zero_optimization": {"stage": own}}, own_batch=BATCH)
+    for number, stage in enumerate((own, *(each for each in norms if each != own))):
+        kind = TrialKind.SEARCH if number else TrialKind.BASELINE
+        overrides = {"zero_optimization": {"stage": stage}} if number else {}
+        trials[number] = Trial(number, kind, f"z{stage}", stage, BATCH, overrides)
+        curve = TrainingCurve((1, 2, 3), (5.0, 4.9, 4.8), gradient_norm=norms[stage])
+        outcomes[number] = replace(ran(), training=curve)
+    trials[9] = replace(trials[0], id=9, kind=TrialKind.FINAL)
+    outcomes[9] = outcomes[0]
+    check = TrainingCheck(trials, outcomes, {9: 0})
+    chosen = next(trial for trial in trials.values() if trial.stage == pick and trial.id != 9)
+    found = check.disqualification(plan, trials[0], chosen, lambda trial: {}, version)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("norms", "own", "pick", "version", "wrong"),
+    [
+        ({2: WRONG, 1: RIGHT}, 1, 2, "0.18.2", NAMES[1]),
+        ({2: WRONG, 1: RIGHT}, 2, 1, "0.18.2", NAMES[0]),
+        ({2: WRONG, 1: RIGHT, 3: RIGHT}, 2, 1, "0.19.8", NAMES[0]),
+        ({2: WRONG, 1: RIGHT, 3: RIGHT}, 1, 2, None, NAMES[1]),
+    ],
+    ids=["fault", "own fault", "own, by a third", "by a third"],
+)
+def test_the_wrong_one_is_named(
+    norms: dict[int, float], own: int, pick: int, version: str | None, wrong: str
+) -> None:
+    said = disqualification(norms, own, pick, version)
+    assert f"Likely wrong is {wrong}" in said
+    assert ("DeepSpeed#7718" in said) == (version == "0.18.2")
+
+
+def test_nothing_is_blamed_without_a_third() -> None:
+    assert "Either may be wrong" in disqualification({2: WRONG, 1: RIGHT}, 2, 1, None)
