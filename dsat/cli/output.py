@@ -100,7 +100,7 @@ def print_plan(ready: Prepared) -> None:
 
 def print_submission(ready: Submission) -> None:
     """Print the submission to a cluster of a `--dry-run`."""
-    at_once = f"at most {count(ready.job.num_slots, 'slot')} at a time"
+    at_once = f"at most {count(ready.job.num_slots, 'device')} at a time"
     _print_search(ready.name, ready.job.plan, at_once)
     words = words_without_secrets(ready.config["entrypoint"])
     print(f"the search runner's entrypoint: {shlex.join(words)}")

@@ -141,7 +141,7 @@ class Projector:
         """
         run, traced = past.run, self._traced
         slots, machine = run.plan.slots_per_trial, str(run.info.get("machine", ""))
-        if "cpu slot" in machine:
+        if "CPU core" in machine or "cpu slot" in machine:  # of the last release
             problem = "was measured on processor cores, which say nothing of cards"
             raise UserInputError(problem, where=str(past.folder))
         named = run.profile.device_name if run.profile else ""

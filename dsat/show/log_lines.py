@@ -56,7 +56,7 @@ def _describe_profile(profile: ModelProfile) -> list[str]:
     return [
         f"parameters {profile.num_params:,} (trainable {profile.trainable_params:,}), "
         f"{profile.param_bytes} bytes each in the forward pass",
-        f"memory per slot {fmt.memory(profile.slot_memory_bytes)} available, "
+        f"memory per device {fmt.memory(profile.slot_memory_bytes)} available, "
         f"activations {fmt.memory(profile.activation_bytes_per_sample)} per sample, "
         f"{profile.flops_per_sample / 1e9:.3f} GFLOP per sample (forward and backward)",
     ]

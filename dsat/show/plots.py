@@ -100,7 +100,7 @@ def _throughput(view: RunView, model: SpeedModel | None) -> Spec | None:
     powers = [2**n for n in range(30) if sizes[0] <= 2**n <= sizes[-1]]
     x = _number(
         "micro_batch",
-        "micro batch (samples per slot)",
+        "micro batch (samples per device)",
         scale={"type": "log", "base": 2},
         axis={"values": powers if len(powers) > 1 else sizes},
     )
@@ -144,13 +144,13 @@ def _memory(run: Run, view: RunView) -> Spec | None:
     encoding = {
         "y": _bars("name"),
         "yOffset": {"field": "which"},
-        "x": _number("gib", "GiB per slot"),
+        "x": _number("gib", "GiB per device"),
         "color": _nominal("which", ["predicted", "used"]),
         "tooltip": _tips("name", "which", "gib"),
     }
     title, text = (
         "memory: predicted and used",
-        "The peak of a slot; a dashed line is its limit, if it is near.",
+        "The peak of a device; a dashed line is its limit, if it is near.",
     )
     layers = [_layer(rows, "bar", encoding), *_limit(run, rows)]
     return _plot(title, text, {"step": 9}, *layers) if rows else None
@@ -164,7 +164,7 @@ def _memory_by_part(run: Run) -> Spec | None:
     phase = _bars("phase")
     parts = {
         "y": phase,
-        "x": _number("gib", "GiB per slot", stack=True),
+        "x": _number("gib", "GiB per device", stack=True),
         "color": _nominal("part", memory_parts.PARTS),
         "order": _number("order"),
         "tooltip": _tips("phase", "part", "gib"),
@@ -172,7 +172,7 @@ def _memory_by_part(run: Run) -> Spec | None:
     mark = {"y": phase, "x": _number("gib"), "tooltip": _tips("phase", "what", "gib")}
     tick = {"type": "tick", "thickness": 3, "size": 24, "color": _BEST}
     return _plot(
-        "what fills the memory of a slot",
+        "what fills the memory of a device",
         "The best trial in each phase of a step: the parts by ZeRO's formula, the rest of the "
         "measured peak, and a mark at that peak.",
         {"step": 30},

@@ -56,7 +56,7 @@ def lines(run: Run, status: Status | None, trials: Path) -> list[str]:
     found = [f"{len(run.outcomes)} of at most {run.most_trials} trials"]
     if status is not None:
         begun = sum((trials / trial.name).exists() for trial in run.running)
-        found.append(f"{begun * run.plan.slots_per_trial} of {status.num_slots} slots busy")
+        found.append(f"{begun * run.plan.slots_per_trial} of {status.num_slots} devices busy")
         if status.outlook is not None:
             found.append(_outlook_line(run, status.outlook))
     left = time_left(run, 1 if status is None else status.at_once)
@@ -66,7 +66,7 @@ def lines(run: Run, status: Status | None, trials: Path) -> list[str]:
 def doing(trial_folder: Path) -> str:
     """Return the state of a running trial, which gets its folder together with its slots."""
     if not trial_folder.exists():
-        return "waits for slots"
+        return "waits for devices"
     steps = read_steps(trial_folder)
     if steps is not None:
         return f"step {steps}"

@@ -77,7 +77,7 @@ def _advise_on_optimizer(run: Run, best: Metrics) -> Iterator[str]:
     bound = f"{BIND_CORES} gave {gains[True]:.2f}x; " if True in gains else ""
     yield (
         f"Time: {fmt.percent(share)} of the best step is the optimizer step on the host: {bound}"
-        "more slots share it, and more gradient accumulation makes it rarer."
+        "more devices share it, and more gradient accumulation makes it rarer."
     )
 
 

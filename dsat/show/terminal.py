@@ -186,7 +186,7 @@ def _describe_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[Part]
     found.append(Text("configuration, where it differs from yours:"))
     found.append(Table(("setting", "yours", "here"), _changes(run, view.trial)))
     predicted = fmt.memory(view.trial.predicted_bytes)
-    found.append(Text(f"memory of a slot, predicted: {predicted}"))
+    found.append(Text(f"memory of a device, predicted: {predicted}"))
     memory = outcome.memory
     if memory is not None and memory.by_phase:
         columns = (memory.allocated_bytes, memory.reserved_bytes, memory.host_rss_bytes)
@@ -242,7 +242,7 @@ def _column(view: RunView) -> dict[str, str]:
         "method": view.plan.method,
         "metric": view.plan.metric,
         "machine": str(view.info.get("machine", "-")),
-        "slots of a trial": str(view.plan.slots_per_trial),
+        "devices of a trial": str(view.plan.slots_per_trial),
         "trials": str(len(view.ended)),
         "out of memory": str(
             sum(v.outcome is not None and v.outcome.kind.is_out_of_memory for v in view.trials)
@@ -270,7 +270,7 @@ def _caveats(views: Views) -> list[str]:
         "They ran on different machines.": _recorded(views, "machine"),
         "They ran with different software.": _recorded(views, "software"),
         "They ran different scripts, or the script changed.": _recorded(views, "script_digest"),
-        "Their trials had different numbers of slots.": {plan.slots_per_trial for plan in plans},
+        "Their trials had different numbers of devices.": {plan.slots_per_trial for plan in plans},
         "They started from different configurations.": {
             repr(sorted(flat(plan.base_config).items())) for plan in plans
         },

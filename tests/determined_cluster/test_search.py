@@ -68,7 +68,7 @@ def test_a_whole_search(method: str, tmp_path: Path) -> None:
             "throughput": found["best_value"],
         }
         assert there.master.experiment(SEARCH).progress == 1
-        for fact in ("parameters 1,000,000", "memory per slot", "activations", best["name"]):
+        for fact in ("parameters 1,000,000", "memory per device", "activations", best["name"]):
             assert fact in told.err
 
 
