@@ -72,10 +72,11 @@ _Settings = TypeVar("_Settings", bound=ModelSettings)
 class Result:
     """The result of a search, or its state so far; `str` of it is the verdict.
 
-    A row is a single trial as a plain mapping: `name`, `kind` ("profile", "baseline", "search" or
-    "final"), `stage`, the batch sizes, `overrides` of the DeepSpeed configuration, `script_args`,
-    `outcome` ("OK", "OOM", ..; None while it runs), `message`, `predicted_bytes` and `used_bytes`
-    of a slot's memory, and `metrics`. The verdict is by the finals, which run configurations again.
+    A row is a single trial as a plain mapping: `name`, `kind` ("profile", "baseline", "search",
+    "repeat" or "final"), `stage`, the batch sizes, `overrides` of the DeepSpeed configuration,
+    `script_args`, `outcome` ("OK", "OOM", ..; None while it runs), `message`, `predicted_bytes` and
+    `used_bytes` of a slot's memory, and `metrics`. The verdict is by the finals, which run
+    configurations again.
 
     Attributes:
         run_dir: the folder of the run, absolute; None if it is on a Determined cluster.
@@ -181,7 +182,7 @@ def tune(
     if not all(map(callable, calls)):
         raise UserInputError(f"must be functions, not {calls!r}", where="callbacks")
     try:
-        choice = submit.where(settings) if settings.engine not in local.ENGINES else None
+        choice = submit.select_place(settings) if settings.engine not in local.ENGINES else None
         if choice is not None and choice.master is not None:
             return _tune_on_cluster(settings, choice)
         with prepared(settings) as ready:
@@ -205,9 +206,9 @@ def load_run(path: PathLike) -> Result:
     if folder.name == FILE_NAME:
         folder = folder.parent
     past = past_runs.load(folder)
-    status = Status.of_run(past.folder)
+    status = Status.read(past.folder)
     return _result(
-        RunView.of(past.run).to_json(past.folder),
+        RunView.build(past.run).to_json(past.folder),
         run_dir=past.folder,
         train_command=None if status is None else status.train_line or None,
     )
@@ -302,8 +303,8 @@ def project(
 def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
     ready = submit.prepare(settings, choice)
     submitted = submit.submit(ready, detach=settings.detach)
-    if submitted.state is not None and not submitted.found:
-        raise SearchFailed(f"{submitted.why_not}; see {submitted.url}")
+    if submitted.state is not None and not submitted.has_result:
+        raise SearchFailed(f"{submitted.failure}; see {submitted.url}")
     told = submitted.result
     return _result(
         {"metric": settings.metric, **told},
@@ -326,7 +327,7 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
         if search.run.best is not None:
             line = train_command.line(ready, search.run, search.folder)
         return _result(
-            RunView.of(search.run).to_json(search.folder),
+            RunView.build(search.run).to_json(search.folder),
             run_dir=search.folder,
             train_command=line,
             interrupted=search.interrupted,
@@ -354,7 +355,7 @@ class _Calls(Observer):
         self._callbacks = callbacks
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        row = TrialView.of(run, trial).to_json()
+        row = TrialView.build(run, trial).to_json()
         for callback in self._callbacks:
             callback(row)
 

@@ -45,6 +45,7 @@ class EstimateOptions(ModelOptions, total=False):
     """The options of `dsat.estimate`."""
 
     slot_memory: Size | Sequence[Size]
+    host_memory: Size | None
     devices: int | Sequence[int]
     exact: bool
 
@@ -53,6 +54,7 @@ class ProjectOptions(ModelOptions, total=False):
     """The options of `dsat.project`."""
 
     to: str
+    train_batch_size: int | None
     network: float | None
     tokens: float | str | None
     price: float | None

@@ -172,7 +172,7 @@ class OnCluster:
 
     def result(self) -> dict[str, Any]:
         """Return the result in the runner's log."""
-        return result.of_lines(self.said.splitlines())
+        return result.from_lines(self.said.splitlines())
 
 
 @contextlib.contextmanager

@@ -199,14 +199,15 @@ def fault_of_answer(script: Script, told: Tuned) -> str:
 
 
 def documented_commands() -> dict[str, tuple[str, list[str]]]:
-    """By title: the folder and the words after `python3 -m dsat` that the documentation shows."""
-    found, example = {}, r"^\| \[(\w+)\].*`python3 -m dsat (\w+ .*)` \|$"
+    """By title: the folder and the words after `dsat` that the documentation shows."""
+    found, example = {}, r"^\| \[(\w+)\].*`(?:python3 -m )?dsat (\w+ .*)` \|$"
     for name, line in re.findall(example, (ROOT / "examples/README.md").read_text(), re.M):
         found[name] = (f"examples/{name}", shlex.split(line))
     for page in ("deepspeed", "trainer", "determined"):
         text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         for section in re.split(r"^#{1,2} ", text, flags=re.M)[1:]:
-            block = re.search(r"^```\ncd (\S+)\npython3 -m dsat (.*?)\n```", section, re.M | re.S)
+            command = r"^```(?:sh)?\ncd (\S+)\n(?:python3 -m )?dsat (.*?)\n```"
+            block = re.search(command, section, re.M | re.S)
             if block is not None:
                 found[section.splitlines()[0]] = (block[1], shlex.split(block[2]))
     return found

@@ -63,6 +63,7 @@ class Failure:
         where: facts of the trials that fail (`World.facts`), each a value or a list of values.
         message, detail: as an engine words them.
         before_engine: it failed before `deepspeed.initialize`, whatever the configuration.
+        fixed_batch: samples that the script feeds whatever the configuration is.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Failure:
     message: str = ""
     detail: str = ""
     before_engine: bool = False
+    fixed_batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,8 @@ class World(Physics):
                     message=failure.message,
                     detail=failure.detail,
                     before_engine=failure.before_engine,
+                    fixed_batch=failure.fixed_batch,
+                    batch_flag="--batch-size" if failure.fixed_batch else "",
                     duration_s=self.setup_s,
                 )
         true = self.answer(config, trial.script_args)

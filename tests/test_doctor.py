@@ -47,7 +47,7 @@ def test_the_environment_of_the_tests_runs_trials() -> None:
     status, worst, parts = told()
     assert status == 0 and worst == WARNING
     assert (
-        parts["accelerators"]["state"] == WARNING and "cpu slot" in parts["accelerators"]["found"]
+        parts["accelerators"]["state"] == WARNING and "CPU core" in parts["accelerators"]["found"]
     )
     assert parts["torch"]["found"].startswith(version("torch"))
     assert parts["C++ compiler"]["state"] == OK

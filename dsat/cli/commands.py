@@ -41,7 +41,7 @@ def run(settings: AnySettings, line: CommandLine) -> int:
             return _told_of(submit.follow(settings.experiment), as_json=settings.json)
         if not isinstance(settings, Settings):
             return read_only(settings)
-        choice = submit.where(settings)
+        choice = submit.select_place(settings)
         if choice.master is None:
             return _tune_here(settings, line, view)
         if settings.watch:
@@ -78,7 +78,7 @@ def _fit(settings: EstimateSettings) -> int:
 def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:
     ready = submit.prepare(settings, choice)
     if settings.dry_run:
-        view.say(ready.where)
+        view.say(ready.place)
         output.print_submission(ready)
         return EXIT_OK
     return _told_of(submit.submit(ready, detach=settings.detach), as_json=settings.json)
@@ -90,7 +90,7 @@ def _told_of(submitted: submit.Submitted, *, as_json: bool) -> int:
         output.print_json(submitted.to_json())
     if submitted.interrupted:
         return EXIT_INTERRUPTED
-    return EXIT_OK if submitted.found or submitted.state is None else EXIT_FAILED
+    return EXIT_OK if submitted.has_result or submitted.state is None else EXIT_FAILED
 
 
 def _tune_here(settings: Settings, line: CommandLine, view: LiveView) -> int:
@@ -111,7 +111,7 @@ def _search(search: local.LocalSearch, view: LiveView) -> int:
         with view:
             search.search(view)
     if search.ready.settings.json:
-        output.print_json(RunView.of(search.run).to_json(search.folder))
+        output.print_json(RunView.build(search.run).to_json(search.folder))
     if search.profiled:
         terminal.show(
             sys.stderr if search.ready.settings.json else sys.stdout, output.result_of(search)

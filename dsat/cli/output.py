@@ -24,7 +24,7 @@ from dsat.show import summary, terminal
 from dsat.show.live import LiveView
 from dsat.show.view import RunView
 from dsat.space.plan import Plan
-from dsat.tuning import train_command
+from dsat.tuning import plans, train_command
 from dsat.tuning.local import LocalSearch
 from dsat.tuning.observers import TRIALS
 from dsat.tuning.preparation import Prepared
@@ -91,6 +91,8 @@ def print_plan(ready: Prepared) -> None:
         f"your own batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "
         f"accumulation {own.gas} x {plan.parallelism().groups(plan.slots_per_trial)}"
     )
+    if note := plans.kept_batch(ready.settings, plan):
+        print(note)
     shown_command = printable(shlex.join(words_without_secrets(command)))
     print(f"trial 0 ({first.name}), {count(plan.slots_per_trial, 'rank')} of: {shown_command}")
     print(f"with {json.dumps(first.overrides)} over {ready.experiment.ds_config_name}")
@@ -98,7 +100,7 @@ def print_plan(ready: Prepared) -> None:
 
 def print_submission(ready: Submission) -> None:
     """Print the submission to a cluster of a `--dry-run`."""
-    at_once = f"at most {count(ready.job.num_slots, 'slot')} at a time"
+    at_once = f"at most {count(ready.job.num_slots, 'device')} at a time"
     _print_search(ready.name, ready.job.plan, at_once)
     words = words_without_secrets(ready.config["entrypoint"])
     print(f"the search runner's entrypoint: {shlex.join(words)}")
@@ -125,7 +127,7 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
     """Yield the verdict, the path of the result, and the command to train with it."""
     run, ready = search.run, search.ready
     if run.outcomes:
-        yield from terminal.result(RunView.of(run))
+        yield from terminal.describe_result(RunView.build(run))
     if run.best is None:
         return
     yield f"Configuration: {search.folder / summary.BEST_CONFIG_FILE}"

@@ -55,13 +55,13 @@ def _show(settings: ShowSettings) -> None:
         trial = _trial(run, settings.trial)
         folder = past.trials / trial.name
         told: Any = terminal.trial_to_json(run, trial, folder)
-        shown = terminal.of_trial(run, trial, folder)
+        shown = terminal.describe_trial(run, trial, folder)
     elif settings.trials:
-        told = [view.to_json() for view in RunView.of(run).trials]
-        shown = terminal.of_trials(run)
+        told = [view.to_json() for view in RunView.build(run).trials]
+        shown = terminal.list_trials(run)
     else:
-        told = {**RunView.of(run).to_json(past.folder), "state": past.state}
-        shown = terminal.of_run(run, past.folder, past.state)
+        told = {**RunView.build(run).to_json(past.folder), "state": past.state}
+        shown = terminal.describe_run(run, past.folder, past.state)
     _print(told if settings.json else None, shown)
 
 
@@ -69,10 +69,10 @@ def _compare(settings: CompareSettings) -> None:
     loaded = {str(path): past_runs.load(path) for path in settings.runs}
     if len({past.folder.resolve() for past in loaded.values()}) < len(settings.runs):
         raise UserInputError("a run is named twice", where="compare")
-    views = {name: RunView.of(past.run) for name, past in loaded.items()}
+    views = {name: RunView.build(past.run) for name, past in loaded.items()}
     folders = {name: past.folder for name, past in loaded.items()}
     told = terminal.comparison_to_json(views, folders) if settings.json else None
-    _print(told, terminal.of_comparison(views))
+    _print(told, terminal.compare_runs(views))
 
 
 def _list(settings: RunsSettings) -> None:
@@ -82,12 +82,12 @@ def _list(settings: RunsSettings) -> None:
     if not found and not unread:
         print(f"dsat: there is no run in {settings.folder or RUNS_FOLDER}", file=sys.stderr)
     told = [
-        RunView.of(past.run).to_json(past.folder)
+        RunView.build(past.run).to_json(past.folder)
         | {"state": past.state, "changed_s": past.changed_s}
         for past in found
     ]
     rows = [(str(past.folder), past.state, past.changed_s, past.run) for past in found]
-    _print(told if settings.json else None, terminal.of_runs(rows))
+    _print(told if settings.json else None, terminal.list_runs(rows))
 
 
 def _export(settings: ExportSettings) -> None:
@@ -95,7 +95,7 @@ def _export(settings: ExportSettings) -> None:
     assert settings.to is not None
     name = past.folder.resolve().name
     target = settings.output or Path(f"{name}{exports.EXPORTERS[settings.to].suffix}")
-    exports.export(RunView.of(past.run), settings.to, target, name)
+    exports.export(RunView.build(past.run), settings.to, target, name)
     _print({"output": str(target)} if settings.json else None, [str(target)])
 
 

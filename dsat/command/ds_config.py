@@ -217,9 +217,9 @@ def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> N
     shared = parallelism.of_config(config)
     if slots % shared.shared:
         raise UserInputError(
-            f"{shared.label} needs a multiple of {shared.shared} slots, and a trial has {slots}",
+            f"{shared.label} needs a multiple of {shared.shared} devices, and a trial has {slots}",
             where=where,
-            hint="Change the sizes in the configuration, or the slots of a trial.",
+            hint="Change the sizes in the configuration, or the devices of a trial.",
         )
     # `configure_zenflow` in runtime/zenflow/engine.py, 0.19.8.
     if at(config, "zero_optimization.zenflow") not in (None, AUTO):
@@ -274,8 +274,8 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
         said = ", ".join(f"{key} {value}" for key, value in given.items())
         by = f" / {SEQUENCE_SIZE}" if shared.sequence > 1 else ""
         raise UserInputError(
-            f"{said} contradict each other on {slots} slots: train_batch_size must be "
-            f"train_micro_batch_size_per_gpu x gradient_accumulation_steps x slots{by}",
+            f"{said} contradict each other on {slots} devices: train_batch_size must be "
+            f"train_micro_batch_size_per_gpu x gradient_accumulation_steps x devices{by}",
             where=where,
             hint="Correct one of them or leave it out.",
         )

@@ -167,13 +167,17 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
 
 
 def without_autotuning(words: Sequence[str]) -> list[str]:
-    """Return a command without `--autotuning tune`, DeepSpeed's own tuner, which dsat replaces."""
-    flags = [at for at, word in enumerate(words) if word == "--autotuning"]
+    """Return a command without `--autotuning tune` of DeepSpeed's launcher, which dsat replaces."""
+    names = [Path(word).name for word in words]
+    script = next((at for at, name in enumerate(names) if name.endswith(".py")), len(words))
+    if DEEPSPEED not in names[:script]:
+        return list(words)
+    flags = [at for at, word in enumerate(words[:script]) if word == "--autotuning"]
     left_out = {at + more for at in flags for more in (0, 1)}
     return [
         word
         for at, word in enumerate(words)
-        if at not in left_out and not word.startswith("--autotuning=")
+        if at not in left_out and not (at < script and word.startswith("--autotuning="))
     ]
 
 

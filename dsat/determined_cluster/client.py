@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dsat.determined_cluster import result
-from dsat.determined_cluster.job import SAID, search_tag, state_in_words
+from dsat.determined_cluster.job import SAID, describe_state, search_tag
 from dsat.determined_cluster.master import (
+    ANSWERS_AGAIN,
     OVER,
     UNREACHABLE,
     Master,
-    failure,
-    in_words,
+    describe_error,
+    describe_request,
     is_ending,
-    quiet,
+    silence_determined,
     state_name,
 )
 from dsat.determined_cluster.result import RESULT_MARK
@@ -48,10 +49,10 @@ def connect(address: str, say: Callable[[str], None]) -> Master:
     Raises:
         UserInputError: the address, the credentials or the version is not right.
     """
-    with quiet():
+    with silence_determined():
         from determined.experimental import Determined
 
-    with explained(address):
+    with explain_errors(address):
         master = Master(Determined(master=address), say)
         version = master.version()
     if version is not None and version >= FIRST_WITHOUT:
@@ -70,21 +71,21 @@ def follow(
     """Print the search runner's lines until its end.
 
     Returns:
-        The state (one of `OVER`) and the result, see `result.of_run`; empty if it printed none.
+        The state (one of `OVER`) and the result, see `result.to_json`; empty if it printed none.
     """
     shown, state, late = 0, "", 0
     while True:
-        with explained(master.address):
+        with explain_errors(master.address):
             before, state = state, master.state(experiment_id)
             lines = master.ask(lambda: _runner_lines(master, experiment_id))
         if state != before and state not in ("ACTIVE", *OVER):
-            say(f"experiment {experiment_id} is {state_in_words(state)}")
+            say(f"experiment {experiment_id} is {describe_state(state)}")
         for line in lines[shown:]:
             # This process says so itself when the master is unreachable.
-            if not line.startswith((RESULT_MARK, UNREACHABLE)):
+            if not line.startswith((RESULT_MARK, UNREACHABLE, ANSWERS_AGAIN)):
                 say(line)
         shown = max(shown, len(lines))
-        found = result.of_lines(lines) if state in OVER else {}
+        found = result.from_lines(lines) if state in OVER else {}
         if state in OVER and (found or late >= _LATE):
             return state, found
         late += state in OVER
@@ -93,7 +94,7 @@ def follow(
 
 def end_search_of(master: Master, runner_id: int) -> int | None:
     """End the experiment of a search whose runner is gone, if it still runs; return its id."""
-    with explained(master.address):
+    with explain_errors(master.address):
         found = master.find(search_tag(runner_id))
         state = "DELETED" if found is None else state_name(found.state)
         if is_ending(state):
@@ -114,7 +115,7 @@ def _runner_lines(master: Master, experiment_id: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def explained(master: str) -> Iterator[None]:
+def explain_errors(master: str) -> Iterator[None]:
     """Raise determined's errors as one line for the user."""
     from determined.common.api import errors
 
@@ -127,10 +128,10 @@ def explained(master: str) -> Iterator[None]:
             hint=f"Log in with `det -m {master} user login USER`, or set DET_USER and DET_PASS.",
         ) from error
     except errors.APIException as error:
-        raise UserInputError(f"{failure(error)}: {in_words(error)}", where=master) from error
+        raise UserInputError(describe_request(error), where=master) from error
     except (errors.BadRequestException, OSError, ValueError, KeyError) as error:
         raise UserInputError(
-            f"no Determined master answers there: {in_words(error)}",
+            f"no Determined master answers there: {describe_error(error)}",
             where=master,
             hint=f"Check DET_MASTER. {LOCAL}",
         ) from error

@@ -1,7 +1,7 @@
 """Engine over a stream of searcher events: events go in, operations come out.
 
 It has no connection of its own: the caller passes in the events (`validated`, `exited`, `closed`)
-and posts the operations. It asks the master only for a trial's log and its early end.
+and posts the operations. It asks the master only for a trial's log.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from dsat.command import ds_config
 from dsat.command.experiment import length_in_units, trial_hparams
 from dsat.determined_cluster import trial_result
-from dsat.determined_cluster.job import VARIED, Job, varied
-from dsat.determined_cluster.master import RemoteCluster
+from dsat.determined_cluster.job import VARIED, Job, varied_values
 from dsat.errors import EngineError
 from dsat.in_trial import cluster_rank
 from dsat.in_trial.meter_spec import MeterSpec
@@ -34,6 +33,7 @@ class ClusterEngine:
 
     Args:
         runner_id: experiment of the search runner; request ids derive from it and the seed.
+        read_log: returns the log of a trial, by its number in the search.
         clock: seconds, for the time that trials take.
     """
 
@@ -41,12 +41,12 @@ class ClusterEngine:
         self,
         job: Job,
         runner_id: int,
-        cluster: RemoteCluster,
+        read_log: Callable[[int], Sequence[str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._job = job
         self._runner_id = runner_id
-        self._cluster = cluster
+        self._read_log = read_log
         self._clock = clock
         self._known: set[int] = set()
         self._running: dict[int, float] = {}  # launch times
@@ -75,7 +75,7 @@ class ClusterEngine:
         meter = MeterSpec.of_trial(trial, self._job.trial, slots=self._job.plan.slots_per_trial)
         hparams = {
             **trial_hparams(self._job.hparams, trial.overrides, trial.script_args),
-            VARIED: varied(trial),
+            VARIED: varied_values(trial),
             ds_config.DSAT_MODE_KEY: True,
             ds_config.DSAT_TRIAL_KEY: cluster_rank.spec_for_hparams(
                 meter, trial.id, self._runner_id
@@ -126,7 +126,7 @@ class ClusterEngine:
         """Close a trial that completed its operation; it would go on otherwise."""
         trial_id = self._running_trial(request_id)
         if trial_id is not None:
-            self._end(trial_id, trial_result.of_metric(metric))
+            self._end(trial_id, trial_result.from_metric(metric))
             self._operations.append({CLOSE: {"requestId": request_id}})
 
     def exited(self, request_id: str, *, canceled: bool) -> None:
@@ -135,15 +135,15 @@ class ClusterEngine:
         if trial_id is None:
             return
         if canceled:
-            self._end(trial_id, trial_result.canceled())
+            self._end(trial_id, trial_result.canceled_outcome())
         else:
-            self._end(trial_id, trial_result.of_log(self._cluster.log(trial_id), failed=True))
+            self._end(trial_id, trial_result.from_log(self._read_log(trial_id), failed=True))
 
     def closed(self, request_id: str) -> None:
         """Record the end of a trial that ended by itself, without a report."""
         trial_id = self._running_trial(request_id)
         if trial_id is not None:
-            self._end(trial_id, trial_result.of_log(self._cluster.log(trial_id), failed=False))
+            self._end(trial_id, trial_result.from_log(self._read_log(trial_id), failed=False))
 
     def _running_trial(self, request_id: str) -> int | None:
         trial_id = self._trial_by_request.get(request_id)

@@ -28,6 +28,7 @@ from dsat.values.zero_strategy import of_config
 JOB_FILE = "dsat_job.json"
 MODEL_FOLDER = "model"
 PACKAGE_FOLDER = "dsat"
+LABEL = "dsat"
 RUNNER_NAME = "(DSAT) "  # before the user's own
 RUNNER_MODULE = "dsat.determined_cluster.runner"
 SAID = "[dsat] "  # in front of each line of the runner that is for the person who waits
@@ -94,7 +95,7 @@ class Job(Recorded):
         return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
-def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+def remove_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration for the job file."""
     found = {key: value for key, value in config.items() if key not in _SECRETS}
     storage = config.get(_STORAGE)
@@ -108,7 +109,7 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     return copy.deepcopy(found)
 
 
-def with_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dict[str, Any]:
+def restore_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's configuration, completed from that of the runner's own experiment."""
     kept = (runner.get(_DATA) or {}).get(_TRIALS_SECRETS)
     # The user's own wins: of the storage the runner saves more.
@@ -116,7 +117,7 @@ def with_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dict[s
 
 
 def _secrets_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `without_secrets` leaves out."""
+    """Return what `remove_secrets` leaves out."""
     found = {key: config[key] for key in _SECRETS if key in config}
     environment = config.get("environment")
     if isinstance(environment, Mapping):
@@ -134,12 +135,13 @@ def runner_config(
     if isinstance(storage, Mapping) and storage.get("save_trial_latest") == 0:
         config[_STORAGE] = {**storage, "save_trial_latest": 1}  # it is the result
     sections = {key: config.get(key) for key in _BATCH_SYSTEMS}
-    config |= {k: _on_no_slot(v) for k, v in sections.items() if isinstance(v, Mapping)}
+    config |= {k: _without_gpus(v) for k, v in sections.items() if isinstance(v, Mapping)}
     resources = dict(config.get("resources") or {})
     for key in ("max_slots", "shm_size"):
         resources.pop(key, None)
     config.update(
         name=f"{RUNNER_NAME}{user.name}",
+        labels=_labels(config, user.name),
         entrypoint=["python3", "-m", RUNNER_MODULE, JOB_FILE],
         resources={**resources, "slots_per_trial": 0},
         searcher={
@@ -165,7 +167,7 @@ def runner_config(
     return changed
 
 
-def _on_no_slot(section: Mapping[str, Any]) -> dict[str, Any]:
+def _without_gpus(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of a batch system without those about GPUs."""
     return {
         key: [  # an option's value may be the next word
@@ -180,7 +182,7 @@ def _on_no_slot(section: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def state_in_words(state: str) -> str:
+def describe_state(state: str) -> str:
     """Return a master's name for an experiment's state, for people."""
     return _STATES.get(state, state.lower())
 
@@ -197,7 +199,8 @@ def full_run_tag(runner_id: int) -> str:
 
 def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `custom` experiment of the trials; `runner` is the runner's own configuration."""
-    config = _users(job, search_tag(runner_id), runner)
+    config = _user_config(job, search_tag(runner_id), runner)
+    config["labels"] = _labels(config, job.info["name"])
     if job.max_slots is not None:
         config["resources"]["max_slots"] = job.max_slots
     config["searcher"] = {
@@ -206,9 +209,9 @@ def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[s
         "smaller_is_better": job.plan.objective.smaller_is_better,
     }
     config["hyperparameters"] = {
-        **_constants(job.hparams),
+        **_as_constants(job.hparams),
         ds_config.DSAT_MODE_KEY: True,
-        VARIED: _varied(job.plan),
+        VARIED: _varied_ranges(job.plan),
     }
     # A trial that ran out of memory would only do so again.
     config.setdefault("max_restarts", 0)
@@ -219,13 +222,18 @@ def full_run_config(
     job: Job, runner_id: int, runner: Mapping[str, Any], best: Trial
 ) -> dict[str, Any]:
     """Return the user's own experiment with the configuration of the best trial."""
-    config = _users(job, full_run_tag(runner_id), runner)
+    config = _user_config(job, full_run_tag(runner_id), runner)
     hparams = trial_hparams(job.hparams, best.overrides, best.script_args)
-    config["hyperparameters"] = _constants(hparams)
+    config["hyperparameters"] = _as_constants(hparams)
     return config
 
 
-def _constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
+def _labels(config: Mapping[str, Any], name: str) -> list[str]:
+    """Return labels by which both experiments of a search are found in the web UI."""
+    return list(dict.fromkeys([*(config.get("labels") or []), LABEL, name]))
+
+
+def _as_constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters with mappings of ours and DeepSpeed's as constants.
 
     The master would take DeepSpeed's sections with a `type` (optimizer, scheduler) for ranges.
@@ -239,8 +247,8 @@ def _constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _users(job: Job, tag: str, runner: Mapping[str, Any]) -> dict[str, Any]:
-    config = with_secrets(job.config, runner)
+def _user_config(job: Job, tag: str, runner: Mapping[str, Any]) -> dict[str, Any]:
+    config = restore_secrets(job.config, runner)
     about = config.get("description") or config.get("name", "")
     config["description"] = f"{tag} - {about}"
     slots = {"slots_per_trial": job.plan.slots_per_trial}
@@ -248,7 +256,7 @@ def _users(job: Job, tag: str, runner: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _varied(plan: Plan) -> dict[str, Any]:
+def _varied_ranges(plan: Plan) -> dict[str, Any]:
     """Return types and ranges of what varies between trials, for the plots of the web UI.
 
     They leave out constants, and a nested DeepSpeed configuration counts as one.
@@ -269,7 +277,7 @@ def _varied(plan: Plan) -> dict[str, Any]:
     }
 
 
-def varied(trial: Trial) -> dict[str, Any]:
+def varied_values(trial: Trial) -> dict[str, Any]:
     """Return a trial's values of the hyperparameters that vary, for the plots of the web UI."""
     return {
         "strategy": trial.strategy,

@@ -6,6 +6,7 @@ needs it to be installed.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
@@ -25,7 +26,7 @@ OVER = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 _LOG_LINES = 400
 _MARKS = "[dsat-"
 _LATE_LOGS_S = (0.5, 1.0, 2.0)  # the last lines may come after the end of the trial
-UNREACHABLE = "the master does not answer"
+UNREACHABLE, ANSWERS_AGAIN = "the master does not answer", "the master answers again"
 _AWAY_LIMIT_S, _ERROR_LIMIT_S = 1800.0, 120.0
 _LONGEST_PAUSE_S = 30.0
 _INTERNAL_ERROR = 500
@@ -42,7 +43,7 @@ class Master:
         self._say = say
 
     @classmethod
-    def of_task(cls, say: Callable[[str], None]) -> Master:
+    def from_task(cls, say: Callable[[str], None]) -> Master:
         """Return the session of a container that the master itself started."""
         from determined.experimental import client
 
@@ -68,7 +69,7 @@ class Master:
         return None if found is None else (int(found[1]), int(found[2]))
 
     def ask(self, request: Callable[[], T]) -> T:
-        """Return a request's answer, waiting for an unreachable master, as `patience_s` says.
+        """Return a request's answer, waiting for an unreachable master, as `retry_limit_s` says.
 
         The request must do no harm if it is made twice.
         """
@@ -76,13 +77,16 @@ class Master:
         pause_s = 1.0
         while True:
             try:
-                return request()
+                answer = request()
+                if waited_s:
+                    self._say(ANSWERS_AGAIN)
+                return answer
             except Exception as error:
-                what = failure(error)
-                if waited_s.get(what, 0.0) >= patience_s(error):
+                what = describe_failure(error)
+                if waited_s.get(what, 0.0) >= retry_limit_s(error):
                     raise
                 if what not in waited_s:
-                    self._say(f"{what} ({in_words(error)}); trying again")
+                    self._say(f"{what} ({describe_error(error)}); trying again")
             time.sleep(pause_s)
             waited_s[what] = waited_s.get(what, 0.0) + pause_s
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -93,7 +97,7 @@ class Master:
         The master reads YAML in a way of its own, in which a text `no` has to be quoted. JSON it
         reads as everybody does.
         """
-        with quiet(), tempfile.TemporaryDirectory() as above:
+        with silence_determined(), tempfile.TemporaryDirectory() as above:
             path = Path(above) / "experiment.json"
             path.write_text(json.dumps(config), encoding="utf-8")
             made = self._determined.create_experiment(path, str(folder), list(map(str, includes)))
@@ -144,6 +148,34 @@ class Master:
         found = self.ask(lambda: self._experiment(experiment_id))
         return dict(parse_yaml(found.originalConfig) or {})
 
+    def file(self, experiment_id: int, name: str) -> str:
+        """Return the text of a file in an experiment's context."""
+        from determined.common.api import bindings
+
+        body = bindings.v1GetModelDefFileRequest(path=name)
+        answer = self.ask(
+            lambda: bindings.post_GetModelDefFile(
+                self.session, body=body, experimentId=experiment_id
+            )
+        )
+        return base64.b64decode(answer.file or "").decode()
+
+    def newest_checkpoint(self, experiment_id: int) -> str | None:
+        """Return the UUID of an experiment's newest checkpoint; None if it has none."""
+        from determined.common.api import bindings
+
+        answer = self.ask(
+            lambda: bindings.get_GetExperimentCheckpoints(
+                self.session,
+                id=experiment_id,
+                limit=1,
+                sortByAttr=bindings.checkpointv1SortBy.BATCH_NUMBER,
+                orderBy=bindings.v1OrderBy.DESC,
+                states=[bindings.checkpointv1State.COMPLETED],
+            )
+        )
+        return answer.checkpoints[0].uuid if answer.checkpoints else None
+
     def _experiment(self, experiment_id: int) -> Any:
         from determined.common.api import bindings
 
@@ -157,6 +189,12 @@ class Master:
         with contextlib.suppress(errors.NotFoundException):
             self.ask(lambda: bindings.post_KillExperiment(self.session, id=experiment_id))
 
+    def cancel(self, experiment_id: int) -> None:
+        """Cancel an experiment, whose processes may come to their end."""
+        from determined.common.api import bindings
+
+        self.ask(lambda: bindings.post_CancelExperiment(self.session, id=experiment_id))
+
     def describe(self, experiment_id: int, text: str) -> None:
         """Set an experiment's description."""
         self.ask(lambda: self._determined.get_experiment(experiment_id).set_description(text))
@@ -166,38 +204,27 @@ class Master:
         return self.ask(lambda: list(self._determined.get_experiment(experiment_id).iter_trials()))
 
 
-class RemoteCluster:
-    """Trials of the custom experiment, by their numbers in the search.
+def read_trial_log(master: Master, experiment_id: int, trial_id: int) -> Sequence[str]:
+    """Return dsat's own lines, which may be far above the end, and the last lines.
 
-    Attributes:
-        experiment_id: the custom experiment, once there is one.
+    Args:
+        trial_id: number of the trial in the search.
     """
+    trials = master.trials(experiment_id)
+    trial: Any = next((each for each in trials if _id_in_search(each) == trial_id), None)
+    lines: list[str] = []
+    for pause_s in (0.0, *_LATE_LOGS_S) if trial is not None else ():
+        time.sleep(pause_s)
+        lines = master.ask(
+            lambda: [*trial.iter_logs(search_text=_MARKS), *trial.iter_logs(tail=_LOG_LINES)]
+        )
+        if any(LOG_MARK in line for line in lines):
+            break
+    return lines
 
-    experiment_id: int | None = None
 
-    def __init__(self, master: Master) -> None:
-        self._master = master
-
-    def log(self, trial_id: int) -> Sequence[str]:
-        """Return dsat's own lines, which may be far above the end, and the last lines."""
-        trial = self._trial(trial_id)
-        lines: list[str] = []
-        for pause_s in (0.0, *_LATE_LOGS_S) if trial is not None else ():
-            time.sleep(pause_s)
-            lines = self._master.ask(
-                lambda: [*trial.iter_logs(search_text=_MARKS), *trial.iter_logs(tail=_LOG_LINES)]
-            )
-            if any(LOG_MARK in line for line in lines):
-                break
-        return lines
-
-    def _trial(self, trial_id: int) -> Any:
-        assert self.experiment_id is not None
-        for trial in self._master.trials(self.experiment_id):
-            named = (trial.hparams or {}).get(DSAT_TRIAL_KEY)
-            if isinstance(named, Mapping) and named.get("id") == trial_id:
-                return trial
-        return None
+def _id_in_search(trial: Any) -> Any:
+    return ((trial.hparams or {}).get(DSAT_TRIAL_KEY) or {}).get("id")
 
 
 def state_name(state: Any) -> str:
@@ -211,7 +238,7 @@ def is_ending(state: str) -> bool:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence_determined() -> Iterator[None]:
     """Hide determined's progress bar and the warnings about its own code."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -219,7 +246,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def is_away(error: BaseException) -> bool:
+def is_unreachable(error: BaseException) -> bool:
     """Return whether an error means that the master cannot be reached, not that it refuses."""
     from determined.common.api import errors
 
@@ -231,25 +258,30 @@ def is_away(error: BaseException) -> bool:
     return isinstance(error, OSError)  # requests' own exceptions are such
 
 
-def patience_s(error: BaseException) -> float:
+def retry_limit_s(error: BaseException) -> float:
     """Return for how long to repeat a request after an error: 0 if the master refuses it."""
     if _is_internal(error):  # of a moment (a database that restarts), or a lack of slots
         return _ERROR_LIMIT_S
-    return _AWAY_LIMIT_S if is_away(error) else 0.0
+    return _AWAY_LIMIT_S if is_unreachable(error) else 0.0
 
 
 def _is_internal(error: BaseException) -> bool:
     return getattr(error, "status_code", None) == _INTERNAL_ERROR
 
 
-def failure(error: BaseException) -> str:
-    """Return what the master does, in words."""
-    if is_away(error):
+def describe_failure(error: BaseException) -> str:
+    """Return what the master does."""
+    if is_unreachable(error):
         return UNREACHABLE
     return "the master answers with an error" if _is_internal(error) else "the master refuses"
 
 
-def in_words(error: BaseException) -> str:
+def describe_request(error: BaseException) -> str:
+    """Return what the master does, and why."""
+    return f"{describe_failure(error)}: {describe_error(error)}"
+
+
+def describe_error(error: BaseException) -> str:
     """Return the reason of a failed request, without the repr of library objects."""
     link, seen = error, {id(error)}
     while True:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dsat.determined_cluster.job import Job
 from dsat.run.run import Run
 from dsat.show import summary
 from dsat.show.view import RunView
@@ -25,7 +26,7 @@ _LONGEST_PART = 3000
 _LONGEST_DESCRIPTION = 250
 
 
-def of_run(view: RunView, *, over: bool) -> dict[str, Any]:
+def to_json(view: RunView, *, over: bool) -> dict[str, Any]:
     """Return the result as `--json` prints it, without secrets."""
     found = view.to_json(Path())
     del found["run_dir"]  # it ends with the container
@@ -34,13 +35,17 @@ def of_run(view: RunView, *, over: bool) -> dict[str, Any]:
 
 
 def files(run: Run) -> dict[str, str]:
-    """Return the texts of the result files, without secrets, by their names."""
-    return {
-        name: json.dumps(values_without_secrets(json.loads(text)), indent=2) + "\n"
-        if name.endswith(".json")
-        else text
-        for name, text in summary.texts(run, None).items()
-    }
+    """Return the texts of the result files by their names.
+
+    The configuration is not among them: logs are no place for its secrets. `best_config` makes it.
+    """
+    found = summary.texts(run, None)
+    return {name: text for name, text in found.items() if name != summary.BEST_CONFIG_FILE}
+
+
+def best_config(job: Job, result: Mapping[str, Any]) -> str:
+    """Return the text of the best configuration, for a result that has a best trial."""
+    return json.dumps(job.plan.config(result["best"]["overrides"]), indent=2) + "\n"
 
 
 def to_lines(result: Mapping[str, Any]) -> list[str]:
@@ -51,7 +56,7 @@ def to_lines(result: Mapping[str, Any]) -> list[str]:
     return [f"{RESULT_MARK}{n}/{len(parts)} {part}" for n, part in enumerate(parts, start=1)]
 
 
-def of_lines(lines: Iterable[str]) -> dict[str, Any]:
+def from_lines(lines: Iterable[str]) -> dict[str, Any]:
     """Return the last whole result of a log; empty if there is none."""
     parts: list[str] = []
     result: dict[str, Any] = {}
@@ -76,7 +81,7 @@ def _unpacked(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def for_people(view: RunView) -> list[str]:
+def text_lines(view: RunView) -> list[str]:
     """Return the verdict and the best configuration; without one, the last error too."""
     if view.best is None:
         details = [each.outcome.detail for each in view.ended if each.outcome]
@@ -86,19 +91,23 @@ def for_people(view: RunView) -> list[str]:
     return [*view.verdict.lines, f"{summary.BEST_CONFIG_FILE}: {best}"]
 
 
-def description(own: str, view: RunView, *, over: bool, canceled: bool = False) -> str:
-    """Return the runner's description at its end, after the user's own."""
+def description(own: str, view: RunView, reason: str | None, *, canceled: bool = False) -> str:
+    """Return the runner's description at its end, after the user's own.
+
+    Args:
+        reason: why the search ended; None if it was canceled or ended from outside.
+    """
     found = view.verdict.headline if view.best is not None else "nothing was measured"
-    if over and view.best is None:
-        found = f"FAILED: {view.stop_reason}"
+    if reason is not None and view.best is None:
+        found = f"FAILED: {reason}"
     elif canceled:
         found = f"canceled; {found}"
-    elif not over:
-        found = f"ended from outside; {found}"
+    elif view.stop_reason is None:
+        found = f"{reason or 'ended from outside'}; {found}"
     return printable(f"{own} - {found}" if own else found)[:_LONGEST_DESCRIPTION]
 
 
-def metrics(view: RunView, *, over: bool) -> dict[str, Any]:
+def metrics(view: RunView, *, failed: bool) -> dict[str, Any]:
     """Return the last validation metrics of the runner's trial."""
-    failed = {FAILED_METRIC: int(over and view.best is None)}
-    return failed if view.best_value is None else {**failed, view.plan.metric: view.best_value}
+    found = {FAILED_METRIC: int(failed)}
+    return found if view.best_value is None else {**found, view.plan.metric: view.best_value}

@@ -18,7 +18,6 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,14 @@ from dsat.determined_cluster.engine import CLOSE, ClusterEngine, Operation
 from dsat.determined_cluster.job import SAID, Job
 from dsat.determined_cluster.master import (
     Master,
-    RemoteCluster,
-    failure,
-    in_words,
-    is_away,
+    describe_error,
+    describe_request,
     is_ending,
+    is_unreachable,
+    read_trial_log,
 )
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
-from dsat.determined_cluster.waiting import StateWatch, in_background
+from dsat.determined_cluster.waiting import StateWatch, long_poll
 from dsat.run.journal import FILE_NAME, read_events
 from dsat.run.run import Run
 from dsat.show import summary
@@ -48,7 +47,6 @@ from dsat.values.files import write_atomically
 from dsat.values.trial import Trial
 
 _EXPERIMENT_FILE = "experiment.json"
-_LOOK_EVERY_S = 0.5
 _BETWEEN_POLLS_S = 0.1  # a trial that has reported waits for the answer
 _WHILE_PAUSED_S = 1.0
 _WITHOUT_PROGRESS = ("initialOperations", "trialCreated")
@@ -73,8 +71,8 @@ class Runner:
         self._folder = folder
         self._context = context
         self._operation = operation
-        self._master = Master.of_task(say)
-        self._cluster = RemoteCluster(self._master)
+        self._master = Master.from_task(say)
+        self._experiment_id: int | None = None  # of the trials
         self._search = self._search_from([])
         self._submitted = self._master.submitted_config(runner_id)
         self._watch = StateWatch(lambda: self._master.state_now(self.experiment_id), say)
@@ -83,8 +81,8 @@ class Runner:
 
     @property
     def experiment_id(self) -> int:
-        assert self._cluster.experiment_id is not None
-        return self._cluster.experiment_id
+        assert self._experiment_id is not None
+        return self._experiment_id
 
     @property
     def _run(self) -> Run:
@@ -100,7 +98,7 @@ class Runner:
             self._load(checkpoint)
             say(f"continuing with experiment {self.experiment_id}")
         else:
-            self._cluster.experiment_id = self._find_or_create(
+            self._experiment_id = self._find_or_create(
                 jobs.search_tag(self._runner_id),
                 jobs.custom_config(self._job, self._runner_id, self._submitted),
             )
@@ -141,14 +139,12 @@ class Runner:
         Raises:
             Preempted: the runner is to leave.
         """
-        poll = in_background(self._events)
-        while True:
+
+        def check() -> None:
             if self._context.preempt.should_preempt():
                 raise Preempted
-            if futures.wait([poll], timeout=_LOOK_EVERY_S).done:
-                return poll.result()
-            if self._watch.is_idle():  # only the next request is answered at once
-                return self._events()
+
+        return long_poll(self._events, check, self._watch.is_idle)
 
     def _handle(self, event: Any) -> None:
         data = {key: value for key, value in event.to_json().items() if value is not None}
@@ -179,7 +175,11 @@ class Runner:
     # -- state
 
     def _search_from(self, events: Sequence[dict[str, Any]]) -> ClusterSearch:
-        engine = ClusterEngine(self._job, self._runner_id, self._cluster)
+        engine = ClusterEngine(
+            self._job,
+            self._runner_id,
+            lambda trial_id: read_trial_log(self._master, self.experiment_id, trial_id),
+        )
         return ClusterSearch(self._job, engine, events=events, say=say)
 
     def _save(self) -> None:
@@ -200,7 +200,7 @@ class Runner:
     def _load(self, storage_id: str) -> None:
         with self._context.checkpoint.restore_path(storage_id) as path:
             found = json.loads((path / _EXPERIMENT_FILE).read_text(encoding="utf-8"))
-            self._cluster.experiment_id = found["experiment_id"]
+            self._experiment_id = found["experiment_id"]
             events = read_events(path / FILE_NAME)
         self._search = self._search_from(events)
         self._saved_events = len(events)
@@ -245,46 +245,60 @@ class Runner:
 
     def conclude(self) -> None:
         """End because the trials' experiment is over."""
-        run, over = self._run, self._search.over
-        if over:
-            say(f"ended: {run.stop_reason}")
+        if self._search.over:
+            say(f"ended: {self._run.stop_reason}")
         else:
-            state = jobs.state_in_words(self._master.state(self.experiment_id))
+            state = jobs.describe_state(self._master.state(self.experiment_id))
             say(f"experiment {self.experiment_id} was ended from outside ({state})")
-        self._print_result()
-        self._context.train.report_validation_metrics(
-            steps_completed=len(run.outcomes), metrics=result.metrics(RunView.of(run), over=over)
-        )
-        value = run.best_value
-        self._operation.report_completed(value if value is not None else 0.0)
+        self._complete()
 
     def give_up(self, error: errors.APIException) -> None:
         """End because the master refuses a request; the trials end, too."""
-        say(f"{failure(error)}: {in_words(error)}")
-        if self._cluster.experiment_id is not None:
+        refusal = describe_request(error)
+        say(refusal)
+        if self._experiment_id is not None:
             try:
                 self._master.kill(self.experiment_id)
             except errors.APIException as refused:
-                say(f"experiment {self.experiment_id} is not ended: {in_words(refused)}")
-            self._print_result()
-        self._operation.report_completed(0.0)
+                say(f"experiment {self.experiment_id} is not ended: {describe_error(refused)}")
+        self._complete(refusal)
 
-    def _print_result(self, *, canceled: bool = False) -> None:
+    def _complete(self, refusal: str | None = None) -> None:
+        """Print and report the result.
+
+        A search that failed cancels its own experiment: a web UI would show it as completed
+        otherwise, and the master would restart a runner that fails.
+        """
+        run, value = self._run, self._run.best_value
+        failed = run.best is None and (self._search.over or refusal is not None)
+        self._print_result(refusal=refusal)
+        self._context.train.report_validation_metrics(
+            steps_completed=len(run.outcomes),
+            metrics=result.metrics(RunView.build(run), failed=failed),
+        )
+        if failed:
+            self._master.cancel(self._runner_id)
+        else:
+            self._operation.report_completed(value if value is not None else 0.0)
+
+    def _print_result(self, *, canceled: bool = False, refusal: str | None = None) -> None:
         """Print the result, or the best so far, and put it into the description."""
-        view, over = RunView.of(self._run), self._search.over
-        for line in result.for_people(view):
+        view, over = RunView.build(self._run), self._search.over
+        reason = view.stop_reason or refusal
+        for line in result.text_lines(view):
             say(line)
-        found = {**result.of_run(view, over=over), "search_experiment_id": self.experiment_id}
+        found = {**result.to_json(view, over=over), "stop_reason": reason}
+        found["search_experiment_id"] = self._experiment_id
         found["files"] = result.files(self._run)
         if self._job.run_full_experiment and over and view.best:
             try:
                 found["full_run_experiment_id"] = self._train(view.best.trial)
             except errors.BadRequestException as error:
-                say(f"the full-length training did not start: {failure(error)}: {in_words(error)}")
+                say(f"the full-length training did not start: {describe_request(error)}")
         for line in result.to_lines(found):
             print(line, flush=True)
         own = self._submitted.get("description") or ""
-        text = result.description(own, view, over=over, canceled=canceled)
+        text = result.description(own, view, reason, canceled=canceled)
         self._master.describe(self._runner_id, text)
 
     def _train(self, best: Trial) -> int:
@@ -317,16 +331,15 @@ def run_job(job: Job, folder: Path) -> None:
             runner = Runner(job, info.trial.experiment_id, folder, context, operation)
             try:
                 runner.run(info.latest_checkpoint)
+                runner.conclude()
             except Preempted:
                 runner.leave()
-                return
             except errors.BadRequestException as error:
-                if is_away(error) or not isinstance(error, errors.APIException):
-                    say(f"the search runner fails, and may be restarted: {in_words(error)}")
+                if is_unreachable(error) or not isinstance(error, errors.APIException):
+                    say(f"the search runner fails, and may be restarted: {describe_error(error)}")
                     raise  # another start may reach the master, and has another token
                 runner.give_up(error)
-                return
-            runner.conclude()
+            return
 
 
 def main(argv: Sequence[str] | None = None) -> None:

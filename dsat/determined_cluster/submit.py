@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import tempfile
 from collections.abc import Mapping
@@ -17,19 +18,21 @@ from dsat.command import experiment as experiments
 from dsat.command.entrypoint import Entrypoint
 from dsat.command.switches import is_set_by_script, is_switch
 from dsat.determined_cluster import client as clients
-from dsat.determined_cluster import job, upload
+from dsat.determined_cluster import job, result, upload
 from dsat.determined_cluster.job import Job
 from dsat.determined_cluster.master import Master
 from dsat.determined_cluster.select_master import Choice, choose
 from dsat.engines.places import AUTO
 from dsat.errors import UserInputError
 from dsat.prepare import source
+from dsat.show import summary
 from dsat.space.plan import BY_FORMULA, BY_SIMULATION
 from dsat.tuning import run_folders
 from dsat.tuning.plans import plan_of
-from dsat.tuning.preparation import check_max_slots, searcher_of_full_run
+from dsat.tuning.preparation import check_max_slots, searcher_of_full_run, with_section
 from dsat.tuning.settings import Settings
 from dsat.values.files import write_atomically
+from dsat.values.format import count
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +63,7 @@ class Submission:
     script: Path = Path()
 
     @property
-    def where(self) -> str:
+    def place(self) -> str:
         return (
             f"tuning on the Determined cluster {self.master} ({self.reason}; --engine local tunes "
             "on this machine)"
@@ -74,7 +77,7 @@ class Submitted:
     Attributes:
         experiment_id, url: of the search runner.
         state: how it ended, as the master calls it; None while it goes on.
-        result: what it found, if it came to an end: see `result.of_run`.
+        result: what it found, if it came to an end: see `result.to_json`.
         interrupted: Ctrl-C ended the following of its log, not the search.
         run_dir: the folder on this machine that holds the result files.
     """
@@ -87,14 +90,14 @@ class Submitted:
     run_dir: Path | None = None
 
     @property
-    def found(self) -> bool:
+    def has_result(self) -> bool:
         """Return whether the search came to its end and found something."""
         is_over = self.state == "COMPLETED" and bool(self.result.get("over"))
         return is_over and self.result.get("best") is not None
 
     @property
-    def why_not(self) -> str:
-        """Return why nothing was `found`, with the best so far."""
+    def failure(self) -> str:
+        """Return why there is no result, with the best so far."""
         best = self.result.get("best")
         if best is None:
             why = self.result.get("stop_reason") or "no configuration was measured"
@@ -112,7 +115,7 @@ def configured_master() -> str | None:
     return choose(AUTO, fits=True).master
 
 
-def where(settings: Settings) -> Choice:
+def select_place(settings: Settings) -> Choice:
     """Choose between a cluster and this machine.
 
     Raises:
@@ -142,10 +145,10 @@ def where(settings: Settings) -> Choice:
 def submit(ready: Submission, *, detach: bool) -> Submitted:
     """Submit the search, and follow it to its end unless `detach`."""
     master = clients.connect(ready.master, _log.info)
-    _log.info(ready.where)
+    _log.info(ready.place)
     with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
-        upload.stage(ready.files, ready.job.to_text(), Path(folder), ready.script)
-        with clients.explained(ready.master):
+        upload.lay_out(ready.files, ready.job.to_text(), Path(folder), ready.script)
+        with clients.explain_errors(ready.master):
             number = master.create(ready.config, Path(folder))
     submitted = Submitted(number, master.url(number))
     _log.info("Created experiment %d: %s", number, submitted.url)
@@ -161,7 +164,7 @@ def follow(experiment_id: int) -> Submitted:
     assert choice.master is not None
     clients.check_installed(choice.master)
     master = clients.connect(choice.master, _log.info)
-    with clients.explained(choice.master):
+    with clients.explain_errors(choice.master):
         config = master.submitted_config(experiment_id)
     if job.RUNNER_MODULE not in str(config.get("entrypoint")):
         raise UserInputError(
@@ -185,15 +188,34 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
         _log_how_to_follow(master, number)
         return replace(submitted, interrupted=True)
     if state != "COMPLETED":
-        said = job.state_in_words(state)
+        said = job.describe_state(state)
+        if found.get("best") is None and found.get("stop_reason"):
+            said = f"failed ({found['stop_reason']})"
         _log.info("experiment %d ended: %s; see %s", number, said, submitted.url)
     if not found.get("over"):
         left_over = clients.end_search_of(master, number)
         if left_over is not None:
             _log.info("ended the trials of the search, experiment %d, too", left_over)
-    files = found.pop("files", None)
-    run_dir = None if files is None else _write_files(files, name)
+    files = found.pop("files", {})
+    try:
+        with clients.explain_errors(master.address):
+            if not files:
+                _log_checkpoint(master, number)
+            elif found["best"]:
+                submitted_job = Job.from_json(json.loads(master.file(number, job.JOB_FILE)))
+                files[summary.BEST_CONFIG_FILE] = result.best_config(submitted_job, found)
+    except UserInputError as error:  # the search has ended nevertheless
+        _log.warning("%s", error)
+    run_dir = _write_files(files, name) if files else None
     return replace(submitted, state=state, result=found, run_dir=run_dir)
+
+
+def _log_checkpoint(master: Master, number: int) -> None:
+    """Name the checkpoint that has the results of a runner that could not print them."""
+    uuid = master.newest_checkpoint(number)
+    if uuid is not None:
+        det = f"det -m {master.address} checkpoint download {uuid}"
+        _log.info("Its newest checkpoint has the best configuration so far: %s", det)
 
 
 def _write_files(files: Mapping[str, str], name: str) -> Path:
@@ -223,9 +245,11 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         source.check_config_path(experiment, program)
         source.check_ranks(program, slots)
     args = program.args
-    experiment = replace(
-        experiment, arg_mappings=script_args.checked({}, args, where="--arg-mapping")
-    )
+    section, settings = with_section(settings, experiment, program.config_path)
+    for note in section.notes if section is not None else ():
+        _log.info(note)
+    _check_mappings(settings)
+    slots = settings.slots or experiment.slots_per_trial
     settings = _with_max_slots(settings, experiment, slots)
     if settings.run_full_experiment:
         _check_full_run(experiment)
@@ -237,7 +261,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         if settings.search_runner_config is None
         else experiments.read_mapping(settings.search_runner_config)
     )
-    files = upload.files(experiment.model_dir, experiment.includes)
+    files = upload.collect_files(experiment.model_dir, experiment.includes)
     upload.check_script(files, experiment.model_dir, program)
     size = upload.check_size(files)
     submitted = Job(
@@ -245,9 +269,9 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         info={
             "name": experiment.name,
             "dsat": __version__,
-            "machine": f"Determined cluster {choice.master}, {slots} slots per trial",
+            "machine": f"Determined cluster {choice.master}, {count(slots, 'slot')} per trial",
         },
-        config=job.without_secrets(experiment.config),
+        config=job.remove_secrets(experiment.config),
         hparams=experiment.hparams,
         trial=settings.trial_options(plan.own_batch.micro_batch),
         max_concurrent_trials=settings.max_concurrent_trials,
@@ -259,6 +283,17 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     )
     named = (choice.master, choice.reason, experiment.name)
     return Submission(*named, submitted, config, files, size, Path(program.script))
+
+
+def _check_mappings(settings: Settings) -> None:
+    """Raise UserInputError for flags that `dsat.get_hf_args_with_overwrites` does not set."""
+    for setting, flag in settings.arg_mappings.items():
+        if script_args.HF_BATCH_FLAGS.get(setting) != flag:
+            raise UserInputError(
+                f"trials on a cluster cannot set {flag}",
+                where=f"{settings.name_of('arg_mappings')}.{setting}",
+                hint="Leave it out, or use --engine local.",
+            )
 
 
 def _with_max_slots(settings: Settings, experiment: experiments.Experiment, slots: int) -> Settings:

@@ -25,7 +25,7 @@ _SCRIPT = (
 )
 
 
-def of_metric(metric: Any) -> Outcome:
+def from_metric(metric: Any) -> Outcome:
     """Return the outcome that a trial reported as its searcher metric."""
     found = metric.get(OUTCOME_KEY) if isinstance(metric, dict) else None
     if found is not None:
@@ -37,7 +37,7 @@ def of_metric(metric: Any) -> Outcome:
     )
 
 
-def of_log(messages: Sequence[str], *, failed: bool) -> Outcome:
+def from_log(messages: Sequence[str], *, failed: bool) -> Outcome:
     """Return the outcome of a trial that ended without a report.
 
     Args:
@@ -109,7 +109,7 @@ def _with_advice(outcome: Outcome, text: str) -> Outcome:
     )
 
 
-def canceled() -> Outcome:
+def canceled_outcome() -> Outcome:
     """Return the outcome of a trial that a person ended."""
     return Outcome(OutcomeKind.CANCELED, message="by a user of the cluster")
 

@@ -33,7 +33,7 @@ Files = Mapping[Path, Path]  # sources by their relative path in the context
 Ignore = Callable[[str, list[str]], "set[str]"]
 
 
-def files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]:
+def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]:
     """Return all that trials find in their folder, this package left out.
 
     Raises:
@@ -132,7 +132,7 @@ def _imports(source: Path) -> set[str] | None:
     return found
 
 
-def stage(found: Files, job: str, folder: Path, script: Path = Path()) -> None:
+def lay_out(found: Files, job: str, folder: Path, script: Path = Path()) -> None:
     """Lay out the search runner's context in an empty folder.
 
     Args:

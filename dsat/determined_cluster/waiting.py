@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from typing import TypeVar
 
-from dsat.determined_cluster.master import is_ending, patience_s
+from dsat.determined_cluster.master import is_ending, retry_limit_s
 from dsat.values import format as fmt
 
 T = TypeVar("T")
@@ -22,7 +23,31 @@ _WAITING = {
 }
 
 
-def in_background(ask: Callable[[], T]) -> Future[T]:
+def long_poll(
+    ask: Callable[[], T],
+    check: Callable[[], None],
+    is_idle: Callable[[], bool],
+    every_s: float = 0.5,
+) -> T:
+    """Return the answer to a request that the master may answer late.
+
+    Args:
+        ask: makes the request.
+        check: called meanwhile; raises an exception to leave without an answer.
+        is_idle: whether the experiment is paused or ended, which only a new request is told.
+    """
+    poll, was_idle = _in_background(ask), False
+    while True:
+        check()
+        if futures.wait([poll], timeout=every_s).done:
+            return poll.result()
+        idle = is_idle()
+        if idle and not was_idle:
+            poll = _in_background(ask)
+        was_idle = idle
+
+
+def _in_background(ask: Callable[[], T]) -> Future[T]:
     """Make a request in a thread that ends with the process, even if abandoned."""
     answer: Future[T] = Future()
 
@@ -61,7 +86,7 @@ class StateWatch:
             try:
                 self._enter(self._ask(), now)
             except Exception as error:
-                if not patience_s(error):
+                if not retry_limit_s(error):
                     raise
         return self._state == "PAUSED" or is_ending(self._state)
 

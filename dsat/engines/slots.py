@@ -44,7 +44,7 @@ class Slots:
         """
         free = self._room([len(slots) for slots in self._free])
         if free < self.needed * (waiting + 1) and not self.lost:
-            raise EngineError(f"a trial needs {self.needed} slots and {free} are free")
+            raise EngineError(f"a trial needs {self.needed} devices and {free} are free")
 
     def find_room(
         self, start: Start, running: Collection[Running], *, alone: bool
@@ -106,7 +106,7 @@ class Slots:
         reasons = [f"host {self._hosts[host].name}: {why}" for host, why in self.lost.items()]
         left = len(self._hosts) - len(self.lost)
         raise EngineError(
-            f"a trial needs {self.needed} slots, and {left * self._per_host} of "
+            f"a trial needs {self.needed} devices, and {left * self._per_host} of "
             f"{self._per_host * len(self._hosts)} still work ({'; '.join(reasons)}). Continue with "
             "--resume once they do."
         )

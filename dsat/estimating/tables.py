@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 from dsat.estimating import fewest_cards
+from dsat.estimating.advice import Advice, advise
 from dsat.estimating.fewest_cards import Choice
+from dsat.estimating.line import Line
 from dsat.estimating.options import EstimateSettings
 from dsat.memory import closed_form, host
 from dsat.memory.estimate import SIMULATED, MemoryEstimate
@@ -30,48 +32,12 @@ _MUCH = 0.1  # of a host's memory
 
 
 @dataclass(frozen=True)
-class Line:
-    """Memory of one strategy on a number of devices.
-
-    Attributes:
-        slots: data-parallel devices.
-        estimate: with a micro batch of one sample.
-        needed: bytes that a device must have for that.
-        host: bytes that the ranks of a host must have: to load the weights, or to train.
-        saved: bytes of these that `"pin_memory": false` saves.
-        largest: the largest micro batch, by memory of a device; 0 if none fits.
-        longest: tokens of the longest sequence of one sample, by memory of a device; empty if
-            samples are not sequences.
-    """
-
-    strategy: Strategy
-    slots: int
-    estimate: MemoryEstimate
-    needed: int
-    host: int
-    saved: int
-    largest: Mapping[int, int]
-    longest: Mapping[int, int]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "strategy": self.strategy.name,
-            "slots": self.slots,
-            "memory": self.estimate.to_json(),
-            "peak_bytes": self.needed,
-            "host_bytes": self.host,
-            "saved_without_pinning_bytes": self.saved,
-            "largest_micro_batch": {str(size): count for size, count in self.largest.items()},
-            "longest_sequence": {str(size): tokens for size, tokens in self.longest.items()},
-        }
-
-
-@dataclass(frozen=True)
 class Estimate:
     """Memory of each strategy.
 
     Attributes:
         lines: one for every strategy and number of devices.
+        advice: the fastest strategy that fits, by number of devices and their memory.
         cards: the fewest cards of each usual size.
         sequence_length: tokens of a sample; None if samples are not sequences.
     """
@@ -79,6 +45,7 @@ class Estimate:
     name: str
     model: ModelFacts
     lines: Sequence[Line]
+    advice: Sequence[Advice]
     cards: Sequence[Choice]
     sequence_length: int | None
 
@@ -93,6 +60,7 @@ class Estimate:
             "model": vars(self.model),
             "sequence_length": self.sequence_length,
             "lines": [line.to_json() for line in self.lines],
+            "advice": [each.to_json() for each in self.advice],
             "cards": [choice.to_json() for choice in self.cards],
         }
 
@@ -106,6 +74,7 @@ class Estimate:
         for slots in dict.fromkeys(line.slots for line in lines):
             text += ["", f"{fmt.count(slots, 'GPU')}:", ""]
             text += _table([line for line in lines if line.slots == slots])
+            text += _advice([each for each in self.advice if each.slots == slots])
         sources = " and ".join(dict.fromkeys(line.estimate.source for line in lines))
         text += [
             "",
@@ -163,7 +132,8 @@ def tables(model: SimulatedModel, settings: EstimateSettings) -> Estimate:
     cards = fewest_cards.fewest(
         basis, config, partial(with_strategy, config), strategies, settings.host_memory
     )
-    return Estimate(model.name, facts, lines, cards, length)
+    advice = advise(facts, config, lines, length)
+    return Estimate(model.name, facts, lines, advice, cards, length)
 
 
 def needs_simulation(config: Mapping[str, Any]) -> bool:
@@ -244,13 +214,11 @@ def _table(lines: Sequence[Line]) -> list[str]:
         ]
         for line in lines
     ]
-    first = {
-        size: next((line.strategy.label for line in lines if line.largest[size]), "none")
-        for size in sizes
-    }
-    fits = ", ".join(f"{fmt.memory(size)}: {label}" for size, label in first.items())
-    return [
-        *Table(heads, rows, numbers=heads[1:]).markdown(),
-        "",
-        f"First strategy that fits: {fits}",
-    ]
+    return Table(heads, rows, numbers=heads[1:]).markdown()
+
+
+def _advice(advice: Sequence[Advice]) -> list[str]:
+    if not advice:
+        return ["", "No strategy fits."]
+    heading = "Fastest strategy that fits, with its memory at micro batch 1:"
+    return ["", heading, *(f"- {each}" for each in advice)]

@@ -78,7 +78,7 @@ def attach(hparams: Mapping[str, Any] | None) -> Task | None:
         if _rank() == 0:
             _attached.runner = runner_watch.start(hparams[DSAT_TRIAL_KEY]["runner"])
         os.write(2, f"{ATTACHED_MARK}{_allocation()}\n".encode())
-    if not _has_switches:
+    if not _has_switches and (_attached is not None or DSAT_SWITCHES_KEY in hparams):
         _has_switches = True
         _use_switches(hparams, _attached)
     return _attached

@@ -28,8 +28,8 @@ def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
     _, ranks = rank_and_size()
     if slots and ranks != slots:
         raise InvalidTrial(
-            f"{ranks} rank{'s' if ranks > 1 else ''} on {slots} slots: let the entrypoint start a "
-            "rank for each slot, or give a trial as many slots as it starts ranks "
+            f"{ranks} rank{'s' if ranks > 1 else ''} on {slots} devices: let the entrypoint start "
+            "a rank for each device, or give a trial as many devices as it starts ranks "
             "(resources.slots_per_trial, --devices)"
         )
     if any(cls.__name__ == "PipelineModule" for cls in type(arguments.get("model")).__mro__):

@@ -143,13 +143,15 @@ def dsat_reporting_context(
     Args:
         core_context: from `determined.core.init()`.
         op: the first operation of `core_context.searcher.operations()`.
-        steps_completed: reported with the metrics; the operation's length by default.
+        steps_completed: reported with the metrics; by default the last optimizer step that every
+            trial of a search measures.
     """
     from dsat.in_trial.meter import TrialComplete
 
     task = _attach(hparams_of_this_task())
     # Outside a run there may be no operation.
-    steps = getattr(op, "length", 0) if steps_completed is None else steps_completed
+    common = getattr(op, "length", 0) if task is None else task.meter.spec.options.end_step
+    steps = common if steps_completed is None else steps_completed
     if task is not None:
         task.follow(core_context, op, steps)
     try:

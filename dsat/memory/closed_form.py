@@ -97,6 +97,8 @@ def lines(
     parts = (_stage_0, _stage_1_or_2, _stage_1_or_2, _stage_3)[setup.strategy.stage](setup)
     held = parts.resident + parts.forward
     flat = (Line(parts.flat, if_room=True),) if parts.flat else ()
+    # Activations that are there while a bucket is reduced; about as many as for a matrix product.
+    kept = facts.matmul_bytes_per_sample or facts.first_gradient_bytes_per_sample
     is_whole = setup.strategy.stage == 3 and not facts.uses_zero_init
     whole = setup.model_bytes * facts.num_params if is_whole else 0
     return {
@@ -112,20 +114,10 @@ def lines(
                 held + parts.bucket + facts.workspace_bytes, facts.first_gradient_bytes_per_sample
             ),
             Line(held + parts.gradients),
-            Line(held + parts.reduction, _kept_in_reduction(setup) if parts.reduction else 0.0),
+            Line(held + parts.reduction, kept if parts.reduction else 0.0),
         ),
         "step": (Line(parts.resident + parts.step, facts.held_bytes_per_sample),),
     }
-
-
-def _kept_in_reduction(s: Setup) -> float:
-    """Return the activations of a sample that are there while the first bucket is reduced.
-
-    Many parameters fill a bucket only in the middle of the pass, when the logits are gone.
-    """
-    if 2 * s.facts.largest_param < s.bucket:
-        return 0.0
-    return s.facts.matmul_bytes_per_sample or s.facts.first_gradient_bytes_per_sample
 
 
 def _stage_0(s: Setup) -> _Parts:

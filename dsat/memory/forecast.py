@@ -70,7 +70,7 @@ class Forecast:
                     f"{readable(self.model.host_limit_bytes)}"
                 )
             lines.append(
-                f"{branch.strategy.label}: {readable(needed)} per slot at micro batch "
+                f"{branch.strategy.label}: {readable(needed)} per device at micro batch "
                 f"{smallest}, {ending} ({shape.source})"
             )
         note = self.model.basis.note

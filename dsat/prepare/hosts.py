@@ -145,9 +145,9 @@ def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:
     hint = f"Use --devices {most} or another machine."
     if len(hosts) > 1:
         hint = (
-            f"A trial has slots of one host, or whole hosts: up to {each}, or a multiple of it up "
-            f"to {most}."
+            f"A trial has devices of one host, or whole hosts: up to {each}, or a multiple of it "
+            f"up to {most}."
         )
     raise UserInputError(
-        f"a trial needs {slots} slots, and there are {describe(hosts)}", where=where, hint=hint
+        f"a trial needs {slots} devices, and there are {describe(hosts)}", where=where, hint=hint
     )

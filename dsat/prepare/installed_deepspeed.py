@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from dsat import __version__
 from dsat.command.ds_config import AUTOTUNING, BATCH_KEYS
 from dsat.command.entrypoint import Entrypoint
 from dsat.command.experiment import OVERRIDES, Experiment
@@ -127,7 +128,7 @@ def _stamp() -> str | None:
     folder = Path(spec.origin).parent
     program = Path(__file__).parents[1] / "in_trial" / "config_check.py"
     try:
-        versions = [version(name) for name in ("deepspeed", "torch", "dsat")]
+        versions = [version("deepspeed"), version("torch"), __version__]
         files = [program, *(folder / source for source in _SOURCES)]
         return json.dumps([str(folder), versions, [file.stat().st_mtime_ns for file in files]])
     except (PackageNotFoundError, OSError):  # a stand-in, or another layout

@@ -8,6 +8,7 @@ from packaging.requirements import Requirement
 
 from dsat.errors import UserInputError
 
+DISTRIBUTION = "deepspeed-autotune"
 _EXTRA = "deepspeed"  # torch and DeepSpeed are no dependencies: they are the user's own
 TRAINING = ("torch", "deepspeed")
 
@@ -15,7 +16,7 @@ TRAINING = ("torch", "deepspeed")
 def requirements() -> list[Requirement]:
     """Return the packages that trials need, dsat's own dependencies among them."""
     try:
-        named = importlib.metadata.requires("dsat") or []
+        named = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:  # it runs from a folder
         named = list(TRAINING)
     required = map(Requirement, named)

@@ -195,7 +195,7 @@ def check_ranks(program: Entrypoint, slots: int) -> None:
     """Raise UserInputError if the entrypoint starts another number of ranks."""
     if program.slots not in (None, slots):
         raise UserInputError(
-            f"starts {program.slots} ranks, but a trial has {slots} slots",
+            f"starts {program.slots} ranks, but a trial has {slots} devices",
             where="entrypoint",
             hint="Make resources.slots_per_trial (or --devices) and the entrypoint agree.",
         )

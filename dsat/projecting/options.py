@@ -13,6 +13,7 @@ from dsat.options import (
     POSITIVE_NUMBER,
     WORD,
     Kind,
+    at_least,
     option,
 )
 from dsat.prepare.simulated_model import ModelSettings
@@ -47,6 +48,13 @@ class ProjectSettings(ModelSettings):
         metavar="GBIT",
         help="network bandwidth per GPU in Gbit/s, about 90 %% of the nominal one (default: usual "
         "hosts with these GPUs)",
+    )
+    train_batch_size: int | None = option(
+        "--train-batch-size",
+        kind=at_least(1),
+        metavar="N",
+        help="global batch of all strategies and numbers of GPUs (default: that of your DeepSpeed "
+        "configuration; without one, each strategy has its best)",
     )
     tokens: float | None = option(
         "--tokens",

@@ -43,6 +43,11 @@ class Row:
     mfu: float
 
     @property
+    def global_batch(self) -> int:
+        """Return the samples of an optimizer step on all cards."""
+        return round(self.samples_per_second * self.time.seconds)
+
+    @property
     def spread(self) -> tuple[float, float]:
         """Return the ends of the 90 % interval, as factors of the throughput."""
         return self.time.seconds / self.time.high_s, self.time.seconds / self.time.low_s
@@ -54,6 +59,7 @@ class Row:
             "cards": self.slots,
             "micro_batch": self.micro_batch,
             "gradient_accumulation_steps": self.gas,
+            "train_batch_size": self.global_batch,
             "step_s": self.time.seconds,
             "parts_s": self.time.parts,
             "samples_per_second": self.samples_per_second,
@@ -205,6 +211,10 @@ def sections(shown: Projection) -> list[tuple[str, Table]]:
 def notes(shown: Projection) -> list[str]:
     """Return the sources of the numbers, and what they do not include."""
     text = [f"Not simulated: {label}: {reason}." for label, reason in shown.failures.items()]
+    if len({row.global_batch for row in shown.best.get(shown.count, ())}) > 1:
+        text.append(
+            "Global batches differ: --train-batch-size compares all strategies at the same one."
+        )
     if shown.tokens is not None and shown.sequence_length is None:
         text.append("Time and cost are unknown, because samples are not sequences of tokens.")
     sources = "the table of cards alone; measured trials (`--from RUN`) would narrow them"
@@ -226,18 +236,19 @@ def _number(value: float) -> str:
 
 
 def _strategies(shown: Projection, rows: Sequence[Row]) -> Table:
-    heads = ["strategy", "micro batch", "throughput", "MFU", "memory per GPU"]
+    heads = ["strategy", "micro batch", "global batch", "throughput", "MFU", "memory per GPU"]
     cells = [
         [
             row.strategy.label,
             _batch(row),
+            f"{row.global_batch:,}",
             rate(row, shown.sequence_length),
             fmt.percent(row.mfu),
             fmt.memory(row.memory_bytes),
         ]
         for row in rows
     ]
-    return Table(heads, cells, numbers=heads[3:])
+    return Table(heads, cells, numbers=["global batch", *heads[4:]])
 
 
 def _batch(row: Row) -> str:
@@ -255,12 +266,14 @@ def _parts(row: Row) -> Table:
 
 
 def _scaling(shown: Projection, rows: Sequence[Row]) -> Table:
-    heads = ["GPUs", "strategy", "micro batch", "throughput", "per GPU", "MFU", "fits"]
+    heads = ["GPUs", "strategy", "micro batch", "global batch", "throughput", "per GPU", "MFU"]
+    heads.append("fits")
     cells = [
         [
             str(row.slots),
             row.strategy.label,
             _batch(row),
+            f"{row.global_batch:,}",
             rate(row, shown.sequence_length),
             _number(row.samples_per_second * (shown.sequence_length or 1) / row.slots),
             fmt.percent(row.mfu),
@@ -268,4 +281,4 @@ def _scaling(shown: Projection, rows: Sequence[Row]) -> Table:
         ]
         for row in rows
     ]
-    return Table(heads, cells, numbers=["GPUs", "per GPU", "MFU"])
+    return Table(heads, cells, numbers=["GPUs", "global batch", "per GPU", "MFU"])

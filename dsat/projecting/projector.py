@@ -7,6 +7,7 @@ table of cards (`dsat.search.cards`) and the physical model of the search.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -57,6 +58,9 @@ def project(settings: ProjectSettings) -> Projection:
     with simulate(settings) as model:
         trials = [] if past is None else past.run.trials.values()
         accumulates = any(trial.batch.gas > 1 for trial in trials)
+        if settings.train_batch_size is not None:
+            batch = {ds_config.BATCH_KEYS[0]: settings.train_batch_size}
+            model = replace(model, config={**ds_config.without_batch_sizes(model.config), **batch})
         traced = trace(model, count, choose, accumulates=accumulates)
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, card, network)
@@ -137,7 +141,7 @@ class Projector:
         """
         run, traced = past.run, self._traced
         slots, machine = run.plan.slots_per_trial, str(run.info.get("machine", ""))
-        if "cpu slot" in machine:
+        if "CPU core" in machine or "cpu slot" in machine:  # of the last release
             problem = "was measured on processor cores, which say nothing of cards"
             raise UserInputError(problem, where=str(past.folder))
         named = run.profile.device_name if run.profile else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat.memory.forecast import Forecast
@@ -80,6 +80,8 @@ class Decisions:
             trial = self.run.trials[event["trial_id"]]
             if trial.profiles:
                 self._profiling.update(trial, event["outcome"])
+            if event["outcome"].fixed_batch is not None:
+                self._searching = None  # its space has other micro batches
 
     def pop_skipped(self) -> list[str]:
         """Return, once, the names of configurations that were predicted not to fit."""
@@ -180,9 +182,20 @@ class Decisions:
             if self.plan.memory_model == BY_FORMULA:
                 assert self.run.profile is not None
                 basis = Basis.of_profile(self.run.profile, self.plan.switches)
-            space = self._profiling.space
-            self._searching = SearchPhase(self.plan, self.run, self._trials, space, basis)
+            plan = self._plan_of_search
+            space = self._profiling.make_space(plan)
+            self._searching = SearchPhase(plan, self.run, self._trials, space, basis)
         return self._searching
+
+    @property
+    def _plan_of_search(self) -> Plan:
+        """The plan, with one micro batch only if trials showed that the script feeds no other."""
+        outcomes = self.run.outcomes.values()
+        fixed = next((each.fixed_batch for each in outcomes if each.fixed_batch), None)
+        if fixed is None:
+            return self.plan
+        only = replace(self.plan, min_micro_batch=fixed, max_micro_batch=fixed)
+        return only if only.allowed_micro_batches else self.plan
 
     @property
     def stop_reason(self) -> str | None:
@@ -219,7 +232,7 @@ class Decisions:
 
     def reference_configs(self) -> list[dict[str, Any]]:
         """Return the first configuration of each searched strategy and parallelism."""
-        space, configs = self._profiling.space, []
+        space, configs = self._profiling.make_space(self.plan), []
         for branch in space.branches:
             for settings in branch.of_each_parallelism():
                 batch = space.batch(space.micro_batches[0], settings)

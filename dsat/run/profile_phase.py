@@ -45,12 +45,11 @@ class ProfilePhase:
         """Return whether the model is profiled."""
         return self.profile is not None
 
-    @property
-    def space(self) -> Space:
-        """Search space, once the model is profiled."""
+    def make_space(self, plan: Plan) -> Space:
+        """Return the search space of a plan, once the model is profiled."""
         assert self.profile is not None
         only = () if self._rung >= 0 else self._sharded
-        return strategies.make_space(self._plan, self.profile, rung=self._rung, only=only)
+        return strategies.make_space(plan, self.profile, rung=self._rung, only=only)
 
     def next_trial(self) -> Trial | None:
         """Return the trial to start next; None to wait for an outcome. It changes nothing."""

@@ -1,8 +1,7 @@
 """Linear algebra in one thread.
 
 The matrices of a search are so small that the threads of a BLAS wait for each other most of the
-time, and while they wait they keep the cores busy that trials are being measured on. Besides, sums
-in another order round differently: a search would decide otherwise on another number of cores.
+time, and while they wait they keep the cores busy that trials are being measured on.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _one_at_a_time = threading.RLock()  # the limit is the whole process's
 
 
 def in_one_thread(function: _F) -> _F:
-    """Has a function's linear algebra done by the thread that calls it."""
+    """Limit a function's linear algebra to the calling thread."""
     if _libraries is None:
         return function
 

@@ -9,10 +9,18 @@ from dsat.values.trial import Trial
 from dsat.values.zero_strategy import of_config
 
 
-def of_free_batch(run: Run) -> list[str]:
-    """Say that a global batch that is kept leaves nothing to trade."""
+def advise_batch(run: Run) -> list[str]:
+    """Say why the micro batch was not searched, and how to have it searched."""
     plan = run.plan
     own = plan.own_batch
+    fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
+    if fixed is not None:
+        flag = fixed.batch_flag or "FLAG"
+        return [
+            f"Micro batch: not searched, because the script feeds {fixed.fixed_batch} samples "
+            "whatever the configuration says. Add --arg-mapping "
+            f"train_micro_batch_size_per_gpu={flag}."
+        ]
     if plan.train_batch_size is None or not own.micro_batch == own.gas == 1:
         return []
     return [
@@ -21,7 +29,7 @@ def of_free_batch(run: Run) -> list[str]:
     ]
 
 
-def of_learning_rate(run: Run) -> list[str]:
+def advise_learning_rate(run: Run) -> list[str]:
     """Advise on the learning rate if the best global batch size differs from the user's.
 
     Square-root scaling for adaptive optimizers (Malladi et al., arXiv:2205.10287), linear scaling
@@ -43,10 +51,10 @@ def of_learning_rate(run: Run) -> list[str]:
     else:
         factor = f"{root} with an Adam-like optimizer, by {linear} with SGD"
     said = f"Learning rate: multiply it by {factor}, because the global batch changes."
-    return [said, *_of_schedule(run, ratio)]
+    return [said, *_scale_schedule(run, ratio)]
 
 
-def _of_schedule(run: Run, ratio: float) -> list[str]:
+def _scale_schedule(run: Run, ratio: float) -> list[str]:
     """Return lengths of the configuration's scheduler in steps for as many samples as before."""
     parameters = ds_config.at(run.plan.base_config, "scheduler.params") or {}
     lengths = {
@@ -63,7 +71,7 @@ def _of_schedule(run: Run, ratio: float) -> list[str]:
     return [said]
 
 
-def of_script(run: Run, best: Trial) -> list[str]:
+def advise_script(run: Run, best: Trial) -> list[str]:
     """Return how to set the switches of the script that the best needs."""
     own, found = own_switches(run), {} if run.profile is None else run.profile.switches
     warnings = run.outcomes[best.id].warnings
@@ -83,7 +91,7 @@ def of_script(run: Run, best: Trial) -> list[str]:
     return said
 
 
-def of_saving(run: Run, best: Trial) -> list[str]:
+def advise_saving(run: Run, best: Trial) -> list[str]:
     """Return how to save a model of stage 3, if the user's own stage is another."""
     if best.stage != 3 or of_config(run.plan.base_config).stage == 3:
         return []

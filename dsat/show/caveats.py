@@ -25,7 +25,7 @@ _LONGER, _ERRORS = 1.2, 3.0  # samples, and standard errors, from which on lengt
 _QUIETER = "End other programs on the machine, or measure longer (--max-measured-steps)."
 
 
-def of_run(run: Run, best: Trial, outcome: Outcome, found: Gain | None) -> Iterator[str]:
+def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) -> Iterator[str]:
     """Yield the warnings.
 
     Args:
@@ -34,32 +34,32 @@ def of_run(run: Run, best: Trial, outcome: Outcome, found: Gain | None) -> Itera
         outcome: its typical one.
         found: the gain of the finals, if they are over.
     """
-    yield from _of_faults(run, best)
-    yield from _excluded(run)
-    yield from _of_noise(run, found)
-    yield from _of_drift(run)
-    yield from _of_steps(run)
-    yield from _of_samples(run, outcome)
-    yield from _of_lengths(run, best)
-    yield from _of_optimizer(run, best)
+    yield from _warn_of_faults(run, best)
+    yield from _name_excluded(run)
+    yield from _warn_of_noise(run, found)
+    yield from _warn_of_drift(run)
+    yield from _warn_of_steps(run)
+    yield from _warn_of_samples(run, outcome)
+    yield from _warn_of_lengths(run, best)
+    yield from _warn_of_optimizer(run, best)
     if any(SEVERAL_ENGINES in each.warnings for each in run.outcomes.values()):
         yield f"{SEVERAL_ENGINES}."
 
 
-def _of_faults(run: Run, best: Trial) -> Iterator[str]:
+def _warn_of_faults(run: Run, best: Trial) -> Iterator[str]:
     """Yield warnings of known faults of DeepSpeed that the recommendation meets."""
     version, training = run.deepspeed_version, training_of(run.plan, best)
     for fault in hazards.find(version, training, hazards.GRADIENTS, hazards.SLOW):
         yield f"{fault.describe(version or '')}."
 
 
-def _excluded(run: Run) -> Iterator[str]:
+def _name_excluded(run: Run) -> Iterator[str]:
     for trial_id, why in run.disqualified.items():
         name = run.trials[trial_id].name
         yield f"{name} is excluded: on the same data it trains differently from yours. {why}."
 
 
-def _of_noise(run: Run, found: Gain | None) -> Iterator[str]:
+def _warn_of_noise(run: Run, found: Gain | None) -> Iterator[str]:
     """Yield a warning if measurements are too uncertain to compare."""
     compared = [each for each in (run.baseline, run.leader) if each]
     noise = max(0.0, *_intervals(run, compared), _median(_intervals(run, run.trials.values())))
@@ -86,7 +86,7 @@ def _median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else 0.0
 
 
-def _of_drift(run: Run) -> Iterator[str]:
+def _warn_of_drift(run: Run) -> Iterator[str]:
     """Yield a warning if the user's own configuration changed its speed during the run."""
     own = run.baseline
     first = None if own is None else run.value(own)
@@ -109,7 +109,7 @@ def _of_drift(run: Run) -> Iterator[str]:
         )
 
 
-def _of_steps(run: Run) -> Iterator[str]:
+def _warn_of_steps(run: Run) -> Iterator[str]:
     """Yield warnings if the compared measurements have work beside the usual training."""
     other = run.leader if run.best is run.baseline else run.best
     ended = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
@@ -134,7 +134,7 @@ def _of_steps(run: Run) -> Iterator[str]:
         )
 
 
-def _of_samples(run: Run, best: Outcome) -> Iterator[str]:
+def _warn_of_samples(run: Run, best: Outcome) -> Iterator[str]:
     """Yield warnings about the counting of samples, of the best and of the user's own."""
     own = None if run.baseline is None else run.outcomes.get(run.baseline.id)
     for text in dict.fromkeys([*best.warnings, *(() if own is None else own.warnings)]):
@@ -142,7 +142,7 @@ def _of_samples(run: Run, best: Outcome) -> Iterator[str]:
             yield f"{text}."
 
 
-def _of_lengths(run: Run, best: Trial) -> Iterator[str]:
+def _warn_of_lengths(run: Run, best: Trial) -> Iterator[str]:
     """Yield a warning if one of the compared configurations was fed longer samples."""
     finals, own, compared = run.finals, run.baseline, best
     if best is own and finals is not None and finals.pick is not None:
@@ -174,7 +174,7 @@ def _tokens_per_sample(outcome: Outcome | None) -> tuple[float, float]:
     return (metrics.tokens_per_second or 0.0) / metrics.throughput, facts.tokens_error
 
 
-def _of_optimizer(run: Run, best: Trial) -> Iterator[str]:
+def _warn_of_optimizer(run: Run, best: Trial) -> Iterator[str]:
     """Yield a warning if the optimizer may compute something else than in the user's own stage."""
     own = of_config(run.plan.base_config).stage
     if run.profile is None or run.profile.optimizer.by_element or bool(own) == bool(best.stage):

@@ -26,7 +26,7 @@ _REASONS = {
     **{knob.path: knob.reason for knob in KNOBS},
     MICRO_BATCH: "more samples in each forward and backward pass share its fixed costs",
     GAS: "more micro batches in each optimizer step share its costs",
-    TRAIN_BATCH: "follows from micro batch, accumulation and slots",
+    TRAIN_BATCH: "follows from micro batch, accumulation and devices",
     STAGE: "what ranks divide among them: 1 optimizer states, 2 gradients too, 3 parameters too",
     **{name: switch.reason for name, switch in SWITCHES.items()},
 }

@@ -71,7 +71,7 @@ class LiveView(Observer):
             )
             for each in view.trials[-_LAST_TRIALS:]
         ]
-        status = progress.lines(run, progress.Status.of_run(self._folder), self._trials)
+        status = progress.lines(run, progress.Status.read(self._folder), self._trials)
         lines = (view.verdict.headline, *status)
         if (cells, lines) == self._shown:
             return
@@ -87,5 +87,5 @@ class LiveView(Observer):
         """Return the view of a run, built only after a trial began or ended."""
         state = len(run.trials), len(run.outcomes)
         if self._view is None or state != self._built_at:
-            self._view, self._built_at = RunView.of(run), state
+            self._view, self._built_at = RunView.build(run), state
         return self._view

@@ -38,10 +38,10 @@ class Narrator:
 
     def result(self, run: Run, trial: Trial, outcome: Outcome) -> list[str]:
         """Return the result of a trial; of a profile trial, the model's facts."""
-        facts = [] if outcome.profile is None else _of_profile(outcome.profile)
+        facts = [] if outcome.profile is None else _describe_profile(outcome.profile)
         if facts and trial.kind is TrialKind.PROFILE:
             return facts
-        return [*facts, _of_trial(run, trial, outcome)]
+        return [*facts, _describe_trial(run, trial, outcome)]
 
     def search_began(self, run: Run, forecast: Forecast | None) -> list[str]:
         """Return the memory that each strategy needs."""
@@ -52,17 +52,17 @@ class Narrator:
         return [_DISABLED]
 
 
-def _of_profile(profile: ModelProfile) -> list[str]:
+def _describe_profile(profile: ModelProfile) -> list[str]:
     return [
         f"parameters {profile.num_params:,} (trainable {profile.trainable_params:,}), "
         f"{profile.param_bytes} bytes each in the forward pass",
-        f"memory per slot {fmt.memory(profile.slot_memory_bytes)} available, "
+        f"memory per device {fmt.memory(profile.slot_memory_bytes)} available, "
         f"activations {fmt.memory(profile.activation_bytes_per_sample)} per sample, "
         f"{profile.flops_per_sample / 1e9:.3f} GFLOP per sample (forward and backward)",
     ]
 
 
-def _of_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
+def _describe_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
     parts = [fmt.outcome(outcome, run.plan.metric)]
     if trial.predicted_bytes is not None:
         predicted, used = f"{fmt.memory(trial.predicted_bytes)} predicted", used_bytes(run, outcome)

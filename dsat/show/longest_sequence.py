@@ -70,7 +70,7 @@ def memory_warning(run: Run) -> list[str]:
         advice = f"a micro batch of {fits} is predicted to fit (--max-micro-batch {fits})"
     warning = (
         f"The best was measured with sequences of up to {measured_with.longest} tokens. With "
-        f"{length} ({source}) it is predicted to need {fmt.memory(needed(most))} per slot, more "
+        f"{length} ({source}) it is predicted to need {fmt.memory(needed(most))} per device, more "
         f"than the {fmt.memory(limit)} that there are: {advice}."
     )
     if run.plan.max_seq_length is None:

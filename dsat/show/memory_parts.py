@@ -26,7 +26,7 @@ _IN_PHASE = {
 _DEFAULT_BUCKET = 5 * 10**8  # deepspeed 0.19.8, runtime/zero/config.py: reduce_bucket_size
 
 
-def of_best(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def split_memory(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the memory of the best trial, by part and as measured.
 
     The rest is what was measured beyond the other parts: workspaces, fragments of the allocator,

@@ -54,7 +54,7 @@ def html(run: Run, folders: str, train_line: str) -> str:
 def watch_html(run: Run, folder: str) -> str:
     """Return the page of `dsat watch`, which fetches `watch_parts`."""
     script = template("watch.js")
-    return render("page.html", view=RunView.of(run), folder=folder, watch=script, plots=[])
+    return render("page.html", view=RunView.build(run), folder=folder, watch=script, plots=[])
 
 
 def watch_parts(run: Run, train_line: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _compiled(which: str) -> Any:
 @in_one_thread
 def parts(run: Run, folders: str, train_line: str) -> dict[str, Any]:
     """Return the values of the page's templates; see `html`."""
-    view = RunView.of(run)
+    view = RunView.build(run)
     model = SpeedModel.of(view)
     return {
         "view": view,
@@ -103,7 +103,7 @@ def parts(run: Run, folders: str, train_line: str) -> dict[str, Any]:
         "train_line": train_line if view.best is not None else "",
         "config": values_without_secrets(view.best_config),
         "changes": changes(view, model),
-        "plots": plots.of_run(run, view, model),
+        "plots": plots.make_plots(run, view, model),
     }
 
 

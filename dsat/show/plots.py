@@ -24,56 +24,42 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 _BEST = "#e00000"
 _MOST_BARS = 24
+_SHOWN_LIMIT = 4.0  # times the largest bar: a limit beyond that is not drawn
 _FORMATS = {"gib": ".2f", "ms": ".3~r", "minutes": ".1f"}
 _FORMATS |= dict.fromkeys(("value", "best"), ".4~s")
 _GIB = 2**30
 
 
-def of_run(run: Run, view: RunView, model: SpeedModel | None) -> list[Spec]:
+def make_plots(run: Run, view: RunView, model: SpeedModel | None) -> list[Spec]:
     """Return title, text for those who cannot see it, and specification of each plot with data.
 
     `detail` marks the plots that follow the table of trials.
     """
     first = [_throughput(view, model), _step_times(view), _memory_by_part(run)]
-    details = [_finals(run, view), _memory(run, view)]
+    details = [_finals(run, view), _memory(run, view), _best_so_far(view)]
     return [
         *(plot for plot in first if plot is not None),
         *({**plot, "detail": True} for plot in details if plot is not None),
-        *best_so_far({"": view}),
     ]
 
 
-def best_so_far(views: Mapping[str, RunView]) -> list[Spec]:
-    """Return the best value so far of runs with the same metric, over trials and over minutes."""
-    plan = next(iter(views.values())).plan
-    rows: list[dict[str, Any]] = []
-    for run, view in views.items():
-        ended = sorted(view.ended, key=lambda each: each.ended_s or 0.0)
-        best: float | None = None
-        for number, each in enumerate(ended, start=1):
-            admitted = each.value is not None and plan.admits(each.trial.batch)
-            if admitted and each.value is not None and plan.objective.is_better(each.value, best):
-                best = each.value
-            minutes = (each.ended_s or 0.0) / 60
-            row = {"trials": number, "minutes": minutes, "best": best, "name": each.trial.name}
-            rows += [] if best is None else [{**row, "run": run}]
+def _best_so_far(view: RunView) -> Spec | None:
+    """The best value of the metric over the time of the run."""
+    plan, rows = view.plan, []
+    best: float | None = None
+    for each in sorted(view.ended, key=lambda each: each.ended_s or 0.0):
+        admitted = each.value is not None and plan.admits(each.trial.batch)
+        if admitted and each.value is not None and plan.objective.is_better(each.value, best):
+            best = each.value
+        if best is not None:
+            row = {"minutes": (each.ended_s or 0.0) / 60, "best": best, "name": each.trial.name}
+            rows.append(row)
     line: Spec = {"type": "line", "interpolate": "step-after", "point": True, "color": COLOURS[0]}
     value = _metric(view, "best", f"best {plan.metric} ({fmt.unit(plan.metric)})")
-    several: Spec = {}
-    if len(views) > 1:
-        del line["color"]
-        several = {
-            "color": _nominal("run", list(views)),
-            "strokeDash": {"field": "run", "type": "nominal"},
-        }
-    plots = []
-    for over in ("trials", "minutes") if rows else ():
-        x = _number(over, "trials that ended" if over == "trials" else over)
-        encoding = {"x": x, "y": value, "tooltip": _tips("name", over, "best"), **several}
-        title = f"best {plan.metric} over {over}"
-        text = f"The best {plan.metric} that was known after so many {over}."
-        plots.append({**_plot(title, text, 200, _layer(rows, line, encoding)), "detail": True})
-    return plots
+    tips = _tips("name", "minutes", "best")
+    encoding = {"x": _number("minutes"), "y": value, "tooltip": tips}
+    title, text = f"best {plan.metric} over time", f"The best {plan.metric} measured so far."
+    return _plot(title, text, 200, _layer(rows, line, encoding)) if rows else None
 
 
 def _finals(run: Run, view: RunView) -> Spec | None:
@@ -110,7 +96,14 @@ def _throughput(view: RunView, model: SpeedModel | None) -> Spec | None:
     upper: dict[Any, Spec] = {}
     for row in map(_row, view.ranked):  # the best of each strategy and micro batch
         upper.setdefault((row["strategy"], row["micro_batch"]), row)
-    x = _number("micro_batch", "micro batch (samples per slot)", scale={"type": "log", "base": 2})
+    sizes = sorted({row["micro_batch"] for row in shown})
+    powers = [2**n for n in range(30) if sizes[0] <= 2**n <= sizes[-1]]
+    x = _number(
+        "micro_batch",
+        "micro batch (samples per device)",
+        scale={"type": "log", "base": 2},
+        axis={"values": powers if len(powers) > 1 else sizes},
+    )
     y = _metric(view)
     interval = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}
     names = sorted({str(row["strategy"]) for row in (*ran, *lost, *band)})
@@ -151,24 +144,27 @@ def _memory(run: Run, view: RunView) -> Spec | None:
     encoding = {
         "y": _bars("name"),
         "yOffset": {"field": "which"},
-        "x": _number("gib", "GiB per slot"),
+        "x": _number("gib", "GiB per device"),
         "color": _nominal("which", ["predicted", "used"]),
         "tooltip": _tips("name", "which", "gib"),
     }
-    title, text = "memory: predicted and used", "The peak of a slot; the dashed line is its limit."
-    layers = [_layer(rows, "bar", encoding), *_limit(run)]
+    title, text = (
+        "memory: predicted and used",
+        "The peak of a device; a dashed line is its limit, if it is near.",
+    )
+    layers = [_layer(rows, "bar", encoding), *_limit(run, rows)]
     return _plot(title, text, {"step": 9}, *layers) if rows else None
 
 
 def _memory_by_part(run: Run) -> Spec | None:
     """Memory of a slot in each phase by part, and a mark at the measured peak."""
-    rows, measured = memory_parts.of_best(run)
+    rows, measured = memory_parts.split_memory(run)
     if not rows:
         return None
     phase = _bars("phase")
     parts = {
         "y": phase,
-        "x": _number("gib", "GiB per slot", stack=True),
+        "x": _number("gib", "GiB per device", stack=True),
         "color": _nominal("part", memory_parts.PARTS),
         "order": _number("order"),
         "tooltip": _tips("phase", "part", "gib"),
@@ -176,13 +172,13 @@ def _memory_by_part(run: Run) -> Spec | None:
     mark = {"y": phase, "x": _number("gib"), "tooltip": _tips("phase", "what", "gib")}
     tick = {"type": "tick", "thickness": 3, "size": 24, "color": _BEST}
     return _plot(
-        "what fills the memory of a slot",
+        "what fills the memory of a device",
         "The best trial in each phase of a step: the parts by ZeRO's formula, the rest of the "
         "measured peak, and a mark at that peak.",
         {"step": 30},
         _layer(rows, "bar", parts, name="parts"),
         _layer(measured, tick, mark, name="measured"),
-        *_limit(run),
+        *_limit(run, measured),
     )
 
 
@@ -244,12 +240,14 @@ def _layer(rows: Rows, mark: str | Spec, encoding: Spec, name: str | None = None
     return layer if name is None else {"name": name, **layer}
 
 
-def _limit(run: Run) -> list[Spec]:
-    if run.profile is None:
+def _limit(run: Run, rows: Rows) -> list[Spec]:
+    """Return a line at the memory of a slot, unless the bars would be tiny beside it."""
+    limit = None if run.profile is None else _gib(run.profile.slot_memory_bytes)
+    if limit is None or _SHOWN_LIMIT * max((row["gib"] for row in rows), default=0.0) < limit:
         return []
     mark = {"type": "rule", "strokeDash": [6, 4], "color": _BEST, "strokeWidth": 2}
     encoding = {"x": _number("gib"), "tooltip": _tips("what", "gib")}
-    return [_layer([{"gib": _gib(run.profile.slot_memory_bytes), "what": "limit"}], mark, encoding)]
+    return [_layer([{"gib": limit, "what": "limit"}], mark, encoding)]
 
 
 def _number(field: str, title: str | None = None, **more: Any) -> Spec:

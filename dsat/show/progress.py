@@ -43,7 +43,7 @@ class Status(Recorded):
         write_atomically(folder / STATUS_FILE, json.dumps(self.to_json()))
 
     @classmethod
-    def of_run(cls, folder: Path) -> Status | None:
+    def read(cls, folder: Path) -> Status | None:
         """Return the status in a run's folder; None if there is none."""
         try:
             return cls.from_json(json.loads((folder / STATUS_FILE).read_text(encoding="utf-8")))
@@ -56,7 +56,7 @@ def lines(run: Run, status: Status | None, trials: Path) -> list[str]:
     found = [f"{len(run.outcomes)} of at most {run.most_trials} trials"]
     if status is not None:
         begun = sum((trials / trial.name).exists() for trial in run.running)
-        found.append(f"{begun * run.plan.slots_per_trial} of {status.num_slots} slots busy")
+        found.append(f"{begun * run.plan.slots_per_trial} of {status.num_slots} devices busy")
         if status.outlook is not None:
             found.append(_outlook_line(run, status.outlook))
     left = time_left(run, 1 if status is None else status.at_once)
@@ -66,7 +66,7 @@ def lines(run: Run, status: Status | None, trials: Path) -> list[str]:
 def doing(trial_folder: Path) -> str:
     """Return the state of a running trial, which gets its folder together with its slots."""
     if not trial_folder.exists():
-        return "waits for slots"
+        return "waits for devices"
     steps = read_steps(trial_folder)
     if steps is not None:
         return f"step {steps}"

@@ -12,6 +12,10 @@ from dsat.options import PATH, WORD, at_least, check_together, option
 from dsat.show.exports import EXPORTERS
 
 _RUN = "folder of a run, or its name in dsat_runs"
+_RUN_OR_EXPERIMENT = (
+    f"{_RUN} (default: the newest), or the number of the search runner's experiment on a "
+    "Determined cluster"
+)
 _NEWEST = {"nargs": "?", "metavar": "RUN", "help": f"{_RUN} (default: the newest)"}
 
 
@@ -118,7 +122,7 @@ class WatchSettings(ReadOnlySettings):
     """
 
     summary = "serve the report of a run as a page that refreshes itself"
-    argument = ("run", _NEWEST)
+    argument = ("run", {**_NEWEST, "help": _RUN_OR_EXPERIMENT})
     run: Path | None = None
     port: int | None = option(
         "--port", kind=at_least(1), metavar="N", help="port to listen on (default: a free one)"

@@ -32,10 +32,12 @@ def milliseconds(metrics: Metrics) -> tuple[float, ...]:
 def advice(run: Run) -> list[str]:
     """Return a sentence for each large part of a step, with its remedy and the measured gain."""
     own, best = _metrics(run, run.baseline), _metrics(run, run.best)
-    return [] if best is None else [*_of_data(run, own or best, best), *_of_optimizer(run, best)]
+    if best is None:
+        return []
+    return [*_advise_on_data(run, own or best, best), *_advise_on_optimizer(run, best)]
 
 
-def _of_data(run: Run, own: Metrics, best: Metrics) -> Iterator[str]:
+def _advise_on_data(run: Run, own: Metrics, best: Metrics) -> Iterator[str]:
     """Name the wait for data: of the user's own step, and if it is still there of the best's."""
     names = dict.fromkeys(name for trial in run.trials.values() for name in trial.script_args)
     tried = [name for name in names if _WORKERS in name]
@@ -65,7 +67,7 @@ def _more_workers(tried: Sequence[str]) -> str:
     )
 
 
-def _of_optimizer(run: Run, best: Metrics) -> Iterator[str]:
+def _advise_on_optimizer(run: Run, best: Metrics) -> Iterator[str]:
     """Name a large optimizer step on the host."""
     assert run.best is not None
     share, strategy = best.step / best.latency, of_config(run.plan.config(run.best.overrides))
@@ -75,7 +77,7 @@ def _of_optimizer(run: Run, best: Metrics) -> Iterator[str]:
     bound = f"{BIND_CORES} gave {gains[True]:.2f}x; " if True in gains else ""
     yield (
         f"Time: {fmt.percent(share)} of the best step is the optimizer step on the host: {bound}"
-        "more slots share it, and more gradient accumulation makes it rarer."
+        "more devices share it, and more gradient accumulation makes it rarer."
     )
 
 

@@ -26,7 +26,7 @@ def texts(run: Run, train_line: str | None) -> dict[str, str]:
     Args:
         train_line: a command that trains with the best configuration, if one is known.
     """
-    view, outcome = RunView.of(run), run.best_outcome
+    view, outcome = RunView.build(run), run.best_outcome
     found = {}
     if view.best is not None:
         assert outcome is not None and outcome.metrics is not None

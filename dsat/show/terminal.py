@@ -77,7 +77,7 @@ def _width(table: Table) -> int:
     return 1 + sum(3 + width for width in folded)
 
 
-def result(view: RunView) -> list[Part]:
+def describe_result(view: RunView) -> list[Part]:
     """Return the verdict of a run, its facts and its stages."""
     stages: list[Part] = [view.stage_table()] if view.stages else []
     headline, *others = map(Text, view.verdict.lines)
@@ -85,26 +85,26 @@ def result(view: RunView) -> list[Part]:
     return [headline, *others, *stages, *map(Text, view.facts)]
 
 
-def of_run(run: Run, folder: Path, state: str) -> list[Part]:
+def describe_run(run: Run, folder: Path, state: str) -> list[Part]:
     """Return the summary of a run."""
-    view = RunView.of(run)
+    view = RunView.build(run)
     files = [folder / name for name in (summary.BEST_CONFIG_FILE, "report.html")]
     return [
         Text(f"{view.title} in {folder} ({state})"),
-        *result(view),
+        *describe_result(view),
         *(str(path) for path in files if path.exists()),
     ]
 
 
-def of_trials(run: Run) -> list[Part]:
+def list_trials(run: Run) -> list[Part]:
     """Return the table of all trials."""
-    view = RunView.of(run)
+    view = RunView.build(run)
     return [view.trial_table() if view.trials else Text("No trial has begun.")]
 
 
-def of_trial(run: Run, trial: Trial, folder: Path) -> list[Part]:
+def describe_trial(run: Run, trial: Trial, folder: Path) -> list[Part]:
     """Return everything about one trial."""
-    view, batch, slots = TrialView.of(run, trial), trial.batch, run.plan.slots_per_trial
+    view, batch, slots = TrialView.build(run, trial), trial.batch, run.plan.slots_per_trial
     groups = batch.parallelism.groups(slots)
     stage = fmt.strategy(trial.strategy)
     lines = [
@@ -115,13 +115,13 @@ def of_trial(run: Run, trial: Trial, folder: Path) -> list[Part]:
     ]
     found: list[Part] = [*map(Text, lines)]
     if view.outcome is not None:
-        found += _of_outcome(run, view, view.outcome)
+        found += _describe_outcome(run, view, view.outcome)
     return [*found, *_tails(folder)]
 
 
 def trial_to_json(run: Run, trial: Trial, folder: Path) -> dict[str, Any]:
     """Return everything about one trial for programs."""
-    view = TrialView.of(run, trial)
+    view = TrialView.build(run, trial)
     memory = None if view.outcome is None else view.outcome.memory
     return {
         **view.to_json(),
@@ -133,7 +133,7 @@ def trial_to_json(run: Run, trial: Trial, folder: Path) -> dict[str, Any]:
     }
 
 
-def of_comparison(views: Views) -> list[Part]:
+def compare_runs(views: Views) -> list[Part]:
     """Return two or more runs side by side."""
     columns = [_column(view) for view in views.values()]
     rows = [(key, *(column[key] for column in columns)) for key in columns[0]]
@@ -161,7 +161,7 @@ def comparison_to_json(views: Views, folders: Mapping[str, Path]) -> dict[str, A
     }
 
 
-def of_runs(rows: Sequence[tuple[str, str, float, Run]]) -> list[Part]:
+def list_runs(rows: Sequence[tuple[str, str, float, Run]]) -> list[Part]:
     """Return a list of runs.
 
     Args:
@@ -170,7 +170,7 @@ def of_runs(rows: Sequence[tuple[str, str, float, Run]]) -> list[Part]:
     headings = ("run", "state", "method", "trials", "best", "gain", "last change")
     cells = []
     for name, state, changed_s, run in rows:
-        view = RunView.of(run)
+        view = RunView.build(run)
         trials = f"{len(view.ended)} of {run.most_trials}"
         best = fmt.metric(view.plan.metric, view.best_value)
         when = datetime.datetime.fromtimestamp(changed_s).strftime("%Y-%m-%d %H:%M")
@@ -178,7 +178,7 @@ def of_runs(rows: Sequence[tuple[str, str, float, Run]]) -> list[Part]:
     return [Table(headings, cells)]
 
 
-def _of_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[Part]:
+def _describe_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[Part]:
     found: list[Part] = [Text(f"took {fmt.duration(outcome.duration_s)}")]
     found += [Text(f"warning: {text}") for text in outcome.warnings]
     if outcome.metrics is not None:
@@ -186,7 +186,7 @@ def _of_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[Part]:
     found.append(Text("configuration, where it differs from yours:"))
     found.append(Table(("setting", "yours", "here"), _changes(run, view.trial)))
     predicted = fmt.memory(view.trial.predicted_bytes)
-    found.append(Text(f"memory of a slot, predicted: {predicted}"))
+    found.append(Text(f"memory of a device, predicted: {predicted}"))
     memory = outcome.memory
     if memory is not None and memory.by_phase:
         columns = (memory.allocated_bytes, memory.reserved_bytes, memory.host_rss_bytes)
@@ -242,7 +242,7 @@ def _column(view: RunView) -> dict[str, str]:
         "method": view.plan.method,
         "metric": view.plan.metric,
         "machine": str(view.info.get("machine", "-")),
-        "slots of a trial": str(view.plan.slots_per_trial),
+        "devices of a trial": str(view.plan.slots_per_trial),
         "trials": str(len(view.ended)),
         "out of memory": str(
             sum(v.outcome is not None and v.outcome.kind.is_out_of_memory for v in view.trials)
@@ -270,7 +270,7 @@ def _caveats(views: Views) -> list[str]:
         "They ran on different machines.": _recorded(views, "machine"),
         "They ran with different software.": _recorded(views, "software"),
         "They ran different scripts, or the script changed.": _recorded(views, "script_digest"),
-        "Their trials had different numbers of slots.": {plan.slots_per_trial for plan in plans},
+        "Their trials had different numbers of devices.": {plan.slots_per_trial for plan in plans},
         "They started from different configurations.": {
             repr(sorted(flat(plan.base_config).items())) for plan in plans
         },

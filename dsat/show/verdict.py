@@ -46,7 +46,7 @@ class GainView:
     finals: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, run: Run) -> GainView:
+    def build(cls, run: Run) -> GainView:
         """Return the gain of a run as it is now."""
         found, once, finals = gain(run), search_gain(run), _finals_json(run)
         own = None if run.baseline is None else final_value(run, run.baseline)
@@ -99,15 +99,15 @@ def verdict(run: Run) -> Verdict:
         " ".join(_confidence(run, best)),
         (
             *_batch_advice(run, best),
-            *advice.of_free_batch(run),
-            *advice.of_learning_rate(run),
-            *advice.of_script(run, best),
-            *advice.of_saving(run, best),
+            *advice.advise_batch(run),
+            *advice.advise_learning_rate(run),
+            *advice.advise_script(run, best),
+            *advice.advise_saving(run, best),
             *step_parts.advice(run),
         ),
         (
-            *_of_failures(run),
-            *caveats.of_run(run, best, outcome, gain(run)),
+            *_describe_failures(run),
+            *caveats.find_caveats(run, best, outcome, gain(run)),
             *([f"{ZERO_INIT}."] if ZERO_INIT in outcome.warnings else []),
             *memory_warning(run),
         ),
@@ -158,12 +158,12 @@ def _without_best(run: Run) -> Verdict:
     first = next((i for i, outcome in run.outcomes.items() if not outcome.ok), None)
     if first is None:
         return Verdict("No configuration ran.")
-    how = fmt.outcome(run.outcomes[first], run.plan.metric)
+    how = fmt.outcome(run.outcomes[first], run.plan.metric).rstrip(".")
     return Verdict("No configuration ran.", warnings=(f"{run.trials[first].name} failed: {how}.",))
 
 
 def _headline(run: Run, best: Trial) -> str:
-    gained, metric = GainView.of(run), run.plan.metric
+    gained, metric = GainView.build(run), run.plan.metric
     value = fmt.metric(metric, run.best_value, digits=3)
     if best is run.baseline:
         if run.stop_reason is None and not run.paused and not _searched(run):
@@ -213,7 +213,7 @@ def _searched(run: Run) -> list[Outcome]:
     return [o for i, o in run.outcomes.items() if run.trials[i].kind is TrialKind.SEARCH]
 
 
-def _of_failures(run: Run) -> list[str]:
+def _describe_failures(run: Run) -> list[str]:
     """Return what most trials of a search failed with, where none of it ran."""
     searched = _searched(run)
     if not searched or any(outcome.ok for outcome in searched):

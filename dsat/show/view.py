@@ -46,7 +46,7 @@ class TrialView:
     ended_at_s: float | None
 
     @classmethod
-    def of(cls, run: Run, trial: Trial, *, is_best: bool | None = None) -> TrialView:
+    def build(cls, run: Run, trial: Trial, *, is_best: bool | None = None) -> TrialView:
         """Return the view of one trial of a run; `is_best` spares the question to the run."""
         outcome = run.outcomes.get(trial.id)
         unfinished = "interrupted" if run.paused else "running"
@@ -145,12 +145,12 @@ class RunView:
     warnings: tuple[str, ...]
 
     @classmethod
-    def of(cls, run: Run) -> RunView:
+    def build(cls, run: Run) -> RunView:
         """Return the view of a run as it is now."""
         best, own = run.best, run.baseline
         warnings = dict.fromkeys(w for o in run.outcomes.values() for w in o.warnings)
         trials = {
-            trial_id: TrialView.of(run, trial, is_best=trial is best)
+            trial_id: TrialView.build(run, trial, is_best=trial is best)
             for trial_id, trial in run.trials.items()
         }
         return cls(
@@ -165,7 +165,7 @@ class RunView:
             best_value=run.best_value,
             best_config=best_config(run),
             baseline=None if own is None else trials[own.id],
-            gain=GainView.of(run),
+            gain=GainView.build(run),
             verdict=verdict(run),
             facts=tuple(_facts(run)),
             warnings=tuple(warnings),

@@ -102,7 +102,7 @@ def _state(folder: Path, known: str) -> dict[str, Any]:
     """Return the status line, and the report if it changed since the version `known`."""
     version = _version(folder)
     past = _load(folder, version)
-    status = progress.Status.of_run(past.folder)
+    status = progress.Status.read(past.folder)
     found = {"status": _status_line(past, status), "version": str(version)}
     if known == found["version"]:
         return found

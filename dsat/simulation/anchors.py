@@ -20,9 +20,9 @@ from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import of_config
 
 _log = logging.getLogger(__name__)
-# For the script to reach its first step, and for each simulation.
+# For the script to reach its first step, and processor time of each simulation.
 TIMEOUT_S = 180.0
-_FASTER = f" (each is given up after {TIMEOUT_S:g} s; --memory-model formula needs none)"
+_FASTER = f" (at most {TIMEOUT_S:g} s of processor time each; --memory-model formula needs none)"
 # Factor of the formula's room beyond which nothing has to be simulated.
 _PLENTY = 4.0
 # Micro batches beyond it give no better prediction.

@@ -57,7 +57,7 @@ class Simulator:
         engine: runs the script.
         as_cpu: trials run on a CPU.
         script_args: switches of the script.
-        timeout_s: for the script to reach its first step, and for each simulation.
+        timeout_s: for the script to reach its first step, and processor time of each simulation.
         workspace_bytes: what cuBLAS takes on the device while it multiplies; by default as much as
             on the devices where it is most, and nothing on a CPU.
         model_switches: of the model that the script has built (`gradient_checkpointing`); those
@@ -228,7 +228,7 @@ class Simulator:
 
     @property
     def _patience_s(self) -> float:
-        return self._timeout_s + _PATIENCE_S
+        return protocol.WALL_FACTOR * self._timeout_s + _PATIENCE_S
 
     def _receive(self) -> dict[str, Any]:
         self._socket.settimeout(self._patience_s)

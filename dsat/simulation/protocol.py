@@ -20,6 +20,7 @@ SOCKET_TYPE = socket.SOCK_SEQPACKET
 # three quarters of its buffer (208 KiB by default) are free.
 _PART_BYTES = 2**15
 _MORE, _LAST = b"+", b"."
+WALL_FACTOR = 5  # seconds on the clock in which a simulation may use one of its processor time
 
 
 class Question(NamedTuple):

@@ -303,8 +303,8 @@ KNOBS = (
             **_ON_REQUEST,
         )
         for key, reason in (
-            (TENSOR_SIZE, "slots that divide each layer save memory, and pass its activations"),
-            (SEQUENCE_SIZE, "slots that divide each sequence make longer ones fit"),
+            (TENSOR_SIZE, "devices that divide each layer save memory, and pass its activations"),
+            (SEQUENCE_SIZE, "devices that divide each sequence make longer ones fit"),
         )
     ),
     # What follows changes what is computed, or depends on what the script does: see `unasked`.

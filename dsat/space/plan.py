@@ -16,7 +16,7 @@ from dsat.values.objective import Objective
 
 # Names in messages of the fields that no single option decides.
 _LABELS = {
-    "slot_memory_bytes": "slot memory",
+    "slot_memory_bytes": "device memory",
     "seed": "random seed",
     "tune": "search",
     "fix": "keep",
@@ -27,7 +27,7 @@ _LABELS = {
     "search_options": "option of the search",
     "switches": "the script's switch",
     "defaults": "DeepSpeed's default of",
-    "offload_helps": "slots with memory of their own",
+    "offload_helps": "devices with memory of their own",
     "measured.program": "program (a digest of entrypoint, hyperparameters and argument mappings)",
     "measured.steps": "profile steps (start, end, most)",
     "measured.device": "device",

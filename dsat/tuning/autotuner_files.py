@@ -37,7 +37,7 @@ def write_files(run: Run, results_dir: Path, exps_dir: Path | None, command: str
     Raises:
         UserInputError: a folder cannot be made or written into.
     """
-    view = RunView.of(run)
+    view = RunView.build(run)
     files = {results_dir / SUMMARY_FILE: summary_text(view)}
     if view.best_config is not None:
         files[results_dir / OPTIMAL_CONFIG_FILE] = json.dumps(view.best_config, indent=2) + "\n"

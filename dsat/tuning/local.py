@@ -25,8 +25,7 @@ from dsat.run.run import Run
 from dsat.run.tuner import Tuner
 from dsat.show.progress import Status
 from dsat.simulation import anchors
-from dsat.space.plan import Plan
-from dsat.tuning import run_folders, train_command
+from dsat.tuning import plans, run_folders, train_command
 from dsat.tuning.observers import FileKeeper, Logger, write_files
 from dsat.tuning.preparation import Prepared
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -186,8 +185,8 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
             f"note: {plan.metric} is a time per optimizer step, which small batches make short; "
             "add --train-batch-size to compare like with like"
         )
-    if plan.train_batch_size is not None and "train_batch_size" not in ready.settings.given:
-        yield f"note: {_kept_batch(plan)}"
+    if note := plans.kept_batch(ready.settings, plan):
+        yield f"note: {note}"
     changed = history.difference(run, plan, ready.info)
     if changed is not None:
         yield (
@@ -196,20 +195,6 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
         )
     if ready.section is not None:
         yield from (f"note: {note}" for note in ready.section.notes)
-
-
-def _kept_batch(plan: Plan) -> str:
-    """Tell that the global batch is kept, and what another would allow."""
-    own, size = plan.own_batch, plan.train_batch_size
-    if own.micro_batch == own.gas == 1:
-        return (
-            f"your global batch of {size} is one sample per device, without accumulation: nothing "
-            "can be traded. --train-batch-size any also searches larger micro batches"
-        )
-    return (
-        f"the search keeps your global batch of {size}. --train-batch-size any also searches "
-        "others, which change the training"
-    )
 
 
 def local_engine(ready: Prepared, folder: Path) -> LocalEngine:

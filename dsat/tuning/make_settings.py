@@ -61,10 +61,10 @@ def make_settings(
         UserInputError: values do not go together.
     """
     left = dict(values)
-    command = tuple(without_autotuning(left.get("command", ())))
-    if command != tuple(left.get("command", ())):
+    command = left.get("command", ())
+    left["command"] = tuple(without_autotuning(command))
+    if left["command"] != tuple(command):
         _log.info("note: --autotuning is left out of your command: dsat tunes in its place")
-        left["command"] = command
     method = left.get("method", DEFAULT_METHOD)
     if method not in SEARCHES:
         raise UserInputError(
@@ -74,7 +74,7 @@ def make_settings(
     of_methods = {own.keyword for name in SEARCHES for own in options_of_search(name).values()}
     of_method = {own.keyword: name for name, own in options_of_search(method).items()}
     own = {name: one.initial for name, one in options_of_search(method).items()}
-    for keyword in of_methods & left.keys():
+    for keyword in sorted(of_methods & left.keys()):
         value = left.pop(keyword)
         if keyword not in of_method:
             raise UserInputError(

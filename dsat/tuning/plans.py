@@ -229,7 +229,7 @@ def check_micro_batches(rule: BatchRule) -> None:
     if rule.allowed_micro_batches:
         return
     if rule.train_batch_size is not None and not rule.micro_batches:
-        of_slots = " times the slots" if rule.slots_per_trial == 1 else ""
+        of_slots = " times the devices" if rule.slots_per_trial == 1 else ""
         raise UserInputError(
             f"{rule.train_batch_size} cannot be reached with {_groups(rule)} and the micro batches "
             "that --divisible-by, --min-micro-batch and --max-micro-batch allow",
@@ -246,7 +246,9 @@ def check_micro_batches(rule: BatchRule) -> None:
 def _groups(rule: BatchRule) -> str:
     if rule.data_parallel:
         return f"a data-parallel size of {rule.data_parallel}"
-    return "any number of slots" if rule.slots_per_trial == 1 else f"{rule.slots_per_trial} slots"
+    return (
+        "any number of devices" if rule.slots_per_trial == 1 else f"{rule.slots_per_trial} devices"
+    )
 
 
 def switches_of(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:
@@ -264,3 +266,19 @@ def _nvme_path(config: Mapping[str, Any]) -> str | None:
         if isinstance(given, Mapping) and given.get("nvme_path"):
             return str(given["nvme_path"])
     return None
+
+
+def kept_batch(settings: Settings, plan: Plan) -> str:
+    """Say that the global batch is kept unasked, and what another would allow; else nothing."""
+    own, size = plan.own_batch, plan.train_batch_size
+    if size is None or "train_batch_size" in settings.given:
+        return ""
+    if own.micro_batch == own.gas == 1:
+        return (
+            f"your global batch of {size} is one sample per device, without accumulation: nothing "
+            "can be traded. --train-batch-size any also searches larger micro batches"
+        )
+    return (
+        f"the search keeps your global batch of {size}. --train-batch-size any also searches "
+        "others, which change the training"
+    )

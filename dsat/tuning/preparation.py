@@ -110,7 +110,7 @@ def _prepare(
     if orphans := leftovers.end_orphans():
         _log.info("ended %d processes that an earlier dsat has left", len(orphans))
     source, first = sources.read(settings), None
-    section, settings = _with_section(settings, source)
+    section, settings = with_section(settings, source.experiment, source.program.config_path)
     engine = settings.engine
     if engine == places.AUTO:
         engine = places.detect(Environment(os.environ, dict(source.program.launch.hosts)))
@@ -131,7 +131,7 @@ def _prepare(
     elif is_recorded or source.unknown:
         source = source.with_known_start(settings.trial_timeout_s, settings.slots)
     if section is None:  # the run of the command may have shown one
-        section, settings = _with_section(settings, source)
+        section, settings = with_section(settings, source.experiment, source.program.config_path)
     _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
     with slow.logged(_log, "looking at the accelerators"):
@@ -200,10 +200,15 @@ def _check_mappings(settings: Settings, program: Entrypoint) -> dict[str, str]:
     return script_args.checked(settings.arg_mappings, program.args, where=where)
 
 
-def _with_section(settings: Settings, source: Source) -> tuple[Section | None, Settings]:
-    """Read the `autotuning` section, and return the settings with its defaults."""
-    experiment = source.experiment
-    where = source.program.config_path or experiment.ds_config_name
+def with_section(
+    settings: Settings, experiment: Experiment, config_path: str | None
+) -> tuple[Section | None, Settings]:
+    """Read the `autotuning` section, and return the settings with its defaults.
+
+    Args:
+        config_path: of the DeepSpeed configuration in the user's command, if it names one.
+    """
+    where = config_path or experiment.ds_config_name
     section = autotuning_section.read(experiment.ds_config, where=where)
     if section is None:
         return None, settings

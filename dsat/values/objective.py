@@ -31,7 +31,7 @@ class Metric:
 
 METRICS: Mapping[str, Metric] = {
     "FLOPS_per_gpu": Metric(
-        "FLOP/s per slot",
+        "FLOP/s per device",
         larger_is_better=True,
         has_interval=True,
         has_prefix=True,

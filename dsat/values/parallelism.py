@@ -51,8 +51,8 @@ class Parallelism:
     def groups(self, slots: int) -> str:
         """For people: `8 slots`, or `4 groups of 2 slots (tensor parallel 2)`."""
         if self.shared == 1:
-            return f"{slots} slots"
-        return f"{self.data(slots)} groups of {self.shared} slots ({self.label})"
+            return f"{slots} devices"
+        return f"{self.data(slots)} groups of {self.shared} devices ({self.label})"
 
     def data(self, slots: int) -> int:
         """Return the data-parallel size: groups of slots that have samples of their own."""

@@ -101,6 +101,22 @@ def experiment_trials(master: Master, request: Request) -> Answer:
     return _page(request, "trials", [views.trial(master.cluster, each) for each in trials])
 
 
+def file_of_context(master: Master, request: Request) -> Answer:
+    """Return one file of what was uploaded."""
+    model_def = master.cluster.experiment(request.id()).model_def
+    with tarfile.open(fileobj=io.BytesIO(model_def), mode="r:gz") as archive:
+        file = archive.extractfile(request.body["path"])
+        assert file is not None
+        return {"file": base64.b64encode(file.read()).decode()}
+
+
+def experiment_checkpoints(master: Master, request: Request) -> Answer:
+    """Return checkpoints, the newest first, whatever order is asked for."""
+    trials = master.cluster.experiment(request.id()).all_trials.values()
+    rows = [each for trial in trials for each in master.cluster.checkpoints_of(trial)]
+    return _page(request, "checkpoints", rows[::-1])
+
+
 def get_trial(master: Master, request: Request) -> Answer:
     return {"trial": views.trial(master.cluster, master.cluster.trial(request.id()))}
 
@@ -162,6 +178,8 @@ ROUTES = [
     Route("POST", "/api/v1/experiments/{id}/pause", _PAUSE),
     Route("POST", "/api/v1/experiments/{id}/activate", _ACTIVATE),
     Route("GET", "/api/v1/experiments/{id}/trials", experiment_trials),
+    Route("GET", "/api/v1/experiments/{id}/checkpoints", experiment_checkpoints),
+    Route("POST", "/api/v1/experiments/{id}/file", file_of_context),
     Route("GET", "/api/v1/experiments/{id}/searcher_events", searcher_events),
     Route("POST", "/api/v1/experiments/{id}/searcher_operations", searcher_operations),
     Route("GET", "/api/v1/trials/{id}", get_trial),

@@ -103,7 +103,7 @@ def test_a_part_replaces_its_section_and_its_bars(capsys: pytest.CaptureFixture[
     common.print_head("a", "b", numbers=["b"])
     common.print_row("one", 2)
     common.print_bars([Bar("fast", "3 s", False), Bar("new", "1", True)])
-    about = {"machine": "2 cpu slots", "host": "2 cores", "date": "today", "torch": "2.0"}
+    about = {"machine": "2 CPU cores", "host": "2 cores", "date": "today", "torch": "2.0"}
     section = results.section(Part("Replay", ()), capsys.readouterr().out, about, 61.0)
     before = (
         f"# Benchmarks\n\n## Bars\n\n{common.BARS_HEAD}\n| fast | 1 s | met |\n| other | 2 | met |"
@@ -112,7 +112,7 @@ def test_a_part_replaces_its_section_and_its_bars(capsys: pytest.CaptureFixture[
     assert results.entered(before, "Replay", section) == (
         f"# Benchmarks\n\n## Bars\n\n{common.BARS_HEAD}\n| fast | 3 s | **missed** |\n"
         "| other | 2 | met |\n| new | 1 | met |\n\n## Replay\n\n"
-        "today, 2 cpu slots; 2 cores; torch 2.0; took 1 min 01 s.\n\n"
+        "today, 2 CPU cores; 2 cores; torch 2.0; took 1 min 01 s.\n\n"
         "| a | b |\n|---|---:|\n| one | 2 |\n\n## Other\n\nkept\n"
     )
     report = results.REPORT.read_text(encoding="utf-8")

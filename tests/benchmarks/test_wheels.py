@@ -18,5 +18,5 @@ def needed_by(name: str) -> set[str]:
 
 def test_what_is_needed_besides_torch_is_among_them() -> None:
     there = {canonicalize_name(each) for each in (*BINARY, *PURE, *SOURCE, "torch")}
-    for name in ("dsat", "deepspeed", "pydantic", "rich"):
+    for name in ("deepspeed-autotune", "deepspeed", "pydantic", "rich"):
         assert needed_by(name) <= there | needed_by("torch"), name

@@ -125,7 +125,7 @@ def token_expires(there: OnCluster) -> None:
         (fails_at_first(*REPEATED, status=502), "the master does not answer (status 502)"),
         (fails_at_first(*REPEATED, kind="drop"), ""),
         (fails_at_first(*REPEATED, kind="drop_answer"), ""),
-        (master_restarts, "the master does not answer ("),
+        (master_restarts, "the master answers again"),
         (events_come_again, ""),
         (trial_is_gone_before_it_is_closed, ""),
         (search_is_paused, "continues"),
@@ -283,6 +283,23 @@ def test_a_harm_that_ends_a_search_leaves_the_best_so_far(
         assert headline in there.master.experiment(RUNNER).config["description"]
 
 
+def test_a_search_whose_trials_are_refused_looks_failed(tmp_path: Path) -> None:
+    """A cluster with fewer slots than a trial needs is one reason."""
+    with quick_cluster(tmp_path) as there:
+        refusal = {"status": 400, "message": "too few slots"}
+        there.master.fault(r"POST /api/v1/experiments$", after=1, times=None, **refusal)
+        told = there.search("pretend", *OPTIONS)
+        assert told.status == 1, told
+        found, runner = json.loads(told.out), there.master.experiment(RUNNER)
+        assert there.state(RUNNER) == found["state"] == "CANCELED"
+        for text in (found["stop_reason"], runner.config["description"], told.err):
+            assert "too few slots" in text
+        assert runner.config["description"].startswith("FAILED: ")
+        assert there.master.metrics(there.runner) == [{"search_failed": 1}]
+        assert (found["best"], found["search_experiment_id"]) == (None, None)
+        assert len(there.master.experiments) == 1 and runner.all_trials
+
+
 def test_a_command_ends_the_trials_of_a_runner_that_is_gone(tmp_path: Path) -> None:
     with quick_cluster(tmp_path, limit=AT) as there:
         process = there.begin_search("pretend", *OPTIONS)
@@ -294,6 +311,8 @@ def test_a_command_ends_the_trials_of_a_runner_that_is_gone(tmp_path: Path) -> N
         assert "ended the trials of the search, experiment 2, too" in told.err
         found = json.loads(told.out)
         assert (found["state"], found["run_dir"]) == ("CANCELED", None)
+        assert f"checkpoint download {there.files().name}" in told.err
+        assert (there.files() / "best_ds_config.json").exists()
 
 
 def test_ctrl_c_ends_the_command_and_not_the_search(tmp_path: Path) -> None:

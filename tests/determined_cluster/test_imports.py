@@ -80,7 +80,7 @@ assert {place!r} in dsat.__file__
 
 def test_the_search_of_the_runner_needs_neither_torch_nor_deepspeed(tmp_path: Path) -> None:
     """The image of a 0-slot container may be a small one."""
-    upload.stage({}, "{}", tmp_path)
+    upload.lay_out({}, "{}", tmp_path)
 
     def imports(names: str, *blocked: str) -> None:
         code = BLOCKER.replace("{blocked}", repr(set(blocked)))

@@ -63,8 +63,10 @@ def test_each_experiment_has_what_is_the_users_and_what_is_its_own(tmp_path: Pat
     with quick_cluster(tmp_path, nodes=(4,), projects=[("Vision", "nets")]) as there:
         runner, search, full = searched(there, tmp_path, storage)
         for config in (runner, search, full):
-            for key in ("workspace", "project", "labels", "environment", "data"):
+            for key in ("workspace", "project", "environment", "data"):
                 assert config[key] == USERS[key]
+        assert runner["labels"] == search["labels"] == ["gpu", "try", "dsat", "my-model"]
+        assert full["labels"] == USERS["labels"]
         assert runner["name"] == "(DSAT) my-model" and runner["max_restarts"] > 0
         assert runner["resources"] == {"slots_per_trial": 0, "resource_pool": "a100"}
         assert runner["searcher"]["name"] == "single"
@@ -159,6 +161,29 @@ def test_a_limit_of_slots_in_the_experiment_is_the_searchs_too(
     assert main.main([*words, "--slots", "5"]) == 2
     err = capsys.readouterr().err
     assert "resources.max_slots" in err and "4" in err and "5 devices" in err
+
+
+def test_the_autotuning_section_sets_defaults_on_a_cluster_too(
+    master: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = {"enabled": True, "tuner_num_trials": 8, "metric": "latency", "fast": True}
+    program = changed(
+        "pretend", tmp_path, hyperparameters={"deepspeed_config": {**DS, "autotuning": section}}
+    )
+    words = ["tune", str(program / "deepspeed.yaml"), str(program), "--detach"]
+    assert main.main(words) == 0
+    plan = json.loads(master.context(1)["dsat_job.json"])["plan"]
+    assert (plan["max_trials"], plan["metric"]) == (9, "latency") and plan["fix"]
+    assert main.main([*words, "--max-trials", "5"]) == 0
+    assert json.loads(master.context(2)["dsat_job.json"])["plan"]["max_trials"] == 5
+    section["arg_mappings"] = {"train_micro_batch_size_per_gpu": "--batch"}
+    config = program / "deepspeed.yaml"
+    data = yaml.safe_load(config.read_text())
+    data["hyperparameters"]["deepspeed_config"]["autotuning"] = section
+    config.write_text(yaml.safe_dump(data))
+    capsys.readouterr()
+    assert main.main(words) == 2
+    assert "autotuning.arg_mappings" in capsys.readouterr().err
 
 
 @pytest.mark.slow

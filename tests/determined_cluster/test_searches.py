@@ -52,8 +52,8 @@ def test_the_core_api_example(tmp_path: Path) -> None:
         assert told.status == 0, told
         assert there.kinds() == [OutcomeKind.OK] * 2
         config = measured(there)
-        verdict = RunView.of(there.run()).verdict.headline
-        for fact in ("parameters 11,689,512", "memory per slot", "activations", verdict):
+        verdict = RunView.build(there.run()).verdict.headline
+        for fact in ("parameters 11,689,512", "memory per device", "activations", verdict):
             assert fact in told.err
         search = there.master.experiment(SEARCH).config
         assert search["description"] == "(#1) generated - torchvision-core-api"

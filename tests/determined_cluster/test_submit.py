@@ -134,6 +134,12 @@ def without_folder(found: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key != "run_dir"}
 
 
+def test_the_help_of_watch_names_the_experiment(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["watch", "--help"])
+    assert "experiment" in capsys.readouterr().out
+
+
 def test_only_a_search_is_followed(master: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         assert main.main(["watch", "7"]) == 2

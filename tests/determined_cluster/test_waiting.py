@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import requests
 
-from dsat.determined_cluster.waiting import StateWatch
+from dsat.determined_cluster.waiting import StateWatch, long_poll
 
 
 def watched(*states: str | Exception, every_s: float = 10.0) -> tuple[list[bool], list[str]]:
@@ -48,3 +50,27 @@ def test_an_experiment_that_nothing_is_to_be_heard_of(
     states: list[str | Exception], idle: list[bool]
 ) -> None:
     assert watched(*states) == (idle, [])
+
+
+class Left(Exception):
+    pass
+
+
+def test_a_long_poll_of_an_idle_experiment_is_repeated_and_can_be_left() -> None:
+    """Also while an earlier state says that it is idle, and the master answers no request."""
+    never, asked = threading.Event(), list[int]()
+
+    def ask() -> None:
+        asked.append(1)
+        never.wait(60)
+
+    checks = iter(range(5))
+
+    def check() -> None:
+        if next(checks) == 4:
+            raise Left
+
+    with pytest.raises(Left):
+        long_poll(ask, check, lambda: True, every_s=0.01)
+    assert len(asked) == 2
+    never.set()

@@ -71,7 +71,7 @@ def test_the_steps_of_the_workflow_run(folder: Path) -> None:
     [workflow] = [yaml.safe_load(block) for block in blocks("yaml") if "runs-on" in block]
     runs = [step["run"] for step in workflow["jobs"]["fits"]["steps"] if "run" in step]
     install, guard = runs
-    assert install.split()[:2] == ["pip", "install"] and "dsat" in install
+    assert install.split()[:2] == ["pip", "install"] and "deepspeed_autotune" in install
     assert shell(folder, guard).status == 0
 
 

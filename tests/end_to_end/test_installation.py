@@ -156,7 +156,7 @@ def test_distributions_hold_the_package_and_its_data_alone(wheel: Path, tmp_path
     copy_sources(tmp_path)
     code = "from setuptools import build_meta; build_meta.build_sdist('out')"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
-    [archive] = (tmp_path / "out").glob("dsat-*.tar.gz")
+    [archive] = (tmp_path / "out").glob("deepspeed_autotune-*.tar.gz")
     with tarfile.open(archive) as opened:
         names = [name.partition("/")[2] for name in opened.getnames() if "/" in name]
     with zipfile.ZipFile(wheel) as zipped:
@@ -168,7 +168,7 @@ def test_distributions_hold_the_package_and_its_data_alone(wheel: Path, tmp_path
         assert set(data) <= set(found)
         assert not [name for name in found if name.split("/")[0] in ("tests", "benchmarks")]
     folders = {name.split("/")[0] for name in in_wheel}
-    assert folders == {"dsat", f"dsat-{dsat.__version__}.dist-info"}
+    assert folders == {"dsat", f"deepspeed_autotune-{dsat.__version__}.dist-info"}
 
 
 def test_predictions_name_the_packages_that_they_need(wheel: Path, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_trial_that_needs_more_than_a_host_gets_whole_hosts(
         engine.launch(trial_of(number))
     assert hosts.places(1) == {"a": "0,1,2,3", "b": "0,1,2,3"}
     assert hosts.places(2) == {"c": "0,1,2,3", "d": "0,1,2,3"}
-    with pytest.raises(EngineError, match="a trial needs 8 slots and 0 are free"):
+    with pytest.raises(EngineError, match="a trial needs 8 devices and 0 are free"):
         engine.launch(trial_of(3))
     assert engine_of(2, 3).num_slots == 6, "two trials of three, though there are eight"
 
@@ -214,7 +214,7 @@ def test_a_host_that_is_lost_takes_its_slots_along(hosts: ScriptedHosts, engine_
     assert "host b is not used any more: it burnt" in outcome.warnings
     hosts.lost = {1, 2}
     engine.launch(trial_of(2))
-    told = r"8 slots, and 4 of 12 still work \(host b: it burnt; host c: it burnt\).*--resume"
+    told = r"8 devices, and 4 of 12 still work \(host b: it burnt; host c: it burnt\).*--resume"
     with pytest.raises(EngineError, match=told):
         [engine.poll(1) for _ in range(3)]
 

@@ -87,8 +87,8 @@ def test_hosts_must_be_equal() -> None:
     a = Host(machine, "a")
     check_equal([a, Host(replace(machine, memory_bytes=machine.memory_bytes + 1), "b")])
     for other, told in (
-        (replace(machine, devices=("0",)), "host a has 2 cpu slots .* host b has 1 cpu slot"),
-        (replace(machine, memory_bytes=2**30), "host b has 2 cpu slots .*1 GiB"),
+        (replace(machine, devices=("0",)), "host a has 2 CPU cores .* host b has 1 CPU core"),
+        (replace(machine, memory_bytes=2**30), "host b has 2 CPU cores .*1 GiB"),
         (
             replace(machine, device_names=("A100", "T4")),
             "host a has A100, A100, and host b has A100, T4",
@@ -102,7 +102,7 @@ def test_hosts_must_be_equal() -> None:
 
 def test_a_trial_has_slots_of_one_host_or_whole_hosts() -> None:
     several = [Host(cpu_machine(4), name) for name in "abc"]
-    assert describe(several).startswith("3 hosts (a, b, c), each with 4 cpu slots")
+    assert describe(several).startswith("3 hosts (a, b, c), each with 4 CPU cores")
     for slots in (1, 3, 4, 8, 12):
         check_slots(several, slots, where="--slots")
     for slots in (6, 16):
@@ -231,7 +231,7 @@ def test_a_search_in_a_job_of_two_nodes(three: Slurm, tmp_path: Path) -> None:
     assert state == "COMPLETED", said
     assert f"tuning on 2 nodes of Slurm job {job}, n[1-2]" in said
     assert "--engine slurm was detected (--engine local takes this machine alone)" in said
-    assert "2 hosts (n1, n2), each with 1 cpu slot" in said
+    assert "2 hosts (n1, n2), each with 1 CPU core" in said
     run = run_of(run_dir)
     assert run.best is not None and run.stop_reason is not None
     folder = run_dir / "trials" / run.best.name
@@ -279,7 +279,7 @@ def test_nodes_that_end_or_fall_silent_leave_the_run(three: Slurm, tmp_path: Pat
     wait_until(lambda: len(run_of(run_dir).outcomes) > known + 1, "more trials", ENDS_WITHIN_S)
     srun_of("n3").suspend()
     assert three.wait_for(job, 60) == "FAILED"
-    assert re.search("2 slots, and 1 of 3 .*n3: it has not answered for 8 s", log.read_text())
+    assert re.search("2 devices, and 1 of 3 .*n3: it has not answered for 8 s", log.read_text())
     assert all(outcome.ok for outcome in run_of(run_dir).outcomes.values()), events_of(run_dir)
     assert_nothing_is_left(run_dir)
 
@@ -307,7 +307,7 @@ def test_the_documented_job_goes_on_with_its_run_when_it_is_preempted(
     # The nodes here have no GPU, and the environment is that of the test.
     script = re.sub(r"(#SBATCH --(gpus|cpus)-per|source ).*\n", "", script)
     own = shlex.join(words_of(run_dir, "--max-trials", 6)[3:])
-    before, _, _ = script.partition("model ")
+    before, _, _ = script.partition("tune ")
     job_file.write_text(f"{before}{own} $RESUME\n")
     options = ["--parsable", f"--output={log}", f"--chdir={ROOT}"]
     job = three.ask("sbatch", *options, str(job_file)).strip()

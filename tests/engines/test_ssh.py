@@ -160,22 +160,20 @@ def test_a_hostfiles_machines_are_the_hosts(
     script = ("train.py", "--deepspeed_config", "ds_config.json")
     command = ("deepspeed", "--hostfile", "hosts", *script)
     for options, told in (
-        ((), "on 2 hosts (head, far), each with 2 cpu slots (test, 8 GiB), 4 slots per trial"),
-        (("--slots", "2"), "each with 2 cpu slots (test, 8 GiB), 2 slots per trial"),
-        (("--engine", "local"), "on 3 cpu slots (test, 8 GiB), 3 slots per trial"),
+        ((), "on 2 hosts (head, far), each with 2 CPU cores (test, 8 GiB), 4 devices per trial"),
+        (("--slots", "2"), "each with 2 CPU cores (test, 8 GiB), 2 devices per trial"),
+        (("--engine", "local"), "on 3 CPU cores (test, 8 GiB), 3 devices per trial"),
     ):
         assert main(["model", "--dry-run", *options, "--", *command]) == 0
         assert told in capsys.readouterr().out
     alone = (*command[:3], "--num_nodes", "1", *script)
     assert main(["model", "--dry-run", "--", *alone]) == 0
-    assert "on 1 host (far) with 2 cpu slots (test, 8 GiB), 2 slots" in capsys.readouterr().out
+    assert "on 1 host (far) with 2 CPU cores (test, 8 GiB), 2 devices" in capsys.readouterr().out
     assert main(["model", "--slots", "3", "--dry-run", "--", *command]) == 2
     assert "up to 2, or a multiple of it up to 4" in capsys.readouterr().err
     Path("hosts").write_text("far slots=5\nhead slots=5\n")
     assert main(["model", "--dry-run", "--", *command]) == 2
-    told = (
-        "--hostfile: chooses slots 0, 1, 2, 3, 4 of host head, which has 4 cpu slots (test, 8 GiB)"
-    )
+    told = "--hostfile: chooses devices 0, 1, 2, 3, 4 of host head, which has 4 CPU cores (test, "
     assert told in capsys.readouterr().err
     Path("hosts").write_text("far slots=2\nlocked slots=2\n")
     assert main(["model", "--dry-run", "--", *command]) == 2
@@ -222,7 +220,7 @@ def test_a_search_on_two_machines_of_a_hostfile(
     assert "Permission denied" in refused.stderr.splitlines()[-1]
     told = tuned_with("n2 slots=1\nn3 slots=1\n")
     assert told.returncode == 0, told.stdout + told.stderr
-    assert "2 hosts (n2, n3), each with 1 cpu slot" in told.stdout
+    assert "2 hosts (n2, n3), each with 1 CPU core" in told.stdout
     run = run_of(run_dir)
     assert run.best is not None
     folder = run_dir / "trials" / run.best.name

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from dsat.estimating.line import Line
 from dsat.estimating.options import EstimateSettings
-from dsat.estimating.tables import Estimate, Line, tables
+from dsat.estimating.tables import Estimate, tables
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
 from dsat.memory.strategies import with_strategy
 from dsat.prepare.simulated_model import SimulatedModel

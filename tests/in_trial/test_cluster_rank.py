@@ -42,7 +42,7 @@ try:
     config = dsat.get_ds_config_from_hparams(HPARAMS)
 {body}
 finally:
-    Path("calls.json").write_text(json.dumps(core.calls))
+    Path("calls.json").write_text(json.dumps([*core.calls, ["steps", core.steps_completed]]))
 """
 TRAINS = """
 engine = make_engine(config=config)
@@ -57,11 +57,13 @@ class Rank:
 
     Attributes:
         calls: of the core context.
+        steps: with which it reported its metrics; -1 if it did not.
         told: what it left in the log, if anything.
     """
 
     status: int
     calls: list[Any]
+    steps: int
     told: list[dict[str, Any]]
     err: str
 
@@ -103,8 +105,8 @@ def rank_of(
     )
     assert (folder / "calls.json").exists(), done.stderr
     lines = [text.partition(LOG_MARK)[2] for text in done.stderr.splitlines() if LOG_MARK in text]
-    calls = json.loads((folder / "calls.json").read_text())
-    return Rank(done.returncode, calls, [json.loads(line) for line in lines], done.stderr)
+    *calls, [_, steps] = json.loads((folder / "calls.json").read_text())
+    return Rank(done.returncode, calls, steps, [json.loads(line) for line in lines], done.stderr)
 
 
 @pytest.mark.slow
@@ -117,6 +119,7 @@ def test_a_measurement_is_reported_to_be_plotted_and_to_be_searched(tmp_path: Pa
     assert plotted["throughput"] == outcome.metrics.throughput
     assert all(isinstance(value, int | float) for value in plotted.values())
     assert found.calls[2][1]["throughput"] == outcome.metrics.throughput
+    assert found.steps == SPEC.options.end_step, "that all trials have"
 
 
 @pytest.mark.slow
@@ -196,7 +199,7 @@ def test_a_process_says_in_its_log_why_it_ends(
     tmp_path: Path, body: str, status: int, kind: str, ended: bool
 ) -> None:
     if "sleep" in body:
-        (tmp_path / "calls.json").write_text("[]")  # it is ended in the midst
+        (tmp_path / "calls.json").write_text('[["steps", -1]]')  # it is ended in the midst
     limit = TrialOptions(timeout_s=0.3 if "sleep" in body else 60.0, end_step=5)
     found = rank_of(tmp_path, body, options=limit)
     [told] = found.told

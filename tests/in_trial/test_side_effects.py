@@ -156,6 +156,45 @@ def test_no_saver_changes_an_older_file(scripts: Scripts, out: Path) -> None:
     assert ended.notes() == {"read": True, "array": 0.0, "added": []}
 
 
+RELATIVES = """
+import gzip, logging, numpy, shutil, zipfile
+
+out = Path("{out}")
+fresh = Path("fresh-{first}")
+{engine}
+gzip.open(out / "best.pt", "wb").close()
+zipfile.ZipFile(out / "best.pt", "w").close()
+logging.FileHandler(out / "best.pt", "w").close()
+numpy.memmap(out / "best.pt", dtype="uint8", mode="w+", shape=(8,)).flush()
+with open(out / "best.pt", "wb") as file:
+    torch.save([1], file)
+(fresh / "checkpoint-1").mkdir(parents=True)
+(fresh / "best.pt").write_text("new")
+shutil.copytree(fresh, out, dirs_exist_ok=True)
+shutil.move(str(fresh / "best.pt"), out / "best.pt")
+(fresh / "a").write_text("new")
+os.renames(fresh / "a", out / "best.pt")
+os.chown(out / "best.pt", os.getuid(), os.getgid())
+(out / "best.pt").touch()
+{train}
+"""
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_no_relative_of_a_saver_changes_an_older_file(
+    scripts: Scripts, out: Path, first: bool
+) -> None:
+    """Before and after the engine."""
+    makes, trains = "engine = make_engine()", "train(engine)"
+    if first:
+        makes, trains = "", f"{makes}\n{trains}"
+    before = (out / "best.pt").stat()
+    scripts.run(RELATIVES.format(out=out, first=first, engine=makes, train=trains)).well()
+    after = (out / "best.pt").stat()
+    assert (out / "best.pt").read_text() == "old"
+    assert (after.st_mtime_ns, after.st_ctime_ns) == (before.st_mtime_ns, before.st_ctime_ns)
+
+
 BEGINS_ANEW = """
 import shutil
 out = Path("{out}")

@@ -295,7 +295,7 @@ def test_devices_that_a_command_names_are_used_whoever_else_is_there(
     assert devices_of() == ("2", "3")
     assert devices_of((1, 2)) == ("1", "2")
     assert devices_of(but=(3,)) == ("2",)
-    with pytest.raises(UserInputError, match="there is no device 4: this machine has 2 cuda slots"):
+    with pytest.raises(UserInputError, match="there is no device 4: this machine has 2 GPUs"):
         devices_of((4,))
     chosen = Entrypoint(env={"CUDA_VISIBLE_DEVICES": "3,0"})
     with hosts_of.acquired("local", chosen) as (host,):

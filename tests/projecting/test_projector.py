@@ -137,7 +137,7 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
         slots_per_host=8,
         base_config={**run.plan.base_config, "zero_optimization": {"stage": 3}},
     )
-    run.info = {**run.info, "machine": "16 cuda slots (NVIDIA A100-SXM4-80GB, 80 GiB)"}
+    run.info = {**run.info, "machine": "16 GPUs (NVIDIA A100-SXM4-80GB, 80 GiB)"}
     of_sample = run.profile.flops_per_sample
 
     def passes(micro_batch: int) -> StepTrace:

@@ -80,7 +80,7 @@ _CONFIG: list[tuple[dict[str, Any], str, str]] = [
     ({**DS, ZERO: {"zenflow": {}}}, f"{ZERO}.zenflow", "ZenFlow"),
     ({**DS, "sequence_parallel_size": 3}, "", "3 multiple slots"),
     *(
-        (dict(zip(("train_batch_size", MICRO, GAS), sizes, strict=True)), "", "2 slots")
+        (dict(zip(("train_batch_size", MICRO, GAS), sizes, strict=True)), "", "2 devices")
         for sizes in ((32, 4, 2), (32, 5, None), (32, None, 5), (1, None, None))
     ),
     ({}, "", f"train_batch_size {MICRO}"),

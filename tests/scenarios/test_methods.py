@@ -65,7 +65,7 @@ def test_other_metrics_lead_to_the_same_answer(user: User, metric: str) -> None:
     told = user.tunes("--max-trials", 12, metric=metric)
     check_result(user, told)
     assert user.true_speed(user.best_config()) > 0.93 * best_speed(user.world)
-    assert told.json["best_value"] == pytest.approx(told.best["metrics"][metric], rel=0.02)
+    assert told.json["best_value"] == pytest.approx(told.best["metrics"][metric], rel=0.04)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -9,7 +9,7 @@ import pytest
 
 from dsat.values.outcome import ScriptSwitch
 from testing.scenarios import Told, User
-from testing.world import World
+from testing.world import Failure, World
 from tests.scenarios.checks import METHODS, check_result, of_kind
 
 ALWAYS = {"reduce_bucket_size", "contiguous_gradients"}
@@ -216,3 +216,19 @@ def test_listed_values_of_a_switch_are_the_only_ones(tmp_path: Path) -> None:
     told = user.tunes("--max-trials", 12, "--finals", 0, *options, method="random")
     check_result(user, told)
     assert {"8"} <= searched(told)["--batch-size"] <= {"4", "8"}
+
+
+@pytest.mark.usefixtures("unchecked_configurations")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_script_that_feeds_a_fixed_batch_is_asked_for_another_once(
+    user: User, method: str
+) -> None:
+    others = [size for size in range(1, 1024) if size != 4]
+    fixed = Failure("INVALID", {"micro_batch": others}, "feeds 4 samples", fixed_batch=4)
+    user.world = World(failures=(fixed,))
+    user.has({"train_micro_batch_size_per_gpu": 4})
+    told = user.tunes("--max-trials", 10, "--finals", 0, method=method)
+    assert told.status == 0, told.err
+    sizes = [row["train_micro_batch_size_per_gpu"] for row in told.trials]
+    assert len([size for size in sizes if size != 4]) <= 1 and len(sizes) > 3
+    assert any(line.startswith("Micro batch: not searched") for line in told.json["verdict"])

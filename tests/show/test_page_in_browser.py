@@ -100,3 +100,21 @@ def test_it_prints_on_two_pages(browser: Any, ran: tuple[User, Told]) -> None:
     opened(browser, ran[0])
     printed = browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})
     assert len(re.findall(rb"/Type /Page\b(?!s)", base64.b64decode(printed["data"]))) <= 2
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_nothing_is_wider_than_the_window(browser: Any, ran: tuple[User, Told], width: int) -> None:
+    size = {"width": width, "height": 4000, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        opened(browser, ran[0])
+        wide = browser.execute_script(
+            "const all = [...document.querySelectorAll('body, .chart svg, .role-legend')];"
+            "return all.filter((e) => e.getBoundingClientRect().right > window.innerWidth)"
+            ".map((e) => e.outerHTML.slice(0, 80))"
+        )
+        assert wide == []
+        scrolled = browser.execute_script("return document.documentElement.scrollWidth")
+        assert scrolled <= width
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -156,3 +156,10 @@ def test_deepspeeds_own_flag_is_left_out(user: User, flag: list[str]) -> None:
     told = user.types("tune", "--dry-run", "--json", *command)
     assert told.status == 0, told.err
     assert told.json["command"][-3:] == ["train.py", "--deepspeed_config", "ds.json"]
+
+
+def test_a_scripts_flag_of_the_same_name_is_its_own(user: User) -> None:
+    user.has({MICRO: 1})
+    command = "deepspeed --num_gpus 1 train.py --deepspeed_config ds.json --autotuning tune"
+    told = user.types("tune", "--dry-run", "--json", *command.split())
+    assert told.json["command"][-2:] == ["--autotuning", "tune"]

@@ -96,7 +96,7 @@ def test_ranks_that_are_asked_for_may_share_a_quota_of_processor_time(
 ) -> None:
     monkeypatch.setitem(PROVIDERS, "local", PROVIDERS["local"]._replace(acquire=within_a_quota))
     assert plan_of(command, "local") == (slots, of_host)
-    with pytest.raises(UserInputError, match="needs 5 slots"):
+    with pytest.raises(UserInputError, match="needs 5 devices"):
         plan_of("torchrun --nproc_per_node 5", "local")
 
 

@@ -12,10 +12,10 @@ from dsat.values.table import Table
     ("name", "value", "text"),
     [
         ("throughput", 1234.5, "1,234 samples/s"),
-        ("FLOPS_per_gpu", 9.9999e11, "1 TFLOP/s per slot"),
+        ("FLOPS_per_gpu", 9.9999e11, "1 TFLOP/s per device"),
         ("latency", 12.345, "12.35 ms"),
         ("step", None, "-"),
-        ("FLOPS_per_gpu", 4.2e14, "420 TFLOP/s per slot"),
+        ("FLOPS_per_gpu", 4.2e14, "420 TFLOP/s per device"),
         ("tokens_per_second", 76_812.3, "76,812 tokens/s"),
     ],
 )

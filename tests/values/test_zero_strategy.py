@@ -153,21 +153,21 @@ def test_after_a_rung_fitted_those_above_it_are_searched_too(tmp_path: Path) -> 
     assert [name.partition("_gas")[0] for name in profiles] == [
         *("profile_z1", "profile_z2", "profile_z2_offload", "profile_z3")
     ]
-    searched = re.findall(r"^(stage[^:]*): .* per slot at micro batch", told.err, re.M)
+    searched = re.findall(r"^(stage[^:]*): .* per device at micro batch", told.err, re.M)
     assert list(map(_short, searched)) == ["3", "3 cpu", "3 cpu +cpu"]
 
 
 @pytest.mark.parametrize(
     ("config", "groups"),
     [
-        ({}, "8 slots"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "4 groups of 2 slots (tensor parallel 2)"),
+        ({}, "8 devices"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "4 groups of 2 devices (tensor parallel 2)"),
         (
             {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 4},
-            "1 groups of 8 slots (tensor parallel 2, sequence parallel 4)",
+            "1 groups of 8 devices (tensor parallel 2, sequence parallel 4)",
         ),
-        ({"tensor_parallel": {"autotp_size": 0}, "sequence_parallel_size": "auto"}, "8 slots"),
-        ({"tensor_parallel": None}, "8 slots"),
+        ({"tensor_parallel": {"autotp_size": 0}, "sequence_parallel_size": "auto"}, "8 devices"),
+        ({"tensor_parallel": None}, "8 devices"),
     ],
 )
 def test_how_slots_share_samples(tmp_path: Path, config: dict[str, Any], groups: str) -> None:

@@ -40,6 +40,9 @@ _EQUAL_WITHIN = 0.02
 _READ_LIMIT_S = 1.0  # of an answer that was given in time
 
 
+_KINDS = {"cpu": "CPU core", "cuda": "GPU"}  # of a device, for people
+
+
 @dataclass(frozen=True)
 class Machine:
     """Resources of a machine for trials.
@@ -157,15 +160,13 @@ class Machine:
         return found
 
     def describe(self) -> str:
-        """Describe the slots for people."""
+        """Describe the devices for people."""
+        kind = _KINDS.get(self.accelerator, f"{self.accelerator} device")
         plural = "" if self.num_slots == 1 else "s"
         sizes = sorted(set(self.device_memory_bytes)) or [self.memory_bytes]
         memory = " and ".join(readable(size, whole=True) for size in sizes)
         left_out = "".join(f"; {reason}" for reason in self.left_out)
-        return (
-            f"{self.num_slots} {self.accelerator} slot{plural} "
-            f"({self.device_name}, {memory}){left_out}"
-        )
+        return f"{self.num_slots} {kind}{plural} ({self.device_name}, {memory}){left_out}"
 
 
 def are_close(*sizes: int) -> bool:

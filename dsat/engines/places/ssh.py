@@ -50,7 +50,7 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
         chosen = positions[host.name]
         if chosen and max(chosen) >= host.machine.num_slots:
             raise UserInputError(
-                f"chooses slots {', '.join(map(str, chosen))} of host {host.name}, which has "
+                f"chooses devices {', '.join(map(str, chosen))} of host {host.name}, which has "
                 f"{host.machine.describe()}",
                 where="--hostfile",
             )

@@ -16,12 +16,9 @@ from dsat.in_trial.adapters.calls import Original
 from dsat.in_trial.adapters.trial import Phase, RunningTrial
 from dsat.in_trial.adapters.user_files import UserFiles, absolute
 
-NOT_CHANGED = "what is older than a trial stays as it is: {} did nothing"
+NOT_CHANGED = "trials leave older files alone: {} did nothing"
 NOT_SAVED = "checkpoints are neither saved, loaded nor deleted in trials: {} did nothing"
-INSTEAD = (
-    "what is older than a trial stays as it is: what the script writes in its place is in the "
-    "trial's folder"
-)
+INSTEAD = "trials leave older files alone: what the script writes is in the trial's folder instead"
 _BESIDE = ("dir_fd", "src_dir_fd", "dst_dir_fd")  # as in the steps of `shutil.rmtree`
 
 

@@ -92,7 +92,7 @@ _FILES = (
     *(_in_trials("os", name, files.remove) for name in ("remove", "unlink", "rmdir")),
     _in_trials("shutil", "rmtree", files.remove),
     *(_in_trials("os", name, files.move) for name in ("rename", "replace")),
-    *(_in_trials("os", name, files.change) for name in ("truncate", "chmod", "utime")),
+    *(_in_trials("os", name, files.change) for name in ("truncate", "chmod", "chown", "utime")),
     _in_trials("os", "mkdir", files.create("path", 0)),
     _in_trials("os", "symlink", files.create("dst", 1)),
     _in_trials("builtins", "open", files.open_file),

@@ -64,7 +64,7 @@ function draw() {
     font: "system-ui, sans-serif",
     view: { stroke: null },
     axis: { labelColor: text, titleColor: text, gridColor: line, domainColor: line, tickColor: line, labelLimit: 320, labelFontSize: 11 },
-    legend: { labelColor: text, titleColor: text, ...(window.innerWidth < 600 && { columns: 2 }) },
+    legend: { labelColor: text, titleColor: text, ...(window.innerWidth < 600 && { columns: 1 }) },
     rule: { color: text },
   };
   return Promise.all(specs.map((spec, number) =>

@@ -1,0 +1,137 @@
+"""The strategy to train with: the fastest that fits, by the model of speed of the search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dsat.command.ds_config import BATCH_KEYS
+from dsat.estimating.line import Line
+from dsat.memory import host
+from dsat.memory.facts import ModelFacts
+from dsat.search import cards
+from dsat.search.cards import Card
+from dsat.search.step_time import FACTORS, Job, hardware_of, seconds, work
+from dsat.values import format as fmt
+from dsat.values import parallelism
+from dsat.values.zero_strategy import Strategy
+
+_STEP_TOKENS = 16_384  # of a device in the steps that are compared
+_SIZE_TOLERANCE = 2**30  # between the memory asked about and that of a card
+# Within this factor of speed, the first strategy that practitioners try is advised.
+_CLOSE = 1.1
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The fastest strategy that fits a number of devices of one size.
+
+    Attributes:
+        card: the card whose speed is predicted; empty if speed is unknown, and the strategy is the
+            first that practitioners try.
+        needed: bytes of a device with one sample.
+        other: a strategy that is about as fast, or the first that practitioners try; None if it is
+            the same.
+        speedup: compared with the other strategy.
+    """
+
+    slots: int
+    memory_bytes: int
+    card: str
+    strategy: Strategy
+    needed: int
+    other: Strategy | None = None
+    speedup: float = 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        other = None if self.other is None else self.other.name
+        return {**vars(self), "strategy": self.strategy.name, "other": other}
+
+    def __str__(self) -> str:
+        size, needed = fmt.memory(self.memory_bytes), fmt.memory(self.needed)
+        if not self.card:
+            return f"{size}: {self.strategy.label} ({needed}), first in the usual order"
+        text = f"{size} ({self.card}): {self.strategy.label} ({needed})"
+        if self.other is None:
+            return text
+        if self.speedup < _CLOSE:
+            return f"{text}; {self.other.label} is predicted to be about as fast"
+        return f"{text}, predicted {self.speedup:.1f}x as fast as {self.other.label}"
+
+
+def advise(
+    facts: ModelFacts, config: Mapping[str, Any], lines: Sequence[Line], length: int | None
+) -> list[Advice]:
+    """Return the fastest strategy for each number of devices and each size that holds the model.
+
+    Args:
+        lines: of all strategies, in the order in which practitioners try them.
+        length: tokens of a sample; None if samples are not sequences, whose speed is not known.
+    """
+    advice = []
+    for slots in dict.fromkeys(line.slots for line in lines):
+        for size in lines[0].largest:
+            fitting = [line for line in lines if line.slots == slots and line.largest[size]]
+            if fitting:
+                advice.append(_best(facts, config, fitting, size, length))
+    return advice
+
+
+def _best(
+    facts: ModelFacts,
+    config: Mapping[str, Any],
+    fitting: Sequence[Line],
+    size: int,
+    length: int | None,
+) -> Advice:
+    first, card = fitting[0], _usual_card(size)
+    if card is None or length is None:
+        return Advice(first.slots, size, "", first.strategy, first.needed)
+    times = {line: _sample_s(facts, config, line, size, length, card) for line in fitting}
+    fastest = min(fitting, key=times.__getitem__)
+    best = next(line for line in fitting if times[line] <= _CLOSE * times[fastest])
+    advice = Advice(best.slots, size, card.name, best.strategy, best.needed)
+    other = fastest if best is not fastest else first
+    if other is best:
+        return advice
+    return replace(advice, other=other.strategy, speedup=times[other] / times[best])
+
+
+def _usual_card(size: int) -> Card | None:
+    """Return the fastest card with this memory; None without one."""
+    known = [c for c in cards.table().values() if abs(c.memory_bytes - size) < _SIZE_TOLERANCE]
+    return max(known, key=lambda card: card.peak(2), default=None)
+
+
+def _sample_s(
+    facts: ModelFacts, config: Mapping[str, Any], line: Line, size: int, length: int, card: Card
+) -> float:
+    """Predict the seconds of a sample, in steps of the same number of samples for all."""
+    given = (config.get(key) for key in BATCH_KEYS[1:])
+    own = math.prod(number for number in given if isinstance(number, int))
+    batch = max(own, math.ceil(_STEP_TOKENS / length))
+    micro_batch = min(line.largest[size], batch)
+    gas = math.ceil(batch / micro_batch)
+    job = Job(
+        params=facts.num_params,
+        trainable=facts.trainable_params,
+        param_bytes=facts.param_bytes,
+        flops_per_sample=length * (4 * facts.num_params + 2 * facts.trainable_params),
+        slots=line.slots,
+        slots_per_host=host.PER_HOST if line.slots > host.PER_HOST else 0,
+        parallelism=parallelism.of_config(config),
+        hardware=hardware_of(card, facts.param_bytes),
+    )
+    step_s = seconds(
+        job.hardware,
+        np.zeros(len(FACTORS)),
+        work(job, line.strategy, {})[None, :],
+        np.array([float(micro_batch)]),
+        np.array([float(gas)]),
+        np.ones(1),
+    )
+    return float(step_s[0]) / (micro_batch * gas)

@@ -1,0 +1,47 @@
+"""One line of the table of `dsat estimate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dsat.memory.estimate import MemoryEstimate
+from dsat.values.zero_strategy import Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """Memory of one strategy on a number of devices.
+
+    Attributes:
+        slots: data-parallel devices.
+        estimate: with a micro batch of one sample.
+        needed: bytes that a device must have for that.
+        host: bytes that the ranks of a host must have: to load the weights, or to train.
+        saved: bytes of these that `"pin_memory": false` saves.
+        largest: the largest micro batch, by memory of a device; 0 if none fits.
+        longest: tokens of the longest sequence of one sample, by memory of a device; empty if
+            samples are not sequences.
+    """
+
+    strategy: Strategy
+    slots: int
+    estimate: MemoryEstimate
+    needed: int
+    host: int
+    saved: int
+    largest: Mapping[int, int]
+    longest: Mapping[int, int]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy.name,
+            "slots": self.slots,
+            "memory": self.estimate.to_json(),
+            "peak_bytes": self.needed,
+            "host_bytes": self.host,
+            "saved_without_pinning_bytes": self.saved,
+            "largest_micro_batch": {str(size): count for size, count in self.largest.items()},
+            "longest_sequence": {str(size): tokens for size, tokens in self.longest.items()},
+        }
