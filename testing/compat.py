@@ -6,8 +6,8 @@ Each pair gets a fresh environment of its own under `.cache/compat`, which is de
 unless it is to be kept: with the libraries that torch brings along it takes about 6 GB, and the
 whole half an hour on two cores. In it run the tests of trials, meter, simulation and the command
 line, searches of small scripts under every launcher and of the examples, and simulated memory is
-held against what torch's allocator really gave, gradients against plain torch's. Prints rows for
-the table of `CONTRIBUTING.md`.
+held against what torch's allocator really gave, gradients against plain torch's and the table of
+known faults. Prints rows for the table of `CONTRIBUTING.md`.
 """
 
 from __future__ import annotations

@@ -126,7 +126,9 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
         if error is not None:
             text = _text(error)
             place = refused.get(text, "")
-            found.problem = Problem(place, f"DeepSpeed {version} refuses it: {text}")
+            is_gone = bool(place) and "removed" in text
+            hint = f"Deleting the section {place!r} is enough." if is_gone else ""
+            found.problem = Problem(place, f"DeepSpeed {version} refuses it: {text}", hint)
     return found
 
 

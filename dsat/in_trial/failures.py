@@ -70,7 +70,15 @@ _FROM_ELSEWHERE = ("cuda error", "hip error", "nccl", "gloo", "address already i
 _SELF_EXPLANATORY = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 # What to do about errors of DeepSpeed, by a part of their messages.
 _SAME_FOLDER = "All trials run in the same folder: let the script accept what an earlier one made"
+# As a Trainer computes them (transformers/integrations/deepspeed.py, `trainer_config_finalize`).
+_AUTO = (
+    'Only a Trainer replaces "auto", by a model\'s hidden_size: reduce_bucket_size is its square, '
+    "stage3_prefetch_bucket_size 0.9 of that, stage3_param_persistence_threshold 10 x hidden_size. "
+    "Write these numbers, or leave the settings out for DeepSpeed's defaults"
+)
 _ADVICE = {
+    "has neither `hidden_size` nor": _AUTO,
+    "input_value='auto'": _AUTO,
     "exists and is not empty": _SAME_FOLDER,
     "Data inconsistency within the TP group": (
         "Give the ranks of a tensor-parallel group the same samples: DistributedSampler(..., "
@@ -144,7 +152,7 @@ def message(error: BaseException) -> str:
             if size is not None:
                 return f"out of memory: tried to allocate {readable(int(size[1]))}"
     said = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
-    advice = [advice for text, advice in _ADVICE.items() if text in lines[0]]
+    advice = [advice for text, advice in _ADVICE.items() if text in str(error)]
     if isinstance(error, FileExistsError) and _SAME_FOLDER not in advice:
         advice.append(_SAME_FOLDER)
     said = ". ".join([said.rstrip("."), *advice]) if advice else said

@@ -46,7 +46,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "flops_profiler",
         "mapping, not true",
     ),
-    "a removed section": ({"amp": {"enabled": True}}, "amp", "removed"),
+    "a removed section": (
+        {"amp": {"enabled": True}},
+        "amp",
+        "Deleting the section",
+    ),
     "two precisions": (
         {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
         "",

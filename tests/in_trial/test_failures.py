@@ -203,3 +203,17 @@ def test_the_reason_is_kept_where_a_framework_ends_the_script(
     outcome = scripts.run(EXITS.format(handles=handles), micro_batch=4).outcome
     assert outcome.kind is OutcomeKind.INVALID and outcome.most_samples == 3
     assert "the first batch has 3 samples" in outcome.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The model's config file has neither `hidden_size` nor `hidden_sizes` entry, therefore ...",
+        "1 validation error for DeepSpeedZeroConfig\nreduce_bucket_size\n  Input should be a valid "
+        "integer, unable to parse string as an integer [type=int_parsing, input_value='auto', ...",
+    ],
+    ids=["Trainer", "DeepSpeed"],
+)
+def test_what_to_write_for_auto_without_a_hidden_size_is_said(text: str) -> None:
+    said = failures.message(ValueError(text))
+    assert "reduce_bucket_size is its square" in said and "leave the settings out" in said
