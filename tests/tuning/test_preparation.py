@@ -67,7 +67,7 @@ def plan_of(command: str, engine: str) -> tuple[int, int]:
         ("torchrun --nnodes=2 --nproc_per_node=auto", 4),
         ("torchrun --nproc_per_node cpu", 2),
         ("deepspeed --num_nodes 2 --num_gpus 2", 4),
-        ("deepspeed", 2),
+        ("deepspeed", 1),  # one rank for each NUMA node of the machine
     ],
 )
 def test_a_launcher_is_told_of_the_machines_that_a_job_has(

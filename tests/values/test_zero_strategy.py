@@ -98,7 +98,7 @@ FP32 = {"bf16": {"enabled": False}}
         # It begins where the user is.
         (8, {"stage": 3, "offload_optimizer": CPU}, {}, "", "3 cpu +cpu"),
         (8, {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, {}, "", ""),
-        (1, {"stage": 1}, {}, "--nvme-path /tmp", "2 cpu, 3 cpu +cpu, 3 nvme +nvme"),
+        (1, {"stage": 1}, {}, "--nvme-path /tmp", "2 cpu, 3 cpu, 3 cpu +cpu, 3 nvme +nvme"),
         # What the user fixed stays. The step of stage 3 takes its state group by group.
         (1, {"stage": 1, "offload_optimizer": {"device": "none"}}, {}, "", "3"),
         (1, {"stage": 1}, {}, "--fix offload_optimizer offload_param", "3"),
