@@ -78,7 +78,7 @@ _CONFIG: list[tuple[dict[str, Any], str, str]] = [
     ({**DS, ZERO: {"overlap_comm": {"type": "categorical"}}}, f"{ZERO}.overlap_comm", "empty"),
     ({**DS, ZERO: {"offload_optimizer": {"device": "cpu", "pin_memory": []}}}, ZERO, "empty"),
     ({**DS, ZERO: {"zenflow": {}}}, f"{ZERO}.zenflow", "ZenFlow"),
-    ({**DS, "sequence_parallel_size": 3}, "", "3 multiple slots"),
+    ({**DS, "sequence_parallel_size": 3}, "", "3 multiple devices"),
     *(
         (dict(zip(("train_batch_size", MICRO, GAS), sizes, strict=True)), "", "2 devices")
         for sizes in ((32, 4, 2), (32, 5, None), (32, None, 5), (1, None, None))

@@ -127,6 +127,16 @@ CASES = {
         trials=14,
         method="model",
     ),
+    "one micro batch": Case(
+        ("a fixed batch", *GAIN),
+        {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4},
+        world={
+            "effects": {"z0": 1.5},
+            "failures": (
+                Failure("INVALID", {"micro_batch": [1, 2, 3]}, "feeds 4 samples", fixed_batch=4),
+            ),
+        },
+    ),
     "one sample per device": Case(
         (*GAIN, "nothing to trade"),
         {"train_batch_size": 1, **FREE},
@@ -237,7 +247,7 @@ CASES = {
             *("gain at your batch", "learning rate"),
         ),
         {"train_micro_batch_size_per_gpu": 24},
-        world={"effects": {"z2": 1 / 1.03}},
+        world={"effects": {"z1": 1 / 1.03}},
         options=("--train-batch-size", 16),
         trials=24,
         method="model",

@@ -28,7 +28,7 @@ def test_what_the_model_search_expects_is_near_what_it_measures(user: User, metr
         f"z{last['stage']}",
         last["train_micro_batch_size_per_gpu"],
     )
-    assert outlook["value"] == pytest.approx(last["metrics"][metric], rel=0.1)
+    assert outlook["value"] == pytest.approx(last["metrics"][metric], rel=0.2)
     assert 0 <= outlook["chance"] <= 1
 
 
@@ -54,7 +54,7 @@ def test_the_time_left_is_that_of_the_trials_that_are_left(
 
 
 def test_what_a_trial_compiles_is_shown_with_the_time_that_it_takes(tmp_path: Path) -> None:
-    assert progress.doing(tmp_path / "t1") == "waits for slots"
+    assert progress.doing(tmp_path / "t1") == "waits for devices"
     assert progress.doing(tmp_path) == "starts"
     Progress(tmp_path).set_activity("compiling DeepSpeed's operator cpu_adam")
     os.utime(tmp_path / ACTIVITY_FILE, (time.time() - 130,) * 2)
