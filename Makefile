@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 
 # A search at the same global batch size that ends within two minutes.
-DEMO_OPTIONS ?= --train-batch-size 16 --max-trials 14 --max-profile-steps 8 --metric throughput
+DEMO_OPTIONS ?= --max-trials 14 --max-measured-steps 8
 
 .PHONY: setup demo lint quick browser operator test nightly test-cluster dist gallery docs pictures compat bench real-scripts frameworks soak mutants clean
 
@@ -34,7 +34,7 @@ $(VENV)/.demo: pyproject.toml $(VENV)/bin/uv
 
 # A small model, trained with a micro batch of 1 and accumulation, as after an out of memory.
 demo: $(VENV)/.demo
-	cd examples/plain && $(CURDIR)/$(PY) -m dsat model --slots 1 $(DEMO_OPTIONS) -- train.py \
+	cd examples/plain && $(CURDIR)/$(PY) -m dsat tune --devices 1 $(DEMO_OPTIONS) train.py \
 		--deepspeed --deepspeed_config ds_config_accumulating.json --width 128 --length 32
 
 lint: setup
