@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from dsat.engines.agent.leftovers import CompilerLocks
 from dsat.engines.machines.machine import Machine, find_machine
 from dsat.prepare import installed_deepspeed
 from testing.scenarios import User
@@ -40,6 +42,18 @@ def _ctrl_c_is_heard() -> None:
 def _operators_compiled_once() -> None:
     """DeepSpeed compiles its operators where this says; `make test` says the same."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
+
+
+@pytest.fixture(scope="session")
+def _compiler_locks(_operators_compiled_once: None) -> CompilerLocks:
+    return CompilerLocks(os.environ)
+
+
+@pytest.fixture(autouse=True)
+def _no_lock_stays(_compiler_locks: CompilerLocks) -> Iterator[None]:
+    """A rank that a test kills while it loads an operator leaves a lock, and all others wait."""
+    yield
+    _compiler_locks.remove()
 
 
 @pytest.fixture(scope="session", autouse=True)
