@@ -16,7 +16,7 @@ from dsat.values.objective import Objective
 
 # Names in messages of the fields that no single option decides.
 _LABELS = {
-    "slot_memory_bytes": "device memory",
+    "slot_memory_bytes": "slot memory",
     "seed": "random seed",
     "tune": "search",
     "fix": "keep",

@@ -16,12 +16,14 @@ GIVEN = {"determined", "numpy", "ruamel", "torch", "deepspeed", "dsat", "wrapt"}
 # psutil, of the host's memory where there are no accelerators: deepspeed's CPU accelerator and
 # determined's own start-up have imported it before.
 # hjson, where a DeepSpeed configuration is read: deepspeed itself reads it with that.
+# packaging, for versions of DeepSpeed: determined requires it.
 # threadpoolctl, where it is there: so that a search takes no cores from trials.
 # Libraries that the script has imported before.
 BY_NEED = {
     ("in_trial.profiler", "psutil"),
     ("command.ds_config", "hjson"),
     ("search.threads", "threadpoolctl"),
+    ("values.hazards", "packaging"),
     ("in_trial.loopback", "psutil"),
     ("in_trial.script_switches", "liger_kernel"),
     ("simulation.versions.transformers_types", "transformers"),

@@ -276,5 +276,5 @@ def test_the_plan_is_shown_without_asking_anybody(
     for options, slots in (((), 4), (("--max-slots", 2), 2)):
         assert dsat("--dry-run", *options, model=model) == 0
         out = capsys.readouterr().out
-        for fact in ("random search", "throughput", "stage 1", "to upload: ", f"{slots} slots"):
+        for fact in ("random search", "throughput", "stage 1", "to upload: ", f"{slots} devices"):
             assert fact in out

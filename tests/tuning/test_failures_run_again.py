@@ -51,7 +51,7 @@ def test_a_first_trial_that_failed_is_run_again_unless_memory_ran_out(
 def test_why_measurements_do_not_count_is_told(user: User) -> None:
     search(user)
     for options, words in (
-        (("--slot-memory", "24GiB"), "device memory 24GiB"),
+        (("--slot-memory", "24GiB"), "slot memory 24GiB"),
         (("--start-profile-step", 2), "steps"),
     ):
         told = search(user, "--resume", *options)

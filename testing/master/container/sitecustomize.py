@@ -95,7 +95,7 @@ def hide_dsat() -> None:
     sys.meta_path[:] = [
         finder
         for finder in sys.meta_path
-        if not getattr(finder, "__module__", "").startswith("__editable___dsat")
+        if not getattr(finder, "__module__", "").startswith("__editable___deepspeed_autotune")
     ]
 
 
