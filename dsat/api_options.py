@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from dsat.command.ds_config import did_you_mean
 from dsat.errors import UserInputError
 from dsat.options import Option
 
@@ -160,7 +161,9 @@ def read_keywords(
     values, words = {}, {}
     for keyword, value in given.items():
         if keyword not in by_keyword:
-            raise TypeError(f"{called} got an unexpected keyword argument {keyword!r}")
+            hint = did_you_mean(keyword, by_keyword).strip()
+            problem = f"{called} got an unexpected keyword argument {keyword!r}. {hint}"
+            raise TypeError(problem.strip())
         declared = by_keyword[keyword]
         name = declared.name or declared.keyword
         try:

@@ -60,7 +60,7 @@ class Group(enum.Enum):
     MEASURING = "measurement"
     RUNNING = "execution of trials"
     RESULT = "results"
-    METHOD = "options of this method"
+    METHOD = "options of single methods"
     PLACE = "on a Ray cluster"
     CLUSTER = "on a Determined cluster only"
 

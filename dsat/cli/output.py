@@ -91,7 +91,7 @@ def print_plan(ready: Prepared) -> None:
         f"your own batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "
         f"accumulation {own.gas} x {plan.parallelism().groups(plan.slots_per_trial)}"
     )
-    if note := plans.kept_batch(ready.settings, plan):
+    for note in plans.notes(ready.settings, plan):
         print(note)
     shown_command = printable(shlex.join(words_without_secrets(command)))
     print(f"trial 0 ({first.name}), {count(plan.slots_per_trial, 'rank')} of: {shown_command}")

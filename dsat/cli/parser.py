@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat import __version__
+from dsat.command.ds_config import did_you_mean
 from dsat.errors import UserInputError
 from dsat.estimating.options import EstimateSettings
 from dsat.options import SWITCH, Group, Option, options_of
@@ -34,6 +35,7 @@ TUNES: Mapping[str, str] = {
 }
 METHODS = (*TUNES, *PREDICTS, *READ_ONLY, *SEARCHES)
 _SUFFIXES = (".yaml", ".yml")
+_DRY_RUN = "--dry-run"
 _EPILOG = f"""\
 Short forms: dsat {"|".join(SEARCHES)} = dsat tune --method NAME, with
 the FLOPS_per_gpu metric and a free global batch size, as in Determined's dsat.
@@ -69,13 +71,21 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
         values = vars(parser.parse_args(argv))
         return _look_settings(parser, values), CommandLine(name, tuple(words))
     options = options_of_command(name)
+    is_separated = "--" in words
     words, target_words = split(words, options)
+    if _DRY_RUN in target_words and not is_separated and not target_words[0].endswith(_SUFFIXES):
+        parser.error(f"{_DRY_RUN} comes before the command: dsat {name} {_DRY_RUN} ...")
     is_experiment = bool(target_words) and target_words[0].endswith(_SUFFIXES)
     if is_experiment:
         is_folder = len(target_words) > 1 and not target_words[1].startswith("-")
         end = 2 if is_folder else 1
         words, target_words = [*words, *target_words[end:]], target_words[:end]
-    values = vars(parser.parse_args([name, *_with_joined_switches(words, options)]))
+    namespace, unknown = parser.parse_known_args([name, *_with_joined_switches(words, options)])
+    if unknown:
+        flags = [flag for each in options for flag in each.flags]
+        hint = did_you_mean(unknown[0].partition("=")[0], flags).strip()
+        parser.error(f"dsat {name} has no option {unknown[0]}. {hint}".strip())
+    values = vars(namespace)
     del values["command_name"]
     try:
         settings = _settings(name, options, values, _target(target_words, is_experiment))
@@ -102,7 +112,9 @@ def split(words: Sequence[str], options: Iterable[Option]) -> tuple[list[str], l
         if declared is None or declared.kind is None or has_value:
             continue
         position += 1
-        while position < len(words) and declared.takes(words[position]):
+        while position < len(words) and (
+            declared.takes(words[position]) or (declared.many and words[position].isdecimal())
+        ):
             position += 1
     return list(words[:position]), list(words[position:])
 

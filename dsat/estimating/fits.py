@@ -60,8 +60,8 @@ class Fit:
         text = [
             f"{self.name} {'fits' if self.fits else 'does not fit'} {self.slots} x "
             f"{fmt.memory(self.card_bytes)}: {self.strategy.label} with micro batch "
-            f"{self.batch.micro_batch} needs {fmt.memory(self.needed_bytes)} of each. 5 % "
-            "must stay free. The CUDA context and NCCL need memory on top.",
+            f"{self.batch.micro_batch} needs {fmt.memory(self.needed_bytes)} of each, and "
+            "5 % of that to spare. The CUDA context and NCCL need memory on top.",
             *self._host(),
         ]
         if not self.fits and self.fits_host:

@@ -215,7 +215,9 @@ def notes(shown: Projection) -> list[str]:
         text.append(
             "Global batches differ: --train-batch-size compares all strategies at the same one."
         )
-    if shown.tokens is not None and shown.sequence_length is None:
+    if shown.tokens is None:
+        text.append("For the time and cost of a whole training add --tokens and --price.")
+    elif shown.sequence_length is None:
         text.append("Time and cost are unknown, because samples are not sequences of tokens.")
     sources = "the table of cards alone; measured trials (`--from RUN`) would narrow them"
     if shown.calibrated_by:

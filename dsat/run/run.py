@@ -375,8 +375,12 @@ def final_value(run: Run, trial: Trial) -> float | None:
 
 
 def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
-    """Return the median of a trial's runs in the finals; its own outcome without any."""
-    finals = [i for i, repeated in run.repeated.items() if repeated == trial.id]
+    """Return the median of a trial's runs in the finals; its own outcome without any.
+
+    A search that goes on after finals does not count their runs, until the next ones begin.
+    """
+    repeated = run.repeated.items() if run.finals is not None else ()
+    finals = [i for i, again in repeated if again == trial.id]
     again = [run.trials[i] for i in finals if run.trials[i] is not run.repeat]
     ran = sorted((value, t.id) for t in again if (value := run.value(t)) is not None)
     return run.outcomes[ran[(len(ran) - 1) // 2][1]] if ran else run.outcomes.get(trial.id)

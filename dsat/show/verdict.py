@@ -295,6 +295,11 @@ def _no_finals(run: Run) -> str:
         return "Finals would confirm it (--finals)."
     if run.plan.max_trials < LEAST_RUN:
         return f"Finals would confirm it (--max-trials {LEAST_RUN} or more)."
+    if any(trial.kind is TrialKind.FINAL for trial in run.trials.values()):
+        return (
+            "The search went on after its finals, which do not count until the next ones are over; "
+            "if the run was ended, continue it with --resume."
+        )
     if run.best is run.baseline and run.stop_reason is not None:
         return "Nothing measured fast enough for the finals."
     return "The finals have not begun; if the run was ended, continue it with --resume."

@@ -185,13 +185,12 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
             f"note: {plan.metric} is a time per optimizer step, which small batches make short; "
             "add --train-batch-size to compare like with like"
         )
-    if note := plans.kept_batch(ready.settings, plan):
-        yield f"note: {note}"
+    yield from (f"note: {note}" for note in plans.notes(ready.settings, plan))
     changed = history.difference(run, plan, ready.info)
     if changed is not None:
         yield (
             f"warning: this run is over, and its result is shown as it was, although {changed}: "
-            "start a new run to measure again"
+            "start a new run (--run-dir NEW_FOLDER) to measure again"
         )
     if ready.section is not None:
         yield from (f"note: {note}" for note in ready.section.notes)

@@ -33,11 +33,17 @@ def all_options(method: str | None = None, engines: Iterable[str] = ()) -> Itera
         else:
             yield declared
     yield from places.options()
+    if method is not None:
+        yield from options_of_search(method).values()
+        return
     named: dict[str, Option] = {}
-    for name in SEARCHES if method is None else (method,):
+    methods: dict[str, list[str]] = {}
+    for name in SEARCHES:
         for own in options_of_search(name).values():
             named.setdefault(own.keyword, own)
-    yield from named.values()
+            methods.setdefault(own.keyword, []).append(name)
+    for keyword, own in named.items():
+        yield replace(own, help=f"({', '.join(methods[keyword])}) {own.help}")
 
 
 def make_settings(

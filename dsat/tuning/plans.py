@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from dsat.command.experiment import Experiment
 from dsat.command.switches import BIND_CORES, CHECKPOINTING, SWITCHES, VARIABLE
 from dsat.errors import UserInputError
 from dsat.options import ANY, OWN
+from dsat.run.strategies import make_space
 from dsat.search import SEARCHES
 from dsat.space.batch_rule import BatchRule
 from dsat.space.knobs import KNOB_NAMES, KNOBS, PARALLELISM
@@ -268,7 +270,7 @@ def _nvme_path(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def kept_batch(settings: Settings, plan: Plan) -> str:
+def _kept_batch(settings: Settings, plan: Plan) -> str:
     """Say that the global batch is kept unasked, and what another would allow; else nothing."""
     own, size = plan.own_batch, plan.train_batch_size
     if size is None or "train_batch_size" in settings.given:
@@ -282,3 +284,21 @@ def kept_batch(settings: Settings, plan: Plan) -> str:
         f"the search keeps your global batch of {size}. --train-batch-size any also searches "
         "others, which change the training"
     )
+
+
+def _without_effect(settings: Settings, plan: Plan) -> str:
+    """Name the settings of `--search` that no strategy of a plan has; else nothing."""
+    searched = set(re.findall(r"[\w.]+", " ".join(make_space(plan).describe())))
+    of_deepspeed = {knob.key for knob in KNOBS}
+    names = [n for n in settings.tune if n in of_deepspeed and not searched.intersection({n})]
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)} cannot be searched here: your configuration, its number format or the "
+        "machine leaves no other value to try"
+    )
+
+
+def notes(settings: Settings, plan: Plan) -> list[str]:
+    """Return what a user may not expect of a plan."""
+    return [note for note in (_kept_batch(settings, plan), _without_effect(settings, plan)) if note]

@@ -124,6 +124,9 @@ def test_an_experiment_has_its_folder_and_options_on_either_side(user: User) -> 
         ("tune --gpus 3 train.py", "--gpus"),
         ("tune --search overlapcomm train.py", "overlap_comm"),
         ("tune --max-tr 3 train.py", "--max-tr"),
+        ("tune --max-trails 3 train.py", "--max-trials"),
+        ("tune -z 0 7 train.py", "7 (choose from"),
+        ("tune deepspeed train.py --dry-run", "before the command"),
         ("tune --add-files a train.py", "--add-files"),
         ("tune --ds-config ds.json deepspeed.yaml .", "--ds-config"),
     ],
@@ -131,6 +134,13 @@ def test_an_experiment_has_its_folder_and_options_on_either_side(user: User) -> 
 def test_what_is_wrong_is_said_in_one_line(user: User, words: str, said: str) -> None:
     told = user.types(*words.split())
     assert told.status == 2 and said in told.err.splitlines()[-1]
+
+
+def test_a_setting_that_cannot_be_searched_is_named(user: User) -> None:
+    for setting, is_named in (("zero_quantized_weights", True), ("contiguous_gradients", False)):
+        words = ("--dry-run", "-z", 1, "--search", setting, "deepspeed.yaml", ".")
+        told = user.types("tune", *words)
+        assert told.status == 0 and (f"{setting} cannot be searched" in told.out) is is_named
 
 
 def test_the_help_fits_on_a_screen(user: User) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from testing.scenarios import Told, User
+from testing.scenarios import Harm, Told, User
 from testing.world import World
 from tests.scenarios.checks import check_result, micro_batches, of_kind
 
@@ -245,3 +246,21 @@ def test_a_search_that_goes_on_has_finals_anew(tmp_path: Path) -> None:
     later = told.trials[len(first.trials) :]
     assert {row["kind"] for row in later} == {"search", "final"}
     assert later[-1]["kind"] == "final" and told.json["finals"]["pairs"] >= 2
+
+
+def test_a_search_that_goes_on_after_its_finals_compares_equal_measurements(user: User) -> None:
+    """The value that is shown and the gain are of the same trials; finals begin anew."""
+    first = user.tunes("--max-trials", 6, method="random")
+    assert first.status == 0 and any(row["kind"] == "final" for row in first.trials)
+    count = len(first.trials)
+    told = user.tunes(
+        *("--max-trials", 12, "--resume"),
+        method="random",
+        harm=Harm(signals={count + 2: (signal.SIGINT,)}),
+    )
+    assert told.status == 130
+    own = told.json["baseline"]["metrics"]["throughput"]
+    best = told.best["metrics"]["throughput"]
+    assert told.json["best_value"] == best
+    assert told.json["gain"] == pytest.approx(best / own)
+    assert any("went on after its finals" in line for line in told.json["verdict"])
