@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +175,10 @@ def _look_settings(parser: argparse.ArgumentParser, values: dict[str, Any]) -> R
 
 
 def _is_program(word: str) -> bool:
-    return word.endswith(".py") or (not Path(word).is_file() and shutil.which(word) is not None)
+    """Return whether a word is a script or a program, those of dsat's own environment included."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    is_command = bool(word) and shutil.which(word, path=path) is not None
+    return word.endswith(".py") or (not Path(word).is_file() and is_command)
 
 
 def _with_joined_switches(words: Sequence[str], options: Iterable[Option]) -> list[str]:

@@ -67,7 +67,7 @@ def assert_a_result(run_dir: Path, status: int, said: str) -> Run:
     assert len(set(names)) == len(names)
     assert sorted(path.name for path in (run_dir / "trials").iterdir()) == sorted(names)
     assert processes_of(run_dir) == []
-    assert buffers_of(run_dir) == []
+    wait_until(lambda: buffers_of(run_dir) == [], "the end of its buffers")  # ports are used again
     return run
 
 
@@ -230,7 +230,7 @@ def test_ctrl_c_tells_the_best_so_far(tmp_path: Path) -> None:
     assert "interrupted" in (run_dir / "summary.md").read_text()
     assert [pid for pid in below if is_alive(pid)] == []
     assert processes_of(run_dir) == []
-    assert buffers_of(run_dir) == []
+    wait_until(lambda: buffers_of(run_dir) == [], "the end of its buffers")  # ports are used again
 
 
 def test_no_orphan_when_it_is_killed_in_the_middle_of_a_trial(tmp_path: Path) -> None:
@@ -247,4 +247,4 @@ def test_no_orphan_when_it_is_killed_in_the_middle_of_a_trial(tmp_path: Path) ->
     assert len(buffers_of(run_dir)) == 2
     background.kill()
     assert processes_of(run_dir) == []
-    assert buffers_of(run_dir) == []
+    wait_until(lambda: buffers_of(run_dir) == [], "the end of its buffers")  # ports are used again
