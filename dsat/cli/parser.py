@@ -83,8 +83,10 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
         words, target_words = [*words, *target_words[end:]], target_words[:end]
     namespace, unknown = parser.parse_known_args([name, *_with_joined_switches(words, options)])
     if unknown:
+        if unknown[0] == "--":
+            parser.error(f"{target_words[0]} and a command cannot both be tuned")
         flags = [flag for each in options for flag in each.flags]
-        hint = did_you_mean(unknown[0].partition("=")[0], flags).strip()
+        hint = did_you_mean(unknown[0].partition("=")[0], flags, 0.75).strip()
         parser.error(f"dsat {name} has no option {unknown[0]}. {hint}".strip())
     values = vars(namespace)
     del values["command_name"]

@@ -231,6 +231,7 @@ def test_no_simulation_is_waited_for_after_the_first_host_is_lost(
     engine.stop_simulation_server()
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_cannot_write_into_the_trial_that_runs_again(
     hosts: ScriptedHosts, engine_of: Make, tmp_path: Path
 ) -> None:

@@ -178,7 +178,7 @@ _WORDS: list[tuple[str, str, str]] = [
     ("guess deepspeed.yaml .", "", "guess model asha"),
     ("asha", "dsat asha", "command deepspeed"),
     ("estimate", "dsat estimate", "command --model"),
-    ("asha deepspeed.yaml . -- train.py", "", "train.py"),
+    ("asha deepspeed.yaml . -- train.py", "deepspeed.yaml", "command both"),
     ("asha python3 -u a.py -b 2", "", "a.py"),
     ("python3 train.py", "", "tune python3"),
     ("-- python3 t.py", "", "tune python3"),

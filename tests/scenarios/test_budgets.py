@@ -35,6 +35,7 @@ def kept_for_finals(trials: int) -> int:
 # -- trials
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "trials"),
     [

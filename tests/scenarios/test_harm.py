@@ -130,6 +130,7 @@ def test_an_interruption_before_anything_ran_leaves_no_result(user: User) -> Non
     check_whole(user, resume(user))
 
 
+@pytest.mark.slow
 def test_a_second_process_in_the_same_folder_is_refused(user: User) -> None:
     user.pause_s = 0.2
     first = user.starts(*user.words("--max-trials", BUDGET))

@@ -111,6 +111,7 @@ def test_what_a_script_writes_cannot_move_the_cursor(ran: tuple[User, Told]) -> 
     assert "img" not in tags and tags.count("table") >= 1
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_live_table(user: User) -> None:
     user.pause_s = 0.3
     words = [word for word in user.words("--max-trials", 8, method="random") if word != "--json"]

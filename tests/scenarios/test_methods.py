@@ -68,6 +68,7 @@ def test_other_metrics_lead_to_the_same_answer(user: User, metric: str) -> None:
     assert told.json["best_value"] == pytest.approx(told.best["metrics"][metric], rel=0.04)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_seed_decides_which_trials_run(tmp_path: Path, method: str) -> None:
     def overrides(seed: int, folder: str) -> list[Any]:

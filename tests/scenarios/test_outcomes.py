@@ -200,6 +200,7 @@ def test_a_prediction_that_nothing_fits_is_not_believed(tmp_path: Path, method: 
 # -- the search
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "kind"), [*EVERY_KIND, ("asha", "OOM"), ("random", "OOM")])
 def test_a_strategy_that_fails_leaves_the_others(tmp_path: Path, method: str, kind: str) -> None:
     failure = Failure(kind, {"strategy": "z1"}, "not in stage 1")
@@ -210,6 +211,7 @@ def test_a_strategy_that_fails_leaves_the_others(tmp_path: Path, method: str, ki
     assert user.true_speed(user.best_config()) > 0.93 * best_speed(user.world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "kind"), [*EVERY_KIND, *((method, "ERROR") for method in METHODS[1:])]
 )
@@ -269,6 +271,7 @@ def test_an_own_micro_batch_above_the_data_shrinks(tmp_path: Path, method: str) 
     assert told.best["train_micro_batch_size_per_gpu"] == (2 if method == "gridsearch" else OWN - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_time_outs_of_large_micro_batches_lead_to_smaller_ones(tmp_path: Path, method: str) -> None:
     failure = Failure("TIMEOUT", {"micro_batch": list(range(12, 200))}, "too slow")

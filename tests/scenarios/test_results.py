@@ -288,6 +288,7 @@ def test_runs_are_read_by_mlflow(
         assert data.tags["is_best"] == str(row["name"] == ran[1].best["name"])
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_damaged_in_the_journal_is_exported_all_the_same(user: User) -> None:
     user.has()
     assert user.tunes("--max-trials", 6, method="random").status == 0

@@ -136,6 +136,7 @@ def test_asha_counts_a_lineage_that_never_ran_but_promotes_it_never() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "resources"),
     [

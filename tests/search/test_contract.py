@@ -89,6 +89,7 @@ class Rules:
         self.told[proposal.arm].append((proposal.micro_batch, outcome.kind.value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 5])
 @pytest.mark.parametrize("method", MODEL_IS_SLOW)
 def test_no_schedule_breaks_the_rules(method: str, concurrency: int) -> None:

@@ -212,6 +212,7 @@ def test_host_memory_that_one_strategy_lacks_closes_no_other() -> None:
     assert np.allclose(lost.fits(1, at), known_of().fits(1, at))
 
 
+@pytest.mark.slow
 def test_noise_does_not_prolong_a_search() -> None:
     """Nothing but the micro batch matters, and measurements vary by a few percent."""
 

@@ -32,6 +32,7 @@ def test_what_the_model_search_expects_is_near_what_it_measures(user: User, metr
     assert 0 <= outlook["chance"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at_once", "shorter"), [(1, 1.0), (3, 0.6)])
 def test_the_time_left_is_that_of_the_trials_that_are_left(
     user: User, at_once: int, shorter: float

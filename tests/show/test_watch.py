@@ -116,6 +116,7 @@ def test_a_server_that_cannot_start_is_a_warning(
     assert "--watch" in caplog.text
 
 
+@pytest.mark.slow
 def test_looking_at_a_folder_refuses_no_process_that_starts_there(tmp_path: Path) -> None:
     FolderLock(tmp_path).close()
     is_over = threading.Event()

@@ -21,6 +21,7 @@ def computes() -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("work", "status"), [(waits, 0), (computes, -signal.SIGPROF)])
 def test_a_simulation_is_limited_by_its_processor_time(
     work: Callable[[], None], status: int

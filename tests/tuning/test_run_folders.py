@@ -91,6 +91,7 @@ def test_a_folder_without_a_journal_is_nobodys_to_overwrite() -> None:
         assert {(Path("results") / name).read_text() for name in names} == {"precious"}
 
 
+@pytest.mark.slow
 def test_the_second_process_touches_nothing() -> None:
     """It says who works there, and neither deletes nor renames anything."""
     section = section_of(overwrite=True, results_dir="results", exps_dir="exps")
