@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -160,8 +159,6 @@ def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
 def _launcher(ready: Prepared, program: Entrypoint, best: Mapping[str, Any]) -> list[str]:
     slots = str(ready.plan.slots_per_trial)
     own = program.interpreter  # in whose environment the launchers of the PATH are not
-    if not own and shutil.which("torchrun") is None:
-        own = sys.executable
     if not program.launch.passes_local_rank:
         launcher = [own, "-m", "torch.distributed.run"] if own else ["torchrun"]
         return [*launcher, "--standalone", f"--nproc-per-node={slots}"]
