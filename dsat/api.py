@@ -75,7 +75,7 @@ class Result:
     A row is a single trial as a plain mapping: `name`, `kind` ("profile", "baseline", "search",
     "repeat" or "final"), `stage`, the batch sizes, `overrides` of the DeepSpeed configuration,
     `script_args`, `outcome` ("OK", "OOM", ..; None while it runs), `message`, `predicted_bytes` and
-    `used_bytes` of a slot's memory, and `metrics`. The verdict is by the finals, which run
+    `used_bytes` of a device's memory, and `metrics`. The verdict is by the finals, which run
     configurations again.
 
     Attributes:
@@ -146,9 +146,9 @@ def tune(
 ) -> Result:
     """Find the DeepSpeed configuration with which a training script runs fastest.
 
-    It does what `dsat tune` does. Blocks until the search is over. Ctrl-C in the main thread ends
-    it with the best so far; before the search begins it raises KeyboardInterrupt. Other threads may
-    call it too.
+    The function equivalent of `dsat tune`. It returns when the search is over. Ctrl-C in the main
+    thread ends the search with the best result so far; before the search begins, Ctrl-C raises
+    KeyboardInterrupt. Any thread may call it.
 
     Args:
         target: a script (`"train.py"`), a command (`["torchrun", "train.py", "--deepspeed_config",

@@ -14,15 +14,13 @@ from typing import Any, TypedDict
 from dsat.command.ds_config import did_you_mean
 from dsat.errors import UserInputError
 from dsat.options import Option
+from dsat.prepare.target import names_experiment
 
 PathLike = str | os.PathLike[str]
 Target = PathLike | Sequence[PathLike]
 Size = int | str  # bytes, or text such as "24GiB"
 Duration = float | str  # seconds, or text such as "10m"
 Fraction = float | str  # or text such as "2%"
-
-
-_EXPERIMENT_SUFFIXES = (".yaml", ".yml")
 
 
 class TargetOptions(TypedDict, total=False):
@@ -122,7 +120,7 @@ def read_target(target: Target, model_dir: PathLike | None) -> dict[str, Any]:
                 where=f"target {target!r}",
                 hint='Give a command as a list of words, such as ["deepspeed", "train.py"].',
             )
-        if model_dir is None and path.suffix not in _EXPERIMENT_SUFFIXES:
+        if model_dir is None and not names_experiment(path.name):
             return {"command": (str(path),)}
         return {"config": path, "model_dir": path.parent if model_dir is None else Path(model_dir)}
     if model_dir is not None:

@@ -145,9 +145,7 @@ def how_to_continue(ready: Prepared, folder: Path) -> str:
         deletes = ', with "overwrite": false in its autotuning section' if section.overwrite else ""
         return f"Continue with the same command{deletes}."
     assert ready.line is not None
-    more = [] if ready.settings.resume else ["--resume"]
-    more += [] if ready.settings.run_dir else ["--run-dir", str(folder)]
-    words = ["dsat", *ready.line.words(*more)]
+    words = ["dsat", *ready.line.words(*train_command.resume_options(ready, folder))]
     return f"Continue with: {shell_line(words)}"
 
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from dsat.command.ds_config import did_you_mean
 from dsat.errors import UserInputError
 from dsat.estimating.options import EstimateSettings
 from dsat.options import SWITCH, Group, Option, options_of
+from dsat.prepare.target import names_experiment
 from dsat.projecting.options import ProjectSettings
 from dsat.search import SEARCHES
 from dsat.show.settings import READ_ONLY, ReadOnlySettings
@@ -35,7 +35,6 @@ TUNES: Mapping[str, str] = {
     RUN: "tune, then train with the best configuration",
 }
 METHODS = (*TUNES, *PREDICTS, *READ_ONLY, *SEARCHES)
-_SUFFIXES = (".yaml", ".yml")
 _DRY_RUN = "--dry-run"
 _EPILOG = f"""\
 Short forms: dsat {"|".join(SEARCHES)} = dsat tune --method NAME, with
@@ -45,15 +44,6 @@ Examples:
   dsat tune deepspeed train.py --deepspeed_config ds.json
   dsat tune deepspeed.yaml .
   dsat estimate --model config.json"""
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a command line tunes: an experiment with its folder, or a command."""
-
-    config: Path | None = None
-    model_dir: Path | None = None
-    command: tuple[str, ...] = ()
 
 
 def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
@@ -74,9 +64,9 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
     options = options_of_command(name)
     is_separated = "--" in words
     words, target_words = split(words, options)
-    if _DRY_RUN in target_words and not is_separated and not target_words[0].endswith(_SUFFIXES):
+    if _DRY_RUN in target_words and not is_separated and not names_experiment(target_words[0]):
         parser.error(f"{_DRY_RUN} comes before the command: dsat {name} {_DRY_RUN} ...")
-    is_experiment = bool(target_words) and target_words[0].endswith(_SUFFIXES)
+    is_experiment = bool(target_words) and names_experiment(target_words[0])
     if is_experiment:
         is_folder = len(target_words) > 1 and not target_words[1].startswith("-")
         end = 2 if is_folder else 1
@@ -122,15 +112,16 @@ def split(words: Sequence[str], options: Iterable[Option]) -> tuple[list[str], l
     return list(words[:position]), list(words[position:])
 
 
-def _target(words: Sequence[str], is_experiment: bool) -> Target:
+def _target(words: Sequence[str], is_experiment: bool) -> dict[str, Any]:
+    """Return the settings that name the target; none without one."""
     if not is_experiment:
-        return Target(command=tuple(words))
+        return {"command": tuple(words)} if words else {}
     config = Path(words[0])
-    return Target(config, Path(words[1]) if len(words) > 1 else config.parent)
+    return {"config": config, "model_dir": Path(words[1]) if len(words) > 1 else config.parent}
 
 
 def _settings(
-    name: str, options: Sequence[Option], values: dict[str, Any], target: Target
+    name: str, options: Sequence[Option], values: dict[str, Any], target: Mapping[str, Any]
 ) -> Settings | EstimateSettings | ProjectSettings:
     by_name = {each.name or each.keyword: each for each in options}
     given = {key: by_name[key].flags[-1] for key in values}
@@ -140,25 +131,25 @@ def _settings(
             values[key] = kind.collect(value)
     _check_target(name, values, target)
     if name in PREDICTS:
-        return PREDICTS[name](**vars(target), **values)
+        return PREDICTS[name](**target, **values)
     if name in SEARCHES:
         values["method"], given["method"] = name, f"dsat {name}"
     if name == RUN:
         values["run_full_experiment"] = True
-    return make_settings({**vars(target), **values}, given, keeps_batch=name in TUNES)
+    return make_settings({**target, **values}, given, keeps_batch=name in TUNES)
 
 
-def _check_target(name: str, values: Mapping[str, Any], target: Target) -> None:
+def _check_target(name: str, values: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     """Raise UserInputError unless there is a target, to which its options belong."""
-    if target.command and values.get("include"):
+    if "command" in target and values.get("include"):
         raise UserInputError("is for an experiment configuration", where="--add-files")
-    if target.config is not None and values.get("ds_config") is not None:
+    if "config" in target and values.get("ds_config") is not None:
         raise UserInputError(
             "is for a command; in an experiment configuration it is "
             "hyperparameters.deepspeed_config",
             where="--ds-config",
         )
-    if target == Target() and values.get("model") is None:
+    if not target and values.get("model") is None:
         others = ", or give --model" if name in PREDICTS else ""
         raise UserInputError(
             "there is no command to look at" if name in PREDICTS else "there is no command to tune",
@@ -177,7 +168,7 @@ def _look_settings(parser: argparse.ArgumentParser, values: dict[str, Any]) -> R
 
 
 def _is_program(word: str) -> bool:
-    """Return whether a word is a script or a program, those of dsat's own environment included."""
+    """Return whether a word is a script, or a program on the PATH or in dsat's environment."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     is_command = bool(word) and shutil.which(word, path=path) is not None
     return word.endswith(".py") or (not Path(word).is_file() and is_command)

@@ -123,7 +123,7 @@ def _shared_cores(machine: Machine, program: Entrypoint) -> Sequence[int]:
 
 
 def _sharers(machine: Machine, config: Mapping[str, Any], ranks: int) -> int:
-    """Return the number of ranks that share the cores, those of concurrent trials included.
+    """Return the number of ranks of all concurrent trials that share the cores.
 
     The optimizer of a trial that offloads runs on the cores, and the trial has them alone.
     """

@@ -217,7 +217,7 @@ class _Plan:
         return found
 
     def changes(self) -> dict[str, Any]:
-        """Return the arguments and variables of a command that replace those of the first run."""
+        """Return the changed arguments and variables of a command, compared with its first run."""
         before, wanted = self.builder.program, self.program
         names = [n for n, value in before.env.items() if wanted.env.get(n) != value]
         changed = {n: value for n, value in wanted.env.items() if before.env.get(n) != value}

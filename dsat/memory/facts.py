@@ -144,7 +144,7 @@ class Setup:
 
     @property
     def reduces_last(self) -> bool:
-        """Whether one bucket holds all gradients, and is reduced when activations are gone."""
+        """True if one bucket holds all gradients; it is reduced after the backward pass."""
         return self.facts.trainable_params <= self.bucket
 
     @property

@@ -7,6 +7,13 @@ from pathlib import Path
 
 from dsat.options import PATH, Group, option
 
+_EXPERIMENT_SUFFIXES = (".yaml", ".yml")
+
+
+def names_experiment(word: str) -> bool:
+    """Return whether a target is the configuration of an experiment, not a command."""
+    return word.endswith(_EXPERIMENT_SUFFIXES)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:

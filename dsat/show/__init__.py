@@ -1,1 +1,1 @@
-"""What users look at: one view of a run, laid out by terminal, report, exports and files."""
+"""The view of a run, and its layouts: terminal, report, exports and result files."""

@@ -43,7 +43,7 @@ class LiveView(Observer):
 
     @property
     def shows_trials(self) -> bool:
-        """Whether there is a live table."""
+        """True while the live table is shown, which lists the trials."""
         return self._live is not None
 
     def __enter__(self) -> LiveView:

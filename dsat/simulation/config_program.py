@@ -173,7 +173,9 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
 def _learns_positions(model: Any, number: float) -> bool:
     """Return whether a model has a table of so many positions; OPT's has two rows more."""
     of_tokens = None
-    with contextlib.suppress(NotImplementedError):  # a model of sounds, say, may have none
+    with contextlib.suppress(
+        NotImplementedError
+    ):  # of transformers: no token embeddings, as in models of sounds
         of_tokens = model.get_input_embeddings()
     return any(
         isinstance(layer, torch.nn.Embedding) and number <= layer.num_embeddings <= number + 2

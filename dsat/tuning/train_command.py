@@ -60,13 +60,17 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
             f"dsat.tune(..., run_dir={str(folder.absolute())!r}, resume=True, "
             "run_full_experiment=True), the rest as before"
         )
-    again = [] if ready.settings.resume else ["--resume"]
-    again.append("--run-full-experiment")
-    again += [] if ready.settings.run_dir else ["--run-dir", str(folder)]
+    again = [*resume_options(ready, folder), "--run-full-experiment"]
     if run.stop_reason is None:  # interrupted: train, and do not search on
         again += ["--max-trials", str(max(2, len(run.outcomes))), "--finals", "0"]
     words = ["python3", "-m", "dsat", *ready.line.words(*again)]
     return f"cd {shlex.quote(str(Path.cwd()))} && {shell_line(words)}"
+
+
+def resume_options(ready: Prepared, folder: Path) -> list[str]:
+    """Return the options that continue a run, beside those that it was started with."""
+    resume = [] if ready.settings.resume else ["--resume"]
+    return resume + ([] if ready.settings.run_dir else ["--run-dir", str(folder)])
 
 
 def text(ready: Prepared, run: Run, config: Path) -> str | None:

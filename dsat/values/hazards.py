@@ -20,7 +20,7 @@ GRADIENTS, NORM, SLOW, FAILS = KINDS = ("gradients", "norm", "slow", "fails")
 
 @dataclass(frozen=True)
 class Training:
-    """What decides whether a training is hit.
+    """The facts of a training on which known faults depend.
 
     Attributes:
         config: of DeepSpeed.

@@ -57,6 +57,7 @@ COPIES = """
 import copy, inspect, pickle
 for function in (os.remove, torch.save, torch.nn.Module.__init__, open):
     assert copy.deepcopy(function) is function
+    # As a script's pool of processes passes it: from this process to itself, so it is trusted.
     assert pickle.loads(pickle.dumps(function)) is function
 assert os.unlink in os.supports_dir_fd
 

@@ -115,7 +115,7 @@ def test_a_command_that_is_run_again_has_its_scripts_arguments_replaced(
     assert BY_DSAT in printed_line(within, tmp_path)
     typed_line = CommandLine("tune", ("--run-dir", "."), ("bash", "run.sh", "."))
     line = printed_line(replace(within, line=typed_line), tmp_path)
-    assert line.startswith(f"cd {FOLDER} && python3 -m dsat tune --run-dir . --resume --run-full")
+    assert line.startswith(f"cd {FOLDER} && python3 -m dsat tune --run-dir . --resume --run-dir ")
     assert line.endswith(" bash run.sh .")
 
 

@@ -305,7 +305,7 @@ class Supervisor:
 
 
 def _descendants(pids: Iterable[int], *, recursive: bool = True) -> set[int]:
-    """Return all descendants of processes, whatever their process group."""
+    """Return the descendants of processes, in all process groups."""
     found: set[int] = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error):
