@@ -28,7 +28,7 @@ def finals_of(table: Table, method: str, seed: int) -> tuple[float, int]:
     plan = replace(searching.plan_of(table, method, seed=seed), finals=None)
     run = searching.search_ledger(Ledger(table, plan.max_trials, noise=seed, sd=NOISE), plan)
     search_s, finals_s = searching.seconds(run)
-    return finals_s / search_s, run.num_finals
+    return finals_s / search_s, count_finals(run)
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ import numpy as np
 
 from benchmarks import common, searching
 from benchmarks.common import Bar
+from dsat.run.run import count_finals
 from dsat.show.verdict import gain
 from dsat.space.plan import Plan
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
@@ -212,7 +213,7 @@ def search(method: str, world: World, seed: int, **changes: Any) -> Result:
         reported_by_search=value / own_value,
         true_of_search=machine.speed(run.leader) / own,
         covered=covered,
-        trials=run.num_finals,
+        trials=count_finals(run),
         cost=finals_s / search_s,
     )
 

@@ -39,13 +39,11 @@ class Kind:
     Attributes:
         read: makes the setting's value of a word of a command line or a value of Python. Raises
             ValueError for others.
-        write: writes the value as a user would.
         metavar: the placeholder of a value in `--help`.
         collect: makes the setting's value of several values, for options that take several.
     """
 
     read: Callable[[Any], Any]
-    write: Callable[[Any], str] = str
     metavar: str | None = None
     collect: Callable[[Iterable[Any]], Any] = _unique
 
@@ -356,9 +354,9 @@ def _lora(value: Any) -> dict[str, str]:
     return found
 
 
-MEMORY_SIZE = Kind(memory_size, write_memory_size, "SIZE")
-AMOUNT = Kind(amount, lambda number: f"{number:.12g}", "N")
-DURATION = Kind(duration_s, lambda seconds: f"{seconds:.12g}s", "TIME")
+MEMORY_SIZE = Kind(memory_size, metavar="SIZE")
+AMOUNT = Kind(amount, metavar="N")
+DURATION = Kind(duration_s, metavar="TIME")
 WHOLE_NUMBER = at_least(0)
 NUMBER_OF_CARDS = at_least(1, 2**20)
 GLOBAL_BATCH = Kind(_global_batch, metavar="N|own|any")
@@ -366,13 +364,6 @@ POSITIVE_NUMBER = Kind(_positive_number, metavar="X")
 FRACTION = Kind(_fraction, metavar="PART")
 WORD = Kind(_word)
 PATH = Kind(_path, metavar="PATH")
-LORA = Kind(
-    _lora, lambda found: ",".join(f"{k}={v}" for k, v in found.items()), "r=N,target=NAME+NAME"
-)
+LORA = Kind(_lora, metavar="r=N,target=NAME+NAME")
 ARG_MAPPING = Kind(_arg_mapping, metavar="KEY=FLAG", collect=dict)
-SWITCH = Kind(
-    switches.parse,
-    lambda found: " ".join(switches.write(name, values) for name, values in found.items()),
-    "NAME=V1,V2",
-    _values_by_switch,
-)
+SWITCH = Kind(switches.parse, metavar="NAME=V1,V2", collect=_values_by_switch)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from dsat.cli.parser import PREDICTS, options_of_command
-from dsat.engines import places
 from dsat.in_trial.adapters.table import ENGINE, MODELS, TABLE
-from dsat.options import Group, Option, options_of
+from dsat.options import Group, Option
 from dsat.search import SEARCHES
 from dsat.show.settings import READ_ONLY
 from dsat.space.knobs import KNOB_NAMES, KNOBS
-from dsat.tuning.settings import TUNE, Settings
+from dsat.tuning.make_settings import all_options
+from dsat.tuning.settings import TUNE
 from dsat.values import hazards
 from testing import python_reference, touched
 
@@ -29,7 +29,7 @@ MARK = "<!-- From the declarations in the code, by `make docs`. -->\n\n"
 def option_reference() -> str:
     """Return all options of all commands."""
     parts = ["## Every search\n"]
-    declared = list(places.complete(options_of(Settings)))
+    declared = [each for each in all_options() if each.group is not Group.METHOD]
     for group in Group:
         own = [each for each in declared if each.group is group]
         if own:

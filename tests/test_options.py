@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsat.options import AMOUNT, DURATION, LORA, MEMORY_SIZE, Kind
+from dsat.options import AMOUNT, DURATION, LORA, MEMORY_SIZE, Kind, write_memory_size
 from dsat.prepare import installed_deepspeed
 from testing.scenarios import User
 
@@ -26,13 +26,14 @@ from testing.scenarios import User
     ],
 )
 def test_measures(kind: Kind, text: str, value: float) -> None:
-    assert kind.read(text) == kind.read(kind.write(value)) == value
+    assert kind.read(text) == value
+    if kind is MEMORY_SIZE:
+        assert kind.read(write_memory_size(int(value))) == value
 
 
 def test_adapters() -> None:
     found = {"r": "16", "target": "q_proj+v_proj"}
     assert LORA.read("r=16,target=q_proj+v_proj") == LORA.read(found) == found
-    assert LORA.read(LORA.write(found)) == found
     for wrong in ("16", "r=", "r=0", "rank=8", "r=x", "r=8,dropout=2"):
         with pytest.raises(ValueError, match=r"invalid|less than|not a"):
             LORA.read(wrong)

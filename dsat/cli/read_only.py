@@ -54,15 +54,18 @@ def _show(settings: ShowSettings) -> None:
     if settings.trial is not None:
         trial = _trial(run, settings.trial)
         folder = past.trials / trial.name
-        told: Any = terminal.trial_to_json(run, trial, folder)
-        shown = terminal.describe_trial(run, trial, folder)
-    elif settings.trials:
-        told = [view.to_json() for view in RunView.build(run).trials]
-        shown = terminal.list_trials(run)
+        _print(
+            terminal.trial_to_json(run, trial, folder) if settings.json else None,
+            terminal.describe_trial(run, trial, folder),
+        )
+        return
+    view = RunView.build(run)
+    if settings.trials:
+        rows = [each.to_json() for each in view.trials] if settings.json else None
+        _print(rows, terminal.list_trials(view))
     else:
-        told = {**RunView.build(run).to_json(past.folder), "state": past.state}
-        shown = terminal.describe_run(run, past.folder, past.state)
-    _print(told if settings.json else None, shown)
+        told = {**view.to_json(past.folder), "state": past.state} if settings.json else None
+        _print(told, terminal.describe_run(view, past.folder, past.state))
 
 
 def _compare(settings: CompareSettings) -> None:
@@ -81,12 +84,15 @@ def _list(settings: RunsSettings) -> None:
         print(f"dsat: {message}", file=sys.stderr)
     if not found and not unread:
         print(f"dsat: there is no run in {settings.folder or RUNS_FOLDER}", file=sys.stderr)
+    views = [(past, RunView.build(past.run)) for past in found]
     told = [
-        RunView.build(past.run).to_json(past.folder)
-        | {"state": past.state, "changed_s": past.changed_s}
-        for past in found
+        view.to_json(past.folder) | {"state": past.state, "changed_s": past.changed_s}
+        for past, view in views
     ]
-    rows = [(str(past.folder), past.state, past.changed_s, past.run) for past in found]
+    rows = [
+        (str(past.folder), past.state, past.changed_s, past.run.most_trials, view)
+        for past, view in views
+    ]
     _print(told if settings.json else None, terminal.list_runs(rows))
 
 

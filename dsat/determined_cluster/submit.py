@@ -302,7 +302,7 @@ def _with_max_slots(settings: Settings, experiment: experiments.Experiment, slot
     Raises:
         UserInputError: they are fewer than a trial needs.
     """
-    where, limit = "--max-slots", settings.max_slots
+    where, limit = None, settings.max_slots
     if limit is None and (given := ds_config.at(experiment.config, _MAX_SLOTS)) is not None:
         where = f"{experiment.path}: {_MAX_SLOTS}"
         limit = ds_config.whole_number(given, where)

@@ -20,7 +20,7 @@ import wrapt
 from dsat.command.entrypoint import Entrypoint
 from dsat.determined_cluster.job import JOB_FILE, MODEL_FOLDER, PACKAGE_FOLDER
 from dsat.errors import UserInputError
-from dsat.in_trial.adapters import SPARE_FOLDER
+from dsat.in_trial.hook import SPARE_FOLDER
 from dsat.run.journal import RUNS_FOLDER
 from dsat.values.memory_size import readable
 

@@ -178,7 +178,7 @@ def is_of_device(outcome: Outcome) -> bool:
 def _is_accident(outcome: Outcome) -> bool:
     """Return whether a trial failed because of a device, or another program took its port."""
     is_of_port = _has_part_of(_text_of(outcome), _ADDRESS_IN_USE)
-    return is_of_device(outcome) or (outcome.kind is OutcomeKind.ERROR and is_of_port)
+    return outcome.kind is OutcomeKind.ERROR and (is_of_port or is_of_device(outcome))
 
 
 def _refuses_segments(outcome: Outcome) -> bool:

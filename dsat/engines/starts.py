@@ -118,10 +118,9 @@ class StartBuilder:
                 str(path.resolve()), config, trial.script_args, self.experiment.arg_mappings
             )
         plan = _Plan(self, start, shares, method, program, config, tuple(free_ports(3)))
-        spec = plan.spec()
         if start.is_own and start.meter is None:  # its ranks are only recorded
             return plan.requests()
-        write_atomically(folder / SPEC_FILE, json.dumps(spec.to_json(), indent=1) + "\n")
+        write_atomically(folder / SPEC_FILE, json.dumps(plan.spec().to_json(), indent=1) + "\n")
         if method is StartMethod.COMMAND and not start.is_own:
             write_atomically(folder / CHANGES_FILE, json.dumps(plan.changes()))
         write_atomically(folder / COMMAND_FILE, plan.command_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,18 +11,18 @@ from typing import Any
 
 from dsat.command import ds_config
 from dsat.memory import host
-from dsat.memory.predictor import Basis, MemoryModel
+from dsat.memory.predictor import Basis, MemoryModel, fits_host
 from dsat.search import cards as known
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values import format as fmt
 from dsat.values import parallelism
 from dsat.values.table import Table
-from dsat.values.zero_strategy import NONE, Strategy
+from dsat.values.zero_strategy import Strategy
 
 SIZES = tuple(sorted({card.memory_bytes for card in known.table().values()}))
 # Numbers of cards that people rent: up to one host any number, then whole hosts.
-_HOST, _MOST = 8, 1024
-_COUNTS = (*range(1, _HOST), *range(_HOST, _MOST + 1, _HOST))
+_MOST = 1024
+_COUNTS = (*range(1, host.PER_HOST), *range(host.PER_HOST, _MOST + 1, host.PER_HOST))
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Choice:
         cards: how many: any number up to 8, whole hosts of 8 above.
         strategy: the first of the ladder that fits.
         micro_batch: the largest that fits.
-        host_bytes: memory of a host for what its ranks offload.
+        host_bytes: memory of a host for all of its ranks.
     """
 
     memory_bytes: int
@@ -58,8 +59,8 @@ def fewest(
     Args:
         host_memory: bytes of a host, if they are known.
     """
-    offloading = [s for s in strategies if not NONE == s.offload_optimizer == s.offload_param]
-    without = [s for s in strategies if s not in offloading]
+    offloading = [strategy for strategy in strategies if strategy.offloads]
+    without = [strategy for strategy in strategies if not strategy.offloads]
     shared = parallelism.of_config(base)
     total, *fixed = (base.get(key) for key in ds_config.BATCH_KEYS)
     counts = [n for n in _COUNTS if n % shared.shared == 0]
@@ -67,26 +68,25 @@ def fewest(
         each = math.prod(size for size in fixed if isinstance(size, int))
         counts = [n for n in counts if total % (each * shared.data(n)) == 0]
 
-    def on(cards: int, size: int, among: Sequence[Strategy]) -> Choice | None:
+    def on(cards: int, size: int, among: Sequence[Strategy]) -> list[Choice]:
+        """Return what the devices hold, whatever the host has."""
+        choices, facts = [], basis.variants[0].facts
+        model = MemoryModel(basis, slots=cards, limit_bytes=size, on_device=True)
         for strategy in among:
-            ranks = host.ranks(cards)
-            model = MemoryModel(
-                basis,
-                slots=cards,
-                limit_bytes=size,
-                host_limit_bytes=(host_memory or 0) // ranks,
-                on_device=True,
-            )
-            shape = model.shape(configuration(strategy, cards), {})
-            most = min(model.largest(shape), float(LARGEST_MICRO_BATCH))
+            config = configuration(strategy, cards)
+            shape = model.shape(config, {})
+            most = int(min(model.largest(shape), float(LARGEST_MICRO_BATCH)))
             if most >= 1:
-                return Choice(size, cards, strategy, int(most), round(ranks * shape.host_bytes))
-        return None
+                needed = host.of_host(facts, config, shape.host_bytes, cards)
+                choices.append(Choice(size, cards, strategy, most, needed))
+        return choices
 
     def first(size: int, among: Sequence[Strategy]) -> Choice | None:
         # More cards need less of each, so the first number that is enough is between two others.
-        at = bisect.bisect_left(counts, True, key=lambda n: on(n, size, among) is not None)
-        return on(counts[at], size, among) if at < len(counts) else None
+        at = bisect.bisect_left(counts, True, key=lambda n: bool(on(n, size, among)))
+        # The host may need more of more cards: each of its ranks loads the weights.
+        held = itertools.chain.from_iterable(on(n, size, among) for n in counts[at:])
+        return next((c for c in held if fits_host(c.host_bytes, host_memory)), None)
 
     choices = []
     for size in SIZES:

@@ -8,7 +8,7 @@ from typing import Any
 from dsat.command import ds_config
 from dsat.estimating.options import EstimateSettings
 from dsat.memory import host
-from dsat.memory.predictor import UNCALIBRATED_MARGIN, Anchor, Basis, MemoryModel
+from dsat.memory.predictor import UNCALIBRATED_MARGIN, Anchor, Basis, MemoryModel, fits_host
 from dsat.prepare.simulated_model import simulate
 from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.protocol import Question
@@ -48,8 +48,7 @@ class Fit:
     @property
     def fits_host(self) -> bool:
         """Return whether the host holds its ranks, as far as its memory is known."""
-        limit = self.host_limit
-        return limit is None or self.host_bytes * UNCALIBRATED_MARGIN <= limit
+        return fits_host(self.host_bytes, self.host_limit)
 
     def to_json(self) -> dict[str, Any]:
         batch = asdict(self.batch)

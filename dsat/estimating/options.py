@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dsat.options import MEMORY_SIZE, NUMBER_OF_CARDS, WORD, Kind, memory_size, option
-from dsat.prepare.simulated_model import ModelSettings
+from dsat.prepare.model_settings import ModelSettings
 
 _GIB = 2**30
 
@@ -38,7 +38,6 @@ class EstimateSettings(ModelSettings):
             strategies.
     """
 
-    function: ClassVar[str] = "estimate"
     summary: ClassVar[str] = (
         "predict memory for each ZeRO stage and offloading, without running a trial"
     )

@@ -17,7 +17,7 @@ from dsat.estimating.options import EstimateSettings
 from dsat.memory import closed_form, host
 from dsat.memory.estimate import SIMULATED, MemoryEstimate
 from dsat.memory.facts import ModelFacts
-from dsat.memory.predictor import UNCALIBRATED_MARGIN, Anchor, Basis, MemoryModel
+from dsat.memory.predictor import Anchor, Basis, MemoryModel, fits_host
 from dsat.memory.strategies import compared, with_strategy
 from dsat.prepare.simulated_model import SimulatedModel, simulate
 from dsat.simulation.protocol import Question
@@ -163,8 +163,8 @@ def _line(
         model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
         shape = model.shape(config, {})
         host_bytes = host.of_host(facts, config, shape.host_bytes, slots)
-        fits_host = limit is None or host_bytes * UNCALIBRATED_MARGIN <= limit
-        most = min(model.largest(shape), float(LARGEST_MICRO_BATCH)) if fits_host else 0.0
+        has_room = fits_host(host_bytes, limit)
+        most = min(model.largest(shape), float(LARGEST_MICRO_BATCH)) if has_room else 0.0
         largest[size] = int(most)
         if length is not None:
             longest[size] = int(most * length)

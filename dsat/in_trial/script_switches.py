@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsat.command import switches as known
+from dsat.command.ds_config import data_types
 from dsat.command.switches import (
     ATTENTION,
     CHECKPOINTING,
@@ -87,7 +88,7 @@ class ScriptSwitches:
         model, passed = arguments.get("model"), config_injection.trained_config(arguments)
         if passed is None or not hasattr(model, "modules"):
             return  # DeepSpeed says what is wrong with such a model
-        may_flash = not self._on_cpu and _is_half(passed.content)
+        may_flash = not self._on_cpu and data_types(passed.content)[0] in ("bf16", "fp16")
         for name, values in of_model(model, may_flash=may_flash).items():
             self.found.setdefault(name, ScriptSwitch(values))
         wanted = dict(self._wanted)
@@ -240,12 +241,6 @@ def _set_checkpointing(args: Any, value: Any) -> None:
         own: Any = next(filter(None, (getattr(args, each, None) for each in names)), {})
         own = json.loads(own) if isinstance(own, str) else own  # of the command line, not read yet
         setattr(args, f"{name}_kwargs", {**own, **known.checkpointing(value)})
-
-
-def _is_half(config: Mapping[str, Any]) -> bool:
-    """Return whether DeepSpeed trains in half precision."""
-    sections = [config.get(name) or {} for name in ("bf16", "bfloat16", "fp16")]
-    return any(section.get("enabled") is True for section in sections)
 
 
 def _text(value: Any) -> Any:

@@ -90,6 +90,17 @@ class Basis(Recorded):
         """Return the basis of a model with its own switches."""
         return cls((Variant({}, facts, tuple(anchors)),))
 
+    @functools.cached_property
+    def _known_corrections(self) -> dict[int, list[_Corrections]]:
+        return {}
+
+    def corrections(self, slots: int) -> list[_Corrections]:
+        """Return what anchors add to the formula on a number of devices, by variant."""
+        if slots not in self._known_corrections:
+            found = [_corrections(variant, slots) for variant in self.variants]
+            self._known_corrections[slots] = found
+        return self._known_corrections[slots]
+
     @property
     def simulated(self) -> bool:
         return any(variant.anchors for variant in self.variants)
@@ -174,6 +185,11 @@ def _group(config: Mapping[str, Any]) -> str:
     return " ".join([of_config(config).name, parallelism.of_config(config).label]).strip()
 
 
+def fits_host(host_bytes: float, limit_bytes: int | None) -> bool:
+    """Return True if a host has room for so many bytes, with a margin, or its memory is unknown."""
+    return not limit_bytes or host_bytes * UNCALIBRATED_MARGIN <= limit_bytes
+
+
 class MemoryModel:
     """Predicted memory of configurations, corrected by trials.
 
@@ -201,7 +217,7 @@ class MemoryModel:
         self.host_limit_bytes = host_limit_bytes
         self._on_device = on_device
         self._slots = slots
-        self._corrections = [_corrections(variant, slots) for variant in basis.variants]
+        self._corrections = basis.corrections(slots)
         self._counts_context = counts_context
         self._observations: list[Observation] = []
         self._calibration = Calibration()
@@ -232,8 +248,7 @@ class MemoryModel:
 
     def fits_host(self, shape: Shape) -> bool:
         """Return True if the host has enough memory for the ranks of one trial."""
-        limit = self.host_limit_bytes
-        return not limit or shape.host_bytes * UNCALIBRATED_MARGIN <= limit
+        return fits_host(shape.host_bytes, self.host_limit_bytes)
 
     def predicted_bytes(self, shape: Shape, micro_batch: float) -> int:
         """The peak of one slot."""

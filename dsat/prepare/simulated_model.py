@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from dsat.command import experiment as experiments
 from dsat.command import hf_config, script_args
@@ -21,11 +21,10 @@ from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import find_machine_for_simulations
 from dsat.engines.start import LocalOptions
 from dsat.errors import DsatError, UserInputError
-from dsat.options import LORA, WORD, at_least, check_together, option
 from dsat.prepare import installed_deepspeed, packages
 from dsat.prepare import source as sources
+from dsat.prepare.model_settings import ModelSettings
 from dsat.prepare.source import Source
-from dsat.prepare.target import Target
 from dsat.simulation.anchors import TIMEOUT_S
 from dsat.simulation.client import SimulationUnavailable, Simulator
 from dsat.simulation.protocol import ScriptFacts
@@ -46,63 +45,6 @@ _SCRIPT_HINT = (
     " The script was run up to its first training step. `dsat tune` also searches scripts that "
     "cannot be simulated: it predicts their memory by formula."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings(Target):
-    """Options of the commands that simulate a script, or the model of a configuration.
-
-    Attributes:
-        function: of the Python API, which takes the same options.
-    """
-
-    function: ClassVar[str]
-    model: str | None = option(
-        "--model",
-        old=("--hf-config",),
-        kind=WORD,
-        metavar="MODEL",
-        help="predict a model of transformers instead of a script: a config.json, its folder, or "
-        "the id of a model on the Hugging Face Hub; no weights are needed",
-    )
-    seq_length: int | None = option(
-        "--seq-length",
-        goes_with="--model",
-        kind=at_least(1),
-        metavar="N",
-        help="with --model: tokens of a sample (default: 2048, or what the model has at most)",
-    )
-    lora: Mapping[str, str] | None = option(
-        "--lora",
-        goes_with="--model",
-        kind=LORA,
-        metavar="r=N,target=NAME+NAME",
-        help="with --model: train low-rank adapters of these layers alone "
-        "(for example r=16,target=q_proj+v_proj, or target=all-linear)",
-    )
-    dtype: str = option(
-        "--dtype",
-        goes_with="--model",
-        kind=WORD,
-        default="bf16",
-        choices=("bf16", "fp16", "fp32"),
-        help="with --model: the type of the parameters",
-    )
-    activation_checkpointing: str | None = option(
-        "--activation-checkpointing",
-        kind=WORD,
-        choices=("on", "off"),
-        help="recompute activations in the backward pass, or keep all of them (default: as the "
-        "script does)",
-    )
-    json: bool = option("--json", shell_only=True, help="print the answer as JSON")
-
-    def __post_init__(self) -> None:
-        if self.model is not None and (self.command or self.config is not None):
-            raise UserInputError(
-                "is for a model without a script, and there is a script", where="--model"
-            )
-        check_together(self)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dsat.options import (
     at_least,
     option,
 )
-from dsat.prepare.simulated_model import ModelSettings
+from dsat.prepare.model_settings import ModelSettings
 
 
 def _cards_of_kind(value: str) -> tuple[int, str]:
@@ -27,14 +27,13 @@ def _cards_of_kind(value: str) -> tuple[int, str]:
     return NUMBER_OF_CARDS.read(number.strip()), name.strip()
 
 
-CARDS_OF_KIND = Kind(_cards_of_kind, lambda read: f"{read[0]}x{read[1]}", "NxCARD")
+CARDS_OF_KIND = Kind(_cards_of_kind, metavar="NxCARD")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectSettings(ModelSettings):
     """Settings of `dsat project`; `to` is the number and the name of the cards."""
 
-    function: ClassVar[str] = "project"
     summary: ClassVar[str] = "predict throughput, scaling, time and cost on N GPUs of a named model"
     to: tuple[int, str] = option(
         "--to",

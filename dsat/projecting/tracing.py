@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from dsat.simulation.protocol import Question
 from dsat.values.parallelism import Parallelism
 from dsat.values.parallelism import of_config as parallelism_of
 from dsat.values.step_trace import ModelTrace, StepTrace
-from dsat.values.zero_strategy import NONE, Strategy, of_config
+from dsat.values.zero_strategy import Strategy, of_config
 
 SIZES = tuple(2**n for n in range(10))  # 1 to 512 cards
 _HPZ = "zero_optimization.zero_hpz_partition_size"
@@ -86,13 +87,16 @@ class Traced:
         stage, parallelism = strategy.stage, self.parallelism
         return work_of(of_slots, self.model, micro_batch, cluster, stage, parallelism)
 
+    @functools.cached_property
+    def _basis(self) -> Basis:
+        return Basis.of_model(self.facts, (anchor for _, anchor in self.traces.values()))
+
     def memory(
         self, strategy: Strategy, slots: int, micro_batch: int, card: Card
     ) -> tuple[int, bool]:
         """Return the predicted peak of a card in bytes, and whether it fits with room to spare."""
         gas = {ds_config.BATCH_KEYS[2]: max(1, self.gas(slots, micro_batch))}
-        basis = Basis.of_model(self.facts, (anchor for _, anchor in self.traces.values()))
-        model = MemoryModel(basis, slots=slots, limit_bytes=card.memory_bytes, on_device=True)
+        model = MemoryModel(self._basis, slots=slots, limit_bytes=card.memory_bytes, on_device=True)
         shape = model.shape({**self.config(strategy, slots), **gas}, {})
         return model.predicted_bytes(shape, micro_batch), model.fits(shape, micro_batch)
 
@@ -152,7 +156,7 @@ def worthwhile(found: Traced, card: Card, count: int, *, always: bool) -> list[S
         return any(found.memory(rung, slots, 1, card)[1] for slots in sizes)
 
     rungs = [rung for rung in compared(found.base) if fits(rung, SIZES)]
-    plain = [rung for rung in rungs if NONE == rung.offload_optimizer == rung.offload_param]
+    plain = [rung for rung in rungs if not rung.offloads]
     chosen = plain if any(fits(rung, [count]) for rung in plain) else rungs
     own = [found.own] if always or fits(found.own, SIZES) or not chosen else []
     return list(dict.fromkeys([*own, *chosen]))

@@ -13,7 +13,7 @@ from dsat.run.events import EVENT_EARLIER, EVENT_FINISHED, EVENT_PROPOSED
 from dsat.run.finals_phase import FinalsPhase
 from dsat.run.history import Measured
 from dsat.run.profile_phase import ProfilePhase
-from dsat.run.run import Run
+from dsat.run.run import Run, count_finals
 from dsat.run.search_phase import SearchPhase
 from dsat.run.trial_factory import TrialFactory
 from dsat.search.base import Outlook, Stop, Wait
@@ -171,7 +171,7 @@ class Decisions:
     @property
     def _reserved(self) -> int:
         """Number of trials that are reserved for the finals."""
-        most = self.run.most_trials - self.run.num_finals
+        most = self.run.most_trials - count_finals(self.run)
         return finals.reserved(most, self.plan.finals)
 
     @property

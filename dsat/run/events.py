@@ -52,7 +52,11 @@ _VALUES_OF_ALL: Mapping[str, Any] = {
     "converged": bool,
     "reserves": list[int],
     "least_gain": float,
+    "finals": int | None,
+    "indifference": float,
 }
+# Fields of a plan that a run may go on with otherwise; earlier versions wrote the first alone.
+OF_A_BUDGET = ("max_trials", "finals", "indifference")
 _TIMES_S = range(253_402_214_400)  # up to a day before the year 10000: others are no dates
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from dsat.run import finals
 from dsat.run.events import EVENT_FINALS
 from dsat.run.finals import Role
-from dsat.run.run import Run, searched
+from dsat.run.run import Run, count_finals, searched
 from dsat.run.trial_factory import TrialFactory
 from dsat.space.plan import Plan
 from dsat.values.trial import BatchTriple, Trial, TrialKind
@@ -37,8 +37,8 @@ class FinalsPhase:
             predicted: `SearchPhase.predicted`.
         """
         plan, run = self._plan, self._run
-        used = len(run.trials) - run.num_finals
-        most = run.most_trials - run.num_finals
+        used = len(run.trials) - count_finals(run)
+        most = run.most_trials - count_finals(run)
         own = run.baseline
         if run.leader is None or own is None or run.value(own) is None:
             return None

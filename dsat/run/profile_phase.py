@@ -36,11 +36,6 @@ class ProfilePhase:
         self._next_micro_batch: int | None = None  # of the next profile trial
 
     @property
-    def climbed(self) -> bool:
-        """Return whether the user's own strategy does not fit, or DeepSpeed refuses it."""
-        return self._rung >= 0 or bool(self._sharded)
-
-    @property
     def over(self) -> bool:
         """Return whether the model is profiled."""
         return self.profile is not None
@@ -103,7 +98,8 @@ class ProfilePhase:
         failed = outcome.kind is OutcomeKind.ERROR
         again = failed and bool(outcome.message) and outcome.message == self._last_error
         self._last_error = outcome.message if failed else None
-        if failed and not self.climbed and self._is_refused(outcome):
+        is_own_strategy = self._rung < 0 and not self._sharded
+        if failed and is_own_strategy and self._is_refused(outcome):
             self._sharded = [s for s in strategies.searched(self._plan) if s.stage > 0]
             if self._sharded:
                 self._begin_again()

@@ -36,7 +36,6 @@ class Run:
         training: compares the losses of trials.
         repeated: the trial that a trial of the finals, or a repeat, runs again, by trial id.
         profiled: end of the trial that profiled the model, once it is known.
-        num_finals: trials of these and earlier finals.
         disqualified: why a leader cannot win although it ran, by its trial id.
         same_batch_final: the one with the user's own global batch, if another one is the best.
         search_ended: why the search was over when the finals began.
@@ -69,7 +68,6 @@ class Run:
         self.finals: Finals | None = None
         self.search_ended: str | None = None
         self.converged = False
-        self.num_finals = 0
         self._earlier_variation: Variation | None = None
         self.disqualified: dict[int, str] = {}
         self.same_batch_final: Trial | None = None
@@ -136,7 +134,8 @@ class Run:
             if event["max_trials"] > self.plan.max_trials and not converged:
                 self._earlier_variation = self.variation
                 self.finals = None  # the search goes on; new finals follow
-            self.plan = replace(self.plan, max_trials=event["max_trials"])
+            given = {name: event[name] for name in events.OF_A_BUDGET if name in event}
+            self.plan = replace(self.plan, **given)
             self.stop_reason = None
         elif kind == events.EVENT_STOPPED:
             self.stop_reason = event["reason"]
@@ -184,7 +183,6 @@ class Run:
         )
 
     def _enter_final(self, trial: Trial) -> None:
-        self.num_finals += 1
         turn = None if self.finals is None else self.finals.turn
         if turn is None:
             return
@@ -357,6 +355,11 @@ def _variation_of_repeat(run: Run) -> Variation | None:
         return None
     log_value = run.plan.objective.log_value
     return Variation.from_runs(log_value(first), log_value(second))
+
+
+def count_finals(run: Run) -> int:
+    """Return the number of trials of these and earlier finals."""
+    return sum(trial.kind is TrialKind.FINAL for trial in run.trials.values())
 
 
 def searched(run: Run) -> list[Trial]:

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dsat.command import ds_config
 from dsat.values.outcome import PRECISIONS, TrainingCurve
 
 _LEAST_STEPS = 3  # of a curve; in the first no weight has changed yet
@@ -148,12 +149,13 @@ def _gradient_difference(
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
-    """Return the number format of a DeepSpeed configuration: bf16, fp16 or fp32."""
-    for name, sections in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
-        for key in sections:
-            section = config.get(key)
-            if isinstance(section, Mapping) and section.get("enabled"):
-                return name
+    """Return the number format of a DeepSpeed configuration: bf16, fp16 or fp32.
+
+    Where the script decides ("auto") it is fp32, the finest: trainings tell what they computed in.
+    """
+    model, _ = ds_config.data_types(config)
+    if model in ("bf16", "fp16"):
+        return str(model)
     autocast = config.get("torch_autocast")
     if isinstance(autocast, Mapping) and autocast.get("enabled"):
         return "fp16" if str(autocast.get("dtype", "")).split(".")[-1] == "float16" else "bf16"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dsat.command import ds_config
 from dsat.run import same_training
 from dsat.run.same_training import Agreement, Finding
 from dsat.space.plan import Plan
@@ -21,10 +22,11 @@ def training_of(plan: Plan, trial: Trial) -> hazards.Training:
 
 def training_with(config: Mapping[str, Any], gas: int, plan: Plan) -> hazards.Training:
     """Return the same for a configuration with an accumulation."""
+    is_open = ds_config.data_types(config)[0] is None  # the script decides, and may take bf16
     return hazards.Training(
         config,
         of_config(config).stage,
-        same_training.precision_of(config),
+        "bf16" if is_open else same_training.precision_of(config),
         gas,
         plan.slots_per_trial,
         on_cpu=not plan.offload_helps,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsat.run.run import Run
+from dsat.run.run import Run, count_finals
 from dsat.search.base import Proposal
 from dsat.space.locate import fingerprint
 from dsat.space.plan import Plan
@@ -116,7 +116,7 @@ class TrialFactory:
         """Return `z1_gas1_tmbspg3`, as DeepSpeed's autotuner does; in use, with a digest."""
         stem = name_of(strategy, batch)
         if kind is TrialKind.FINAL:
-            stem = f"{kind.value}{self._run.num_finals + 1}_{stem}"
+            stem = f"{kind.value}{count_finals(self._run) + 1}_{stem}"
         elif kind is not TrialKind.SEARCH:
             stem = f"{kind.value}_{stem}"
         names = {trial.name for trial in self._run.trials.values()}

@@ -79,8 +79,11 @@ class Tuner:
         if not self.run.has_begun:
             start = {"event": journaled.EVENT_START, "schema": SCHEMA_VERSION}
             self._append({**start, "plan": self.plan, "info": dict(info)})
-        elif self.run.plan.max_trials != plan.max_trials:
-            self._append({"event": journaled.EVENT_BUDGET, "max_trials": plan.max_trials})
+            return
+        own = {name: getattr(self.run.plan, name) for name in journaled.OF_A_BUDGET}
+        wanted = {name: getattr(plan, name) for name in journaled.OF_A_BUDGET}
+        if own != wanted:
+            self._append({"event": journaled.EVENT_BUDGET, **wanted})
 
     @property
     def run(self) -> Run:

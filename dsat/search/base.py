@@ -195,11 +195,13 @@ class Search(abc.ABC):
         summary: one line for `--help`.
         options: its own options, by the parameters of its constructor that take their values.
         ramps: it uses `Problem.ramp`.
+        needs_time: it predicts times, so the metric must be a time, or work over time.
     """
 
     summary: ClassVar[str] = ""
     options: ClassVar[Mapping[str, Option]] = {}
     ramps: ClassVar[bool] = False
+    needs_time: ClassVar[bool] = False
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

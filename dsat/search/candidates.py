@@ -140,14 +140,12 @@ class Settings:
         """Return the settings number `index` of a branch as the models take them."""
         found = self._rows.get((branch, index))
         if found is None:
-            settings = self.of(branch, index)
-            found = self._rows[branch, index] = self.row_of(
-                self._space.strategies[branch], settings
+            found = self._rows[branch, index] = self._make_row(
+                self._space.strategies[branch], self.of(branch, index)
             )
         return found
 
-    def row_of(self, strategy: Strategy, settings: Mapping[str, Any]) -> Row:
-        """Return any settings as the models take them."""
+    def _make_row(self, strategy: Strategy, settings: Mapping[str, Any]) -> Row:
         values = tuple((key, _text(value)) for key, value in settings.items())
         having = {**self._first, **dict(values), _STRATEGY: strategy.name}
         traits = np.zeros(len(self.effects))

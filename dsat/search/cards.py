@@ -74,7 +74,7 @@ def find(name: str) -> Card:
     Raises:
         UserInputError: the table has no such card.
     """
-    found = _named(name, table())
+    found = _named(name)
     if found is None:
         raise UserInputError(
             f"unknown card {name}; known cards: {', '.join(table())}",
@@ -85,12 +85,12 @@ def find(name: str) -> Card:
 
 def of_device(name: str) -> Card | None:
     """Return the card of a driver's name for a device; None if it is not in the table."""
-    return _named(name, table()) if name else None
+    return _named(name) if name else None
 
 
-def _named(name: str, known: Mapping[str, Card]) -> Card | None:
+def _named(name: str) -> Card | None:
     """Return the card whose name has all of its words in another one, or the other way round."""
-    wanted = _words(name)
+    known, wanted = table(), _words(name)
     words = {key: _words(key) for key in known}
     inside = [
         key

@@ -42,6 +42,7 @@ class ModelSearch(Search):
         early_stopping: end the search after this number of trials without a new best.
     """
 
+    needs_time = True
     summary = (
         "the usual choice: predicts speed and memory of everything, and tries the most promising"
     )

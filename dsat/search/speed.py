@@ -157,7 +157,10 @@ class Prior:
         return covariance
 
     def residuals(self, one: Points, other: Points, scales: Scales) -> Array:
-        """Return the covariance of the residuals of n and m configurations, (n, m)."""
+        """Return the covariance of the residuals of n and m configurations, (n, m).
+
+        It is that of `compare`, whose parts serve many scales, in half of the work.
+        """
         octaves, others = np.log2(one.micro_batch)[:, None], np.log2(other.micro_batch)
         distance = _apart(
             one, other, self.effects * np.where(self.is_switch, scales.switch, scales.residual)

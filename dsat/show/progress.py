@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dsat.in_trial.rank_files import ACTIVITY_FILE, read_steps
 from dsat.run import finals
-from dsat.run.run import Run
+from dsat.run.run import Run, count_finals
 from dsat.search.base import Outlook
 from dsat.values import format as fmt
 from dsat.values.codec import Recorded
@@ -100,7 +100,7 @@ def time_left(run: Run, at_once: int) -> str | None:
         return None
     alone = left
     if run.finals is None:
-        alone = min(left, finals.reserved(most - run.num_finals, run.plan.finals))
+        alone = min(left, finals.reserved(most - count_finals(run), run.plan.finals))
     rounds = alone + -(-(left - alone) // max(1, at_once))
     quartiles = statistics.quantiles(took, n=4, method="inclusive")
     low, high = (fmt.duration(rounds * seconds) for seconds in (quartiles[0], quartiles[-1]))

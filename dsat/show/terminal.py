@@ -85,9 +85,8 @@ def describe_result(view: RunView) -> list[Part]:
     return [headline, *others, *stages, *map(Text, view.facts)]
 
 
-def describe_run(run: Run, folder: Path, state: str) -> list[Part]:
+def describe_run(view: RunView, folder: Path, state: str) -> list[Part]:
     """Return the summary of a run."""
-    view = RunView.build(run)
     files = [folder / name for name in (summary.BEST_CONFIG_FILE, "report.html")]
     return [
         Text(f"{view.title} in {folder} ({state})"),
@@ -96,9 +95,8 @@ def describe_run(run: Run, folder: Path, state: str) -> list[Part]:
     ]
 
 
-def list_trials(run: Run) -> list[Part]:
+def list_trials(view: RunView) -> list[Part]:
     """Return the table of all trials."""
-    view = RunView.build(run)
     return [view.trial_table() if view.trials else Text("No trial has begun.")]
 
 
@@ -161,17 +159,17 @@ def comparison_to_json(views: Views, folders: Mapping[str, Path]) -> dict[str, A
     }
 
 
-def list_runs(rows: Sequence[tuple[str, str, float, Run]]) -> list[Part]:
+def list_runs(rows: Sequence[tuple[str, str, float, int, RunView]]) -> list[Part]:
     """Return a list of runs.
 
     Args:
-        rows: name, state, time of the last change (seconds since the epoch), and the run.
+        rows: name, state, time of the last change (seconds since the epoch), the most trials, and
+            the run.
     """
     headings = ("run", "state", "method", "trials", "best", "gain", "last change")
     cells = []
-    for name, state, changed_s, run in rows:
-        view = RunView.build(run)
-        trials = f"{len(view.ended)} of {run.most_trials}"
+    for name, state, changed_s, most_trials, view in rows:
+        trials = f"{len(view.ended)} of {most_trials}"
         best = fmt.metric(view.plan.metric, view.best_value)
         when = datetime.datetime.fromtimestamp(changed_s).strftime("%Y-%m-%d %H:%M")
         cells.append((name, state, view.plan.method, trials, best, view.gain.text, when))

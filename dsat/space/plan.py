@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsat.command import ds_config
-from dsat.options import MEMORY_SIZE, SWITCH
+from dsat.command import ds_config, switches
+from dsat.options import write_memory_size
 from dsat.space.batch_rule import BatchRule
 from dsat.space.space import Freedom
 from dsat.values.codec import Recorded
@@ -35,7 +35,17 @@ _LABELS = {
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
 LONGEST_S = 20.0  # what `Plan.longest_s` usually is
 _ABSENT = "not given"
-_WRITERS = {"slot_memory_bytes": MEMORY_SIZE.write, "listed_switches": SWITCH.write}
+
+
+def _write_switches(values: Mapping[str, Any]) -> str:
+    return " ".join(switches.write(name, listed) for name, listed in values.items())
+
+
+# Of values that a user writes otherwise than JSON.
+_WRITERS: Mapping[str, Callable[[Any], str]] = {
+    "slot_memory_bytes": write_memory_size,
+    "listed_switches": _write_switches,
+}
 # A run that continues keeps the length of a trial, whatever this version of dsat would choose.
 _MAY_DIFFER = ("max_trials", "finals", "indifference", "longest_s")
 

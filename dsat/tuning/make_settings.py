@@ -11,7 +11,7 @@ from dsat.command.entrypoint import without_autotuning
 from dsat.engines import places
 from dsat.errors import UserInputError
 from dsat.options import OWN, Option, options_of
-from dsat.search import SEARCHES, parameters_of
+from dsat.search import SEARCHES, parameters_of, usual_options
 from dsat.search import options_of as options_of_search
 from dsat.tuning.settings import DEFAULT_METHOD, Settings
 
@@ -79,7 +79,7 @@ def make_settings(
         )
     of_methods = {own.keyword for name in SEARCHES for own in options_of_search(name).values()}
     of_method = {own.keyword: name for name, own in options_of_search(method).items()}
-    own = {name: one.initial for name, one in options_of_search(method).items()}
+    own = usual_options(method)
     for keyword in sorted(of_methods & left.keys()):
         value = left.pop(keyword)
         if keyword not in of_method:

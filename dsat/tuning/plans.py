@@ -159,10 +159,10 @@ def _measured(settings: Settings, experiment: Experiment, device: str) -> dict[s
 
 def _check_metric(settings: Settings) -> None:
     """Raise UserInputError for a metric by which the search or its trials cannot compare."""
-    if settings.method == "model" and not METRICS[settings.metric].of_time:
+    if SEARCHES[settings.method].needs_time and not METRICS[settings.metric].of_time:
         raise UserInputError(
-            f"{settings.metric} is no time and no work over time, which the model search predicts",
-            where="--metric",
+            f"{settings.metric} is no time and no work over time, which {settings.method} predicts",
+            where=settings.name_of("metric"),
             hint="Use another method, such as random.",
         )
     for name in (*settings.listed_switches, *settings.tune):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shlex
@@ -73,7 +74,7 @@ class Prepared:
         """Number of slots of these hosts."""
         return self.machine.num_slots * len(self.hosts)
 
-    @property
+    @functools.cached_property  # it reads the script
     def info(self) -> dict[str, Any]:
         return {
             "name": self.experiment.name,
@@ -280,11 +281,12 @@ def searcher_of_full_run(experiment: Experiment, *needed: str) -> Mapping[str, A
     return searcher
 
 
-def check_max_slots(settings: Settings, slots: int, *, where: str = "--max-slots") -> None:
+def check_max_slots(settings: Settings, slots: int, *, where: str | None = None) -> None:
     """Raise UserInputError if a trial needs more devices than may be used at once."""
     if settings.max_slots is not None and settings.max_slots < slots:
         raise UserInputError(
-            f"{settings.max_slots} is less than the {slots} devices of one trial", where=where
+            f"{settings.max_slots} is less than the {slots} devices of one trial",
+            where=where or settings.name_of("max_slots"),
         )
 
 

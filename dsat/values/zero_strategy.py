@@ -24,6 +24,11 @@ class Strategy:
     offload_param: str = NONE
 
     @property
+    def offloads(self) -> bool:
+        """Return True if anything is kept on the host or on NVMe."""
+        return not NONE == self.offload_optimizer == self.offload_param
+
+    @property
     def name(self) -> str:
         """Short name, for trial names: `z2`, `z2_offload`, `z3_offload_param`, `z3_nvme_param`."""
         words = {CPU: "offload", NVME: "nvme"}

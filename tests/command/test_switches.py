@@ -8,7 +8,6 @@ import pytest
 
 from dsat.command import script_args, switches
 from dsat.command.entrypoint import Entrypoint
-from dsat.options import SWITCH
 
 HF = "--deepspeed ds.json --output_dir out".split()
 
@@ -31,7 +30,7 @@ HF = "--deepspeed ds.json --output_dir out".split()
 def test_users_name_their_own(text: str, expected: tuple[str, Any]) -> None:
     assert switches.parse(text) == expected
     if "--fused" not in text and "TrainingArguments" not in expected[0]:
-        assert SWITCH.write(dict([expected])) == text
+        assert switches.write(*expected) == text
 
 
 @pytest.mark.parametrize("text", ["", "optim", "optim=", "--=1", "gradient_checkpointing=some"])

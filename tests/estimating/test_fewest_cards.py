@@ -48,23 +48,23 @@ def peak(choice: fewest_cards.Choice, **changes: Any) -> int:
 
 def test_one_card_less_is_not_enough() -> None:
     for choice in chosen(SEVEN_BILLION):
-        if choice.host_bytes:
+        if choice.strategy.offloads:
             continue
         limit = choice.memory_bytes / 1.05
         assert peak(choice) <= limit < peak(choice, micro_batch=choice.micro_batch + 1)
         less = choice.cards - (8 if choice.cards > 8 else 1)
         for stage in range(4 if less else 0):
             assert peak(choice, cards=less, strategy=Strategy(stage), micro_batch=1) > limit
-    counts = {choice.cards for choice in chosen(SEVENTY_BILLION) if not choice.host_bytes}
+    counts = {choice.cards for choice in chosen(SEVENTY_BILLION) if not choice.strategy.offloads}
     assert all(count < 8 or count % 8 == 0 for count in counts)
     assert any(count.bit_count() > 1 for count in counts)  # not powers of two alone
 
 
 def test_offloading_is_shown_where_it_saves_cards() -> None:
     found = chosen(SEVEN_BILLION)
-    counts = {choice.memory_bytes: choice.cards for choice in found if not choice.host_bytes}
+    counts = {choice.memory_bytes: choice.cards for choice in found if not choice.strategy.offloads}
     assert list(counts.values()) == sorted(counts.values(), reverse=True)
-    offloaded = [choice for choice in found if choice.host_bytes]
+    offloaded = [choice for choice in found if choice.strategy.offloads]
     assert offloaded and all(each.cards < counts[each.memory_bytes] for each in offloaded)
     assert len(fewest_cards.table(found)) == len(found) + 2
 
@@ -88,3 +88,15 @@ def test_cards_share_the_users_batch_evenly() -> None:
 def test_a_model_that_fits_nowhere() -> None:
     found = chosen(ModelFacts(10**9, 10**9, 10**8, 1e15, 1e15, 1e15))
     assert found == [] and "1024 GPUs" in fewest_cards.table(found)[0]
+
+
+def test_the_host_holds_the_weights_that_its_ranks_load() -> None:
+    """Each rank without `zero.Init` loads 13 GiB: eight do not fit 60 GiB, four do."""
+    facts = replace(SEVEN_BILLION, uses_zero_init=False)
+    basis = Basis((Variant({}, facts),))
+    limit = 60 * GIB
+    found = fewest_cards.fewest(basis, BF16, partial(with_strategy, BF16), COMPARED, limit)
+    assert found and all(1.05 * choice.host_bytes <= limit for choice in found)
+    for choice in found:
+        loaded = min(choice.cards, 8) * 2 * facts.num_params
+        assert choice.host_bytes >= loaded

@@ -119,6 +119,7 @@ def test_steps_that_were_skipped_end_the_comparison() -> None:
     [
         ({}, "fp32"),
         ({"bf16": {"enabled": True}}, "bf16"),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, "fp32"),  # the script's
         ({"bfloat16": {"enabled": True}}, "bf16"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, "fp16"),
         ({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, "bf16"),

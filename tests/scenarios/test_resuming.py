@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from testing.command import run_of
 from testing.scenarios import Harm, Told, User
 from testing.world import Failure, World
 from tests.scenarios.checks import METHODS, best_speed, check_result, configuration, of_kind
@@ -123,6 +124,17 @@ def test_a_run_without_finals_goes_on_into_them(user: User) -> None:
     told = user.tunes("--max-trials", 24, "--resume")
     check_complete(user, told, 24)
     assert told.json["finals"]["significant"] and "unconfirmed" not in told.json["verdict"][0]
+
+
+def test_a_run_goes_on_by_the_finals_that_are_asked_for(user: User) -> None:
+    """All of dsat reads them from the run, whose journal has them."""
+    assert user.tunes("--max-trials", 4, "--finals", 0, method="random").status == 0
+    more = ("--max-trials", 10, "--finals", 4, "--resume")
+    told = user.tunes(*more, method="random")
+    assert told.status == 0, told.err
+    assert run_of(user.folder / "run").plan.finals == 4
+    assert [row["kind"] for row in told.trials].count("final") in (2, 4)
+    assert "(--finals)" not in " ".join(told.json["verdict"])
 
 
 def test_more_trials_are_nothing_to_a_search_that_expects_nothing_of_them(user: User) -> None:

@@ -5,8 +5,7 @@ A new place is a module with the functions of a `Provider`, and a line in `PROVI
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from dsat.engines.places import local, ray, slurm, ssh
@@ -28,13 +27,6 @@ ENGINE_NAMES = (AUTO, *PROVIDERS, "determined")
 def options() -> list[Option]:
     """Return the options of all places."""
     return [own for provider in PROVIDERS.values() for own in provider.options]
-
-
-def complete(declared: Iterable[Option]) -> Iterator[Option]:
-    """Add the names of places to the choices of `--engine`, and the options of places."""
-    for own in declared:
-        yield replace(own, choices=ENGINE_NAMES) if own.name == "engine" else own
-    yield from options()
 
 
 def given_options(values: Mapping[str, Any], engine: str) -> dict[str, Any]:

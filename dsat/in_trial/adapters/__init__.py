@@ -9,7 +9,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-SPARE_FOLDER = "spare"  # of packages that a cluster's container may lack
+from dsat.in_trial.hook import SPARE_FOLDER
+
 _spare = Path(__file__).parents[2] / SPARE_FOLDER
 if importlib.util.find_spec("wrapt") is None and _spare.is_dir():
     sys.path.append(str(_spare))
