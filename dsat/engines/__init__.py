@@ -17,10 +17,10 @@ class Engine(Protocol):
         ...
 
     def launch(self, trial: Trial) -> None:
-        """Start a trial; does nothing if a trial of this id was started before.
+        """Start a trial; there are free slots, unless some have just failed.
 
         Raises:
-            EngineError: there are not enough free slots, or nothing can be run at all.
+            EngineError: nothing can be run at all.
         """
         ...
 

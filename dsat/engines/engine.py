@@ -82,7 +82,6 @@ class LocalEngine:
         self._agents = Agents(self._builder, self._hosts, own)
         self._waiting: list[Start] = []
         self._running: dict[int, Running] = {}
-        self._known: set[int] = set()
         self._ended: list[tuple[int, Outcome]] = []  # for `poll`
         self._lost: list[str] = []  # hosts, for the warnings of the next outcome
         self._activities = ActivityLog() if own is None else own.activities
@@ -105,11 +104,8 @@ class LocalEngine:
         return reason or f"started by dsat, they failed with {self._retries.failure}"
 
     def launch(self, trial: Trial) -> None:
-        if trial.id in self._known:
-            return
         own = self._agents.own
         if own is not None and own.is_of(trial):
-            self._known.add(trial.id)
             start = self._builder.start_of(trial)
             running = own.become(start, self._builder.config_of(start))
             self._running[trial.id] = running
@@ -117,8 +113,6 @@ class LocalEngine:
                 self._on_trial_ended(running)
             return
         self._begin_trials()
-        self._slots.check_free(waiting=len(self._waiting))
-        self._known.add(trial.id)
         self._waiting.append(self._builder.start_of(trial))
         self._start_waiting()
 
@@ -202,8 +196,7 @@ class LocalEngine:
 
     def import_modules_of(self, folder: Path) -> None:
         """Preload the modules that the user's script imported in the trial of a folder."""
-        # The check after the imports would wait for a driver that is stuck.
-        if self._retries.method is not StartMethod.FORKED or self._devices.failure:
+        if self._retries.method is not StartMethod.FORKED:
             return
         try:
             modules = json.loads((folder / MODULES_FILE).read_text())
@@ -319,7 +312,7 @@ class LocalEngine:
             self._slots.give_back(running.shares)
         if not outcome.ok:
             self._agents.remove_locks(any_running=bool(self._running))
-        self._devices.note(running, outcome)
+        self._devices.note(outcome)
         reason = None if self._devices.failure else self._retries.decide(running, outcome)
         if reason is not None:
             self._run_again(running, outcome, reason)
@@ -329,7 +322,6 @@ class LocalEngine:
             self._agents.end_command()
         if running.trial.profiles and outcome.ok:
             self.import_modules_of(running.folder)
-            outcome = trial_result.with_smallest_device(outcome, self._hosts)
         _rename_to_trial(running.folder)
         outcome = self._retries.final(running, outcome)
         warnings, self._lost = (*outcome.warnings, *self._lost), []

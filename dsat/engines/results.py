@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dsat.engines.machines.hosts import Host
 from dsat.engines.running import Running
 from dsat.engines.start import FULL_RUN_ID, StartMethod
 from dsat.engines.trial_folder import log_files
@@ -66,18 +65,6 @@ def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
     else:
         found = _failure(running, read_reports(folder, duration_s))
     return replace(found, duration_s=duration_s)
-
-
-def with_smallest_device(outcome: Outcome, hosts: Sequence[Host]) -> Outcome:
-    """Return a profile's outcome with the memory of the slot that has least.
-
-    Its trial knows its own devices, and others may run on smaller ones.
-    """
-    sizes = [host.machine.memory_bytes for host in hosts if not host.machine.is_cpu]
-    profile = outcome.profile
-    if profile is None or not sizes or profile.slot_memory_bytes <= min(sizes):
-        return outcome
-    return replace(outcome, profile=replace(profile, slot_memory_bytes=min(sizes)))
 
 
 def status_of(running: Running) -> int:

@@ -64,21 +64,6 @@ class Running:
         """Hosts on which ranks still run."""
         return self.hosts - self.ended.keys()
 
-    @property
-    def stuck(self) -> dict[int, set[int]]:
-        """Slots whose ranks cannot be ended, by host.
-
-        All of its slots on a host where the user's command, which starts the ranks, is stuck.
-        """
-        found: dict[int, set[int]] = {}
-        for share in self.shares:
-            by_rank = self.ended[share.index].get("stuck", [])  # a lost host reports nothing
-            if len(by_rank) == 1:
-                by_rank = by_rank * len(share.slots)
-            ranks = zip(share.slots, by_rank, strict=False)
-            found[share.index] = {slot for slot, is_stuck in ranks if is_stuck}
-        return found
-
     def by_rank(self, what: str) -> list[Any]:
         """Return what supervisors reported of each rank: `statuses` or `killed`."""
         return [each for share in self.shares for each in self.ended[share.index][what]]

@@ -31,9 +31,8 @@ Answers, each after `MARK`:
      "is_folder": whether the folder is there, "pid": of this process}
     {"event": "pong"}
     {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
-     "killed": [whether this process killed it, by rank],
-     "stuck": [whether it could not be killed, by rank: it waits in the kernel, perhaps for a
-      driver]}
+     "killed": [whether this process killed it, by rank]}
+This process also ends if a rank cannot be killed: no other trial may have its device.
 """
 
 from __future__ import annotations
@@ -142,6 +141,9 @@ class Supervisor:
                         return
                 self._reap()
                 self._kill_overdue()
+                if self._has_stuck_rank():
+                    sys.stderr.write("dsat: a rank waits for a driver, and cannot be ended\n")
+                    return
                 # After a stop the time is over before the pings that came meanwhile are read.
                 now_s, at_s = self._clock.now_s(), self._orphaned_at_s
                 is_orphaned = bool(self._groups) and at_s is not None and now_s >= at_s
@@ -244,7 +246,7 @@ class Supervisor:
             self._end(group, grace_s)
 
     def _finish(self, group: _Group) -> None:
-        """Answer that a trial has ended; ranks without a status by now are stuck."""
+        """Answer that a trial has ended."""
         del self._groups[group.trial]
         _kill_until_gone(lambda: group.descendants | self._strays(group))
         group.remove_leftovers()
@@ -252,9 +254,8 @@ class Supervisor:
         ended = {
             "event": "ended",
             "trial": group.trial,
-            "statuses": [group.statuses.get(rank, -signal.SIGKILL) for rank in ranks],
+            "statuses": [group.statuses[rank] for rank in ranks],
             "killed": [rank in group.killed_ranks for rank in ranks],
-            "stuck": [rank not in group.statuses for rank in ranks],
         }
         self._answer(ended)
 
@@ -271,10 +272,13 @@ class Supervisor:
             if group.done is not None and group.done.exists():
                 group.done = None
                 self._end(group, GRACE_AFTER_FAILURE_S)
-            if group.killed_at is not None and now - group.killed_at >= _STUCK_AFTER_S:
-                self._finish(group)
-            elif group.kill_at is not None and group.kill_at <= now and group.killed_at is None:
+            if group.kill_at is not None and group.kill_at <= now and group.killed_at is None:
                 self._kill(group)
+
+    def _has_stuck_rank(self) -> bool:
+        """Return whether a rank was killed a while ago, and is still there."""
+        killed_at_s = [g.killed_at for g in self._groups.values() if g.killed_at is not None]
+        return min(killed_at_s, default=math.inf) + _STUCK_AFTER_S <= time.monotonic()
 
     def _kill(self, group: _Group, until: float = math.inf) -> None:
         group.killed_at = time.monotonic()
