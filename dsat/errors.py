@@ -77,7 +77,7 @@ class InvalidTrial(DsatError):
         message: what happened, in one line.
         smaller_may_run: it failed for want of data, of which a smaller micro batch needs less.
         most_samples: the largest micro batch that there are data for, if that is known.
-        fixed_batch, batch_flag: see `Outcome`.
+        fixed_batch: see `Outcome`.
     """
 
     def __init__(
@@ -87,12 +87,11 @@ class InvalidTrial(DsatError):
         smaller_may_run: bool = False,
         most_samples: int | None = None,
         fixed_batch: int | None = None,
-        batch_flag: str = "",
     ) -> None:
         super().__init__(message)
         self.smaller_may_run = smaller_may_run or most_samples is not None
         self.most_samples = most_samples
-        self.fixed_batch, self.batch_flag = fixed_batch, batch_flag
+        self.fixed_batch = fixed_batch
 
 
 class Diverged(DsatError):

@@ -275,7 +275,6 @@ class Outcome(Recorded):
             for, if known.
         fixed_batch: samples that the script feeds whatever the micro batch of the configuration
             is; None if it follows the configuration, or that is unknown.
-        batch_flag: the script's flag for that number, such as `--batch-size`; empty if it has none.
         step_ms: latency of each measured step, in ms, of the slowest rank.
         training: None for a trial that measured nothing.
         sequences: None if the script's inputs have no sequences of tokens.
@@ -295,7 +294,6 @@ class Outcome(Recorded):
     smaller_may_run: bool = False
     most_samples: int | None = None
     fixed_batch: int | None = None
-    batch_flag: str = ""
     step_ms: tuple[float, ...] = ()
     training: TrainingCurve | None = None
     sequences: SequenceLengths | None = None
