@@ -256,7 +256,7 @@ class LocalEngine:
                 for running in overdue:
                     self._end(running, grace_s=0)
                 ends = [deadline, now + PING_EVERY_S, now + left_s]
-                self._activities.write(self._running.values(), self._waiting)
+                self._activities.write(self._running.values())
                 messages = self._agents.supervisors.receive(max(0.0, min(ends) - now))
             for host, message in messages:
                 if message["event"] == LOST:

@@ -23,8 +23,7 @@ Requests:
      "done": optional name of a file in the folder: the trial is ended once it is there}
     {"op": "kill", "trial": id, "grace_s": seconds in which it may end by itself}
     {"op": "look", "files": [path, ...], "folder": path}
-    {"op": "ping", "limit_s": optional; this process ends with everything that it started when
-     trials run and no further ping comes for so long: it is cut off}
+    {"op": "ping"}
 Answers, each after `MARK`:
     {"event": "warm", "reason": why ranks cannot be forked; empty if they can be}
     {"event": "look", "digests": [of each file, empty if it cannot be read],
@@ -53,7 +52,6 @@ from typing import Any
 import psutil
 
 from dsat.engines.agent import leftovers
-from dsat.engines.agent.heartbeats import ListeningClock
 from dsat.engines.agent.rank_process import (
     FOR_DSAT,
     PR_SET_CHILD_SUBREAPER,
@@ -74,7 +72,6 @@ GRACE_AFTER_FAILURE_S = 0.3
 _STUCK_AFTER_S = 60.0
 _GONE_WITHIN_S = 2.0
 _TRACKED_WITHIN_S = 10.0  # a resource tracker unlinks what it knows, also on a busy host
-_LOOK_AROUND_EVERY_S = 30.0
 _LOOK_FOR_FILES_EVERY_S = 0.05
 
 
@@ -109,8 +106,6 @@ class Supervisor:
         self._helpers = set[int]()  # processes that imports have started, such as a tracker
         self._selector = selectors.DefaultSelector()
         self._buffer = b""
-        self._clock = ListeningClock(_LOOK_AROUND_EVERY_S)
-        self._orphaned_at_s: float | None = None
         # The protocol gets descriptors of its own, so that nothing a library prints can break it.
         self._requests = os.dup(0)
         self._answers = os.dup(1)
@@ -143,11 +138,6 @@ class Supervisor:
                 self._kill_overdue()
                 if self._has_stuck_rank():
                     sys.stderr.write("dsat: a rank waits for a driver, and cannot be ended\n")
-                    return
-                # After a stop the time is over before the pings that came meanwhile are read.
-                now_s, at_s = self._clock.now_s(), self._orphaned_at_s
-                is_orphaned = bool(self._groups) and at_s is not None and now_s >= at_s
-                if is_orphaned and not self._selector.select(0):
                     return
         finally:
             until = time.monotonic() + _TRACKED_WITHIN_S  # for all of them
@@ -193,8 +183,6 @@ class Supervisor:
             }
             self._answer({"event": "look", **found, "pid": os.getpid()})
         elif op == "ping":
-            limit_s = request["limit_s"]
-            self._orphaned_at_s = None if limit_s is None else self._clock.now_s() + limit_s
             self._answer({"event": "pong"})
 
     def _answer(self, message: Mapping[str, Any]) -> None:
@@ -302,9 +290,6 @@ class Supervisor:
         deadlines += [g.killed_at + _STUCK_AFTER_S for g in groups if g.killed_at is not None]
         left = [max(0.0, min(deadlines) - time.monotonic())] if deadlines else []
         left += [_LOOK_FOR_FILES_EVERY_S for group in groups if group.done is not None]
-        if self._groups and self._orphaned_at_s is not None:
-            left_s = max(0.0, self._orphaned_at_s - self._clock.now_s())
-            left.append(min(left_s, _LOOK_AROUND_EVERY_S))
         return min(left, default=None)
 
 
