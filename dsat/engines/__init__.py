@@ -33,7 +33,7 @@ class Engine(Protocol):
         ...
 
     def cancel(self, trial_id: int) -> None:
-        """End a trial, whose outcome will be CANCELED unless it was faster."""
+        """End a trial that runs; its outcome will be CANCELED unless it was faster."""
         ...
 
     def close(self) -> None:

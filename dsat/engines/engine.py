@@ -35,7 +35,7 @@ from dsat.engines.starts import LINGER_S, StartBuilder
 from dsat.engines.supervisors import LOST
 from dsat.engines.trial_folder import working_folder
 from dsat.in_trial.rank_files import MODULES_FILE, result_file
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
 _log = logging.getLogger(__name__)
@@ -175,11 +175,7 @@ class LocalEngine:
         return ended
 
     def cancel(self, trial_id: int) -> None:
-        for waiting in [w for w in self._waiting if w.trial.id == trial_id]:
-            self._waiting.remove(waiting)
-            if trial_id != SIMULATION_ID:
-                canceled = Outcome(OutcomeKind.CANCELED, message="canceled")
-                self._ended.append((trial_id, canceled))
+        self._waiting = [start for start in self._waiting if start.trial.id != trial_id]
         if trial_id in self._running:
             self._running[trial_id].canceled = True
             self._end(self._running[trial_id], grace_s=0)
@@ -196,13 +192,9 @@ class LocalEngine:
 
     def import_modules_of(self, folder: Path) -> None:
         """Preload the modules that the user's script imported in the trial of a folder."""
-        if self._retries.method is not StartMethod.FORKED:
-            return
-        try:
-            modules = json.loads((folder / MODULES_FILE).read_text())
-        except (OSError, ValueError):  # where also scripts may write
-            return
-        if isinstance(modules, list) and all(isinstance(name, str) for name in modules):
+        path = folder / MODULES_FILE
+        if self._retries.method is StartMethod.FORKED and path.exists():
+            modules = json.loads(path.read_text())
             self._retries.on_warm_up(self._agents.import_modules(modules))
 
     # -- the user's own command

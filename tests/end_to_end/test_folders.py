@@ -106,6 +106,8 @@ def rotated(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("how", ["deleted", "renamed", "rotated", "truncated", "appended"])
+@pytest.mark.parametrize(
+    "how", ["deleted", "renamed", "rotated", "truncated", "appended", "emptied"]
+)
 def test_a_file_of_the_user_stays_as_it_was(rotated: Tuned, how: str, when: str) -> None:
     assert [path for path in rotated.changed if path.startswith(f"{how}.{when}")] == []
