@@ -31,6 +31,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from dsat.prepare.packages import DISTRIBUTION
 from testing.command import run_of
 from testing.tuned_scripts import documented_commands
 
@@ -161,7 +162,7 @@ def _interpreter(version: str) -> str:
 def _others() -> list[str]:
     """Return the requirements of dsat and of the tests' extras, other than the pair."""
     found = []
-    for text in requires("dsat") or ():
+    for text in requires(DISTRIBUTION) or ():
         requirement = Requirement(text)
         if requirement.name in ("torch", "deepspeed"):
             continue
