@@ -85,11 +85,12 @@ class InvalidTrial(DsatError):
         smaller_may_run: bool = False,
         most_samples: int | None = None,
         fixed_batch: int | None = None,
+        batch_flag: str = "",
     ) -> None:
         super().__init__(message)
         self.smaller_may_run = smaller_may_run or most_samples is not None
         self.most_samples = most_samples
-        self.fixed_batch = fixed_batch
+        self.fixed_batch, self.batch_flag = fixed_batch, batch_flag
 
 
 class Diverged(DsatError):

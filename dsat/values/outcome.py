@@ -294,6 +294,7 @@ class Outcome(Recorded):
     smaller_may_run: bool = False
     most_samples: int | None = None
     fixed_batch: int | None = None
+    batch_flag: str = ""
     step_ms: tuple[float, ...] = ()
     training: TrainingCurve | None = None
     sequences: SequenceLengths | None = None
