@@ -145,7 +145,10 @@ def how_to_continue(ready: Prepared, folder: Path) -> str:
         deletes = ', with "overwrite": false in its autotuning section' if section.overwrite else ""
         return f"Continue with the same command{deletes}."
     assert ready.line is not None
-    words = ["dsat", *ready.line.words(*train_command.resume_options(ready, folder))]
+    words = [
+        train_command.find_program("dsat"),
+        *ready.line.words(*train_command.resume_options(ready, folder)),
+    ]
     return f"Continue with: {shell_line(words)}"
 
 

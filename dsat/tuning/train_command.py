@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +64,7 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
     again = [*resume_options(ready, folder), "--run-full-experiment"]
     if run.stop_reason is None:  # interrupted: train, and do not search on
         again += ["--max-trials", str(max(2, len(run.outcomes))), "--finals", "0"]
-    words = ["python3", "-m", "dsat", *ready.line.words(*again)]
+    words = [find_program("python3"), "-m", "dsat", *ready.line.words(*again)]
     return f"cd {shlex.quote(str(Path.cwd()))} && {shell_line(words)}"
 
 
@@ -71,6 +72,15 @@ def resume_options(ready: Prepared, folder: Path) -> list[str]:
     """Return the options that continue a run, beside those that it was started with."""
     resume = [] if ready.settings.resume else ["--resume"]
     return resume + ([] if ready.settings.run_dir else ["--run-dir", str(folder)])
+
+
+def find_program(name: str) -> str:
+    """Return a program's name, or its path where the PATH leads to another environment."""
+    here, found = Path(sys.executable).parent, shutil.which(name)
+    if not (here / name).exists():
+        return name
+    leads_here = found is not None and os.path.samefile(Path(found).parent, here)
+    return name if leads_here else str(here / name)
 
 
 def text(ready: Prepared, run: Run, config: Path) -> str | None:
@@ -164,9 +174,9 @@ def _launcher(ready: Prepared, program: Entrypoint, best: Mapping[str, Any]) -> 
     slots = str(ready.plan.slots_per_trial)
     own = program.interpreter  # in whose environment the launchers of the PATH are not
     if not program.launch.passes_local_rank:
-        launcher = [own, "-m", "torch.distributed.run"] if own else ["torchrun"]
+        launcher = [own, "-m", "torch.distributed.run"] if own else [find_program("torchrun")]
         return [*launcher, "--standalone", f"--nproc-per-node={slots}"]
-    launcher = [own, "-m", "deepspeed.launcher.runner"] if own else ["deepspeed"]
+    launcher = [own, "-m", "deepspeed.launcher.runner"] if own else [find_program("deepspeed")]
     chosen, without = program.launch.devices, program.launch.not_devices
     if without:
         there = range(ready.machine.num_slots + len(without))
