@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 
@@ -12,12 +11,11 @@ from dsat.cli.parser import AnySettings
 from dsat.cli.read_only import read_only
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
-from dsat.errors import UserInputError
 from dsat.estimating import fits, tables
 from dsat.estimating.options import EstimateSettings
 from dsat.projecting import projector
 from dsat.projecting.options import ProjectSettings
-from dsat.show import terminal, watch
+from dsat.show import terminal
 from dsat.show.live import LiveView
 from dsat.show.settings import WatchSettings
 from dsat.show.view import RunView
@@ -25,8 +23,6 @@ from dsat.tuning import local
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import prepared
 from dsat.tuning.settings import Settings
-
-_CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
 
 
 def run(settings: AnySettings, line: CommandLine) -> int:
@@ -44,10 +40,6 @@ def run(settings: AnySettings, line: CommandLine) -> int:
         choice = submit.select_place(settings)
         if choice.master is None:
             return _tune_here(settings, line, view)
-        if settings.watch:
-            raise UserInputError(
-                "is for searches on this machine", where="--watch", hint=_CLUSTER_PAGE
-            )
         return _tune_on_cluster(settings, choice, view)
 
 
@@ -104,12 +96,8 @@ def _tune_here(settings: Settings, line: CommandLine, view: LiveView) -> int:
 
 def _search(search: local.LocalSearch, view: LiveView) -> int:
     view.follow(search.folder, search.trials)
-    with contextlib.ExitStack() as watching:
-        if search.ready.settings.watch:
-            url = watching.enter_context(watch.serving(search.folder))
-            view.say(*([] if url is None else watch.how_to_open(url)))
-        with view:
-            search.search(view)
+    with view:
+        search.search(view)
     if search.ready.settings.json:
         output.print_json(RunView.build(search.run).to_json(search.folder))
     if search.profiled:

@@ -19,7 +19,7 @@ from dsat.run.run import Run, final_value, own_switches, searched
 from dsat.run.same_training import Agreement
 from dsat.show import advice, caveats, step_parts
 from dsat.show.differences import TRAIN_BATCH, differences
-from dsat.show.longest_sequence import memory_warning
+from dsat.show.memory import memory_warning
 from dsat.values import format as fmt
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind

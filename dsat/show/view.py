@@ -11,7 +11,7 @@ from typing import Any
 from dsat.command.ds_config import BATCH_KEYS, flat
 from dsat.command.switches import SWITCHES
 from dsat.run.run import Run, own_switches
-from dsat.show.memory_parts import used_bytes
+from dsat.show.memory import used_bytes
 from dsat.show.verdict import GainView, Verdict, verdict
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan

@@ -127,7 +127,7 @@ class LocalSearch:
             at_once = 1
         found = self.run.best is not None
         line = train_command.line(ready, self.run, self.folder) if found else ""
-        return Status(slots, max(1, at_once), self._tuner.decisions.outlook, line)
+        return Status(slots, max(1, at_once), line)
 
     def _has_work(self) -> bool:
         """Return whether anything is to be run; if not, known results are shown again."""

@@ -316,12 +316,6 @@ class Settings(Target):
         group=Group.RESULT,
         help="print the result as JSON, everything else to stderr",
     )
-    watch: bool = option(
-        "--watch",
-        shell_only=True,
-        group=Group.RESULT,
-        help="serve a live page of the search, reachable from this machine only",
-    )
     search_runner_config: Path | None = option(
         "--search-runner-config",
         kind=PATH,
