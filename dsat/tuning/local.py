@@ -253,7 +253,7 @@ def _train(engine: LocalEngine, best: Trial) -> None:
                 _log.info("trained; checkpoints and reports in %s", folder)
                 return
             raise SearchFailed(
-                f"{outcome.said_of('the full-length run')}. Its log is {folder / 'stderr.log'}.",
+                f"{outcome.describe('the full-length run')}. Its log is {folder / 'stderr.log'}.",
                 outcome.detail,
             )
 
@@ -277,7 +277,7 @@ def _failure(run: Run, trials: Path) -> DsatError:
         hint = _does_not_fit(run)
     which = f"trial {trial.id}" if trial.kind is TrialKind.SEARCH else name_of_trial(trial)
     return SearchFailed(
-        f"{outcome.said_of(which)}.{hint} Its logs are in {trials / trial.name}.",
+        f"{outcome.describe(which)}.{hint} Its logs are in {trials / trial.name}.",
         "" if outcome.kind is OutcomeKind.OOM else outcome.detail,
     )
 
