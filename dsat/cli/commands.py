@@ -19,7 +19,7 @@ from dsat.show import terminal
 from dsat.show.live import LiveView
 from dsat.show.settings import WatchSettings
 from dsat.show.view import RunView
-from dsat.tuning import local
+from dsat.tuning import dry_run, local
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import prepared
 from dsat.tuning.settings import Settings
@@ -71,7 +71,7 @@ def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:
     ready = submit.prepare(settings, choice)
     if settings.dry_run:
         view.say(ready.place)
-        output.print_submission(ready)
+        print("\n".join(ready.describe()))
         return EXIT_OK
     return _told_of(submit.submit(ready, detach=settings.detach), as_json=settings.json)
 
@@ -88,7 +88,10 @@ def _told_of(submitted: submit.Submitted, *, as_json: bool) -> int:
 def _tune_here(settings: Settings, line: CommandLine, view: LiveView) -> int:
     with prepared(settings, line) as ready:
         if settings.dry_run:
-            output.print_plan(ready)
+            if settings.json:
+                output.print_json(dry_run.plan_to_json(ready))
+            else:
+                print("\n".join(dry_run.describe_plan(ready)))
             return EXIT_OK
         with local.LocalSearch(ready) as search:
             return _search(search, view)

@@ -233,7 +233,7 @@ class RunView:
             (*headings, "took"),
             rows,
             names=("trial",),
-            optional=("gas", "micro batch", "took", "memory predicted", "memory used"),
+            optional=("took", "memory predicted", "gas", "memory used"),
         )
 
     def to_json(self, folder: Path) -> dict[str, Any]:

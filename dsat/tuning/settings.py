@@ -306,7 +306,6 @@ class Settings(Target):
     )
     dry_run: bool = option(
         "--dry-run",
-        shell_only=True,
         group=Group.FIRST,
         help="print the plan, run no trial; a command that names no script runs up to its training",
     )

@@ -184,6 +184,7 @@ _WORDS: list[tuple[str, str, str]] = [
     ("-- python3 t.py", "", "tune python3"),
     ("asha no.py", "", "no.py"),
     ("asha -- 'deepspeed train.py --x'", "", "quotes"),
+    ("tune ds.json", "ds.json", "--deepspeed_config ds.json"),
     ("asha deepspeed.yaml none", "none", "exist"),
     ("asha deepspeed.yaml train.py", "train.py", "folder"),
     ("asha no.yaml .", "no.yaml", "file"),

@@ -75,6 +75,7 @@ KINDS = {
     "host optimizer": r"^Time: .* is the optimizer step on the host",
     # warnings
     "none of the others": r"^Warning: none of the \d+ other configurations ran",
+    "not the other": r"^Warning: the only other configuration did not run: ",
     "first failure": r"^Warning: \S+ failed: ",
     "excluded": r"^Warning: \S+ is excluded",
     "noisy": r"^Warning: measurements are uncertain",
@@ -193,6 +194,11 @@ CASES = {
     "nothing else runs": Case(
         ("keep", "no other ran", "none of the others"),
         world={"failures": (Failure("ERROR", {"kind": "search"}, "rank 0: ValueError: odd"),)},
+    ),
+    "the only other one does not run": Case(
+        ("keep", "no other ran", "not the other"),
+        world={"failures": (Failure("ERROR", {"kind": "search"}, "rank 0: ValueError: odd"),)},
+        trials=2,
     ),
     "nothing runs": Case(
         ("nothing ran", "first failure"),
