@@ -82,10 +82,6 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
 
 def how_to_continue(ready: Prepared, folder: Path) -> str:
     """Return the command that continues an interrupted run."""
-    section = ready.section
-    if section is not None and section.results_dir is not None:
-        deletes = ', with "overwrite": false in its autotuning section' if section.overwrite else ""
-        return f"Continue with the same command{deletes}."
     assert ready.line is not None
     words = [
         train_command.find_program("dsat"),

@@ -34,6 +34,7 @@ _METHODS = {"gridsearch": "gridsearch", "random": "random", "model_based": "mode
 _WITHOUT_EFFECT = {
     "metric_path": "every trial reports to dsat itself",
     "min_train_batch_size": "the global batch is yours, or that of --train-batch-size",
+    "overwrite": "every run has a folder of its own, and none is deleted",
     "model_info": "dsat always profiles the model itself",
     "model_info_path": "dsat always profiles the model itself",
 }
@@ -47,9 +48,8 @@ class Section:
         settings: values of settings of a search, by name.
         search_options: values of options of the method, by name.
         keys: the keys in the file of both, by the same names.
-        results_dir, exps_dir: folders of DeepSpeed's result files and descriptions of experiments,
-            relative to where the command is run; None if the section names none.
-        overwrite: delete earlier results. DeepSpeed's own default is true; here it is false.
+        results_dir, exps_dir: folders of DeepSpeed's result files and descriptions of experiments;
+            None if the section names none.
         notes: a line for the user on each key that is accepted but has no effect.
     """
 
@@ -58,7 +58,6 @@ class Section:
     keys: Mapping[str, str]
     results_dir: Path | None = None
     exps_dir: Path | None = None
-    overwrite: bool = False
     notes: tuple[str, ...] = ()
 
     def apply(self, settings: Settings) -> Settings:
@@ -178,7 +177,7 @@ _SEARCH_OPTIONS: Mapping[str, tuple[str, Reader]] = {
     "tuner_early_stopping": ("early_stopping", _number_or_none),
     "num_tuning_micro_batch_sizes": ("num_micro_batches", whole_number),
 }
-_FOLDERS: Mapping[str, Reader] = {"results_dir": _folder, "exps_dir": _folder, "overwrite": _flag}
+_FOLDERS: Mapping[str, Reader] = {"results_dir": _folder, "exps_dir": _folder}
 _CHECKED: Mapping[str, Reader] = {
     "enabled": _flag,
     "mp_size": _at_most_one("model parallel jobs cannot be tuned"),

@@ -53,15 +53,8 @@ class LocalSearch:
         self.interrupted = False
         self._engine: Engine | None = None
         with contextlib.ExitStack() as opened:
-            section = ready.section
-            results = None if section is None else section.results_dir
-            if section is not None and results is not None:
-                self.folder = run_folders.of_results(results, section, opened)
-            else:
-                self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
-            earlier = run_folders.earlier_runs(
-                self.folder, ready.plan, ready.info, takes_over=results is not None
-            )
+            self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
+            earlier = run_folders.earlier_runs(self.folder, ready.plan, ready.info)
             ended = leftovers.end_processes(self.folder)
             if ended:
                 _log.info(
@@ -82,7 +75,7 @@ class LocalSearch:
     @property
     def trials(self) -> Path:
         """Folder of the trials' folders."""
-        return run_folders.of_trials(self.ready.section, self.folder)
+        return self.folder / run_folders.TRIALS
 
     def search(self, *observers: Observer) -> None:
         """Run the trials that are not done yet; Ctrl-C ends it early, and ends the trials.
@@ -208,7 +201,7 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
             settings.trial_options(ready.plan.own_batch.micro_batch),
             cold=settings.cold,
             seed=settings.seed,
-            trials=run_folders.of_trials(ready.section, folder),
+            trials=folder / run_folders.TRIALS,
         ),
         slots_per_trial=ready.plan.slots_per_trial,
         own=ready.first,

@@ -117,7 +117,7 @@ def _prepare(
         engine = places.detect(Environment(os.environ, dict(source.program.launch.hosts)))
         if engine != "local":
             _log.info("--engine %s was detected (--engine local takes this machine alone)", engine)
-    _check_before_running(settings, source, section, engine)
+    _check_before_running(settings, source, engine)
     _check_packages(settings, source)
     # Before the devices are looked at: what is wrong with the command is shown at once.
     is_recorded = _is_recorded(settings, source, engine)
@@ -172,9 +172,7 @@ def _of_machine(machine: Machine, slots: int) -> dict[str, Any]:
     }
 
 
-def _check_before_running(
-    settings: Settings, source: Source, section: Section | None, engine: str
-) -> None:
+def _check_before_running(settings: Settings, source: Source, engine: str) -> None:
     """Raise UserInputError for what is wrong whatever a run of the command shows."""
     if settings.search_runner_config is not None:
         raise UserInputError(
@@ -188,7 +186,7 @@ def _check_before_running(
             where="entrypoint",
             hint="On several machines: deepspeed --hostfile FILE, or a job of Slurm's.",
         )
-    _check_settings(settings, source, section)
+    _check_settings(settings, source)
     if source.unknown == sources.PROGRAM:
         return
     if settings.slots is not None:
@@ -211,22 +209,16 @@ def with_section(
     """
     where = config_path or experiment.ds_config_name
     section = autotuning_section.read(experiment.ds_config, where=where)
-    if section is None:
-        return None, settings
-    if settings.run_dir is not None:
-        section = replace(section, results_dir=None)
-    return section, section.apply(settings)
+    return (None, settings) if section is None else (section, section.apply(settings))
 
 
-def _check_settings(settings: Settings, source: Source, section: Section | None) -> None:
+def _check_settings(settings: Settings, source: Source) -> None:
     """Raise UserInputError for settings of a search that are wrong whatever its script does."""
     plans.check(settings)
     slots = settings.slots or source.program.slots
     if slots is not None:
         check_max_slots(settings, slots)
     is_named = settings.run_dir is not None or source.unknown != sources.PROGRAM
-    if section is not None and section.results_dir is not None:
-        is_named = False  # it may hold other runs
     if is_named and not settings.dry_run:
         run_folders.check(settings, source.experiment.name)
 

@@ -173,16 +173,10 @@ def read_json(started: Started) -> dict[str, str]:
     return found
 
 
-def test_runs_are_listed_the_newest_first_whatever_their_clock(copied: User) -> None:
-    journals = {n: copied.folder / "dsat_runs" / f"train-{n}" / "journal.jsonl" for n in (1, 3)}
-    for number, shift in ((1, 1e6), (3, 2e6)):
-        text = journals[number].read_text()
-        journals[number].write_text(re.sub(r'"time_s": ?[\d.]+', f'"time_s":{1.7e9 - shift}', text))
-    assert list(states(copied)) == ["train-1", "train-3"]
-    # The clock of the older one was wrong: it is dated by its file.
-    text = re.sub(r'"time_s": ?[\d.]+', '"time_s":9000000000.5', journals[3].read_text())
-    journals[3].write_text(text)
-    os.utime(journals[3], (1e9, 1e9))
+def test_runs_are_listed_the_newest_first(copied: User) -> None:
+    for number, changed_s in ((1, 2e9), (3, 1e9)):
+        journal = copied.folder / "dsat_runs" / f"train-{number}" / "journal.jsonl"
+        os.utime(journal, (changed_s, changed_s))
     assert list(states(copied)) == ["train-1", "train-3"]
     assert "dsat_runs/train-1 " in copied.types("show").out
 
