@@ -191,8 +191,7 @@ def tune(
                 return _result_of_dry_run(settings, describe_plan(ready))
             return _tune_here(ready, calls)
     except OSError as error:
-        name = f"{error.filename}: " if error.filename else ""
-        raise DsatError(f"{name}{error.strerror or error}") from error
+        raise DsatError.of_system(error) from error
 
 
 def load_run(path: PathLike) -> Result:

@@ -74,7 +74,7 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
         return
     yield f"Configuration: {search.folder / summary.BEST_CONFIG_FILE}"
     own_ranks = ready.program.slots or 1
-    trains_itself = ready.settings.command and ready.plan.slots_per_trial == own_ranks
+    trains_itself = ready.program.started_by and ready.plan.slots_per_trial == own_ranks
     if run.best is run.baseline and trains_itself:
         yield "Your own command does as well: it has this configuration already."
     yield f"Train with it: {train_command.line(ready, run, search.folder)}"
@@ -83,18 +83,14 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
 def how_to_continue(ready: Prepared, folder: Path) -> str:
     """Return the command that continues an interrupted run."""
     assert ready.line is not None
-    words = [
-        train_command.find_program("dsat"),
-        *ready.line.words(*train_command.resume_options(ready, folder)),
-    ]
+    words = [train_command.find_program("dsat"), *ready.line.resumed(folder)]
     return f"Continue with: {shell_line(words)}"
 
 
 def report(error: Exception) -> int:
     """Show an error, below the output of the user's own script, and return the exit status."""
     if isinstance(error, OSError):
-        name = f"{error.filename}: " if error.filename else ""
-        error = DsatError(f"{name}{error.strerror or error}")
+        error = DsatError.of_system(error)
     if not isinstance(error, DsatError):
         return report_bug(error)
     if isinstance(error, SearchFailed) and error.detail:

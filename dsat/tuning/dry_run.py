@@ -12,7 +12,6 @@ from dsat.run.journal import MemoryJournal
 from dsat.run.strategies import make_space, rungs
 from dsat.run.tuner import Tuner
 from dsat.space.plan import Plan
-from dsat.tuning import plans
 from dsat.tuning.preparation import Prepared
 from dsat.values.format import count
 from dsat.values.text import printable, words_without_secrets
@@ -34,7 +33,7 @@ def describe_plan(ready: Prepared) -> Iterator[str]:
         f"your own batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "
         f"accumulation {own.gas} x {groups}"
     )
-    yield from plans.notes(ready.settings, plan)
+    yield from ready.notes
     command = printable(shlex.join(words_without_secrets(ready.program.command())))
     yield f"trial 0 ({first.name}), {count(plan.slots_per_trial, 'rank')} of: {command}"
     yield f"with {json.dumps(first.overrides)} over {ready.experiment.ds_config_name}"

@@ -25,7 +25,7 @@ from dsat.run.run import Run
 from dsat.run.tuner import Tuner
 from dsat.show.progress import Status
 from dsat.simulation import anchors
-from dsat.tuning import plans, run_folders, train_command
+from dsat.tuning import run_folders, train_command
 from dsat.tuning.observers import FileKeeper, Logger, write_files
 from dsat.tuning.preparation import Prepared
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -64,7 +64,7 @@ class LocalSearch:
             self._tuner.reuse(history.reusable_trials(earlier, ready.plan, ready.info))
             self._opened = opened.pop_all()
         self.run = self._tuner.run
-        self.ready = train_command.as_shown(ready, self.run)
+        self.ready = ready.after(self.run)
 
     def __enter__(self) -> LocalSearch:
         return self
@@ -178,7 +178,7 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
             f"note: {plan.metric} is a time per optimizer step, which small batches make short; "
             "add --train-batch-size to compare like with like"
         )
-    yield from (f"note: {note}" for note in plans.notes(ready.settings, plan))
+    yield from (f"note: {note}" for note in ready.notes)
     changed = history.difference(run, plan, ready.info)
     if changed is not None:
         yield (

@@ -19,17 +19,19 @@ from dsat.command.experiment import Experiment
 from dsat.engines import places
 from dsat.engines.agent import leftovers
 from dsat.engines.machines import device_use
-from dsat.engines.machines.hosts import Host
+from dsat.engines.machines.hosts import Host, without_segments
 from dsat.engines.machines.machine import Machine
 from dsat.engines.own_command import OwnCommand
 from dsat.engines.places import ENGINE_NAMES
 from dsat.engines.places.base import Environment
+from dsat.engines.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.errors import UserInputError
 from dsat.prepare import hosts as hosts_of
 from dsat.prepare import installed_deepspeed, packages
 from dsat.prepare import source as sources
 from dsat.prepare.hosts import all_slots, check_slots, describe
 from dsat.prepare.source import Source
+from dsat.run.run import Run
 from dsat.space.plan import Plan
 from dsat.tuning import autotuning_section, known_faults, plans, run_folders
 from dsat.tuning.autotuning_section import Section
@@ -73,6 +75,24 @@ class Prepared:
     def num_slots(self) -> int:
         """Number of slots of these hosts."""
         return self.machine.num_slots * len(self.hosts)
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines on what a user may not expect of the plan."""
+        return plans.notes(self.settings, self.plan)
+
+    def after(self, run: Run) -> Prepared:
+        """Return this as it is run after what the trials of a run have shown."""
+        shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
+        settings, hosts, program = self.settings, self.hosts, self.program
+        if FRESH_PROCESSES_ONLY in shown:
+            settings = replace(settings, cold=True)
+        if NO_SEGMENTS in shown:
+            hosts = tuple(without_segments(hosts))
+        if COMMAND_AGAIN in shown:
+            why = "they failed, started by dsat, in an earlier trial"
+            program = replace(program, needs_command=why)
+        return replace(self, settings=settings, hosts=hosts, program=program)
 
     @functools.cached_property  # it reads the script
     def info(self) -> dict[str, Any]:

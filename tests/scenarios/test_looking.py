@@ -250,14 +250,12 @@ def test_two_runs_side_by_side(copied: User) -> None:
     copied.world = World(seed=3, effects={"z1": 1.25, "z2": 1.25, "z3": 1.25, "z0": 1.25})
     copied.tunes("--max-trials", 14)
     told = copied.types("compare", "train-1", "run", "--json").json
-    [ratio] = [text for text in told["caveats"] if "median" in text]
-    count, middle, *_ = re.findall(r"\d+(?:\.\d+)?", re.sub(r"train-\d|run", "", ratio))
-    assert int(count) >= 3 and float(middle) == pytest.approx(1 / 1.25, rel=0.03)
-    shown = copied.types("compare", "train-1", "dsat_runs/train-3")
-    assert "1.000" in shown.out and shown.status == 0
+    values = {name: run["best_value"] for name, run in told["runs"].items()}
+    assert values["run"] == pytest.approx(values["train-1"] / 1.25, rel=0.1)
+    assert copied.types("compare", "train-1", "dsat_runs/train-3").status == 0
     copied.tunes("--max-trials", 4, "--run-dir", "other", metric="latency")
     said = copied.types("compare", "train-1", "other").out
-    assert "different metrics" in said and "median" not in said
+    assert "different metrics" in said
     for words in (("train-1", "train-1"), ("train-1", "dsat_runs/train-1")):
         assert copied.types("compare", *words).status == 2
 

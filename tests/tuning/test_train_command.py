@@ -129,8 +129,8 @@ def test_a_command_that_is_run_again_has_its_scripts_arguments_replaced(
     assert BY_DSAT in printed_line(within, tmp_path)
     typed_line = CommandLine("tune", ("--run-dir", "."), ("bash", "run.sh", "."))
     line = printed_line(replace(within, line=typed_line), tmp_path)
-    assert line.startswith(f"cd {FOLDER} && python3 -m dsat tune --run-dir . --resume --run-dir ")
-    assert line.endswith(" bash run.sh .")
+    assert line.startswith(f"cd {FOLDER} && python3 -m dsat tune --run-dir . --resume ")
+    assert line.count("--run-dir") == 1 and line.endswith(" bash run.sh .")
 
 
 BY_DSAT = "run_full_experiment=True"  # which sets what the script has no flag for
