@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from dsat.run.run import Run
-from dsat.show.step_parts import gains_of_switch
 from dsat.values.trial import Trial
 from testing.command import kinds_of, run_of, searched, typed
 from testing.local import PROGRAMS, read_json
@@ -71,9 +70,6 @@ def test_a_trainer_script_without_a_flag(tmp_path: Path) -> None:
     # machine computes for so long that the wait is a small part.
     own_waits, best_waits = waits_for_data(run, run.baseline), waits_for_data(run, run.best)
     assert ("step waits for data" in said) is (own_waits or best_waits)
-    gained = 2 in gains_of_switch(run, "dataloader_num_workers")
-    told = "of your step waits for data: dataloader_num_workers=2 gave" in said
-    assert told is (own_waits and gained)
     if run.best is not run.baseline:  # a busy machine may leave it uncertain
         assert "Script: the best needs " in said
         assert "--run-full-experiment" in said  # no flag could say so
@@ -91,7 +87,7 @@ def test_a_slow_loader_with_a_flag_for_its_workers(tmp_path: Path) -> None:
     run, said = tuned("frameworks", tmp_path / "run", *words.split(), *script.split())
     best = run.best
     assert best is not None and best.script_args["--num-workers"] == "2"
-    assert "of your step waits for data: --num-workers=2 gave" in said
+    assert "of your step waits for data, " in said
     [command] = [line for line in said.splitlines() if "--nproc-per-node=1 plain.py" in line]
     assert command.endswith("--num-workers 2")
     for trial in searched(run):
