@@ -184,6 +184,7 @@ class World(Physics):
                     detail=failure.detail,
                     before_engine=failure.before_engine,
                     fixed_batch=failure.fixed_batch,
+                    batch_flag="--batch-size" if failure.fixed_batch else "",
                     duration_s=self.setup_s,
                 )
         true = self.answer(config, trial.script_args)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsat.errors import InvalidTrial
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.values.outcome import SequenceLengths
 
 if TYPE_CHECKING:
@@ -31,9 +33,10 @@ UNSEEN = (
 )
 OF_ITS_OWN = (
     "the script feeds {rows} samples whatever train_micro_batch_size_per_gpu is ({micro_batch} "
-    "here): take the batch size from engine.train_micro_batch_size_per_gpu(), or map an option of "
-    "the script with --arg-mapping train_micro_batch_size_per_gpu=--ITS-OPTION"
+    "here): {advice}"
 )
+_ADVICE = "take the batch size from engine.train_micro_batch_size_per_gpu()"
+_ADVICE_WITH_FLAG = f"{_ADVICE}, or add --arg-mapping train_micro_batch_size_per_gpu={{flag}}"
 OWN_ACCUMULATION = (
     "each optimizer step of the script takes {k} times as many micro batches as "
     "gradient_accumulation_steps, so the global batch is {k} times train_batch_size. To have "
@@ -45,6 +48,7 @@ OWN_BOUNDARY = (
     "take the number of micro batches between boundaries (set_gradient_accumulation_boundary) from "
     "engine.gradient_accumulation_steps()"
 )
+_OTHER_BATCHES = ("eval", "valid", "test")  # parts of flags
 _DEPTH = 4  # of containers that are searched for tensors
 _LARGE = 256  # values, which take some tenths of a millisecond
 
@@ -90,7 +94,7 @@ class BatchCounter:
     Attributes:
         dimensions: of the samples, by place, where the first call leaves no doubt.
         fed_instead: see `ModelProfile`.
-        fixed_batch: see `Outcome`.
+        fixed_batch, batch_flag: see `Outcome`.
         warning: about the first call; None if it can be counted.
     """
 
@@ -111,6 +115,7 @@ class BatchCounter:
         self.dimensions: dict[str, int] = {}
         self.fed_instead: dict[str, int] = {}
         self.fixed_batch: int | None = None
+        self.batch_flag = ""
         self.warning: str | None = None
 
     def count(self, values: Iterable[Any]) -> Fed:
@@ -188,10 +193,13 @@ class BatchCounter:
     def _refusal(self, rows: int) -> InvalidTrial:
         """Record a fixed batch size of the script; return the error of a trial."""
         self.fixed_batch = rows
+        self.batch_flag = find_batch_flag(sys.argv[1:], rows, TRIAL.script_options)
+        advice = _ADVICE_WITH_FLAG.format(flag=self.batch_flag) if self.batch_flag else _ADVICE
         return InvalidTrial(
-            OF_ITS_OWN.format(rows=rows, micro_batch=self._micro_batch),
+            OF_ITS_OWN.format(rows=rows, micro_batch=self._micro_batch, advice=advice),
             most_samples=rows if rows < self._micro_batch else None,
             fixed_batch=rows,
+            batch_flag=self.batch_flag,
         )
 
     def _fitting(self, place: str, shape: Shape) -> list[int]:
@@ -280,6 +288,27 @@ class LeafFinder:
         if looked_at >= _LARGE and len(found) == before:
             self._without_tensors.add(place)
         return looked_at
+
+
+def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -> str:
+    """Return the script's flag for its batch size, one with the value `fed` first; empty without.
+
+    Args:
+        args: of the command line.
+        options: flags that the script declares, with their defaults.
+    """
+    given = {}
+    for word, after in zip(args, [*args[1:], ""], strict=False):
+        flag, has_value, value = word.partition("=")
+        if flag.startswith("--"):
+            given[flag] = value if has_value else after
+    named = {
+        flag: value
+        for flag, value in {**given, **options, **given}.items()
+        if "batch" in flag.lower() and not any(part in flag.lower() for part in _OTHER_BATCHES)
+    }
+    of_that_value = [flag for flag, value in named.items() if str(value) == str(fed)]
+    return next(iter([*of_that_value, *named]), "")
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -121,6 +121,7 @@ def outcome(error: BaseException) -> Outcome:
         smaller_may_run=invalid is not None and invalid.smaller_may_run,
         most_samples=None if invalid is None else invalid.most_samples,
         fixed_batch=None if invalid is None else invalid.fixed_batch,
+        batch_flag="" if invalid is None else invalid.batch_flag,
     )
 
 

@@ -15,10 +15,11 @@ def advise_batch(run: Run) -> list[str]:
     own = plan.own_batch
     fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
     if fixed is not None:
+        flag = fixed.batch_flag or "FLAG"
         return [
             f"Micro batch: not searched, because the script feeds {fixed.fixed_batch} samples "
             "whatever the configuration says. Add --arg-mapping "
-            "train_micro_batch_size_per_gpu=FLAG, with the script's own flag."
+            f"train_micro_batch_size_per_gpu={flag}."
         ]
     if plan.train_batch_size is None or not own.micro_batch == own.gas == 1:
         return []

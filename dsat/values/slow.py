@@ -17,8 +17,8 @@ def logged(
 ) -> Iterator[None]:
     """Log an operation while it runs.
 
-    After `LONG_S` or at once, and from then on every `AGAIN_S` with the time that it has taken and
-    the hint.
+    The first line appears after `LONG_S`, or immediately with `at_once`. Every `AGAIN_S` another
+    one tells the elapsed time and the hint.
     """
     began_s, over = time.monotonic(), threading.Event()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from dsat.in_trial.batches import UNCOUNTED, LeafFinder, is_about
+from dsat.in_trial.batches import UNCOUNTED, LeafFinder, find_batch_flag, is_about
 from dsat.in_trial.measurement import SHORT_BATCHES
 from dsat.values.outcome import Outcome, OutcomeKind, SequenceLengths
 from testing.metered import Clock, FakeEngine, attach, measured_by
@@ -193,6 +193,26 @@ def test_pairs_that_grow_with_the_micro_batch_are_not_refused(clock: Clock) -> N
     assert seen == {"micro_batch": 1, "rows": 2}
     told = told_of(clock, of_shapes((8, 3)), micro_batch=4, own_micro_batch=4, fed_instead=seen)
     assert told.ok and told.warnings == (UNCOUNTED,)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "flag"),
+    [
+        (["--epochs", "3", "--batch_size", "7"], {}, "--batch_size"),
+        (["--eval_batch_size", "7", "--train.batch=8"], {}, "--train.batch"),
+        (["--bs", "7"], {}, ""),
+        (["--batch-size"], {}, "--batch-size"),
+        # Declared with this default, and not given.
+        ([], {"--lr": 7, "--batch-log": None, "--micro-batch-size": 7}, "--micro-batch-size"),
+        (["--batch-log", "9"], {"--batch-log": None, "--micro_batch": 7}, "--micro_batch"),
+        (["--micro_batch", "9"], {"--micro_batch": 7}, "--micro_batch"),
+        ([], {"--eval_batch_size": 7}, ""),
+    ],
+)
+def test_the_flag_of_the_batch_size_is_one_that_the_script_has(
+    args: list[str], options: dict[str, Any], flag: str
+) -> None:
+    assert find_batch_flag(args, 7, options) == flag
 
 
 def test_half_of_a_fixed_batch_is_no_batch_of_pairs(clock: Clock) -> None:

@@ -14,12 +14,14 @@ from dsat.values.files import write_atomically
 
 
 def add_argument(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
-    """Make the rank's own `--local_rank` the default.
+    """Note the script's flags, and make the rank's own `--local_rank` the default.
 
     The script's default is mostly 0 or -1, and DeepSpeed refuses to run if it is not the rank's.
     """
     if trial.local_rank is not None and "--local_rank" in args and "action" not in kwargs:
         kwargs = {**kwargs, "default": int(trial.local_rank), "required": False}
+    flags = [name for name in args if isinstance(name, str) and name.startswith("--")]
+    trial.script_options.update(dict.fromkeys(flags, kwargs.get("default")))
     return original(*args, **kwargs)
 
 

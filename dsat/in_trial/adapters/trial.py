@@ -62,6 +62,7 @@ class RunningTrial:
         meter: the `Meter` of the engine.
         trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
         task: the `LocalTask` of which determined answers.
+        script_options: flags that the script declares, with their defaults.
         local_rank: the default of `--local_rank`.
         is_alone: the user's command has no launcher, and Lightning may start ranks.
     """
@@ -79,6 +80,7 @@ class RunningTrial:
         self.meter: Any = None
         self.trainer: Any = None
         self.task: Any = None
+        self.script_options: dict[str, Any] = {}
         self.local_rank: str | None = None
         self.is_alone = False
 
