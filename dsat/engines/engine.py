@@ -175,6 +175,7 @@ class LocalEngine:
         return ended
 
     def cancel(self, trial_id: int) -> None:
+        """End a trial that runs; its outcome will be CANCELED unless it was faster."""
         self._waiting = [start for start in self._waiting if start.trial.id != trial_id]
         if trial_id in self._running:
             self._running[trial_id].canceled = True
