@@ -213,7 +213,7 @@ class Chooser:
         closed = {
             number
             for (own, number), history in known.histories.items()
-            if own == branch and not any(map(history.admits, sizes))
+            if own == branch and not history.admits_any(sizes)
         }
         indexes = settings.promising(branch, known.best_settings(branch), predict, closed)
         if not indexes:

@@ -18,7 +18,7 @@ from dsat.command.entrypoint import Entrypoint
 from dsat.command.experiment import Experiment
 from dsat.engines import places
 from dsat.engines.agent import leftovers
-from dsat.engines.machines import device_use
+from dsat.engines.machines import accelerators
 from dsat.engines.machines.hosts import Host, without_segments
 from dsat.engines.machines.machine import Machine
 from dsat.engines.own_command import OwnCommand
@@ -143,7 +143,7 @@ def _prepare(
     is_recorded = _is_recorded(settings, source, engine)
     in_use: dict[str, str] = {}
     if is_recorded and not settings.resume:
-        in_use = device_use.variables_of_memory_in_use()  # by others than the command
+        in_use = accelerators.variables_of_memory_in_use()  # by others than the command
         shown = shlex.join(words_without_secrets(settings.command))
         _log.info("running your command as it is: %s", shown)
         first = source.first_run(settings.trial_options(1), settings.slots)
