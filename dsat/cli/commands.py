@@ -1,4 +1,4 @@
-"""The commands: settings in, text and an exit status out."""
+"""The commands: they take settings, print text and return an exit status."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(settings: AnySettings, line: CommandLine) -> int:
         if isinstance(settings, ProjectSettings):
             return _project(settings)
         if isinstance(settings, WatchSettings) and settings.experiment is not None:
-            return _told_of(submit.follow(settings.experiment), as_json=settings.json)
+            return _print_submitted(submit.follow(settings.experiment), as_json=settings.json)
         if not isinstance(settings, Settings):
             return read_only(settings)
         choice = submit.select_place(settings)
@@ -73,11 +73,11 @@ def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:
         view.say(ready.place)
         print("\n".join(ready.describe()))
         return EXIT_OK
-    return _told_of(submit.submit(ready, detach=settings.detach), as_json=settings.json)
+    return _print_submitted(submit.submit(ready, detach=settings.detach), as_json=settings.json)
 
 
-def _told_of(submitted: submit.Submitted, *, as_json: bool) -> int:
-    """Tell of a search on a cluster, and return the exit status."""
+def _print_submitted(submitted: submit.Submitted, *, as_json: bool) -> int:
+    """Print the result of a search on a cluster, and return the exit status."""
     if as_json:
         output.print_json(submitted.to_json())
     if submitted.interrupted:

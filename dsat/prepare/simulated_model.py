@@ -53,8 +53,7 @@ class SimulatedModel:
 
     Attributes:
         name: of the experiment, the script or the model.
-        config: the DeepSpeed configuration; an optimizer that the script passes to DeepSpeed takes
-            the place of the configuration's.
+        config: the DeepSpeed configuration, with the optimizer that the script passes, if any.
     """
 
     name: str
@@ -63,7 +62,7 @@ class SimulatedModel:
 
     @classmethod
     def of(cls, name: str, config: Mapping[str, Any], simulator: Simulator) -> SimulatedModel:
-        """Return a model whose configuration is completed by what the script is known to pass."""
+        """Return a model; complete its configuration with what the script passes."""
         script = simulator.script
         whole = hf_config.with_buckets(config, script.hidden_size)
         optimizer = {"optimizer": dict(script.optimizer)} if script.optimizer else {}
@@ -76,7 +75,7 @@ def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
 
     Raises:
         UserInputError: the settings or the files are wrong.
-        DsatError: the script cannot be simulated, even if the caller notices that.
+        DsatError: the script cannot be simulated.
     """
     packages.check("transformers" if settings.model is not None else None)
     source = _read_source(settings)
