@@ -142,7 +142,7 @@ def _work(
 
 def _estimated(report: Report, model: str, zero: Mapping[str, Any], *more: str) -> None:
     folder, command = _work(report, model, zero, *more)
-    options = ["--devices", "1", *([] if report.short else ["--exact"])]
+    options = ["--devices", "1", *(["--formula"] if report.short else [])]
     words = [sys.executable, "-m", "dsat", "estimate", *options, "--", *command]
     status, said, took_s = report.command(words, folder)
     simulated = "simulation died" not in said and "by formula:" not in said
