@@ -108,7 +108,7 @@ def llama_8b_lora(step: Step) -> None:
 
 
 def failures(step: Step) -> None:
-    """Memory runs out in each pass, and a rank is killed; the trial after each is unharmed."""
+    """Memory runs out in each pass, and a rank is killed; the trials after them are unharmed."""
     wrong = []
     folder, command = step.script("gpt2", {"zero_optimization": {"stage": 1}}, length=128)
     with engine_of(command, folder) as engine:
@@ -119,11 +119,10 @@ def failures(step: Step) -> None:
             if kind is not None and outcome.kind is not kind:
                 wrong.append(name)
 
-        run("first trial")
-        run("warm start of a trial")
+        run("before")
         for phase in ("forward", "backward", "step"):
             run(f"out of memory in the {phase}", OutcomeKind.OOM, fails=phase)
-            run(f"after the {phase}")
+        run("after these")
         run("killed with the memory taken", None, fails="killed")
         step.note("memory in use at once (MiB)", step.tool(*_SMI, "--query-gpu=memory.used"))
         run("at once")  # GPT-2 small needs more than what was left
