@@ -43,7 +43,7 @@ from dsat.projecting.tracing import trace
 from dsat.run.run import Run
 from dsat.search import cards
 from dsat.show import past_runs
-from dsat.show.memory_parts import used_bytes
+from dsat.show.memory import used_bytes
 from dsat.values.host_memory import available_bytes
 from dsat.values.outcome import OutcomeKind
 

@@ -18,6 +18,7 @@ from dsat.simulation.attention import workspace_bytes
 from dsat.simulation.operator_trace import OperatorTrace
 
 aten = torch.ops.aten
+_DEVICE_OF = torch.ops.prim.device.default
 DEVICE, HOST, PINNED, ALL = "device", "host", "pinned", "all"
 MATMUL = "matmul"  # peaks where matrices are multiplied, beside those of phases
 _MATMULS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default))
@@ -65,18 +66,18 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- storages
 
-    def see(self, tensor: torch.Tensor, place: str | None = None) -> None:
+    def see(self, tensor: FakeTensor, place: str | None = None) -> None:
         """Count the storage of a fake tensor, if it is not counted yet."""
         storage = tensor.untyped_storage()
-        size = storage.nbytes()
-        if storage in self._place or size == 0 or tensor.device.type == "meta":
+        size, device = storage.nbytes(), tensor.fake_device.type
+        if storage in self._place or size == 0 or device == "meta":
             return
         place = place or self._forced
         if place is None:
-            place = DEVICE if tensor.device.type == self._device_type else HOST
+            place = DEVICE if device == self._device_type else HOST
         if place == PINNED:
             size = pinned_bytes(size)
-        elif tensor.device.type == self._device_type != "cpu":
+        elif device == self._device_type != "cpu":
             size = -(-size // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
         self._place[storage] = place
         self._add(place, size)
@@ -110,9 +111,16 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- operators
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Have torch call the mode directly: nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # of a half of all calls, which every mode would pass on
         kwargs = kwargs or {}
         if self._phase == "forward" and torch._C._current_graph_task_id() != -1:
             self.begin("backward")

@@ -20,14 +20,14 @@ GRADIENTS, NORM, SLOW, FAILS = KINDS = ("gradients", "norm", "slow", "fails")
 
 @dataclass(frozen=True)
 class Training:
-    """The facts of a training on which known faults depend.
+    """Facts about a training that decide which known faults affect it.
 
     Attributes:
-        config: of DeepSpeed.
+        config: DeepSpeed configuration.
         stage, precision: ZeRO stage; fp32, fp16 or bf16.
         gas: gradient accumulation steps.
-        ranks: number of them.
-        on_cpu: ranks run on processor cores.
+        ranks: number of ranks.
+        on_cpu: whether ranks run on CPU cores.
     """
 
     config: Mapping[str, Any]
@@ -54,6 +54,7 @@ class Hazard:
         setting: path and value in the configuration that it needs.
         unseen: a further condition, which no configuration shows.
         checked: what dsat's own trainings with such versions have shown.
+        pair_s: seconds that each pair of trained parameters adds to a backward pass.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Hazard:
     setting: tuple[str, ...] = ()
     unseen: str = ""
     checked: str = ""
+    pair_s: float = 0.0
 
     def hits(self, training: Training) -> bool:
         """Return whether a training meets all conditions that its configuration shows."""
