@@ -31,7 +31,7 @@ STEPS: Mapping[str, float] = {
     "llama_8b_lora": 50,
     "failures": 40,
     "projection": 40,
-    "cost_of_measuring": 60,
+    "cost_of_measuring": 75,
     "published": 150,
     "operators": 30,
     "tuners": 150,

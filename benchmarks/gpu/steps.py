@@ -156,7 +156,7 @@ def cost_of_measuring(step: Step) -> None:
     case = by_hand.Case("transformer", "python3", 1, "transformer", 8, steps, stage=1)
     folder = step.folder / "work"
     folder.mkdir()
-    found = by_hand.compare(case, folder, pairs=1 if step.short else 2)
+    found = by_hand.compare(case, folder, pairs=1)
     step.note("ms a step", found.step_ms)
     step.note("throughput by hand / in a trial", round(found.ratio, 4))
     step.note("samples/s in a trial and by hand", found.pairs)
