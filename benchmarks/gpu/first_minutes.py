@@ -98,7 +98,7 @@ def install(wheels: Path) -> None:
     """Install dsat, DeepSpeed and what this Python lacks of their requirements."""
     began_s = time.monotonic()
     options = ["--no-index", "--find-links", str(wheels), "--no-compile", "--quiet"]
-    names = ["deepspeed-autotune", "deepspeed"]
+    names = ["deepspeed-autotune", "deepspeed", "tabulate"]  # which its autotuner needs
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
     subprocess.run([*pip, *options, *names], check=True)
     print(f"installed in {time.monotonic() - began_s:.1f} s", flush=True)

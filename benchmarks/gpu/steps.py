@@ -223,8 +223,10 @@ def tuners(step: Step) -> None:
         limit_s = share * step.left_s
         status, said, took_s = step.command([*words, *command], folder, limit_s=limit_s)
         step.note(f"{name}: wall time", f"{took_s:.0f} s, status {status}")
-        answer = folder / "autotuning_results" / "ds_config_optimal.json"
-        step.note(f"{name}: answer", answer.read_text() if answer.exists() else said[-500:])
+        answers = [*folder.glob("dsat_runs/*/best_ds_config.json")]
+        answers += folder.glob("autotuning_results/ds_config_optimal.json")
+        found = [each.read_text() for each in answers] or said[-500:]
+        step.check(f"{name}: answer", bool(answers), found)
 
 
 def _compare_memory(step: Step, model: str, *words: str) -> None:

@@ -20,11 +20,12 @@ from pathlib import Path
 from benchmarks import common
 
 MOST_BYTES = 64 * 2**20
-# What dsat and deepspeed need besides torch and what torch itself needs (numpy may be missing).
+# What dsat and deepspeed, with its autotuner, need besides torch and what torch itself needs (numpy
+# may be missing).
 BINARY = ("numpy", "psutil", "pyyaml", "wrapt", "msgpack", "ninja")
 PURE = (
     "annotated-types einops markdown-it-py mdurl packaging py-cpuinfo pygments rich ruamel.yaml "
-    "setuptools threadpoolctl tqdm typing-extensions typing-inspection"
+    "setuptools tabulate threadpoolctl tqdm typing-extensions typing-inspection"
 ).split()
 # pydantic works with exactly one version of its core: both are resolved together.
 RESOLVED = ("pydantic", "pydantic-core")
