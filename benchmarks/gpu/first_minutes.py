@@ -97,10 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def install(wheels: Path) -> None:
     """Install dsat, DeepSpeed and what this Python lacks of their requirements."""
     began_s = time.monotonic()
-    options = ["--no-index", "--find-links", str(wheels), "--no-compile", "--quiet"]
-    names = ["deepspeed-autotune", "deepspeed", "tabulate"]  # which its autotuner needs
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
-    subprocess.run([*pip, *options, *names], check=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    options = ["--no-index", "--find-links", str(wheels), "--no-compile"]
+    # DeepSpeed's autotuner needs tabulate.
+    subprocess.run([*pip, *options, "deepspeed-autotune", "deepspeed", "tabulate"], check=True)
+    # Another build of dsat may have the same version.
+    own = ["--force-reinstall", "--no-deps", "deepspeed-autotune"]
+    subprocess.run([*pip, *options, *own], check=True)
     print(f"installed in {time.monotonic() - began_s:.1f} s", flush=True)
 
 
