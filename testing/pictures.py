@@ -21,10 +21,10 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def main(folder: Path | None) -> None:
-    """Write the report's picture of the recorded run, and the plots of another run.
+    """Write the report's picture of the recorded run, and a plot of another run.
 
     Args:
-        folder: of the other run; None leaves its pictures as they are.
+        folder: of the other run; None leaves its picture as it is.
     """
     _photograph(past_runs.load(RECORDED).run, DOCS / "report.png")
     if folder is not None:
@@ -32,7 +32,6 @@ def main(folder: Path | None) -> None:
             plot["spec"] for plot in page.parts(past_runs.load(folder).run, "trials", "")["plots"]
         ]
         _draw(specs, "ran", DOCS / "throughput.svg")
-        _draw(specs, "parts", DOCS / "memory.svg")
 
 
 def _draw(specs: list[dict[str, Any]], layer: str, path: Path) -> None:
