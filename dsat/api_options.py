@@ -46,6 +46,7 @@ class EstimateOptions(ModelOptions, total=False):
     slot_memory: Size | Sequence[Size]
     host_memory: Size | None
     devices: int | Sequence[int]
+    formula: bool
     exact: bool
 
 

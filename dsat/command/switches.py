@@ -25,10 +25,9 @@ LIGER = "use_liger_kernel"
 WORKERS = "dataloader_num_workers"
 BIND_CORES = "bind_cores_to_rank"
 CHECKPOINTING_FLAGS = (f"--{CHECKPOINTING}", f"--{NEWER_CHECKPOINTING}")
-TILED_MLP = "tiled_mlp"
 # Ways of gradient checkpointing.
 EVERY_SECOND, REENTRANT, OFFLOADED = "every_2_layers", "reentrant", "offload"
-MODEL_SWITCHES = (CHECKPOINTING, ATTENTION, LIGER, TILED_MLP)  # that a simulation can set
+MODEL_SWITCHES = (CHECKPOINTING, ATTENTION, LIGER)  # that a simulation can set
 VARIABLE, ARGUMENT = "ENV:", "TrainingArguments."  # begin names of switches
 _TOKENS = "tokens_per_second"
 
@@ -117,15 +116,6 @@ SWITCHES: Mapping[str, Switch] = {
         (True,),
         code="liger_kernel.transformers._apply_liger_kernel_to_instance(model=model)",
         on_device=True,
-        memory=True,
-    ),
-    TILED_MLP: Switch(
-        "long sequences pass each MLP in parts, of which one at a time is kept",
-        (True,),
-        field=False,
-        code="TiledMLP.apply in the forward of each MLP (its docstring in "
-        "deepspeed/runtime/sequence_parallel/ulysses_sp.py)",
-        on_request=True,
         memory=True,
     ),
     BIND_CORES: Switch(

@@ -25,7 +25,6 @@ from dsat.prepare import installed_deepspeed, packages
 from dsat.prepare import source as sources
 from dsat.prepare.model_settings import ModelSettings
 from dsat.prepare.source import Source
-from dsat.simulation.anchors import TIMEOUT_S
 from dsat.simulation.client import SimulationUnavailable, Simulator
 from dsat.simulation.protocol import ScriptFacts
 from dsat.simulation.server import AS_IF_CUDA
@@ -33,6 +32,8 @@ from dsat.values.trial import TrialOptions
 
 _log = logging.getLogger(__name__)
 _LOG = "simulation/stderr.log"
+# For the script to reach its first step, on a busy machine; processor time of each simulation.
+_TIMEOUT_S = 600.0
 _IMPORTED = (
     "psutil",
     "torch._dynamo",
@@ -90,9 +91,9 @@ def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
     keep_log = False
     try:
         with (
-            contextlib.closing(start_engine(source, folder, TIMEOUT_S)) as engine,
+            contextlib.closing(start_engine(source, folder, _TIMEOUT_S)) as engine,
             Simulator(
-                engine, as_cpu=False, timeout_s=TIMEOUT_S, model_switches=switches
+                engine, as_cpu=False, timeout_s=_TIMEOUT_S, model_switches=switches
             ) as simulator,
         ):
             warn_of_length(settings, simulator.script)
@@ -157,7 +158,7 @@ def _read_source(settings: ModelSettings) -> Source:
     if settings.model is not None:
         return _script_for(settings, settings.model)
     source = sources.read(settings)
-    source = source.with_known_start(TIMEOUT_S) if source.unknown else source
+    source = source.with_known_start(_TIMEOUT_S) if source.unknown else source
     if source.program.needs_command:
         raise UserInputError(
             "cannot be simulated: its ranks cannot be started by themselves, because "

@@ -11,7 +11,7 @@ from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.in_trial.steps import RAREST
 from dsat.run.comparison import Gain
 from dsat.run.run import Run, typical_outcome
-from dsat.run.training_check import training_of
+from dsat.run.training_check import OWN_IS_WRONG, training_of
 from dsat.values import format as fmt
 from dsat.values import hazards
 from dsat.values.outcome import Outcome
@@ -44,6 +44,17 @@ def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) ->
     yield from _warn_of_optimizer(run, best)
     if any(SEVERAL_ENGINES in each.warnings for each in run.outcomes.values()):
         yield f"{SEVERAL_ENGINES}."
+
+
+def trains_wrongly(run: Run) -> bool:
+    """Return whether the user's own configuration likely computes wrong gradients."""
+    if any(OWN_IS_WRONG in why for why in run.disqualified.values()):
+        return True
+    if run.baseline is None:
+        return False
+    training = training_of(run.plan, run.baseline)
+    found = hazards.find(run.deepspeed_version, training, hazards.GRADIENTS)
+    return any(not fault.unseen for fault in found)
 
 
 def _warn_of_faults(run: Run, best: Trial) -> Iterator[str]:

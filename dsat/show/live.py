@@ -60,6 +60,13 @@ class LiveView(Observer):
         for line in lines:
             self._console.print(Text(line), soft_wrap=True)
 
+    def show(self, heading: str, table: Table) -> None:
+        """Show a table that is not complete yet, on a terminal; it vanishes at the end."""
+        if self._live is not None:
+            self._live.transient = True
+            shown = terminal.rich_table(table, self._console.width)
+            self._live.update(Group(Text(heading), shown), refresh=True)
+
     def waited(self, run: Run) -> None:
         if self._live is None or not run.has_begun:
             return

@@ -168,6 +168,11 @@ def _headline(run: Run, best: Trial) -> str:
     if best is run.baseline:
         if run.stop_reason is None and not run.paused and not _searched(run):
             return f"Baseline: {value}. Searching..."
+        if caveats.trains_wrongly(run):
+            return (
+                f"Your configuration likely computes wrong gradients ({value}): see the warnings. "
+                "Compare it with training without DeepSpeed before you keep it."
+            )
         return f"Keep your configuration ({value}): {_why_keep(run)}."
     if gained.ratio is None or gained.own_value is None:
         return f"Use {best.name} ({value}): {_why_no_gain(run)}."

@@ -28,7 +28,7 @@ def without_faults(plan: Plan, version: str | None, *, is_listed: bool) -> Plan:
         _log.warning("your own configuration %s a known fault: %s", whose, _said(fault, version))
     stage = of_config(config).stage
     accumulates = gas if plan.train_batch_size is None else max(gas, 2)
-    left = []
+    faulty = []
     for other in plan.zero_stages:
         zero = {**(config.get("zero_optimization") or {}), "stage": other}
         training = training_with({**config, "zero_optimization": zero}, accumulates, plan)
@@ -36,9 +36,8 @@ def without_faults(plan: Plan, version: str | None, *, is_listed: bool) -> Plan:
         certain = [fault for fault in found if not fault.unseen]
         if certain and other != stage and not is_listed:
             _log.warning("stage %d is not searched: %s", other, _said(certain[0], version))
-        else:
-            left.append(other)
-    return replace(plan, zero_stages=tuple(left))
+            faulty.append(other)
+    return replace(plan, faulty_stages=tuple(faulty))
 
 
 def _said(fault: hazards.Hazard, version: str | None) -> str:

@@ -291,7 +291,7 @@ def _does_not_fit(run: Run) -> str:
     if ran:
         return f" Only {ran[0]} ran, which profiled the model: allow more trials (--max-trials)."
     tried = [t.strategy for t in run.trials.values() if t.kind is TrialKind.PROFILE]
-    allowed = "" if 3 in run.plan.zero_stages else ", higher --zero-stages"
+    allowed = "" if 3 in run.plan.searched_stages else ", higher --zero-stages"
     several = run.plan.slots_per_trial > 1
     shared = ", --search tensor_parallel.autotp_size sequence_parallel_size" if several else ""
     return (
