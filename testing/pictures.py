@@ -14,6 +14,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from dsat.run.run import Run
 from dsat.show import page, past_runs
+from dsat.show.view import RunView
 from testing.browser import chromium
 from testing.shown import RECORDED
 
@@ -29,7 +30,8 @@ def main(folder: Path | None) -> None:
     _photograph(past_runs.load(RECORDED).run, DOCS / "report.png")
     if folder is not None:
         specs = [
-            plot["spec"] for plot in page.parts(past_runs.load(folder).run, "trials", "")["plots"]
+            plot["spec"]
+            for plot in page.parts(RunView.build(past_runs.load(folder).run), "trials", "")["plots"]
         ]
         _draw(specs, "ran", DOCS / "throughput.svg")
 
@@ -47,7 +49,7 @@ def _photograph(run: Run, path: Path) -> None:
     command = (RECORDED / "command.txt").read_text(encoding="utf-8").strip()
     with chromium() as browser, tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / page.PAGE_FILE
-        report.write_text(page.html(run, "trials", command), encoding="utf-8")
+        report.write_text(page.html(RunView.build(run), "trials", command), encoding="utf-8")
         browser.set_window_size(1100, 1150)
         browser.get(report.as_uri())
         WebDriverWait(browser, 60).until(
