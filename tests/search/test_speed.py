@@ -272,8 +272,7 @@ def test_what_runs_counts_as_measured_with_its_predicted_time() -> None:
 def test_tails_of_the_expected_gain() -> None:
     z = np.array([-60.0, -35.0, -10.0, -2.0, 0.0, 3.0])
     gains = log_expected_gain(z, np.ones(6))
-    assert gains[3:] == pytest.approx(
-        [math.log(0.0084907), math.log(0.3989423), math.log(3.0003822)], abs=1e-4
-    )
+    expected = [math.log(0.0084907), math.log(0.3989423), math.log(3.0003822)]
+    assert gains[3:] == pytest.approx(expected, abs=1e-4)
     assert (np.diff(gains) > 0).all()
     assert log_expected_gain(np.array([50.0]), np.array([2.0]))[0] == pytest.approx(math.log(50))
