@@ -139,7 +139,11 @@ class StepRecorder:
         self.clock = clock_for(accelerator)
         self.memory = MemoryWatch(accelerator, before)
         self.memory.note("init")
-        self.losses = LossWatch(engine, is_whole=spec.parallelism == DATA_ONLY)
+        self.losses = LossWatch(
+            engine,
+            is_whole=spec.parallelism == DATA_ONLY,
+            micro_batch=spec.micro_batch if spec.profile else 0,
+        )
         self.counter = BatchCounter(
             spec.micro_batch, spec.options.own_micro_batch, spec.batch_dimensions, spec.fed_instead
         )
@@ -249,7 +253,12 @@ class StepRecorder:
         profile = None if self.profiler is None else self.profiler.result()
         if profile is not None:
             dimensions, fed_instead = self.counter.dimensions, self.counter.fed_instead
-            profile = replace(profile, batch_dimensions=dimensions, fed_instead=fed_instead)
+            profile = replace(
+                profile,
+                batch_dimensions=dimensions,
+                fed_instead=fed_instead,
+                compares_samples=self.losses.compares_samples,
+            )
         return {
             "memory": self.memory.over_ranks(ranks.maximum),
             "profile": profile,

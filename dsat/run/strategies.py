@@ -115,7 +115,7 @@ def make_space(
     """
     return Space(
         strategies=only or (searched(plan) if rung < 0 else searched_from(plan, rung)),
-        micro_batches=plan.allowed_micro_batches,
+        micro_batches=_micro_batches(plan, profile),
         slots=plan.slots_per_trial,
         gas=plan.own_batch.gas,
         train_batch_size=plan.train_batch_size,
@@ -127,6 +127,18 @@ def make_space(
         moves_to_host=profile is not None and profile.optimizer.moves_to_host,
         found_switches={} if profile is None else _comparable(plan, profile),
     )
+
+
+def _micro_batches(plan: Plan, profile: ModelProfile | None) -> Sequence[int]:
+    """Return the micro batches to search: the user's own alone if it is a part of the training."""
+    own, allowed = plan.own_batch.micro_batch, plan.allowed_micro_batches
+    return (own,) if keeps_micro_batch(plan, profile) and own in allowed else allowed
+
+
+def keeps_micro_batch(plan: Plan, profile: ModelProfile | None) -> bool:
+    """Return whether the loss is one over pairs of samples, and the global batch stays."""
+    is_kept = plan.train_batch_size == plan.own_batch.train_batch_size and not plan.micro_batches
+    return is_kept and profile is not None and profile.compares_samples
 
 
 def _comparable(plan: Plan, profile: ModelProfile) -> dict[str, ScriptSwitch]:

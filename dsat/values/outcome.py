@@ -184,6 +184,7 @@ class ModelProfile(Recorded):
         parallelism: with which it was measured.
         attention_heads: None if the model's configuration does not say.
         optimizer: the one that the engine got.
+        compares_samples: the loss is one over pairs of samples, so it depends on the micro batch.
     """
 
     num_params: int
@@ -201,6 +202,7 @@ class ModelProfile(Recorded):
     parallelism: Parallelism = DATA_ONLY
     attention_heads: int | None = None
     optimizer: OwnOptimizer = OwnOptimizer()
+    compares_samples: bool = False
 
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first

@@ -12,6 +12,7 @@ import pytest
 from dsat.run.strategies import make_space
 from dsat.space.overrides import FORCE, GATHER, overrides_for
 from dsat.values.outcome import OwnOptimizer, ScriptSwitch
+from dsat.values.trial import BatchTriple
 from testing.helpers import plan_of, weightless
 from testing.scenarios import Told, User
 from testing.world import Failure, World
@@ -117,3 +118,18 @@ def test_every_trial_knows_the_switches_and_what_there_is_to_beat(tmp_path: Path
             assert event["trial"]["flops_per_sample"] == user.world.model.flops_per_sample
         elif event["event"] == "finished":
             best = max(best, (event["outcome"]["metrics"] or {"throughput": 0.0})["throughput"])
+
+
+@pytest.mark.parametrize(
+    ("more", "searched"),
+    [({"train_batch_size": 32}, (4,)), ({}, None), ({"train_batch_size": 64}, None)],
+)
+def test_a_loss_over_pairs_of_samples_keeps_the_micro_batch(
+    more: dict[str, Any], searched: tuple[int, ...] | None
+) -> None:
+    own = BatchTriple(32, 4, 4)
+    plan = plan_of(own_batch=own, slots_per_trial=2, **more)
+    profile = weightless(15)
+    assert make_space(plan, profile).micro_batches == plan.allowed_micro_batches
+    found = make_space(plan, replace(profile, compares_samples=True)).micro_batches
+    assert found == (searched or plan.allowed_micro_batches)
