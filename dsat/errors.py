@@ -1,17 +1,17 @@
-"""Every error that dsat raises on purpose.
+"""All exceptions that dsat raises deliberately.
 
     DsatError
-    |-- UserInputError        something the user wrote is wrong: exit status 2, one line
+    |-- UserInputError        invalid input from the user: exit status 2, one line
     |-- JournalError          a run's journal cannot be read or written
-    |   |-- JournalLocked     another process is working on the run
-    |   `-- JournalMismatch   the journal is of a run with another plan: status 2
-    |-- SearchFailed          no configuration of a run could be measured, or trained
-    |-- EngineError           trials cannot be run on this machine at all
-    |   `-- ScriptFailed      the user's script failed before there is a trial; a SearchFailed too
-    |-- InvalidTrial          a trial's script did not do what its configuration says
+    |   |-- JournalLocked     another process is using the run
+    |   `-- JournalMismatch   the journal belongs to a run with another plan: exit status 2
+    |-- SearchFailed          no configuration could be measured, or the final training failed
+    |-- EngineError           this machine cannot run trials
+    |   `-- ScriptFailed      the user's script failed before any trial; also a SearchFailed
+    |-- InvalidTrial          a trial's script did not follow its configuration
     `-- Diverged              a trial's training diverged
 
-An ordinary failure of a trial (out of memory, a crash, a time-out) is an `Outcome`, never an
+An ordinary failure of a trial (out of memory, a crash, a timeout) is an `Outcome`, not an
 exception. Every message says what is wrong, where, and what to do next.
 """
 
@@ -19,16 +19,22 @@ from __future__ import annotations
 
 
 class DsatError(Exception):
-    """Base of all errors that dsat raises on purpose."""
+    """Base of all exceptions that dsat raises deliberately."""
+
+    @classmethod
+    def of_system(cls, error: OSError) -> DsatError:
+        """Return an error of the system with its file."""
+        name = f"{error.filename}: " if error.filename else ""
+        return cls(f"{name}{error.strerror or error}")
 
 
 class UserInputError(DsatError):
-    """Something the user wrote cannot work.
+    """Invalid input from the user.
 
     Args:
         problem: what is wrong, in one line.
-        where: the file, key or option that holds it.
-        hint: what to do about it.
+        where: the file, key or option concerned.
+        hint: how to correct it.
     """
 
     def __init__(self, problem: str, *, where: str = "", hint: str = "") -> None:
@@ -42,11 +48,11 @@ class JournalError(DsatError):
 
 
 class JournalLocked(JournalError):
-    """Another dsat process is working on the run."""
+    """Another dsat process is using the run."""
 
 
 class JournalMismatch(JournalError):
-    """The journal is of a run with another plan."""
+    """The journal belongs to a run with another plan."""
 
 
 class SearchFailed(DsatError):
@@ -63,21 +69,19 @@ class SearchFailed(DsatError):
 
 
 class EngineError(DsatError):
-    """Trials cannot be run here at all."""
+    """This machine cannot run trials."""
 
 
 class ScriptFailed(EngineError, SearchFailed):
-    """The user's script ended before its configuration is known."""
+    """The user's script ended before its configuration was known."""
 
 
 class InvalidTrial(DsatError):
-    """Inside a trial: the script did not do what the trial's configuration says.
+    """Inside a trial: the script did not follow the trial's configuration.
 
     Args:
         message: what happened, in one line.
-        smaller_may_run: it failed for want of data, of which a smaller micro batch needs less.
-        most_samples: the largest micro batch that there are data for, if that is known.
-        fixed_batch, batch_flag: see `Outcome`.
+        smaller_may_run, most_samples, fixed_batch, batch_flag: see `Outcome`.
     """
 
     def __init__(

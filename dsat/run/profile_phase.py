@@ -93,7 +93,7 @@ class ProfilePhase:
         """Profiles again in another way, or gives up."""
         smallest, own = self._smallest_micro_batch, self._plan.own_batch.micro_batch
         if outcome.before_engine and outcome.kind is OutcomeKind.ERROR:
-            self.failure = outcome.said_of(name_of_trial(trial))  # whatever its configuration
+            self.failure = outcome.describe(name_of_trial(trial))  # whatever its configuration
             return
         failed = outcome.kind is OutcomeKind.ERROR
         again = failed and bool(outcome.message) and outcome.message == self._last_error
@@ -117,7 +117,7 @@ class ProfilePhase:
             self._divisions.pop(0)
             self._begin_again()
         else:
-            self.failure = outcome.said_of(name_of_trial(trial))
+            self.failure = outcome.describe(name_of_trial(trial))
 
     def _begin_again(self) -> None:
         """Try the smallest micro batch first, in another way."""

@@ -66,7 +66,7 @@ class Plan(Recorded, BatchRule, Freedom):
         finals: how many trials there may be after the search to decide between its leaders and the
             user's own configuration; None for a share of `max_trials`.
         indifference: the gain, as a fraction, that a larger global batch is not worth.
-        ramp: before the search the user's own micro batch is doubled as long as that is worth it.
+        ramp: raise micro batches step by step from the user's own, as long as that is worth it.
         longest_s: a trial may measure for so many seconds, or for as long as 20 of the user's own
             optimizer steps take; None for as long as it takes.
         measured: what is run and how it is measured (entrypoint, hyperparameters, steps, and the

@@ -14,12 +14,12 @@ _log = logging.getLogger(__name__)
 
 
 def without_faults(plan: Plan, version: str | None, *, is_listed: bool) -> Plan:
-    """Return a plan that searches no stage whose training is wrong or fails in a version.
+    """Remove stages from a plan whose training is wrong or fails in a DeepSpeed version.
 
     Args:
         plan: what is tuned.
         version: of DeepSpeed; None if it is unknown.
-        is_listed: the user named the stages, so they stay.
+        is_listed: the user named the stages, so none is removed.
     """
     config, gas = plan.config({}), plan.own_batch.gas
     own = hazards.find(version, training_with(config, gas, plan), *hazards.KINDS)

@@ -1,7 +1,7 @@
-"""Values as JSON: one reader and one writer of everything that outlives a process.
+"""Conversion between dataclasses and JSON, for everything that outlives a process.
 
-A missing field has its default and an unknown one is ignored, so that earlier and later versions
-read each other's files. A value of another type than the field's is an error that names its place.
+A missing field gets its default and an unknown one is ignored, so that earlier and later versions
+read each other's files. A value of the wrong type is an error that names its place.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class DecodeError(ValueError):
 
 
 class Recorded:
-    """A dataclass that is written as JSON and read again."""
+    """Base of dataclasses that are stored as JSON."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields, as JSON has them."""
+        """Return all fields as a JSON object."""
         data: dict[str, Any] = encode(self)
         return data
 
     @classmethod
     def from_json(cls: type[T], data: Mapping[str, Any]) -> T:
-        """Return the value again."""
+        """Build the value from a JSON object; raises DecodeError."""
         value: T = decode(cls, data)
         return value
 
 
 def encode(value: Any) -> Any:
-    """Return a value as JSON has it: dataclasses are objects, tuples are lists."""
+    """Return a value as JSON: dataclasses become objects, tuples become lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
@@ -61,15 +61,15 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, data: Any, where: str = "") -> Any:
-    """Return a value from its JSON.
+    """Return a value decoded from JSON.
 
     Args:
-        kind: its type, as an annotation has it; unions are of one type and None.
-        data: as `json.loads` returns it.
-        where: the path to it, for errors.
+        kind: type annotation of the value; a union must be of one type and None.
+        data: as returned by `json.loads`.
+        where: path of the value, for errors.
 
     Raises:
-        DecodeError: it is none of that type.
+        DecodeError: the data are not of this type.
     """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
@@ -106,7 +106,7 @@ _NAMES = {
 
 
 def _checked(kind: Any, data: Any, where: str) -> Any:
-    # JSON has one kind of number, but true and false are none.
+    # JSON has one kind of number; to Python, true and false are integers.
     accepted = (int, float) if kind is float else kind
     if not isinstance(data, accepted) or (isinstance(data, bool) and kind is not bool):
         raise DecodeError(where, f"must be {_NAMES[kind]}, not {printable(repr(data), 80)}")

@@ -1,4 +1,4 @@
-"""Control groups of this process: what a container or a job of Slurm's is allowed of its host.
+"""Control groups of this process: resource limits set by a container or by Slurm.
 
 Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1.
 """
@@ -12,13 +12,13 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def folders(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of the groups, from this process's own up to the root.
+    """Yield the folders of the groups, from that of this process up to the root.
 
     Args:
-        controller: its name in the first version.
+        controller: its name in version 1.
 
     Yields:
-        A folder, and whether its files are those of the second version.
+        A folder, and whether it is of version 2.
     """
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-# What a run writes may hold what its scripts are given, passwords among them.
+# A run's files may contain passwords passed to its scripts.
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
-# A socket's path has 107 bytes at most (unix(7)), and its folder and its own name are among them.
+# The path of a socket has at most 107 bytes (unix(7)), including its folder and name.
 _LONGEST_FOR_SOCKETS = 107 - len("/dsat-12345678/s")
 
 
@@ -32,13 +32,13 @@ def home() -> Path:
 
 
 def folder_for_sockets() -> str:
-    """Return the temporary folder, or another if its path is too long for those of sockets."""
+    """Return the temporary folder, or `/tmp` if its path is too long for a socket."""
     usual = tempfile.gettempdir()
     return usual if len(os.fsencode(usual)) <= _LONGEST_FOR_SOCKETS else "/tmp"  # noqa: S108
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes new names in a folder durable."""
+    """Make new names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -47,7 +47,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with all that is in it; nothing if it is not there."""
+    """Remove a file, a link, or a folder with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -56,11 +56,11 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def written_atomically(path: Path) -> Iterator[Path]:
-    """Yield a name beside a file or folder; what is made under it takes its place at the end.
+    """Yield a temporary path, which replaces a file or folder at the end.
 
-    On failure nothing of it stays, and a system error names the file that was to be made.
+    On failure the temporary path is removed, and a system error names the file to be replaced.
     """
-    # A character has 4 bytes at most, and a name 255.
+    # A character has at most 4 bytes, and a name 255.
     temporary = path.with_name(f".{path.name[:50]}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         yield temporary
@@ -76,9 +76,9 @@ def written_atomically(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by new text, readable by its owner alone.
+    """Replace the contents of a file, which only its owner can read.
 
-    A reader sees the old text or the new one, never a part. On failure the old file stays.
+    A reader sees either the old text or the new one. On failure the old file stays.
     """
     with written_atomically(path) as temporary, open_private(temporary) as file:
         file.write(text)
@@ -88,7 +88,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def digest(path: Path) -> str:
-    """Return a digest of what a file holds; empty if it cannot be read."""
+    """Return a digest of a file's contents; empty if it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError:
@@ -96,17 +96,16 @@ def digest(path: Path) -> str:
 
 
 def write_cache(path: Path, text: str) -> None:
-    """Write a file of a cache, and its folder. A cache that cannot be written is left as it is."""
+    """Write a file of a cache and create its folder, ignoring errors of the file system."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
         write_atomically(path, text)
 
 
 def open_private(path: Path) -> TextIO:
-    """Opens a new file that only its owner may read; one of that name is replaced.
+    """Open a new file that only its owner can read, replacing an older one.
 
-    Arguments of commands and names of files may be no valid text: they become the bytes that they
-    were.
+    Surrogates, which stand for invalid bytes in arguments and file names, are written as bytes.
     """
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -31,14 +31,14 @@ def metric(name: str, value: float | None, digits: int = 4) -> str:
 
 
 def prefixed(value: float, digits: int = 4) -> str:
-    """`312.4 T`, for a unit to follow."""
+    """Return a number with a prefix for the unit that follows: `312.4 T`."""
     rounded = float(f"{value:.{digits}g}")
     size, prefix = next((pair for pair in _PREFIXES if rounded >= pair[0]), (1.0, ""))
     return f"{rounded / size:.{digits}g} {prefix}"
 
 
 def change(name: str, before: float | None, after: float | None) -> str:
-    """`100 -> 142 samples/s`; a time with the name of its metric."""
+    """Return a change, `100 -> 142 samples/s`; a time is preceded by its metric's name."""
     first, second = metric(name, before, digits=3), metric(name, after, digits=3)
     number, _, its_unit = first.partition(" ")
     if its_unit and second.endswith(f" {its_unit}"):
@@ -47,22 +47,22 @@ def change(name: str, before: float | None, after: float | None) -> str:
 
 
 def memory(size_bytes: float | None) -> str:
-    """`1.23 GiB`; a dash for None."""
+    """Return a size of memory, `1.23 GiB`; a dash for None."""
     return "-" if size_bytes is None else memory_size.readable(size_bytes)
 
 
 def percent(fraction: float) -> str:
-    """`1.7 %`."""
+    """Return a percentage, `1.7 %`."""
     return f"{100 * fraction:.1f} %"
 
 
 def count(number: int, what: str) -> str:
-    """`1 trial`, `2 trials`."""
+    """Return a number of things, `1 trial` or `2 trials`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `3 min 10 s`, `2 h 05 min`."""
+    """Return a duration, `42 s`, `3 min 10 s` or `2 h 05 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
@@ -72,12 +72,12 @@ def duration(seconds: float) -> str:
 
 
 def strategy(name: str) -> str:
-    """`2 offload` for `z2_offload`."""
+    """Return a strategy's name for a table, `2 offload` for `z2_offload`."""
     return name.removeprefix("z").replace("_", " ")
 
 
 def setting(value: Any) -> str:
-    """Value of a setting; empty for None."""
+    """Return the value of a setting as text; empty for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -88,7 +88,7 @@ def setting(value: Any) -> str:
 
 
 def outcome(result: Outcome, metric_name: str) -> str:
-    """One line on the end of a trial; the profile trial is not for comparing."""
+    """Return one line on the end of a trial, with its metric unless it only profiled."""
     if result.metrics is None or (result.profile and result.metrics.num_steps <= 1):
         message = printable(result.message, _MOST_OF_A_MESSAGE)
         return f"{result.kind.value}: {message}" if message else result.kind.value

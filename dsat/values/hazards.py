@@ -20,14 +20,14 @@ GRADIENTS, NORM, SLOW, FAILS = KINDS = ("gradients", "norm", "slow", "fails")
 
 @dataclass(frozen=True)
 class Training:
-    """The facts of a training on which known faults depend.
+    """Facts about a training that decide which known faults affect it.
 
     Attributes:
-        config: of DeepSpeed.
+        config: DeepSpeed configuration.
         stage, precision: ZeRO stage; fp32, fp16 or bf16.
         gas: gradient accumulation steps.
-        ranks: number of them.
-        on_cpu: ranks run on processor cores.
+        ranks: number of ranks.
+        on_cpu: whether ranks run on CPU cores.
     """
 
     config: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Processor cores of this host, within what a container is allowed of them."""
+"""CPU cores of this host, within the limits of a container."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 from dsat.values import control_groups
 
-# Of both versions: time that all processes of a group may use in each period, and the period.
+# Processor time allowed to a group per period, and the period.
 _V2, _V1 = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
 def usable() -> list[int]:
-    """Return the hardware threads that this process may use, no more than it is given time for.
+    """Return the hardware threads that this process may use.
 
-    A quota of processor time names no cores: the first ones stand for as many.
+    A quota of processor time limits their number; the first ones are returned.
     """
     threads = sorted(os.sched_getaffinity(0))
     return threads[: max(1, min(_quotas(), default=len(threads)))]

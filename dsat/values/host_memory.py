@@ -1,4 +1,4 @@
-"""Memory of this host, within what a container or a job of Slurm's is allowed of it."""
+"""Memory of this host, within the limits of a container or of Slurm."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from dsat.values import control_groups
 
-# Of both versions: limits (beyond `memory.high` processes hardly go on), usage, and the files in
-# memory that are given up first, in `memory.stat`.
+# Limits (processes beyond `memory.high` are throttled), usage, and the field of `memory.stat` that
+# counts cached files, which the kernel reclaims first.
 _V2 = ("memory.max", "memory.high"), "memory.current", "inactive_file"
 _V1 = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
 
@@ -32,7 +32,7 @@ def _of_host(name: str) -> int:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Limit and use of each control group that this process is in; without limit there is none."""
+    """Yield limit and usage of each control group of this process that has a limit."""
     for folder, is_v2 in control_groups.folders("memory"):
         limits, usage, given_up = _V2 if is_v2 else _V1
         for limit in limits:

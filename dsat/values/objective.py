@@ -13,11 +13,11 @@ class Metric:
     """A metric that a search can optimise: the field of `Metrics` with the same name.
 
     Attributes:
-        unit: after a value.
+        unit: printed after a value.
         larger_is_better: the direction.
-        has_interval: its relative confidence interval is that of the latency.
-        of_time: it is a time or work over time, which the model search predicts.
-        has_prefix: large values are written with a prefix, as in `1.2 TFLOP/s`.
+        has_interval: whether its relative confidence interval equals that of the latency.
+        of_time: whether it is a time, or work per time, which the model search can predict.
+        has_prefix: whether large values get a prefix, as in `1.2 TFLOP/s`.
         autotuner_names: other names in DeepSpeed's `autotuning` section.
     """
 
@@ -62,28 +62,28 @@ class Objective:
         return not METRICS[self.metric].larger_is_better
 
     def is_better(self, value: float, other: float | None) -> bool:
-        """Check if `value` beats `other`; anything beats None."""
+        """Return whether `value` is better than `other`; any value is better than None."""
         if other is None:
             return True
         return value < other if self.smaller_is_better else value > other
 
     def loss(self, value: float) -> float:
-        """`value` turned so that smaller is better."""
+        """Return the value, negated if larger is better, so that smaller is better."""
         return value if self.smaller_is_better else -value
 
     def log_value(self, value: float) -> float:
-        """The logarithm of a value, turned so that larger is better.
+        """Return the logarithm of a value, negated if smaller is better.
 
-        A phase that the script does not have, or FLOPs that nobody counts, are 0.
+        Zero, as for a phase that the script lacks, is replaced by the smallest positive number.
         """
         log_value = math.log(max(value, sys.float_info.min))
         return -log_value if self.smaller_is_better else log_value
 
     def value_of(self, log_value: float) -> float:
-        """Return the value of a logarithm; the inverse of `log_value`."""
+        """Return the value for a logarithm; the inverse of `log_value`."""
         return math.exp(-log_value if self.smaller_is_better else log_value)
 
     def gain(self, value: float, reference: float) -> float:
-        """Return the ratio of improvement of `value` over `reference` (1.0: equal)."""
+        """Return how many times better `value` is than `reference` (1.0: equal)."""
         better, worse = (reference, value) if self.smaller_is_better else (value, reference)
         return better / worse if worse else float("inf")

@@ -28,11 +28,11 @@ class OutcomeKind(str, enum.Enum):
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Tell whether memory ran out, the device's or the host's."""
+        """Return whether the memory of the device or of the host ran out."""
         return self in (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
 
 
-_SAID = {
+_DESCRIPTIONS = {
     OutcomeKind.OK: "ran",
     OutcomeKind.OOM: "ran out of memory",
     OutcomeKind.HOST_OOM: "ran out of host memory",
@@ -43,25 +43,25 @@ _SAID = {
     OutcomeKind.CANCELED: "was canceled",
 }
 
-_MOST_WARNINGS = 50
+MAX_WARNINGS = 50
 
 
 @dataclass(frozen=True)
 class Metrics(Recorded):
-    """Measurements of a trial. Times are per optimizer step, of the slowest rank.
+    """Measurements of a trial. Times are per optimizer step, on the slowest rank.
 
     Attributes:
-        throughput: samples/s over all slots.
-        latency, forward, backward, step: ms per optimizer step, all its micro steps included.
-        FLOPS_per_gpu: model FLOP/s per slot without recomputation; None if not counted.
-        num_steps: optimizer steps measured.
+        throughput: samples/s over all devices.
+        latency, forward, backward, step: ms per optimizer step, summed over its micro steps.
+        FLOPS_per_gpu: model FLOP/s per device without recomputation; None if not counted.
+        num_steps: number of optimizer steps measured.
         ci95: half-width of the 95 % confidence interval of `latency`, as a fraction of it.
-        accidents: outliers, left out above: steps that the host made far longer, it seems.
-        lost_to_accidents: their excess time, as a fraction of the time of all others.
-        tokens_per_second: over all slots, without masked padding; None if the script's inputs have
-            no sequences of tokens.
-        data: ms per optimizer step in which the rank waited for a PyTorch data loader, and nothing
-            else went on.
+        accidents: number of outliers, which the figures above exclude: steps that something else
+            on the host slowed down.
+        lost_to_accidents: their excess time, as a fraction of the time of all other steps.
+        tokens_per_second: over all devices, without masked padding; None if the model's inputs are
+            not sequences of tokens.
+        data: ms per optimizer step in which the rank only waited for a PyTorch data loader.
     """
 
     throughput: float
@@ -83,12 +83,12 @@ class Metrics(Recorded):
         return self.ci95 / student.half_width(0.95, max(1, self.num_steps - 1))
 
     def at_least_as_uncertain(self, standard_error: float) -> Metrics:
-        """Return this with an interval that has at least this standard error."""
+        """Return these metrics with an interval no narrower than this standard error implies."""
         least = standard_error * student.half_width(0.95, max(1, self.num_steps - 1))
         return self if self.ci95 >= least else replace(self, ci95=least)
 
     def value(self, metric: str) -> float | None:
-        """The value of one of `METRIC_NAMES`."""
+        """Return the value of one of `METRIC_NAMES`."""
         number: float | None = getattr(self, metric)
         return number
 
@@ -98,13 +98,13 @@ class MemoryUse:
     """Peaks over all ranks, in bytes.
 
     Attributes:
-        allocated_bytes, reserved_bytes: of the device's allocator, by phase (`init`, `forward`,
+        allocated_bytes, reserved_bytes: by the device's allocator, by phase (`init`, `forward`,
             `backward`, `step`); empty on a CPU.
-        host_rss_bytes: the largest resident set of one rank, by phase.
-        context_bytes: of a rank besides its tensors: on a device the context and its libraries, on
-            a CPU the resident set before the model was built.
-        data_bytes: on a CPU with a limited slot, the peak that counted against the limit since the
-            model was built; 0 elsewhere.
+        host_rss_bytes: largest resident set of a rank, by phase.
+        context_bytes: memory of a rank besides its tensors: the context and libraries of a device;
+            on a CPU, the resident set before the model was built.
+        data_bytes: on a CPU with a memory limit, the peak that counted against the limit since the
+            model was built; otherwise 0.
     """
 
     allocated_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -115,29 +115,29 @@ class MemoryUse:
 
     @property
     def is_exact(self) -> bool:
-        """Tell whether the limited quantity was counted; a resident set misses untouched pages."""
+        """Return whether an allocator counted; a resident set misses pages not yet written."""
         return bool(self.allocated_bytes or self.data_bytes)
 
     @property
     def by_phase(self) -> dict[str, int]:
-        """Bytes of a rank's tensors, by phase; on a CPU by its resident set."""
+        """Bytes of a rank's tensors, by phase; on a CPU, estimated from its resident set."""
         if self.allocated_bytes:
             return dict(self.allocated_bytes)
         return {p: max(0, v - self.context_bytes) for p, v in self.host_rss_bytes.items()}
 
     @property
     def peak(self) -> int:
-        """The largest of the phases; 0 if nothing was measured."""
+        """Largest of the phases; 0 if nothing was measured."""
         return self.data_bytes or max(self.by_phase.values(), default=0)
 
 
 @dataclass(frozen=True)
 class ScriptSwitch:
-    """A switch that a script turned out to have (`dsat.command.switches`).
+    """A switch of the script, detected while it ran (`dsat.command.switches`).
 
     Attributes:
-        values: that can be set in its processes, its own first.
-        in_arguments: it is set in the Trainer's TrainingArguments.
+        values: the values that a trial can set, the script's own first.
+        in_arguments: whether it is a field of the Trainer's TrainingArguments.
     """
 
     values: tuple[Any, ...]
@@ -146,14 +146,13 @@ class ScriptSwitch:
 
 @dataclass(frozen=True)
 class OwnOptimizer:
-    """An optimizer of a script.
+    """The optimizer that a script passes to DeepSpeed.
 
     Attributes:
-        kind: name of its class; empty if it is not known.
-        by_element: it is known to compute each element by itself, whatever a parameter's shape,
-            which stage 0 keeps and ZeRO flattens.
-        moves_to_host: accelerate, which makes the engine, replaces it by DeepSpeed's equivalent for
-            the host where it is offloaded.
+        kind: name of its class; empty if unknown.
+        by_element: whether it updates each element independently of the parameter's shape. ZeRO
+            flattens parameters, stage 0 does not, so other optimizers train differently.
+        moves_to_host: whether accelerate replaces it by DeepSpeed's CPU optimizer when offloading.
     """
 
     kind: str = ""
@@ -163,28 +162,28 @@ class OwnOptimizer:
 
 @dataclass(frozen=True)
 class ModelProfile(Recorded):
-    """Facts about the model and its slots, from the first trial.
+    """Facts about the model and the devices, from the first trial.
 
     Attributes:
-        num_params, trainable_params: of the whole model, whatever the partitioning.
+        num_params, trainable_params: of the whole model, before partitioning.
         param_bytes: bytes of one parameter in the forward pass (2 for bf16 and fp16).
-        activation_bytes_per_sample: kept on a slot for the backward pass by each sample of a micro
-            batch.
+        activation_bytes_per_sample: bytes that a device keeps for the backward pass, per sample of
+            a micro batch.
         flops_per_sample: forward and backward, without recomputation.
-        slot_memory_bytes: what a slot may use.
-        largest_activation_bytes_per_sample: of the largest one of those; 0 if that is not known.
-        host_memory_bytes: of the host for each rank of a trial that runs there alone; 0 if a slot's
-            memory is the host's, or it is not known.
-        batch_dimensions: the dimension of the samples in the model's inputs, by the place of the
-            tensor among them (`1.input_ids`), where that is certain.
-        device_name: of the slot, as its driver names it; empty if it has no name.
-        fed_instead: `micro_batch` of this trial and `rows` that all of the model's inputs had
-            instead; empty if they had as many as expected, or differed.
+        slot_memory_bytes: memory that a device may use.
+        largest_activation_bytes_per_sample: of the largest of those activations; 0 if unknown.
+        host_memory_bytes: host memory per rank of a trial that runs there alone; 0 if unknown, or
+            if the device is the host.
+        batch_dimensions: dimension of the samples in each input of the model, by its place among
+            the inputs (`1.input_ids`); only where it is certain.
+        device_name: as the driver names the device; empty if it has no name.
+        fed_instead: `micro_batch` of this trial, and the `rows` that all inputs had instead; empty
+            if they had `micro_batch` rows, or differed from each other.
         switches: of the script, by name.
-        parallelism: with which it was measured.
-        attention_heads: None if the model's configuration does not say.
-        optimizer: the one that the engine got.
-        compares_samples: the loss is one over pairs of samples, so it depends on the micro batch.
+        parallelism: of the trial that measured these facts.
+        attention_heads: None if the model's configuration has no such field.
+        optimizer: the one passed to the engine.
+        compares_samples: the loss is over pairs of samples, so it depends on the micro batch.
     """
 
     num_params: int
@@ -214,9 +213,9 @@ class StepFacts:
 
     Attributes:
         gas: gradient accumulation steps by the configuration.
-        micro_steps: micro batches that most steps took; 0 if that could not be seen.
-        late: numbers of the steps, counted from 1, that are `Metrics.accidents`.
-        evaluated: share of the measured ones in which the model ran outside of training too.
+        micro_steps: number of micro batches in most steps; 0 if unknown.
+        late: the steps, counted from 1, that are `Metrics.accidents`.
+        evaluated: fraction of the measured steps in which the model was also evaluated.
         tokens_error: standard error of the tokens per sample, as a fraction; None if unknown.
     """
 
@@ -229,14 +228,14 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class TrainingCurve:
-    """Training curve: the first and the last optimizer steps of a trial, in order.
+    """Losses of the first and the last optimizer steps of a trial, in order.
 
     Attributes:
         steps: optimizer steps, counted from 1.
-        losses: mean over the micro steps and ranks of each step, as given to the backward pass;
-            None if there was none.
+        losses: mean over the micro steps and ranks of each step, as passed to the backward pass;
+            None for a step without a loss.
         skipped: steps that fp16 skipped because of an overflow.
-        precision: the coarsest type that was computed in, one of `PRECISIONS`; empty if unknown.
+        precision: the coarsest number format in use, one of `PRECISIONS`; empty if unknown.
         facts: about these steps; None in older journals.
         gradient_norm: of the first step, over all parameters, before clipping; None if unknown.
     """
@@ -254,7 +253,7 @@ class SequenceLengths:
     """Lengths of a trial's sequences over all ranks and steps, in tokens.
 
     Attributes:
-        shortest, longest: of the micro batches' lengths, the padding included.
+        shortest, longest: lengths of the micro batches, including padding.
         model_takes: the model's `max_position_embeddings`; None if it has none.
     """
 
@@ -268,22 +267,22 @@ class Outcome(Recorded):
     """End of a trial, and its measurements.
 
     Attributes:
-        message: one line for people; empty when all went well.
-        detail: the user's traceback or the end of their log. All texts are made `printable`.
-        duration_s: from the launch to the outcome, wall time.
-        warnings: for people, although the trial ran.
-        smaller_may_run: it ran out of data, of which a smaller micro batch needs less.
-        most_samples: the largest micro batch, with the trial's accumulation, that there are data
-            for, if known.
-        fixed_batch: samples that the script feeds whatever the micro batch of the configuration
-            is; None if it follows the configuration, or that is unknown.
-        batch_flag: the script's flag for that number, such as `--batch-size`; empty if it has none.
-        step_ms: latency of each measured step, in ms, of the slowest rank.
+        message: one line on what went wrong; empty for a successful trial.
+        detail: the script's traceback, or the end of its log. All texts are made `printable`.
+        duration_s: wall time from the launch to the outcome.
+        warnings: about a trial that ran.
+        smaller_may_run: whether a smaller micro batch may run, because the data ran out.
+        most_samples: the largest micro batch for which the data suffice, with the trial's
+            accumulation; None if unknown.
+        fixed_batch: the number of samples that the script feeds regardless of the configured micro
+            batch; None if it follows the configuration, or unknown.
+        batch_flag: the script's flag for that number, such as `--batch-size`; empty if none.
+        step_ms: latency of each measured step on the slowest rank, in ms.
         training: None for a trial that measured nothing.
-        sequences: None if the script's inputs have no sequences of tokens.
-        before_engine: it failed before its script called `deepspeed.initialize`, whatever the
-            configuration.
-        device_name: as in `ModelProfile`, of a trial on a cluster, whose slots may differ.
+        sequences: None if the model's inputs are not sequences of tokens.
+        before_engine: whether the script failed before it called `deepspeed.initialize`, so that
+            other configurations would fail too.
+        device_name: as in `ModelProfile`; set on a cluster, whose devices may differ.
     """
 
     kind: OutcomeKind
@@ -305,23 +304,23 @@ class Outcome(Recorded):
     device_name: str = ""
 
     def __post_init__(self) -> None:
-        # What scripts and exceptions say goes no further as it is.
+        # Scripts and exceptions may contain control characters, secrets, or megabytes.
         object.__setattr__(self, "message", printable(self.message))
         object.__setattr__(self, "detail", printable(self.detail, MOST_OF_A_LOG))
-        warnings = tuple(printable(text) for text in self.warnings[:_MOST_WARNINGS])
+        warnings = tuple(printable(text) for text in self.warnings[:MAX_WARNINGS])
         object.__setattr__(self, "warnings", warnings)
 
     @property
     def ok(self) -> bool:
         return self.kind is OutcomeKind.OK
 
-    def said_of(self, subject: str) -> str:
-        """`the profile trial timed out: no result after 10 s`."""
-        said = f"{subject} {_SAID[self.kind]}"
-        return f"{said}: {self.message}" if self.message else said
+    def describe(self, subject: str) -> str:
+        """Return a sentence: `the profile trial timed out: no result after 10 s`."""
+        sentence = f"{subject} {_DESCRIPTIONS[self.kind]}"
+        return f"{sentence}: {self.message}" if self.message else sentence
 
     def value(self, objective: Objective) -> float | None:
-        """The objective's value; None unless the trial ran and measured it."""
+        """Return the objective's value; None unless the trial ran and measured it."""
         if not self.ok or self.metrics is None:
             return None
         return self.metrics.value(objective.metric)

@@ -20,12 +20,11 @@ class Kernels:
 
     Attributes:
         phase: one of `PHASES`.
-        last: in the last micro step of an optimizer step; otherwise in each one before it.
-        kind: one of `COMPUTE_KINDS`; `memory` for all others; `host` for those on tensors of the
-            host; `transfer` for copies between host and slot.
+        last: True for the last micro step of an optimizer step, False for each one before it.
+        kind: one of `COMPUTE_KINDS`; `memory` for other operators; `host` for operators on host
+            tensors; `transfer` for copies between host and device.
         itemsize: bytes of an element of the result.
-        flops, bytes: of one call, on average: FLOPs that are executed, and bytes of all inputs and
-            outputs.
+        flops, bytes: mean per call: FLOPs executed, and bytes of all inputs and outputs.
         count: number of calls.
     """
 
@@ -44,11 +43,11 @@ class Collectives:
 
     Attributes:
         phase, last: as for `Kernels`.
-        kind: `all_gather`, `reduce_scatter`, `all_reduce`, or torch's name of another one.
+        kind: `all_gather`, `reduce_scatter`, `all_reduce`, or torch's name of another collective.
         ranks: size of the group.
-        stride: from one rank of the group to the next.
-        overlapped: issued on a stream of its own, beside the kernels.
-        bytes: of all calls together: the whole tensor that is gathered or reduced.
+        stride: distance between neighbouring ranks of the group.
+        overlapped: whether it runs on a separate stream, concurrently with the kernels.
+        bytes: of the whole gathered or reduced tensors, summed over all calls.
         count: number of calls.
     """
 
@@ -68,7 +67,7 @@ class StepTrace(Recorded):
 
     Attributes:
         micro_batch, slots: of the simulated configuration.
-        parameters: number of trained parameter tensors; each has a hook.
+        parameters: number of trainable parameter tensors; DeepSpeed hooks each of them.
         model_flops: of a micro step, forward and backward, without recomputation.
     """
 
@@ -80,11 +79,11 @@ class StepTrace(Recorded):
     model_flops: float
 
     def bytes_of(self, kind: str, phases: Sequence[str], *, last: bool = True) -> float:
-        """Return the bytes that kernels of a kind move in some phases."""
+        """Return the bytes moved by kernels of a kind in the given phases."""
         return sum(k.bytes * k.count for k in self._of(kind, phases, last))
 
     def launches(self, phases: Sequence[str]) -> int:
-        """Return the number of kernels on the slot in some phases of the last micro step."""
+        """Return the number of device kernels in the given phases of the last micro step."""
         return sum(k.count for k in self.kernels if k.last and k.phase in phases and k.kind != HOST)
 
     def _of(self, kind: str, phases: Sequence[str], last: bool) -> list[Kernels]:
@@ -93,9 +92,9 @@ class StepTrace(Recorded):
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """The passes of a model by itself, traced at two micro batches.
+    """Forward and backward pass of a model without DeepSpeed, traced at two micro batches.
 
-    All between and below follow: FLOPs and bytes of a kernel are linear in the micro batch.
+    FLOPs and bytes of a kernel are linear in the micro batch, so two traces give all others.
     """
 
     small: StepTrace
@@ -107,14 +106,14 @@ class ModelTrace:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element in which most FLOPs are: of parameters, or of autocast."""
+        """Bytes of an element in the number format of most FLOPs."""
         flops: defaultdict[int, float] = defaultdict(float)
         for k in self.small.kernels:
             flops[k.itemsize] += k.count * k.flops
         return max(flops, key=flops.__getitem__)
 
     def at(self, micro_batch: float) -> list[Kernels]:
-        """Return the kernels at another micro batch."""
+        """Return the kernels at another micro batch, by linear interpolation."""
         part = (micro_batch - self.small.micro_batch) / (
             self.large.micro_batch - self.small.micro_batch
         )

@@ -1,4 +1,4 @@
-"""Student's t distribution; containers of a cluster have numpy, and not SciPy."""
+"""Student's t distribution by numpy, since containers of a cluster have no SciPy."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def half_width(level: float, freedom: int) -> float:
-    """Half-width of a two-sided confidence interval in standard errors.
+    """Return the half-width of a two-sided confidence interval, in standard errors.
 
     Args:
-        level: of confidence, between 0 and 1.
+        level: confidence level, between 0 and 1.
         freedom: degrees of freedom, at least 1.
     """
     import numpy as np
@@ -22,7 +22,7 @@ def half_width(level: float, freedom: int) -> float:
 
 
 def cdf(x: Any, freedom: int) -> Any:
-    """Cumulative distribution at the values of an array."""
+    """Return the cumulative distribution at the values of an array."""
     import numpy as np
 
     return np.interp(np.arctan(x / math.sqrt(freedom)), *_table(freedom))
@@ -30,7 +30,7 @@ def cdf(x: Any, freedom: int) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _table(freedom: int) -> tuple[Any, Any]:
-    """With t = sqrt(n) tan(a), the density of Student's t is that of the angle, cos(a)^(n-1)."""
+    """Tabulate the distribution of a, where t = sqrt(n) tan(a); its density is cos(a)^(n-1)."""
     import numpy as np
 
     angles = np.linspace(-math.pi / 2, math.pi / 2, 4001)

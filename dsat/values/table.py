@@ -1,4 +1,4 @@
-"""Tables of texts, laid out by Markdown, the terminal and the pages."""
+"""Tables of text cells, rendered as Markdown, on a terminal and in pages."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts.
+    """A table of text cells.
 
     Attributes:
-        numbers: headings of the columns that are aligned to the right.
-        names: headings of the columns whose cells are not broken.
-        optional: headings of the columns that a narrow terminal leaves out, the first one first.
+        numbers: headings of right-aligned columns.
+        names: headings of columns whose cells are never wrapped.
+        optional: headings of columns that a narrow terminal omits, in this order.
     """
 
     headings: Sequence[str]
@@ -29,7 +29,7 @@ class Table:
         return replace(self, headings=[*self.headings[:at], *self.headings[at + 1 :]], rows=rows)
 
     def markdown(self) -> list[str]:
-        """Return the lines, as the "pipe" format of the tabulate package has them."""
+        """Return the lines of a Markdown table, as tabulate's "pipe" format."""
         table = [[cell.replace("|", "\\|") for cell in row] for row in (self.headings, *self.rows)]
         widths = [max(len(column[0]) + 2, *map(len, column)) for column in zip(*table, strict=True)]
         right = [heading in self.numbers for heading in self.headings]

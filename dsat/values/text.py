@@ -1,7 +1,7 @@
-"""Text from outside, made fit for a terminal, a journal and a page: escaped, cut, without secrets.
+"""Sanitizing of untrusted text for terminals, journals and pages: escape, shorten, hide secrets.
 
-What scripts, files and exceptions say may hold anything: lone surrogates that no UTF-8 file can
-take, escape sequences of terminals, megabytes, passwords.
+Scripts, files and exceptions may contain lone surrogates, which UTF-8 cannot encode, terminal
+escape sequences, megabytes of text, and passwords.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 HIDDEN = "***"
 MOST_OF_A_LINE = 2_000
 MOST_OF_A_LOG = 20_000
-# Control characters but for tabs and newlines (of C0 and C1), surrogates, and what turns the
-# direction of text.
+# Control characters (C0 and C1) except tabs and newlines, surrogates, and controls of the text
+# direction.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
-# Names of secrets of detect-secrets 1.5 (plugins/keyword.py), and those of trackers, clouds and
-# databases. A bare `key` is none: scripts have `--text_key` and `--sort_key`.
+# Names of secrets: those of detect-secrets 1.5 (plugins/keyword.py), and of trackers, clouds and
+# databases. `key` alone is not one, since scripts have `--text_key` and `--sort_key`.
 _OF_WHAT = "access account api auth aws azure client comet db database encryption fernet gcp github"
 _OF_WHAT += (
     " google hf huggingface license master openai private s3 sas secret service signing ssh storage"
@@ -31,7 +31,7 @@ _ABBREVIATED = rf"^pass|(?:{_ACCOUNTS})_?pass"
 _WORD = rf"(?:(?:^|_)(?:token|pwd|pat|auth|cookies?|dsn|credentials?|{_KEY})|{_ABBREVIATED}"
 _WORD += r"|passwords?|passwd|passphrase|secrets?|apikeys?|connection_string)"
 _NAME_OF_SECRET = re.compile(rf"{_WORD}(?:_?(?:id|value|key|base64|b64|json))?$")
-# Tokens of a text, not of an account.
+# Tokens of a vocabulary, not of an account.
 _HARMLESS = re.compile(
     r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|max|min|num|new|next|special|stop|image|per|start|end"
     r"|prefix)_token$"
@@ -52,12 +52,12 @@ _SHOWN_SECRETS = (
     ),
     (re.compile(r"(?i)(\bauthorization[\"']?\s*[:=]\s*[\"']?basic\s+)[\w+/=-]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
-    # Webhooks, whose path is the secret.
+    # Webhooks, which have the secret in their path.
     (
         re.compile(r"(hooks\.slack\.com/\w+/|discord(?:app)?\.com/api/webhooks/\d+/)[\w/-]+"),
         rf"\1{HIDDEN}",
     ),
-    # `invalid token hf4...`: what looks like a key behind the word for it.
+    # `invalid token hf4...`: something that looks like a key after a word for keys.
     (
         re.compile(
             r"(?i)\b((?:token|password|passphrase|secret|api[ _-]?key)\s+['\"]?)"
@@ -65,7 +65,7 @@ _SHOWN_SECRETS = (
         ),
         rf"\1{HIDDEN}",
     ),
-    # Keys that are known by how they begin, as GitHub's secret scanning has them.
+    # Keys with a known prefix, as listed by GitHub's secret scanning.
     (re.compile(rf"\b(?:{_BEGINNINGS})[A-Za-z0-9_.-]{{12,}}"), HIDDEN),
     (re.compile(r"\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+"), HIDDEN),
     (
@@ -77,12 +77,12 @@ _SHOWN_SECRETS = (
 _NAMED = re.compile(
     r"""(?<![\w.-])(?<!\$\{)(?:([\w.-]{1,100})["']?\s{0,4}[=:]|(--?[\w.-]{1,100})(?=\s))\s{0,4}"""
 )
-# `api_key: DeepSpeed has no such setting`: a sentence about a setting, and no value of it.
+# `api_key: DeepSpeed has no such setting`: a sentence about a setting, not its value.
 _SENTENCE = re.compile(r": [A-Za-z]+ [A-Za-z0-9]")
-# In quotes, or not, or one after the other as a shell has them.
+# Quoted or unquoted parts, which a shell concatenates.
 _QUOTED = """"[^"]*"|'[^']*'"""
 _VALUE = re.compile(rf"""(?:{_QUOTED}|-?[^\s,;&)}}\]"'$-])(?:{_QUOTED}|[^\s,;&)}}\]"'])*""")
-# Switches, small numbers and marks of a text are no secrets, whatever they are called.
+# Booleans, small numbers and vocabulary tokens such as `<eos>`: never secrets.
 _NO_SECRET = re.compile(r"(?i)true|false|none|null|-?[0-9.]{1,3}|<[^<>]*>|\[[A-Z]+\]")
 _SOME_KEY = "a1" * 10
 _DASHED_KEY = re.compile(r"--(?=[^0-9]*[0-9])(?=[^A-Z]*[A-Z])[a-zA-Z0-9]{12,}$")
@@ -90,13 +90,11 @@ _LOOKS_LIKE_A_KEY = re.compile(r"(?=[^0-9]*[0-9])(?=[^a-zA-Z]*[a-zA-Z])_?[a-zA-Z
 
 
 def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
-    """A text without what spoils a terminal or a file, and without the secrets it shows.
-
-    What is printable already is returned as it is.
+    """Return a text that is safe to print and store, with secrets hidden.
 
     Args:
-        text: from outside.
-        most: characters; of a longer text the beginning and the end are kept.
+        text: untrusted text.
+        most: maximum number of characters; a longer text keeps its beginning and end.
     """
     if len(text) <= most:
         text = without_secrets(_escape(text))
@@ -105,17 +103,18 @@ def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
     left_out = len(text) - most
     note = f" ... ({left_out:,} characters left out) ... "
     half = (most - len(note)) // 2
-    # Secrets that the cut goes through are seen whole.
+    # Hide secrets first, so that none is cut in half and missed.
     first, last = (without_secrets(_escape(part)) for part in (text[:most], text[-most:]))
     return f"{first[:half]}{note}{last[-half:]}"
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Check if a name (of a flag, a variable, a key) is that of a secret.
+    """Return whether the name of a flag, variable or key denotes a secret.
 
     Args:
         name: may be dotted.
-        value: what it has; a `key`, `pass` or `tokens` is a secret if its value looks like one.
+        value: its value; names such as `key`, `pass` and `tokens` denote a secret only if the
+            value looks like one.
     """
     last = name.rpartition(".")[2]
     if _NO_SECRET.fullmatch(value):
@@ -127,7 +126,7 @@ def is_secret(name: str, value: str = "") -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """A text with `***` in place of what looks like a secret."""
+    """Return a text with `***` in place of anything that looks like a secret."""
     for pattern, instead in _SHOWN_SECRETS:
         text = pattern.sub(instead, text)
     parts, position = [], 0
@@ -152,14 +151,14 @@ def without_secrets(text: str) -> str:
 
 
 def words_without_secrets(words: Iterable[str]) -> list[str]:
-    """The words of a command, `***` in place of what looks like a secret."""
+    """Return the words of a command with `***` in place of anything that looks like a secret."""
     return [f"{shown}{HIDDEN}" if name else shown for shown, name in _hidden(words)]
 
 
 def shell_line(words: Iterable[str]) -> str:
-    """A line for a shell, which names the variables that its secrets are to be given in.
+    """Return a shell command in which variables stand for the secrets.
 
-    The shell refuses to go on without them.
+    The shell reports an error if such a variable is not set.
     """
     return " ".join(
         f"{shlex.quote(shown) if shown else ''}{_asked_for(name)}" if name else shlex.quote(shown)
@@ -168,7 +167,7 @@ def shell_line(words: Iterable[str]) -> str:
 
 
 def assignment(name: str, value: str, origin: str = "your command") -> str:
-    """A shell's assignment of a variable, which the shell is asked for if it is a secret."""
+    """Return a shell's assignment of a variable; a secret must be set in the shell."""
     shown = f"{name}={value}"
     is_open = without_secrets(shown) == shown and not (value and is_secret(name, value))
     return f"{name}={shlex.quote(value) if is_open else _asked_for(name, origin)}"
@@ -180,7 +179,7 @@ def _asked_for(name: str, origin: str = "your command") -> str:
 
 
 def _hidden(words: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield what of each word may be shown, and the name of the secret that follows, if any."""
+    """Yield the visible part of each word, and the name of the secret that follows it, if any."""
     flag = ""
     for word in words:
         is_flag = word.startswith("--") and not _DASHED_KEY.match(word)
@@ -197,11 +196,11 @@ def _hidden(words: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def values_without_secrets(value: Any, names: tuple[str, ...] = ()) -> Any:
-    """A value as JSON has it, `***` in place of what looks like a secret.
+    """Return a JSON value with `***` in place of anything that looks like a secret.
 
     Args:
-        value: of any kind.
-        names: the keys that lead to it, any of which may be that of a secret.
+        value: any JSON value.
+        names: the keys on the path to it; any of them may denote a secret.
     """
     if isinstance(value, Mapping):
         return {

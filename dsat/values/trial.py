@@ -1,4 +1,4 @@
-"""Trials: what a search proposes, and what is run of it."""
+"""A trial: one run of the user's script under one configuration, and its options."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dsat.values.codec import Recorded
 from dsat.values.outcome import StepFacts
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 
-# Factor by which the fewest steps may exceed a trial's time limit for measuring: one or two steps
-# give no confidence interval.
+# Factor by which the minimum number of steps may exceed the time limit for measuring, since one or
+# two steps give no confidence interval.
 FEWEST_MAY_TAKE = 3.0
 
 
@@ -23,7 +23,7 @@ class TrialKind(str, enum.Enum):
     BASELINE = "baseline"
     SEARCH = "search"
     FINAL = "final"
-    REPEAT = "repeat"  # of the baseline, to measure how much runs vary
+    REPEAT = "repeat"  # the baseline again, to measure run-to-run variation
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class BatchTriple:
 
     Attributes:
         train_batch_size: samples of an optimizer step: micro batch x gas x data-parallel size.
-        micro_batch: samples per data-parallel group of slots and micro step.
+        micro_batch: samples per data-parallel group of devices and micro step.
         gas: gradient accumulation steps.
-        parallelism: how the trial's slots share samples.
+        parallelism: how the trial's devices share samples.
     """
 
     train_batch_size: int
@@ -54,10 +54,10 @@ class BatchTriple:
         return cls(micro_batch * gas * parallelism.data(slots), micro_batch, gas, parallelism)
 
     def config(self) -> dict[str, int | None]:
-        """The batch sizes under DeepSpeed's keys.
+        """Return the batch sizes under DeepSpeed's keys.
 
-        The global one is left out where slots share samples: there DeepSpeed (0.19.8) checks it by
-        other sizes in its engine and in stage 3, and the Trainer by one more.
+        The global batch size is None where devices share samples. DeepSpeed 0.19.8 checks it
+        against different group sizes in its engine and in stage 3; the Trainer uses a third one.
         """
         is_plain = self.parallelism == DATA_ONLY
         return {
@@ -72,15 +72,15 @@ class TrialOptions(Recorded):
     """Measurement options and limits of the trials of a run.
 
     Attributes:
-        timeout_s: a trial that takes longer, from its start on the slots, is ended.
-        start_step, end_step: optimizer steps, counted from 1, both measured.
-        max_steps: the most steps to measure while the confidence interval is too wide, and the best
-            so far is in it or beyond its worse end.
-        slot_memory_bytes: what a slot may use, if less than it has.
-        own_micro_batch: that of the user's own configuration, by which a script that ignores its
-            trial's configuration is recognised.
-        warm_up_s, measured_s: on an accelerator, whose clocks rise and fall with the load: so long
-            at least, however many steps.
+        timeout_s: time limit of a trial, from its start on the devices.
+        start_step, end_step: first and last optimizer step to measure, counted from 1.
+        max_steps: limit on the steps while the confidence interval is too wide to tell whether the
+            trial beats the best so far.
+        slot_memory_bytes: memory that a device may use, if less than it has.
+        own_micro_batch: of the user's own configuration, to recognise a script that ignores its
+            trial's configuration.
+        warm_up_s, measured_s: minimum durations on an accelerator, whose clock rates change with
+            the load.
     """
 
     timeout_s: float
@@ -95,7 +95,7 @@ class TrialOptions(Recorded):
 
 @dataclass(frozen=True, kw_only=True)
 class KnownOfModel:
-    """Facts of the profile that a measurement needs.
+    """Facts from the model profile that a measurement uses.
 
     Attributes:
         flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
@@ -114,14 +114,15 @@ class Trial(KnownOfModel, Recorded):
     Attributes:
         id: sequential from 0; the first one profiles the model.
         name: descriptive (`z2_gas1_tmbspg4`) and unique in the run.
-        overrides: DeepSpeed keys laid over the user's configuration.
+        overrides: DeepSpeed settings that replace those of the user's configuration.
         strategy: the name of its `Strategy` (`z2_offload`); by default the stage alone.
-        predicted_bytes: the peak that was predicted for a slot; None if nothing was.
-        to_beat: the metric and its best value so far; empty if there is none, or if the intervals
-            of the metric are not known. A trial that is surely worse is measured less closely.
-        longest_s: maximum duration of its measurement in seconds; None for no limit.
-        own_steps: of the user's own configuration; None until it was measured.
-        script_args: switches of the script that are no DeepSpeed keys (`gradient_checkpointing`).
+        predicted_bytes: predicted peak memory of a device; None without a prediction.
+        to_beat: the metric and its best value so far; empty if there is none, or if the metric has
+            no interval. A trial that is clearly worse ends its measurement early.
+        longest_s: time limit of the measurement in seconds; None for no limit.
+        own_steps: facts about the steps of the user's own configuration; None until measured.
+        script_args: switches of the script that are not DeepSpeed settings
+            (`gradient_checkpointing`).
     """
 
     id: int
@@ -141,9 +142,9 @@ class Trial(KnownOfModel, Recorded):
 
     @property
     def profiles(self) -> bool:
-        """Return whether it counts parameters, FLOPs and activations in its first step.
+        """Return whether the first step counts parameters, FLOPs and activations.
 
-        It is the first of its run, or follows one that failed.
+        True for the first trial of a run, and for the one that follows if it failed.
         """
         own_first = self.kind is TrialKind.BASELINE and self.id == 0
         return own_first or self.kind is TrialKind.PROFILE

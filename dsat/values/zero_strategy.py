@@ -1,4 +1,4 @@
-"""ZeRO strategies: the stage, and where optimizer state and parameters are kept."""
+"""ZeRO strategies: a stage, and where optimizer states and parameters are stored."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ NONE, CPU, NVME = "none", "cpu", "nvme"
 
 @dataclass(frozen=True)
 class Strategy:
-    """A ZeRO stage, and where optimizer state and parameters are kept.
+    """A ZeRO stage, and where optimizer states and parameters are stored.
 
     Attributes:
         stage: 0 to 3.
         offload_optimizer: `none`, `cpu` or `nvme`; from stage 1 on.
-        offload_param: the same, in stage 3 only.
+        offload_param: likewise, in stage 3 only.
     """
 
     stage: int
@@ -25,7 +25,7 @@ class Strategy:
 
     @property
     def offloads(self) -> bool:
-        """Return True if anything is kept on the host or on NVMe."""
+        """Whether optimizer states or parameters are stored on the host or on NVMe."""
         return not NONE == self.offload_optimizer == self.offload_param
 
     @property
@@ -41,7 +41,7 @@ class Strategy:
 
     @property
     def label(self) -> str:
-        """For people: `stage 3, optimizer on cpu, parameters on cpu`."""
+        """Description for messages: `stage 3, optimizer on cpu, parameters on cpu`."""
         parts = [f"stage {self.stage}"]
         if self.offload_optimizer != NONE:
             parts.append(f"optimizer on {self.offload_optimizer}")
@@ -56,12 +56,12 @@ class Strategy:
 
     @property
     def burden(self) -> int:
-        """Number of ways in which it saves memory at the expense of traffic."""
+        """Number of measures that save memory at the cost of traffic."""
         moved = (self.offload_optimizer != NONE) + (self.offload_param != NONE)
         return (self.stage == 3) + moved + (NVME in (self.offload_optimizer, self.offload_param))
 
 
-# The order in which practitioners try strategies that need less and less memory.
+# Practitioners try strategies in this order until one fits in memory.
 LADDER = (
     Strategy(0),
     Strategy(1),
@@ -75,14 +75,14 @@ LADDER = (
 
 
 def plain(*stages: int) -> tuple[Strategy, ...]:
-    """Stages without offloading."""
+    """Return strategies without offloading."""
     return tuple(Strategy(stage) for stage in stages)
 
 
 def of_config(config: Mapping[str, Any], stage: int | None = None) -> Strategy:
-    """The strategy of a DeepSpeed configuration, or what it becomes in another stage.
+    """Return the strategy of a DeepSpeed configuration, optionally with another stage.
 
-    Offloading that a stage does not have is left out.
+    Offloading that the stage does not support is dropped.
     """
     zero = config.get("zero_optimization") or {}
     if stage is None:
