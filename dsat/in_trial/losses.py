@@ -47,10 +47,7 @@ class LossWatch:
     Args:
         engine: DeepSpeed's.
         is_whole: each rank has the whole model, or an equal share of each parameter.
-        micro_batch: samples of the first loss.
-
-    Attributes:
-        compares_samples: the first loss was one over pairs of samples.
+        micro_batch: samples of the first loss, to recognise one over pairs of them; 0 for not.
     """
 
     def __init__(self, engine: Any, *, is_whole: bool = True, micro_batch: int = 0) -> None:
@@ -58,7 +55,7 @@ class LossWatch:
         self._engine = engine
         self._gradients = GradientNorm(engine) if is_whole else None
         self._micro_batch = micro_batch
-        self.compares_samples = False
+        self._compares_samples = False
         self._ignoring = 0
         self._scaled: tuple[Any, Any] = (None, None)  # a loss that fp16 has scaled, and itself
         self._sum: Any = None
@@ -144,6 +141,7 @@ class LossWatch:
             skipped=tuple(i + 1 for i in kept if not self._steps[i].applied),
             precision=precision.of_engine(self._engine),
             gradient_norm=None if self._gradients is None else self._gradients.value(),
+            compares_samples=self._compares_samples,
         )
 
     def _check(self) -> None:
@@ -166,7 +164,7 @@ class LossWatch:
             return
         if self._micro_batch:
             ranks = getattr(self._engine, "dp_world_size", 1)
-            self.compares_samples = pairs.compares_samples(loss, self._micro_batch, ranks)
+            self._compares_samples = pairs.compares_samples(loss, self._micro_batch, ranks)
             self._micro_batch = 0
         value = loss.detach().reshape(()).float() * weight
         self._sum = value if self._sum is None else self._sum + value

@@ -239,12 +239,7 @@ class StepRecorder:
         profile = None if self.profiler is None else self.profiler.result()
         if profile is not None:
             dimensions, fed_instead = self.counter.dimensions, self.counter.fed_instead
-            profile = replace(
-                profile,
-                batch_dimensions=dimensions,
-                fed_instead=fed_instead,
-                compares_samples=self.losses.compares_samples,
-            )
+            profile = replace(profile, batch_dimensions=dimensions, fed_instead=fed_instead)
         return {
             "memory": self.memory.over_ranks(ranks.maximum),
             "profile": profile,

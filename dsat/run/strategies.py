@@ -18,7 +18,7 @@ from dsat.space.knobs import smallest_buckets
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.plan import Plan
 from dsat.space.space import Space
-from dsat.values.outcome import ModelProfile, ScriptSwitch
+from dsat.values.outcome import ModelProfile, Outcome, ScriptSwitch
 from dsat.values.parallelism import Parallelism
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import LADDER, NONE, NVME, Strategy, of_config
@@ -115,7 +115,7 @@ def make_space(
     """
     return Space(
         strategies=only or (searched(plan) if rung < 0 else searched_from(plan, rung)),
-        micro_batches=_micro_batches(plan, profile),
+        micro_batches=plan.allowed_micro_batches,
         slots=plan.slots_per_trial,
         gas=plan.own_batch.gas,
         train_batch_size=plan.train_batch_size,
@@ -129,16 +129,13 @@ def make_space(
     )
 
 
-def _micro_batches(plan: Plan, profile: ModelProfile | None) -> Sequence[int]:
-    """Return the micro batches to search: the user's own alone if it is a part of the training."""
-    own, allowed = plan.own_batch.micro_batch, plan.allowed_micro_batches
-    return (own,) if keeps_micro_batch(plan, profile) and own in allowed else allowed
+def keeps_micro_batch(plan: Plan, outcome: Outcome) -> bool:
+    """Return whether a trial's loss is over pairs of samples, and the global batch stays.
 
-
-def keeps_micro_batch(plan: Plan, profile: ModelProfile | None) -> bool:
-    """Return whether the loss is one over pairs of samples, and the global batch stays."""
+    Then the user's own micro batch is a part of the training.
+    """
     is_kept = plan.train_batch_size == plan.own_batch.train_batch_size and not plan.micro_batches
-    return is_kept and profile is not None and profile.compares_samples
+    return is_kept and outcome.training is not None and outcome.training.compares_samples
 
 
 def _comparable(plan: Plan, profile: ModelProfile) -> dict[str, ScriptSwitch]:

@@ -183,7 +183,6 @@ class ModelProfile(Recorded):
         parallelism: of the trial that measured these facts.
         attention_heads: None if the model's configuration has no such field.
         optimizer: the one passed to the engine.
-        compares_samples: the loss is over pairs of samples, so it depends on the micro batch.
     """
 
     num_params: int
@@ -201,7 +200,6 @@ class ModelProfile(Recorded):
     parallelism: Parallelism = DATA_ONLY
     attention_heads: int | None = None
     optimizer: OwnOptimizer = OwnOptimizer()
-    compares_samples: bool = False
 
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first
@@ -238,6 +236,7 @@ class TrainingCurve:
         precision: the coarsest number format in use, one of `PRECISIONS`; empty if unknown.
         facts: about these steps; None in older journals.
         gradient_norm: of the first step, over all parameters, before clipping; None if unknown.
+        compares_samples: the first loss is over pairs of samples, so it depends on the micro batch.
     """
 
     steps: tuple[int, ...] = ()
@@ -246,6 +245,7 @@ class TrainingCurve:
     precision: str = ""
     facts: StepFacts | None = None
     gradient_norm: float | None = None
+    compares_samples: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import pytest
 from dsat.run.strategies import make_space
 from dsat.space.overrides import FORCE, overrides_for
 from dsat.values.outcome import OwnOptimizer, ScriptSwitch
-from dsat.values.trial import BatchTriple
 from testing.helpers import plan_of, weightless
 from testing.scenarios import Told, User
 from testing.world import Failure, World
@@ -109,15 +108,19 @@ def test_every_trial_knows_the_switches_and_what_there_is_to_beat(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("more", "searched"),
-    [({"train_batch_size": 32}, (4,)), ({}, None), ({"train_batch_size": 64}, None)],
+    ("own", "options", "searched"),
+    [
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, (), {4}),
+        ({"train_micro_batch_size_per_gpu": 4}, ("--train-batch-size", "any"), None),
+    ],
 )
 def test_a_loss_over_pairs_of_samples_keeps_the_micro_batch(
-    more: dict[str, Any], searched: tuple[int, ...] | None
+    own: dict[str, int], options: tuple[str, ...], searched: set[int] | None, tmp_path: Path
 ) -> None:
-    own = BatchTriple(32, 4, 4)
-    plan = plan_of(own_batch=own, slots_per_trial=2, **more)
-    profile = weightless(15)
-    assert make_space(plan, profile).micro_batches == plan.allowed_micro_batches
-    found = make_space(plan, replace(profile, compares_samples=True)).micro_batches
-    assert found == (searched or plan.allowed_micro_batches)
+    user = User(tmp_path, World(slots=2, compares_samples=True))
+    user.has(own)
+    told = user.tunes("--max-trials", 10, "--finals", 0, *options)
+    begun = [event["trial"] for event in user.events() if event["event"] == "proposed"]
+    tried = {trial["batch"]["micro_batch"] for trial in begun}
+    assert told.status == 0 and len(begun) > 2
+    assert tried == searched if searched else len(tried) > 1
