@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from dsat.memory import closed_form
 from dsat.memory.estimate import SIMULATED, MemoryEstimate
 from dsat.memory.predictor import Basis, MemoryModel
 from dsat.simulation import anchors
-from dsat.simulation.client import SimulationUnavailable, Simulator
+from dsat.simulation.client import Simulator
 from dsat.simulation.protocol import Question
 from dsat.values.outcome import ModelProfile, ScriptSwitch
 from dsat.values.zero_strategy import of_config
@@ -81,22 +79,6 @@ def test_what_has_plenty_of_room_is_not_simulated(largest: int, note: str) -> No
     assert note in basis.note and basis == Basis.of_profile(PROFILE, {}, basis.note)
 
 
-def test_a_simulation_fits_below_any_temporary_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def simulate() -> MemoryEstimate | str:
-        with Simulator(FakeSimulationHost(FACTS, by_formula(FACTS)), as_cpu=False) as simulator:
-            return simulator.estimates([Question(CONFIGS[1], 2, 1)])[0]
-
-    folder = tmp_path / ("x" * 100)
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    assert isinstance(simulate(), MemoryEstimate)
-    monkeypatch.setattr("dsat.simulation.client.folder_for_sockets", lambda: str(folder))
-    with pytest.raises(SimulationUnavailable, match="no socket for its answers: AF_UNIX path too"):
-        simulate()
-
-
 def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -119,7 +101,6 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
 
 
 def test_questions_and_answers_are_of_any_size() -> None:
-    """A socket's buffer takes 208 KiB, and neither side waits for the other to empty it."""
     plain = by_formula(FACTS)
 
     def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -97,9 +97,8 @@ def test_models_with_learned_positions_take_no_longer_samples(
 
 
 def test_a_refusal_does_not_blame_fake_parameters(tmp_path: Path) -> None:
-    server = SimulationServer(tmp_path / "socket")
-    with server._connection:
-        server._fakes = FakeParameters()
-        server._fakes.fake_bytes = 1
-        assert server.failed(InvalidTrial("--seq-length: too long")) == ""
-        assert "were fake" in server.failed(RuntimeError("a shape"))
+    server = SimulationServer(tmp_path, lambda: None)
+    server._fakes = FakeParameters()
+    server._fakes.fake_bytes = 1
+    assert server.failed(InvalidTrial("--seq-length: too long")) == ""
+    assert "were fake" in server.failed(RuntimeError("a shape"))
