@@ -31,6 +31,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from dsat.prepare.packages import DISTRIBUTION
 from testing.command import run_of
 from testing.tuned_scripts import documented_commands
 
@@ -145,7 +146,8 @@ def _check_that_it_changes_nothing(install: Sequence[str]) -> None:
     brought = re.findall(r"^ [+-] (\S+)", told.stderr, re.MULTILINE)
     print("dsat would bring", *brought)
     heavy = ("torch", "deepspeed", "nvidia", "cuda", "triton", "transformers", "numpy")
-    if not brought or any(name.startswith(heavy) for name in brought):
+    others = [name for name in brought if not name.startswith(DISTRIBUTION)]
+    if not others or any(name.startswith(heavy) for name in others):
         raise SystemExit(f"an installation of dsat would change the environment: {brought}")
 
 
@@ -161,7 +163,7 @@ def _interpreter(version: str) -> str:
 def _others() -> list[str]:
     """Return the requirements of dsat and of the tests' extras, other than the pair."""
     found = []
-    for text in requires("dsat") or ():
+    for text in requires(DISTRIBUTION) or ():
         requirement = Requirement(text)
         if requirement.name in ("torch", "deepspeed"):
             continue

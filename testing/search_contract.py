@@ -67,7 +67,7 @@ class Driven:
         metric: to optimise.
         predict: predicts the largest micro batch of some settings.
         costs: predicts durations.
-        ramp: raise the user's own micro batch first.
+        ramp: raise micro batches step by step.
         options: of the search.
     """
 
@@ -132,11 +132,6 @@ class Driven:
         """Why the search is over; None while it is not, or only waits."""
         answer = self._ask()
         return answer.reason if isinstance(answer, Stop) and answer.reason != EXHAUSTED else None
-
-    @property
-    def outlook(self) -> Any:
-        """Prediction for the latest proposal."""
-        return self._search.outlook
 
     def _ask(self) -> Proposal | Wait | Stop:
         return self._search.propose(tuple(self._observations), self._context)

@@ -1,8 +1,7 @@
-"""The commands: settings in, text and an exit status out."""
+"""The commands: they take settings, print text and return an exit status."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 
@@ -12,22 +11,19 @@ from dsat.cli.parser import AnySettings
 from dsat.cli.read_only import read_only
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
-from dsat.errors import UserInputError
 from dsat.estimating import fits, tables
 from dsat.estimating.options import EstimateSettings
 from dsat.projecting import projector
 from dsat.projecting.options import ProjectSettings
-from dsat.show import terminal, watch
+from dsat.show import terminal
 from dsat.show.live import LiveView
 from dsat.show.settings import WatchSettings
 from dsat.show.view import RunView
-from dsat.tuning import local
+from dsat.tuning import dry_run, local
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import prepared
 from dsat.tuning.settings import Settings
 from dsat.values import format as fmt
-
-_CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
 
 
 def run(settings: AnySettings, line: CommandLine) -> int:
@@ -39,16 +35,12 @@ def run(settings: AnySettings, line: CommandLine) -> int:
         if isinstance(settings, ProjectSettings):
             return _project(settings)
         if isinstance(settings, WatchSettings) and settings.experiment is not None:
-            return _told_of(submit.follow(settings.experiment), as_json=settings.json)
+            return _print_submitted(submit.follow(settings.experiment), as_json=settings.json)
         if not isinstance(settings, Settings):
             return read_only(settings)
         choice = submit.select_place(settings)
         if choice.master is None:
             return _tune_here(settings, line, view)
-        if settings.watch:
-            raise UserInputError(
-                "is for searches on this machine", where="--watch", hint=_CLUSTER_PAGE
-            )
         return _tune_on_cluster(settings, choice, view)
 
 
@@ -91,13 +83,13 @@ def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:
     ready = submit.prepare(settings, choice)
     if settings.dry_run:
         view.say(ready.place)
-        output.print_submission(ready)
+        print("\n".join(ready.describe()))
         return EXIT_OK
-    return _told_of(submit.submit(ready, detach=settings.detach), as_json=settings.json)
+    return _print_submitted(submit.submit(ready, detach=settings.detach), as_json=settings.json)
 
 
-def _told_of(submitted: submit.Submitted, *, as_json: bool) -> int:
-    """Tell of a search on a cluster, and return the exit status."""
+def _print_submitted(submitted: submit.Submitted, *, as_json: bool) -> int:
+    """Print the result of a search on a cluster, and return the exit status."""
     if as_json:
         output.print_json(submitted.to_json())
     if submitted.interrupted:
@@ -108,7 +100,10 @@ def _told_of(submitted: submit.Submitted, *, as_json: bool) -> int:
 def _tune_here(settings: Settings, line: CommandLine, view: LiveView) -> int:
     with prepared(settings, line) as ready:
         if settings.dry_run:
-            output.print_plan(ready)
+            if settings.json:
+                output.print_json(dry_run.plan_to_json(ready))
+            else:
+                print("\n".join(dry_run.describe_plan(ready)))
             return EXIT_OK
         with local.LocalSearch(ready) as search:
             return _search(search, view)
@@ -116,12 +111,8 @@ def _tune_here(settings: Settings, line: CommandLine, view: LiveView) -> int:
 
 def _search(search: local.LocalSearch, view: LiveView) -> int:
     view.follow(search.folder, search.trials)
-    with contextlib.ExitStack() as watching:
-        if search.ready.settings.watch:
-            url = watching.enter_context(watch.serving(search.folder))
-            view.say(*([] if url is None else watch.how_to_open(url)))
-        with view:
-            search.search(view)
+    with view:
+        search.search(view)
     if search.ready.settings.json:
         output.print_json(RunView.build(search.run).to_json(search.folder))
     if search.profiled:

@@ -54,8 +54,7 @@ class SimulatedModel:
 
     Attributes:
         name: of the experiment, the script or the model.
-        config: the DeepSpeed configuration; an optimizer that the script passes to DeepSpeed takes
-            the place of the configuration's.
+        config: the DeepSpeed configuration, with the optimizer that the script passes, if any.
     """
 
     name: str
@@ -64,7 +63,7 @@ class SimulatedModel:
 
     @classmethod
     def of(cls, name: str, config: Mapping[str, Any], simulator: Simulator) -> SimulatedModel:
-        """Return a model whose configuration is completed by what the script is known to pass."""
+        """Return a model; complete its configuration with what the script passes."""
         script = simulator.script
         whole = hf_config.with_buckets(config, script.hidden_size)
         optimizer = {"optimizer": dict(script.optimizer)} if script.optimizer else {}
@@ -77,7 +76,7 @@ def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
 
     Raises:
         UserInputError: the settings or the files are wrong.
-        DsatError: the script cannot be simulated, even if the caller notices that.
+        DsatError: the script cannot be simulated.
     """
     packages.check("transformers" if settings.model is not None else None)
     source = _read_source(settings)
@@ -139,19 +138,25 @@ def warn_of_length(settings: ModelSettings, script: ScriptFacts) -> None:
         )
 
 
-def name_of(path: Path) -> str:
-    """Return the name of the model whose configuration has a path."""
+def name_of(model: str, path: Path) -> str:
+    """Return the name of a model: of its file, its folder or its Hub id, or else its type.
+
+    Args:
+        model: a word of the user, see `hf_config.find`.
+        path: of its configuration.
+    """
     if path.name != hf_config.CONFIG_FILE:
         return path.stem
     if path.parent.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/REVISION
         return path.parents[2].name.rpartition("--")[2]
-    return path.parent.name
+    folder = Path(model.removesuffix(hf_config.CONFIG_FILE)).name
+    return folder or hf_config.type_of(path)
 
 
 def _read_source(settings: ModelSettings) -> Source:
     """Return the user's script, or our own script that trains the model of a configuration."""
     if settings.model is not None:
-        return _script_for(settings, hf_config.find(settings.model))
+        return _script_for(settings, settings.model)
     source = sources.read(settings)
     source = source.with_known_start(_TIMEOUT_S) if source.unknown else source
     if source.program.needs_command:
@@ -164,8 +169,9 @@ def _read_source(settings: ModelSettings) -> Source:
     return source
 
 
-def _script_for(settings: ModelSettings, path: Path) -> Source:
-    name = name_of(path)
+def _script_for(settings: ModelSettings, model: str) -> Source:
+    path = hf_config.find(model)
+    name = name_of(model, path)
     given = experiments.of_command([], name, Path.cwd(), settings.ds_config or {})
     config = hf_config.ds_config(settings.dtype, given.ds_config)
     args = ["--model", str(path), "--dtype", hf_config.dtype_of(config)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,11 @@ class History:
 
     def admits(self, micro_batch: int) -> bool:
         return not self.abandoned and micro_batch < self.below and micro_batch not in self.sizes
+
+    def admits_any(self, micro_batches: Sequence[int]) -> bool:
+        """Check for one that may be tried; they ascend."""
+        smaller = itertools.takewhile(lambda size: size < self.below, micro_batches)
+        return not self.abandoned and any(size not in self.sizes for size in smaller)
 
 
 @dataclass(frozen=True)

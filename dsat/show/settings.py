@@ -95,7 +95,7 @@ class ExportSettings(ReadOnlySettings):
         run: None for the newest one.
     """
 
-    summary = "export a run to Optuna, MLflow, TensorBoard, CSV or Parquet"
+    summary = "export a run to Optuna or CSV"
     argument = ("run", _NEWEST)
     run: Path | None = None
     to: str | None = option("--to", kind=WORD, choices=tuple(EXPORTERS), help="tool or format")
@@ -130,7 +130,7 @@ class WatchSettings(ReadOnlySettings):
 
     @property
     def experiment(self) -> int | None:
-        """Number of the experiment on a Determined cluster that is meant; None for a run here."""
+        """Number of an experiment on a Determined cluster; None for a run on this machine."""
         name = "" if self.run is None else str(self.run)
         return int(name) if name.isdecimal() and not Path(name).exists() else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     counted as the host's.
 
     Attributes:
-        workspace_bytes: what cuBLAS takes while it multiplies.
+        workspace_bytes: what cuBLAS takes while it multiplies, or from then on if torch keeps it.
         trace: records all operators, if it is wanted.
     """
 
@@ -45,6 +46,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phase = "script"
         self._forced: str | None = None
         self.workspace_bytes = 0
+        self._has_multiplied = False
         self.trace: OperatorTrace | None = None
 
     # -- phases
@@ -138,10 +140,16 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _MATMULS:
             for kind in self._bytes:
                 self._note(kind, MATMUL)
-            adds_bias = func is aten.addmm.default and args[0].dim() == 1
+            self._take_workspace(func is aten.addmm.default and args[0].dim() == 1)
+        return out
+
+    def _take_workspace(self, adds_bias: bool) -> None:
+        if not keeps_workspace():
             workspace = min(self.workspace_bytes, BIASED_WORKSPACE_BYTES)
             self._take_briefly(workspace if adds_bias else self.workspace_bytes)
-        return out
+        elif not self._has_multiplied:
+            self._add(DEVICE, self.workspace_bytes)
+        self._has_multiplied = True
 
     def ran_compiled(self, args: Sequence[Any]) -> None:
         """Record a call of an operator that DeepSpeed compiles, which does nothing here."""
@@ -151,6 +159,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _take_briefly(self, size: int) -> None:
         self._add(DEVICE, size)
         self._add(DEVICE, -size)
+
+
+def keeps_workspace() -> bool:
+    """Return whether torch keeps the workspace of cuBLAS after the first product.
+
+    Before 2.15 it does, and later if the environment says so (ATen/cuda/CUDAContextLight.h).
+    """
+    return torch.__version__ < "2.15" or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Preparation of a run: everything that the user gave is read, checked and made into a plan."""
+"""Preparation of a run: read and check the user's input, and make a plan."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from dsat.command.entrypoint import Entrypoint
 from dsat.command.experiment import Experiment
 from dsat.engines import places
 from dsat.engines.agent import leftovers
-from dsat.engines.machines import device_use
-from dsat.engines.machines.hosts import Host
+from dsat.engines.machines import accelerators
+from dsat.engines.machines.hosts import Host, without_segments
 from dsat.engines.machines.machine import Machine
 from dsat.engines.own_command import OwnCommand
 from dsat.engines.places import ENGINE_NAMES
 from dsat.engines.places.base import Environment
+from dsat.engines.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.errors import UserInputError
 from dsat.prepare import hosts as hosts_of
 from dsat.prepare import installed_deepspeed, packages
 from dsat.prepare import source as sources
 from dsat.prepare.hosts import all_slots, check_slots, describe
 from dsat.prepare.source import Source
+from dsat.run.run import Run
 from dsat.space.plan import Plan
 from dsat.tuning import autotuning_section, known_faults, plans, run_folders
 from dsat.tuning.autotuning_section import Section
@@ -44,14 +46,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that is known before a run begins.
+    """Everything known before a run begins.
 
     Attributes:
         line: the command line; None if the search was started from Python.
-        hosts: where trials run; this machine comes first if it is among them.
-        section: the `autotuning` section of the user's DeepSpeed configuration, if it has one.
-        first: the user's own command, which runs already and is the first trial.
-        began_s: when the preparation began, by `time.monotonic`: the run's wall time begins there.
+        hosts: where trials run; this machine is first if it is one of them.
+        section: the `autotuning` section of the user's DeepSpeed configuration, if any.
+        first: the user's own command, already running as the first trial.
+        began_s: start of the preparation and of the run's wall time, by `time.monotonic`.
     """
 
     line: CommandLine | None
@@ -66,13 +68,31 @@ class Prepared:
 
     @property
     def machine(self) -> Machine:
-        """Any of the hosts', which are equal."""
+        """The machine of every host; all are equal."""
         return self.hosts[0].machine
 
     @property
     def num_slots(self) -> int:
-        """Number of slots of these hosts."""
+        """Number of devices of all hosts."""
         return self.machine.num_slots * len(self.hosts)
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines on what a user may not expect of the plan."""
+        return plans.notes(self.settings, self.plan)
+
+    def after(self, run: Run) -> Prepared:
+        """Adapt the start of trials to what the trials of a run have shown."""
+        shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
+        settings, hosts, program = self.settings, self.hosts, self.program
+        if FRESH_PROCESSES_ONLY in shown:
+            settings = replace(settings, cold=True)
+        if NO_SEGMENTS in shown:
+            hosts = tuple(without_segments(hosts))
+        if COMMAND_AGAIN in shown:
+            why = "they failed, started by dsat, in an earlier trial"
+            program = replace(program, needs_command=why)
+        return replace(self, settings=settings, hosts=hosts, program=program)
 
     @functools.cached_property  # it reads the script
     def info(self) -> dict[str, Any]:
@@ -91,7 +111,7 @@ class Prepared:
 
 @contextlib.contextmanager
 def prepared(settings: Settings, line: CommandLine | None = None) -> Iterator[Prepared]:
-    """Read and check all that the user gave; end the first run and release the hosts afterwards."""
+    """Prepare a run; on exit end the first trial and release the hosts."""
     with contextlib.ExitStack() as acquired:
         try:
             ready = _prepare(settings, line, acquired)
@@ -117,13 +137,13 @@ def _prepare(
         engine = places.detect(Environment(os.environ, dict(source.program.launch.hosts)))
         if engine != "local":
             _log.info("--engine %s was detected (--engine local takes this machine alone)", engine)
-    _check_before_running(settings, source, section, engine)
+    _check_before_running(settings, source, engine)
     _check_packages(settings, source)
     # Before the devices are looked at: what is wrong with the command is shown at once.
     is_recorded = _is_recorded(settings, source, engine)
     in_use: dict[str, str] = {}
     if is_recorded and not settings.resume:
-        in_use = device_use.variables_of_memory_in_use()  # by others than the command
+        in_use = accelerators.variables_of_memory_in_use()  # by others than the command
         shown = shlex.join(words_without_secrets(settings.command))
         _log.info("running your command as it is: %s", shown)
         first = source.first_run(settings.trial_options(1), settings.slots)
@@ -165,17 +185,15 @@ def _prepare(
 
 
 def _of_machine(machine: Machine, slots: int) -> dict[str, Any]:
-    """Return the fields of a plan that the machine decides."""
+    """Return the fields of a plan that depend on the machine."""
     return {
         "offload_helps": not machine.is_cpu,
         "slots_per_host": machine.num_slots if slots > machine.num_slots else 0,
     }
 
 
-def _check_before_running(
-    settings: Settings, source: Source, section: Section | None, engine: str
-) -> None:
-    """Raise UserInputError for what is wrong whatever a run of the command shows."""
+def _check_before_running(settings: Settings, source: Source, engine: str) -> None:
+    """Raise UserInputError for mistakes that need no run of the command."""
     if settings.search_runner_config is not None:
         raise UserInputError(
             "is for a Determined cluster, and trials run on this machine",
@@ -188,7 +206,7 @@ def _check_before_running(
             where="entrypoint",
             hint="On several machines: deepspeed --hostfile FILE, or a job of Slurm's.",
         )
-    _check_settings(settings, source, section)
+    _check_settings(settings, source)
     if source.unknown == sources.PROGRAM:
         return
     if settings.slots is not None:
@@ -211,38 +229,31 @@ def with_section(
     """
     where = config_path or experiment.ds_config_name
     section = autotuning_section.read(experiment.ds_config, where=where)
-    if section is None:
-        return None, settings
-    if settings.run_dir is not None:
-        section = replace(section, results_dir=None)
-    return section, section.apply(settings)
+    return (None, settings) if section is None else (section, section.apply(settings))
 
 
-def _check_settings(settings: Settings, source: Source, section: Section | None) -> None:
-    """Raise UserInputError for settings of a search that are wrong whatever its script does."""
+def _check_settings(settings: Settings, source: Source) -> None:
+    """Raise UserInputError for wrong settings that need no run of the command."""
     plans.check(settings)
     slots = settings.slots or source.program.slots
     if slots is not None:
         check_max_slots(settings, slots)
     is_named = settings.run_dir is not None or source.unknown != sources.PROGRAM
-    if section is not None and section.results_dir is not None:
-        is_named = False  # it may hold other runs
     if is_named and not settings.dry_run:
         run_folders.check(settings, source.experiment.name)
 
 
 def _check_packages(settings: Settings, source: Source) -> None:
-    """Check torch and DeepSpeed where ranks run in this environment, as far as that is known."""
+    """Check torch and DeepSpeed if the ranks are known to run in this environment."""
     is_here = source.unknown != sources.PROGRAM and not source.program.interpreter
     if is_here and settings.engine in ENGINE_NAMES and settings.engine != "ray":
         packages.check()
 
 
 def _is_recorded(settings: Settings, source: Source, engine: str) -> bool:
-    """Decide whether a run begins with the command itself, on this machine, and records it.
+    """Return whether a run begins by recording the user's command on this machine.
 
-    A run that is resumed does so again: its files alone do not tell how the ranks start, nor what
-    the script makes of `auto` in its configuration.
+    So does a resumed run, to see how ranks start and what the script sets for `auto`.
     """
     if settings.dry_run:
         return False
@@ -252,7 +263,7 @@ def _is_recorded(settings: Settings, source: Source, engine: str) -> bool:
 def _with_slots(
     settings: Settings, source: Source, hosts: Sequence[Host]
 ) -> tuple[Source, tuple[Host, ...], int]:
-    """Return the source with checked argument mappings, hosts for trials, and a trial's slots."""
+    """Return the source with checked argument mappings, the hosts, and a trial's devices."""
     program, available = source.program, all_slots(hosts, source.program)
     if settings.run_full_experiment and program.trial_class and not source.command:
         searcher_of_full_run(source.experiment, "metric", "max_length")
@@ -265,7 +276,7 @@ def _with_slots(
 
 
 def searcher_of_full_run(experiment: Experiment, *needed: str) -> Mapping[str, Any]:
-    """Return the searcher of an experiment, by which Determined trains it in full length.
+    """Return the experiment's searcher, which sets the length of its training.
 
     Raises:
         UserInputError: a key is missing.

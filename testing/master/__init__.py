@@ -2,7 +2,7 @@
 
 It speaks the part of the REST API that the unmodified SDK 0.37.0 uses: the client, custom searches
 and all that `core.init` and launchers call in trials. It answers nothing that the real master would
-not; what it cannot do it refuses. `tests/testing/test_master_sdk.py` holds it against the SDK.
+not; what it cannot do it refuses.
 
     with StandIn(tmp_path, nodes=(2,)) as master:
         client = Determined(master.url, "tester", master.users["tester"])   # the real SDK

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from dsat.command import ds_config
 from dsat.run.run import Run
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
@@ -21,13 +19,11 @@ from testing.command import (
     Background,
     command_of,
     dsat,
-    events_of,
     experiment_of,
     inline,
     kinds_of,
     run_of,
     searched,
-    typed,
 )
 from testing.local import (
     PROGRAMS,
@@ -129,7 +125,7 @@ def test_binary_finds_the_edge_of_the_memory(tmp_path: Path) -> None:
     by_lineage: dict[int, dict[OutcomeKind, list[int]]] = {}
     for trial in searched(run):
         if trial.lineage is None:
-            continue  # of the ramp from the user's own micro batch
+            continue  # which the search did not draw
         kinds = by_lineage.setdefault(trial.lineage, {OutcomeKind.OK: [], OutcomeKind.OOM: []})
         kinds[run.outcomes[trial.id].kind].append(trial.batch.micro_batch)
     both = [kinds for kinds in by_lineage.values() if all(kinds.values())]
@@ -142,32 +138,6 @@ def test_binary_finds_the_edge_of_the_memory(tmp_path: Path) -> None:
 
 
 # -- random, an unmodified script, a batch size that must be kept
-
-
-@pytest.mark.nightly
-def test_random_with_determineds_own_helpers_and_a_demanded_batch_size(tmp_path: Path) -> None:
-    """The script as it was for Determined's own autotuner."""
-    shutil.copytree(PROGRAMS / "tiny", tmp_path / "model")
-    script = tmp_path / "model" / "train.py"
-    text = script.read_text()
-    assert text.count("\nimport dsat\n") == 1
-    script.write_text(text.replace("\nimport dsat\n", "\nfrom determined.pytorch import dsat\n"))
-    run_dir = tmp_path / "run"
-    options = [*FAST, "--slots", 1, "-mt", 7, "-mct", 1, "-z", 0, 1, "-m", "throughput"]
-    options += ["--train-batch-size", 48, "--divisible-by", 4]
-    experiment = [tmp_path / "model" / "deepspeed.yaml", tmp_path / "model"]
-    told = typed(tmp_path, "random", *experiment, "--run-dir", run_dir, *options)
-    run = assert_a_result(run_dir, told.status, told.out + told.err)
-    assert {run.outcomes[trial.id].kind for trial in searched(run)} == {OutcomeKind.OK}
-    assert {trial.stage for trial in searched(run)} == {0, 1} and len(searched(run)) >= 5
-    for trial in searched(run):
-        config = read_json(run_dir / "trials" / trial.name / "ds_config.json")
-        batch = [config[key] for key in ds_config.BATCH_KEYS]
-        assert batch[0] == 48 == batch[1] * batch[2]
-        assert batch[1] % 4 == 0
-    assert len({trial.batch.micro_batch for trial in searched(run)}) >= 2
-    assert run.best is not None and run.best.batch.train_batch_size == 48
-    assert "multiply it by sqrt(48/4)" in told.out
 
 
 # -- what goes wrong
@@ -187,26 +157,6 @@ def test_a_script_that_crashes_shows_its_own_traceback(tmp_path: Path) -> None:
     assert "your script's own error" in last
     assert str(next((tmp_path / "run" / "trials").iterdir())) in last
     assert not (tmp_path / "run" / "best_ds_config.json").exists()
-
-
-@pytest.mark.nightly
-def test_a_script_that_feeds_its_own_batch_is_told_so(tmp_path: Path) -> None:
-    own = inline(train_micro_batch_size_per_gpu=7, behaviour="feeds its own batch")
-    config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
-    told = dsat("asha", "behaviours", tmp_path / "run", "--slots", 1, config=config)
-    assert told.status == 0, "your own configuration was measured"
-    assert "feeds 7 samples whatever" in told.out
-    assert "engine.train_micro_batch_size_per_gpu()" in told.out
-    assert "--batch-size" not in told.out, "the script has no such flag"
-    events = events_of(tmp_path / "run")
-    told_so, refused = next(
-        (place, event["outcome"])
-        for place, event in enumerate(events)
-        if event["event"] == "finished" and event["outcome"]["kind"] == "INVALID"
-    )
-    assert (refused["most_samples"], refused["fixed_batch"]) == (7, 7)
-    later = [event["trial"] for event in events[told_so:] if event["event"] == "proposed"]
-    assert later and all(trial["batch"]["micro_batch"] <= 7 for trial in later)
 
 
 # -- interrupted, killed and resumed

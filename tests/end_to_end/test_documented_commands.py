@@ -12,8 +12,7 @@ import pytest
 
 from dsat.run.run import Run
 from dsat.values.outcome import OutcomeKind
-from dsat.values.trial import TrialKind
-from testing.command import FAST, Told, events_of, kinds_of, run_of, searched, typed
+from testing.command import FAST, Told, kinds_of, run_of, searched, typed
 from testing.local import buffers_of, processes_of, read_json
 from testing.tuned_scripts import documented_commands
 
@@ -75,7 +74,7 @@ def test_a_documented_command(tmp_path: Path, section: str) -> None:
         changed = read_json(config)
         changed["autotuning"] |= {"tuner_num_trials": 2, "start_step": 2, "end_step": 3}
         config.write_text(json.dumps(changed))
-        run_dir = tmp_path / "example" / "autotuning_results"
+        run_dir = tmp_path / "example" / "dsat_runs" / "train-1"
     if folder == "examples/plain":
         rest = [*rest, *SMALL_MODEL]
     told = typed(tmp_path / "example", method, *small, *rest)
@@ -141,7 +140,7 @@ def test_the_autotuners_configuration_with_lists(plain: Path) -> None:
     script = ["train.py", "--deepspeed", "--deepspeed_config", "ds.json", *SMALL_MODEL]
     words = ["tune", "--memory-model", "formula", "--num_gpus", 1, *script]
     told = typed(plain, *words)
-    run = assert_found(plain / "results", told)
+    run = assert_found(plain / "dsat_runs" / "train-1", told)
     assert run.plan.metric == "FLOPS_per_gpu"
     assert run.plan.micro_batches == (2, 4)
     assert {trial.stage for trial in run.trials.values()} == {0, 1, 2, 3}
@@ -165,36 +164,13 @@ def test_the_autotuners_configuration_with_lists(plain: Path) -> None:
         assert name in heading
     assert [row.split()[1] for row in rows[1:6]] == ["z0", "z1", "z2", "z3", "global"]
     for trial in run.trials.values():
-        assert (plain / "results" / trial.name / "metrics.json").exists()
+        assert (plain / "dsat_runs/train-1/trials" / trial.name / "metrics.json").exists()
         assert read_json(plain / "exps" / f"{trial.name}.json")["name"] == trial.name
     assert {"z1_gas1_tmbspg2", "z1_gas1_tmbspg4"} <= {trial.name for trial in run.trials.values()}
 
-    # Again: nothing is run, also after the space has grown, but for what is new in it.
-    before = events_of(plain / "results")
-    again = typed(plain, *words)
-    assert again.status == 0
-    assert events_of(plain / "results") == before
-    config["train_micro_batch_size_per_gpu"] = [2, 4, 8]
-    (plain / "ds.json").write_text(json.dumps(config))
-    for trial in run.trials.values():  # what is run again writes it again
-        (plain / "results" / trial.name / "metrics.json").unlink()
-    more = assert_found(
-        plain / "results",
-        typed(plain, *words),
-    )
-    ran = {path.parent.name for path in (plain / "results").glob("*/metrics.json")}
-    finals = {t.name for t in more.trials.values() if t.kind is TrialKind.FINAL}
-    assert finals and finals <= ran, "they confirm what is known, so they are run"
-    # The first run is always the user's own.
-    known = {t.name for t in run.trials.values() if t.id and run.outcomes[t.id].ok}
-    assert not (ran - finals) & known, "only what is new is run"
-    assert {t.name for t in searched(more) if t.batch.micro_batch == 8} <= ran
-
-    # Asked to, it begins anew; and then trains.
-    config["autotuning"] |= {"overwrite": True, "tuner_num_trials": 2}  # type: ignore[operator]
+    config["autotuning"] |= {"tuner_num_trials": 2}  # type: ignore[operator]
     (plain / "ds.json").write_text(json.dumps(config))
     told = typed(plain, "run", "--num_gpus", 1, *script)
-    fresh = assert_found(plain / "results", told)
+    fresh = assert_found(plain / "dsat_runs" / "train-2", told)
     assert len(fresh.trials) == 4
-    assert not (plain / "results" / "journal-1.jsonl").exists()
-    assert "trained; checkpoints and reports in results/full" in told.err
+    assert "trained; checkpoints and reports in dsat_runs/train-2/full" in told.err

@@ -67,6 +67,20 @@ def test_what_is_auto_has_its_default_and_the_profiles_type() -> None:
         assert closed_form.estimate(facts, auto, slots=1, micro_batch=3) == plain
 
 
+def test_a_bucket_on_processor_cores_counts_as_far_as_it_is_written() -> None:
+    """Without a limit on allocations, which counts all that is allocated."""
+    usual = config(2, reduce_bucket_size="auto")
+    for more, counted in (
+        ({"counts_context": True}, FACTS.trainable_params),
+        ({"counts_context": True, "on_device": True}, 5 * 10**8),
+        ({}, 5 * 10**8),
+    ):
+        memory, sized = model(**more), config(2, reduce_bucket_size=counted)
+        plain = closed_form.estimate(FACTS, sized, slots=1, micro_batch=1)
+        predicted = memory.predicted_bytes(memory.shape(usual, {}), 1)
+        assert predicted == pytest.approx(plain.peak, abs=1)
+
+
 def test_a_simulation_moves_its_strategy_at_other_numbers_of_slots_too() -> None:
     anchors = simulated(3, 20, 300 * MIB, slots=64), simulated(3, 20, 200 * MIB, slots=4)
     basis = Basis.of_model(FACTS, anchors)
@@ -263,3 +277,48 @@ def test_what_a_host_does_not_hold_is_not_tried() -> None:
     seen = replace(anchor.estimate, host_pageable=round(2 * needed), host_pinned=0)
     memory = model(Anchor(offloaded, 1, seen), host_limit_bytes=round(1.5 * needed))
     assert not memory.fits(memory.shape(offloaded, {}), 1)
+
+
+@pytest.mark.parametrize("limit", [2, 8, 30])
+def test_a_loss_over_all_pairs_of_samples_bounds_the_micro_batch(limit: int) -> None:
+    """Of each pair of samples it holds 20 KiB, which a second simulation tells from a constant."""
+    pair, facts = (
+        20 * 2**10,
+        replace(FACTS, num_params=MIB, trainable_params=MIB, largest_param=MIB),
+    )
+    facts = facts.scaled(0.01)
+
+    def peak(micro_batch: int) -> int:
+        plain = closed_form.estimate(facts, config(1), slots=1, micro_batch=micro_batch)
+        return plain.backward + pair * micro_batch**2
+
+    def simulated_at(micro_batch: int) -> Anchor:
+        plain = closed_form.estimate(facts, config(1), slots=1, micro_batch=micro_batch)
+        return Anchor(config(1), micro_batch, replace(plain, backward=peak(micro_batch)))
+
+    basis = Basis.of_model(facts, [simulated_at(4000), simulated_at(900)])
+    memory = MemoryModel(basis, slots=1, limit_bytes=limit * GIB)
+    shape = memory.shape(config(1), {})
+    for micro_batch in (100, 1000, 10_000):
+        expected = pytest.approx(peak(micro_batch), rel=1e-6)
+        assert memory.predicted_bytes(shape, micro_batch) == expected
+    largest = int(memory.largest(shape))
+    assert memory.fits(shape, largest) and not memory.fits(shape, largest + 1)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "out of memory: tried to allocate 576.00 GiB",
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 576.00 GiB. GPU 0 has a total",
+    ],
+)
+def test_the_block_that_was_asked_for_bounds_all_strategies(message: str) -> None:
+    small = replace(FACTS, num_params=MIB, trainable_params=MIB, largest_param=MIB).scaled(1e-5)
+    memory = MemoryModel(Basis.of_model(small), slots=1, limit_bytes=8 * GIB)
+    shapes = [memory.shape(config(stage), {}) for stage in (0, 1, 2, 3)]
+    assert all(memory.fits(shape, 400_000) for shape in shapes)
+    memory.learn(shapes[1], 400_000, Outcome(OutcomeKind.OOM, message=message))
+    for shape in shapes:
+        # Two blocks of 4 bytes for each pair have room up to 32,768.
+        assert 25_000 < memory.largest(shape) < 33_500

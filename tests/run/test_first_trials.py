@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dsat.run.strategies import make_space
-from dsat.space.overrides import FORCE, GATHER, overrides_for
+from dsat.space.overrides import FORCE, overrides_for
 from dsat.values.outcome import OwnOptimizer, ScriptSwitch
 from testing.helpers import plan_of, weightless
 from testing.scenarios import Told, User
@@ -37,18 +37,6 @@ def steps_of(told: Told) -> list[tuple[str, int]]:
             strategy = row["name"].removeprefix(f"{row['kind']}_").split("_gas")[0]
             found.append((strategy, row["train_micro_batch_size_per_gpu"]))
     return found
-
-
-def test_a_model_that_does_not_fit_climbs_the_ladder_and_stays_there(tmp_path: Path) -> None:
-    user, told = climbing(tmp_path, 3)
-    steps = [("z1", 4), ("z1", 1), ("z2_offload", 1), ("z3_offload", 1)]
-    assert steps_of(told) == steps and told.status == 0
-    profile = told.trials[3]["overrides"]["zero_optimization"]
-    offload = {"offload_optimizer": {"device": "cpu"}}
-    assert profile == {"stage": 3, GATHER: True, **offload, "reduce_bucket_size": 10**6}
-    searched = {row["name"].split("_gas")[0] for row in told.trials if row["kind"] == "search"}
-    assert searched and searched <= {"z3_offload", "z3_offload_param"}
-    assert user.best_config()["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
 
 
 def test_a_time_out_is_no_reason_to_climb(tmp_path: Path) -> None:

@@ -180,6 +180,7 @@ def test_the_files_of_deepspeeds_own_autotuner(user: User) -> None:
     user.has({MICRO: 1, "autotuning": section})
     told = user.types("tune", "--json", "train.py", "--deepspeed_config", "ds.json")
     results, experiments = (user.folder / f"autotuning_{name}" for name in ("results", "exps"))
+    assert told.json["run_dir"] == "dsat_runs/train-1"
     optimal = json.loads((results / "ds_config_optimal.json").read_text())
     assert optimal == told.json["best_ds_config"] and "autotuning" not in optimal
     command = (results / "cmd_optimal.txt").read_text()

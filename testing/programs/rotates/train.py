@@ -1,10 +1,11 @@
-"""Deletes, renames, rotates, truncates and appends to files, before its engine and in its training.
+"""Changes files and empties a folder, before its engine and in its training.
 
-Files are named after what is done to them and when, as `deleted.before`; `--make` makes them.
+They are named after what is done to them and when, as `deleted.before`; `--make` makes them.
 """
 
 import argparse
 import os
+import shutil
 from pathlib import Path
 
 CHANGES = ("deleted", "renamed", "rotated", "truncated", "appended")
@@ -19,6 +20,8 @@ def change(when: str) -> None:
     os.replace(rotated, f"rotated.{when}.old")
     rotated.write_text("of this training")
     os.truncate(truncated, 1)
+    shutil.rmtree(f"emptied.{when}")
+    os.makedirs(f"emptied.{when}")
     with open(appended, "a") as file:
         file.write("of this training")
 
@@ -49,5 +52,8 @@ if __name__ == "__main__":
     if parser.parse_args().make:
         for name in (f"{how}.{when}" for how in CHANGES for when in ("before", "after")):
             Path(name).write_text("of an earlier training")
+        for when in ("before", "after"):
+            Path(f"emptied.{when}").mkdir()
+            Path(f"emptied.{when}", "model.pt").write_text("of an earlier training")
     else:
         train()

@@ -1,4 +1,4 @@
-"""The longest sequence of a run's data, and the memory of its best configuration there."""
+"""Memory that trials used, and that the best configuration needs at the longest sequence."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ import bisect
 
 from dsat.memory.predictor import Basis, MemoryModel
 from dsat.run.run import Run
-from dsat.show.memory_parts import used_bytes
 from dsat.values import format as fmt
+from dsat.values.outcome import Outcome
+
+
+def used_bytes(run: Run, outcome: Outcome) -> int | None:
+    """Return the peak memory of a device, as predictions count it; None if not measured.
+
+    Without `--slot-memory` the driver's context and the libraries count as well.
+    """
+    memory = outcome.memory
+    if memory is None or not memory.peak:
+        return None
+    return memory.peak + (memory.context_bytes if run.plan.slot_memory_bytes is None else 0)
 
 
 def longest_sequence(run: Run) -> tuple[int, str] | None:
-    """Return the longest sequence to expect, in tokens, and its source; None without sequences.
+    """Return the longest expected sequence in tokens, and its source; None without sequences.
 
-    It is `--max-seq-length`, else the model's maximum if the lengths of the trials' sequences
-    varied, else the longest that was seen.
+    It is `--max-seq-length`; or the model's maximum, if lengths varied; or the longest one seen.
     """
     seen = [o.sequences for o in run.outcomes.values() if o.sequences is not None]
     if not seen:
@@ -51,7 +61,7 @@ def memory_warning(run: Run) -> list[str]:
     shape = model.shape(run.plan.config(best.overrides), best.script_args)
 
     def predicted(micro_batch: int, tokens: int) -> int:
-        """Bytes by the model, whose samples are as long as the profile trial's."""
+        """Return predicted bytes, scaled from the sequence length of the profile trial."""
         return model.predicted_bytes(shape, micro_batch * tokens / profiled.longest)
 
     most, limit = best.batch.micro_batch, profile.slot_memory_bytes
