@@ -7,7 +7,6 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,8 +22,6 @@ from dsat.values.step_trace import ModelTrace, StepTrace
 _MICRO_BATCHES_FOR_SLOPES, _TOKENS_FOR_SLOPES = (256, 512), MOST_TOKENS // 2
 # Sections that a model's own passes depend on; "auto" in them is the script's to decide.
 _OF_ACTIVATIONS = ("bf16", "bfloat16", "fp16", "torch_autocast", "activation_checkpointing")
-# Errors about functions and fields that another version of torch or DeepSpeed lacks.
-_OF_ANOTHER_VERSION = ("AttributeError", "ImportError", "ModuleNotFoundError", "TypeError")
 _DEPENDS_ON_DATA = "DynamicOutputShapeException"  # torch._subclasses.fake_tensor
 _POLL_S = 0.05
 _PATIENCE_S = 10.0  # beyond the limit at which the server itself ends a simulation
@@ -112,7 +109,7 @@ class Simulator:
                 return ScriptFacts(**facts)
             if failure.exists():
                 message = json.loads(failure.read_text(encoding="utf-8"))["message"]
-                raise SimulationUnavailable(_explained(message))
+                raise SimulationUnavailable(message)
             if not is_running:
                 raise SimulationUnavailable(
                     "the script's process died before its first step, without a word"
@@ -263,15 +260,7 @@ class Simulator:
 
 def _with_reason(answer: dict[str, Any]) -> dict[str, Any]:
     """Return an answer in which a failure is explained."""
-    failed = answer.get("failed")
-    return answer if failed is None else {**answer, "failed": _explained(failed)}
-
-
-def _explained(message: str) -> str:
-    """Return an error's message with a possible reason."""
-    if _DEPENDS_ON_DATA in message:
-        return f"{message} (shapes depend on data, as those of experts before transformers 5)"
-    if not message.startswith(_OF_ANOTHER_VERSION):
-        return message
-    versions = " and ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    return f"{message} (the simulation may not know {versions})"
+    failed = str(answer.get("failed", ""))
+    if _DEPENDS_ON_DATA in failed:
+        failed += " (shapes depend on data, as those of experts before transformers 5)"
+    return {**answer, "failed": failed} if failed else answer
