@@ -44,6 +44,7 @@ AS_IF_CUDA = "DSAT_AS_IF_CUDA"  # variable: CUDA is said to be available where t
 # Limits of a simulation: part of the memory available at its start, and bytes.
 _PART_OF_AVAILABLE, _MOST_BYTES = 0.5, 8 * 2**30
 _POLL_S = 0.02
+_NO_THREAD = "Resource temporarily unavailable"  # the limit leaves no memory for a thread's stack
 _ANSWERED = 3  # exit status of a child; a script may exit with 0 by itself
 
 
@@ -178,7 +179,8 @@ class SimulationServer:
             return ""
         if type(error).__name__ == "SimulationUnsupported":
             return str(error)
-        if failures.classify(error) in (OutcomeKind.OOM, OutcomeKind.HOST_OOM):
+        is_short = failures.classify(error) in (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
+        if is_short or _NO_THREAD in str(error):
             limit = f"the {readable(self._limit_bytes)} of memory that a simulation may take"
             return f"it needs more than {limit}: {failures.message(error)}"
         has_fakes = self._fakes is not None and self._fakes.fake_bytes

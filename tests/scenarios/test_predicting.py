@@ -108,8 +108,8 @@ def test_cards_that_cannot_be_read_are_no_answer(user: User) -> None:
 def test_the_api_estimates_the_same(user: User) -> None:
     (user.folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     words = ("--slots", 8, "--slot-memory", "24GiB", "--formula")
-    shown = user.types("estimate", "--model", ".", *words)
     path = str(user.folder / "config.json")
+    shown = user.types("estimate", "--model", path, *words)
     found = dsat.estimate(model=path, devices=8, slot_memory=["24GiB"], formula=True)
     assert found.lines and str(found) in shown.out
 
