@@ -141,7 +141,7 @@ def _dsat(folder: Path, script: Sequence[str], machine: Machine) -> Tuned:
     command = [sys.executable, "-m", "dsat", "tune", "--train-batch-size", "any"]
     command += ["deepspeed", "--num_gpus", "1", *script]
     wall_s = common.run_well(command, folder, _environment(machine))
-    trials = dsat.load_run(folder / _RESULTS).trials
+    trials = dsat.load_run(next((folder / "dsat_runs").iterdir())).trials
     return Tuned("dsat tune", wall_s, len(trials), _answer(folder))
 
 

@@ -35,6 +35,7 @@ from dsat.show import past_runs
 from dsat.show.progress import Status
 from dsat.show.view import RunView, TrialView
 from dsat.tuning import local, train_command
+from dsat.tuning.dry_run import describe_plan
 from dsat.tuning.local import EngineFactory, LocalSearch
 from dsat.tuning.make_settings import all_options, make_settings
 from dsat.tuning.preparation import Prepared, prepared
@@ -93,7 +94,7 @@ class Result:
         wall_s: seconds that it took, pauses left out.
         train_command: what to type to train with the best configuration.
         url: page of the search runner's experiment, on a Determined cluster.
-        verdict: what `str` says.
+        verdict: what `str` says; with `dry_run` the plan, and the other fields are empty.
     """
 
     run_dir: Path | None
@@ -186,10 +187,11 @@ def tune(
         if choice is not None and choice.master is not None:
             return _tune_on_cluster(settings, choice)
         with prepared(settings) as ready:
+            if settings.dry_run:
+                return _result_of_dry_run(settings, describe_plan(ready))
             return _tune_here(ready, calls)
     except OSError as error:
-        name = f"{error.filename}: " if error.filename else ""
-        raise DsatError(f"{name}{error.strerror or error}") from error
+        raise DsatError.of_system(error) from error
 
 
 def load_run(path: PathLike) -> Result:
@@ -300,8 +302,14 @@ def project(
     return projector.project(settings)
 
 
+def _result_of_dry_run(settings: Settings, lines: Iterable[str]) -> Result:
+    return Result(run_dir=None, metric=settings.metric, verdict="\n".join(lines))
+
+
 def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
     ready = submit.prepare(settings, choice)
+    if settings.dry_run:
+        return _result_of_dry_run(settings, ready.describe())
     submitted = submit.submit(ready, detach=settings.detach)
     if submitted.state is not None and not submitted.has_result:
         raise SearchFailed(f"{submitted.failure}; see {submitted.url}")

@@ -93,6 +93,7 @@ class TuneOptions(TargetOptions, total=False):
     run_dir: PathLike | None
     resume: bool
     run_full_experiment: bool
+    dry_run: bool
     search_runner_config: PathLike | None
     max_search_runner_restarts: int
     detach: bool

@@ -21,6 +21,12 @@ from __future__ import annotations
 class DsatError(Exception):
     """Base of all exceptions that dsat raises deliberately."""
 
+    @classmethod
+    def of_system(cls, error: OSError) -> DsatError:
+        """Return an error of the system with its file."""
+        name = f"{error.filename}: " if error.filename else ""
+        return cls(f"{name}{error.strerror or error}")
+
 
 class UserInputError(DsatError):
     """Invalid input from the user.

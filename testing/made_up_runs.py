@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -11,6 +14,7 @@ from dsat.prepare import installed_deepspeed
 from dsat.run.history import read_run
 from dsat.run.journal import FILE_NAME
 from dsat.run.run import Run
+from dsat.show import watch
 from testing.scenarios import User
 from testing.world import Failure, World
 
@@ -49,3 +53,17 @@ def run_of_world(world: World | None = None, **options: int | str | None) -> Run
     """Return the run of a search in a world; see `write_run`."""
     with tempfile.TemporaryDirectory() as folder:
         return write_run(Path(folder) / "run", world, **options)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """Serve the page of a run in a thread; yield its address."""
+    server = watch.Server(folder, None)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.url
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

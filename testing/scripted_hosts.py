@@ -1,7 +1,7 @@
 """An engine on accelerators that do not exist: its supervisors note what they are told to start.
 
 What a user gets of it is what each rank of a trial is given: its host, variables and cores. Trials
-end at once, well or stuck in the driver of a device, or when a test says so.
+end at once, or when a test says so.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ class ScriptedHosts:
     """Supervisors of made-up hosts.
 
     Attributes:
-        stuck: devices on which every rank gets stuck; "" for a command that chooses none.
-        measures: trials that are measured before ranks of them get stuck.
         holds: ranks go on until this is false; or the trials that do.
         ends: how the ranks of a trial end instead: exit statuses, and who was killed for another.
         given: by trial, what it was started with, one start after the other.
@@ -67,8 +65,6 @@ class ScriptedHosts:
     """
 
     def __init__(self) -> None:
-        self.stuck: set[str] = set()
-        self.measures: set[int] = set()
         self.holds: bool | set[int] = False
         self.ends: dict[int, tuple[Sequence[int], Sequence[bool]]] = {}
         self.given: dict[int, list[Given]] = {}
@@ -129,21 +125,16 @@ class ScriptedHosts:
         if trial in self.ends:
             statuses, killed_by_us = self.ends[trial]
             found = {"statuses": list(statuses), "killed": list(killed_by_us)}
-            return {"event": "ended", "trial": trial, **found, "stuck": [False] * len(ranks)}
-        visible = ranks[0]["env"].get("CUDA_VISIBLE_DEVICES")
-        devices = [""] * len(ranks) if visible is None else visible.split(",")
-        stuck = [device in self.stuck for device in devices]
-        assert len(stuck) == len(ranks)
-        killed = any(stuck) or (host, trial) in self._killed
-        if trial in self.measures or not killed:
+            return {"event": "ended", "trial": trial, **found}
+        killed = (host, trial) in self._killed
+        if not killed:
             outcome = json.dumps(ran().to_json())
             (Path(request["folder"]) / "metrics.json").write_text(outcome)
         return {
             "event": "ended",
             "trial": trial,
-            "statuses": [-9 if killed else 0 for _ in stuck],
-            "killed": [killed for _ in stuck],
-            "stuck": stuck,
+            "statuses": [-9 if killed else 0 for _ in ranks],
+            "killed": [killed for _ in ranks],
         }
 
 

@@ -133,11 +133,6 @@ class Driven:
         answer = self._ask()
         return answer.reason if isinstance(answer, Stop) and answer.reason != EXHAUSTED else None
 
-    @property
-    def outlook(self) -> Any:
-        """Prediction for the latest proposal."""
-        return self._search.outlook
-
     def _ask(self) -> Proposal | Wait | Stop:
         return self._search.propose(tuple(self._observations), self._context)
 

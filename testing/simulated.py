@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from dsat.errors import EngineError
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
 
@@ -31,16 +30,11 @@ class SimulatedEngine:
         self._outcome_of = outcome_of
         self.num_slots = num_slots
         self._slots_per_trial = slots_per_trial
-        self._known: set[int] = set()
         self._running: dict[int, tuple[float, Outcome]] = {}  # when it began, what it will be
         self._ends: list[tuple[float, int]] = []
 
     def launch(self, trial: Trial) -> None:
-        if trial.id in self._known:
-            return
-        if (len(self._running) + 1) * self._slots_per_trial > self.num_slots:
-            raise EngineError(f"no free slots for trial {trial.id}")
-        self._known.add(trial.id)
+        assert (len(self._running) + 1) * self._slots_per_trial <= self.num_slots
         outcome = self._outcome_of(trial)
         self._running[trial.id] = (self.now_s, outcome)
         heapq.heappush(self._ends, (self.now_s + outcome.duration_s, trial.id))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,12 @@ def _no_lock_stays(_compiler_locks: CompilerLocks) -> Iterator[None]:
 def _modules_compiled_once() -> None:
     """Not by each of the many hundred processes that tests start, half a second of a core each."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _environment_is_active() -> None:
+    """Put this environment's programs on the PATH, as its activation does."""
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -200,6 +200,13 @@ def test_measurements_of_another_script_or_of_other_software_do_not_count(
     assert not place.launched, "a run that is over measures nothing"
 
 
+def test_a_dry_run_measures_nothing(place: Place) -> None:
+    result = place.tune(method="random", dry_run=True)
+    assert not place.launched and not Path("dsat_runs").exists()
+    assert result.trials == () and result.run_dir is None
+    assert "random search" in str(result) and "train.py" in str(result)
+
+
 class AskAndTell:
     """A search of the last release."""
 

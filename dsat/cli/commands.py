@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 
@@ -12,21 +11,18 @@ from dsat.cli.parser import AnySettings
 from dsat.cli.read_only import read_only
 from dsat.determined_cluster import submit
 from dsat.determined_cluster.select_master import Choice
-from dsat.errors import UserInputError
 from dsat.estimating import fits, tables
 from dsat.estimating.options import EstimateSettings
 from dsat.projecting import projector
 from dsat.projecting.options import ProjectSettings
-from dsat.show import terminal, watch
+from dsat.show import terminal
 from dsat.show.live import LiveView
 from dsat.show.settings import WatchSettings
 from dsat.show.view import RunView
-from dsat.tuning import local
+from dsat.tuning import dry_run, local
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import prepared
 from dsat.tuning.settings import Settings
-
-_CLUSTER_PAGE = "Determined's web UI shows one on its cluster."
 
 
 def run(settings: AnySettings, line: CommandLine) -> int:
@@ -44,10 +40,6 @@ def run(settings: AnySettings, line: CommandLine) -> int:
         choice = submit.select_place(settings)
         if choice.master is None:
             return _tune_here(settings, line, view)
-        if settings.watch:
-            raise UserInputError(
-                "is for searches on this machine", where="--watch", hint=_CLUSTER_PAGE
-            )
         return _tune_on_cluster(settings, choice, view)
 
 
@@ -79,7 +71,7 @@ def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:
     ready = submit.prepare(settings, choice)
     if settings.dry_run:
         view.say(ready.place)
-        output.print_submission(ready)
+        print("\n".join(ready.describe()))
         return EXIT_OK
     return _told_of(submit.submit(ready, detach=settings.detach), as_json=settings.json)
 
@@ -96,7 +88,10 @@ def _told_of(submitted: submit.Submitted, *, as_json: bool) -> int:
 def _tune_here(settings: Settings, line: CommandLine, view: LiveView) -> int:
     with prepared(settings, line) as ready:
         if settings.dry_run:
-            output.print_plan(ready)
+            if settings.json:
+                output.print_json(dry_run.plan_to_json(ready))
+            else:
+                print("\n".join(dry_run.describe_plan(ready)))
             return EXIT_OK
         with local.LocalSearch(ready) as search:
             return _search(search, view)
@@ -104,12 +99,8 @@ def _tune_here(settings: Settings, line: CommandLine, view: LiveView) -> int:
 
 def _search(search: local.LocalSearch, view: LiveView) -> int:
     view.follow(search.folder, search.trials)
-    with contextlib.ExitStack() as watching:
-        if search.ready.settings.watch:
-            url = watching.enter_context(watch.serving(search.folder))
-            view.say(*([] if url is None else watch.how_to_open(url)))
-        with view:
-            search.search(view)
+    with view:
+        search.search(view)
     if search.ready.settings.json:
         output.print_json(RunView.build(search.run).to_json(search.folder))
     if search.profiled:

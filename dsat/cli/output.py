@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import shlex
 import sys
 import traceback
 from collections.abc import Iterator
@@ -14,28 +13,19 @@ from typing import Any
 
 from dsat import __version__
 from dsat.cli.exit_status import EXIT_BUG, EXIT_FAILED, EXIT_USAGE
-from dsat.determined_cluster.submit import Submission
 from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
-from dsat.prepare.hosts import describe
-from dsat.run.journal import MemoryJournal
-from dsat.run.strategies import make_space, rungs
-from dsat.run.tuner import Tuner
 from dsat.show import summary, terminal
 from dsat.show.live import LiveView
 from dsat.show.view import RunView
-from dsat.space.plan import Plan
-from dsat.tuning import plans, train_command
+from dsat.tuning import train_command
 from dsat.tuning.local import LocalSearch
 from dsat.tuning.observers import TRIALS
 from dsat.tuning.preparation import Prepared
-from dsat.values import memory_size
-from dsat.values.format import count
 from dsat.values.text import (
     MOST_OF_A_LOG,
     printable,
     shell_line,
     values_without_secrets,
-    words_without_secrets,
 )
 
 
@@ -67,54 +57,6 @@ def messages_to(view: LiveView) -> Iterator[None]:
         log.setLevel(level)
 
 
-def print_plan(ready: Prepared) -> None:
-    """Print the plan of a `--dry-run`."""
-    plan, command = ready.plan, ready.program.command()
-    [first, *_] = Tuner(plan, MemoryJournal(), info=ready.info).next_trials(ready.num_slots)
-    if ready.settings.json:
-        space = make_space(plan).describe()
-        shown = {**plan.to_json(), "machine": describe(ready.hosts), "space": space}
-        print_json({"plan": shown, "first_trial": first.to_json(), "command": command})
-        return
-    _print_search(ready.experiment.name, plan, f"on {describe(ready.hosts)}")
-    fixed = [key for key in plan.fixed if key not in plan.fix]
-    if fixed:
-        print(f"fixed by your configuration: {', '.join(fixed)}")
-    ladder = [strategy.label for strategy in rungs(plan)]
-    if ladder:
-        print(
-            "if your strategy runs out of memory, the first run tries in this order: "
-            + "; ".join(ladder)
-        )
-    own = plan.own_batch
-    print(
-        f"your own batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "
-        f"accumulation {own.gas} x {plan.parallelism().groups(plan.slots_per_trial)}"
-    )
-    for note in plans.notes(ready.settings, plan):
-        print(note)
-    shown_command = printable(shlex.join(words_without_secrets(command)))
-    print(f"trial 0 ({first.name}), {count(plan.slots_per_trial, 'rank')} of: {shown_command}")
-    print(f"with {json.dumps(first.overrides)} over {ready.experiment.ds_config_name}")
-
-
-def print_submission(ready: Submission) -> None:
-    """Print the submission to a cluster of a `--dry-run`."""
-    at_once = f"at most {count(ready.job.num_slots, 'device')} at a time"
-    _print_search(ready.name, ready.job.plan, at_once)
-    words = words_without_secrets(ready.config["entrypoint"])
-    print(f"the search runner's entrypoint: {shlex.join(words)}")
-    print(f"to upload: {len(ready.files)} files, {memory_size.readable(ready.size_bytes)}")
-
-
-def _print_search(name: str, plan: Plan, where: str) -> None:
-    print(f"{name}: {plan.method} search, optimising {plan.metric}")
-    print(f"{where}, {count(plan.slots_per_trial, 'device')} per trial")
-    print(f"at most {plan.max_trials} trials: your own configuration, then:")
-    for line in make_space(plan).describe():
-        print(f"  {line}")
-
-
 def print_json(value: Any) -> None:
     """Print a result for programs, without values that look like secrets.
 
@@ -132,7 +74,7 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
         return
     yield f"Configuration: {search.folder / summary.BEST_CONFIG_FILE}"
     own_ranks = ready.program.slots or 1
-    trains_itself = ready.settings.command and ready.plan.slots_per_trial == own_ranks
+    trains_itself = ready.program.started_by and ready.plan.slots_per_trial == own_ranks
     if run.best is run.baseline and trains_itself:
         yield "Your own command does as well: it has this configuration already."
     yield f"Train with it: {train_command.line(ready, run, search.folder)}"
@@ -140,20 +82,15 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
 
 def how_to_continue(ready: Prepared, folder: Path) -> str:
     """Return the command that continues an interrupted run."""
-    section = ready.section
-    if section is not None and section.results_dir is not None:
-        deletes = ', with "overwrite": false in its autotuning section' if section.overwrite else ""
-        return f"Continue with the same command{deletes}."
     assert ready.line is not None
-    words = ["dsat", *ready.line.words(*train_command.resume_options(ready, folder))]
+    words = [train_command.find_program("dsat"), *ready.line.resumed(folder)]
     return f"Continue with: {shell_line(words)}"
 
 
 def report(error: Exception) -> int:
     """Show an error, below the output of the user's own script, and return the exit status."""
     if isinstance(error, OSError):
-        name = f"{error.filename}: " if error.filename else ""
-        error = DsatError(f"{name}{error.strerror or error}")
+        error = DsatError.of_system(error)
     if not isinstance(error, DsatError):
         return report_bug(error)
     if isinstance(error, SearchFailed) and error.detail:

@@ -51,6 +51,11 @@ def find(model: str) -> Path:
     return path.absolute()  # a file of the cache is a link to one without a name
 
 
+def type_of(path: Path) -> str:
+    """Return the type of a model, such as `llama`, from its configuration."""
+    return str(_read(path)["model_type"])
+
+
 def _read(path: Path) -> dict[str, Any]:
     """Read a configuration as transformers does, with `Infinity` and duplicate keys."""
     try:

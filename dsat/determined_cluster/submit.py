@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,14 @@ from dsat.prepare import source
 from dsat.show import summary
 from dsat.space.plan import BY_FORMULA, BY_SIMULATION
 from dsat.tuning import run_folders
+from dsat.tuning.dry_run import describe_search
 from dsat.tuning.plans import plan_of
 from dsat.tuning.preparation import check_max_slots, searcher_of_full_run, with_section
 from dsat.tuning.settings import Settings
+from dsat.values import memory_size
 from dsat.values.files import write_atomically
 from dsat.values.format import count
+from dsat.values.text import words_without_secrets
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +72,14 @@ class Submission:
             f"tuning on the Determined cluster {self.master} ({self.reason}; --engine local tunes "
             "on this machine)"
         )
+
+    def describe(self) -> Iterator[str]:
+        """Yield lines on the search and its upload, for a dry run."""
+        at_once = f"at most {count(self.job.num_slots, 'device')} at a time"
+        yield from describe_search(self.name, self.job.plan, at_once)
+        words = words_without_secrets(self.config["entrypoint"])
+        yield f"the search runner's entrypoint: {shlex.join(words)}"
+        yield f"to upload: {len(self.files)} files, {memory_size.readable(self.size_bytes)}"
 
 
 @dataclass(frozen=True)

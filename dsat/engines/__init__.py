@@ -17,10 +17,10 @@ class Engine(Protocol):
         ...
 
     def launch(self, trial: Trial) -> None:
-        """Start a trial; does nothing if a trial of this id was started before.
+        """Start a trial; there are free slots, unless some have just failed.
 
         Raises:
-            EngineError: there are not enough free slots, or nothing can be run at all.
+            EngineError: nothing can be run at all.
         """
         ...
 
@@ -33,7 +33,7 @@ class Engine(Protocol):
         ...
 
     def cancel(self, trial_id: int) -> None:
-        """End a trial, whose outcome will be CANCELED unless it was faster."""
+        """End a trial that runs; its outcome will be CANCELED unless it was faster."""
         ...
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ from dsat.engines.starts import LINGER_S, StartBuilder
 from dsat.engines.supervisors import LOST
 from dsat.engines.trial_folder import working_folder
 from dsat.in_trial.rank_files import MODULES_FILE, result_file
-from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,6 @@ class LocalEngine:
         self._agents = Agents(self._builder, self._hosts, own)
         self._waiting: list[Start] = []
         self._running: dict[int, Running] = {}
-        self._known: set[int] = set()
         self._ended: list[tuple[int, Outcome]] = []  # for `poll`
         self._lost: list[str] = []  # hosts, for the warnings of the next outcome
         self._activities = ActivityLog() if own is None else own.activities
@@ -105,11 +104,8 @@ class LocalEngine:
         return reason or f"started by dsat, they failed with {self._retries.failure}"
 
     def launch(self, trial: Trial) -> None:
-        if trial.id in self._known:
-            return
         own = self._agents.own
         if own is not None and own.is_of(trial):
-            self._known.add(trial.id)
             start = self._builder.start_of(trial)
             running = own.become(start, self._builder.config_of(start))
             self._running[trial.id] = running
@@ -117,8 +113,6 @@ class LocalEngine:
                 self._on_trial_ended(running)
             return
         self._begin_trials()
-        self._slots.check_free(waiting=len(self._waiting))
-        self._known.add(trial.id)
         self._waiting.append(self._builder.start_of(trial))
         self._start_waiting()
 
@@ -181,11 +175,7 @@ class LocalEngine:
         return ended
 
     def cancel(self, trial_id: int) -> None:
-        for waiting in [w for w in self._waiting if w.trial.id == trial_id]:
-            self._waiting.remove(waiting)
-            if trial_id != SIMULATION_ID:
-                canceled = Outcome(OutcomeKind.CANCELED, message="canceled")
-                self._ended.append((trial_id, canceled))
+        self._waiting = [start for start in self._waiting if start.trial.id != trial_id]
         if trial_id in self._running:
             self._running[trial_id].canceled = True
             self._end(self._running[trial_id], grace_s=0)
@@ -202,14 +192,9 @@ class LocalEngine:
 
     def import_modules_of(self, folder: Path) -> None:
         """Preload the modules that the user's script imported in the trial of a folder."""
-        # The check after the imports would wait for a driver that is stuck.
-        if self._retries.method is not StartMethod.FORKED or self._devices.failure:
-            return
-        try:
-            modules = json.loads((folder / MODULES_FILE).read_text())
-        except (OSError, ValueError):  # where also scripts may write
-            return
-        if isinstance(modules, list) and all(isinstance(name, str) for name in modules):
+        path = folder / MODULES_FILE
+        if self._retries.method is StartMethod.FORKED and path.exists():
+            modules = json.loads(path.read_text())
             self._retries.on_warm_up(self._agents.import_modules(modules))
 
     # -- the user's own command
@@ -263,7 +248,7 @@ class LocalEngine:
                 for running in overdue:
                     self._end(running, grace_s=0)
                 ends = [deadline, now + PING_EVERY_S, now + left_s]
-                self._activities.write(self._running.values(), self._waiting)
+                self._activities.write(self._running.values())
                 messages = self._agents.supervisors.receive(max(0.0, min(ends) - now))
             for host, message in messages:
                 if message["event"] == LOST:
@@ -319,7 +304,7 @@ class LocalEngine:
             self._slots.give_back(running.shares)
         if not outcome.ok:
             self._agents.remove_locks(any_running=bool(self._running))
-        self._devices.note(running, outcome)
+        self._devices.note(outcome)
         reason = None if self._devices.failure else self._retries.decide(running, outcome)
         if reason is not None:
             self._run_again(running, outcome, reason)
@@ -329,7 +314,6 @@ class LocalEngine:
             self._agents.end_command()
         if running.trial.profiles and outcome.ok:
             self.import_modules_of(running.folder)
-            outcome = trial_result.with_smallest_device(outcome, self._hosts)
         _rename_to_trial(running.folder)
         outcome = self._retries.final(running, outcome)
         warnings, self._lost = (*outcome.warnings, *self._lost), []

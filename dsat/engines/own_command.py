@@ -121,7 +121,7 @@ class OwnCommand:
         began_s = time.monotonic()
         while not self._recorded:
             self._receive(_POLL_S)
-            self.activities.write([self.running], ())
+            self.activities.write([self.running])
             self._check_nodes()
             is_over = self._has_ended or time.monotonic() - began_s > self._timeout_s
             found = self._read()

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dsat.engines.machines.hosts import Host
 from dsat.engines.running import Running
 from dsat.engines.start import FULL_RUN_ID, StartMethod
 from dsat.engines.trial_folder import log_files
@@ -48,14 +47,9 @@ def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
     duration_s = round(time.monotonic() - running.began_s, 3)
     if running.trial.id == FULL_RUN_ID and not status_of(running):
         return Outcome(OutcomeKind.OK, duration_s=duration_s)
-    metrics = folder / METRICS_FILE
-    if metrics.exists():
-        found = _read(metrics)
-        if found is None or (found.ok and found.metrics is None and found.profile is None):
-            message = (
-                f"{metrics.name} in the trial's folder is not as dsat wrote it: does the script?"
-            )
-            found = Outcome(OutcomeKind.INVALID, message=message)
+    measured = _read(folder / METRICS_FILE)
+    if measured is not None:
+        found = measured
     elif running.canceled:
         found = Outcome(OutcomeKind.CANCELED)
     elif running.timed_out:
@@ -66,18 +60,6 @@ def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
     else:
         found = _failure(running, read_reports(folder, duration_s))
     return replace(found, duration_s=duration_s)
-
-
-def with_smallest_device(outcome: Outcome, hosts: Sequence[Host]) -> Outcome:
-    """Return a profile's outcome with the memory of the slot that has least.
-
-    Its trial knows its own devices, and others may run on smaller ones.
-    """
-    sizes = [host.machine.memory_bytes for host in hosts if not host.machine.is_cpu]
-    profile = outcome.profile
-    if profile is None or not sizes or profile.slot_memory_bytes <= min(sizes):
-        return outcome
-    return replace(outcome, profile=replace(profile, slot_memory_bytes=min(sizes)))
 
 
 def status_of(running: Running) -> int:
@@ -173,7 +155,7 @@ def read_reports(folder: Path, duration_s: float) -> list[Outcome]:
 
 
 def _read(path: Path) -> Outcome | None:
-    """Read an outcome from a file; None if the file holds none, since scripts may write it too."""
+    """Read an outcome from a file; None if there is none."""
     try:
         return Outcome.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError):

@@ -22,7 +22,7 @@ NO_SEGMENTS = (
     "your script's memory pools refuse expandable segments of torch's allocator, which trials use "
     "by default: they run without, as with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
 )
-BESIDE_OTHERS = "it failed while other trials ran, and was run again alone"
+AGAIN_ALONE = "it failed, and was run again alone"
 _WARNINGS = {StartMethod.FRESH: FRESH_PROCESSES_ONLY, StartMethod.COMMAND: COMMAND_AGAIN}
 _NO_FORK_CUDA = (
     "Cannot re-initialize CUDA in forked subprocess",
@@ -32,13 +32,6 @@ _NO_FORK_CUDA = (
 )
 # How a process ends whose threads or locks did not survive the fork.
 _DIED_OF_FORK = ("was killed by SIGABRT", "was killed by SIGSEGV")
-# Errors before `deepspeed.initialize` that no fork explains: the script's own.
-_NEVER_OF_FORK = tuple(
-    """
-    sys.exit SyntaxError IndentationError ImportError ModuleNotFoundError NameError AttributeError
-    TypeError KeyError IndexError FileNotFoundError NotADirectoryError IsADirectoryError
-    """.split()
-)
 # Slurm sends the last two to a job's steps; some plug-ins to every process of them (--signal).
 _ENDED_FROM_OUTSIDE = tuple(f"was killed by SIG{name}" for name in ("TERM", "USR1", "USR2"))
 # What vLLM's sleep mode (CuMemAllocator) and torch's memory pools raise.
@@ -69,8 +62,7 @@ class RetryReason(enum.Enum):
     LOST = "it runs again elsewhere"  # its host was lost, or ended from outside: not its fault
     METHOD = "it runs again alone, its ranks started otherwise"
     SEGMENTS = "it runs again alone, without expandable segments of torch's allocator"
-    BESIDE = "it runs again alone"  # it failed beside other trials
-    ACCIDENT = "it runs again"  # another program took its port, or a device failed
+    ALONE = "it runs again alone"  # it failed beside others, on a device, or lost its port
 
 
 class Retries:
@@ -118,14 +110,16 @@ class Retries:
             return RetryReason.LOST
         if outcome.kind not in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM):
             return None
-        if _refuses_segments(outcome):
+        text = f"{outcome.message}\n{outcome.detail}"
+        if _REFUSED_SEGMENTS.search(text):
             return RetryReason.SEGMENTS
         if method := self._next_method(running, outcome):
             self.method, self.failure = method, outcome.message
             return RetryReason.METHOD
         if running.beside and outcome.message not in self._same_alone:
-            return RetryReason.BESIDE
-        return RetryReason.ACCIDENT if _is_accident(outcome) else None
+            return RetryReason.ALONE
+        is_of_port = outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _ADDRESS_IN_USE)
+        return RetryReason.ALONE if is_of_port or is_of_device(outcome) else None
 
     def final(self, running: Running, outcome: Outcome) -> Outcome:
         """Return the final outcome, with warnings about an earlier attempt."""
@@ -138,8 +132,8 @@ class Retries:
             self.method = self._known_method
         elif reason is RetryReason.SEGMENTS and outcome.ok:
             warnings.append(NO_SEGMENTS)
-        elif reason is RetryReason.BESIDE:
-            warnings.append(BESIDE_OTHERS)
+        elif reason is RetryReason.ALONE:
+            warnings.append(AGAIN_ALONE)
         elif self._cannot_fork and self._is_first(running):
             warnings.append(f"{FRESH_PROCESSES_ONLY} ({self._cannot_fork})")
         self._is_proven |= outcome.ok and not running.start.is_own
@@ -159,10 +153,7 @@ class Retries:
         of_fork = _has_part_of(outcome.message, (*_NO_FORK_CUDA, *_DIED_OF_FORK))
         if is_first and before and not of_fork and StartMethod.COMMAND in later:
             return StartMethod.COMMAND
-        is_of_script = before and _has_part_of(outcome.message, _NEVER_OF_FORK)
-        if StartMethod.FRESH in later and (of_fork or (is_first and not is_of_script)):
-            return StartMethod.FRESH
-        return None
+        return StartMethod.FRESH if StartMethod.FRESH in later and (of_fork or is_first) else None
 
     def _is_first(self, running: Running) -> bool:
         """Return whether nothing has shown yet that ranks which dsat starts can train."""
@@ -172,22 +163,8 @@ class Retries:
 
 def is_of_device(outcome: Outcome) -> bool:
     """Return whether a trial failed because of a device or its driver."""
-    return outcome.kind is OutcomeKind.ERROR and _has_part_of(_text_of(outcome), _OF_DEVICES)
-
-
-def _is_accident(outcome: Outcome) -> bool:
-    """Return whether a trial failed because of a device, or another program took its port."""
-    is_of_port = _has_part_of(_text_of(outcome), _ADDRESS_IN_USE)
-    return outcome.kind is OutcomeKind.ERROR and (is_of_port or is_of_device(outcome))
-
-
-def _refuses_segments(outcome: Outcome) -> bool:
-    """Return whether a trial failed because of expandable segments of torch's allocator."""
-    return _REFUSED_SEGMENTS.search(_text_of(outcome)) is not None
-
-
-def _text_of(outcome: Outcome) -> str:
-    return f"{outcome.message}\n{outcome.detail}"
+    text = f"{outcome.message}\n{outcome.detail}"
+    return outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _OF_DEVICES)
 
 
 def _has_part_of(text: str, parts: Sequence[str]) -> bool:

@@ -6,12 +6,12 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.agent.heartbeats import PING_EVERY_S, ListeningClock
+from dsat.engines.agent.heartbeats import PING_EVERY_S
 from dsat.engines.machines.hosts import Share
 from dsat.engines.start import FULL_RUN_ID, SIMULATION_ID, Start, StartMethod
 from dsat.in_trial.rank_files import ACTIVITY_FILE
@@ -19,6 +19,26 @@ from dsat.values import slow
 from dsat.values.trial import Trial
 
 _log = logging.getLogger(__name__)
+
+
+class ListeningClock:
+    """Seconds during which this process was able to listen: it was neither stopped nor busy.
+
+    Args:
+        most_s: the most that the time between two readings counts.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._read_s = time.monotonic()
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        """Return the seconds so far."""
+        read_s = time.monotonic()
+        self._now_s += min(read_s - self._read_s, self._most_s)
+        self._read_s = read_s
+        return self._now_s
 
 
 @dataclass
@@ -64,21 +84,6 @@ class Running:
         """Hosts on which ranks still run."""
         return self.hosts - self.ended.keys()
 
-    @property
-    def stuck(self) -> dict[int, set[int]]:
-        """Slots whose ranks cannot be ended, by host.
-
-        All of its slots on a host where the user's command, which starts the ranks, is stuck.
-        """
-        found: dict[int, set[int]] = {}
-        for share in self.shares:
-            by_rank = self.ended[share.index].get("stuck", [])  # a lost host reports nothing
-            if len(by_rank) == 1:
-                by_rank = by_rank * len(share.slots)
-            ranks = zip(share.slots, by_rank, strict=False)
-            found[share.index] = {slot for slot, is_stuck in ranks if is_stuck}
-        return found
-
     def by_rank(self, what: str) -> list[Any]:
         """Return what supervisors reported of each rank: `statuses` or `killed`."""
         return [each for share in self.shares for each in self.ended[share.index][what]]
@@ -104,9 +109,9 @@ class ActivityLog:
     def __init__(self) -> None:
         self._next_s: dict[str, float] = {}  # when each is logged again, by its duration
 
-    def write(self, running: Collection[Running], waiting: Sequence[Start]) -> None:
+    def write(self, running: Collection[Running]) -> None:
         """Log new phases, and those that last long."""
-        for name, activity, duration_s in _slow_activities(running, waiting):
+        for name, activity, duration_s in _slow_activities(running):
             text = f"{name}: {activity}" if name else activity
             if text not in self._next_s:
                 _log.info("%s", text)
@@ -116,9 +121,7 @@ class ActivityLog:
                 self._next_s[text] = duration_s + slow.AGAIN_S
 
 
-def _slow_activities(
-    running: Collection[Running], waiting: Sequence[Start]
-) -> Iterator[tuple[str, str, float]]:
+def _slow_activities(running: Collection[Running]) -> Iterator[tuple[str, str, float]]:
     """Yield slow activities of trials with their duration.
 
     Each behind its trial's name; the user's own command, which begins the run, has none.
@@ -129,8 +132,3 @@ def _slow_activities(
             duration_s = time.time() - path.stat().st_mtime
             if duration_s > slow.LONG_S:
                 yield "" if each.start.is_own else each.trial.name, path.read_text(), duration_s
-    for start in waiting:
-        duration_s = time.monotonic() - start.requested_s
-        if duration_s > slow.LONG_S:
-            names = ", ".join(each.trial.name for each in running)
-            yield start.trial.name, f"waits for {names} to end", duration_s

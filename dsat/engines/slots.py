@@ -35,16 +35,9 @@ class Slots:
     def usable(self) -> int:
         """Number of slots that trials can use at once."""
         left = len(self._hosts) - len(self.lost)
-        return self._room([self._per_host] * left)
-
-    def check_free(self, *, waiting: int) -> None:
-        """Raise EngineError if there is no room for one more trial.
-
-        After a host was lost, trials that were on their way may wait.
-        """
-        free = self._room([len(slots) for slots in self._free])
-        if free < self.needed * (waiting + 1) and not self.lost:
-            raise EngineError(f"a trial needs {self.needed} devices and {free} are free")
+        if self.needed > self._per_host:  # whole hosts
+            return left * self._per_host // self.needed * self.needed
+        return left * (self._per_host // self.needed * self.needed)
 
     def find_room(
         self, start: Start, running: Collection[Running], *, alone: bool
@@ -111,13 +104,6 @@ class Slots:
             "--resume once they do."
         )
 
-    def _room(self, counts: Sequence[int]) -> int:
-        """Return how many slots trials can use at once, given the free slots of each host."""
-        if self.needed > self._per_host:
-            whole = sum(count == self._per_host for count in counts)
-            return whole * self._per_host // self.needed * self.needed
-        return sum(count // self.needed * self.needed for count in counts)
-
 
 class DeviceErrors:
     """Counter of consecutive device errors; the second ends the run.
@@ -130,18 +116,10 @@ class DeviceErrors:
         self._count = 0
         self.failure = ""
 
-    def note(self, running: Running, outcome: Outcome) -> None:
-        """Count the device errors of an ended trial, and detect ranks stuck in a driver."""
-        machine = running.shares[0].host.machine
-        if machine.is_cpu:
-            return
+    def note(self, outcome: Outcome) -> None:
+        """Count the device error of an ended trial."""
         self._count = 0 if outcome.ok else self._count + is_of_device(outcome)
-        stuck = [slot for slots in running.stuck.values() for slot in sorted(slots)]
-        if stuck:
-            names = ", ".join(machine.devices_of(stuck))
-            waits = f"a rank waits for the driver of {machine.accelerator} {names}"
-            self.failure = f"{waits}, and cannot be ended"
-        elif self._count == _MAX_DEVICE_ERRORS:
+        if self._count == _MAX_DEVICE_ERRORS:
             self.failure = f"a device failed twice: {outcome.message}"
 
     def check(self) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,6 @@ class Start:
         own_ranks: of the run's first trial, the user's command as it is: processes of the command
             that dsat starts, 0 if it starts its ranks itself; None for all other trials.
         alone: no other trial may run at all, because it failed beside others.
-        requested_s: when it was requested, by the monotonic clock.
     """
 
     trial: Trial
@@ -66,7 +64,6 @@ class Start:
     simulation_socket: Path | None = None
     own_ranks: int | None = None
     alone: bool = False
-    requested_s: float = field(default_factory=time.monotonic)
 
     @property
     def is_own(self) -> bool:

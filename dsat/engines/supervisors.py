@@ -47,8 +47,6 @@ WARM_MODULES = (
 LOST = "lost"
 _WARM_UP_LIMIT_S = 300.0
 _LOOK_LIMIT_S = 60.0
-# A supervisor that is cut off ends its trials; earlier ones of them run elsewhere by then.
-_ORPHANED_AFTER_S = 600.0
 _END_LIMIT_S, _TERMINATE_LIMIT_S = 20.0, 5.0
 
 _Messages = list[tuple[int, dict[str, Any]]]
@@ -212,10 +210,9 @@ class Supervisors:
         silent = [host for host, client in self._clients.items() if client.unanswered >= most]
         reason = f"it has not answered for {heartbeats.SILENT_AFTER_S:g} s"
         lost = [self._abandon(host, reason) for host in silent]
-        for host, client in self._clients.items():
+        for client in self._clients.values():
             client.unanswered += 1
-            limit_s = None if self._hosts[host].is_here else _ORPHANED_AFTER_S
-            client.send({"op": "ping", "limit_s": limit_s})
+            client.send({"op": "ping"})
         return lost
 
     def _abandon(self, host: int, reason: str) -> tuple[int, dict[str, Any]]:

@@ -80,18 +80,6 @@ _ADVICE = {
     "has neither `hidden_size` nor": _AUTO,
     "input_value='auto'": _AUTO,
     "exists and is not empty": _SAME_FOLDER,
-    "Data inconsistency within the TP group": (
-        "Give the ranks of a tensor-parallel group the same samples: DistributedSampler(..., "
-        "num_replicas=engine.dp_world_size, rank=deepspeed.utils.groups.get_data_parallel_rank())"
-    ),
-    "object has no attribute '_in_forward'": (
-        "Stage 3 of DeepSpeed knows no module that becomes part of the model after "
-        "deepspeed.initialize: build the whole model before"
-    ),
-    "self.dim() cannot be 0 to view": (
-        "DeepSpeed cannot send a parameter without dimensions to other ranks here: give it one, as "
-        "in torch.nn.Parameter(torch.ones(1))"
-    ),
 }
 unwritten: set[Path] = set()  # files that the script takes for written
 _DSAT = f"{Path(__file__).parents[1]}{os.sep}"

@@ -64,7 +64,7 @@ class _Process:
 
     def install_adapters(self) -> None:
         """Install the adapters before other modules bind the functions."""
-        from dsat.in_trial.adapters.begin import begin
+        from dsat.in_trial.adapters.install import begin
 
         begin(self._folder, is_alone=self._is_alone)
 

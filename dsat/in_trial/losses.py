@@ -61,11 +61,6 @@ class LossWatch:
         self._num_read = 0
         _watch = self
 
-    def close(self) -> None:
-        """Stop recording losses."""
-        global _watch
-        _watch = None
-
     def add_engine_loss(self, loss: Any, *, scaled_by_script: bool) -> None:
         """Record the loss of `engine.backward`.
 

@@ -7,7 +7,6 @@ On an asynchronous device the marks are events on its stream: nothing is synchro
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,7 +17,7 @@ from dsat.in_trial import available_memory, config_injection, failures, loaders
 from dsat.in_trial.adapters import install as adapters
 from dsat.in_trial.adapters.trial import TRIAL, Phase
 from dsat.in_trial.agreement import Ranks, local_rank
-from dsat.in_trial.clocks import ProcessMemory, wait_for_memory
+from dsat.in_trial.clocks import ProcessMemory
 from dsat.in_trial.conformance import check_arguments, check_engine
 from dsat.in_trial.losses import in_training
 from dsat.in_trial.measurement import Measurement
@@ -53,10 +52,8 @@ def install(
 
     def begin(arguments: dict[str, Any]) -> None:
         meter.device_name = ""
-        meter.release_failed()
         check_arguments(arguments, spec.slots)
         device = local_rank()  # which DeepSpeed is going to use
-        wait_for_memory(get_accelerator(), device)
         meter.device_name = device_name(get_accelerator(), device)
         available_memory.limit_allocator(spec.options.slot_memory_bytes, device)
 
@@ -66,8 +63,6 @@ def install(
 
 class Meter:
     """Follows `forward`, `backward` and `step` of engines, and measures the first that trains.
-
-    A script may begin again after an error, with another engine, which is then measured instead.
 
     Args:
         spec: what to measure.
@@ -155,19 +150,6 @@ class Meter:
         TRIAL.meter = self
         adapters.adapt_engine(engine)
 
-    def release_failed(self) -> None:
-        """Release the measured engine if an error has stopped it, to measure another.
-
-        Nothing of it is kept, so that the next one finds its memory free.
-        """
-        if self._engine is None or self.outcome is not None or not self._recorder.marks.failed:
-            return
-        self._recorder.close()
-        self._engine = self._measurement = None
-        del self._recorder
-        gc.collect()  # its methods, which are wrapped, refer to it
-        self._whose = " of the last engine that it made (see its log for why it began again)"
-
     def attach(self, engine: Any, *, first_step: int = 1) -> None:
         """Measure an engine, whose methods are wrapped.
 
@@ -204,8 +186,6 @@ class Meter:
             return self._recorded(engine, name, original, args, kwargs)
         except Exception as error:
             trains = self._engine is engine and (name != "forward" or in_training(engine))
-            if trains:
-                self._recorder.marks.failed = True
             found = failures.outcome(error)
             # Out of memory elsewhere (an evaluation, another engine) is the script's own affair.
             if isinstance(error, DsatError) or (trains and found.kind is not OutcomeKind.ERROR):

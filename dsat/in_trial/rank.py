@@ -30,7 +30,6 @@ from typing import Any, NoReturn
 from dsat.command.entrypoint import split_interpreter
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures, preparation, start_record
-from dsat.in_trial.adapters import begin as adapters
 from dsat.in_trial.adapters import install
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import rank_and_size
@@ -91,7 +90,7 @@ def run_forked(folder: Path, command: Sequence[str]) -> NoReturn:
         # A forked process has its parent's state, a fresh one would have a random one.
         random.seed()
         numpy.random.seed()
-        adapters.begin(folder)
+        install.begin(folder)
         rank.prepare()
         _run_program(split_interpreter(command[1:])[1])
     except BaseException as error:

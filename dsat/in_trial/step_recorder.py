@@ -29,7 +29,6 @@ class StepMarks:
         losses: number of losses that backward passes began with.
         compiled: torch compiled something meanwhile.
         evaluated: the model was called outside of training meanwhile.
-        failed: an error came out of the engine meanwhile.
         backward_began: where the script's own backward pass began, if one is under way.
         waited_before_s, waited_s: seconds of waiting for data loaders, before this step and in it.
         phases: beginnings and ends.
@@ -42,7 +41,6 @@ class StepMarks:
     losses: int = 0
     compiled: bool = False
     evaluated: bool = False
-    failed: bool = False
     backward_began: Any = None
     waited_before_s: float = field(default_factory=loaders.waited_s)
     waited_s: float = 0.0
@@ -132,7 +130,6 @@ class StepRecorder:
         self._take = take
         self._calls_engine = True
         self._in_forward = False  # of the engine
-        self._hooks: list[Any] = []
         self._forward_began: Any = None
         self._frames = compiling.count_frames()
         self.notes_memory = True
@@ -155,15 +152,6 @@ class StepRecorder:
     def has_own_boundary(self) -> bool:
         """Return whether the script says itself which micro batch ends an optimizer step."""
         return getattr(self._engine, "_is_gradient_accumulation_boundary", None) is not None
-
-    def close(self) -> None:
-        """End the profile of an engine that an error has stopped, perhaps within a step."""
-        self.losses.close()
-        for hook in self._hooks:  # another engine may train the same model
-            hook.remove()
-        if self.profiler is not None:
-            self.profiler.leave_forward()
-            self.profiler.finish_micro_steps(1)
 
     def restart(self) -> None:
         """Begin the current optimizer step now."""
@@ -227,7 +215,7 @@ class StepRecorder:
         module, hook = self._engine.module, _Hook(before)
         for part in compiling.uncompiled_parts(module):  # a hook would be compiled as well
             if part is module or callable(getattr(type(part), "generate", None)):  # as inside PEFT
-                self._hooks.append(part.register_forward_pre_hook(hook))
+                part.register_forward_pre_hook(hook)
 
     def follow_module(self) -> None:
         """Record the calls of a script that calls the model itself, and never the engine."""
@@ -237,10 +225,8 @@ class StepRecorder:
                 self._begin_forward(args, kwargs)
 
         module = self._engine.module
-        self._hooks += [
-            module.register_forward_pre_hook(_Hook(before), with_kwargs=True),
-            module.register_forward_hook(_Hook(lambda *_: self._end_forward())),
-        ]
+        module.register_forward_pre_hook(_Hook(before), with_kwargs=True)
+        module.register_forward_hook(_Hook(lambda *_: self._end_forward()))
         self._calls_engine = False
 
     def observed(self, ranks: Ranks, spec: MeterSpec) -> dict[str, Any]:
@@ -255,7 +241,6 @@ class StepRecorder:
             "profile": profile,
             "training": self.losses.curve(),
             "fixed_batch": self.counter.fixed_batch,
-            "batch_flag": self.counter.batch_flag,
             "sequences": self.counter.lengths(
                 self._engine.module, ranks.maximum, parts=spec.parallelism.sequence
             ),

@@ -121,7 +121,7 @@ class Setup:
             moment_bytes=2 if low_moments else 4,
             gas=_size(config, "gradient_accumulation_steps", 1),
             # Defaults of zero/config.py.
-            bucket=_size(zero, "reduce_bucket_size", 5 * 10**8),
+            bucket=bucket_size(zero),
             buckets=2 if zero.get("overlap_comm") is True else 1,
             sub_group=_size(zero, "sub_group_size", 10**9),
             live=_size(zero, "stage3_max_live_parameters", 10**9),
@@ -154,6 +154,11 @@ class Setup:
     @property
     def cast_bytes(self) -> int:
         return 4 if self.master_bytes == 4 else 0  # of a gradient, for master weights of fp32
+
+
+def bucket_size(zero: Mapping[str, Any]) -> int:
+    """Return the elements of a bucket of gradients, by a `zero_optimization` section."""
+    return _size(zero, "reduce_bucket_size", 5 * 10**8)
 
 
 def _size(section: Mapping[str, Any], key: str, default: int) -> int:

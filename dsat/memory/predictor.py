@@ -18,7 +18,7 @@ from dsat.memory import closed_form, host
 from dsat.memory.calibration import Calibration, Observation, calibrate, observe
 from dsat.memory.closed_form import Line
 from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED, MemoryEstimate
-from dsat.memory.facts import ModelFacts
+from dsat.memory.facts import ModelFacts, bucket_size
 from dsat.values import parallelism
 from dsat.values.codec import Recorded
 from dsat.values.outcome import MemoryUse, ModelProfile, Outcome, OutcomeKind
@@ -185,6 +185,17 @@ def _group(config: Mapping[str, Any]) -> str:
     return " ".join([of_config(config).name, parallelism.of_config(config).label]).strip()
 
 
+def _with_written_bucket(config: Mapping[str, Any], trained: int) -> Mapping[str, Any]:
+    """Return a configuration whose bucket of gradients is as large as what is written into it.
+
+    A process on processor cores uses only the pages that it writes. DeepSpeed's default bucket of
+    2 GB is mostly empty with a small model.
+    """
+    zero = config.get("zero_optimization") or {}
+    bucket = min(bucket_size(zero), trained)
+    return {**config, "zero_optimization": {**zero, "reduce_bucket_size": bucket}}
+
+
 def fits_host(host_bytes: float, limit_bytes: int | None) -> bool:
     """Return True if a host has room for so many bytes, with a margin, or its memory is unknown."""
     return not limit_bytes or host_bytes * UNCALIBRATED_MARGIN <= limit_bytes
@@ -229,6 +240,8 @@ class MemoryModel:
         """Memory of a whole DeepSpeed configuration with some switches of the script."""
         facts, corrections, is_guess = self._known_of(script_args)
         strategy = of_config(config).name
+        if self._counts_context and not self._on_device:
+            config = _with_written_bucket(config, facts.trainable_params)
         phases = closed_form.lines(facts, config, slots=self._slots)
         host_bytes = sum(host.training(facts, config, slots=self._slots))
         more = corrections.get(_group(config))

@@ -33,7 +33,7 @@ def acquired(
         engine: name of a place. Engines that are not places see this machine.
         program: may name devices.
         given: options of the place, by keyword.
-        in_use: variables of `dsat.engines.machines.device_use`, if the command runs already.
+        in_use: variables of memory in use before the command began, if it runs already.
     """
     program = program or Entrypoint()
     launch = program.launch

@@ -138,19 +138,25 @@ def warn_of_length(settings: ModelSettings, script: ScriptFacts) -> None:
         )
 
 
-def name_of(path: Path) -> str:
-    """Return the name of the model whose configuration has a path."""
+def name_of(model: str, path: Path) -> str:
+    """Return the name of a model: of its file, its folder or its Hub id, or else its type.
+
+    Args:
+        model: a word of the user, see `hf_config.find`.
+        path: of its configuration.
+    """
     if path.name != hf_config.CONFIG_FILE:
         return path.stem
     if path.parent.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/REVISION
         return path.parents[2].name.rpartition("--")[2]
-    return path.parent.name
+    folder = Path(model.removesuffix(hf_config.CONFIG_FILE)).name
+    return folder or hf_config.type_of(path)
 
 
 def _read_source(settings: ModelSettings) -> Source:
     """Return the user's script, or our own script that trains the model of a configuration."""
     if settings.model is not None:
-        return _script_for(settings, hf_config.find(settings.model))
+        return _script_for(settings, settings.model)
     source = sources.read(settings)
     source = source.with_known_start(TIMEOUT_S) if source.unknown else source
     if source.program.needs_command:
@@ -163,8 +169,9 @@ def _read_source(settings: ModelSettings) -> Source:
     return source
 
 
-def _script_for(settings: ModelSettings, path: Path) -> Source:
-    name = name_of(path)
+def _script_for(settings: ModelSettings, model: str) -> Source:
+    path = hf_config.find(model)
+    name = name_of(model, path)
     given = experiments.of_command([], name, Path.cwd(), settings.ds_config or {})
     config = hf_config.ds_config(settings.dtype, given.ds_config)
     args = ["--model", str(path), "--dtype", hf_config.dtype_of(config)]

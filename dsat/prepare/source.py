@@ -269,7 +269,10 @@ def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
         command = [str(Path(sys.executable).parent / command[0]), *command[1:]]
     if shutil.which(command[0]) is None:
         problem, hint = "there is no such command", "Give it as you type it in a shell."
-        if os.path.isfile(given):
+        if given.endswith(_SUFFIXES):
+            problem = "is a configuration, not a command"
+            hint = f"Put the command before it: deepspeed train.py --deepspeed_config {given}"
+        elif os.path.isfile(given):
             problem, hint = "is not executable", f"Run chmod +x {shlex.quote(given)}."
         elif len(given.split()) > 1:
             hint = "Leave out the quotes around the whole command."

@@ -16,7 +16,7 @@ from dsat.run.profile_phase import ProfilePhase
 from dsat.run.run import Run, count_finals
 from dsat.run.search_phase import SearchPhase
 from dsat.run.trial_factory import TrialFactory
-from dsat.search.base import Outlook, Stop, Wait
+from dsat.search.base import Stop, Wait
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import BY_FORMULA, NO_MEMORY_MODEL, Plan
 from dsat.values.outcome import OutcomeKind
@@ -224,11 +224,6 @@ class Decisions:
         """Predicted memory, if it is predicted, from when the search begins."""
         search = self._search
         return None if search is None else search.forecast
-
-    @property
-    def outlook(self) -> Outlook | None:
-        """Prediction for the next proposal; None if the search makes none."""
-        return None if self._searching is None else self._searching.outlook
 
     def reference_configs(self) -> list[dict[str, Any]]:
         """Return the first configuration of each searched strategy and parallelism."""

@@ -17,7 +17,6 @@ from dsat.search.base import (
     EXHAUSTED,
     Context,
     Observation,
-    Outlook,
     Problem,
     Proposal,
     Source,
@@ -76,11 +75,6 @@ class SearchPhase:
         self._search = search(problem, **plan.search_options)
         memory = None if self.forecast is None else _Memory(self.forecast, space, self._skip)
         self._context = Context(memory, self._costs)
-
-    @property
-    def outlook(self) -> Outlook | None:
-        """Prediction for the next proposal."""
-        return self._search.outlook
 
     def find_reusable(self, earlier: Iterable[Measured]) -> Iterator[tuple[Trial, Measured]]:
         """Yield trials of earlier runs that belong to the space; see `Decisions.find_reusable`."""

@@ -167,23 +167,6 @@ class Problem:
     ramp: bool = False
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """Prediction for the next proposal, for people.
-
-    Attributes:
-        strategy: its name.
-        micro_batch: its samples per device.
-        value: of the objective, as predicted.
-        chance: that it is 1 % better than the best so far.
-    """
-
-    strategy: str
-    micro_batch: int
-    value: float
-    chance: float
-
-
 class Search(abc.ABC):
     """Base class of all searches.
 
@@ -227,11 +210,6 @@ class Search(abc.ABC):
             The same for all without a model of speed; None if the model does not know the point.
         """
         return 0.0
-
-    @property
-    def outlook(self) -> Outlook | None:
-        """Prediction for the latest proposal; None without predictions."""
-        return None
 
 
 def stop_without_new_best(

@@ -11,11 +11,10 @@ import numpy as np
 
 from dsat.search.base import Costs, Observation, Source
 from dsat.search.candidates import select_positions
-from dsat.search.normal import Array, log_cdf, log_expected_gain
+from dsat.search.normal import Array, log_expected_gain
 from dsat.search.predictions import Configurations, Predictions
 from dsat.search.speed import Points
 
-_WORTHWHILE = math.log(1.01)  # gain whose chance is displayed
 # "Replays" are those of `benchmarks/replay.py` with the constant changed: medians of two seeds over
 # all tables, as parts of the best.
 # Gain, as a logarithm, for which first trials of strategies wait where time is short. If they never
@@ -78,13 +77,11 @@ class Choice:
         at: its position in `candidates`.
         expected: largest expected gain of any candidate, as a logarithm; infinite while a strategy
             was not measured.
-        chance: largest chance of any candidate of a worthwhile gain.
     """
 
     candidates: Candidates
     at: int
     expected: float
-    chance: float
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,6 @@ class Chooser:
         elif first.any():
             score = candidates.gain - _FAILURE * (1 - np.exp(candidates.log_runs))
             score = np.where(first, score, -np.inf)
-        chance = log_cdf((candidates.gain - _WORTHWHILE) / candidates.sd) + candidates.log_runs
         for_its_time = worth - np.log(np.maximum(1.0, candidates.cost / candidates.usual_cost))
         expected = float(for_its_time.max()) - 2 * math.log(
             max(1.0, len(known.measured) / _USUAL_LENGTH)
@@ -133,7 +129,6 @@ class Chooser:
             candidates,
             int(np.argmax(score >= score.max() - _TIE)),
             expected=math.inf if first.any() else math.exp(expected),
-            chance=math.exp(float(chance.max())),
         )
 
     def _find_unopened(self, observations: Sequence[Observation]) -> set[int]:

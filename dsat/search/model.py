@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-import numpy as np
-
 from dsat.options import FRACTION, Option, search_option
 from dsat.search.base import (
     EXHAUSTED,
     NO_NEW_BEST,
     Context,
     Observation,
-    Outlook,
     Problem,
     Proposal,
     Search,
@@ -23,7 +20,7 @@ from dsat.search.base import (
     Wait,
     stop_without_new_best,
 )
-from dsat.search.choice import Choice, Chooser, TooDear
+from dsat.search.choice import Chooser, TooDear
 from dsat.search.predictions import Configurations, Predictions, locate_points
 from dsat.space.locate import Point
 
@@ -65,12 +62,10 @@ class ModelSearch(Search):
         self._patience = early_stopping
         self._configurations = Configurations.build(problem)
         self._known: Predictions | None = None  # of the last decision
-        self._latest: Choice | None = None
 
     def propose(
         self, observations: Sequence[Observation], context: Context
     ) -> Proposal | Wait | Stop:
-        self._latest = None
         stop = stop_without_new_best(self._patience, observations, self.problem.objective)
         if stop is not None or not self.problem.space.micro_batches:
             return stop or Stop(EXHAUSTED)
@@ -80,7 +75,7 @@ class ModelSearch(Search):
         is_running = any(each.outcome is None for each in observations)
         try:
             chooser = Chooser(configurations, context.costs, self._stop_when)
-            self._latest = choice = chooser.choose(known, observations)
+            choice = chooser.choose(known, observations)
         except TooDear:
             if may_stop:
                 return Stop("further trials take longer than is worth it")
@@ -104,22 +99,6 @@ class ModelSearch(Search):
         known = self._known.configurations
         located = locate_points(known, [(point, Observation(point, batch, None))])
         return float(self._known.log_rate(located)[0])
-
-    @property
-    def outlook(self) -> Outlook | None:
-        choice, problem = self._latest, self.problem
-        if choice is None:
-            return None
-        candidates, at = choice.candidates, choice.at
-        only = candidates.points.only(np.array([at]))
-        log_rate = self._configurations.log_work(only)[0] - candidates.log_s[at]
-        sign = -1 if problem.objective.smaller_is_better else 1
-        return Outlook(
-            strategy=problem.space.strategies[int(candidates.branch[at])].name,
-            micro_batch=int(candidates.micro_batch[at]),
-            value=math.exp(sign * log_rate),
-            chance=choice.chance,
-        )
 
 
 def _arm_of(point: Point, observations: Sequence[Observation]) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.command.ds_config import BATCH_KEYS, flat
+from dsat.command.switches import SWITCHES
 from dsat.space.knobs import KNOBS
 from dsat.space.plan import Plan
 from dsat.values import format as fmt
@@ -21,6 +22,14 @@ _NAMES = {
     MICRO_BATCH: "micro batch",
     GAS: "accumulation steps",
     TRAIN_BATCH: "global batch",
+}
+_REASONS = {
+    **{knob.path: knob.reason for knob in KNOBS},
+    MICRO_BATCH: "more samples in each forward and backward pass share its fixed costs",
+    GAS: "more micro batches in each optimizer step share its costs",
+    TRAIN_BATCH: "micro batch x accumulation steps x devices",
+    STAGE: "what ranks divide among them: 1 optimizer states, 2 gradients too, 3 parameters too",
+    **{name: switch.reason for name, switch in SWITCHES.items()},
 }
 
 
@@ -46,6 +55,11 @@ class Difference:
             for value in (self.own, self.its)
         )
         return first, second
+
+    @property
+    def reason(self) -> str:
+        """What the setting does."""
+        return _REASONS.get(self.key, "")
 
     def __str__(self) -> str:
         name = _NAMES.get(self.key, self.key.removeprefix("zero_optimization."))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dsat.memory.forecast import Forecast
 from dsat.run.run import Run
-from dsat.show.memory_parts import used_bytes
+from dsat.show.memory import used_bytes
 from dsat.space.plan import NO_MEMORY_MODEL
 from dsat.values import format as fmt
 from dsat.values.outcome import ModelProfile, Outcome

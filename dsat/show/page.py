@@ -14,10 +14,8 @@ from typing import Any
 from urllib.parse import quote
 
 from dsat.run.run import Run
-from dsat.search.threads import in_one_thread
 from dsat.show import plots
-from dsat.show.changes import changes
-from dsat.show.speed_model import SpeedModel
+from dsat.show.differences import differences
 from dsat.show.view import RunView
 from dsat.values import format as fmt
 from dsat.values.files import cache_folder, write_atomically, write_cache
@@ -90,11 +88,10 @@ def _compiled(which: str) -> Any:
     return environment.get_template(which)
 
 
-@in_one_thread
 def parts(run: Run, folders: str, train_line: str) -> dict[str, Any]:
     """Return the values of the page's templates; see `html`."""
     view = RunView.build(run)
-    model = SpeedModel.of(view)
+    best = view.best and view.best.trial
     return {
         "view": view,
         "ranks": {each.trial.id: rank for rank, each in enumerate(view.ranked)},
@@ -102,8 +99,8 @@ def parts(run: Run, folders: str, train_line: str) -> dict[str, Any]:
         "folders": folders,
         "train_line": train_line if view.best is not None else "",
         "config": values_without_secrets(view.best_config),
-        "changes": changes(view, model),
-        "plots": plots.make_plots(run, view, model),
+        "changes": differences(view.plan, best, view.own_switches) if best else [],
+        "plots": plots.make_plots(view),
     }
 
 

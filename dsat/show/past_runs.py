@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +14,6 @@ from dsat.run.history import read_run
 from dsat.run.journal import FILE_NAME, RUNS_FOLDER
 from dsat.run.run import Run
 from dsat.show.summary import BEST_CONFIG_FILE, SUMMARY_FILE
-
-_RESULTS_FOLDER = Path("autotuning_results")  # where `dsat tune` writes by default
-_DATE = re.compile(rb'"time_s": ?(\d{1,10}(?:\.\d+)?)[,}]')
-_TAIL_BYTES = 4096  # the date is the end of an event
 
 
 @dataclass(frozen=True)
@@ -52,12 +45,8 @@ class PastRun:
 
 
 def folders(above: Path | None = None) -> list[Path]:
-    """Return the folders of runs and results right below another one, the newest first.
-
-    Args:
-        above: by default `dsat_runs`, and with it the results of `dsat tune`.
-    """
-    candidates = [_RESULTS_FOLDER] if above is None else [above]
+    """Return the folders of runs and results in another one (`dsat_runs`), the newest first."""
+    candidates = [] if above is None else [above]
     below = RUNS_FOLDER if above is None else above
     candidates += sorted(below.iterdir()) if below.is_dir() else []
     return sorted(filter(_is_of_run, candidates), key=_changed_s, reverse=True)
@@ -73,17 +62,8 @@ def has_journal(folder: Path) -> bool:
 
 
 def _changed_s(folder: Path) -> float:
-    """Return when something last happened, by the end of a journal; else the date of a file."""
-    if not has_journal(folder):
-        return (folder / SUMMARY_FILE).stat().st_mtime
-    journal = folder / FILE_NAME
-    stat = journal.stat()
-    with contextlib.suppress(OSError), open(journal, "rb") as file:
-        file.seek(max(0, stat.st_size - _TAIL_BYTES))
-        dates = [float(date) for date in _DATE.findall(file.read())]
-        if dates and dates[-1] <= time.time():  # not by a clock that was wrong
-            return dates[-1]
-    return stat.st_mtime
+    """Return when something last happened, in seconds since the epoch."""
+    return (folder / (FILE_NAME if has_journal(folder) else SUMMARY_FILE)).stat().st_mtime
 
 
 def load(path: Path | None = None) -> PastRun:

@@ -1,4 +1,4 @@
-"""Progress of a run: trials, slots, steps and the time left."""
+"""Progress of a run: trials, devices, steps and the time left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from dsat.in_trial.rank_files import ACTIVITY_FILE, read_steps
 from dsat.run import finals
 from dsat.run.run import Run, count_finals
-from dsat.search.base import Outlook
 from dsat.values import format as fmt
 from dsat.values.codec import Recorded
 from dsat.values.files import write_atomically
@@ -27,15 +26,13 @@ class Status(Recorded):
     """State of the process that works on a run, which the journal does not hold.
 
     Attributes:
-        num_slots: slots that trials may use at once.
+        num_slots: devices that trials may use at once.
         at_once: trials of the search that may run at a time.
-        outlook: what the search expects of its next trial.
         train_line: the command that trains with the best configuration; empty without one.
     """
 
     num_slots: int
     at_once: int
-    outlook: Outlook | None = None
     train_line: str = ""
 
     def write(self, folder: Path) -> None:
@@ -52,19 +49,17 @@ class Status(Recorded):
 
 
 def lines(run: Run, status: Status | None, trials: Path) -> list[str]:
-    """Return the state of a run that goes on: trials, slots, expectation, time left."""
+    """Return lines on an unfinished run: trials, devices, time left."""
     found = [f"{len(run.outcomes)} of at most {run.most_trials} trials"]
     if status is not None:
         begun = sum((trials / trial.name).exists() for trial in run.running)
         found.append(f"{begun * run.plan.slots_per_trial} of {status.num_slots} devices busy")
-        if status.outlook is not None:
-            found.append(_outlook_line(run, status.outlook))
     left = time_left(run, 1 if status is None else status.at_once)
     return found if left is None else [*found, left]
 
 
 def doing(trial_folder: Path) -> str:
-    """Return the state of a running trial, which gets its folder together with its slots."""
+    """Return what a running trial does; it has a folder once it has devices."""
     if not trial_folder.exists():
         return "waits for devices"
     steps = read_steps(trial_folder)
@@ -106,11 +101,3 @@ def time_left(run: Run, at_once: int) -> str | None:
     low, high = (fmt.duration(rounds * seconds) for seconds in (quartiles[0], quartiles[-1]))
     span = low if low == high else f"{low} to {high}"
     return f"at most {fmt.count(left, 'more trial')} ({span})"
-
-
-def _outlook_line(run: Run, outlook: Outlook) -> str:
-    value = fmt.metric(run.plan.metric, outlook.value)
-    return (
-        f"next: stage {fmt.strategy(outlook.strategy)} at micro batch {outlook.micro_batch}, "
-        f"expected {value}, {fmt.percent(outlook.chance)} chance to beat the best by 1 %"
-    )

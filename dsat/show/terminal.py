@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -259,7 +257,7 @@ def _settings(view: RunView, each: TrialView) -> dict[str, Any]:
 
 
 def _caveats(views: Views) -> list[str]:
-    """Return reasons why the runs may not be comparable, and how the machines compare."""
+    """Return reasons why the runs may not be comparable."""
     plans = [view.plan for view in views.values()]
     differing: dict[str, set[Any]] = {
         "They optimised different metrics: their best values cannot be compared.": {
@@ -273,36 +271,9 @@ def _caveats(views: Views) -> list[str]:
             repr(sorted(flat(plan.base_config).items())) for plan in plans
         },
     }
-    found = [text for text, values in differing.items() if len(values) > 1]
-    (first, view), *others = views.items()
-    for name, other in others:
-        found += _same_configurations(first, view, name, other)
-    return found
+    return [text for text, values in differing.items() if len(values) > 1]
 
 
 def _recorded(views: Views, key: str) -> set[str]:
     """Return what runs recorded of themselves; those of earlier versions did not."""
     return {str(view.info[key]) for view in views.values() if view.info.get(key)}
-
-
-def _same_configurations(first: str, view: RunView, name: str, other: RunView) -> list[str]:
-    """Compare the configurations that were measured in both of two runs."""
-    ours, theirs = _values(view), _values(other)
-    same = ours.keys() & theirs.keys()
-    if not same or view.plan.metric != other.plan.metric:
-        return []
-    ratios = [view.plan.objective.gain(theirs[key], ours[key]) for key in same]
-    middle = math.exp(statistics.median(map(math.log, ratios)))
-    return [
-        f"{fmt.count(len(same), 'configuration')} measured in {first} and in {name}: in the latter "
-        f"{middle:.3f} times as good (median, {min(ratios):.3f} to {max(ratios):.3f})."
-    ]
-
-
-def _values(view: RunView) -> dict[str, float]:
-    """Return the median of each measured configuration, several of which ran again."""
-    found: dict[str, list[float]] = {}
-    for each in view.ranked:
-        if each.value:
-            found.setdefault(repr(sorted(_settings(view, each).items())), []).append(each.value)
-    return {key: statistics.median(values) for key, values in found.items()}

@@ -19,7 +19,7 @@ from dsat.run.run import Run, final_value, own_switches, searched
 from dsat.run.same_training import Agreement
 from dsat.show import advice, caveats, step_parts
 from dsat.show.differences import TRAIN_BATCH, differences
-from dsat.show.longest_sequence import memory_warning
+from dsat.show.memory import memory_warning
 from dsat.values import format as fmt
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial, TrialKind
@@ -220,6 +220,8 @@ def _describe_failures(run: Run) -> list[str]:
         return []
     said = Counter(fmt.outcome(outcome, run.plan.metric) for outcome in searched)
     [(most, count)] = said.most_common(1)
+    if len(searched) == 1:
+        return [f"the only other configuration did not run: {most}"]
     return [f"none of the {len(searched)} other configurations ran; {count} of them: {most}"]
 
 

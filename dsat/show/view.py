@@ -11,7 +11,7 @@ from typing import Any
 from dsat.command.ds_config import BATCH_KEYS, flat
 from dsat.command.switches import SWITCHES
 from dsat.run.run import Run, own_switches
-from dsat.show.memory_parts import used_bytes
+from dsat.show.memory import used_bytes
 from dsat.show.verdict import GainView, Verdict, verdict
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.plan import Plan
@@ -233,7 +233,7 @@ class RunView:
             (*headings, "took"),
             rows,
             names=("trial",),
-            optional=("gas", "micro batch", "took", "memory predicted", "memory used"),
+            optional=("took", "memory predicted", "gas", "memory used"),
         )
 
     def to_json(self, folder: Path) -> dict[str, Any]:

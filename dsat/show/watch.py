@@ -5,19 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
-import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from dsat.engines.agent.rank_process import PR_SET_PDEATHSIG, prctl
 from dsat.errors import JournalError, UserInputError
 from dsat.run.folder_lock import is_locked
 from dsat.run.journal import FILE_NAME
@@ -35,8 +28,6 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _JSON, _TEXT, _HTML = "application/json", "text/plain; charset=utf-8", "text/html; charset=utf-8"
-_LINGER_S = 2.5  # an open page, which asks every 2 s, shows the end of the run
-_log = logging.getLogger(__name__)
 
 
 class Server(ThreadingHTTPServer):
@@ -136,34 +127,3 @@ def how_to_open(url: str) -> list[str]:
         f"Watch it at {url}",
         f"From another machine, first: ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}",
     ]
-
-
-@contextlib.contextmanager
-def serving(folder: Path) -> Iterator[str | None]:
-    """Serve a run in a child process while the block runs.
-
-    Yields:
-        The address; None, after a warning, if the server could not start.
-    """
-    command = [sys.executable, "-m", "dsat", "watch", str(folder), "--json"]
-    end_with_this = functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
-    with subprocess.Popen(  # noqa: S603
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for the search, which ends the server
-        preexec_fn=end_with_this,
-    ) as server:
-        try:
-            assert server.stdout is not None
-            text = "".join(server.stdout.readline() for _ in range(3))
-            try:
-                url: str | None = json.loads(text)["url"]
-            except ValueError:
-                _log.warning("--watch: the page cannot be served; the search continues without it")
-                url = None
-            yield url
-            time.sleep(0 if url is None else _LINGER_S)
-        finally:
-            server.terminate()

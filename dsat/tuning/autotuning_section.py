@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsat.command.ds_config import AUTOTUNING, BATCH_KEYS, did_you_mean, flat, whole_number
-from dsat.command.switches import CHECKPOINTING
+from dsat.command.ds_config import AUTOTUNING, did_you_mean, whole_number
 from dsat.errors import UserInputError
 from dsat.options import ANY
 from dsat.search import usual_options
@@ -34,6 +33,7 @@ _METHODS = {"gridsearch": "gridsearch", "random": "random", "model_based": "mode
 _WITHOUT_EFFECT = {
     "metric_path": "every trial reports to dsat itself",
     "min_train_batch_size": "the global batch is yours, or that of --train-batch-size",
+    "overwrite": "every run has a folder of its own, and none is deleted",
     "model_info": "dsat always profiles the model itself",
     "model_info_path": "dsat always profiles the model itself",
 }
@@ -47,9 +47,8 @@ class Section:
         settings: values of settings of a search, by name.
         search_options: values of options of the method, by name.
         keys: the keys in the file of both, by the same names.
-        results_dir, exps_dir: folders of DeepSpeed's result files and descriptions of experiments,
-            relative to where the command is run; None if the section names none.
-        overwrite: delete earlier results. DeepSpeed's own default is true; here it is false.
+        results_dir, exps_dir: folders of DeepSpeed's result files and descriptions of experiments;
+            None if the section names none.
         notes: a line for the user on each key that is accepted but has no effect.
     """
 
@@ -58,7 +57,6 @@ class Section:
     keys: Mapping[str, str]
     results_dir: Path | None = None
     exps_dir: Path | None = None
-    overwrite: bool = False
     notes: tuple[str, ...] = ()
 
     def apply(self, settings: Settings) -> Settings:
@@ -178,7 +176,7 @@ _SEARCH_OPTIONS: Mapping[str, tuple[str, Reader]] = {
     "tuner_early_stopping": ("early_stopping", _number_or_none),
     "num_tuning_micro_batch_sizes": ("num_micro_batches", whole_number),
 }
-_FOLDERS: Mapping[str, Reader] = {"results_dir": _folder, "exps_dir": _folder, "overwrite": _flag}
+_FOLDERS: Mapping[str, Reader] = {"results_dir": _folder, "exps_dir": _folder}
 _CHECKED: Mapping[str, Reader] = {
     "enabled": _flag,
     "mp_size": _at_most_one("model parallel jobs cannot be tuned"),
@@ -231,23 +229,7 @@ def read(config: Mapping[str, Any], *, where: str) -> Section | None:
         return None
     if "start_profile_step" in settings:
         settings.setdefault("end_profile_step", settings["start_profile_step"] + _MORE_STEPS)
-    _check_mappings(settings.get("arg_mappings", {}), config, place)
     return Section(settings, options, keys, **folders, notes=tuple(_notes(config, section, where)))
-
-
-def _check_mappings(mappings: Mapping[str, str], config: Mapping[str, Any], where: str) -> None:
-    """Raise UserInputError for a setting that looks like a misspelt one of the configuration."""
-    others = flat({key: value for key, value in config.items() if key != AUTOTUNING})
-    keys = {key for path in others for key in path.split(".")}
-    settings = {*BATCH_KEYS, *keys, CHECKPOINTING}
-    for setting in mappings:
-        near = "" if setting in settings else did_you_mean(setting, settings)
-        if near:
-            raise UserInputError(
-                f"the configuration has no setting {setting!r}",
-                where=f"{where}.arg_mappings.{setting}",
-                hint=near + "Correct it or leave it out.",
-            )
 
 
 def _notes(config: Mapping[str, Any], given: Mapping[str, Any], where: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,14 @@ class CommandLine:
     options: tuple[str, ...] = ()
     target: tuple[str, ...] = ()
     is_experiment: bool = False
+
+    def resumed(self, folder: Path, *more: str) -> list[str]:
+        """Return the words that continue its run, with further options."""
+        given = {word.partition("=")[0] for word in self.options}
+        words = [] if "--resume" in given else ["--resume"]
+        if "--run-dir" not in given:
+            words += ["--run-dir", str(folder)]
+        return self.words(*words, *more)
 
     def words(self, *more: str) -> list[str]:
         """Return its words with further options."""

@@ -25,7 +25,7 @@ from dsat.run.run import Run
 from dsat.run.tuner import Tuner
 from dsat.show.progress import Status
 from dsat.simulation import anchors
-from dsat.tuning import plans, run_folders, train_command
+from dsat.tuning import run_folders, train_command
 from dsat.tuning.observers import FileKeeper, Logger, write_files
 from dsat.tuning.preparation import Prepared
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -53,15 +53,8 @@ class LocalSearch:
         self.interrupted = False
         self._engine: Engine | None = None
         with contextlib.ExitStack() as opened:
-            section = ready.section
-            results = None if section is None else section.results_dir
-            if section is not None and results is not None:
-                self.folder = run_folders.of_results(results, section, opened)
-            else:
-                self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
-            earlier = run_folders.earlier_runs(
-                self.folder, ready.plan, ready.info, takes_over=results is not None
-            )
+            self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
+            earlier = run_folders.earlier_runs(self.folder, ready.plan, ready.info)
             ended = leftovers.end_processes(self.folder)
             if ended:
                 _log.info(
@@ -71,7 +64,7 @@ class LocalSearch:
             self._tuner.reuse(history.reusable_trials(earlier, ready.plan, ready.info))
             self._opened = opened.pop_all()
         self.run = self._tuner.run
-        self.ready = train_command.as_shown(ready, self.run)
+        self.ready = ready.after(self.run)
 
     def __enter__(self) -> LocalSearch:
         return self
@@ -82,7 +75,7 @@ class LocalSearch:
     @property
     def trials(self) -> Path:
         """Folder of the trials' folders."""
-        return run_folders.of_trials(self.ready.section, self.folder)
+        return self.folder / run_folders.TRIALS
 
     def search(self, *observers: Observer) -> None:
         """Run the trials that are not done yet; Ctrl-C ends it early, and ends the trials.
@@ -127,7 +120,7 @@ class LocalSearch:
             at_once = 1
         found = self.run.best is not None
         line = train_command.line(ready, self.run, self.folder) if found else ""
-        return Status(slots, max(1, at_once), self._tuner.decisions.outlook, line)
+        return Status(slots, max(1, at_once), line)
 
     def _has_work(self) -> bool:
         """Return whether anything is to be run; if not, known results are shown again."""
@@ -185,7 +178,7 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
             f"note: {plan.metric} is a time per optimizer step, which small batches make short; "
             "add --train-batch-size to compare like with like"
         )
-    yield from (f"note: {note}" for note in plans.notes(ready.settings, plan))
+    yield from (f"note: {note}" for note in ready.notes)
     changed = history.difference(run, plan, ready.info)
     if changed is not None:
         yield (
@@ -208,7 +201,7 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
             settings.trial_options(ready.plan.own_batch.micro_batch),
             cold=settings.cold,
             seed=settings.seed,
-            trials=run_folders.of_trials(ready.section, folder),
+            trials=folder / run_folders.TRIALS,
         ),
         slots_per_trial=ready.plan.slots_per_trial,
         own=ready.first,

@@ -74,8 +74,10 @@ def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = Tr
     summary.write_files(run, folder, line)
     train_command.write_own_files(ready, run, folder)
     if with_page:
-        page.write_page(run, folder, run_folders.of_trials(ready.section, folder), line)
-    if ready.section is not None:
-        best = folder / autotuner_files.OPTIMAL_CONFIG_FILE
+        page.write_page(run, folder, folder / run_folders.TRIALS, line)
+    section = ready.section
+    if section is not None:
+        results = section.results_dir or folder
+        best = results / autotuner_files.OPTIMAL_CONFIG_FILE
         command = train_command.text(ready, run, best) or ""
-        autotuner_files.write_files(run, folder, ready.section.exps_dir, command)
+        autotuner_files.write_files(run, results, section.exps_dir, command)

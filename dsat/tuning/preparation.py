@@ -18,18 +18,20 @@ from dsat.command.entrypoint import Entrypoint
 from dsat.command.experiment import Experiment
 from dsat.engines import places
 from dsat.engines.agent import leftovers
-from dsat.engines.machines import device_use
-from dsat.engines.machines.hosts import Host
+from dsat.engines.machines import accelerators
+from dsat.engines.machines.hosts import Host, without_segments
 from dsat.engines.machines.machine import Machine
 from dsat.engines.own_command import OwnCommand
 from dsat.engines.places import ENGINE_NAMES
 from dsat.engines.places.base import Environment
+from dsat.engines.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.errors import UserInputError
 from dsat.prepare import hosts as hosts_of
 from dsat.prepare import installed_deepspeed, packages
 from dsat.prepare import source as sources
 from dsat.prepare.hosts import all_slots, check_slots, describe
 from dsat.prepare.source import Source
+from dsat.run.run import Run
 from dsat.space.plan import Plan
 from dsat.tuning import autotuning_section, known_faults, plans, run_folders
 from dsat.tuning.autotuning_section import Section
@@ -74,6 +76,24 @@ class Prepared:
         """Number of slots of these hosts."""
         return self.machine.num_slots * len(self.hosts)
 
+    @property
+    def notes(self) -> list[str]:
+        """Lines on what a user may not expect of the plan."""
+        return plans.notes(self.settings, self.plan)
+
+    def after(self, run: Run) -> Prepared:
+        """Return this as it is run after what the trials of a run have shown."""
+        shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
+        settings, hosts, program = self.settings, self.hosts, self.program
+        if FRESH_PROCESSES_ONLY in shown:
+            settings = replace(settings, cold=True)
+        if NO_SEGMENTS in shown:
+            hosts = tuple(without_segments(hosts))
+        if COMMAND_AGAIN in shown:
+            why = "they failed, started by dsat, in an earlier trial"
+            program = replace(program, needs_command=why)
+        return replace(self, settings=settings, hosts=hosts, program=program)
+
     @functools.cached_property  # it reads the script
     def info(self) -> dict[str, Any]:
         return {
@@ -117,13 +137,13 @@ def _prepare(
         engine = places.detect(Environment(os.environ, dict(source.program.launch.hosts)))
         if engine != "local":
             _log.info("--engine %s was detected (--engine local takes this machine alone)", engine)
-    _check_before_running(settings, source, section, engine)
+    _check_before_running(settings, source, engine)
     _check_packages(settings, source)
     # Before the devices are looked at: what is wrong with the command is shown at once.
     is_recorded = _is_recorded(settings, source, engine)
     in_use: dict[str, str] = {}
     if is_recorded and not settings.resume:
-        in_use = device_use.variables_of_memory_in_use()  # by others than the command
+        in_use = accelerators.variables_of_memory_in_use()  # by others than the command
         shown = shlex.join(words_without_secrets(settings.command))
         _log.info("running your command as it is: %s", shown)
         first = source.first_run(settings.trial_options(1), settings.slots)
@@ -172,9 +192,7 @@ def _of_machine(machine: Machine, slots: int) -> dict[str, Any]:
     }
 
 
-def _check_before_running(
-    settings: Settings, source: Source, section: Section | None, engine: str
-) -> None:
+def _check_before_running(settings: Settings, source: Source, engine: str) -> None:
     """Raise UserInputError for what is wrong whatever a run of the command shows."""
     if settings.search_runner_config is not None:
         raise UserInputError(
@@ -188,7 +206,7 @@ def _check_before_running(
             where="entrypoint",
             hint="On several machines: deepspeed --hostfile FILE, or a job of Slurm's.",
         )
-    _check_settings(settings, source, section)
+    _check_settings(settings, source)
     if source.unknown == sources.PROGRAM:
         return
     if settings.slots is not None:
@@ -211,22 +229,16 @@ def with_section(
     """
     where = config_path or experiment.ds_config_name
     section = autotuning_section.read(experiment.ds_config, where=where)
-    if section is None:
-        return None, settings
-    if settings.run_dir is not None:
-        section = replace(section, results_dir=None)
-    return section, section.apply(settings)
+    return (None, settings) if section is None else (section, section.apply(settings))
 
 
-def _check_settings(settings: Settings, source: Source, section: Section | None) -> None:
+def _check_settings(settings: Settings, source: Source) -> None:
     """Raise UserInputError for settings of a search that are wrong whatever its script does."""
     plans.check(settings)
     slots = settings.slots or source.program.slots
     if slots is not None:
         check_max_slots(settings, slots)
     is_named = settings.run_dir is not None or source.unknown != sources.PROGRAM
-    if section is not None and section.results_dir is not None:
-        is_named = False  # it may hold other runs
     if is_named and not settings.dry_run:
         run_folders.check(settings, source.experiment.name)
 

@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import logging
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dsat.errors import JournalError, UserInputError
+from dsat.errors import UserInputError
 from dsat.run import history
 from dsat.run.folder_lock import FolderLock
 from dsat.run.journal import FILE_NAME, RUNS_FOLDER, read_events
 from dsat.run.run import Run
 from dsat.run.tuner import difference_to
-from dsat.show import page, progress, summary
+from dsat.show import summary
 from dsat.space.plan import Plan
-from dsat.tuning import autotuner_files
-from dsat.tuning.autotuning_section import Section
 from dsat.tuning.settings import Settings
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import OutcomeKind
 
 _log = logging.getLogger(__name__)
-_RESULT_FILES = (
-    autotuner_files.OPTIMAL_CONFIG_FILE,
-    autotuner_files.OPTIMAL_COMMAND_FILE,
-    autotuner_files.SUMMARY_FILE,
-    page.PAGE_FILE,
-    progress.STATUS_FILE,
-    summary.BEST_CONFIG_FILE,
-    summary.BEST_METRICS_FILE,
-    summary.SUMMARY_FILE,
-    "supervisor.log",
-)
+TRIALS = "trials"  # folder of the trials' folders
 
 
 def of_run(settings: Settings, name: str, locks: ExitStack) -> Path:
@@ -115,36 +101,11 @@ def _new_folder(stem: str) -> Path:
             return folder
 
 
-def of_trials(section: Section | None, folder: Path) -> Path:
-    """Return the folder of a run's trials: as DeepSpeed's autotuner has it in its own folder."""
-    is_results_dir = section is not None and section.results_dir is not None
-    return folder if is_results_dir else folder / "trials"
-
-
-def of_results(results: Path, section: Section, locks: ExitStack) -> Path:
-    """Return the folder of a run that the `autotuning` section names.
-
-    Earlier results are deleted if the section says so: what dsat itself wrote, and nothing else.
-    """
-    experiments = section.exps_dir or results
-    for folder in dict.fromkeys(path.resolve() for path in (results, experiments)):
-        locks.callback(FolderLock(folder).close)
-    if section.overwrite:
-        _delete_results(results, experiments)
-    return results
-
-
-def earlier_runs(
-    folder: Path, plan: Plan, info: Mapping[str, Any], *, takes_over: bool
-) -> list[Run]:
+def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]:
     """Return the runs in a run's folder that are not continued.
 
-    The journal of a run for another plan is set aside. So is that of a run with errors to retry, or
-    that would go on with another script or other software: a new journal begins, and whatever still
-    counts is taken from the old one.
-
-    Args:
-        takes_over: the folder may hold a run of another plan.
+    The journal of a run with errors to retry is set aside, as is that of an unfinished run whose
+    script or software changed. A new journal begins, and reuses the trials that still count.
     """
     journal = folder / FILE_NAME
     if journal.exists():
@@ -153,15 +114,13 @@ def earlier_runs(
         other = difference_to(plan, run.plan) if run.has_begun else None
         changed = history.difference(run, plan, info) if run.has_begun else None
         goes_on = changed is not None and not _is_over(run, plan)
-        if takes_over if other else goes_on or _has_errors_to_retry(run):
+        if not other and (goes_on or _has_errors_to_retry(run)):
             _set_aside(journal)
             if changed is not None:
                 _log.info(
                     "%s: the search begins again without what was measured before the change",
                     changed,
                 )
-            elif other:
-                _log.info("%s: a new search begins and reuses what was measured", other)
             else:
                 _log.info("trials that failed are run again")
     return [history.read_run(path) for path in _set_aside_in(folder)]
@@ -199,17 +158,3 @@ def _has_errors_to_retry(run: Run) -> bool:
     if run.best is None:
         return not kinds <= {OutcomeKind.OK, OutcomeKind.OOM, OutcomeKind.CANCELED}
     return OutcomeKind.ERROR in kinds and run.stop_reason is None and run.finals is None
-
-
-def _delete_results(results: Path, experiments: Path) -> None:
-    """Delete the results, and the trials that the journals name; all else stays."""
-    journals = [results / FILE_NAME, *_set_aside_in(results)]
-    journals = [path for path in journals if path.is_file()]
-    for journal in journals:
-        with contextlib.suppress(JournalError):  # a damaged one names no trials
-            for trial in history.read_run(journal).trials.values():
-                shutil.rmtree(results / trial.name, ignore_errors=True)  # follows no link
-                (experiments / f"{trial.name}.json").unlink(missing_ok=True)
-    ours = [results / name for name in _RESULT_FILES] if journals else []
-    for path in [*ours, *journals]:  # the journals last: they name the trials
-        path.unlink(missing_ok=True)

@@ -306,7 +306,6 @@ class Settings(Target):
     )
     dry_run: bool = option(
         "--dry-run",
-        shell_only=True,
         group=Group.FIRST,
         help="print the plan, run no trial; a command that names no script runs up to its training",
     )
@@ -315,12 +314,6 @@ class Settings(Target):
         shell_only=True,
         group=Group.RESULT,
         help="print the result as JSON, everything else to stderr",
-    )
-    watch: bool = option(
-        "--watch",
-        shell_only=True,
-        group=Group.RESULT,
-        help="serve a live page of the search, reachable from this machine only",
     )
     search_runner_config: Path | None = option(
         "--search-runner-config",

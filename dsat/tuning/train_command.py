@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,12 @@ from dsat.command import entrypoint as entrypoints
 from dsat.command.entrypoint import Entrypoint
 from dsat.command.own_files import Answer, Rewriting
 from dsat.command.switches import BIND_CORES
-from dsat.engines.machines.hosts import without_segments
 from dsat.engines.machines.machine import Machine
 from dsat.engines.rank_settings import (
     binding_options,
     make_command_settings,
     make_rank_settings,
 )
-from dsat.engines.retries import COMMAND_AGAIN, FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.engines.trial_folder import working_folder
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.run.run import Run, own_switches
@@ -33,24 +32,11 @@ from dsat.values.text import assignment, shell_line
 from dsat.values.trial import Trial
 
 
-def as_shown(ready: Prepared, run: Run) -> Prepared:
-    """Return what is run, where and how, by what earlier trials have shown of it."""
-    shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
-    if FRESH_PROCESSES_ONLY in shown:
-        ready = replace(ready, settings=replace(ready.settings, cold=True))
-    if NO_SEGMENTS in shown:
-        ready = replace(ready, hosts=tuple(without_segments(ready.hosts)))
-    if COMMAND_AGAIN in shown:
-        why = "they failed, started by dsat, in an earlier trial"
-        ready = replace(ready, program=replace(ready.program, needs_command=why))
-    return ready
-
-
 def line(ready: Prepared, run: Run, folder: Path) -> str:
     """Return the command that trains with the best configuration from any folder."""
     command = text(ready, run, folder / summary.BEST_CONFIG_FILE)
     if command is not None:
-        program = as_shown(ready, run).program
+        program = ready.after(run).program
         cwd = working_folder(ready.experiment, folder)
         if runs_own_command(program, ready.plan.slots_per_trial) and program.started_in:
             cwd = Path(program.started_in)
@@ -60,17 +46,20 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
             f"dsat.tune(..., run_dir={str(folder.absolute())!r}, resume=True, "
             "run_full_experiment=True), the rest as before"
         )
-    again = [*resume_options(ready, folder), "--run-full-experiment"]
+    more = ["--run-full-experiment"]
     if run.stop_reason is None:  # interrupted: train, and do not search on
-        again += ["--max-trials", str(max(2, len(run.outcomes))), "--finals", "0"]
-    words = ["python3", "-m", "dsat", *ready.line.words(*again)]
+        more += ["--max-trials", str(max(2, len(run.outcomes))), "--finals", "0"]
+    words = [find_program("python3"), "-m", "dsat", *ready.line.resumed(folder, *more)]
     return f"cd {shlex.quote(str(Path.cwd()))} && {shell_line(words)}"
 
 
-def resume_options(ready: Prepared, folder: Path) -> list[str]:
-    """Return the options that continue a run, beside those that it was started with."""
-    resume = [] if ready.settings.resume else ["--resume"]
-    return resume + ([] if ready.settings.run_dir else ["--run-dir", str(folder)])
+def find_program(name: str) -> str:
+    """Return a program's name, or its path where the PATH leads to another environment."""
+    here, found = Path(sys.executable).parent, shutil.which(name)
+    if not (here / name).exists():
+        return name
+    leads_here = found is not None and os.path.samefile(Path(found).parent, here)
+    return name if leads_here else str(here / name)
 
 
 def text(ready: Prepared, run: Run, config: Path) -> str | None:
@@ -80,7 +69,7 @@ def text(ready: Prepared, run: Run, config: Path) -> str | None:
         None if the script cannot be given the file or a switch, or runs as a Determined task or on
         several hosts only.
     """
-    ready, best = as_shown(ready, run), run.best
+    ready, best = ready.after(run), run.best
     slots, needs_task = ready.plan.slots_per_trial, "determined" in str(ready.experiment.entrypoint)
     if best is None or slots > ready.machine.num_slots or needs_task:
         return None
@@ -102,7 +91,7 @@ def write_own_files(ready: Prepared, run: Run, folder: Path) -> None:
     if run.best is None:
         return
     config = folder / summary.BEST_CONFIG_FILE
-    found = _own_form(as_shown(ready, run), run, run.best, config)
+    found = _own_form(ready.after(run), run, run.best, config)
     for name, text in (found.copies if found else {}).items():
         write_atomically(folder / name, text)
 
@@ -164,9 +153,9 @@ def _launcher(ready: Prepared, program: Entrypoint, best: Mapping[str, Any]) -> 
     slots = str(ready.plan.slots_per_trial)
     own = program.interpreter  # in whose environment the launchers of the PATH are not
     if not program.launch.passes_local_rank:
-        launcher = [own, "-m", "torch.distributed.run"] if own else ["torchrun"]
+        launcher = [own, "-m", "torch.distributed.run"] if own else [find_program("torchrun")]
         return [*launcher, "--standalone", f"--nproc-per-node={slots}"]
-    launcher = [own, "-m", "deepspeed.launcher.runner"] if own else ["deepspeed"]
+    launcher = [own, "-m", "deepspeed.launcher.runner"] if own else [find_program("deepspeed")]
     chosen, without = program.launch.devices, program.launch.not_devices
     if without:
         there = range(ready.machine.num_slots + len(without))

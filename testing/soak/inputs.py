@@ -50,7 +50,6 @@ _CONFIG: dict[str, Any] = {
         "num_gpus": [2],
         "results_dir": "results",
         "exps_dir": "exps",
-        "overwrite": True,
         "arg_mappings": {"train_micro_batch_size_per_gpu": "--batch-size"},
     },
 }

@@ -66,7 +66,7 @@ def test_a_documented_command(tmp_path: Path, section: str) -> None:
         changed = read_json(config)
         changed["autotuning"] |= {"tuner_num_trials": 2, "start_step": 2, "end_step": 3}
         config.write_text(json.dumps(changed))
-        run_dir = tmp_path / "example" / "autotuning_results"
+        run_dir = tmp_path / "example" / "dsat_runs" / "train-1"
     if folder == "examples/plain":
         rest = [*rest, *SMALL_MODEL]
     told = typed(tmp_path / "example", method, *small, *rest)
@@ -75,9 +75,3 @@ def test_a_documented_command(tmp_path: Path, section: str) -> None:
     assert own is not None
     assert run.best_value is not None
     assert run.finals is not None or run.best_value >= own  # finals measure both anew
-
-
-# -- what the model needs
-
-
-# -- the vocabulary of DeepSpeed's autotuner

@@ -4,16 +4,28 @@ stays as it was."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from testing import warm_command
-from testing.catalogue import NIGHTLY, SCRIPTS, SLOW, Script, of_suite
+from testing.catalogue import NIGHTLY, ROOT, SCRIPTS, SLOW, Script, of_suite
+from testing.command import typed
 from testing.local import buffers_of, processes_of
-from testing.tuned_scripts import Tuned, fault_of, fault_of_answer, is_installed, tune
+from testing.tuned_scripts import (
+    OPTIONS,
+    Tuned,
+    documented_commands,
+    fault_of,
+    fault_of_answer,
+    is_installed,
+    snapshot,
+    tune,
+)
 
 pytestmark = pytest.mark.slow
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").iterdir() if path.is_dir())
 
 
 def rows() -> list[object]:
@@ -46,6 +58,20 @@ def test_a_script_is_tuned_and_its_folder_stays(
         assert fault_of_answer(script, told) == ""
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_folder_of_an_example_stays(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    shutil.copytree(ROOT / "examples" / name, folder)
+    before = snapshot(folder)
+    at, (method, *words) = documented_commands()[name]
+    assert at == f"examples/{name}"
+    told = typed(folder, method, *OPTIONS.split(), "--slot-memory", "600MiB", *words)
+    assert told.status == 0, told
+    made = {"output": ("folder", 0, 0)} if name == "hf_trainer" else {}  # by the script itself
+    assert snapshot(folder) == before | made
+
+
 def test_checkpoints_and_trackers_are_left_alone(tmp_path: Path) -> None:
     """Except in the result, which keeps what the user switched on."""
     script = SCRIPTS["checkpoints and trackers"]
@@ -69,3 +95,19 @@ def test_an_error_of_the_script_is_shown_in_its_own_words(tmp_path: Path, script
     trials = told.folder / "run" / "trials"
     kept = [path.name for path in trials.iterdir()] if trials.exists() else []
     assert all(name.startswith("baseline") for name in kept)
+
+
+@pytest.fixture(scope="module")
+def rotated(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    told = searched(SCRIPTS["files of its own"], tmp_path_factory.mktemp("files") / "work")
+    assert told.status == 0, told
+    return told
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "how", ["deleted", "renamed", "rotated", "truncated", "appended", "emptied"]
+)
+def test_a_file_of_the_user_stays_as_it_was(rotated: Tuned, how: str, when: str) -> None:
+    assert [path for path in rotated.changed if path.startswith(f"{how}.{when}")] == []

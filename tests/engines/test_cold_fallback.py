@@ -10,7 +10,6 @@ import pytest
 from dsat.engines.machines.hosts import Host
 from dsat.engines.retries import FRESH_PROCESSES_ONLY, NO_SEGMENTS
 from dsat.run.run import Run
-from dsat.tuning import train_command
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import TrialKind
 from testing.local import PROGRAMS, bench_of, cpu_machine, warnings_of
@@ -56,4 +55,4 @@ def test_a_resumed_run_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     for warnings, remembers in (((), False), ((FRESH_PROCESSES_ONLY,), True)):
         run = Run()
         run.outcomes[0] = Outcome(OutcomeKind.OK, warnings=warnings)
-        assert train_command.as_shown(ready, run).settings.cold is remembers
+        assert ready.after(run).settings.cold is remembers

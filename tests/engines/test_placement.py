@@ -18,7 +18,6 @@ from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine
 from dsat.errors import EngineError, UserInputError
 from dsat.in_trial import loopback
-from dsat.in_trial.rank_files import MODULES_FILE
 from dsat.prepare.hosts import check_kinds
 from testing.helpers import ran
 from testing.scripted_hosts import GPUS, ScriptedHosts, hosts_of, scripted_engine, trial_of
@@ -116,8 +115,6 @@ def test_a_trial_that_needs_more_than_a_host_gets_whole_hosts(
         engine.launch(trial_of(number))
     assert hosts.places(1) == {"a": "0,1,2,3", "b": "0,1,2,3"}
     assert hosts.places(2) == {"c": "0,1,2,3", "d": "0,1,2,3"}
-    with pytest.raises(EngineError, match="a trial needs 8 devices and 0 are free"):
-        engine.launch(trial_of(3))
     assert engine_of(2, 3).num_slots == 6, "two trials of three, though there are eight"
 
 
@@ -136,35 +133,6 @@ def test_an_offloading_trial_runs_alone(hosts: ScriptedHosts, engine_of: Make) -
 
 
 # -- devices that fail
-
-
-def test_a_rank_that_waits_for_a_driver_ends_the_run(
-    hosts: ScriptedHosts, engine_of: Make, tmp_path: Path
-) -> None:
-    (tmp_path / MODULES_FILE).write_text('["json"]')
-    engine, hosts.stuck, hosts.measures = engine_of(slots_per_trial=2), {"1"}, {1}
-    engine.import_modules_of(tmp_path)
-    assert hosts.imported == ["json"]
-    engine.launch(trial_of(1))
-    [(number, outcome)] = engine.poll(1)
-    assert number == 1 and outcome.ok, "it was measured before its ranks got stuck"
-    # The check behind an import would wait for its driver until the run ends.
-    engine.import_modules_of(tmp_path)
-    assert hosts.imported == ["json"]
-    engine.launch(trial_of(2))
-    with pytest.raises(EngineError, match=r"driver of cuda 1, and cannot be ended.*--resume"):
-        engine.poll(1)
-    assert list(hosts.given) == [1], "nothing is started any more"
-
-
-def test_all_devices_of_a_command_may_be_stuck(hosts: ScriptedHosts, tmp_path: Path) -> None:
-    """What it has started, and where, is its own affair."""
-    command = ("bash", "-c", "python train.py")
-    engine = scripted_engine(tmp_path, slots_per_trial=4, command=command)
-    hosts.stuck = {""}
-    engine.launch(trial_of(1))
-    with pytest.raises(EngineError, match="driver of cuda 0, 1, 2, 3,"):
-        [engine.poll(1) for _ in range(2)]
 
 
 def fails_by_device(engine: LocalEngine, hosts: ScriptedHosts, number: int) -> Any:

@@ -164,11 +164,6 @@ def test_what_takes_long_is_told(
     other = f"{trial.name}: your script runs, up to its first optimizer step"
     assert caplog.messages.count(other) <= 1
     assert not (singles.path(trial) / "doing.txt").exists(), "it has made a step since"
-    # One that fails beside another is run again once that has ended.
-    trials = launched(singles, "hangs", "crashes")
-    waits = f"{trials[1].name}: waits for {trials[0].name} to end"
-    wait_until(lambda: singles.engine.poll(0.1) or waits in caplog.text, waits)
-    canceled(singles, *trials[::-1])
 
 
 # -- trials that run again

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 
 import pytest
 import torch
@@ -205,49 +204,6 @@ def test_measures_the_first_engine_that_trains(clock: Clock) -> None:
     told = measure(trained)
     assert metrics_of(told).latency == pytest.approx(10)
     assert told.warnings == (SEVERAL_ENGINES,)
-
-
-@pytest.mark.parametrize("steps", [3, 30])
-def test_a_script_that_begins_again_is_measured_by_its_last_engine(
-    clock: Clock, steps: int
-) -> None:
-    """After an error that it catches; nothing of the engines before then takes memory."""
-
-    class Engine(FakeEngine):
-        fails_at = 0
-
-        def backward(self, loss: torch.Tensor) -> torch.Tensor:
-            if self.global_steps + 1 == self.fails_at:
-                raise RuntimeError("NCCL communicator was aborted")
-            return super().backward(loss)
-
-    before: list[weakref.ref[Engine]] = []
-    model = FakeEngine(clock).module  # of all of them, as in Hugging Face's Trainer
-
-    def make() -> Engine:
-        assert not [each for each in before if each()]
-        engine = Engine(clock)
-        engine.module = model
-        before.append(weakref.ref(engine))
-        return engine
-
-    meter = watched(make, profile=True)
-    for fails_at in (1, 2, 0):
-        engine = initialize()
-        engine.fails_at = fails_at
-        engine.times_ms = (float(not fails_at), 4.0, 1.0)
-        with contextlib.suppress(RuntimeError):
-            train(engine, steps=steps)
-        del engine
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None, "it counts no FLOPs"
-    found = meter.at_its_end()
-    if steps == 30:
-        assert metrics_of(found).latency == pytest.approx(6)
-        assert found.warnings == ()
-    else:
-        assert not meter.reported
-        assert "after 3 optimizer steps of the last engine" in found.message
-        assert "steps up to 5" in found.message
 
 
 def test_a_script_may_leave_out_the_engines_forward(clock: Clock) -> None:

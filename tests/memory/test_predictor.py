@@ -67,6 +67,20 @@ def test_what_is_auto_has_its_default_and_the_profiles_type() -> None:
         assert closed_form.estimate(facts, auto, slots=1, micro_batch=3) == plain
 
 
+def test_a_bucket_on_processor_cores_counts_as_far_as_it_is_written() -> None:
+    """Without a limit on allocations, which counts all that is allocated."""
+    usual = config(2, reduce_bucket_size="auto")
+    for more, counted in (
+        ({"counts_context": True}, FACTS.trainable_params),
+        ({"counts_context": True, "on_device": True}, 5 * 10**8),
+        ({}, 5 * 10**8),
+    ):
+        memory, sized = model(**more), config(2, reduce_bucket_size=counted)
+        plain = closed_form.estimate(FACTS, sized, slots=1, micro_batch=1)
+        predicted = memory.predicted_bytes(memory.shape(usual, {}), 1)
+        assert predicted == pytest.approx(plain.peak, abs=1)
+
+
 def test_a_simulation_moves_its_strategy_at_other_numbers_of_slots_too() -> None:
     anchors = simulated(3, 20, 300 * MIB, slots=64), simulated(3, 20, 200 * MIB, slots=4)
     basis = Basis.of_model(FACTS, anchors)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +15,7 @@ import pytest
 from dsat.command.entrypoint import Entrypoint
 from dsat.command.placement import Launch
 from dsat.engines.engine import LocalEngine
+from dsat.engines.machines import accelerators
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine, find_machine, find_machines
 from dsat.engines.retries import is_of_device
@@ -248,7 +246,10 @@ def test_memory_that_is_reserved_is_what_is_allocated(
 
 @pytest.mark.slow
 def test_devices_are_chosen_as_the_user_chose_them(
-    null_cuda: MachineOf, imported: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    null_cuda: MachineOf,
+    imported: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     def find_machine() -> Machine:
         [machine] = find_machines({"here": imported})
@@ -272,12 +273,16 @@ def test_devices_are_chosen_as_the_user_chose_them(
     assert "busy or unavailable" in find_machine().left_out[0]
     # What the command itself holds, as after the first run, is no use by others.
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    code = "import json; from dsat.engines.machines import device_use as use; "
-    code += "print(json.dumps(use.variables_of_memory_in_use()))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho '{machine.uuid(0)}, 10'\necho '{machine.uuid(1)}, [N/A]'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    before = accelerators.variables_of_memory_in_use()
     machine.use(0, 6 * _GIB)
-    [held] = find_machines({"here": imported}, {**os.environ, **json.loads(told.stdout)})
+    [held] = find_machines({"here": imported}, {**os.environ, **before})
     assert held.devices == ("0",)
+    smi.unlink()
+    assert accelerators.variables_of_memory_in_use() == {}
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def test_a_terminal_gets_a_live_table(user: User) -> None:
 @pytest.mark.slow
 def test_a_run_is_looked_at_while_it_goes_on(user: User) -> None:
     user.pause_s = 0.5
-    started = user.starts(*user.words("--max-trials", 12, "--watch", method="random"))
+    started = user.starts(*user.words("--max-trials", 12, method="random"))
     journal = user.folder / "run" / "journal.jsonl"
     wait_for(lambda: journal.exists() and journal.read_text().count('"finished"') >= 2)
     shown = user.types("show", "run", "--json").json
@@ -134,9 +134,7 @@ def test_a_run_is_looked_at_while_it_goes_on(user: User) -> None:
     wait_for(lambda: "running" in user.types("show", "run", "--trials").out)
     assert "(running)" in user.types("show", "run").out
     started.signal(signal.SIGKILL)
-    told = started.wait()
-    url = re.findall(r"http://127\.0\.0\.1:\d+/", told.err)
-    assert url and "ssh -L" in told.err, "it was served while it ran"
+    started.wait()
     assert user.types("show", "run", "--json").json["state"] == "interrupted"
     text = user.types("show", "run", "--trials").out
     assert "interrupted" in text and "running" not in text
@@ -175,16 +173,10 @@ def read_json(started: Started) -> dict[str, str]:
     return found
 
 
-def test_runs_are_listed_the_newest_first_whatever_their_clock(copied: User) -> None:
-    journals = {n: copied.folder / "dsat_runs" / f"train-{n}" / "journal.jsonl" for n in (1, 3)}
-    for number, shift in ((1, 1e6), (3, 2e6)):
-        text = journals[number].read_text()
-        journals[number].write_text(re.sub(r'"time_s": ?[\d.]+', f'"time_s":{1.7e9 - shift}', text))
-    assert list(states(copied)) == ["train-1", "train-3"]
-    # The clock of the older one was wrong: it is dated by its file.
-    text = re.sub(r'"time_s": ?[\d.]+', '"time_s":9000000000.5', journals[3].read_text())
-    journals[3].write_text(text)
-    os.utime(journals[3], (1e9, 1e9))
+def test_runs_are_listed_the_newest_first(copied: User) -> None:
+    for number, changed_s in ((1, 2e9), (3, 1e9)):
+        journal = copied.folder / "dsat_runs" / f"train-{number}" / "journal.jsonl"
+        os.utime(journal, (changed_s, changed_s))
     assert list(states(copied)) == ["train-1", "train-3"]
     assert "dsat_runs/train-1 " in copied.types("show").out
 
@@ -258,14 +250,12 @@ def test_two_runs_side_by_side(copied: User) -> None:
     copied.world = World(seed=3, effects={"z1": 1.25, "z2": 1.25, "z3": 1.25, "z0": 1.25})
     copied.tunes("--max-trials", 14)
     told = copied.types("compare", "train-1", "run", "--json").json
-    [ratio] = [text for text in told["caveats"] if "median" in text]
-    count, middle, *_ = re.findall(r"\d+(?:\.\d+)?", re.sub(r"train-\d|run", "", ratio))
-    assert int(count) >= 3 and float(middle) == pytest.approx(1 / 1.25, rel=0.03)
-    shown = copied.types("compare", "train-1", "dsat_runs/train-3")
-    assert "1.000" in shown.out and shown.status == 0
+    values = {name: run["best_value"] for name, run in told["runs"].items()}
+    assert values["run"] == pytest.approx(values["train-1"] / 1.25, rel=0.1)
+    assert copied.types("compare", "train-1", "dsat_runs/train-3").status == 0
     copied.tunes("--max-trials", 4, "--run-dir", "other", metric="latency")
     said = copied.types("compare", "train-1", "other").out
-    assert "different metrics" in said and "median" not in said
+    assert "different metrics" in said
     for words in (("train-1", "train-1"), ("train-1", "dsat_runs/train-1")):
         assert copied.types("compare", *words).status == 2
 

@@ -70,12 +70,12 @@ KINDS = {
     "schedule": r"^Schedule: ",
     "script": r"^Script: ",
     "saving": r"^Saving: ",
-    "a switch reads data faster": r"^Time: .* of your step waits for data: \S+ gave",
     "the best reads faster": r"^Time: .* of your step waits for data, .* of the best",
     "data wait": r"^Time: .* of the best step waits for data: ",
     "host optimizer": r"^Time: .* is the optimizer step on the host",
     # warnings
     "none of the others": r"^Warning: none of the \d+ other configurations ran",
+    "not the other": r"^Warning: the only other configuration did not run: ",
     "first failure": r"^Warning: \S+ failed: ",
     "excluded": r"^Warning: \S+ is excluded",
     "noisy": r"^Warning: measurements are uncertain",
@@ -195,6 +195,11 @@ CASES = {
         ("keep", "no other ran", "none of the others"),
         world={"failures": (Failure("ERROR", {"kind": "search"}, "rank 0: ValueError: odd"),)},
     ),
+    "the only other one does not run": Case(
+        ("keep", "no other ran", "not the other"),
+        world={"failures": (Failure("ERROR", {"kind": "search"}, "rank 0: ValueError: odd"),)},
+        trials=2,
+    ),
     "nothing runs": Case(
         ("nothing ran", "first failure"),
         status=1,
@@ -277,7 +282,7 @@ CASES = {
         world={"findings": (Finding({"micro_batch": 1}, waiting=0.31), Finding(waiting=0.05))},
     ),
     "a loader with workers": Case(
-        (*GAIN, "script", "a switch reads data faster"),
+        (*GAIN, "script", "the best reads faster"),
         world={
             "switches": WORKERS,
             "findings": (Finding({"dataloader_num_workers": 2}), Finding(waiting=0.31)),

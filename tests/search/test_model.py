@@ -160,21 +160,6 @@ def test_accumulation_is_part_of_the_search_where_it_is_free() -> None:
     assert (best.settings[gas_name], best.micro_batch) == (8, 16)
 
 
-@pytest.mark.parametrize("metric", ["throughput", "latency"])
-def test_it_says_what_it_expects_of_its_next_proposal(metric: str) -> None:
-    search = model_of(stages(1, 2), ceiling=40, metric=metric)
-    for _ in range(8):
-        proposal = search.propose()
-        assert proposal is not None
-        search.end(proposal, timed(proposal.micro_batch))
-    next_one = search.propose()
-    outlook = search.outlook
-    assert next_one is not None and outlook is not None
-    assert outlook.micro_batch == next_one.micro_batch and 0 <= outlook.chance <= 1
-    truth = timed(outlook.micro_batch).value(Objective(metric))
-    assert outlook.value == pytest.approx(truth, rel=0.1)
-
-
 def known_of(*ended: Ended) -> Feasibility:
     return Feasibility(ended, 2, predicted=True, on_device=True)
 

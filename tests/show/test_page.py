@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from html.parser import HTMLParser
 from typing import Any
@@ -77,60 +76,12 @@ def test_every_trial_is_in_the_table_and_the_plot(ran: tuple[User, Told, Parts])
     assert {row["name"] for row in parts.layer("oom")} == lost and len(lost) > 3
 
 
-def test_each_change_has_both_values_and_its_true_gain(ran: tuple[User, Told, Parts]) -> None:
-    """By trials that differ in nothing else, or by a model of speed whose interval holds it."""
+def test_each_change_has_both_values_and_what_it_does(ran: tuple[User, Told, Parts]) -> None:
     user, told, parts = ran
-    rows = {row[0]: row for row in parts.rows if len(row) == 5}
+    rows = {row[0]: row for row in parts.rows if len(row) == 4}
     best, own = user.best_config(), told.json["baseline"]
     assert rows[MICRO][1:3] == [str(own[MICRO]), str(best[MICRO])]
-    assert rows[STAGE][1:3] == ["0", "2"] and rows[STAGE][4].strip()
-    batch = {"train_batch_size": None, MICRO: 1, "gradient_accumulation_steps": None}
-    for key, other in ((MICRO, batch), (STAGE, {"zero_optimization": {"stage": 0}})):
-        truth = user.true_speed(best) / user.true_speed({**best, **other})
-        said = rows[key][3]
-        ratio, *ends = (float(number) for number in re.findall(r"\d+\.\d+", said))
-        assert ratio == pytest.approx(truth, rel=0.1), key
-        assert ("pairs of trials" in said) or ends[0] <= truth <= ends[1]
-    assert "micro batch and accumulation" in rows["train_batch_size"][3]
-
-
-def test_the_band_of_the_model_of_speed_holds_the_truth(ran: tuple[User, Told, Parts]) -> None:
-    """Where memory is not nearly full, which slows the world more steeply."""
-    user, told, parts = ran
-    band, inside = parts.layer("band"), []
-    for row in told.trials:
-        near = [
-            its
-            for its in band
-            if its["strategy"] == str(row["stage"])
-            and 0.93 < its["micro_batch"] / row[MICRO] < 1.07
-        ]
-        if near and row[MICRO] <= 24:
-            true, slack = user.true_speed(row["overrides"]), 0.03
-            ends = near[0]["low"] * (1 - slack), near[0]["high"] * (1 + slack)
-            inside.append(ends[0] <= true <= ends[1])
-    assert len(inside) >= 8 and sum(inside) >= 0.8 * len(inside), inside
-
-
-def test_the_finals_are_shown_as_pairs(ran: tuple[User, Told, Parts]) -> None:
-    _, told, parts = ran
-    rows, speeds = parts.layer("finals"), {r["name"]: r["metrics"] for r in told.trials}
-    pairs = told.json["finals"]["pairs"]
-    assert [row["pair"] for row in rows].count(pairs) == 2 and len(rows) == 2 * pairs
-    ran_again = [m["throughput"] for name, m in speeds.items() if name.startswith("final")]
-    assert all(any(row["value"] == pytest.approx(v) for v in ran_again) for row in rows)
-    assert {row["which"] for row in rows} == {"yours", told.json["finals"]["compared"]}
-
-
-def test_the_memory_of_the_best_is_shown_in_parts(ran: tuple[User, Told, Parts]) -> None:
-    user, told, parts = ran
-    rows = {row["part"]: row["gib"] * 2**30 for row in parts.layer("parts")}
-    [measured] = [row["gib"] * 2**30 for row in parts.layer("measured")]
-    parameters, slots = user.world.model.parameters, user.world.slots
-    assert sum(rows.values()) == pytest.approx(measured, rel=0.01)
-    assert rows["parameters"] == pytest.approx(2 * parameters, rel=0.01)
-    assert rows["optimizer"] == pytest.approx(12 * parameters / slots, rel=0.01)
-    assert measured <= told.best["used_bytes"]
+    assert rows[STAGE][1:3] == ["0", "2"] and rows[STAGE][3].strip()
 
 
 @pytest.mark.usefixtures("unchecked_configurations")

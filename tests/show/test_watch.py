@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 import urllib.error
@@ -18,9 +17,8 @@ import pytest
 
 from dsat.run.folder_lock import FolderLock, is_locked
 from dsat.run.run import Run
-from dsat.show import watch
 from dsat.show.progress import Status
-from testing.made_up_runs import write_run
+from testing.made_up_runs import serving, write_run
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +31,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
     (folder / "journal.jsonl").write_text("".join(lines[: begun[6] + 1]))
     run = Run(map(json.loads, lines[: begun[6] + 1]))
     assert run.running
-    with watch.serving(folder) as url:
-        assert url is not None
+    with serving(folder) as url:
         yield folder, url, run
 
 
@@ -99,21 +96,13 @@ def test_the_status_names_the_running_trials(served: tuple[Path, str, Run]) -> N
 def test_a_page_is_drawn_at_every_moment_of_a_run(tmp_path: Path) -> None:
     write_run(tmp_path, trials=8)
     lines = (tmp_path / "journal.jsonl").read_text().splitlines(keepends=True)
-    with watch.serving(tmp_path) as url:
+    with serving(tmp_path) as url:
         for end in range(2, len(lines) + 1):
             (tmp_path / "journal.jsonl").write_text("".join(lines[:end]))
             status, text, _ = answer(f"{url}state")
             assert status == 200
             run = Run(map(json.loads, lines[:end]))
             assert all(trial.name in text for trial in run.trials.values())
-
-
-def test_a_server_that_cannot_start_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING), watch.serving(tmp_path / "no-run") as url:
-        assert url is None
-    assert "--watch" in caplog.text
 
 
 @pytest.mark.slow

@@ -11,9 +11,8 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from dsat.show import watch
 from testing.browser import barriers_of, chromium, errors_of, requests_of
-from testing.made_up_runs import HOSTILE
+from testing.made_up_runs import HOSTILE, serving
 from testing.scenarios import User
 from testing.world import Failure, World
 
@@ -55,7 +54,7 @@ def test_a_search_is_watched(browser: Any, tmp_path: Path) -> None:
     started = user.starts(*user.words("--max-trials", 12, "--finals", 0, method="random"))
     folder = tmp_path / "run"
     wait_for(lambda: (folder / "trials").exists())
-    with watch.serving(folder) as url:
+    with serving(folder) as url:
         browser.get(url)
         drawn(browser)
         before = number_of(browser, "#table tbody tr")

@@ -15,7 +15,13 @@ from dsat.values.objective import METRIC_NAMES
 from testing.scenarios import Told, User
 
 MICRO = "train_micro_batch_size_per_gpu"
-WITHOUT_EFFECT = ("metric_path", "model_info", "model_info_path", "min_train_batch_size")
+WITHOUT_EFFECT = (
+    "metric_path",
+    "model_info",
+    "model_info_path",
+    "min_train_batch_size",
+    "overwrite",
+)
 MEANINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"enabled": True, "mp_size": 1, "num_nodes": 1}, {}),
     ({"metric": "fwd", "fast": False}, {"metric": "forward", "fast": False}),
@@ -51,9 +57,8 @@ def test_a_key_sets_a_setting(section: dict[str, Any], meaning: dict[str, Any]) 
 def test_options_of_the_search_folders_and_notes() -> None:
     found = read({"tuner_early_stopping": 0, "num_tuning_micro_batch_sizes": 10})
     assert found.search_options == {"early_stopping": None, "num_micro_batches": 10}
-    found = read({"results_dir": "out/results", "exps_dir": "/tmp/exps", "overwrite": True})
+    found = read({"results_dir": "out/results", "exps_dir": "/tmp/exps"})
     assert (found.results_dir, found.exps_dir) == (Path("out/results"), Path("/tmp/exps"))
-    assert found.overwrite and not read({}).overwrite, "DeepSpeed's own default deletes results"
     notes = read(dict.fromkeys(WITHOUT_EFFECT, "x")).notes
     assert [note.split()[1] for note in notes] == [
         f"autotuning.{k}"
@@ -64,7 +69,7 @@ def test_options_of_the_search_folders_and_notes() -> None:
 def test_every_key_is_looked_at_here() -> None:
     here = {key for section, _ in MEANINGS for key in section} | {*WITHOUT_EFFECT}
     here |= {"tuner_early_stopping", "num_tuning_micro_batch_sizes"}
-    assert here | {"results_dir", "exps_dir", "overwrite"} == KEYS
+    assert here | {"results_dir", "exps_dir"} == KEYS
 
 
 def test_no_section_none_that_is_enabled_and_null() -> None:

@@ -103,6 +103,20 @@ def test_another_interpreter_has_its_own_launchers(ready: Prepared, tmp_path: Pa
     assert "/other/bin/python -m torch.distributed.run --standalone" in line
 
 
+def test_programs_have_their_paths_where_the_environment_is_not_active(
+    ready: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = replace(ready.program, started_by=("bash", "run.sh"))
+    again = replace(started, needs_command="they are spawned")
+    launched = replace(ready, program=started)
+    by_dsat = replace(ready, program=again, line=CommandLine("tune", (), started.started_by))
+    here = Path(sys.executable).parent
+    for path, folder in ((str(here), ""), ("/usr/bin:/bin", f"{here}/")):
+        monkeypatch.setenv("PATH", path)
+        assert f" {folder}deepspeed --num_gpus 1 " in printed_line(launched, tmp_path)
+        assert f"&& {folder}python3 -m dsat tune " in printed_line(by_dsat, tmp_path)
+
+
 def test_a_command_that_is_run_again_has_its_scripts_arguments_replaced(
     ready: Prepared, tmp_path: Path
 ) -> None:
@@ -115,8 +129,8 @@ def test_a_command_that_is_run_again_has_its_scripts_arguments_replaced(
     assert BY_DSAT in printed_line(within, tmp_path)
     typed_line = CommandLine("tune", ("--run-dir", "."), ("bash", "run.sh", "."))
     line = printed_line(replace(within, line=typed_line), tmp_path)
-    assert line.startswith(f"cd {FOLDER} && python3 -m dsat tune --run-dir . --resume --run-dir ")
-    assert line.endswith(" bash run.sh .")
+    assert line.startswith(f"cd {FOLDER} && python3 -m dsat tune --run-dir . --resume ")
+    assert line.count("--run-dir") == 1 and line.endswith(" bash run.sh .")
 
 
 BY_DSAT = "run_full_experiment=True"  # which sets what the script has no flag for

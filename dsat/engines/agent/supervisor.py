@@ -23,17 +23,15 @@ Requests:
      "done": optional name of a file in the folder: the trial is ended once it is there}
     {"op": "kill", "trial": id, "grace_s": seconds in which it may end by itself}
     {"op": "look", "files": [path, ...], "folder": path}
-    {"op": "ping", "limit_s": optional; this process ends with everything that it started when
-     trials run and no further ping comes for so long: it is cut off}
+    {"op": "ping"}
 Answers, each after `MARK`:
     {"event": "warm", "reason": why ranks cannot be forked; empty if they can be}
     {"event": "look", "digests": [of each file, empty if it cannot be read],
      "is_folder": whether the folder is there, "pid": of this process}
     {"event": "pong"}
     {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
-     "killed": [whether this process killed it, by rank],
-     "stuck": [whether it could not be killed, by rank: it waits in the kernel, perhaps for a
-      driver]}
+     "killed": [whether this process killed it, by rank]}
+This process also ends if a rank cannot be killed: no other trial may have its device.
 """
 
 from __future__ import annotations
@@ -54,7 +52,6 @@ from typing import Any
 import psutil
 
 from dsat.engines.agent import leftovers
-from dsat.engines.agent.heartbeats import ListeningClock
 from dsat.engines.agent.rank_process import (
     FOR_DSAT,
     PR_SET_CHILD_SUBREAPER,
@@ -75,7 +72,6 @@ GRACE_AFTER_FAILURE_S = 0.3
 _STUCK_AFTER_S = 60.0
 _GONE_WITHIN_S = 2.0
 _TRACKED_WITHIN_S = 10.0  # a resource tracker unlinks what it knows, also on a busy host
-_LOOK_AROUND_EVERY_S = 30.0
 _LOOK_FOR_FILES_EVERY_S = 0.05
 
 
@@ -110,8 +106,6 @@ class Supervisor:
         self._helpers = set[int]()  # processes that imports have started, such as a tracker
         self._selector = selectors.DefaultSelector()
         self._buffer = b""
-        self._clock = ListeningClock(_LOOK_AROUND_EVERY_S)
-        self._orphaned_at_s: float | None = None
         # The protocol gets descriptors of its own, so that nothing a library prints can break it.
         self._requests = os.dup(0)
         self._answers = os.dup(1)
@@ -142,10 +136,8 @@ class Supervisor:
                         return
                 self._reap()
                 self._kill_overdue()
-                # After a stop the time is over before the pings that came meanwhile are read.
-                now_s, at_s = self._clock.now_s(), self._orphaned_at_s
-                is_orphaned = bool(self._groups) and at_s is not None and now_s >= at_s
-                if is_orphaned and not self._selector.select(0):
+                if self._has_stuck_rank():
+                    sys.stderr.write("dsat: a rank waits for a driver, and cannot be ended\n")
                     return
         finally:
             until = time.monotonic() + _TRACKED_WITHIN_S  # for all of them
@@ -191,8 +183,6 @@ class Supervisor:
             }
             self._answer({"event": "look", **found, "pid": os.getpid()})
         elif op == "ping":
-            limit_s = request["limit_s"]
-            self._orphaned_at_s = None if limit_s is None else self._clock.now_s() + limit_s
             self._answer({"event": "pong"})
 
     def _answer(self, message: Mapping[str, Any]) -> None:
@@ -244,7 +234,7 @@ class Supervisor:
             self._end(group, grace_s)
 
     def _finish(self, group: _Group) -> None:
-        """Answer that a trial has ended; ranks without a status by now are stuck."""
+        """Answer that a trial has ended."""
         del self._groups[group.trial]
         _kill_until_gone(lambda: group.descendants | self._strays(group))
         group.remove_leftovers()
@@ -252,9 +242,8 @@ class Supervisor:
         ended = {
             "event": "ended",
             "trial": group.trial,
-            "statuses": [group.statuses.get(rank, -signal.SIGKILL) for rank in ranks],
+            "statuses": [group.statuses[rank] for rank in ranks],
             "killed": [rank in group.killed_ranks for rank in ranks],
-            "stuck": [rank not in group.statuses for rank in ranks],
         }
         self._answer(ended)
 
@@ -271,10 +260,13 @@ class Supervisor:
             if group.done is not None and group.done.exists():
                 group.done = None
                 self._end(group, GRACE_AFTER_FAILURE_S)
-            if group.killed_at is not None and now - group.killed_at >= _STUCK_AFTER_S:
-                self._finish(group)
-            elif group.kill_at is not None and group.kill_at <= now and group.killed_at is None:
+            if group.kill_at is not None and group.kill_at <= now and group.killed_at is None:
                 self._kill(group)
+
+    def _has_stuck_rank(self) -> bool:
+        """Return whether a rank was killed a while ago, and is still there."""
+        killed_at_s = [g.killed_at for g in self._groups.values() if g.killed_at is not None]
+        return min(killed_at_s, default=math.inf) + _STUCK_AFTER_S <= time.monotonic()
 
     def _kill(self, group: _Group, until: float = math.inf) -> None:
         group.killed_at = time.monotonic()
@@ -298,9 +290,6 @@ class Supervisor:
         deadlines += [g.killed_at + _STUCK_AFTER_S for g in groups if g.killed_at is not None]
         left = [max(0.0, min(deadlines) - time.monotonic())] if deadlines else []
         left += [_LOOK_FOR_FILES_EVERY_S for group in groups if group.done is not None]
-        if self._groups and self._orphaned_at_s is not None:
-            left_s = max(0.0, self._orphaned_at_s - self._clock.now_s())
-            left.append(min(left_s, _LOOK_AROUND_EVERY_S))
         return min(left, default=None)
 
 

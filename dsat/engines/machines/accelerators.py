@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dsat.engines.machines import device_use
 from dsat.engines.machines.machine import (
     MARK,
     Machine,
@@ -29,6 +29,9 @@ from dsat.values.memory_size import readable
 NAMED = "DSAT_NAMED_DEVICES"  # variable: devices that the user's command names
 # Memory that other programs hold of a device in use; less may be a desktop or a monitor.
 _BUSY_FRACTION, _BUSY_BYTES = 0.1, 2**30
+_IN_USE = "DSAT_MEMORY_IN_USE"  # variable: bytes by UUID, before the user's command began
+_USED_MEMORY = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
+_ANSWER_LIMIT_S = 20.0
 
 
 def _software() -> tuple[str, ...]:
@@ -112,8 +115,7 @@ class _Device:
             name = torch.cuda.get_device_name(index)
             free, total = torch.cuda.mem_get_info(index)
             uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-            before = device_use.used_bytes(f"GPU-{uuid}")
-            taken = total - free if before is None else before
+            taken = json.loads(os.environ.get(_IN_USE, "{}")).get(f"GPU-{uuid}", total - free)
         return cls(device, name, total, taken)
 
     @property
@@ -123,6 +125,19 @@ class _Device:
     def describe_use(self, accelerator: str) -> str:
         taken, total = readable(self.taken_bytes), readable(self.total_bytes, whole=True)
         return f"{accelerator} {self.device} is in use by other programs ({taken} of {total})"
+
+
+def variables_of_memory_in_use() -> dict[str, str]:
+    """Return variables that tell a later look how much memory of NVIDIA's devices is in use now."""
+    try:
+        told = subprocess.run(  # noqa: S603
+            _USED_MEMORY, capture_output=True, text=True, check=True, timeout=_ANSWER_LIMIT_S
+        ).stdout
+    except (OSError, subprocess.SubprocessError):  # there are none
+        return {}
+    rows = [line.split(", ") for line in told.splitlines()]
+    found = {row[0]: int(row[1]) * 2**20 for row in rows if row[-1].isdecimal()}
+    return {_IN_USE: json.dumps(found)}
 
 
 def has_nvml() -> bool:

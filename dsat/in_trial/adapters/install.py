@@ -1,4 +1,4 @@
-"""Installation of the table of adapters in this process."""
+"""Installation of the table of adapters in this process, and the begin of its trial."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import io
 import os
 import pathlib
 import pkgutil
+from pathlib import Path
 from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
 import wrapt
 
+from dsat.in_trial.adapters import trackers
 from dsat.in_trial.adapters.calls import Adapter, entrance
 from dsat.in_trial.adapters.table import ENGINE, MODELS, TABLE
+from dsat.in_trial.adapters.trial import TRIAL, Phase
+from dsat.in_trial.adapters.user_files import UserFiles
+from dsat.in_trial.rank_files import SPEC_FILE, RankSpec
 
 _FunctionWrapper: Any = wrapt.FunctionWrapper  # its types differ between versions
 _BoundFunctionWrapper: Any = wrapt.BoundFunctionWrapper
@@ -56,6 +61,26 @@ def install() -> None:
     """
     for name in dict.fromkeys(adapter.module for adapter in TABLE):
         wrapt.register_post_import_hook(adapt, name)
+
+
+def begin(folder: Path, *, is_alone: bool = False) -> None:
+    """Have the adapters act for the trial in a folder, which may have no specification yet.
+
+    In the first run a process does not know whether it is a rank.
+
+    Args:
+        is_alone: the user's command has no launcher.
+    """
+    install()
+    if TRIAL.folder is not None:
+        return
+    TRIAL.folder, TRIAL.is_alone = folder, is_alone
+    if (folder / SPEC_FILE).exists() and RankSpec.of_folder(folder).is_full_run:
+        TRIAL.phase = Phase.TRAINING
+        return
+    TRIAL.files = UserFiles(folder)
+    TRIAL.phase = Phase.PREPARING
+    os.environ.update(trackers.variables_off(folder))
 
 
 def adapt(module: ModuleType) -> None:

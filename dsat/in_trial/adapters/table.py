@@ -13,7 +13,6 @@ from dsat.in_trial.adapters import (
 )
 from dsat.in_trial.adapters import hf_trainer as hf
 from dsat.in_trial.adapters.calls import Adapter, Wrapper
-from dsat.in_trial.adapters.engine_phases import measure, scale
 from dsat.in_trial.adapters.trial import IN_TRIALS
 
 
@@ -79,10 +78,10 @@ _DEEPSPEED = (
 # Methods of one object, the engine that trains: subclasses have their own.
 ENGINE = (
     *(
-        _in_trials("deepspeed.runtime.engine", f"DeepSpeedEngine.{name}", measure(name))
+        _in_trials("deepspeed.runtime.engine", f"DeepSpeedEngine.{name}", engine.measure(name))
         for name in ("forward", "backward", "step")
     ),
-    _in_trials("deepspeed.runtime.engine", "DeepSpeedEngine.scale", scale, ">=0.18.3"),
+    _in_trials("deepspeed.runtime.engine", "DeepSpeedEngine.scale", engine.scale, ">=0.18.3"),
 )
 
 # Wrapped only where `--slot-memory` limits ranks that import the script's modules themselves.

@@ -1,4 +1,4 @@
-"""The longest sequence of a run's data, and the memory of its best configuration there."""
+"""Memory that trials used, and that the best configuration needs at the longest sequence."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ import bisect
 
 from dsat.memory.predictor import Basis, MemoryModel
 from dsat.run.run import Run
-from dsat.show.memory_parts import used_bytes
 from dsat.values import format as fmt
+from dsat.values.outcome import Outcome
+
+
+def used_bytes(run: Run, outcome: Outcome) -> int | None:
+    """Return the peak memory of a device, as predictions count it; None if not measured.
+
+    Without `--slot-memory` the driver's context and the libraries count as well.
+    """
+    memory = outcome.memory
+    if memory is None or not memory.peak:
+        return None
+    return memory.peak + (memory.context_bytes if run.plan.slot_memory_bytes is None else 0)
 
 
 def longest_sequence(run: Run) -> tuple[int, str] | None:

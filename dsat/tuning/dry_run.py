@@ -1,0 +1,63 @@
+"""What a dry run prints: the search and its first trial."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from dsat.prepare.hosts import describe
+from dsat.run.journal import MemoryJournal
+from dsat.run.strategies import make_space, rungs
+from dsat.run.tuner import Tuner
+from dsat.space.plan import Plan
+from dsat.tuning.preparation import Prepared
+from dsat.values.format import count
+from dsat.values.text import printable, words_without_secrets
+from dsat.values.trial import Trial
+
+
+def describe_plan(ready: Prepared) -> Iterator[str]:
+    """Yield lines on a search on this machine's hosts."""
+    plan, first = ready.plan, _first_trial(ready)
+    yield from describe_search(ready.experiment.name, plan, f"on {describe(ready.hosts)}")
+    fixed = [key for key in plan.fixed if key not in plan.fix]
+    if fixed:
+        yield f"fixed by your configuration: {', '.join(fixed)}"
+    ladder = "; ".join(strategy.label for strategy in rungs(plan))
+    if ladder:
+        yield f"if your strategy runs out of memory, the first run tries in this order: {ladder}"
+    own, groups = plan.own_batch, plan.parallelism().groups(plan.slots_per_trial)
+    yield (
+        f"your own batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "
+        f"accumulation {own.gas} x {groups}"
+    )
+    yield from ready.notes
+    command = printable(shlex.join(words_without_secrets(ready.program.command())))
+    yield f"trial 0 ({first.name}), {count(plan.slots_per_trial, 'rank')} of: {command}"
+    yield f"with {json.dumps(first.overrides)} over {ready.experiment.ds_config_name}"
+
+
+def describe_search(name: str, plan: Plan, where: str) -> Iterator[str]:
+    """Yield lines on a search: its goal, its place and its space."""
+    yield f"{name}: {plan.method} search, optimising {plan.metric}"
+    yield f"{where}, {count(plan.slots_per_trial, 'device')} per trial"
+    yield f"at most {plan.max_trials} trials: your own configuration, then:"
+    yield from (f"  {line}" for line in make_space(plan).describe())
+
+
+def plan_to_json(ready: Prepared) -> dict[str, Any]:
+    """Return a search and its first trial for programs."""
+    plan = ready.plan
+    space = make_space(plan).describe()
+    return {
+        "plan": {**plan.to_json(), "machine": describe(ready.hosts), "space": space},
+        "first_trial": _first_trial(ready).to_json(),
+        "command": ready.program.command(),
+    }
+
+
+def _first_trial(ready: Prepared) -> Trial:
+    tuner = Tuner(ready.plan, MemoryJournal(), info=ready.info)
+    return tuner.next_trials(ready.num_slots)[0]
