@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dsat.show.view import RunView, TrialView
 
 _MOST_TEXT = 2000  # of a message: databases have limits
-_DATABASES = ("optuna", "sqlalchemy")  # packages whose errors are those of a database
+_DATABASES = ("mlflow", "optuna", "sqlalchemy")  # packages whose errors are those of a database
 
 
 def rows(view: RunView) -> list[dict[str, Any]]:
@@ -51,6 +51,19 @@ def to_csv(view: RunView, output: Path, name: str) -> None:
         writer = csv.DictWriter(file, _columns(table))
         writer.writeheader()
         writer.writerows({key: _harmless(value) for key, value in row.items()} for row in table)
+
+
+def to_parquet(view: RunView, output: Path, name: str) -> None:
+    """Write the same table in columns; settings whose values are of several types as text."""
+    import pyarrow
+    import pyarrow.parquet
+
+    table, columns = rows(view), {}
+    for key in _columns(table):
+        values = [row.get(key) for row in table]
+        mixed = len({type(value) for value in values if value is not None}) > 1
+        columns[key] = [str(v) if mixed and v is not None else v for v in values]
+    pyarrow.parquet.write_table(pyarrow.table(columns), output)
 
 
 def to_optuna(view: RunView, output: Path, name: str) -> None:
@@ -93,6 +106,59 @@ def to_optuna(view: RunView, output: Path, name: str) -> None:
         study.add_trial(frozen)
 
 
+def to_mlflow(view: RunView, output: Path, name: str) -> None:
+    """Write a tracking store in SQLite with one experiment, a run of MLflow's for each trial."""
+    from mlflow.entities import Metric, Param, RunTag
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{output}")
+    tags = {key: str(value)[:_MOST_TEXT] for key, value in _decision(view).items()}
+    place = output.parent.as_uri()
+    experiment = client.create_experiment(name, artifact_location=place, tags=tags)
+    for each, outcome in _compared(view):
+        ended_ms = round(1000 * _ended_at_s(each))
+        created = client.create_run(
+            experiment,
+            start_time=ended_ms - round(1000 * outcome.duration_s),
+            run_name=each.trial.name,
+            tags={
+                "kind": each.trial.kind.value,
+                "outcome": outcome.kind.value,
+                "is_best": str(each.is_best),
+            },
+        ).info.run_id
+        metrics = {} if outcome.metrics is None else outcome.metrics.to_json()
+        client.log_batch(
+            created,
+            metrics=[
+                Metric(key, float(value), ended_ms, 0)
+                for key, value in metrics.items()
+                if value is not None
+            ],
+            params=[Param(key, str(value)) for key, value in _params(each).items()],
+            tags=[RunTag("message", outcome.message[:_MOST_TEXT])] if outcome.message else [],
+        )
+        status = "FINISHED" if outcome.ok else "FAILED"
+        client.set_terminated(created, status=status, end_time=ended_ms)
+
+
+def to_tensorboard(view: RunView, output: Path, name: str) -> None:
+    """Write a folder of event files, a run for each trial.
+
+    It has the trial's settings (the HPARAMS tab) and the times of its steps.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    output.mkdir()
+    for each, outcome in _compared(view):
+        measured = {} if each.value is None else {view.plan.metric: each.value}
+        params = {**_params(each), "outcome": outcome.kind.value, "is_best": each.is_best}
+        with SummaryWriter(str(output / each.trial.name)) as writer:
+            writer.add_hparams(params, measured, run_name=".", global_step=0)
+            for number, step_ms in enumerate(outcome.step_ms, start=1):
+                writer.add_scalar("step_ms", step_ms, number, walltime=_ended_at_s(each))
+
+
 @dataclass(frozen=True)
 class Exporter:
     """An export, as `dsat export --to` offers it.
@@ -110,7 +176,10 @@ class Exporter:
 
 EXPORTERS: Mapping[str, Exporter] = {
     "optuna": Exporter(to_optuna, ".optuna.db", "optuna"),
+    "mlflow": Exporter(to_mlflow, ".mlflow.db", "mlflow"),
+    "tensorboard": Exporter(to_tensorboard, ".tensorboard", "tensorboard"),
     "csv": Exporter(to_csv, ".csv"),
+    "parquet": Exporter(to_parquet, ".parquet", "pyarrow"),
 }
 
 

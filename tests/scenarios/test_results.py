@@ -8,7 +8,11 @@ import os
 import sqlite3
 import stat
 import subprocess
+import sys
+import warnings
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -236,10 +240,53 @@ def test_a_study_is_read_by_optuna(ran: tuple[User, Told], tmp_path: Path) -> No
 def test_a_table_is_read_by_pandas(ran: tuple[User, Told], tmp_path: Path) -> None:
     import pandas
 
-    table = pandas.read_csv(export(ran, "csv", tmp_path))
+    table = pandas.read_parquet(export(ran, "parquet", tmp_path))
     assert list(table["name"]) == [row["name"] for row in ran[1].trials]
+    assert set(FORMULAS) < set(table["message"]), "no spreadsheet reads them"
     frame = dsat.load_run(ran[0].folder / "run").to_pandas()
     assert frame["metrics.throughput"].max() == table["metrics.throughput"].max()
+
+
+@pytest.mark.slow
+def test_events_are_read_by_tensorboard(ran: tuple[User, Told], tmp_path: Path) -> None:
+    folder = export(ran, "tensorboard", tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tensorboard's own imports
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        assert {path.name for path in folder.iterdir()} == {row["name"] for row in ran[1].trials}
+        read = EventAccumulator(str(folder / ran[1].best["name"])).Reload()
+        steps = [event.value for event in read.Scalars("step_ms")]
+        [value] = [event.value for event in read.Scalars("throughput")]
+    metrics = ran[1].best["metrics"]
+    assert value == pytest.approx(metrics["throughput"], rel=1e-6)
+    assert len(steps) == metrics["num_steps"]
+    assert sum(steps) / len(steps) == pytest.approx(metrics["latency"], rel=1e-6)
+
+
+@pytest.mark.nightly
+def test_runs_are_read_by_mlflow(
+    ran: tuple[User, Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # `make setup` installs it beside the environment.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(sys.prefix) / "mlflow")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of mlflow's own imports
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(tracking_uri=f"sqlite:///{export(ran, 'mlflow', tmp_path)}")
+        experiment: Any = client.get_experiment_by_name("run")
+        found = {r.info.run_name: r for r in client.search_runs([experiment.experiment_id])}
+    assert experiment.tags["best_value"] == str(ran[1].json["best_value"])
+    assert set(found) == {row["name"] for row in ran[1].trials}
+    for row in ran[1].trials:
+        info, data = found[row["name"]].info, found[row["name"]].data
+        assert info.status == ("FINISHED" if row["outcome"] == "OK" else "FAILED")
+        assert info.end_time - info.start_time >= 30_000, "it began when the trial did"
+        assert datetime.fromtimestamp(info.end_time / 1000) <= datetime.now()
+        value = row["metrics"] and row["metrics"]["throughput"]
+        assert data.metrics.get("throughput") == value
+        assert data.tags["is_best"] == str(row["name"] == ran[1].best["name"])
 
 
 @pytest.mark.slow
