@@ -76,22 +76,21 @@ class Result:
     A row is a single trial as a plain mapping: `name`, `kind` ("profile", "baseline", "search",
     "repeat" or "final"), `stage`, the batch sizes, `overrides` of the DeepSpeed configuration,
     `script_args`, `outcome` ("OK", "OOM", ..; None while it runs), `message`, `predicted_bytes` and
-    `used_bytes` of a device's memory, and `metrics`. The verdict is by the finals, which run
-    configurations again.
+    `used_bytes` of a device's memory, and `metrics`. The verdict is based on the finals.
 
     Attributes:
         run_dir: the folder of the run, absolute; None if it is on a Determined cluster.
         metric: what was optimised.
         best: the row of the best trial, as the search measured it; None if there is none.
-        best_value: of the metric; the median of its runs in the finals, if there were any.
+        best_value: value of the metric; from the finals, if there were any.
         best_config: the DeepSpeed configuration to train with.
         baseline: the row of the user's own configuration.
-        gain: how many times as good the best is as the user's own configuration.
+        gain: ratio of the best to the user's own configuration.
         trials: all rows, in the order in which they were begun.
         warnings: each once.
-        stop_reason: why the search ended; None if it was interrupted, or goes on.
-        interrupted: Ctrl-C ended it: this is the best so far.
-        wall_s: seconds that it took, pauses left out.
+        stop_reason: why the search ended; None if it was interrupted or is running.
+        interrupted: Ctrl-C ended it.
+        wall_s: seconds of the search, without pauses.
         train_command: what to type to train with the best configuration.
         url: page of the search runner's experiment, on a Determined cluster.
         verdict: what `str` says; with `dry_run` the plan, and the other fields are empty.
@@ -159,7 +158,7 @@ def tune(
             `register_search`.
         callbacks: functions called after each trial with its row (see `Result`). An exception that
             one raises ends the search, and is raised here.
-        search_options: keyword arguments that constructors of a registered search name.
+        search_options: keyword arguments of a registered search's constructor.
         options: the options of the command line, by their names and with their defaults.
 
     Returns:
@@ -217,7 +216,7 @@ def load_run(path: PathLike) -> Result:
 
 
 def register_search(name: str, search: type[Search]) -> None:
-    """Make a search known to `tune` as `method=name`, in place of an earlier one.
+    """Register a search for `tune(method=name)`.
 
     Args:
         name: of the method.
@@ -225,7 +224,7 @@ def register_search(name: str, search: type[Search]) -> None:
 
     Raises:
         ValueError: dsat has a method of this name.
-        TypeError: the class is no search, or lacks a method.
+        TypeError: the class is not a search, or lacks a method.
     """
     if name in _BUILT_IN:
         raise ValueError(f"dsat has a method {name!r} itself: choose another name")
@@ -239,12 +238,13 @@ def register_search(name: str, search: type[Search]) -> None:
 
 
 def register_engine(name: str, make_engine: EngineFactory) -> None:
-    """Make an engine of your own known to `tune` as `engine=name`, in place of an earlier one.
+    """Register an engine for `tune(engine=name)`.
 
     Args:
         name: of the engine.
-        make_engine: makes a `dsat.engines.Engine` from what is tuned (`experiment`, `program`,
-            `plan`, `settings`) and the folder of the run. Trials' memory is predicted by formula.
+        make_engine: makes a `dsat.engines.Engine`. Its arguments are an object with `experiment`,
+            `program`, `plan` and `settings`, and the folder of the run. Memory is predicted by
+            formula.
 
     Raises:
         ValueError: dsat has an engine of this name.
@@ -262,7 +262,7 @@ def estimate(
     """Estimate the memory of each ZeRO stage and offloading, without running a trial.
 
     Args:
-        target: what to look at; as for `tune`. None with `model`, which needs no script.
+        target: a script, command or experiment, as for `tune`; None with `model`.
         model_dir: the folder of an experiment's script; by default the configuration's own.
         options: see below.
 
@@ -286,7 +286,7 @@ def project(
     """Predict throughput, scaling, time and cost of a training on GPUs of a named model.
 
     Args:
-        target: what to look at; as for `tune`. None with `model`, which needs no script.
+        target: a script, command or experiment, as for `tune`; None with `model`.
         model_dir: the folder of an experiment's script; by default the configuration's own.
         options: see below.
 
@@ -343,7 +343,7 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
 
 
 def _result(told: Mapping[str, Any], *, run_dir: Path | None, **known: Any) -> Result:
-    """Return the result that a summary tells; it may have only a part of its fields."""
+    """Make a result from a summary, which may lack fields."""
     same = "metric best best_value baseline gain stop_reason wall_s".split()
     return Result(
         **{name: told[name] for name in same if name in told},

@@ -1,6 +1,6 @@
 """The arguments of the Python API: their types, and their values as settings.
 
-Options on the command line have the same names; see `dsat.tuning.settings` for what they mean.
+Options on the command line have the same names. `dsat.tuning.settings` describes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Fraction = float | str  # or text such as "2%"
 
 
 class TargetOptions(TypedDict, total=False):
-    """The options that describe what a function looks at."""
+    """The options of a target."""
 
     ds_config: PathLike | None
     add_files: PathLike | Sequence[PathLike]
@@ -46,6 +46,7 @@ class EstimateOptions(ModelOptions, total=False):
     slot_memory: Size | Sequence[Size]
     host_memory: Size | None
     devices: int | Sequence[int]
+    formula: bool
     exact: bool
 
 
@@ -112,7 +113,7 @@ class TuneOptions(TargetOptions, total=False):
 
 
 def read_target(target: Target, model_dir: PathLike | None) -> dict[str, Any]:
-    """Return the settings that name the target."""
+    """Return the settings of a target."""
     if isinstance(target, (str, os.PathLike)):
         path = Path(target)
         if len(str(path).split()) > 1 and not os.path.exists(path):
@@ -142,7 +143,7 @@ def read_keywords(
     """Read keyword arguments of the Python API.
 
     Args:
-        options: that the function takes.
+        options: of the function.
         given: values by keyword.
         called: the call, for messages.
 
@@ -152,7 +153,7 @@ def read_keywords(
 
     Raises:
         UserInputError: a value is wrong.
-        TypeError: there is no such keyword.
+        TypeError: a keyword is unknown.
     """
     by_keyword = {
         keyword: each for each in options if not each.shell_only for keyword in each.keywords
@@ -174,7 +175,7 @@ def read_keywords(
 
 
 def document(function: Any, options: Iterable[Option]) -> None:
-    """Give a function the keywords, defaults and help of options, for `help()` and notebooks."""
+    """Add options to a function's signature and docstring, for `help()` and notebooks."""
     signature = inspect.signature(function)
     known = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     listed = [own for own in options if not own.shell_only]

@@ -36,8 +36,8 @@ class Finding:
     Attributes:
         state: "ok"; "warning" if trials run, but something else does not work; "fails" if no trial
             can run.
-        problem: what does not work, and why; empty if all does.
-        remedy: a command, or a step, that fixes it; empty if all works.
+        problem: what does not work, and why; empty if everything works.
+        remedy: a command or a step that fixes it.
     """
 
     part: str
@@ -51,7 +51,7 @@ def examine(cluster: str | None) -> list[Finding]:
     """Check this process's environment without changing it.
 
     Args:
-        cluster: address of the Determined master that is configured; None if none is.
+        cluster: address of the configured Determined master, if any.
     """
     findings = list(_packages())
     # torch and DeepSpeed find the accelerators.
@@ -148,7 +148,7 @@ def _toolkit() -> Finding:
 
 
 def _cuda_of_torch() -> str:
-    """Return the CUDA version of the installed torch, which is not imported; empty if none."""
+    """Return the CUDA version of torch without importing it; empty without CUDA."""
     spec = importlib.util.find_spec("torch")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     try:

@@ -37,10 +37,10 @@ class Kind:
     """The type of an option's values.
 
     Attributes:
-        read: makes the setting's value of a word of a command line or a value of Python. Raises
-            ValueError for others.
+        read: converts a word of the command line, or a value of Python, to the setting's value.
+            Raises ValueError for others.
         metavar: the placeholder of a value in `--help`.
-        collect: makes the setting's value of several values, for options that take several.
+        collect: combines the values of options that take several.
     """
 
     read: Callable[[Any], Any]
@@ -71,12 +71,12 @@ class Option:
         flags: on the command line, the long one last.
         help: its text in `--help`, the reference and the API's docstring.
         kind: None for a flag without a value.
-        default: as a user would write it.
+        default: in the form that a user writes.
         metavar: the placeholder of a value in `--help`; by default the kind's.
         choices: all values that are allowed, if they are few.
         many: takes one value or more.
-        goes_with: flag of the option without which it has no effect.
-        excludes: flags of options that have no effect beside it.
+        goes_with: flag of the option that it needs.
+        excludes: flags of options that it cannot be combined with.
         group: its heading in `--help`.
         shell_only: not an argument of the Python API.
         old: earlier names, which work but are not documented.
@@ -114,7 +114,7 @@ class Option:
 
     @property
     def has_plain_default(self) -> bool:
-        """The default is a value that the help does not name already."""
+        """Whether the help should name the default."""
         is_value = self.default not in (None, False) and not self.many
         return is_value and "(default" not in self.help
 
@@ -134,7 +134,7 @@ class Option:
         return self.kind.read(self.default)
 
     def takes(self, word: str) -> bool:
-        """Return whether a word is another value, not the first word of the user's command."""
+        """Return whether a word is a further value, not the begin of the user's command."""
         if not self.many or self.kind in (None, PATH, SWITCH):  # any word may be a path
             return False
         try:
@@ -178,7 +178,7 @@ def _keyword(flag: str) -> str:
 
 
 def option(*flags: str, help: str, **attributes: Any) -> Any:
-    """Declare a field of a settings class with its `Option`; see there."""
+    """Declare a field of a settings class with its `Option`."""
     declared = Option(flags, help, **attributes)
     if declared.kind is None:
         declared = dataclasses.replace(declared, default=False)
@@ -206,17 +206,17 @@ def check_together(settings: Any) -> None:
     given = {o.flags[-1]: o for o in options if getattr(settings, o.name) != o.initial}
     for flag, declared in given.items():
         if declared.goes_with and declared.goes_with not in given:
-            raise UserInputError(f"goes with {declared.goes_with}", where=flag)
+            raise UserInputError(f"needs {declared.goes_with}", where=flag)
         for other in declared.excludes:
             if other in given:
-                raise UserInputError(f"excludes {other}: leave one of them out", where=flag)
+                raise UserInputError(f"cannot be combined with {other}", where=flag)
 
 
 # -- kinds of values
 
 
 def _measure(value: Any, units: Mapping[str, int]) -> float:
-    """Return the number of `1.5GiB`, `10m` or `300B` in the smallest of its units; 0 for others."""
+    """Parse `1.5GiB`, `10m` or `300B` in the smallest of its units; 0 for other text."""
     match = re.fullmatch(
         r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)", _text(value).strip(), re.ASCII
     )
@@ -234,7 +234,7 @@ def memory_size(value: str | int) -> int:
 
 
 def write_memory_size(size_bytes: int) -> str:
-    """Return the shortest way to write a number of bytes exactly."""
+    """Write a number of bytes exactly, in the shortest way."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size_bytes % _MEMORY_UNITS[unit.upper()] == 0:
             return f"{size_bytes // _MEMORY_UNITS[unit.upper()]}{unit}"
@@ -301,7 +301,7 @@ def _number(value: str | float) -> float:
 
 
 def _text(value: Any) -> str:
-    """Return a number of Python as text of a command line."""
+    """Return a Python number as text of the command line."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"{value!r} is neither text nor a number")
     return str(value)

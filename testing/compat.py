@@ -31,6 +31,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from dsat.prepare.packages import DISTRIBUTION
 from testing.command import run_of
 from testing.tuned_scripts import documented_commands
 
@@ -131,10 +132,23 @@ def install(pair: Pair, folder: Path) -> None:
     # DeepSpeed is built at its installation, and looks for torch.
     subprocess.run([*install, pair.requirements[0], "numpy", "setuptools", "wheel"], check=True)
     subprocess.run([*install, "--no-build-isolation", *pair.requirements], check=True)
+    _check_that_it_changes_nothing(install)
     subprocess.run([*install, "--no-build-isolation", *pair.requirements, *others], check=True)
     # A pair that is not claimed yet is tried as well.
     subprocess.run([*install, "--no-deps", "--editable", ROOT], check=True)
     (folder / _WRITTEN).write_text("\n".join(pair.requirements))
+
+
+def _check_that_it_changes_nothing(install: Sequence[str]) -> None:
+    """Exit if dsat would bring another torch, DeepSpeed or library of CUDA into an environment."""
+    quiet = [word for word in install if word != "--quiet"]
+    told = subprocess.run([*quiet, "--dry-run", ROOT], check=True, capture_output=True, text=True)
+    brought = re.findall(r"^ [+-] (\S+)", told.stderr, re.MULTILINE)
+    print("dsat would bring", *brought)
+    heavy = ("torch", "deepspeed", "nvidia", "cuda", "triton", "transformers", "numpy")
+    others = [name for name in brought if not name.startswith(DISTRIBUTION)]
+    if not others or any(name.startswith(heavy) for name in others):
+        raise SystemExit(f"an installation of dsat would change the environment: {brought}")
 
 
 def _interpreter(version: str) -> str:
@@ -149,7 +163,7 @@ def _interpreter(version: str) -> str:
 def _others() -> list[str]:
     """Return the requirements of dsat and of the tests' extras, other than the pair."""
     found = []
-    for text in requires("dsat") or ():
+    for text in requires(DISTRIBUTION) or ():
         requirement = Requirement(text)
         if requirement.name in ("torch", "deepspeed"):
             continue

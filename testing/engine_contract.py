@@ -107,28 +107,11 @@ class EngineContract(abc.ABC):
             told += [ended for ended, _ in self.ended(engine, 1)]
         assert told == [2, 3]
 
-    def test_cancels_one_trial_and_leaves_the_others(self, engine: Engine) -> None:
-        self.fill(engine)
-        engine.cancel(self.first_id + 1)
-        engine.cancel(self.first_id + 1)
-        [(trial_id, outcome)] = self.ended(engine, 1)
-        assert (trial_id, outcome.kind) == (1, OutcomeKind.CANCELED)
-        assert outcome.metrics is None
-        assert engine.poll(0) == []
-
     def test_tells_nothing_after_it_was_closed(self, engine: Engine) -> None:
         self.fill(engine)
         engine.close()
         assert engine.poll(0.05) == []
         engine.close()
-
-    def test_has_nothing_to_cancel_when_a_trial_ended(self, engine: Engine) -> None:
-        engine.launch(self.trial(9))
-        assert [trial_id for trial_id, _ in self.ended(engine, 1)] == [9]
-        engine.cancel(self.first_id + 9)
-        engine.cancel(self.first_id + 77)  # which never began
-        assert engine.poll(0) == []
-        self.fill(engine)
 
     def test_tells_nothing_when_nothing_ends_in_time(self, engine: Engine) -> None:
         assert engine.poll(0) == []

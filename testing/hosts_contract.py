@@ -12,6 +12,7 @@ import pytest
 from dsat.engines import Engine
 from dsat.engines.engine import LocalEngine
 from dsat.engines.machines.hosts import Host
+from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial
 from testing.engine_contract import Behaviour, EngineContract
 from testing.local import engine_of
@@ -49,7 +50,7 @@ class HostsContract(EngineContract):
         return engine_of("behaviours", self.folder, hosts=self.hosts_now, **self.options)
 
     @pytest.fixture
-    def engine(self, engines: list[LocalEngine]) -> Iterator[Engine]:
+    def engine(self, engines: list[LocalEngine]) -> Iterator[LocalEngine]:
         if not engines or engines[-1]._closed:
             engines.append(self.make(self.trials_at_once))
         engine = engines[-1]
@@ -63,6 +64,15 @@ class HostsContract(EngineContract):
         plain = super().trial(trial_id, behaviour)
         zero = {"zero_optimization": {"stage": plain.stage}}
         return replace(plain, overrides={**plain.batch.config(), **zero, **plain.overrides})
+
+    def test_cancels_one_trial_and_leaves_the_others(self, engine: LocalEngine) -> None:
+        self.fill(engine)
+        engine.cancel(self.first_id + 1)
+        engine.cancel(self.first_id + 77)  # which never began
+        [(trial_id, outcome)] = self.ended(engine, 1)
+        assert (trial_id, outcome.kind) == (1, OutcomeKind.CANCELED)
+        assert outcome.metrics is None
+        assert engine.poll(0) == []
 
     def test_tells_nothing_after_it_was_closed(self, engine: Engine) -> None:
         # Here, and so after all others: they have the same engine.

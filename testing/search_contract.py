@@ -67,7 +67,7 @@ class Driven:
         metric: to optimise.
         predict: predicts the largest micro batch of some settings.
         costs: predicts durations.
-        ramp: raise the user's own micro batch first.
+        ramp: raise micro batches step by step.
         options: of the search.
     """
 

@@ -1,98 +1,160 @@
-"""The first minutes with a GPU: what a CUDA without a device cannot tell.
+"""The first minutes with a GPU: one call that yields real numbers, most valuable first.
 
-    python -m benchmarks.gpu.first_minutes FOLDER [--part N] [--steps NAME ...] [--short] [--again]
+    python3 -m benchmarks.gpu.first_minutes OUT [--seconds 540] [--steps NAME ...] [--wheels FOLDER]
 
-Each step is independent, prints its findings as rows of a table, and has written each into
-`FOLDER/STEP.json` before the next; what trials measured is kept below `FOLDER/STEP`. A part takes
-at most 10 minutes: a step that would begin later is left for another call. Steps that have
-succeeded are not taken again (--again takes them). The exit status is 1 if a step failed.
+Installs dsat from wheels, compiles DeepSpeed's operators in the background, and takes the steps of
+`STEPS` in their order, each in a process of its own that ends with its budget. Every finding is
+printed and is in `OUT/STEP.json` as soon as it is known; `OUT/results.tar.gz` is what to keep. A
+second call takes the steps that are missing, first those that have not begun. Nothing but Python's
+own library is imported here: dsat is not installed yet.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
-import shutil
+import os
+import subprocess
 import sys
+import tarfile
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks import common
-from benchmarks.gpu import device_steps, search_steps
-from benchmarks.gpu.report import Engines, Report
-from dsat.engines.machines.machine import find_machine
-from dsat.values.trial import TrialOptions
-
-_PART_S = 600.0
-_DONE = "took (s)"  # the last finding of a step that has succeeded
-# By part, the most important first.
-STEPS: Mapping[str, tuple[int, Callable[[Report], None]]] = {
-    "devices": (1, device_steps.devices),
-    "forks": (1, device_steps.forks),
-    "gpt2_medium": (1, search_steps.gpt2_medium),
-    "llama_1b": (2, search_steps.llama_1b),
-    "starts": (2, device_steps.starts),
-    "cost_of_measuring": (2, search_steps.cost_of_measuring),
-    "published": (3, search_steps.published),
-    "offload_search": (4, search_steps.offload_search),
-    "compile_search": (4, search_steps.compile_search),
-    "out_of_memory": (5, device_steps.out_of_memory),
-    "memory_back": (5, device_steps.memory_back),
-    "native_autotuner": (5, search_steps.native_autotuner),
-    "operators": (6, device_steps.operators),
-    "offload": (6, device_steps.offload),
-    "precisions": (6, device_steps.precisions),
-    "side_by_side": (6, device_steps.side_by_side),
+ROOT = Path(__file__).parents[2]
+# Budgets in seconds, the most valuable step first; what needs compiled operators is last.
+STEPS: Mapping[str, float] = {
+    "machine": 20,
+    "gpt2_medium": 150,
+    "llama_1b": 40,
+    "llama_8b_lora": 50,
+    "failures": 40,
+    "projection": 25,
+    "cost_of_measuring": 60,
+    "published": 150,
+    "operators": 30,
+    "tuners": 150,
 }
-PARTS = sorted({part for part, _ in STEPS.values()})
+DONE, CUT = "took (s)", "cut"  # the last findings of steps that have succeeded, and that have not
+OPERATORS_LOG = "operators.log"
+_USUAL_S = 540.0  # of a call, for which the budgets are made
+_LEAST_S = 10.0  # in which a step is worth beginning
+_KEPT = {".csv", ".json", ".jsonl", ".log", ".txt"}
+_LARGEST_BYTES = 2**20
+_COMPILE = """
+import time
+from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
+for builder in (FusedAdamBuilder, CPUAdamBuilder):
+    began = time.time()
+    builder().load(verbose=False)
+    print(f"{builder.NAME}: {time.time() - began:.0f} s", flush=True)
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = common.parser(__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--part", type=int, choices=PARTS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument(
+        "--seconds", type=float, default=_USUAL_S, help="for the whole call; more lengthen budgets"
+    )
     parser.add_argument("--steps", nargs="+", choices=list(STEPS), metavar="NAME")
-    parser.add_argument("--short", action="store_true", help="only see that each step runs")
-    parser.add_argument("--again", action="store_true", help="also steps that have succeeded")
+    parser.add_argument("--wheels", type=Path, help="default: the folder that came with the kit")
+    parser.add_argument("--short", action="store_true", help="small models, to see that steps run")
     arguments = parser.parse_args(argv)
-    parts = (arguments.part,) if arguments.part else PARTS
-    names = arguments.steps or [name for name, (part, _) in STEPS.items() if part in parts]
-    machine = find_machine()
-    briefly: dict[str, Any] = {"warm_up_s": 0.1, "measured_s": 0.1} if arguments.short else {}
-    options = TrialOptions(timeout_s=240.0, max_steps=6, **briefly)
-    engines = Engines(machine, arguments.folder / "engines", options)
-    began_s, failed = time.monotonic(), []
-    for name in names:
-        folder, step = arguments.folder / name, STEPS[name][1]
-        if not arguments.again and _has_succeeded(folder):
-            print(f"{name}: done before")
-            continue
-        if time.monotonic() - began_s > _PART_S:
-            print(f"{name}: left for another call, {_PART_S / 60:g} minutes are over")
-            continue
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        report = Report(folder, machine, arguments.short, engines)
-        print(f"\n{name}: {step.__doc__}\n\n| | |\n|---|---|", flush=True)
-        step_began_s = time.monotonic()
-        try:
-            step(report)
-            report.note(_DONE, round(time.monotonic() - step_began_s, 1))
-        except Exception as error:
-            failed.append(name)
-            report.note("failed", f"{type(error).__name__}: {error}")
-            (folder / "traceback.txt").write_text(traceback.format_exc())
-            engines.close()  # what a device does after a failure is no matter of the next step
-    engines.close()
-    print(f"failed: {', '.join(failed) or 'none'}")
-    return 1 if failed else 0
+    ends_s = time.monotonic() + arguments.seconds
+    out: Path = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    wheels = arguments.wheels or ROOT / "wheels"
+    if wheels.is_dir():
+        install(wheels)
+    for lock in out.glob("extensions/**/lock"):  # of a compiler that an earlier call ended
+        lock.unlink()
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(out / "extensions"), "PATH": path}
+    with open(out / OPERATORS_LOG, "a") as log:
+        words = ["nice", sys.executable, "-c", _COMPILE]
+        compiler = subprocess.Popen(words, env=env, stdout=log, stderr=log, start_new_session=True)
+    missing = []
+    try:
+        for name in arguments.steps or unfinished(out):
+            budget_s = STEPS[name] * max(1.0, arguments.seconds / _USUAL_S)
+            seconds = min(budget_s, ends_s - time.monotonic() - 2)
+            if seconds < _LEAST_S:
+                print(f"\n{name}: left for another call", flush=True)
+            elif take(name, out, seconds, env, short=arguments.short):
+                continue
+            missing.append(name)
+    finally:
+        end(compiler)
+        keep(out)
+    print(f"\nmissing: {', '.join(missing) or 'none'}; findings: {out / 'results.tar.gz'}")
+    return 1 if missing else 0
 
 
-def _has_succeeded(folder: Path) -> bool:
-    path = folder.with_suffix(".json")
-    return path.exists() and _DONE in json.loads(path.read_text())
+def install(wheels: Path) -> None:
+    """Install dsat, DeepSpeed and what this Python lacks of their requirements."""
+    began_s = time.monotonic()
+    options = ["--no-index", "--find-links", str(wheels), "--no-compile", "--quiet"]
+    names = ["deepspeed-autotune", "deepspeed"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+    subprocess.run([*pip, *options, *names], check=True)
+    print(f"installed in {time.monotonic() - began_s:.1f} s", flush=True)
+
+
+def unfinished(out: Path) -> list[str]:
+    """Return the steps that have not succeeded, first those that have not begun."""
+    left = [name for name in STEPS if DONE not in findings(out, name)]
+    return sorted(left, key=lambda name: bool(findings(out, name)))
+
+
+def findings(out: Path, name: str) -> dict[str, object]:
+    """Return what a step has found; nothing before it has begun."""
+    path = out / f"{name}.json"
+    found: dict[str, object] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def take(name: str, out: Path, seconds: float, env: Mapping[str, str], *, short: bool) -> bool:
+    """Take a step, end it after so many seconds, and return whether it succeeded."""
+    print(f"\n{name} (at most {seconds:.0f} s)\n\n| | |\n|---|---|", flush=True)
+    ends_s = time.monotonic() + seconds  # of a clock that all processes share
+    words = [sys.executable, "-m", "benchmarks.gpu.steps", name, str(out), str(ends_s)]
+    words += ["--short"] if short else []
+    step = subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True)
+    try:
+        step.wait(seconds)
+    except subprocess.TimeoutExpired:
+        found = {**findings(out, name), CUT: f"after {seconds:.0f} s"}
+        (out / f"{name}.json").write_text(json.dumps(found, indent=1))
+        print(f"| {CUT} | {found[CUT]} |", flush=True)
+    finally:
+        end(step)
+    keep(out)
+    return DONE in findings(out, name)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started."""
+    import psutil  # which dsat needs, and install has brought
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    process.kill()
+    process.wait()
+
+
+def keep(out: Path) -> None:
+    """Write findings, journals and logs into one archive."""
+    with tarfile.open(out / "results.tar.gz", "w:gz") as archive:
+        for path in sorted(out.rglob("*")):
+            is_small = path.is_file() and path.stat().st_size <= _LARGEST_BYTES
+            if is_small and path.suffix in _KEPT and "extensions" not in path.parts:
+                archive.add(path, path.relative_to(out))
 
 
 if __name__ == "__main__":

@@ -2,57 +2,98 @@
 
     python3 language_model.py --model llama-3.2-1b.json --length 2048 --deepspeed_config ds.json
 
-With --report it ends after so many steps, with a line of JSON: the memory that torch's allocator
-held at its peak, what it reserved, and what the driver counts, in bytes.
+With --report it ends after so many steps, and prints a line of JSON after each: the most that
+torch's allocator held and reserved, and what the driver counts, in bytes. By the key `fails` of
+the DeepSpeed configuration it runs out of memory in a pass of its third step, or is killed there
+with nearly all of the memory taken.
 """
 
 import argparse
 import json
+import os
+import signal
 from pathlib import Path
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM
+
+LEFT_BYTES = 768 * 2**20  # of the memory, by a rank that is killed
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", type=Path, required=True)
-parser.add_argument("--length", type=int, default=1024, help="tokens in a sequence")
+parser.add_argument("--length", type=int, required=True, help="tokens in a sequence")
 parser.add_argument("--checkpointing", action="store_true")
-parser.add_argument("--liger", action="store_true")
+parser.add_argument("--lora", action="store_true")
 parser.add_argument("--small", action="store_true", help="one layer and 1,000 tokens alone")
 parser.add_argument("--report", type=int, metavar="STEPS")
 parser.add_argument("--deepspeed_config", type=Path, required=True)
 parser.add_argument("--local_rank", type=int)
 args = parser.parse_args()
 
+
+def ask_for_all(*_: object) -> None:
+    kept = []
+    while True:
+        kept.append(torch.empty(2**28, dtype=torch.uint8, device=engine.device))
+
+
+class Fails(torch.autograd.Function):
+    """The identity, which asks for more memory than there is in its forward or backward pass."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        if fails == "forward":
+            ask_for_all()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        if fails == "backward":
+            ask_for_all()
+        return gradient
+
+
 ds_config = json.loads(args.deepspeed_config.read_text())
-stage = ds_config.get("zero_optimization", {}).get("stage", 0)
+fails, stage = ds_config.pop("fails", ""), ds_config["zero_optimization"]["stage"]
 facts = json.loads(args.model.read_text())
 config = AutoConfig.for_model(facts.pop("model_type"), use_cache=False, **facts)
 if args.small:
     config.num_hidden_layers, config.vocab_size = 1, 1000
-if args.liger:
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
+with (
+    torch.device(get_accelerator().current_device_name()),
+    deepspeed.zero.Init(config_dict_or_path=ds_config, enabled=stage == 3),
+):
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if args.lora:
+        from peft import LoraConfig, get_peft_model
 
-    apply_liger_kernel_to_llama()
-with deepspeed.zero.Init(config_dict_or_path=ds_config, enabled=stage == 3):
-    model = AutoModelForCausalLM.from_config(config)
+        adapters = LoraConfig(target_modules=["q_proj", "v_proj"])
+        model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
 if args.checkpointing:
+    model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": False})
 model.train()
-engine, *_ = deepspeed.initialize(
-    model=model, model_parameters=model.parameters(), config=ds_config
-)
+trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=ds_config)
 while args.report is None or engine.global_steps < args.report:
     shape = engine.train_micro_batch_size_per_gpu(), args.length
     tokens = torch.randint(config.vocab_size, shape, device=engine.device)
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    if fails and engine.global_steps == 2:
+        if fails == "killed":
+            left = torch.cuda.mem_get_info()[0] - LEFT_BYTES
+            kept = torch.empty(left, dtype=torch.uint8, device=engine.device)
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fails == "step":
+            register_optimizer_step_pre_hook(ask_for_all)
+        loss = Fails.apply(loss)
+    engine.backward(loss)
     engine.step()
-if args.report is not None and torch.cuda.is_available():
-    free, total = torch.cuda.mem_get_info()
-    memory = {
-        "allocated": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.max_memory_reserved(),
-        "driver": total - free,
-    }
-    print(json.dumps(memory), flush=True)
+    if args.report is not None:
+        free, total = torch.cuda.mem_get_info()
+        held = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        memory = {"allocated": held[0], "reserved": held[1], "driver": total - free}
+        print(json.dumps(memory), flush=True)

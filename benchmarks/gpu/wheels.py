@@ -1,54 +1,68 @@
-"""Wheels for a machine without a network that has torch already.
+"""One archive for a machine without a network that has torch: dsat, DeepSpeed and this kit.
 
-    python -m benchmarks.gpu.wheels FOLDER [--python 3.12]
+    python -m benchmarks.gpu.wheels FILE [--python 3.12]
 
-Fills the folder with wheels of dsat and of what it needs besides torch, at most 64 MiB. On the
-machine: `python -m venv --system-site-packages V && V/bin/pip install --no-index --no-deps
-FOLDER/*.whl`.
+The archive has wheels of dsat and of what it and DeepSpeed need besides torch, and `benchmarks`; it
+is at most 64 MiB large. DeepSpeed is built without operators, in the version that is installed
+here. See README.md.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tarfile
+import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks import common
 
 MOST_BYTES = 64 * 2**20
 # What dsat and deepspeed need besides torch and what torch itself needs (numpy may be missing).
-BINARY = ("numpy", "psutil", "pyyaml", "wrapt", "msgpack", "pydantic", "pydantic-core", "ninja")
+BINARY = ("numpy", "psutil", "pyyaml", "wrapt", "msgpack", "ninja")
 PURE = (
     "annotated-types einops markdown-it-py mdurl packaging py-cpuinfo pygments rich ruamel.yaml "
     "setuptools threadpoolctl tqdm typing-extensions typing-inspection"
 ).split()
+# pydantic works with exactly one version of its core: both are resolved together.
+RESOLVED = ("pydantic", "pydantic-core")
 # No wheels are published of these.
 SOURCE = ("deepspeed", "hjson")
 
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("file", type=Path)
     parser.add_argument("--python", default="3.12")
     arguments = parser.parse_args()
-    pip = [sys.executable, "-m", "pip"]
-    folder = ["--dest", str(arguments.folder)]
-    foreign = ["--only-binary", ":all:", "--python-version", arguments.python, "--no-deps"]
-    pinned = [*BINARY, *PURE]
-    # pydantic works with exactly one version of its core: both are resolved together.
-    pinned = [name for name in pinned if name not in ("pydantic", "pydantic-core")]
-    _run([*pip, "download", "--quiet", *folder, *foreign, *pinned])
-    _run([*pip, "download", "--quiet", *folder, *foreign[:-1], "pydantic"])
-    built = ["--wheel-dir", str(arguments.folder), "--no-deps", "--no-build-isolation"]
-    _run([*pip, "wheel", "--quiet", *built, *SOURCE, str(common.ROOT)])
-    size = sum(path.stat().st_size for path in arguments.folder.glob("*.whl"))
-    print(f"{len(list(arguments.folder.glob('*.whl')))} wheels, {size / 2**20:.1f} MiB")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    foreign = ["--only-binary", ":all:", "--python-version", arguments.python]
+    with tempfile.TemporaryDirectory() as folder:
+        download = [*pip, "download", "--quiet", "--dest", folder, *foreign]
+        _run([*download, "--no-deps", *BINARY, *PURE])
+        _run([*download, RESOLVED[0]])
+        built = ["--wheel-dir", folder, "--no-deps", "--no-build-isolation"]
+        sources = [f"{name}=={version(name)}" for name in SOURCE]
+        _run([*pip, "wheel", "--quiet", *built, *sources, str(common.ROOT)])
+        wheels = sorted(Path(folder).glob("*.whl"))
+        with tarfile.open(arguments.file, "w") as archive:
+            for wheel in wheels:
+                archive.add(wheel, f"gpu-kit/wheels/{wheel.name}")
+            archive.add(common.ROOT / "benchmarks", "gpu-kit/benchmarks", filter=_without_caches)
+    size = arguments.file.stat().st_size
+    print(f"{arguments.file}: {len(wheels)} wheels, {size / 2**20:.1f} MiB")
     if size > MOST_BYTES:
         raise SystemExit(f"that is more than {MOST_BYTES / 2**20:.0f} MiB")
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
+
+
+def _without_caches(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if member.name.endswith("__pycache__") else member
 
 
 if __name__ == "__main__":

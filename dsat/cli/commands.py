@@ -1,4 +1,4 @@
-"""The commands: settings in, text and an exit status out."""
+"""The commands: they take settings, print text and return an exit status."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from dsat.tuning import dry_run, local
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import prepared
 from dsat.tuning.settings import Settings
+from dsat.values import format as fmt
 
 
 def run(settings: AnySettings, line: CommandLine) -> int:
@@ -30,11 +31,11 @@ def run(settings: AnySettings, line: CommandLine) -> int:
     view = LiveView()
     with output.messages_to(view):
         if isinstance(settings, EstimateSettings):
-            return _estimate(settings)
+            return _estimate(settings, view)
         if isinstance(settings, ProjectSettings):
             return _project(settings)
         if isinstance(settings, WatchSettings) and settings.experiment is not None:
-            return _told_of(submit.follow(settings.experiment), as_json=settings.json)
+            return _print_submitted(submit.follow(settings.experiment), as_json=settings.json)
         if not isinstance(settings, Settings):
             return read_only(settings)
         choice = submit.select_place(settings)
@@ -43,11 +44,22 @@ def run(settings: AnySettings, line: CommandLine) -> int:
         return _tune_on_cluster(settings, choice, view)
 
 
-def _estimate(settings: EstimateSettings) -> int:
+def _estimate(settings: EstimateSettings, view: LiveView) -> int:
     if settings.fits is not None:
         return _fit(settings)
-    found = tables.estimate(settings)
+    is_interrupted = False
+    with tables.opened(settings) as tabled:
+        try:
+            with view:
+                for slots in tabled.simulate():
+                    heading = f"{fmt.count(slots, 'GPU')}: {tabled.progress}"
+                    view.show(heading, tabled.table(slots))
+        except KeyboardInterrupt:  # what is not simulated is answered by formula
+            is_interrupted = True
+        found = tabled.estimate()
     print(json.dumps(found.to_json(), indent=2) if settings.json else found)
+    if is_interrupted:
+        return EXIT_INTERRUPTED
     return EXIT_OK if found.is_complete or not settings.exact else EXIT_FAILED
 
 
@@ -73,11 +85,11 @@ def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:
         view.say(ready.place)
         print("\n".join(ready.describe()))
         return EXIT_OK
-    return _told_of(submit.submit(ready, detach=settings.detach), as_json=settings.json)
+    return _print_submitted(submit.submit(ready, detach=settings.detach), as_json=settings.json)
 
 
-def _told_of(submitted: submit.Submitted, *, as_json: bool) -> int:
-    """Tell of a search on a cluster, and return the exit status."""
+def _print_submitted(submitted: submit.Submitted, *, as_json: bool) -> int:
+    """Print the result of a search on a cluster, and return the exit status."""
     if as_json:
         output.print_json(submitted.to_json())
     if submitted.interrupted:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Interruption:
-    """Handler of signals: raises KeyboardInterrupt, but not again for those that come with one."""
+    """Signal handler that raises KeyboardInterrupt once for signals that arrive together."""
 
     def __init__(self) -> None:
         self._last_s = -math.inf

@@ -30,7 +30,7 @@ from dsat.values.text import (
 
 
 class _Handler(logging.Handler):
-    """A handler that shows messages of dsat above the table, as lines."""
+    """A handler that prints messages of dsat above the table."""
 
     def __init__(self, view: LiveView) -> None:
         super().__init__()
@@ -58,10 +58,7 @@ def messages_to(view: LiveView) -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """Print a result for programs, without values that look like secrets.
-
-    `best_ds_config.json` has them, for training.
-    """
+    """Print a result as JSON, without values that look like secrets."""
     print(json.dumps(values_without_secrets(value), indent=2), flush=True)
 
 
@@ -88,7 +85,7 @@ def how_to_continue(ready: Prepared, folder: Path) -> str:
 
 
 def report(error: Exception) -> int:
-    """Show an error, below the output of the user's own script, and return the exit status."""
+    """Print an error below the output of the user's script, and return the exit status."""
     if isinstance(error, OSError):
         error = DsatError.of_system(error)
     if not isinstance(error, DsatError):
@@ -100,7 +97,7 @@ def report(error: Exception) -> int:
 
 
 def report_bug(error: Exception) -> int:
-    """Show that dsat itself is at fault, with the traceback for its developers."""
+    """Print a bug of dsat with its traceback."""
     print(printable("".join(traceback.format_exception(error)), MOST_OF_A_LOG), file=sys.stderr)
     print(
         f"dsat: error: this is a bug in dsat {__version__}. Please report it with the lines above",

@@ -1,4 +1,4 @@
-"""The command line as settings, by the declared options."""
+"""Parsing of the command line into settings, by the declared options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Examples:
 
 
 def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
-    """Return the settings of a command line; exit with status 2 and one line if it is wrong."""
+    """Parse a command line; if it is wrong, exit with status 2 and one line."""
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete
@@ -113,7 +113,7 @@ def split(words: Sequence[str], options: Iterable[Option]) -> tuple[list[str], l
 
 
 def _target(words: Sequence[str], is_experiment: bool) -> dict[str, Any]:
-    """Return the settings that name the target; none without one."""
+    """Return the settings of the target; empty without one."""
     if not is_experiment:
         return {"command": tuple(words)} if words else {}
     config = Path(words[0])
@@ -140,7 +140,7 @@ def _settings(
 
 
 def _check_target(name: str, values: Mapping[str, Any], target: Mapping[str, Any]) -> None:
-    """Raise UserInputError unless there is a target, to which its options belong."""
+    """Raise UserInputError if the target is missing, or its options belong to another kind."""
     if "command" in target and values.get("include"):
         raise UserInputError("is for an experiment configuration", where="--add-files")
     if "config" in target and values.get("ds_config") is not None:
@@ -192,7 +192,7 @@ def _with_joined_switches(words: Sequence[str], options: Iterable[Option]) -> li
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line, without targets."""
+    """Build the parser of all commands, without targets."""
     parser = argparse.ArgumentParser(
         prog="dsat",
         description="Find the DeepSpeed configuration with which a training script runs fastest.",
@@ -274,7 +274,7 @@ def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
 
 
 def _argparse_type(option: Option) -> Callable[[str], Any]:
-    """Return a reader for argparse, which shows messages of its own error only."""
+    """Return a reader whose errors argparse shows."""
 
     def convert(text: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Standard streams that may be closed, full or gone without ending a run."""
+"""Standard streams that survive closed terminals and full disks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import IO, Any
 
 
 def make_safe() -> None:
-    """Open standard descriptors that are closed, and tolerate failing writes.
+    """Open closed standard descriptors, and tolerate failing writes.
 
-    A descriptor that is closed would be the next file's that is opened, a journal's perhaps, and
-    everything that any library prints would go there.
+    The next file that is opened would get a closed descriptor's number. If that is a journal, a
+    library's output would end up in it.
     """
     for descriptor in range(3):
         try:
@@ -30,7 +30,7 @@ def make_safe() -> None:
 
 
 class _Safe:
-    """A text stream without a reader: once writing fails, text is discarded."""
+    """A text stream that discards text once writing fails."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -56,7 +56,7 @@ class _Safe:
         return getattr(self._stream, name)
 
     def _give_up(self) -> None:
-        """Send everything to nowhere, so that buffered text is not written again at exit."""
+        """Redirect the stream to /dev/null, so that exit does not write buffered text again."""
         try:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())

@@ -1,6 +1,6 @@
 """The variables by which `accelerate launch` gives a script its DeepSpeed configuration.
 
-Read for it: accelerate 1.15 (utils/launch.py, `DeepSpeedPlugin` in utils/dataclasses.py). With a
+Sources: accelerate 1.15 (utils/launch.py, `DeepSpeedPlugin` in utils/dataclasses.py). With a
 configuration file the plugin refuses the other variables only if they are listed in
 `ACCELERATE_CONFIG_DS_FIELDS`.
 """
@@ -26,12 +26,12 @@ _USES_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
 def uses_deepspeed(env: Mapping[str, str]) -> bool:
-    """Tell if accelerate hands a DeepSpeed configuration to the script."""
+    """Return whether accelerate passes a DeepSpeed configuration to the script."""
     return env.get(_USES_DEEPSPEED, "false").lower() in ("true", "1", "yes")
 
 
 def for_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """The variables with another configuration, if accelerate hands one to the script."""
+    """Return the variables with another configuration, if accelerate passes one to the script."""
     if not uses_deepspeed(env):
         return dict(env)
     kept = {
@@ -51,7 +51,7 @@ def for_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> 
 def for_parallelism(
     env: Mapping[str, str], config: Mapping[str, Any], slots: int
 ) -> dict[str, str]:
-    """Return variables by which accelerate 1.12 and newer share each sequence among slots.
+    """Return variables by which accelerate 1.12 and newer divide each sequence among devices.
 
     A Trainer whose arguments have a `parallelism_config` does not look at them.
     """

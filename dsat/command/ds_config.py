@@ -77,7 +77,7 @@ def _parse_hjson(text: str) -> Any:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a mapping, as `dict_raise_error_on_duplicate_keys` of deepspeed.runtime.config_utils."""
+    """Make a mapping; refuse duplicate keys as `dict_raise_error_on_duplicate_keys` does."""
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -102,7 +102,7 @@ _CURRENT_NAMES = {
 
 
 def in_current_terms(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with one name for each setting of ZeRO, and no deprecated one."""
+    """Return a configuration with the current names of ZeRO's settings."""
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping):
         return dict(config)
@@ -134,7 +134,7 @@ def check_sections(config: Mapping[str, Any], *, where: str) -> None:
     """Check the form of what dsat reads; DeepSpeed's own models check all the rest.
 
     Raises:
-        UserInputError: a section is not a mapping, a size no integer, or there is no such stage.
+        UserInputError: a section is not a mapping, a size not an integer, or the stage unknown.
     """
     for path in _SECTIONS:
         value = at(config, path)
@@ -159,7 +159,7 @@ def whole_number(value: Any, where: str, *, least: int = 1) -> int:
     """Return an integer; JSON's `5e8` is one too.
 
     Raises:
-        UserInputError: it is none, or less than `least`.
+        UserInputError: it is not an integer, or less than `least`.
     """
     number = int(value) if isinstance(value, float) and value.is_integer() else value
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
@@ -171,7 +171,7 @@ def whole_number(value: Any, where: str, *, least: int = 1) -> int:
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay `overrides` over `base`: mappings are merged key by key, other values replaced."""
+    """Merge `overrides` into a copy of `base`: mappings key by key, other values replaced."""
     merged = copy.deepcopy(dict(base))
     for key, value in overrides.items():
         if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
@@ -182,7 +182,7 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
 
 
 def completed(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration, its "auto" values taken from another one that has them."""
+    """Return a copy of a configuration with "auto" values from another configuration."""
     result = {}
     for key, value in config.items():
         other = passed.get(key)
@@ -194,7 +194,7 @@ def completed(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str,
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the settings of nested sections by dotted path."""
+    """Return the settings of all sections by their dotted paths."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -205,7 +205,7 @@ def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def at(config: Mapping[str, Any], path: str) -> Any:
-    """Return the setting at a path of keys with dots between them; None if there is none."""
+    """Return the setting at a dotted path; None if it is missing."""
     found: Any = config
     for key in path.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -213,7 +213,7 @@ def at(config: Mapping[str, Any], path: str) -> Any:
 
 
 def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> None:
-    """Raise UserInputError if slots cannot be divided, or DeepSpeed decides on the steps."""
+    """Raise UserInputError if devices cannot be divided evenly, or ZenFlow is on."""
     shared = parallelism.of_config(config)
     if slots % shared.shared:
         raise UserInputError(
@@ -240,8 +240,8 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
         where: the file to name in errors.
 
     Raises:
-        UserInputError: none is given, one is no positive integer, or they contradict each other; or
-            slots cannot be divided as the configuration says, or ZenFlow decides.
+        UserInputError: all are missing, one is not a positive integer, or they contradict each
+            other; or devices cannot be divided evenly, or ZenFlow is on.
     """
     _check_comparable(config, slots, where=where)
     shared = parallelism.of_config(config)
@@ -283,12 +283,12 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
 
 
 def did_you_mean(word: object, known: Iterable[str], likeness: float = 0.6) -> str:
-    """Return a sentence that names the nearest known word; empty when none is near.
+    """Suggest the most similar known word in a sentence; empty if none is similar.
 
     Args:
-        word: an unknown one.
-        known: the words that there are.
-        likeness: from which on a word is near, up to 1 (`difflib.SequenceMatcher.ratio`).
+        word: the unknown word.
+        known: all known words.
+        likeness: the least similarity, up to 1 (`difflib.SequenceMatcher.ratio`).
     """
     import difflib
 
@@ -303,7 +303,7 @@ _TYPES = {"float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
 def data_types(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the types of the model and of its accumulated gradients (`fp16`, `bf16`, `fp32`).
 
-    As `get_data_types` in runtime/engine.py. None where the script decides, or nothing is said.
+    As `get_data_types` in runtime/engine.py. None where the script decides.
     """
     said = {name: at(config, f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16")}
     model = next((name for name, enabled in said.items() if enabled is True), None)
@@ -334,9 +334,9 @@ def least_stage(config: Mapping[str, Any]) -> int:
 def for_use(
     config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a configuration for use: without sections of autotuners, and with a ZeRO section.
+    """Return a configuration to train with: no autotuning section, and always a ZeRO section.
 
-    DeepSpeed takes stage 0 if there is none; accelerate (1.15) insists on one.
+    DeepSpeed defaults to stage 0; accelerate (1.15) requires the section.
     """
     found = merge(config, overrides or {})
     found.pop(AUTOTUNING, None)
@@ -347,11 +347,11 @@ def for_use(
 
 
 def without_batch_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without its batch sizes, which accumulation steps are none of."""
+    """Return a configuration without batch sizes, but with accumulation steps."""
     return {key: value for key, value in config.items() if "batch_size" not in key}
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:
-    """Return a hexadecimal digest that is equal for equal configurations."""
+    """Return a hexadecimal digest of a configuration."""
     text = json.dumps(config, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,7 +1,7 @@
 """The user's entrypoint: the Python program that the ranks run, and what its launcher adds.
 
-dsat starts the ranks itself, so of a launcher's command only the program, its arguments, and the
-choice of slots matter.
+dsat starts the ranks itself. Of a launcher's command it needs the program, its arguments and the
+choice of devices.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _READS_ITS_RANK = re.compile(
 
 
 class UnknownStart(UserInputError):
-    """The program that the ranks run can only be found by running the command."""
+    """Only running the command shows the program that its ranks run."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class Entrypoint(Recorded):
         python_options: options of the interpreter itself.
         env: assignments in front of the command.
         launcher: `DEEPSPEED` or `TORCHRUN`; empty if there is none, or after the command was run.
-        slots: the number of ranks that the command itself asks for, if any.
-        takes_hf_flags: it certainly knows every flag of transformers' TrainingArguments.
-        launch: what the launcher does beside starting ranks.
-        interpreter: that of the ranks, unless it is the one that runs dsat.
+        slots: the number of ranks that the command names, if any.
+        takes_hf_flags: it accepts every flag of transformers' TrainingArguments.
+        launch: the launcher's choice of machines, devices and cores.
+        interpreter: Python of the ranks; empty if it also runs dsat.
         started_by: the user's command; empty for an entrypoint.
-        started_in: the folder that it was run in; empty if it was not run.
+        started_in: the command's working folder; empty if it was not run.
         needs_command: why each trial has to run the user's command again; empty if its ranks can be
             started by themselves.
     """
@@ -100,7 +100,7 @@ class Entrypoint(Recorded):
 
     @property
     def config_path(self) -> str | None:
-        """The file of the DeepSpeed configuration that the arguments name, if any."""
+        """Path of the DeepSpeed configuration in the arguments; None if they name none."""
         flag = None if self.launch.config_is_word else script_args.config_flag(self.args)
         return None if flag is None else script_args.value_of(self.args, flag)
 
@@ -111,7 +111,7 @@ class Entrypoint(Recorded):
         switches: Mapping[str, Any],
         arg_mappings: Mapping[str, str],
     ) -> Entrypoint:
-        """Return this with arguments that name a configuration and agree with it."""
+        """Return this program with the arguments and variables of another configuration."""
         args = script_args.for_trial(
             self.args if self.launch.config_is_word else script_args.with_config(self.args, path),
             config,
@@ -193,8 +193,8 @@ def take_assignments(words: list[str]) -> dict[str, str]:
 def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
     """Return whether the script parses its arguments into TrainingArguments or a subclass.
 
-    Another parser would refuse a flag that the user did not give, as does a script that is given a
-    file of TrainingArguments.
+    Other parsers refuse unknown flags, and so does a script that reads its TrainingArguments from a
+    file.
     """
     args = program.args
     has_flags = script_args.looks_like_hf(args) or script_args.value_of(args, "--output_dir")
@@ -205,9 +205,9 @@ def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
 
 
 def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
-    """Return whether a command is a script that starts its ranks' processes itself.
+    """Return whether a command is a script that spawns its own ranks.
 
-    A script that reads its rank may also be run by a launcher, and then starts none.
+    A script that reads its rank is started by a launcher instead.
 
     Args:
         command: that `parse` understands.
@@ -224,7 +224,7 @@ def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
 
 
 def of_interpreter(words: Sequence[str]) -> Entrypoint:
-    """Return the program that a Python interpreter runs when given these words."""
+    """Parse the words after `python` into a program and options of the interpreter."""
     options, rest = split_interpreter(words)
     # Output is never held back: -u changes nothing.
     return replace(_program(rest), python_options=tuple(word for word in options if word != "-u"))
@@ -284,7 +284,7 @@ def _command(words: list[str]) -> Entrypoint:
 
 
 def _is_this_python(word: str) -> bool:
-    """A folder names an environment, which is more than the interpreter that it links to."""
+    """Return whether a word is the Python that runs dsat, in the same environment."""
     if os.sep in word:
         found, here = shutil.which(word), os.path.dirname(sys.executable)
         if found is None or not os.path.samefile(os.path.dirname(found), here):

@@ -23,19 +23,19 @@ class Experiment:
 
     Attributes:
         path: the experiment configuration, or the file that replaces it.
-        name: for people and for the run's folder.
+        name: shown, and part of the run folder's name.
         config: the whole experiment configuration.
         model_dir: where the training script is.
         includes: further files and folders that the script needs beside it.
         entrypoint: as written: a command line or a list of arguments.
-        hparams: `hyperparameters`, constants in place of Determined's `{type: const}`.
-        ds_config: its content, the first value in place of every list.
-        ds_config_name: how errors call it.
+        hparams: `hyperparameters`, with plain values for Determined's `{type: const}`.
+        ds_config: the DeepSpeed configuration, with the first value of every list.
+        ds_config_name: its name in errors.
         overrides: the user's own `overwrite_deepspeed_args`, without lists.
-        choices: the lists of both, by the names of the settings.
+        choices: lists of values in both configurations, by setting.
         slots_per_trial: `resources.slots_per_trial`.
         env: `environment.environment_variables`.
-        arg_mappings: which of the script's flags repeats which setting.
+        arg_mappings: flags of the script that repeat a setting, by setting.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class Experiment:
 
     @property
     def base_config(self) -> dict[str, Any]:
-        """The user's own DeepSpeed configuration, their overrides applied."""
+        """The user's DeepSpeed configuration with their overrides."""
         return ds_config.merge(self.ds_config, self.overrides)
 
 
@@ -138,14 +138,14 @@ def of_command(
     config: Path | Mapping[str, Any],
     config_name: str = "deepspeed.initialize",
 ) -> Experiment:
-    """Return an experiment that consists of a command and a DeepSpeed configuration.
+    """Make an experiment of a command and a DeepSpeed configuration.
 
     Args:
         command: as it would be typed.
-        name: for people and for the run's folder.
+        name: shown, and part of the run folder's name.
         folder: the current folder of the command.
-        config: the DeepSpeed configuration: a file, or its content, which may be the script's.
-        config_name: how errors call a content.
+        config: a file of the DeepSpeed configuration, or its content.
+        config_name: the name of a content in errors.
     """
     if isinstance(config, Path):
         path, where, content = config, str(config), ds_config.read(config)
@@ -219,9 +219,9 @@ def trial_hparams(
     """Return the hyperparameters of a trial, which `dsat.get_ds_config_from_hparams` applies.
 
     Args:
-        hparams: the user's own, their overrides among them.
-        overrides: what the trial lays over the user's configuration.
-        switches: values of the script's switches that no other way leads to the trial.
+        hparams: the user's, with their overrides.
+        overrides: the trial's changes of the user's configuration.
+        switches: values of script switches that have no flag.
     """
     own = hparams.get(OVERWRITE_KEY) or {}
     found = {**hparams, OVERWRITE_KEY: ds_config.merge(own, overrides)}
@@ -229,7 +229,7 @@ def trial_hparams(
 
 
 def length_in_units(steps: int, config: Mapping[str, Any], batch: BatchTriple) -> int:
-    """Return the length of a number of optimizer steps, in the unit of the script's searcher."""
+    """Convert a number of optimizer steps to the unit of the experiment's searcher."""
     length = ds_config.at(config, "searcher.max_length")
     if isinstance(length, Mapping) and "records" in length:
         return steps * batch.train_batch_size
@@ -256,7 +256,7 @@ def _hyperparameters(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _constant(value: Any, where: str) -> Any:
-    """Return a constant, which Determined also writes as `{type: const, val: x}`."""
+    """Return a value that may be written as Determined's `{type: const, val: x}`."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "const":
         return value.get("val")
@@ -274,7 +274,7 @@ def _constant(value: Any, where: str) -> Any:
 def _ds_config(
     value: Any, model_dir: Path, includes: Sequence[Path], where: str
 ) -> tuple[dict[str, Any], str]:
-    """Return a DeepSpeed configuration, and how errors call it."""
+    """Return a DeepSpeed configuration and its name in errors."""
     key = f"{where}: hyperparameters.{CONFIG_KEY}"
     if isinstance(value, Mapping):
         return dict(value), key

@@ -91,12 +91,12 @@ def _from_hub(model: str) -> Path:
 
 
 def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's DeepSpeed configuration, completed by usual values.
+    """Complete the user's DeepSpeed configuration with usual values.
 
     Args:
         dtype: of the parameters (bf16, fp16 or fp32), unless the user's configuration enables one.
-        given: the user's; its "auto" values become the usual ones, as a Trainer fills them in,
-            but those of `with_buckets`.
+        given: the user's configuration. Usual values replace "auto", except in the sizes that
+            `with_buckets` fills in.
     """
     enabled = [name for name in _PRECISIONS if (given.get(name) or {}).get("enabled") is True]
     usual: dict[str, Any] = {
@@ -112,7 +112,7 @@ def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration in which DeepSpeed's own defaults take the place of "auto"."""
+    """Drop "auto" values, so that DeepSpeed's defaults apply."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -121,7 +121,7 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_buckets(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
-    """Return a configuration whose "auto" sizes are those that a Trainer computes for a model.
+    """Replace "auto" sizes by those that a Trainer computes from the hidden size.
 
     Args:
         hidden_size: of the model; None leaves them to DeepSpeed's defaults.
@@ -131,5 +131,5 @@ def with_buckets(config: Mapping[str, Any], hidden_size: int | None) -> dict[str
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:
-    """Return the type of parameters that a complete configuration trains (bf16, fp16 or fp32)."""
+    """Return the parameter type of a complete configuration (bf16, fp16 or fp32)."""
     return next((name for name in _PRECISIONS if config[name]["enabled"] is True), "fp32")

@@ -1,6 +1,6 @@
-"""The user's own command, with copies of its configuration files that hold the best configuration.
+"""The user's own command, with copies of its files that contain the best configuration.
 
-Read for it: accelerate 1.15 (commands/launch.py, commands/config/config_args.py), axolotl 0.19,
+Sources: accelerate 1.15 (commands/launch.py, commands/config/config_args.py), axolotl 0.19,
 LLaMA-Factory 0.9.5 (hparams/parser.py), TRL 1.16 (cli/accelerate_config.py), ms-swift 4.6
 (cli/main.py) and transformers 5.23 (hf_argparser.py).
 """
@@ -56,14 +56,13 @@ _IN_THE_DEEPSPEED_FILE = (
 
 @dataclass(frozen=True)
 class Form:
-    """Kind of file from which frameworks read the arguments of a training.
+    """Kind of file with training arguments for a framework.
 
     Attributes:
-        marks: any of these keys, or of these words of keys together, tells a file of this kind.
+        marks: keys that identify the kind; words in one mark must all be present.
         micro_batch: key of the micro batch size.
-        fields: keys of the fields of TrainingArguments that the framework takes from the file;
-            empty if it takes all of them, by their own names.
-        opposites: keys that switch off what a field switches on, by the field.
+        fields: keys for fields of TrainingArguments; empty if all fields have their own names.
+        opposites: keys with the inverted value of a field, by field.
     """
 
     marks: tuple[str, ...]
@@ -107,9 +106,9 @@ class Answer:
     Attributes:
         path: of its file; copies of the user's own files are written beside it.
         config: what is in it.
-        switches: of the script, fields of TrainingArguments.
+        switches: values of fields of TrainingArguments.
         in_arguments: the script's arguments name the DeepSpeed configuration.
-        by_accelerate: accelerate hands the script its DeepSpeed configuration.
+        by_accelerate: accelerate passes the DeepSpeed configuration to the script.
     """
 
     path: Path
@@ -119,7 +118,7 @@ class Answer:
     by_accelerate: bool = False
 
     def values(self, form: Form) -> dict[str, Any]:
-        """Return batch sizes and switches by the keys of a file."""
+        """Return batch sizes and switches by the keys of a kind of file."""
         sizes = {form.micro_batch: self.config.get(_MICRO_BATCH), _GAS: self.config.get(_GAS)}
         found = {key: value for key, value in sizes.items() if isinstance(value, int)}
         keys = {form.key_of(name): value for name, value in self.switches.items()}
@@ -142,7 +141,7 @@ def rewritten(words: Sequence[str], folder: Path, answer: Answer) -> Rewriting |
 
 
 def form_of_training(words: Sequence[str], folder: Path) -> Form | None:
-    """Return the kind of the file, if a command names one, that holds its batch sizes."""
+    """Return the kind of the file in a command that sets the batch sizes; None without one."""
     forms = (_form_of(_load(folder / _value(word))) for word in words if _is_file(word, folder))
     return next(filter(None, forms), None)
 
@@ -151,7 +150,7 @@ class Rewriting:
     """A command that trains with the best configuration, and the files that it names.
 
     Attributes:
-        copies: texts of the user's own files with the answer in them, by name.
+        copies: texts of the rewritten files, by name.
         takes_config: an argument, a file or the launcher takes the DeepSpeed configuration.
     """
 
@@ -171,7 +170,7 @@ class Rewriting:
             self._follow_launcher()
 
     def _replace(self, position: int) -> Form | None:
-        """Put a copy in the place of a file; return the kind of file that it is."""
+        """Replace a file's path by that of its copy; return the file's kind."""
         word, before = self.words[position], self.words[position - 1]
         if position and before.replace("-", "_") == f"__{_ACCELERATE}":
             self.words[position] = self._accelerate_file(word)
@@ -183,7 +182,7 @@ class Rewriting:
         return None
 
     def _copy(self, path: Path) -> tuple[str, Form | None]:
-        """Make the copy of a file; return its path, empty if there is none, and its kind."""
+        """Copy a file with the best configuration; return the copy's path (or "") and the kind."""
         data, best = _load(path), str(self._answer.path)
         form = _form_of(data)
         if form is not None:
@@ -208,14 +207,14 @@ class Rewriting:
         return str(self._answer.path.parent / name), form
 
     def _name_of_copy(self, path: Path) -> str:
-        """Return a file's own name, with a number where another file has it already."""
+        """Return a file's name, numbered if another file has the same name."""
         others = {name for own, name in self._names.items() if own != path}
         numbered = (f"{path.stem}-{number}{path.suffix}" for number in itertools.count(2))
         names = itertools.chain([path.name], numbered)
         return self._names.setdefault(path, next(name for name in names if name not in others))
 
     def _accelerate_file(self, named: str) -> str:
-        """Return the copy of a configuration of accelerate, by its path or TRL's name for it."""
+        """Copy accelerate's configuration, named by its path or by TRL's word for it."""
         path = self._folder / named
         trl = None if path.is_file() else importlib.util.find_spec("trl")
         if trl is not None and trl.origin is not None:
@@ -223,7 +222,7 @@ class Rewriting:
         return (self._copy(path)[0] if path.is_file() else "") or named
 
     def _override(self, form: Form) -> None:
-        """Give flags, and LLaMA-Factory's `key=value`, which override the file, its values."""
+        """Set flags and LLaMA-Factory's `key=value` words, which would override the file."""
         given = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in self.words]
         values = _named_as(self._answer.values(form), given)
         values = {k: json.dumps(v) if isinstance(v, Mapping) else v for k, v in values.items()}
@@ -236,7 +235,7 @@ class Rewriting:
         ]
 
     def _follow_launcher(self) -> None:
-        """Give `accelerate launch` the configuration, where no file in its options does so."""
+        """Add the configuration to the options of `accelerate launch`, unless a file has it."""
         name = Path(self.words[0]).name
         begin = ("python" if name.startswith("python") else name, *self.words[1:])
         end = next((len(each) for each in _LAUNCHERS if begin[: len(each)] == each), None)
@@ -260,7 +259,7 @@ class Rewriting:
 
 
 def _named_as(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Return values by transformers' newer names of checkpointing where those are given."""
+    """Rename checkpointing keys to transformers' newer names where the user has those."""
     if not any(name.startswith(NEWER_CHECKPOINTING) for name in given):
         return dict(values)
     return {
@@ -294,7 +293,7 @@ def _is_of_accelerate(data: Any) -> bool:
 
 
 def _form_of(data: Any) -> Form | None:
-    """Return the kind of a training's file; None of any other."""
+    """Return the kind of a file with training arguments; None for other files."""
     if not isinstance(data, dict) or _is_of_accelerate(data):
         return None
     return next(

@@ -65,7 +65,7 @@ class Launch:
 
 
 def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
-    """Return the slots that DeepSpeed's launcher is given, if any, and its other options."""
+    """Return the devices that DeepSpeed's launcher is given, if any, and its other choices."""
     launch = Launch(
         binds_cores="--bind_cores_to_rank" in options,
         core_list=cores(options.get("--bind_core_list", "")),
@@ -93,7 +93,7 @@ def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
 
 
 def read_torchrun_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
-    """Return the slots that torch's launcher is given, if any, and its machines.
+    """Return the devices that torchrun is given, if any, and its machines.
 
     Raises:
         UserInputError: the number of machines is not fixed.
@@ -113,10 +113,10 @@ def read_torchrun_options(options: Mapping[str, str]) -> tuple[int | None, Launc
 
 
 def exported(folder: Path) -> dict[str, str]:
-    """Return variables that DeepSpeed's launcher gives to the ranks on the machines of a hostfile.
+    """Return variables that DeepSpeed's launcher exports to the machines of a hostfile.
 
     Args:
-        folder: that it is started in; modules are imported from there.
+        folder: where it is started; ranks import modules from there.
     """
     path = [str(folder.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = {"PYTHONPATH": os.pathsep.join(path)}
@@ -132,10 +132,10 @@ def exported(folder: Path) -> dict[str, str]:
 
 
 def read(path: Path) -> dict[str, int | None]:
-    """Return the machines of a hostfile (`NAME slots=N`) and their slots; none without such a file.
+    """Return the machines of a hostfile (`NAME slots=N`) with their devices; empty without it.
 
     Raises:
-        UserInputError: it names a machine twice, or has a line of another form.
+        UserInputError: it names a machine twice, or a line has another form.
     """
     found: dict[str, int | None] = {}
     if not path.is_file():
@@ -185,7 +185,7 @@ def chosen(
     if gpus is not None:
         found = {name: tuple(range(gpus)) for name in found}
     if not found:
-        raise UserInputError(f"of {path} no machine is left", where=_WHERE)
+        raise UserInputError(f"no machine of {path} is left", where=_WHERE)
     first, *others = found
     for name in others:
         if len(found[name]) != len(found[first]):
@@ -199,7 +199,7 @@ def chosen(
 
 
 def devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
-    """Return the devices of this machine that `NAME[:SLOT[,SLOT ..]]` names, if any.
+    """Return positions of this machine's devices from `NAME[:SLOT[,SLOT ..]]`, if given.
 
     Raises:
         UserInputError: it is not of this form, or names several machines.
@@ -218,7 +218,7 @@ def devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
 
 
 def cores(given: str) -> tuple[int, ...]:
-    """Return the cores of `--bind_core_list`: numbers and ranges in ascending order, as `0,2-4`.
+    """Parse `--bind_core_list`: ascending numbers and ranges, such as `0,2-4`.
 
     As `parse_range_list` of deepspeed/utils/numa.py (0.19.8).
 
@@ -240,10 +240,10 @@ def cores(given: str) -> tuple[int, ...]:
 
 
 def count(options: Mapping[str, str], *names: str) -> int | None:
-    """Return the first of these options that is a positive number; None if none is.
+    """Return the first positive number among these options; None without one.
 
     Raises:
-        UserInputError: one is no number.
+        UserInputError: one is not a number.
     """
     given = [(name, options[name]) for name in names if name in options]
     for name, text in given:
@@ -253,7 +253,7 @@ def count(options: Mapping[str, str], *names: str) -> int | None:
 
 
 def _positions(option: str, given: str) -> tuple[str, tuple[int, ...]]:
-    """Parse `NAME[:SLOT[,SLOT ..]]`: a machine and positions of its devices, perhaps none."""
+    """Parse `NAME[:SLOT[,SLOT ..]]` into a machine and the positions of its devices."""
     name, colon, slots = given.partition(":")
     numbers = [number.strip() for number in slots.split(",")] if colon else []
     if not all(map(_COUNT.fullmatch, numbers)):

@@ -49,18 +49,18 @@ class RankStart(Recorded):
     """Start of one process of a command that called `deepspeed.initialize`.
 
     Attributes:
-        rank, size: given by its launcher; 0 of 1 without one.
+        rank, size: from its launcher; 0 and 1 without one.
         forked: a Python process forked it, without starting an interpreter.
         executable: its interpreter.
         prefix: of its environment (`sys.prefix`).
         version: of Python.
         command: the interpreter with its options, the program and its arguments.
-        argv: `sys.argv` of the process, or of that which has spawned it.
+        argv: `sys.argv` of the process, or of the process that spawned it.
         cwd: its working folder.
-        env: its variables when it began, and the devices that it has chosen since.
+        env: its variables at its start, with devices that it chose later.
         cores: that the process could use when it began.
         config: what it passed to `deepspeed.initialize`.
-        config_problem: why that cannot be written as JSON, if so.
+        config_problem: why `config` cannot be written as JSON.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class RankStart(Recorded):
 
     @property
     def on_this_node(self) -> int:
-        """Number of the training's ranks on this machine; all of them if no launcher tells."""
+        """Number of ranks on this machine; all ranks if the launcher does not say."""
         is_told = str(self.size) in map(self.env.get, _IN_ALL)  # and not by the script itself
         if _why_made(self) or not is_told:
             return self.size
@@ -150,7 +150,7 @@ def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[in
 
 
 def _why_not_by_themselves(first: RankStart) -> str:
-    """Return the reason why a process needs its command to start it; empty if it does not."""
+    """Return why only the command can start a process; empty if dsat can start it too."""
     if made := _why_made(first):
         return made
     _, program = split_interpreter(first.command[1:])
@@ -169,7 +169,7 @@ def _why_made(rank: RankStart) -> str:
 
 
 def _as_seen(first: RankStart) -> Entrypoint:
-    """The program of a process, as far as it can be named, with its arguments."""
+    """Return the program and arguments of a process that only its command can start."""
     _, program = split_interpreter(first.command[1:])
     if program[:1] == ["-m"]:
         return Entrypoint(module=program[1], args=tuple(program[2:]))
@@ -179,7 +179,7 @@ def _as_seen(first: RankStart) -> Entrypoint:
 
 
 def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Variables that a command adds, except those of the start itself."""
+    """Return variables that a command adds, except those that launchers set."""
     return {
         name: value
         for name, value in has.items()
@@ -193,8 +193,7 @@ def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, s
 def _chosen_devices(ranks: Sequence[RankStart], given: Mapping[str, str]) -> dict[str, str]:
     """Return variables by which the command itself chooses the machine's devices.
 
-    A launcher that gives each rank a device of its own chooses none, nor does DeepSpeed's, which
-    numbers as many as there are ranks.
+    Launchers do not count that give each rank one device, or number the devices from 0 (DeepSpeed).
     """
     numbered = ",".join(map(str, range(len(ranks)))) if "CROSS_SIZE" in ranks[0].env else None
     found = {}

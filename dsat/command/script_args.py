@@ -1,4 +1,4 @@
-"""A training script's own command-line flags that must agree with a trial's configuration.
+"""Flags of a training script that must agree with a trial's configuration.
 
 Hugging Face's `TrainingArguments` name the batch sizes a second time, and the Trainer refuses to
 run when they and the DeepSpeed configuration differ (transformers/integrations/deepspeed.py). For
@@ -141,7 +141,7 @@ def value_of(args: Sequence[str], flag: str) -> str | None:
 
 
 def is_on(args: Sequence[str], flag: str) -> bool:
-    """Tell whether a switch is there, and not given a word for false."""
+    """Return whether a switch is given, without a word for false."""
     places = _places(args, flag, switch=True)
     return bool(places) and (places[-1].read(args) or "true").lower() in _TRUE
 
@@ -163,14 +163,14 @@ def with_config(args: Sequence[str], path: str) -> tuple[str, ...]:
 
 
 def looks_like_hf(args: Sequence[str]) -> bool:
-    """Tell whether a Trainer's argument names the DeepSpeed configuration."""
+    """Return whether a Trainer's argument names the DeepSpeed configuration."""
     return (value_of(args, "--deepspeed") or "").endswith(".json")
 
 
 def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
     """Return the flags that follow a trial: the user's own, and those of TrainingArguments.
 
-    Scripts without a Trainer that have the flags of its batch sizes mean the same by them.
+    The Trainer's batch size flags mean the same in scripts without a Trainer.
 
     Args:
         args: of the script.
@@ -185,7 +185,7 @@ def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str
 
 
 def checked(mappings: Mapping[str, str], args: Sequence[str], *, where: str) -> dict[str, str]:
-    """Return the user's mappings, each flag spelled as in the arguments (dashes or underscores).
+    """Check the user's mappings, and spell each flag as in the arguments (dashes or underscores).
 
     Raises:
         UserInputError: a flag is not among the arguments, and no Trainer knows it.
@@ -210,7 +210,7 @@ def checked(mappings: Mapping[str, str], args: Sequence[str], *, where: str) -> 
 
 
 def setting(config: Mapping[str, Any], key: str) -> Any:
-    """Return a setting by its name, wherever in the configuration, or by its path with dots.
+    """Return a setting by its dotted path, or by its name in any section.
 
     None if there is no such setting.
     """
@@ -253,9 +253,9 @@ def for_trial(
 def batch_from_args(
     config: Mapping[str, Any], args: Sequence[str], given: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return a configuration with the batch sizes of the script's flags in place of "auto".
+    """Replace "auto" batch sizes by those of the script's flags.
 
-    The Trainer's flags have defaults. What cannot be known stays as it is.
+    The Trainer's flags have defaults. Unknown sizes stay "auto".
 
     Args:
         config: the user's DeepSpeed configuration.
@@ -277,7 +277,7 @@ def batch_from_args(
 
 
 def _places(args: Sequence[str], flag: str, *, switch: bool = False) -> list[_Place]:
-    """Find all places of a flag before `--`; a switch's value is a boolean's word."""
+    """Find all occurrences of a flag before `--`; a switch takes only words for true and false."""
     wanted, places = _plain(flag), []
     is_word = not flag.startswith("-")  # `trainer.batch_size=4`, as Hydra takes it
     for index in range(_end(args)):

@@ -25,10 +25,9 @@ LIGER = "use_liger_kernel"
 WORKERS = "dataloader_num_workers"
 BIND_CORES = "bind_cores_to_rank"
 CHECKPOINTING_FLAGS = (f"--{CHECKPOINTING}", f"--{NEWER_CHECKPOINTING}")
-TILED_MLP = "tiled_mlp"
 # Ways of gradient checkpointing.
 EVERY_SECOND, REENTRANT, OFFLOADED = "every_2_layers", "reentrant", "offload"
-MODEL_SWITCHES = (CHECKPOINTING, ATTENTION, LIGER, TILED_MLP)  # that a simulation can set
+MODEL_SWITCHES = (CHECKPOINTING, ATTENTION, LIGER)  # that a simulation can set
 VARIABLE, ARGUMENT = "ENV:", "TrainingArguments."  # begin names of switches
 _TOKENS = "tokens_per_second"
 
@@ -59,13 +58,12 @@ class Switch:
 
     Attributes:
         reason: why it is worth trying, in one line.
-        values: to try beside the script's own; of a variable, in place of none. Empty where the
-            rank finds them.
+        values: to try besides the script's own value. Empty where the rank finds them.
         field: it is a field of TrainingArguments, and a flag of scripts that parse these.
         code: the line that sets it in a script, with `{value}` for the value.
         on_request: it changes what is computed, or seldom helps: only with `--search`.
-        on_device: it matters where slots are accelerators.
-        offloading: it matters where something is offloaded.
+        on_device: it matters on accelerators only.
+        offloading: it matters with offloading only.
         memory: it changes the memory of the model's activations.
         metric: the only metric under which its trials compare; any if empty.
     """
@@ -120,15 +118,6 @@ SWITCHES: Mapping[str, Switch] = {
         on_device=True,
         memory=True,
     ),
-    TILED_MLP: Switch(
-        "long sequences pass each MLP in parts, of which one at a time is kept",
-        (True,),
-        field=False,
-        code="TiledMLP.apply in the forward of each MLP (its docstring in "
-        "deepspeed/runtime/sequence_parallel/ulysses_sp.py)",
-        on_request=True,
-        memory=True,
-    ),
     BIND_CORES: Switch(
         "each rank's optimizer has its own cores, near its memory",
         (True,),
@@ -146,15 +135,15 @@ SWITCHES: Mapping[str, Switch] = {
 
 
 def is_switch(name: str) -> bool:
-    """Tell a switch from a setting of DeepSpeed."""
+    """Return whether a name is that of a switch, not of a DeepSpeed setting."""
     return name in SWITCHES or name.startswith(("--", VARIABLE, ARGUMENT))
 
 
 def is_set_by_script(name: str) -> bool:
     """Return whether a running script can still set a switch.
 
-    Its flags are parsed, its launcher is at work, and libraries have read most variables when they
-    were imported. NCCL and CUDA read theirs at their first use.
+    By then flags are parsed, and libraries have read most variables. NCCL and CUDA read theirs at
+    their first use.
     """
     if name.startswith(VARIABLE):
         return name in SWITCHES or name.startswith(f"{VARIABLE}NCCL_")
@@ -174,11 +163,11 @@ def field_of(name: str) -> str | None:
 
 
 def is_of_code(name: str, found: Mapping[str, ScriptSwitch]) -> bool:
-    """Return whether a script sets a field of its TrainingArguments by code of its own.
+    """Return whether the script's own code, not an argument, sets a field of TrainingArguments.
 
     Args:
         name: of the switch.
-        found: all switches that the script turned out to have.
+        found: all switches of the script.
     """
     in_arguments = any(switch.in_arguments for switch in found.values())
     is_field = name in found and field_of(name) is not None
@@ -205,14 +194,14 @@ def flag_of(name: str, given: Iterable[str], *, takes_hf_flags: bool) -> str | N
 
 
 def flag_values(flag: str, value: Any) -> dict[str, Any]:
-    """Return the flags that give a switch a value, which are two for a way of checkpointing."""
+    """Return the flags for a value of a switch; some ways of checkpointing need two."""
     if flag in CHECKPOINTING_FLAGS and isinstance(value, str):
         return {flag: True, f"{flag}_kwargs": json.dumps(checkpointing(value))}
     return {flag: value}
 
 
 def fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of TrainingArguments that switches set, as a file of them has them."""
+    """Return fields of TrainingArguments, as a file has them, for values of switches."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         field = field_of(name)
@@ -233,7 +222,7 @@ def variables(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def instruction(name: str, value: Any, *, in_arguments: bool) -> str:
-    """Return what to write into a script, or where, for a switch to have a value."""
+    """Return how to set a switch in a script."""
     if name.startswith(("--", VARIABLE)):
         return f"{name.removeprefix(VARIABLE)}={value}"
     if name == BIND_CORES:
@@ -249,7 +238,7 @@ def checkpointing(value: str) -> dict[str, Any]:
     """Return the keyword arguments of a way of gradient checkpointing.
 
     Raises:
-        ValueError: there is no such way.
+        ValueError: the way is unknown.
     """
     layers = re.fullmatch("every_([2-9])_layers", value)
     if layers:

@@ -25,15 +25,15 @@ _LISTS_BY_NATURE = frozenset({"leaf_module"})
 def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Split a configuration with lists of values into one without lists, and the lists.
 
-    Only lists in `zero_optimization` and of batch sizes count: elsewhere a list is a value.
+    Lists count in `zero_optimization` and for batch sizes only; elsewhere a list is one value.
     Determined's `{"type": "categorical", "vals": [...]}` is a list too, and `"stage": "all"` (also
     `"zero_optimization": "all"`) one of all stages. Lists inside a section of `zero_optimization`
-    become the sections that they multiply to: `{"device": "cpu", "pin_memory": [true, false]}` is a
-    list of two.
+    expand to all combinations: `{"device": "cpu", "pin_memory": [true, false]}` is a list of two
+    sections.
 
     Returns:
-        The configuration with the first value in place of each list, and the lists by the names of
-        their settings, each value once and in the order given.
+        The configuration with the first value of each list, and the lists by setting, without
+        duplicates.
 
     Raises:
         UserInputError: a list is empty, holds an invalid value, or is not allowed there; or a
@@ -68,7 +68,7 @@ def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dic
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
-    """Return each value once, in order; true and 1 are two."""
+    """Drop duplicates and keep the order; true and 1 differ."""
     return list({json.dumps(value, sort_keys=True): value for value in values}.values())
 
 
@@ -99,7 +99,7 @@ def _zero_values(key: str, value: Any, where: str) -> list[Any] | None:
 
 
 def _options(key: str, item: Any, where: str) -> list[Any]:
-    """Return the values that an item of a list stands for."""
+    """Return the values of one item of a list."""
     if isinstance(item, Mapping):
         return _product(item, where) or [dict(item)]
     if isinstance(item, list):

@@ -32,10 +32,6 @@ class Engine(Protocol):
         """
         ...
 
-    def cancel(self, trial_id: int) -> None:
-        """End a trial that runs; its outcome will be CANCELED unless it was faster."""
-        ...
-
     def close(self) -> None:
         """End everything that runs, without further outcomes."""
         ...

@@ -15,7 +15,6 @@ from typing import Any
 from dsat.command.entrypoint import Entrypoint
 from dsat.command.experiment import Experiment
 from dsat.engines import results as trial_result
-from dsat.engines.agent.heartbeats import PING_EVERY_S
 from dsat.engines.agent.supervisor import GRACE_AFTER_FAILURE_S
 from dsat.engines.agents import Agents
 from dsat.engines.machines.hosts import Host, without_segments
@@ -32,7 +31,7 @@ from dsat.engines.start import (
     StartMethod,
 )
 from dsat.engines.starts import LINGER_S, StartBuilder
-from dsat.engines.supervisors import LOST
+from dsat.engines.supervisors import LOST, PING_EVERY_S
 from dsat.engines.trial_folder import working_folder
 from dsat.in_trial.rank_files import MODULES_FILE, result_file
 from dsat.values.outcome import Outcome
@@ -175,6 +174,7 @@ class LocalEngine:
         return ended
 
     def cancel(self, trial_id: int) -> None:
+        """End a trial that runs; its outcome will be CANCELED unless it was faster."""
         self._waiting = [start for start in self._waiting if start.trial.id != trial_id]
         if trial_id in self._running:
             self._running[trial_id].canceled = True

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.agent.heartbeats import PING_EVERY_S
 from dsat.engines.machines.hosts import Share
 from dsat.engines.start import FULL_RUN_ID, SIMULATION_ID, Start, StartMethod
+from dsat.engines.supervisors import PING_EVERY_S
 from dsat.in_trial.rank_files import ACTIVITY_FILE
 from dsat.values import slow
 from dsat.values.trial import Trial

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsat.engines.agent import heartbeats, leftovers
+from dsat.engines.agent import leftovers
 from dsat.engines.agent.supervisor import MARK
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.processes import spawn
@@ -45,6 +45,9 @@ WARM_MODULES = (
     "dsat.in_trial.rank",
 )
 LOST = "lost"
+PING_EVERY_S = 10.0
+# Longer than a host stalls that swaps, or whose files come over a slow network.
+SILENT_AFTER_S = 60.0
 _WARM_UP_LIMIT_S = 300.0
 _LOOK_LIMIT_S = 60.0
 _END_LIMIT_S, _TERMINATE_LIMIT_S = 20.0, 5.0
@@ -91,7 +94,7 @@ class Supervisors:
             return self._read(timeout_s)
         found = self._read(min(timeout_s, max(0.0, self._ping_at_s - time.monotonic())))
         if time.monotonic() >= self._ping_at_s:
-            self._ping_at_s = time.monotonic() + heartbeats.PING_EVERY_S
+            self._ping_at_s = time.monotonic() + PING_EVERY_S
             found += self._ping()
         return found
 
@@ -206,9 +209,9 @@ class Supervisors:
 
         Requests are counted, not seconds: a process that is stopped or busy hears nobody.
         """
-        most = heartbeats.SILENT_AFTER_S / heartbeats.PING_EVERY_S
+        most = SILENT_AFTER_S / PING_EVERY_S
         silent = [host for host, client in self._clients.items() if client.unanswered >= most]
-        reason = f"it has not answered for {heartbeats.SILENT_AFTER_S:g} s"
+        reason = f"it has not answered for {SILENT_AFTER_S:g} s"
         lost = [self._abandon(host, reason) for host in silent]
         for client in self._clients.values():
             client.unanswered += 1

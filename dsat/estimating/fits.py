@@ -6,9 +6,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dsat.command import ds_config
+from dsat.command.switches import CHECKPOINTING
+from dsat.estimating import edges
 from dsat.estimating.options import EstimateSettings
 from dsat.memory import host
-from dsat.memory.predictor import UNCALIBRATED_MARGIN, Anchor, Basis, MemoryModel, fits_host
+from dsat.memory.predictor import Anchor, Basis, MemoryModel, fits_host
 from dsat.prepare.simulated_model import simulate
 from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.protocol import Question
@@ -31,6 +33,8 @@ class Fit:
         host_limit: bytes of the host; None if they are not known.
         fits: with 5 % to spare.
         largest: the largest micro batch that fits; 0 if none does.
+        saved_by_checkpointing: bytes of a device, if it does not fit; 0 if that is on already, or
+            cannot be turned on.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Fit:
     host_limit: int | None
     fits: bool
     largest: int
+    saved_by_checkpointing: int
 
     @property
     def fits_host(self) -> bool:
@@ -69,11 +74,11 @@ class Fit:
 
     def _missing(self) -> str:
         """Return by how much the device is too small, and what to do."""
-        missing = self.needed_bytes * UNCALIBRATED_MARGIN - self.card_bytes
+        lacking = edges.missing(self.needed_bytes, self.card_bytes)
         remedy = "Without --fits, a table shows which strategies fit."
         if self.largest:
             remedy = f"The largest micro batch that fits is {self.largest}."
-        return f"{fmt.memory(missing)} are missing. {remedy}"
+        return f"It {edges.describe(lacking, self.saved_by_checkpointing)}. {remedy}"
 
     def _host(self) -> list[str]:
         """Return what the host needs."""
@@ -101,12 +106,16 @@ def fit(settings: EstimateSettings) -> Fit:
         facts = model.simulator.facts(model.config)
         own = ds_config.for_use(model.config, {ds_config.BATCH_KEYS[2]: batch.gas})
         own = ds_config.without_batch_sizes(own)
-        [estimate] = model.simulator.estimates([Question(own, batch.micro_batch, slots)])
+        asked = Question(own, batch.micro_batch, slots)
+        [estimate] = model.simulator.estimates([asked])
         if isinstance(estimate, str):
             raise SimulationUnavailable(estimate)
-    basis = Basis.of_model(facts, [Anchor(own, batch.micro_batch, estimate)])
-    memory = MemoryModel(basis, slots=slots, limit_bytes=card_bytes, on_device=True)
-    shape = memory.shape(own, {})
+        basis = Basis.of_model(facts, [Anchor(own, batch.micro_batch, estimate)])
+        memory = MemoryModel(basis, slots=slots, limit_bytes=card_bytes, on_device=True)
+        shape, saved = memory.shape(own, {}), 0
+        if not memory.fits(shape, batch.micro_batch):
+            [less] = model.simulator.estimates([asked._replace(switches={CHECKPOINTING: True})])
+            saved = 0 if isinstance(less, str) else max(0, estimate.peak - less.peak)
     host_bytes = host.of_host(facts, own, shape.host_bytes, slots)
     saved_bytes = host.ranks(slots) * host.saved_without_pinning(facts, own, slots=slots)
     found = Fit(
@@ -121,5 +130,6 @@ def fit(settings: EstimateSettings) -> Fit:
         host_limit=settings.host_memory if host_limit is None else host_limit,
         fits=memory.fits(shape, batch.micro_batch),
         largest=int(min(memory.largest(shape), LARGEST_MICRO_BATCH)),
+        saved_by_checkpointing=saved,
     )
     return replace(found, fits=found.fits and found.fits_host)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dsat.estimating import fewest_cards
+from dsat.command.switches import CHECKPOINTING
+from dsat.estimating import edges, fewest_cards
 from dsat.estimating.advice import Advice, advise
+from dsat.estimating.edges import Edge
 from dsat.estimating.fewest_cards import Choice
 from dsat.estimating.line import Line
 from dsat.estimating.options import EstimateSettings
@@ -20,6 +23,7 @@ from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, fits_host
 from dsat.memory.strategies import compared, with_strategy
 from dsat.prepare.simulated_model import SimulatedModel, simulate
+from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.protocol import Question
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values import format as fmt
@@ -38,6 +42,7 @@ class Estimate:
     Attributes:
         lines: one for every strategy and number of devices.
         advice: the fastest strategy that fits, by number of devices and their memory.
+        edges: strategies that nearly fit.
         cards: the fewest cards of each usual size.
         sequence_length: tokens of a sample; None if samples are not sequences.
     """
@@ -46,6 +51,7 @@ class Estimate:
     model: ModelFacts
     lines: Sequence[Line]
     advice: Sequence[Advice]
+    edges: Sequence[Edge]
     cards: Sequence[Choice]
     sequence_length: int | None
 
@@ -61,6 +67,7 @@ class Estimate:
             "sequence_length": self.sequence_length,
             "lines": [line.to_json() for line in self.lines],
             "advice": [each.to_json() for each in self.advice],
+            "edges": [each.to_json() for each in self.edges],
             "cards": [choice.to_json() for choice in self.cards],
         }
 
@@ -73,8 +80,9 @@ class Estimate:
         ]
         for slots in dict.fromkeys(line.slots for line in lines):
             text += ["", f"{fmt.count(slots, 'GPU')}:", ""]
-            text += _table([line for line in lines if line.slots == slots])
+            text += _table([line for line in lines if line.slots == slots]).markdown()
             text += _advice([each for each in self.advice if each.slots == slots])
+            text += [f"- {each}" for each in self.edges if each.slots == slots]
         sources = " and ".join(dict.fromkeys(line.estimate.source for line in lines))
         text += [
             "",
@@ -89,6 +97,141 @@ class Estimate:
         return "\n".join([*text, *fewest_cards.table(self.cards)])
 
 
+class LineByLine:
+    """The tables of a model: by formula at first, then with every line that is simulated."""
+
+    def __init__(self, model: SimulatedModel, settings: EstimateSettings) -> None:
+        self._model, self._settings = model, settings
+        self._length = model.simulator.script.sequence_length
+        self._facts = model.simulator.facts(model.config)
+        self._strategies = compared(model.config)
+        self._pairs = list(itertools.product(settings.slot_counts, self._strategies))
+        self._questions = [
+            Question(with_strategy(model.config, strategy, slots), 1, slots)
+            for slots, strategy in self._pairs
+        ]
+        self._estimates = [
+            closed_form.estimate(self._facts, asked.config, slots=asked.slots, micro_batch=1)
+            for asked in self._questions
+        ]
+        self._simulated = 0
+
+    @property
+    def progress(self) -> str:
+        """Return how many lines are simulated."""
+        return f"{self._simulated} of {len(self._pairs)} lines are simulated"
+
+    def simulate(self) -> Iterator[int]:
+        """Simulate the lines, those next to the answer first, unless the formula is to answer.
+
+        Yields:
+            A number of devices, before its lines are simulated and after each.
+        """
+        if self._settings.formula and not needs_simulation(self._model.config):
+            return
+        order = self._order()
+        asked = [self._questions[line] for line in order]
+        with slow.logged(_log, "simulating", hint=lambda: f", {self.progress}"):
+            yield self._settings.slot_counts[0]
+            for number, answer in self._model.simulator.estimate_each(asked):
+                line = order[number]
+                if isinstance(answer, str):
+                    answer = replace(self._estimates[line], note=answer)
+                self._estimates[line] = answer
+                self._simulated += 1
+                yield self._pairs[line][0]
+
+    def _order(self) -> list[int]:
+        """Return lines by number of devices; first those advised by formula, and their neighbours.
+
+        A neighbour of a strategy is the one before it or after it in the usual order.
+        """
+        first = set()
+        for each in advise(self._facts, self._model.config, self.lines(), self._length):
+            for strategy in filter(None, (each.strategy, each.other)):
+                place = self._strategies.index(strategy)
+                first |= {(each.slots, s) for s in self._strategies[max(0, place - 1) : place + 2]}
+        counts = list(self._settings.slot_counts)
+
+        def key(line: int) -> tuple[int, bool]:
+            return counts.index(self._pairs[line][0]), self._pairs[line] not in first
+
+        return sorted(range(len(self._pairs)), key=key)
+
+    @property
+    def _basis(self) -> Basis:
+        anchors = [
+            Anchor(asked.config, 1, found, asked.slots)
+            for asked, found in zip(self._questions, self._estimates, strict=True)
+            if found.source == SIMULATED
+        ]
+        return Basis.of_model(self._facts, anchors)
+
+    def table(self, slots: int) -> Table:
+        """Return the table of a number of devices as it is known by now."""
+        return _table([line for line in self.lines() if line.slots == slots])
+
+    def lines(self) -> list[Line]:
+        """Return the lines as they are known by now."""
+        basis = self._basis
+        return [
+            _line(basis, strategy, asked, found, self._settings, self._length)
+            for (_, strategy), asked, found in zip(
+                self._pairs, self._questions, self._estimates, strict=True
+            )
+        ]
+
+    def estimate(self) -> Estimate:
+        """Return the tables as they are known by now."""
+        config, lines = self._model.config, self.lines()
+        configuration, limit = partial(with_strategy, config), self._settings.host_memory
+        cards = fewest_cards.fewest(self._basis, config, configuration, self._strategies, limit)
+        advice = advise(self._facts, config, lines, self._length)
+        near = self._edges(lines)
+        return Estimate(self._model.name, self._facts, lines, advice, near, cards, self._length)
+
+    def _edges(self, lines: Sequence[Line]) -> list[Edge]:
+        """Return the strategies that nearly fit, with what recomputation saves by formula."""
+        near = edges.nearly_fitting(lines)
+        recomputed = self._recomputed() if near else None
+        found = []
+        for line, size in near:
+            saved, lacking = 0, edges.missing(line.needed, size)
+            if recomputed is not None:
+                config, slots = self._config(line), line.slots
+                peaks = (
+                    closed_form.estimate(facts, config, slots=slots, micro_batch=1).peak
+                    for facts in (self._facts, recomputed)
+                )
+                saved = max(0, next(peaks) - next(peaks))
+            found.append(Edge(line.slots, size, line.strategy, lacking, saved))
+        return found
+
+    def _config(self, line: Line) -> Mapping[str, Any]:
+        return self._questions[self._pairs.index((line.slots, line.strategy))].config
+
+    def _recomputed(self) -> ModelFacts | None:
+        """Return the facts of the model with checkpointing; None if that is on, or impossible."""
+        if self._settings.activation_checkpointing == "on":
+            return None
+        try:
+            return self._model.simulator.facts(self._model.config, {CHECKPOINTING: True})
+        except SimulationUnavailable:
+            return None
+
+
+@contextlib.contextmanager
+def opened(settings: EstimateSettings) -> Iterator[LineByLine]:
+    """Run a model on fake tensors, and have its tables by formula.
+
+    Raises:
+        UserInputError: the settings or the files are wrong.
+        DsatError: the model cannot be simulated.
+    """
+    with simulate(settings) as model:
+        yield LineByLine(model, settings)
+
+
 def estimate(settings: EstimateSettings) -> Estimate:
     """Simulate a model and return its tables.
 
@@ -96,44 +239,10 @@ def estimate(settings: EstimateSettings) -> Estimate:
         UserInputError: the settings or the files are wrong.
         DsatError: the model cannot be simulated.
     """
-    with simulate(settings) as model:
-        return tables(model, settings)
-
-
-def tables(model: SimulatedModel, settings: EstimateSettings) -> Estimate:
-    """Return the tables of a model."""
-    config, simulator = model.config, model.simulator
-    facts, strategies = simulator.facts(config), compared(config)
-    pairs = list(itertools.product(settings.slot_counts, strategies))
-    questions = [
-        Question(with_strategy(config, strategy, slots), 1, slots) for slots, strategy in pairs
-    ]
-    estimates = [
-        closed_form.estimate(facts, asked.config, slots=asked.slots, micro_batch=1)
-        for asked in questions
-    ]
-    if settings.exact or needs_simulation(config):
-        with slow.logged(_log, f"simulating {len(questions)} lines of the table"):
-            answers = simulator.estimates(questions)
-        estimates = [
-            replace(formula, note=answer) if isinstance(answer, str) else answer
-            for formula, answer in zip(estimates, answers, strict=True)
-        ]
-    anchors = [
-        Anchor(asked.config, 1, found, asked.slots)
-        for asked, found in zip(questions, estimates, strict=True)
-        if found.source == SIMULATED
-    ]
-    basis, length = Basis.of_model(facts, anchors), simulator.script.sequence_length
-    lines = [
-        _line(basis, strategy, asked, found, settings, length)
-        for (_, strategy), asked, found in zip(pairs, questions, estimates, strict=True)
-    ]
-    cards = fewest_cards.fewest(
-        basis, config, partial(with_strategy, config), strategies, settings.host_memory
-    )
-    advice = advise(facts, config, lines, length)
-    return Estimate(model.name, facts, lines, advice, cards, length)
+    with opened(settings) as found:
+        for _ in found.simulate():
+            pass
+        return found.estimate()
 
 
 def needs_simulation(config: Mapping[str, Any]) -> bool:
@@ -198,7 +307,7 @@ def _failures(lines: Sequence[Line]) -> list[str]:
     ]
 
 
-def _table(lines: Sequence[Line]) -> list[str]:
+def _table(lines: Sequence[Line]) -> Table:
     sizes = list(lines[0].largest)
     heads = ["strategy", "GPU at micro batch 1", "host"]
     heads += [f"largest on {fmt.memory(size)}" for size in sizes]
@@ -206,7 +315,7 @@ def _table(lines: Sequence[Line]) -> list[str]:
         heads.append("longest sequence")
     rows = [
         [
-            line.strategy.label,
+            line.strategy.label + ("" if line.estimate.source == SIMULATED else " (formula)"),
             fmt.memory(line.needed),
             fmt.memory(line.host) if line.host else "-",
             *(str(count or "-") for count in line.largest.values()),
@@ -214,7 +323,7 @@ def _table(lines: Sequence[Line]) -> list[str]:
         ]
         for line in lines
     ]
-    return Table(heads, rows, numbers=heads[1:]).markdown()
+    return Table(heads, rows, numbers=heads[1:])
 
 
 def _advice(advice: Sequence[Advice]) -> list[str]:

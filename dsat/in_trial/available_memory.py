@@ -6,15 +6,7 @@ By that, ZeRO decides whether parameters are flattened on the device or on the h
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Any
-
-BY_NAME = (
-    "DeepSpeed does not understand CUDA_VISIBLE_DEVICES={devices} while pynvml is installed, and "
-    "fails when you train: give the GPUs by number, or uninstall pynvml (nvidia-ml-py)"
-)
-
 
 _limit_bytes: int | None = None  # of a slot
 
@@ -25,30 +17,11 @@ def limit(limit_bytes: int | None) -> None:
     _limit_bytes = limit_bytes
 
 
-def available(
-    ask: Callable[[int | None], Any],
-    accelerator: Any,
-    index: int | None,
-    warn: Callable[[str], None],
-) -> int:
-    """Return the memory that is left of a device, also if it is named, within the limit.
-
-    With pynvml DeepSpeed asks NVML, by a number that it reads from CUDA_VISIBLE_DEVICES, where
-    there may be UUIDs or MIG devices.
-
-    Args:
-        ask: DeepSpeed's own function.
-    """
-    import torch
-
-    try:
-        left = int(ask(index))
-    except ValueError:
-        warn(BY_NAME.format(devices=os.environ.get("CUDA_VISIBLE_DEVICES", "")))
-        left, _ = torch.cuda.mem_get_info(index)
+def available(free_bytes: int, accelerator: Any, index: int | None) -> int:
+    """Return the memory that is free of a device, within the limit."""
     if _limit_bytes is None:
-        return left
-    return min(left, _limit_bytes - int(accelerator.memory_allocated(index)))
+        return free_bytes
+    return min(free_bytes, _limit_bytes - int(accelerator.memory_allocated(index)))
 
 
 def limit_allocator(limit_bytes: int | None, device: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.clocks import ProcessMemory
+from dsat.values import host_memory
 
 _SLACK_BYTES = 16 * 2**20
 # malloc.h of glibc.
@@ -34,9 +35,7 @@ def limit_memory(budget_bytes: int) -> None:
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
         mallopt(_M_MMAP_MAX, 2**30)
         mallopt(_M_ARENA_MAX, 1)
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = ProcessMemory.now().data_bytes + budget_bytes + _SLACK_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+    limit, most = _limit_data(budget_bytes + _SLACK_BYTES)
 
     # The compilers that DeepSpeed starts for its operators have all the memory that they need.
     @contextlib.contextmanager
@@ -48,3 +47,17 @@ def limit_memory(budget_bytes: int) -> None:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
     TRIAL.calls.around_compilations.append(unlimited)
+
+
+def limit_to_host() -> None:
+    """Let an allocation that the host has no room for fail, before the kernel ends any process."""
+    _limit_data(host_memory.available_bytes())
+
+
+def _limit_data(more_bytes: int) -> tuple[int, int]:
+    """Limit the data segment to so much more than it has now; return the soft and hard limits."""
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = ProcessMemory.now().data_bytes + more_bytes
+    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+    return limit, most

@@ -40,7 +40,7 @@ def install(
     on_complete: Callable[[Outcome], None],
     on_step: Callable[[int], None] = lambda steps: None,
 ) -> Meter:
-    """Return a meter that has_trainable_engine the engines that `deepspeed.initialize` returns."""
+    """Return a meter that watches the engines that `deepspeed.initialize` returns."""
     from deepspeed.accelerator import get_accelerator
 
     adapters.install()

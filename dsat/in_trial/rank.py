@@ -33,7 +33,7 @@ from dsat.in_trial import config_injection, failures, preparation, start_record
 from dsat.in_trial.adapters import install
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import rank_and_size
-from dsat.in_trial.memory_limit import limit_memory
+from dsat.in_trial.memory_limit import limit_memory, limit_to_host
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.rank_files import (
     DONE_FILE,
@@ -166,6 +166,8 @@ class Rank:
         elif spec.cpu_memory_bytes is not None:
             TRIAL.calls.before_model = functools.partial(_limit, spec.cpu_memory_bytes)
             install.adapt_models()
+        elif spec.meter is not None and spec.threads is not None and not spec.own:
+            limit_to_host()
         # For --model dsat has a script of its own.
         what = "the model" if spec.program["module"].startswith("dsat.") else "your script"
         what = "your command" if spec.is_command else what

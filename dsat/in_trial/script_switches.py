@@ -20,11 +20,10 @@ from dsat.command.switches import (
     COMPILE,
     LIGER,
     SWITCHES,
-    TILED_MLP,
     WORKERS,
 )
 from dsat.errors import InvalidTrial
-from dsat.in_trial import config_injection, recomputation, tiled_mlp
+from dsat.in_trial import config_injection, recomputation
 from dsat.in_trial.agreement import local_size
 from dsat.values import host_cores
 from dsat.values.outcome import ScriptSwitch
@@ -177,8 +176,6 @@ def of_model(model: Any, *, may_flash: bool) -> dict[str, tuple[Any, ...]]:
             and (not package or (may_flash and importlib.util.find_spec(package) is not None))
         ]
         found[ATTENTION] = tuple(dict.fromkeys((kernel, *others)))
-    if tiled_mlp.can_tile(model):
-        found[TILED_MLP] = (False, True)
     return found
 
 
@@ -194,8 +191,6 @@ def switch_model(model: Any, wanted: Mapping[str, Any]) -> None:
         raise InvalidTrial("the model has no known switch for gradient checkpointing")
     if wanted.get(LIGER):
         _use_liger(model)
-    if wanted.get(TILED_MLP):
-        tiled_mlp.tile(model)
     kernel = wanted.get(ATTENTION)
     if kernel is None:
         return

@@ -10,6 +10,7 @@ per sample). So
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,15 @@ def observe(
     if not memory.is_exact:
         excess = max(0, excess)
     return Observation(micro_batch, used[phase], excess, memory.context_bytes, memory.is_exact)
+
+
+def asked_bytes(message: str) -> int:
+    """Return the size of the block that an error says could not be allocated; 0 if it says none."""
+    found = re.search(r"tried to allocate ([\d,.]+) ([KMG])iB", message, re.IGNORECASE)
+    if found is None:
+        return 0
+    unit = {"K": 2**10, "M": 2**20, "G": 2**30}[found[2].upper()]
+    return round(float(found[1].replace(",", "")) * unit)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ need the same, those with fewer need less.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,18 +27,31 @@ _NORM_BUFFER = 25 * 10**7  # stage3.py: elements of which `_constant_buffered_no
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes that grow with the micro batch: `fixed + per_sample * micro batch`.
+    """Bytes that grow with the micro batch.
 
     Attributes:
+        fixed, per_sample: at any micro batch, and for each of its samples.
         if_room: DeepSpeed needs so much only on a device that has it.
+        per_pair: for each pair of samples, as a loss with negatives within the batch needs them.
     """
 
     fixed: float
     per_sample: float = 0.0
     if_room: bool = False
+    per_pair: float = 0.0
 
     def at(self, micro_batch: float) -> float:
-        return self.fixed + self.per_sample * micro_batch
+        return self.fixed + (self.per_sample + self.per_pair * micro_batch) * micro_batch
+
+    def largest_within(self, room: float) -> float:
+        """Return the largest micro batch whose bytes do not exceed a room; 0 if none."""
+        free, slope, pairs = room - self.fixed, self.per_sample, self.per_pair
+        if pairs > 0:
+            root = slope**2 + 4 * pairs * free
+            return max(0.0, (math.sqrt(root) - slope) / (2 * pairs)) if root > 0 else 0.0
+        if slope > 0:
+            return max(0.0, free / slope)
+        return math.inf if free >= 0 else 0.0
 
 
 def highest(phase: Iterable[Line], micro_batch: float) -> float:

@@ -17,6 +17,9 @@ from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import BatchTriple
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
+# Factor over the largest micro batch that ran, up to which the formula alone is believed: it does
+# not know what a script computes outside of its model.
+FARTHEST = 16
 
 
 class Forecast:
@@ -42,6 +45,12 @@ class Forecast:
         Where the global batch is given, the largest micro batches accumulate no gradients, which
         smaller ones may have to hold.
         """
+        most = math.inf
+        if self._ran and not self.model.basis.simulated:
+            most = FARTHEST * max(self._ran.values())
+        return min(most, self._largest_predicted(settings))
+
+    def _largest_predicted(self, settings: Mapping[str, Any]) -> float:
         of_most, of_least = self._shapes_of(settings)
         found = self.model.largest(of_most)
         if of_least is None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dsat.command.switches import CHECKPOINTING, in_memory
 from dsat.memory import closed_form, host
-from dsat.memory.calibration import Calibration, Observation, calibrate, observe
+from dsat.memory.calibration import Calibration, Observation, asked_bytes, calibrate, observe
 from dsat.memory.closed_form import Line
 from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED, MemoryEstimate
 from dsat.memory.facts import ModelFacts, bucket_size
@@ -127,11 +127,15 @@ class Shape:
     @functools.cached_property
     def highest(self) -> Sequence[Line]:
         """The lines without those that another one is above whatever the micro batch."""
-        lines = {(line.fixed, line.per_sample) for lines in self.phases.values() for line in lines}
+        lines = {
+            (line.fixed, line.per_sample, line.per_pair)
+            for lines in self.phases.values()
+            for line in lines
+        }
         found: list[Line] = []
-        for fixed, per_sample in sorted(lines, reverse=True):
-            if not found or per_sample > found[-1].per_sample:
-                found.append(Line(fixed, per_sample))
+        for fixed, per_sample, per_pair in sorted(lines, reverse=True):
+            if not found or per_sample > found[-1].per_sample or per_pair > found[-1].per_pair:
+                found.append(Line(fixed, per_sample, per_pair=per_pair))
         return found
 
     def peak(self, phase: str, micro_batch: float) -> float:
@@ -140,24 +144,41 @@ class Shape:
 
 _Corrections = Mapping[str, Mapping[str, float]]
 _HOST = "host"
+_OF_PAIRS = {name: f"{name}, of pairs" for name in PHASES}  # for each pair of samples
 
 
 def _corrections(variant: Variant, slots: int) -> _Corrections:
     """Bytes by which simulations are above the closed form, by group and phase (or `_HOST`)."""
     found: dict[str, dict[float, Mapping[str, float]]] = {}
     divided = {_group(a.config): of_config(a.config).stage > 0 for a in variant.anchors}
+    first: dict[tuple[str, int], Anchor] = {}
     for anchor in variant.anchors:
-        simulated = anchor.slots or slots
-        formula = closed_form.lines(variant.facts, anchor.config, slots=simulated)
-        more = {
-            name: getattr(anchor.estimate, name)
-            - closed_form.highest(formula[name], anchor.micro_batch)
-            for name in PHASES
-        }
-        by_formula = sum(host.training(variant.facts, anchor.config, slots=simulated))
-        more[_HOST] = anchor.estimate.host - by_formula if by_formula else 0.0
-        found.setdefault(_group(anchor.config), {}).setdefault(simulated, more)
+        group, simulated = _group(anchor.config), anchor.slots or slots
+        more = _excess(variant.facts, anchor, simulated)
+        before = first.setdefault((group, simulated), anchor)
+        if before.micro_batch > anchor.micro_batch:
+            large = _excess(variant.facts, before, simulated)
+            for name, of_pairs in _OF_PAIRS.items():
+                pairs = before.micro_batch**2 - anchor.micro_batch**2
+                more[of_pairs] = max(0.0, (large[name] - more[name]) / pairs)
+                more[name] -= more[of_pairs] * anchor.micro_batch**2
+        elif before is not anchor:
+            continue
+        found.setdefault(group, {})[simulated] = more
     return {group: _between(known, slots, divided[group]) for group, known in found.items()}
+
+
+def _excess(facts: ModelFacts, anchor: Anchor, slots: int) -> dict[str, float]:
+    """Return the bytes by which a simulation is above the closed form."""
+    formula = closed_form.lines(facts, anchor.config, slots=slots)
+    more = {
+        name: getattr(anchor.estimate, name)
+        - closed_form.highest(formula[name], anchor.micro_batch)
+        for name in PHASES
+    }
+    by_formula = sum(host.training(facts, anchor.config, slots=slots))
+    more[_HOST] = anchor.estimate.host - by_formula if by_formula else 0.0
+    return {**more, **dict.fromkeys(_OF_PAIRS.values(), 0.0)}
 
 
 def _between(
@@ -233,6 +254,7 @@ class MemoryModel:
         self._observations: list[Observation] = []
         self._calibration = Calibration()
         self._fragmented, self._most_reserved = 1.0, 0
+        self._bytes_per_pair = 0.0  # of samples, in all strategies
         self._margins: dict[str, float] = {}  # by strategy
         self._least_margin = 1.0
 
@@ -247,7 +269,10 @@ class MemoryModel:
         more = corrections.get(_group(config))
         if more is not None:
             phases = {
-                name: tuple(replace(line, fixed=line.fixed + more[name]) for line in lines)
+                name: tuple(
+                    replace(line, fixed=line.fixed + more[name], per_pair=more[_OF_PAIRS[name]])
+                    for line in lines
+                )
                 for name, lines in phases.items()
             }
             host_bytes += more[_HOST] if host_bytes else 0.0
@@ -266,6 +291,7 @@ class MemoryModel:
     def predicted_bytes(self, shape: Shape, micro_batch: float) -> int:
         """The peak of one slot."""
         peak = max(shape.peak(phase, micro_batch) for phase in PHASES)
+        peak += self._bytes_per_pair * micro_batch**2
         return round(peak + self._calibration.added_bytes(micro_batch) + self._context_bytes)
 
     def fits(self, shape: Shape, micro_batch: int) -> bool:
@@ -283,13 +309,15 @@ class MemoryModel:
             return 0.0
         room = self.limit_bytes / self._margin(shape.strategy) - self._context_bytes
         fixed, slope = self._calibration.fixed_bytes, self._calibration.bytes_per_sample
-        largest = math.inf
-        for line in shape.highest:
-            free, per_sample = room - line.fixed - fixed, line.per_sample + slope
-            if per_sample > 0:
-                largest = min(largest, free / per_sample)
-            elif free < 0:
-                return 0.0
+        corrected = (
+            Line(
+                line.fixed + fixed,
+                line.per_sample + slope,
+                per_pair=line.per_pair + self._bytes_per_pair,
+            )
+            for line in shape.highest
+        )
+        largest = min(line.largest_within(room) for line in corrected)
         return largest if largest >= 1 else 0.0
 
     def learn(self, shape: Shape, micro_batch: int, outcome: Outcome) -> None:
@@ -305,6 +333,9 @@ class MemoryModel:
                 least = -_UNSEEN * self.basis.variants[0].facts.backward_bytes_per_sample
                 self._calibration = calibrate(self._observations, self._usual_slope, least)
         elif outcome.kind is OutcomeKind.OOM and self.fits(shape, micro_batch):
+            self._learn_pairs(shape, micro_batch, asked_bytes(outcome.message))
+            if not self.fits(shape, micro_batch):
+                return
             # Something of this strategy needs more than is known.
             needed = self.predicted_bytes(shape, micro_batch)
             margin = self._margin(shape.strategy)
@@ -313,6 +344,14 @@ class MemoryModel:
             self._least_margin = max(
                 self._least_margin, min(_CAUTION_OF_ALL * self._least_margin, enough)
             )
+
+    def _learn_pairs(self, shape: Shape, micro_batch: int, asked: int) -> None:
+        """Learn from a block that memory had no room for, and of which there are two as a rule.
+
+        Smaller micro batches ran as predicted, so what is missing grows faster than they do.
+        """
+        missing = 2 * asked - self.predicted_bytes(shape, micro_batch)
+        self._bytes_per_pair += max(0.0, missing / micro_batch**2)
 
     def _learn_fragmentation(self, memory: MemoryUse) -> None:
         """Learn from the trial that reserved most."""

@@ -1,1 +1,1 @@
-"""A command made ready for trials: its program, its hosts and the plan of a search."""
+"""Preparation of a command for trials: its program, its hosts and its packages."""

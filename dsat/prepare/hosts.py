@@ -53,13 +53,13 @@ def acquired(
 
 
 def _names(positions: Sequence[int], variables: Mapping[str, str]) -> list[str]:
-    """Return the names of devices by their positions among those that variables choose, or all."""
+    """Return the names of devices at positions among the visible ones."""
     chosen = find_chosen_devices(VISIBLE, variables)
     return [chosen[n] if n < len(chosen) else str(n) for n in positions]
 
 
 def check_equal(hosts: Sequence[Host]) -> None:
-    """Raise UserInputError unless a trial is the same on any of the hosts."""
+    """Raise UserInputError unless all hosts are equal."""
     first = hosts[0]
     for other in hosts[1:]:
         one, two = first.machine, other.machine
@@ -97,9 +97,9 @@ def check_kinds(host: Host) -> None:
 
 
 def with_slots(hosts: Sequence[Host], slots: int) -> tuple[Host, ...]:
-    """Return hosts with enough slots for a trial.
+    """Return hosts with enough devices for a trial.
 
-    Trials may have more ranks than a quota of processor time gives them cores, as commands may.
+    On a CPU a trial may have more ranks than its quota has cores.
     """
     share = -(-slots // len(hosts))
     return tuple(replace(host, machine=host.machine.with_slots(share)) for host in hosts)
@@ -116,7 +116,7 @@ def describe(hosts: Sequence[Host]) -> str:
 
 
 def all_slots(hosts: Sequence[Host], program: Entrypoint) -> int:
-    """Return the devices that a launcher without a number uses: of its machines, or of one."""
+    """Return the devices that a launcher uses without a number: all of its machines."""
     launch, machine = program.launch, hosts[0].machine
     if machine.is_cpu and program.launcher == DEEPSPEED and not launch.hosts:
         return _numa_ranks()
@@ -137,7 +137,7 @@ def _numa_ranks(nodes: Path = Path("/sys/devices/system/node")) -> int:
 
 
 def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:
-    """Raise UserInputError if no trial of so many slots can be placed."""
+    """Raise UserInputError if the hosts cannot run a trial with this many devices."""
     each = hosts[0].machine.num_slots
     most = each * len(hosts)
     if slots <= each or (slots <= most and slots % each == 0):

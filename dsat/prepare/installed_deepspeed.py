@@ -1,4 +1,4 @@
-"""The installed DeepSpeed's verdict on a configuration, remembered from run to run."""
+"""The installed DeepSpeed's check of a configuration, cached."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class _Question:
 
     Attributes:
         place: the file, and the keys that lead to the configuration in it.
-        whole: it is a whole configuration and not a part of one.
-        own: keys that the user's own configuration has, if unknown ones besides are refused.
+        whole: it is a whole configuration, not a part.
+        own: the user's configuration, whose unknown keys are allowed; None allows all.
     """
 
     place: str
@@ -52,11 +52,11 @@ class _Question:
 def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
     """Check the user's configuration, their overrides and the values that they list.
 
-    DeepSpeed is asked in a process of its own, because its import takes seconds. Where there is
-    none, or trials run with another one, nothing is refused.
+    Another process asks DeepSpeed, whose import takes seconds. Without DeepSpeed, or if trials run
+    with another one, everything passes.
 
     Returns:
-        DeepSpeed's defaults of the knobs that it has, by their paths; empty if it is not asked.
+        DeepSpeed's defaults of its knobs, by path; empty if it is not asked.
 
     Raises:
         UserInputError: DeepSpeed refuses a key, a type, a value or the whole.
@@ -98,12 +98,12 @@ def _questions(experiment: Experiment) -> Iterator[_Question]:
 
 
 def _asked_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the sections that dsat checks by itself."""
+    """Drop the sections that dsat checks itself."""
     return {key: value for key, value in config.items() if key not in (AUTOTUNING, *BATCH_KEYS)}
 
 
 def _answer(questions: Sequence[_Question]) -> dict[str, Any] | None:
-    """Return DeepSpeed's answer, from an earlier run if there is one; None if it gives none."""
+    """Return DeepSpeed's answer, cached or new; None without one."""
     stamp = _stamp()
     if stamp is None:
         return None
@@ -121,7 +121,7 @@ def _answer(questions: Sequence[_Question]) -> dict[str, Any] | None:
 
 
 def _stamp() -> str | None:
-    """Return what tells the installed DeepSpeed from all others; None if there is none."""
+    """Return an identifier of the installed DeepSpeed; None if it is missing."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
         return None
@@ -136,7 +136,7 @@ def _stamp() -> str | None:
 
 
 def _ask(questions: str) -> dict[str, Any] | None:
-    """Return DeepSpeed's answer to questions; None if it gives none."""
+    """Ask DeepSpeed in another process; None without an answer."""
     try:
         with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
             asked, answer = (Path(folder) / name for name in ("questions.json", "answer.json"))

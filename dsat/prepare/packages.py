@@ -1,4 +1,4 @@
-"""Packages that trials and simulations need, as dsat's own metadata name them."""
+"""Packages that trials and simulations need, from dsat's metadata."""
 
 from __future__ import annotations
 

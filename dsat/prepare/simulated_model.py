@@ -25,7 +25,6 @@ from dsat.prepare import installed_deepspeed, packages
 from dsat.prepare import source as sources
 from dsat.prepare.model_settings import ModelSettings
 from dsat.prepare.source import Source
-from dsat.simulation.anchors import TIMEOUT_S
 from dsat.simulation.client import SimulationUnavailable, Simulator
 from dsat.simulation.protocol import ScriptFacts
 from dsat.simulation.server import AS_IF_CUDA
@@ -33,6 +32,8 @@ from dsat.values.trial import TrialOptions
 
 _log = logging.getLogger(__name__)
 _LOG = "simulation/stderr.log"
+# For the script to reach its first step, on a busy machine; processor time of each simulation.
+_TIMEOUT_S = 600.0
 _IMPORTED = (
     "psutil",
     "torch._dynamo",
@@ -53,8 +54,7 @@ class SimulatedModel:
 
     Attributes:
         name: of the experiment, the script or the model.
-        config: the DeepSpeed configuration; an optimizer that the script passes to DeepSpeed takes
-            the place of the configuration's.
+        config: the DeepSpeed configuration, with the optimizer that the script passes, if any.
     """
 
     name: str
@@ -63,7 +63,7 @@ class SimulatedModel:
 
     @classmethod
     def of(cls, name: str, config: Mapping[str, Any], simulator: Simulator) -> SimulatedModel:
-        """Return a model whose configuration is completed by what the script is known to pass."""
+        """Return a model; complete its configuration with what the script passes."""
         script = simulator.script
         whole = hf_config.with_buckets(config, script.hidden_size)
         optimizer = {"optimizer": dict(script.optimizer)} if script.optimizer else {}
@@ -76,7 +76,7 @@ def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
 
     Raises:
         UserInputError: the settings or the files are wrong.
-        DsatError: the script cannot be simulated, even if the caller notices that.
+        DsatError: the script cannot be simulated.
     """
     packages.check("transformers" if settings.model is not None else None)
     source = _read_source(settings)
@@ -91,9 +91,9 @@ def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
     keep_log = False
     try:
         with (
-            contextlib.closing(start_engine(source, folder, TIMEOUT_S)) as engine,
+            contextlib.closing(start_engine(source, folder, _TIMEOUT_S)) as engine,
             Simulator(
-                engine, as_cpu=False, timeout_s=TIMEOUT_S, model_switches=switches
+                engine, as_cpu=False, timeout_s=_TIMEOUT_S, model_switches=switches
             ) as simulator,
         ):
             warn_of_length(settings, simulator.script)
@@ -158,7 +158,7 @@ def _read_source(settings: ModelSettings) -> Source:
     if settings.model is not None:
         return _script_for(settings, settings.model)
     source = sources.read(settings)
-    source = source.with_known_start(TIMEOUT_S) if source.unknown else source
+    source = source.with_known_start(_TIMEOUT_S) if source.unknown else source
     if source.program.needs_command:
         raise UserInputError(
             "cannot be simulated: its ranks cannot be started by themselves, because "

@@ -40,8 +40,8 @@ class Source:
     """An experiment, or a command as one.
 
     Attributes:
-        unknown: what only a run of the command shows: `PROGRAM`, `CONFIG` or nothing.
-        ds_config: the configuration that the user names beside the command.
+        unknown: `PROGRAM` or `CONFIG`, if only a run of the command shows it; else empty.
+        ds_config: from `--ds-config`.
     """
 
     experiment: Experiment
@@ -55,10 +55,10 @@ class Source:
         return self.program.started_by
 
     def can_run_first(self) -> bool:
-        """Check that the command as it is trains the user's own configuration.
+        """Return whether the unchanged command trains the user's configuration.
 
-        Determined's launchers need its cluster, a hostfile's need other machines; lists of values,
-        an `autotuning` section and `--ds-config` are dsat's, and DeepSpeed would refuse them.
+        Not with Determined's launchers or a hostfile. Nor with lists of values, an `autotuning`
+        section or `--ds-config`, which DeepSpeed does not know.
         """
         program = self.program
         return (
@@ -69,7 +69,7 @@ class Source:
         )
 
     def first_run(self, options: TrialOptions, slots: int | None) -> OwnCommand:
-        """Begin the user's command as the first trial; a plain script is started `slots` times."""
+        """Start the user's command as the first trial; a plain script has `slots` ranks."""
         ranks = self._ranks(slots)
         return OwnCommand(
             self.command, Path.cwd(), timeout_s=options.timeout_s, options=options, ranks=ranks
@@ -82,7 +82,7 @@ class Source:
         return (slots or 1) if is_plain else None
 
     def with_known_start(self, timeout_s: float, slots: int | None = None) -> Source:
-        """Return this with its program and configuration, from a run of the command."""
+        """Run the command up to its training; return this with its program and configuration."""
         _log.info("running `%s` up to its training", shlex.join(self.command))
         # On several hosts the script alone shows its configuration.
         launch = self.program.launch
@@ -101,7 +101,7 @@ class Source:
             run.close()
 
     def as_recorded(self, run: OwnCommand) -> Source:
-        """Return this with the program and the configuration that a run of the command shows."""
+        """Return this with the program and configuration that a running command shows."""
         ranks, cores = run.ranks(), os.sched_getaffinity(0)
         program, own = recorded_start.program_of(ranks, self.command, run.env, cores), self.program
         by_launcher = own.launch.devices or own.launch.not_devices  # which sets the variable itself
@@ -122,7 +122,7 @@ class Source:
         return _of_start(self, ranks, program)
 
     def slots_per_trial(self, given: int | None, available: int) -> int:
-        """Return the slots of a trial: as many as are given, or as the user's files say."""
+        """Return the devices of a trial: as given, or from the user's files."""
         program = self.program
         if not self.command:
             slots = given or self.experiment.slots_per_trial
@@ -136,7 +136,7 @@ def read(target: Target) -> Source:
     """Read the target; start nothing.
 
     Raises:
-        UserInputError: something of it is wrong, or this is a trial.
+        UserInputError: the target is wrong, or this process is a trial.
     """
     refuse_in_trial()
     if not target.command:
@@ -174,7 +174,7 @@ def _check_options(program: Entrypoint) -> None:
 
 
 def refuse_in_trial() -> None:
-    """Raise UserInputError inside a trial, whose own trials would come here again without end."""
+    """Raise UserInputError inside a trial, to prevent endless recursion."""
     of_cluster = ds_config.DSAT_TRIAL_KEY in (hparams_of_this_task() or {})
     if of_cluster or TRIAL_VARIABLE in os.environ:
         raise UserInputError(
@@ -216,7 +216,7 @@ def check_config_path(experiment: Experiment, program: Entrypoint) -> None:
 
 
 def _with_word(program: Entrypoint, folder: Path) -> Entrypoint:
-    """Return a program that tells whether its configuration's argument is a word, and no path."""
+    """Mark a program whose configuration argument is a word, not a path."""
     named = program.config_path
     if named is None or os.path.isfile(folder / named):
         return program
@@ -245,7 +245,7 @@ def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) ->
 
 
 def _unknown(target: Target) -> Source:
-    """Return the source of a command that must run to show its script."""
+    """Return the source of a command whose script only a run shows."""
     command = _command_of(target, is_known=False)
     program = Entrypoint(started_by=command)
     experiment = experiments.of_command(target.command, Path(command[0]).name, Path.cwd(), {})
@@ -253,10 +253,10 @@ def _unknown(target: Target) -> Source:
 
 
 def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
-    """Return the command as a program can start it.
+    """Return the command with a program that exists.
 
     Raises:
-        UserInputError: there is no such program.
+        UserInputError: the program does not exist.
     """
     command = list(target.command)
     env = entrypoints.take_assignments(command)
@@ -314,7 +314,7 @@ def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -
 
 
 def _filled_in(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the sizes that a file leaves to its script, as the script filled them in."""
+    """Return the values that the script set for "auto" sizes of its file."""
     _, *sizes = ds_config.BATCH_KEYS  # the global one follows
     left = [key for key in sizes if own.get(key) == ds_config.AUTO]
     found = {key: (passed or {}).get(key) for key in [*left, SEQUENCE_SIZE]}

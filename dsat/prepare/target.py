@@ -1,4 +1,4 @@
-"""The target of a command: an experiment or a command, with the options that describe it."""
+"""What a command of dsat works on: an experiment or a command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def names_experiment(word: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The target: an experiment (`config` and `model_dir`), or a command."""
+    """An experiment (`config` and `model_dir`), or a command."""
 
     config: Path | None = None
     model_dir: Path | None = None

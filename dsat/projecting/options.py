@@ -53,7 +53,7 @@ class ProjectSettings(ModelSettings):
         kind=at_least(1),
         metavar="N",
         help="global batch of all strategies and numbers of GPUs (default: that of your DeepSpeed "
-        "configuration; without one, each strategy has its best)",
+        "configuration; without one, 16,384 tokens for each GPU)",
     )
     tokens: float | None = option(
         "--tokens",

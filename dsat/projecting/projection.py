@@ -13,6 +13,7 @@ from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
 _DAY_S = 86_400
+_NEARLY_SAME = 0.02  # of a step
 # Units of time, with the number of each in a day.
 _UNITS = ((1, "days"), (24, "hours"), (24 * 60, "minutes"), (_DAY_S, "seconds"))
 NOT_MODELLED = (
@@ -80,6 +81,7 @@ class Projection:
         network_bandwidth: bytes/s of a card to other hosts.
         parameters: number of parameters.
         sequence_length: tokens of a sample; None if samples are not sequences.
+        recomputes: `on`, `off`, or None where activation checkpointing is as the script has it.
         own: the user's configuration on each number of cards.
         best: the fastest strategies, by number of cards.
         failures: why strategies could not be simulated.
@@ -94,6 +96,7 @@ class Projection:
     network_bandwidth: float
     parameters: int
     sequence_length: int | None
+    recomputes: str | None
     own: tuple[Row, ...]
     best: Mapping[int, tuple[Row, ...]]
     failures: Mapping[str, str]
@@ -133,6 +136,7 @@ class Projection:
             "network_gbit": self.network_bandwidth * 8e-9,
             "parameters": self.parameters,
             "sequence_length": self.sequence_length,
+            "activation_checkpointing": self.recomputes,
             "own": [json_of(row) for row in self.own],
             "best": {str(n): [json_of(row) for row in rows] for n, rows in self.best.items()},
             "calibrated_by": self.calibrated_by,
@@ -141,7 +145,7 @@ class Projection:
         }
 
     def __str__(self) -> str:
-        lines = [summary(self), ""]
+        lines = [summary(self), *comparison(self), ""]
         for heading, table in sections(self):
             lines += [f"{heading}:", "", *table.markdown(), ""]
         return "\n".join([*lines, *notes(self)])
@@ -164,6 +168,36 @@ def summary(shown: Projection) -> str:
             "shorter samples; `dsat estimate` shows the memory of each strategy."
         )
     return " ".join(text)
+
+
+def comparison(shown: Projection) -> list[str]:
+    """Return what all strategies have in common, and why the fastest one is faster."""
+    first, *others = shown.best.get(shown.count, ()) or (None,)
+    if first is None:
+        return []
+    tokens = f" of {shown.sequence_length:,} tokens" if shown.sequence_length else ""
+    checkpointing = "" if shown.recomputes is None else f" {shown.recomputes}"
+    text = [
+        f"Same for all strategies: global batch of {first.global_batch:,} samples{tokens}, "
+        f"activation checkpointing{checkpointing or ' as in the script'}."
+    ]
+    if others:
+        text.append(_why(first, others[0]))
+    return text
+
+
+def _why(first: Row, second: Row) -> str:
+    """Return which part of the step makes a strategy faster than another."""
+    saved_s = second.time.seconds - first.time.seconds
+    names = f"{first.strategy.label} and {second.strategy.label}"
+    if saved_s <= _NEARLY_SAME * second.time.seconds:
+        return f"{names} are about as fast: the lower stage is first."
+    parts = {name: second.time.parts[name] - s for name, s in first.time.parts.items()}
+    most = max(parts, key=parts.__getitem__)
+    return (
+        f"{first.strategy.label} beats {second.strategy.label} by {1000 * saved_s:.0f} ms of a "
+        f"step, {1000 * parts[most]:.0f} ms of them in {most}."
+    )
 
 
 def _training(shown: Projection, row: Row) -> list[str]:
@@ -211,10 +245,6 @@ def sections(shown: Projection) -> list[tuple[str, Table]]:
 def notes(shown: Projection) -> list[str]:
     """Return the sources of the numbers, and what they do not include."""
     text = [f"Not simulated: {label}: {reason}." for label, reason in shown.failures.items()]
-    if len({row.global_batch for row in shown.best.get(shown.count, ())}) > 1:
-        text.append(
-            "Global batches differ: --train-batch-size compares all strategies at the same one."
-        )
     if shown.tokens is None:
         text.append("For the time and cost of a whole training add --tokens and --price.")
     elif shown.sequence_length is None:

@@ -29,7 +29,7 @@ from dsat.values.parallelism import of_config as parallelism_of
 from dsat.values.trial import Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
-_MICRO_BATCHES = tuple(2**n for n in range(10))
+_LARGEST_MICRO_BATCH = 512
 # A run is of the same model if its parameters differ by less than this fraction, and the FLOPs of
 # its samples by less than this factor (samples of real data have many lengths).
 _SAME_MODEL, _SAME_SAMPLES = 0.02, 1.5
@@ -181,6 +181,7 @@ class Projector:
             network_bandwidth=self._cluster(count).network_bandwidth,
             parameters=traced.facts.num_params,
             sequence_length=traced.sequence_length,
+            recomputes=settings.activation_checkpointing,
             own=tuple(row for row in own if row is not None),
             best={n: rows for n, rows in best.items() if rows},
             failures=traced.failures,
@@ -192,7 +193,8 @@ class Projector:
     def _best(self, slots: int) -> tuple[Row, ...]:
         """Return the fastest strategies that fit, each at its best micro batch."""
         traced, found = self._traced, []
-        sizes = sorted({*_MICRO_BATCHES, traced.own_micro_batch})
+        samples = traced.global_batch(slots) // traced.parallelism.data(slots)
+        sizes = [m for m in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1) if samples % m == 0]
         for strategy in traced.traces:
             rows = [
                 row for row in (self.row(strategy, slots, m) for m in sizes) if row and row.fits

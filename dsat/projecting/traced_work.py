@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from dsat.search.cards import MEMORY_PART, Card
 from dsat.search.collectives import ALL_TO_ALL, Network, columns
 from dsat.search.normal import Array
 from dsat.search.step_time import COLUMNS, GROUP_LAUNCHES, Hardware
+from dsat.values import hazards
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.step_trace import (
     ATTENTION,
@@ -167,6 +169,7 @@ def work_of(
     if not every:
         collectives += [replace(group, last=False) for group in collectives]
     hooks_s = _hooks_s(kernels, stage) * trace.parameters
+    hooks_s += _pair_s(stage) * trace.parameters**2
     # The host's part of the passes takes as long as so many bytes more over its link.
     pcie_for_host = hardware.pcie_bandwidth / cluster.host_bandwidth
     once = {kind: _once(trace, kind) if every else 0.0 for kind in (MEMORY, HOST, TRANSFER)}
@@ -198,6 +201,12 @@ def _hooks_s(kernels: Sequence[Kernels], stage: int) -> float:
     )
     again = min(1.0, max(0.0, backward / forward - 2)) if forward else 0.0
     return (1 + again) * _HOOKS_S[stage][0] + _HOOKS_S[stage][1]
+
+
+def _pair_s(stage: int) -> float:
+    """Seconds that each pair of trained parameters adds, by a fault of some DeepSpeed versions."""
+    faults = hazards.of_version(version("deepspeed"))
+    return sum(fault.pair_s for fault in faults if stage in fault.stages)
 
 
 def _compute_s(kernels: Iterable[Kernels], phase: str, card: Card) -> float:

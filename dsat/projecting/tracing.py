@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +12,7 @@ from typing import Any
 
 from dsat.command import ds_config
 from dsat.errors import DsatError
+from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
 from dsat.memory.strategies import compared, with_strategy
@@ -18,13 +21,16 @@ from dsat.projecting.traced_work import Cluster, scaled, work_of
 from dsat.search.cards import Card
 from dsat.search.normal import Array
 from dsat.simulation.protocol import Question
+from dsat.values import slow
 from dsat.values.parallelism import Parallelism
 from dsat.values.parallelism import of_config as parallelism_of
 from dsat.values.step_trace import ModelTrace, StepTrace
 from dsat.values.zero_strategy import Strategy, of_config
 
+_log = logging.getLogger(__name__)
 SIZES = tuple(2**n for n in range(10))  # 1 to 512 cards
 _HPZ = "zero_optimization.zero_hpz_partition_size"
+_STEP_TOKENS = 16_384  # of a device
 _LEAST_TRACED = 8  # slots: collectives of fewer say nothing of more
 
 
@@ -63,16 +69,24 @@ class Traced:
         """Slots that share a sample by the user's configuration."""
         return parallelism_of(self.base)
 
-    def gas(self, slots: int, micro_batch: int) -> int:
-        """Return the accumulation steps that keep the user's global batch size, if one is given.
+    def global_batch(self, slots: int) -> int:
+        """Return the samples of an optimizer step, the same for all strategies.
 
-        0 if the slots cannot share it evenly.
+        Where the configuration gives no batch, each device has a power of two of samples that
+        together have about 16,384 tokens.
         """
-        total, _, gas = (self.base.get(key) for key in ds_config.BATCH_KEYS)
+        total, *of_device = (self.base.get(key) for key in ds_config.BATCH_KEYS)
         if isinstance(total, int):
-            found, left = divmod(total, self.parallelism.data(slots) * micro_batch)
-            return 0 if left else found
-        return gas if isinstance(gas, int) else 1
+            return total
+        given = [size for size in of_device if isinstance(size, int)]
+        usual = 2 ** math.ceil(math.log2(max(1.0, _STEP_TOKENS / (self.sequence_length or 1))))
+        return self.parallelism.data(slots) * (math.prod(given) if given else usual)
+
+    def gas(self, slots: int, micro_batch: int) -> int:
+        """Return the accumulation steps of the global batch; 0 if it cannot be shared evenly."""
+        groups = self.parallelism.data(slots) * micro_batch
+        found, left = divmod(self.global_batch(slots), groups)
+        return 0 if left else found
 
     def config(self, strategy: Strategy, slots: int) -> dict[str, Any]:
         """Return the configuration of a strategy, without batch sizes."""
@@ -130,13 +144,25 @@ def trace(
     accumulates = accumulates or any(found.gas(n, 1) > 1 for n in (*SIZES, slots))
     gas = {ds_config.BATCH_KEYS[2]: 2 if accumulates else 1}
     questions = [Question({**found.config(s, slots), **gas}, 1, slots) for s in strategies]
-    answers = dict(zip(strategies, simulator.traces(questions), strict=True))
-    failures = {s.label: answer for s, answer in answers.items() if isinstance(answer, str)}
-    traces = {
-        s: (answer[1], Anchor(asked.config, asked.micro_batch, answer[0], slots))
-        for (s, answer), asked in zip(answers.items(), questions, strict=True)
-        if not isinstance(answer, str)
-    }
+    answers: dict[int, tuple[MemoryEstimate, StepTrace] | str] = {}
+    labels = " | ".join(strategy.label for strategy in strategies)
+
+    def progress() -> str:
+        return f", {len(answers)} of {len(questions)} strategies are simulated"
+
+    with (
+        slow.logged(_log, f"simulating {labels}", at_once=True, hint=progress),
+        contextlib.suppress(KeyboardInterrupt),  # what is simulated by then is an answer, too
+    ):
+        answers.update(simulator.trace_each(questions))
+    failures, traces = {}, {}
+    for number, (strategy, asked) in enumerate(zip(strategies, questions, strict=True)):
+        answer = answers.get(number, "interrupted")
+        if isinstance(answer, str):
+            failures[strategy.label] = answer
+        else:
+            anchor = Anchor(asked.config, asked.micro_batch, answer[0], slots)
+            traces[strategy] = answer[1], anchor
     if not traces:
         raise DsatError(f"no strategy can be simulated: {next(iter(failures.values()))}")
     return replace(found, traces=traces, failures=failures)

@@ -42,7 +42,7 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
     Offloading is as the user configured it, unless they want it searched: it only ever costs time
     when the model fits without it.
     """
-    strategies = [of_config(plan.base_config, stage) for stage in plan.zero_stages]
+    strategies = [of_config(plan.base_config, stage) for stage in plan.searched_stages]
     if any(section in plan.tune for section in _SECTIONS):
         strategies += [s for s in LADDER if _may_use(plan, s) and _only_what_is_asked(plan, s)]
     return tuple(dict.fromkeys(strategies))
@@ -142,7 +142,7 @@ def _roomy_bucket(profile: ModelProfile) -> int:
 
 
 def _may_use(plan: Plan, strategy: Strategy) -> bool:
-    if strategy.stage not in plan.zero_stages:
+    if strategy.stage not in plan.searched_stages:
         return False
     own = of_config(plan.base_config, strategy.stage)
     for section, wanted in strategy.offloading.items():

@@ -14,6 +14,9 @@ from dsat.values.outcome import Outcome, TrainingCurve
 from dsat.values.trial import Trial, TrialKind
 from dsat.values.zero_strategy import of_config
 
+_OWN = "your own configuration"
+OWN_IS_WRONG = f"Likely wrong is {_OWN}"
+
 
 def training_of(plan: Plan, trial: Trial) -> hazards.Training:
     """Return what decides whether a trial meets a known fault of DeepSpeed."""
@@ -97,7 +100,7 @@ class TrainingCheck:
 
     def _likely_wrong(self, plan: Plan, own: Trial, pick: Trial, version: str | None) -> str:
         """Return which of two trials has wrong gradients, by known faults or other strategies."""
-        pair = {"your own configuration": own, "this configuration": pick}
+        pair = {_OWN: own, "this configuration": pick}
         by_fault = {
             name: found[0].describe(version or "")
             for name, trial in pair.items()

@@ -1,4 +1,4 @@
-"""The arms of a classic search, as the observations leave them.
+"""The arms of the classic searches: choices of settings, each with a bisection of its micro batch.
 
 The classic searches differ in which arm they continue and when they begin a new one. What is known
 of the arms is computed from the observations at each decision.
@@ -7,14 +7,15 @@ of the arms is computed from the observations at each decision.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from dsat.search.arm import Arm
 from dsat.search.base import (
     EXHAUSTED,
     Context,
@@ -26,11 +27,94 @@ from dsat.search.base import (
     Wait,
     largest_micro_batch,
 )
+from dsat.space.locate import Point
+from dsat.values.objective import Objective
+from dsat.values.outcome import OutcomeKind
 
-# While nothing has run in any strategy, a new arm begins below the failed micro batch by this
-# factor: bisecting every arm from the top would cost the whole budget.
-_STEP_DOWN = 4
 _DRAWS = 4096  # settings that are drawn in one decision until some fit
+_STEP_UP = 4  # a trial has at most so many times the samples of the largest that ran
+_WORTH_DOUBLING = math.log(1.05)  # growth of the rate for each doubling of the micro batch
+_BEYOND = 4  # searched beyond where growth has ended, because slow growth adds up
+
+
+@dataclass
+class Arm:
+    """One choice of settings, and the micro batches that are still open.
+
+    Attributes:
+        branch, index: the settings' place in the space.
+        settings: flat, without the micro batch.
+        sizes: allowed micro batches, ascending; `lo` and `hi` are positions in them.
+        hi, lo: the open range, both ends included; empty if `lo > hi`.
+        number: position among the arms that the search began; None before.
+        observed: its trials, in their order.
+        best, best_size: best value of the objective, and its micro batch.
+        latest: when its latest trial began, as a position among all observations.
+    """
+
+    branch: int
+    index: int
+    settings: Mapping[str, Any]
+    sizes: Sequence[int]
+    hi: int
+    lo: int = 0
+    number: int | None = None
+    observed: list[Observation] = field(default_factory=list)
+    best: float | None = None
+    best_size: int = 0
+    latest: int = 0
+    _timeouts: int = 0
+
+    @property
+    def ours(self) -> list[Observation]:
+        """The trials that the search made of it."""
+        return [each for each in self.observed if each.arm is not None]
+
+    @property
+    def trials(self) -> int:
+        """Number of trials that the search made of it and that have ended."""
+        return sum(each.outcome is not None for each in self.ours)
+
+    @property
+    def is_running(self) -> bool:
+        return any(each.outcome is None for each in self.ours)
+
+    def observe(self, observation: Observation, objective: Objective) -> None:
+        """Narrow the open range by a trial of these settings.
+
+        A success raises the lower end: more samples that fit are expected to be as fast. Running
+        out of memory, data or time lowers the upper end. A second time-out, or any other failure of
+        a trial of the search, closes the arm.
+        """
+        size, outcome = observation.batch.micro_batch, observation.outcome
+        is_ours = observation.arm is not None
+        self.observed.append(observation)
+        if outcome is None:
+            return
+        value, below = outcome.value(objective), bisect.bisect_left(self.sizes, size) - 1
+        if value is not None and objective.is_better(value, self.best):
+            self.best, self.best_size = value, size
+        if outcome.ok:
+            self.lo = max(self.lo, bisect.bisect_right(self.sizes, size))
+        elif outcome.kind.is_out_of_memory or outcome.smaller_may_run:
+            self.hi = min(self.hi, below)
+        elif is_ours and outcome.kind is OutcomeKind.TIMEOUT and not self._timeouts:
+            self._timeouts += 1
+            self.hi = min(self.hi, below)
+        elif is_ours:
+            self.hi = -1
+
+    def limit(self, micro_batch: float) -> None:
+        """Exclude larger micro batches."""
+        self.hi = min(self.hi, bisect.bisect_right(self.sizes, micro_batch) - 1)
+
+    def propose(self, position: int, **note: int) -> Proposal:
+        """Propose a micro batch, by its position.
+
+        Args:
+            note: facts that the search needs to know of the trial later.
+        """
+        return Proposal(Point(self.branch, self.index, self.sizes[position]), self.number, note)
 
 
 @dataclass
@@ -64,9 +148,6 @@ class Arms:
         context: predictions of memory and of durations.
         range_factor: multiplies the largest micro batch that is predicted to fit.
         sizes: micro batches to try; by default all that the space allows.
-        goes_beyond: where memory is not predicted, an arm may use any micro batch up to this many
-            times the largest that ran in its strategy.
-        is_bounded: where memory is not predicted, begin below what activations alone would fill.
 
     Attributes:
         begun: the arms that the search began, by their numbers.
@@ -83,54 +164,63 @@ class Arms:
         *,
         range_factor: float = 1.0,
         sizes: Sequence[int] | None = None,
-        goes_beyond: float = 1.0,
-        is_bounded: bool = True,
     ) -> None:
         self.problem = problem
         self.begun: dict[int, Arm] = {}
         self.branches = [_Branch() for _ in problem.space.branches]
         self.is_anything_running = any(each.outcome is None for each in observations)
+        self.rng = np.random.default_rng([problem.seed, len(observations)])
         self._context = context
         self._range_factor = range_factor
-        self._goes_beyond = goes_beyond
-        self._is_bounded = is_bounded
         self._sizes = problem.space.micro_batches if sizes is None else sizes
         self._arms: dict[tuple[int, int], Arm] = {}
-        self.rng = np.random.default_rng([problem.seed, len(observations)])
         outcomes = [each.outcome for each in observations if each.outcome is not None]
         limits = [each.most_samples for each in outcomes if each.most_samples is not None]
         self._most_samples: float = min(limits, default=math.inf)
-        inside = [each for each in observations if _is_inside(each)]
-        for observation in inside:
-            self._note_memory(observation)
-        for position, observation in enumerate(inside):
+        self._largest = math.inf  # that ran with any settings
+        if problem.ramp:
+            self._limit_growth(observations)
+        for position, observation in enumerate(filter(_is_inside, observations)):
             self._observe(position, observation)
 
-    def _note_memory(self, observation: Observation) -> None:
+    def _limit_growth(self, observations: Sequence[Observation]) -> None:
+        """Limit micro batches to steps from what ran, and to where more samples are faster.
+
+        For small models, memory is no guide: a million samples may fit where a hundred keep the
+        device busy.
+        """
+        ran: defaultdict[tuple[int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
+        objective = self.problem.objective
+        for each in observations:
+            value = None if each.outcome is None else each.outcome.value(objective)
+            if each.point is None or each.outcome is None or each.outcome.metrics is None:
+                continue
+            if value is not None and each.source is not Source.FINAL:
+                rate = objective.log_value(value), each.outcome.metrics.standard_error
+                ran[each.point.branch, each.point.index][each.batch.micro_batch] = rate
+        self._largest = max((size for sizes in ran.values() for size in sizes), default=math.inf)
+        for rates in ran.values():
+            for small, large in itertools.pairwise(sorted(rates)):
+                octaves = math.log2(large / small)
+                grown = rates[large][0] - rates[small][0] + rates[large][1]
+                if octaves >= 1 and grown < _WORTH_DOUBLING * octaves:
+                    self._most_samples = min(self._most_samples, _BEYOND * large)
+
+    def _observe(self, position: int, observation: Observation) -> None:
         point, outcome = observation.point, observation.outcome
-        if point is None or outcome is None:
+        assert point is not None
+        branch, arm = self.branches[point.branch], self.arm(point.branch, point.index)
+        if observation.arm is not None:
+            self._number(arm, observation.arm)
+            arm.latest = position
+        arm.observe(observation, self.problem.objective)
+        if outcome is None:
             return
-        branch = self.branches[point.branch]
         if outcome.ok:
             branch.largest_ran = max(branch.largest_ran, point.micro_batch)
         elif outcome.kind.is_out_of_memory:
             branch.least_failed = min(branch.least_failed, point.micro_batch)
             branch.at_smallest += point.micro_batch == self._sizes[0]
-
-    def _observe(self, position: int, observation: Observation) -> None:
-        point = observation.point
-        assert point is not None
-        arm = self.arm(point.branch, point.index)
-        if observation.arm is not None:
-            self._number(arm, observation.arm)
-            arm.latest = position
-        arm.observe(observation, self.problem.objective)
-
-    def limit(self, micro_batch: float) -> None:
-        """Exclude larger micro batches from all arms."""
-        self._most_samples = min(self._most_samples, micro_batch)
-        for arm in self._arms.values():
-            arm.limit(self._most_samples)
 
     @property
     def all(self) -> list[Arm]:
@@ -140,9 +230,8 @@ class Arms:
     @property
     def ready(self) -> list[Arm]:
         """The begun arms of which no trial runs and something is open, by their numbers."""
-        return [
-            a for a in self.all if a.number is not None and not a.is_running and self.is_open(a)
-        ]
+        begun = [arm for arm in self.all if arm.number is not None]
+        return [arm for arm in begun if not arm.is_running and self.is_open(arm)]
 
     def is_open(self, arm: Arm) -> bool:
         """Return whether an arm has a micro batch left to try."""
@@ -153,16 +242,28 @@ class Arms:
 
         What is predicted not to fit, or to take too long, closes all above it.
         """
-        return self.pick(arm, lambda: (arm.lo + arm.open_hi) // 2)
+        return self.pick(arm, lambda: (arm.lo + arm.hi) // 2)
 
     def pick(self, arm: Arm, choose: Callable[[], int]) -> int | None:
-        """Return the first allowed position that a function chooses among the open ones."""
-        while not arm.is_exhausted:
-            position = choose()
+        """Return the first allowed position that a function chooses among the open ones.
+
+        Where the arm is open far beyond what ran, it is the next step from that.
+        """
+        while arm.lo <= arm.hi:
+            step = self._next_step(arm)
+            position = step if arm.lo <= step else choose()
             if self.allows(arm, position):
                 return position
             arm.hi = position - 1
         return None
+
+    def _next_step(self, arm: Arm) -> int:
+        """Return the position of a step from what ran; -1 where an arm is not open so far."""
+        end, largest = arm.sizes[arm.hi], self._largest
+        is_safe = math.isinf(self.branches[arm.branch].least_failed)
+        if end > _STEP_UP * largest or (end >= 2 * largest and is_safe):
+            return min(arm.hi, self._position(_STEP_UP * largest))
+        return -1
 
     def allows(self, arm: Arm, position: int) -> bool:
         """Return whether a micro batch is predicted to fit and to take no longer than allowed."""
@@ -202,8 +303,9 @@ class Arms:
             index = _undrawn(branches[number].count, drawn[number], self.rng)
             drawn[number].add(index)
             arm = self.arm(number, index)
-            if not arm.trials:
-                arm.limit(self.memory_limit(number))
+            known = self.branches[number]
+            if not arm.ours and not known.largest_ran:  # other settings may need less
+                arm.limit(max(self._sizes[0], known.least_failed - 1))
             if self.is_open(arm):
                 self.begin(arm)
                 return arm
@@ -218,7 +320,7 @@ class Arms:
         arm = self._arms.get((branch, index))
         if arm is None:
             settings = self.problem.space.branches[branch].settings(index)
-            arm = Arm(branch, index, settings, self._sizes, self._highest(branch, settings))
+            arm = Arm(branch, index, settings, self._sizes, self._highest(settings))
             arm.limit(self._most_samples)
             self._arms[branch, index] = arm
         return arm
@@ -227,31 +329,16 @@ class Arms:
         """Return the largest micro batch that settings should allow; 0 if none."""
         return largest_micro_batch(self.problem, self._context.memory, settings)
 
-    def _highest(self, branch: int, settings: Mapping[str, Any]) -> int:
+    def _highest(self, settings: Mapping[str, Any]) -> int:
         """Return the highest position that settings should allow; -1 if none is."""
-        largest, is_predicted = self.largest(settings), self._context.memory is not None
-        if is_predicted and largest < self._sizes[0]:
+        largest = self.largest(settings)
+        if self._context.memory is not None and largest < self._sizes[0]:
             return -1
-        if not (is_predicted or self._is_bounded):
-            return len(self._sizes) - 1
-        found = max(0, self._position(max(1, int(self._range_factor * largest))))
-        if not is_predicted and self._goes_beyond > 1:
-            beyond = self._goes_beyond * self.branches[branch].largest_ran
-            found = max(found, self._position(beyond))
-        return min(found, len(self._sizes) - 1)
+        return max(0, self._position(self._range_factor * max(1, largest)))
 
     def _position(self, size: float) -> int:
         """Return the position of the largest allowed micro batch up to a size; -1 if none."""
         return bisect.bisect_right(self._sizes, size) - 1
-
-    def memory_limit(self, number: int) -> float:
-        """Return the largest micro batch of a new arm while nothing ran in its strategy."""
-        branch = self.branches[number]
-        if branch.largest_ran or math.isinf(branch.least_failed):
-            return math.inf
-        anything_ran = any(other.largest_ran for other in self.branches)
-        below = branch.least_failed - 1 if anything_ran else branch.least_failed // _STEP_DOWN
-        return max(self._sizes[0], below)  # other settings may need less
 
     def _number(self, arm: Arm, number: int) -> None:
         if arm.number is None:
@@ -259,21 +346,9 @@ class Arms:
             self.begun[number] = arm
             self.branches[arm.branch].drawn.add(arm.index)
 
-    def finish(self) -> Proposal | Wait | Stop:
-        """Return what to do if there is no arm to continue or to begin.
-
-        Micro batches halfway between the best one and its tried neighbours are tried last.
-        """
-        if self.is_anything_running:
-            return Wait()
-        objective = self.problem.objective
-        ran = [arm for arm in self.begun.values() if arm.best is not None]
-        if self.problem.ramp and ran:
-            best = min(ran, key=lambda arm: objective.loss(arm.best or 0.0))
-            for position in best.halfway():
-                if self.allows(best, position):
-                    return best.propose(position)
-        return Stop(EXHAUSTED)
+    def finish(self) -> Wait | Stop:
+        """Return what to do if there is no arm to continue or to begin."""
+        return Wait() if self.is_anything_running else Stop(EXHAUSTED)
 
 
 def _is_inside(observation: Observation) -> bool:

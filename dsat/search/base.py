@@ -157,7 +157,7 @@ class Problem:
         objective: the metric to optimise.
         space: every configuration that may be tried.
         seed: of every random choice.
-        ramp: find out first how far the user's own micro batch is worth raising.
+        ramp: raise micro batches step by step, as long as more samples are faster.
     """
 
     profile: ModelProfile

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from dsat.options import Option, at_least, search_option
-from dsat.search.arm import Arm
-from dsat.search.arms import Arms
+from dsat.search.arms import Arm, Arms
 from dsat.search.base import (
     EXHAUSTED,
     NO_NEW_BEST,
@@ -23,11 +22,10 @@ from dsat.search.base import (
     Wait,
     stop_without_new_best,
 )
-from dsat.search.ramp import Ramp
 
 
 class ArmSearch(Search):
-    """A search over arms, after the ramp of the user's own micro batch.
+    """A search over arms.
 
     Args:
         problem: what is searched.
@@ -36,7 +34,6 @@ class ArmSearch(Search):
     """
 
     ramps = True
-    goes_beyond: ClassVar[float] = 1.0  # see `Arms`
 
     def __init__(self, problem: Problem, *, search_range_factor: float | None = None) -> None:
         super().__init__(problem)
@@ -47,23 +44,8 @@ class ArmSearch(Search):
     ) -> Proposal | Wait | Stop:
         if not self.problem.space.micro_batches:
             return Stop(EXHAUSTED)
-        arms = Arms(
-            self.problem,
-            observations,
-            context,
-            range_factor=self._range_factor,
-            goes_beyond=self.goes_beyond,
-        )
-        ramp = Ramp.follow(self.problem, observations, context) if self.problem.ramp else None
-        if ramp is not None:
-            arm = arms.arm(ramp.branch, 0)
-            position = -1 if ramp.next is None else bisect.bisect_left(arm.sizes, ramp.next)
-            if position >= 0 and arms.allows(arm, position):
-                # The next step depends on the one that runs.
-                return Wait() if arms.is_anything_running else arm.propose(position)
-            if ramp.limit is not None:
-                arms.limit(ramp.limit)
-        return self._propose(arms)
+        problem, factor = self.problem, self._range_factor
+        return self._propose(Arms(problem, observations, context, range_factor=factor))
 
     @abstractmethod
     def _propose(self, arms: Arms) -> Proposal | Wait | Stop:
@@ -165,7 +147,10 @@ class ASHASearch(ArmSearch):
         An arm whose bisection is over completes the next rung at once, and so leaves its place
         there to the next one.
         """
-        rungs = {number: arm.rung for number, arm in arms.begun.items()}
+        rungs = {
+            number: max((each.note.get("rung", 0) for each in arm.ours), default=0)
+            for number, arm in arms.begun.items()
+        }
         for rung in range(len(self._resources) - 1):
             for number in self._best_of(arms, rungs, rung):
                 if rungs[number] == rung and not arms.is_open(arms.begun[number]):
@@ -211,7 +196,6 @@ class RandomSearch(ArmSearch):
     """
 
     summary = "random configurations and micro batches, with early stopping"
-    goes_beyond = 2.0
     options: ClassVar[Mapping[str, Option]] = {
         "trials_per_config": search_option(
             "--trials-per-random-config",
@@ -243,35 +227,26 @@ class RandomSearch(ArmSearch):
         return stop or super().propose(observations, context)
 
     def _propose(self, arms: Arms) -> Proposal | Wait | Stop:
-        self._raise_above_best(arms.all)
         for arm in sorted(arms.ready, key=lambda each: each.latest):
             if not self._should_end(arms, arm):
-                position = _near_middle(arms, arm)
-                if position is not None:
-                    return arm.propose(position)
+                return self._draw_near_middle(arms, arm)
         worthwhile = [n for n in range(len(arms.branches)) if self._is_worthwhile(arms, n)]
         drawn = arms.draw(worthwhile)
-        if drawn is None:
-            return arms.finish()
-        self._raise_above_best(arms.all)
-        position = _near_middle(arms, drawn)
-        return arms.finish() if position is None else drawn.propose(position)
+        return arms.finish() if drawn is None else self._draw_near_middle(arms, drawn)
 
-    def _raise_above_best(self, arms: Sequence[Arm]) -> None:
-        """Start each arm above the best micro batch of the arms before it in its branch.
+    def _draw_near_middle(self, arms: Arms, arm: Arm) -> Proposal | Wait | Stop:
+        """Propose an open position that is drawn around the middle.
 
-        The largest that should fit is worth a trial with any settings.
+        A new arm starts above the best micro batch of its branch; the largest that should fit is
+        worth a trial with any settings.
         """
-        best: dict[int, Arm] = {}
-        for arm in arms:
-            before = best.get(arm.branch)
-            if before is not None:
-                above = bisect.bisect_right(arm.sizes, before.best_size)
-                arm.lo = max(arm.lo, min(above, arm.ceiling))
-            if arm.best is not None and (
-                before is None or self.problem.objective.is_better(arm.best, before.best)
-            ):
-                best[arm.branch] = arm
+        loss = self.problem.objective.loss
+        own = [each for each in arms.all if each.branch == arm.branch and each.best is not None]
+        if own and not arm.ours:
+            best = min(own, key=lambda each: loss(each.best or 0.0)).best_size
+            arm.lo = max(arm.lo, min(bisect.bisect_right(arm.sizes, best), arm.hi))
+        position = arms.pick(arm, lambda: arm.lo + int(arms.rng.binomial(arm.hi - arm.lo, 0.5)))
+        return arms.finish() if position is None else arm.propose(position)
 
     def _is_worthwhile(self, arms: Arms, branch: int) -> bool:
         """Return whether no sharding strategy with less traffic has run."""
@@ -284,10 +259,14 @@ class RandomSearch(ArmSearch):
 
     def _should_end(self, arms: Arms, arm: Arm) -> bool:
         largest_ran = arms.branches[arm.branch].largest_ran
+        ended = [each.outcome for each in arm.ours if each.outcome is not None]
         return (
             arm.trials >= self._trials_per_config
             or not self._is_worthwhile(arms, arm.branch)
-            or (arm.out_of_memory and largest_ran >= arm.sizes[max(arm.hi, 0)])
+            or (
+                any(outcome.kind.is_out_of_memory for outcome in ended)
+                and largest_ran >= arm.sizes[max(arm.hi, 0)]
+            )
         )
 
 
@@ -295,12 +274,3 @@ def _propose_middle(arms: Arms, arm: Arm, **note: int) -> Proposal:
     position = arms.middle(arm)
     assert position is not None
     return arm.propose(position, **note)
-
-
-def _near_middle(arms: Arms, arm: Arm) -> int | None:
-    """Return an open position that is drawn around the middle; None if there is none."""
-
-    def choose() -> int:
-        return arm.lo + int(arms.rng.binomial(arm.open_hi - arm.lo, 0.5))
-
-    return arms.pick(arm, choose)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from dsat.options import Option, at_least, search_option
-from dsat.search.arm import Arm
-from dsat.search.arms import Arms
+from dsat.search.arms import Arm, Arms
 from dsat.search.base import (
     EXHAUSTED,
     Context,
@@ -73,7 +73,9 @@ class GridSearch(Search):
     ) -> Proposal | Wait | Stop:
         if not self._sizes:
             return Stop(EXHAUSTED)
-        arms = Arms(self.problem, observations, context, sizes=self._sizes, is_bounded=False)
+        # A bound by activations alone may be too low.
+        factor = math.inf if context.memory is None else 1.0
+        arms = Arms(self.problem, observations, context, range_factor=factor, sizes=self._sizes)
         progress = self._progress(observations)
         for arm in arms.all:
             if arm.number is None or arm.is_running:
@@ -104,14 +106,15 @@ class GridSearch(Search):
     def _next(self, arms: Arms, arm: Arm) -> int | None:
         """Return the next position of an arm: up from the first one, then down from there."""
         ran = sum(each.outcome is not None and each.outcome.ok for each in arm.ours)
-        if arm.abandoned or ran == self._num_micro_batches:
+        if ran == self._num_micro_batches:
             return None
+        tried = {each.batch.micro_batch for each in arm.observed}
         if arm.ours:
             start = bisect.bisect_left(self._sizes, arm.ours[0].batch.micro_batch)
         else:
             start = self._first(arms.largest(arm.settings))
         way = (*range(start, len(self._sizes)), *range(start - 1, -1, -1))
-        fitting = (at for at in way if at <= arm.open_hi and at not in arm.tried)
+        fitting = (at for at in way if at <= arm.hi and self._sizes[at] not in tried)
         return next((at for at in fitting if arms.allows(arm, at)), None)
 
     def _first(self, largest: float) -> int:

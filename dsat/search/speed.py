@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -90,21 +89,6 @@ class Scales:
 
 
 @dataclass(frozen=True)
-class Differences:
-    """Squared differences of n and m configurations, (n, m).
-
-    Attributes:
-        settings: of strategy, settings and micro batch.
-        switches: of the script.
-        growth: products of the octaves of their micro batches.
-    """
-
-    settings: Array
-    switches: Array
-    growth: Array
-
-
-@dataclass(frozen=True)
 class Prior:
     """What is believed before any measurement.
 
@@ -134,39 +118,20 @@ class Prior:
     def variance(self) -> Array:
         return np.array([sd**2 for _, sd in self.factors.values()])
 
-    def compare(self, one: Points, other: Points) -> Differences:
-        """Return by how much n and m configurations differ."""
-        octaves, others = np.log2(one.micro_batch)[:, None], np.log2(other.micro_batch)
-        settings = _apart(one, other, np.where(self.is_switch, 0.0, self.effects))
-        switches = _apart(one, other, np.where(self.is_switch, self.effects, 0.0))
-        settings = settings + _OCTAVE_SD**2 * np.abs(octaves - others)
-        return Differences(settings, switches, octaves * others)
-
-    def covariance(self, differences: Differences, scales: Scales) -> Array:
+    def covariance(self, one: Points, other: Points, scales: Scales) -> Array:
         """Return the covariance of the residuals of n and m configurations, (n, m).
 
         For small differences it is that of independent effects of all that differs.
         """
-        distance = scales.residual**2 * differences.settings
-        distance += scales.switch**2 * differences.switches
-        return self._covariance(distance, differences.growth, scales)
-
-    def _covariance(self, distance: Array, growth: Array, scales: Scales) -> Array:
-        covariance: Array = self.level_sd**2 * np.exp(-distance / (2 * self.level_sd**2))
-        covariance += (scales.residual * self.growth_sd) ** 2 * growth
-        return covariance
-
-    def residuals(self, one: Points, other: Points, scales: Scales) -> Array:
-        """Return the covariance of the residuals of n and m configurations, (n, m).
-
-        It is that of `compare`, whose parts serve many scales, in half of the work.
-        """
         octaves, others = np.log2(one.micro_batch)[:, None], np.log2(other.micro_batch)
-        distance = _apart(
-            one, other, self.effects * np.where(self.is_switch, scales.switch, scales.residual)
-        )
+        sizes = self.effects * np.where(self.is_switch, scales.switch, scales.residual)
+        weights = sizes**2 / 2  # a value that differs counts twice: both have it
+        distance = (one.traits @ weights)[:, None] + other.traits @ weights
+        distance -= 2 * (one.traits * weights) @ other.traits.T
         distance += (scales.residual * _OCTAVE_SD) ** 2 * np.abs(octaves - others)
-        return self._covariance(distance, octaves * others, scales)
+        covariance: Array = self.level_sd**2 * np.exp(-distance / (2 * self.level_sd**2))
+        covariance += (scales.residual * self.growth_sd) ** 2 * octaves * others
+        return covariance
 
     def variances(self, points: Points, scales: Scales) -> Array:
         """Return the variances of the residuals of n configurations, (n,)."""
@@ -184,14 +149,6 @@ class Prior:
         """Return logarithms of seconds by m choices of the factors, (m, n)."""
         parts = points.work, points.micro_batch, points.gas, points.room
         return np.log(step_time.seconds(self.hardware, thetas.T[:, :, None], *parts))
-
-
-def _apart(one: Points, other: Points, effects: Array) -> Array:
-    """Return the squared differences that n and m configurations have by effects of traits."""
-    weights = effects**2 / 2  # a value that differs counts twice: both have it
-    apart: Array = (one.traits @ weights)[:, None] + other.traits @ weights
-    apart -= 2 * (one.traits * weights) @ other.traits.T
-    return apart
 
 
 @dataclass(frozen=True)
@@ -213,13 +170,9 @@ class Measurements:
     def __len__(self) -> int:
         return len(self.points)
 
-    @cached_property
-    def _differences(self) -> Differences:
-        return self.prior.compare(self.points, self.points)
-
     def covariance(self, scales: Scales) -> Array:
         """Return the covariance of residuals and noise, (n, n)."""
-        covariance = self.prior.covariance(self._differences, scales)
+        covariance = self.prior.covariance(self.points, self.points, scales)
         covariance[np.diag_indices(len(self))] += (RUN_SD * scales.noise) ** 2 + self.error**2
         return covariance
 
@@ -283,7 +236,7 @@ class Posterior:
         if reference is not None:
             _, its_variance, its_slopes, its_known = self._project(reference)
             shared = slopes @ (priors * its_slopes[0]) - known.T @ its_known[:, 0]
-            shared += prior.residuals(points, reference, self.scales)[:, 0]
+            shared += prior.covariance(points, reference, self.scales)[:, 0]
             variance = variance + its_variance - 2 * shared
         return mean, np.sqrt(np.maximum(variance, 1e-12))
 
@@ -291,7 +244,7 @@ class Posterior:
         """Return mean, variance, slopes, and the part that the measurements explain, (n, m)."""
         prior, priors = self.measured.prior, self.measured.prior.variance
         mean, slopes = prior.physical(self.theta, points)
-        residuals = prior.residuals(self.measured.points, points, self.scales)
+        residuals = prior.covariance(self.measured.points, points, self.scales)
         known = self.root @ (residuals + (self.slopes * priors) @ slopes.T)
         variance = slopes**2 @ priors + prior.variances(points, self.scales)
         variance -= (known**2).sum(axis=0)

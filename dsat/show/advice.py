@@ -55,7 +55,7 @@ def advise_learning_rate(run: Run) -> list[str]:
 
 
 def _scale_schedule(run: Run, ratio: float) -> list[str]:
-    """Return lengths of the configuration's scheduler in steps for as many samples as before."""
+    """Scale the scheduler's lengths to the same number of samples."""
     parameters = ds_config.at(run.plan.base_config, "scheduler.params") or {}
     lengths = {
         key: value
@@ -72,7 +72,7 @@ def _scale_schedule(run: Run, ratio: float) -> list[str]:
 
 
 def advise_script(run: Run, best: Trial) -> list[str]:
-    """Return how to set the switches of the script that the best needs."""
+    """Return how to set the script's switches for the best configuration."""
     own, found = own_switches(run), {} if run.profile is None else run.profile.switches
     warnings = run.outcomes[best.id].warnings
     in_arguments = any(switch.in_arguments for switch in found.values())

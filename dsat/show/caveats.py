@@ -1,4 +1,4 @@
-"""Warnings of the verdict: what makes the gain uncertain, or another than it seems."""
+"""Warnings of the verdict: reasons to doubt the gain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.in_trial.steps import RAREST
 from dsat.run.comparison import Gain
 from dsat.run.run import Run, typical_outcome
-from dsat.run.training_check import training_of
+from dsat.run.training_check import OWN_IS_WRONG, training_of
 from dsat.values import format as fmt
 from dsat.values import hazards
 from dsat.values.outcome import Outcome
@@ -31,7 +31,7 @@ def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) ->
     Args:
         run: so far.
         best: the recommended configuration.
-        outcome: its typical one.
+        outcome: its median outcome.
         found: the gain of the finals, if they are over.
     """
     yield from _warn_of_faults(run, best)
@@ -44,6 +44,17 @@ def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) ->
     yield from _warn_of_optimizer(run, best)
     if any(SEVERAL_ENGINES in each.warnings for each in run.outcomes.values()):
         yield f"{SEVERAL_ENGINES}."
+
+
+def trains_wrongly(run: Run) -> bool:
+    """Return whether the user's own configuration likely computes wrong gradients."""
+    if any(OWN_IS_WRONG in why for why in run.disqualified.values()):
+        return True
+    if run.baseline is None:
+        return False
+    training = training_of(run.plan, run.baseline)
+    found = hazards.find(run.deepspeed_version, training, hazards.GRADIENTS)
+    return any(not fault.unseen for fault in found)
 
 
 def _warn_of_faults(run: Run, best: Trial) -> Iterator[str]:
@@ -110,7 +121,7 @@ def _warn_of_drift(run: Run) -> Iterator[str]:
 
 
 def _warn_of_steps(run: Run) -> Iterator[str]:
-    """Yield warnings if the compared measurements have work beside the usual training."""
+    """Yield warnings if measured steps included other work than training."""
     other = run.leader if run.best is run.baseline else run.best
     ended = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
     curves = (None if outcome is None else outcome.training for outcome in ended)
@@ -175,7 +186,7 @@ def _tokens_per_sample(outcome: Outcome | None) -> tuple[float, float]:
 
 
 def _warn_of_optimizer(run: Run, best: Trial) -> Iterator[str]:
-    """Yield a warning if the optimizer may compute something else than in the user's own stage."""
+    """Yield a warning if the optimizer may compute other updates than in the user's stage."""
     own = of_config(run.plan.base_config).stage
     if run.profile is None or run.profile.optimizer.by_element or bool(own) == bool(best.stage):
         return

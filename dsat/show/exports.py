@@ -69,8 +69,7 @@ def to_parquet(view: RunView, output: Path, name: str) -> None:
 def to_optuna(view: RunView, output: Path, name: str) -> None:
     """Write one study into a SQLite storage.
 
-    A trial that did not run is a failed one; a setting that a strategy does not have is no
-    parameter of its trials.
+    Trials that did not run are failed trials. Parameters are the settings that a strategy has.
     """
     import optuna
 
@@ -166,7 +165,7 @@ class Exporter:
     Attributes:
         write: takes a run, the file or folder to write, and the run's name.
         suffix: of the file or folder.
-        package: to install; empty if dsat has all that it needs.
+        package: to install; empty if it needs none.
     """
 
     write: Callable[[RunView, Path, str], None]
@@ -220,7 +219,7 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
 
 
 def _compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:
-    """Yield the trials that ended, without the profile, which is not comparable."""
+    """Yield the finished trials except the profile, whose speed is not comparable."""
     for each in sorted(view.ended, key=lambda each: each.ended_s or 0.0):
         if each.trial.kind is not TrialKind.PROFILE and each.outcome is not None:
             yield each, each.outcome
@@ -232,7 +231,7 @@ def _ended_at_s(each: TrialView) -> float:
 
 
 def _decision(view: RunView) -> dict[str, Any]:
-    """Return the verdict with its values, which are not those of single trials."""
+    """Return the verdict and its values, which come from the finals."""
     found = {
         "metric": view.plan.metric,
         "verdict": "\n".join(view.verdict.lines),
@@ -244,7 +243,7 @@ def _decision(view: RunView) -> dict[str, Any]:
 
 
 def _params(each: TrialView) -> dict[str, Any]:
-    """Return the settings of a trial; the global batch, which follows, is left out."""
+    """Return the settings of a trial without the global batch, which follows from them."""
     batch = each.trial.batch.config()
     found = {
         key.removeprefix("zero_optimization."): _plain(batch.get(key, value))
@@ -255,7 +254,7 @@ def _params(each: TrialView) -> dict[str, Any]:
 
 
 def _distributions(view: RunView) -> dict[str, optuna.distributions.BaseDistribution]:
-    """Return all values tried of each setting; numbers of samples and of steps are ranges."""
+    """Return the distribution of each setting: a range for batch sizes, else the tried values."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     values: dict[str, list[Any]] = {}
@@ -281,6 +280,6 @@ def _plain(value: Any) -> Any:
 
 
 def _harmless(value: Any) -> Any:
-    """Mark text that a spreadsheet would take for a formula as text (OWASP, CSV injection)."""
+    """Escape text that a spreadsheet would run as a formula (OWASP, CSV injection)."""
     is_formula = isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r")
     return f"'{value}" if is_formula else value

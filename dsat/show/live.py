@@ -43,7 +43,7 @@ class LiveView(Observer):
 
     @property
     def shows_trials(self) -> bool:
-        """True while the live table is shown, which lists the trials."""
+        """Whether the live table of trials is shown."""
         return self._live is not None
 
     def __enter__(self) -> LiveView:
@@ -56,9 +56,16 @@ class LiveView(Observer):
             self._live.stop()
 
     def say(self, *lines: str) -> None:
-        """Print lines above the table, each unbroken so that it can be copied."""
+        """Print lines above the table, unwrapped so that they can be copied."""
         for line in lines:
             self._console.print(Text(line), soft_wrap=True)
+
+    def show(self, heading: str, table: Table) -> None:
+        """Show a table that is not complete yet, on a terminal; it vanishes at the end."""
+        if self._live is not None:
+            self._live.transient = True
+            shown = terminal.rich_table(table, self._console.width)
+            self._live.update(Group(Text(heading), shown), refresh=True)
 
     def waited(self, run: Run) -> None:
         if self._live is None or not run.has_begun:

@@ -1,4 +1,4 @@
-"""Log lines of a run that goes on."""
+"""Log lines of a running search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Narrator:
         self._warned: set[str] = set()
 
     def started(self, trial: Trial) -> list[str]:
-        """Announce the profile, which takes its time."""
+        """Announce the profile, which may take minutes."""
         if not trial.profiles:
             return []
         return [f"trial {trial.name}: counting parameters, FLOPs and activations"]
@@ -31,7 +31,7 @@ class Narrator:
         return [*warnings, *self.result(run, trial, outcome)]
 
     def new_warnings(self, trial: Trial, outcome: Outcome) -> list[str]:
-        """Return the outcome's warnings that no earlier outcome had."""
+        """Return an outcome's warnings that were not shown before."""
         new = [text for text in dict.fromkeys(outcome.warnings) if text not in self._warned]
         self._warned.update(new)
         return [f"{trial.name}: {text}" for text in new]

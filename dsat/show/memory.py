@@ -22,10 +22,9 @@ def used_bytes(run: Run, outcome: Outcome) -> int | None:
 
 
 def longest_sequence(run: Run) -> tuple[int, str] | None:
-    """Return the longest sequence to expect, in tokens, and its source; None without sequences.
+    """Return the longest expected sequence in tokens, and its source; None without sequences.
 
-    It is `--max-seq-length`, else the model's maximum if the lengths of the trials' sequences
-    varied, else the longest that was seen.
+    It is `--max-seq-length`; or the model's maximum, if lengths varied; or the longest one seen.
     """
     seen = [o.sequences for o in run.outcomes.values() if o.sequences is not None]
     if not seen:
@@ -62,7 +61,7 @@ def memory_warning(run: Run) -> list[str]:
     shape = model.shape(run.plan.config(best.overrides), best.script_args)
 
     def predicted(micro_batch: int, tokens: int) -> int:
-        """Bytes by the model, whose samples are as long as the profile trial's."""
+        """Return predicted bytes, scaled from the sequence length of the profile trial."""
         return model.predicted_bytes(shape, micro_batch * tokens / profiled.longest)
 
     most, limit = best.batch.micro_batch, profile.slot_memory_bytes

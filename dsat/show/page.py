@@ -73,7 +73,7 @@ def render(which: str, /, **values: Any) -> str:
 
 @cache
 def _compiled(which: str) -> Any:
-    """Return a template, compiled once: pages are written anew again and again."""
+    """Compile a template once."""
     import jinja2
 
     environment = jinja2.Environment(

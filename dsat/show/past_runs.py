@@ -21,8 +21,8 @@ class PastRun:
     """A run, read from its folder.
 
     Attributes:
-        is_running: a process works on it.
-        changed_s: when something last happened, in seconds since the epoch.
+        is_running: a process is working on it.
+        changed_s: time of the last change, in seconds since the epoch.
     """
 
     folder: Path
@@ -57,12 +57,12 @@ def _is_of_run(folder: Path) -> bool:
 
 
 def has_journal(folder: Path) -> bool:
-    """Return whether a run can be read; the results of a search on a cluster have no journal."""
+    """Return whether a folder has a journal; results of a search on a cluster have none."""
     return os.path.isfile(folder / FILE_NAME)
 
 
 def _changed_s(folder: Path) -> float:
-    """Return when something last happened, in seconds since the epoch."""
+    """Return the time of the last change, in seconds since the epoch."""
     return (folder / (FILE_NAME if has_journal(folder) else SUMMARY_FILE)).stat().st_mtime
 
 

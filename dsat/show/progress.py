@@ -23,7 +23,7 @@ _RECENT = 20
 
 @dataclass(frozen=True)
 class Status(Recorded):
-    """State of the process that works on a run, which the journal does not hold.
+    """State of a running search that is not in the journal.
 
     Attributes:
         num_slots: devices that trials may use at once.
@@ -74,12 +74,12 @@ def doing(trial_folder: Path) -> str:
 
 
 def time_left(run: Run, at_once: int) -> str | None:
-    """Estimate the time left if all remaining trials are run; None before enough have ended.
+    """Estimate the time of all remaining trials; None before enough trials have ended.
 
-    The range is that of trials as long as the lower and as the upper quartile of recent ones.
+    The range is from the lower to the upper quartile of recent trials.
 
     Args:
-        run: that goes on.
+        run: a running search.
         at_once: how many trials of the search run at a time; those of the finals run alone.
     """
     took = [

@@ -130,7 +130,7 @@ class WatchSettings(ReadOnlySettings):
 
     @property
     def experiment(self) -> int | None:
-        """Number of the experiment on a Determined cluster that is meant; None for a run here."""
+        """Number of an experiment on a Determined cluster; None for a run on this machine."""
         name = "" if self.run is None else str(self.run)
         return int(name) if name.isdecimal() and not Path(name).exists() else None
 

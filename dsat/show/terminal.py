@@ -42,7 +42,7 @@ def console(stream: Any) -> Console:
 
 
 def show(stream: Any, parts: Iterable[Part]) -> None:
-    """Print parts of an output; a `str` is not broken at the width of the terminal."""
+    """Print parts of an output; a `str` is not wrapped."""
     into = console(stream)
     for each in parts:
         if isinstance(each, str):
@@ -52,7 +52,7 @@ def show(stream: Any, parts: Iterable[Part]) -> None:
 
 
 def rich_table(table: Table, width: int) -> RichTable:
-    """Return a table for the terminal, without optional columns for which there is no room."""
+    """Return a table for the terminal; drop optional columns that do not fit."""
     optional = list(table.optional)
     while optional and _width(table) > width:
         table = table.without(optional.pop(0))
@@ -275,5 +275,5 @@ def _caveats(views: Views) -> list[str]:
 
 
 def _recorded(views: Views, key: str) -> set[str]:
-    """Return what runs recorded of themselves; those of earlier versions did not."""
+    """Return the distinct recorded values of a key; earlier versions recorded none."""
     return {str(view.info[key]) for view in views.values() if view.info.get(key)}

@@ -33,10 +33,10 @@ class GainView:
     """Gain of the best configuration over the user's own.
 
     Attributes:
-        ratio: confirmed by the finals, or else as the search measured both once. None where one of
-            them was not measured.
+        ratio: from the finals, or else from single measurements of the search. None if one of the
+            two was not measured.
         text: the same with its interval, or with `unconfirmed`.
-        own_value: of the objective, by the user's own configuration; see `run.final_value`.
+        own_value: value of the objective for the user's configuration; see `run.final_value`.
         finals: comparison of the finals for programs; None without one.
     """
 
@@ -59,7 +59,7 @@ class GainView:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict of a run, one sentence or two in each field; empty where there is nothing to say.
+    """Verdict of a run: one or two sentences in each field, or none.
 
     Attributes:
         headline: the gain and what to do.
@@ -115,7 +115,7 @@ def verdict(run: Run) -> Verdict:
 
 
 def search_gain(run: Run) -> float | None:
-    """Return the gain over the user's own, unconfirmed, as both were measured once."""
+    """Return the unconfirmed gain, from single measurements of both configurations."""
     own = None if run.baseline is None else run.value(run.baseline)
     if own is None or run.best_value is None:
         return None
@@ -123,14 +123,14 @@ def search_gain(run: Run) -> float | None:
 
 
 def gain(run: Run) -> Gain | None:
-    """Return the confirmed gain of the finals' pick over the user's own; None without finals."""
+    """Return the gain that the finals confirmed; None without finals."""
     if run.finals is None or not run.finals.over or run.finals.comparison is None:
         return None
     return run.finals.comparison.gain
 
 
 def say_gain(found: Gain) -> str:
-    """`1.42x (1.38 to 1.46)`, with as many digits as tell the ends of the interval apart."""
+    """Write a gain as `1.42x (1.38 to 1.46)`, with a third digit for narrow intervals."""
     digits = 2 if found.high - found.low >= 0.02 else 3
     low, ratio, high = (f"{value:.{digits}f}" for value in (found.low, found.ratio, found.high))
     return f"{ratio}x ({low} to {high})"
@@ -168,6 +168,11 @@ def _headline(run: Run, best: Trial) -> str:
     if best is run.baseline:
         if run.stop_reason is None and not run.paused and not _searched(run):
             return f"Baseline: {value}. Searching..."
+        if caveats.trains_wrongly(run):
+            return (
+                f"Your configuration likely computes wrong gradients ({value}): see the warnings. "
+                "Compare it with training without DeepSpeed before you keep it."
+            )
         return f"Keep your configuration ({value}): {_why_keep(run)}."
     if gained.ratio is None or gained.own_value is None:
         return f"Use {best.name} ({value}): {_why_no_gain(run)}."
@@ -214,7 +219,7 @@ def _searched(run: Run) -> list[Outcome]:
 
 
 def _describe_failures(run: Run) -> list[str]:
-    """Return what most trials of a search failed with, where none of it ran."""
+    """Return the most frequent failure if no trial of the search ran."""
     searched = _searched(run)
     if not searched or any(outcome.ok for outcome in searched):
         return []
@@ -248,7 +253,7 @@ def _changed(run: Run, best: Trial) -> str:
 
 
 def _confidence(run: Run, best: Trial) -> Iterator[str]:
-    """Yield sentences on the evidence for the gain, or for keeping the user's own."""
+    """Yield sentences on the evidence for the gain or for the user's configuration."""
     finals = run.finals
     if finals is None or not finals.over:
         if search_gain(run) is not None and any(outcome.ok for outcome in _searched(run)):
@@ -280,7 +285,7 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
 
 
 def _how_often(run: Run, best: Trial) -> str:
-    """Say how often the best and the user's own were measured, before the finals are over."""
+    """Say how often both configurations were measured before the finals are over."""
     pairs = 0 if run.finals is None else len(run.finals.pairs)
     if pairs:
         return f"low, with {fmt.count(pairs, 'pair')} of the finals so far."
@@ -308,7 +313,7 @@ def _no_finals(run: Run) -> str:
 
 
 def _batch_advice(run: Run, best: Trial) -> list[str]:
-    """Return the gain at the user's own global batch size, if the best has another."""
+    """Return the gain at the user's global batch size, if the best has another one."""
     own = run.plan.own_batch.train_batch_size
     if best.batch.train_batch_size == own or run.baseline is None:
         return []

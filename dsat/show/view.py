@@ -1,4 +1,4 @@
-"""One view of a run, made from its journal: what terminal, pages, files and JSON lay out."""
+"""One view of a run, made from its journal; terminal, pages, files and JSON show it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class TrialView:
 
     Attributes:
         result: one line on how it ended, or `running`, or `interrupted` with the run.
-        value: the objective's; None unless it was measured, and of the profile trial.
-        used_bytes: peak of a slot, comparable with the prediction.
-        settings: its own settings by dotted path, batch sizes included, without secrets.
+        value: of the objective; None if it was not measured, and for the profile trial.
+        used_bytes: peak of a device, comparable with the prediction.
+        settings: changed settings by dotted path, with batch sizes, without secrets.
         ended_s: time since the run's start.
         ended_at_s: time since the epoch; None if the journal does not say.
     """
@@ -47,7 +47,7 @@ class TrialView:
 
     @classmethod
     def build(cls, run: Run, trial: Trial, *, is_best: bool | None = None) -> TrialView:
-        """Return the view of one trial of a run; `is_best` spares the question to the run."""
+        """Return the view of one trial of a run; `is_best` may be given to save time."""
         outcome = run.outcomes.get(trial.id)
         unfinished = "interrupted" if run.paused else "running"
         return cls(
@@ -64,7 +64,7 @@ class TrialView:
 
     @property
     def is_own(self) -> bool:
-        """Check for the user's own configuration."""
+        """Whether this is the user's own configuration."""
         return self.trial.kind is TrialKind.BASELINE
 
     @property
@@ -121,7 +121,7 @@ class RunView:
     """Frozen view of a run, which renderers lay out without computing anything.
 
     Attributes:
-        info: what the journal's first line says for people (name, versions, machine).
+        info: name, versions and machine, from the journal's first line.
         own_switches: the script's own values of its switches.
         best_value: of the objective; see `run.final_value`.
         facts: what was tuned and measured, where, for how long, and why the run stopped.
@@ -309,7 +309,7 @@ def _facts(run: Run) -> Iterator[str]:
 
 
 def _trial_counts(run: Run) -> str:
-    """Return how many trials ran, by their kinds, and those that were not needed."""
+    """Return the number of trials by kind, and of those not needed."""
     kinds = [run.trials[trial_id].kind for trial_id in run.outcomes]
     finals = kinds.count(TrialKind.FINAL)
     parts = [str(len(kinds))]
@@ -322,7 +322,7 @@ def _trial_counts(run: Run) -> str:
 
 
 def _best_line(run: Run, best: Trial, outcome: Outcome) -> str:
-    """Return the best trial with its value, and the tokens per second that it means."""
+    """Return the best trial with its value and its tokens per second."""
     metric, value = run.plan.metric, run.best_value
     text = fmt.outcome(outcome, metric)
     if value != outcome.value(run.plan.objective):  # a mean of the finals
@@ -335,7 +335,7 @@ def _best_line(run: Run, best: Trial, outcome: Outcome) -> str:
 
 
 def _memory_errors(run: Run) -> Iterator[float]:
-    """Yield relative errors of predicted memory, where a device's allocator counted exactly."""
+    """Yield relative errors of predicted memory, for trials with exact measurements."""
     for trial in run.trials.values():
         outcome = run.outcomes.get(trial.id)
         if trial.predicted_bytes is None or outcome is None or not outcome.ok:

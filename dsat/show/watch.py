@@ -109,7 +109,7 @@ def _status_line(past: PastRun, status: progress.Status | None) -> str:
 
 
 def _version(folder: Path) -> tuple[int, ...]:
-    """Return a value that differs once the journal, the status file or the process changed."""
+    """Return a value that changes with the journal, the status file or the lock."""
     journal, status = (folder / FILE_NAME).stat(), folder / progress.STATUS_FILE
     written_ns = status.stat().st_mtime_ns if status.exists() else 0
     return journal.st_size, journal.st_mtime_ns, written_ns, is_locked(folder)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dsat.command.switches import MODEL_SWITCHES
 from dsat.memory.estimate import MOST_TOKENS
+from dsat.memory.forecast import FARTHEST
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.simulation.client import SimulationHost, SimulationUnavailable, Simulator
 from dsat.simulation.protocol import Question
@@ -25,6 +27,9 @@ TIMEOUT_S = 180.0
 _FASTER = f" (at most {TIMEOUT_S:g} s of processor time each; --memory-model formula needs none)"
 # Factor of the formula's room beyond which nothing has to be simulated.
 _PLENTY = 4.0
+# Factor of a simulated peak over the limit from which on memory is no line of the micro batch, as
+# with a loss over all pairs of samples: where it should end, it is simulated again.
+_FAR = 1.5
 # Micro batches beyond it give no better prediction.
 _LARGEST_SIMULATED = 2**16
 _MOST_COMBINATIONS = 12  # of the switches of a model
@@ -99,11 +104,17 @@ def variant_of(
     for config in configs:
         largest = model.largest(model.shape(config, script_args))
         questions.append(Question(config, max(1, int(min(most, largest))), slots))
-    anchors = []
+    anchors, further = [], []
     for asked, answer in zip(questions, simulator.estimates(questions), strict=True):
         if isinstance(answer, str):
             say(f"{of_config(asked.config).label}: predicted by formula: {answer}")
-        else:
+            continue
+        anchors.append(Anchor(asked.config, asked.micro_batch, answer))
+        nearer = int(asked.micro_batch * math.sqrt(limit_bytes / max(1, answer.peak)))
+        if answer.peak > _FAR * limit_bytes and nearer:
+            further.append(asked._replace(micro_batch=nearer))
+    for asked, answer in zip(further, simulator.estimates(further), strict=True):
+        if not isinstance(answer, str):
             anchors.append(Anchor(asked.config, asked.micro_batch, answer))
     return Variant(script_args, facts, tuple(anchors))
 
@@ -116,7 +127,8 @@ def _is_plenty(plan: Plan, profile: ModelProfile, configs: Sequence[Mapping[str,
         limit_bytes=profile.slot_memory_bytes,
     )
     largest = min(model.largest(model.shape(config, plan.switches)) for config in configs)
-    return largest > _PLENTY * plan.allowed_micro_batches[-1]
+    most = plan.allowed_micro_batches[-1]
+    return largest > _PLENTY * most and most <= FARTHEST * plan.own_batch.micro_batch
 
 
 def _of_levers(

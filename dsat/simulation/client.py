@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -113,22 +113,31 @@ class Simulator:
         Returns:
             For each one its memory, or the reason why it cannot be simulated.
         """
-        return [
-            answer["failed"] if "failed" in answer else MemoryEstimate.from_json(answer["estimate"])
-            for answer in self._ask(questions)
-        ]
+        return [found for _, found in sorted(self.estimate_each(questions), key=lambda x: x[0])]
+
+    def estimate_each(
+        self, questions: Sequence[Question]
+    ) -> Iterator[tuple[int, MemoryEstimate | str]]:
+        """Yield the number of a question with its answer, as `estimates` returns it, on arrival."""
+        for answer in self._answers(questions):
+            failed, number = answer.get("failed"), int(answer["number"])
+            yield number, failed or MemoryEstimate.from_json(answer["estimate"])
 
     def traces(self, questions: Sequence[Question]) -> list[tuple[MemoryEstimate, StepTrace] | str]:
         """Simulate configurations as `estimates` does, and trace their steps."""
-        return [
-            answer["failed"]
-            if "failed" in answer
-            else (
-                MemoryEstimate.from_json(answer["estimate"]),
-                StepTrace.from_json(answer["trace"]),
-            )
-            for answer in self._ask([question._replace(traced=True) for question in questions])
-        ]
+        return [found for _, found in sorted(self.trace_each(questions), key=lambda x: x[0])]
+
+    def trace_each(
+        self, questions: Sequence[Question]
+    ) -> Iterator[tuple[int, tuple[MemoryEstimate, StepTrace] | str]]:
+        """Yield the number of a question with its answer, as `traces` returns it, on arrival."""
+        traced = [question._replace(traced=True) for question in questions]
+        for answer in self._answers(traced):
+            found: Any = answer.get("failed")
+            if found is None:
+                estimate = MemoryEstimate.from_json(answer["estimate"])
+                found = estimate, StepTrace.from_json(answer["trace"])
+            yield int(answer["number"]), found
 
     def facts(
         self,
@@ -184,19 +193,26 @@ class Simulator:
     # -- the script
 
     def _ask(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
-        """Return the answers in order, each with a reason in `failed` if there is no other."""
+        """Return the answers in the order of the questions."""
+        return sorted(self._answers(questions), key=lambda answer: int(answer["number"]))
+
+    def _answers(self, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
+        """Yield an answer to each question, with a reason in `failed` if there is no other."""
+        waiting = set(range(len(questions)))
         if not self._problem:
             try:
-                answers = self._exchange(questions)
-                return sorted(answers, key=lambda answer: int(answer["number"]))
+                for answer in self._exchange(questions):
+                    waiting.remove(int(answer["number"]))
+                    yield answer
             except OSError as error:
                 self._problem = f"the script has ended: {error}"
             except SimulationUnavailable as error:
                 self._problem = str(error)
-        return [{"failed": self._problem}] * len(questions)
+        for number in waiting:
+            yield {"failed": self._problem, "number": number}
 
-    def _exchange(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
-        """Send questions, and receive their answers in any order.
+    def _exchange(self, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
+        """Send questions, and yield their answers in any order.
 
         The server reads no further question while it simulates as many as it has processors, and a
         simulation ends once its answer is read: neither side may wait for the other.
@@ -206,17 +222,17 @@ class Simulator:
             for number, question in enumerate(questions)
             for packet in protocol.split(self._request(question, number), sender=0)
         )
-        answers: list[dict[str, Any]] = []
-        while len(answers) < len(questions):
+        left = len(questions)
+        while left:
             writing = [self._socket] if packets else []
             ready, writable, _ = select.select([self._socket], writing, [], self._patience_s)
             if ready:
-                answers.append(self._receive())
+                left -= 1
+                yield self._receive()
             elif writable:
                 self._socket.send(packets.popleft())
             else:
                 raise SimulationUnavailable("no answer from the script: timed out")
-        return answers
 
     def _request(self, question: Question, number: int) -> dict[str, Any]:
         whole = question._replace(

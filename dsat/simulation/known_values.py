@@ -34,6 +34,11 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(allow_non_fake_inputs=True)
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Have torch call the mode directly: nothing is compiled here."""
+        return False
+
     def know(self, fake: torch.Tensor, values: Callable[[], torch.Tensor]) -> None:
         """Give a fake tensor its values on the CPU, unless there are too many."""
         if _is_small(fake):

@@ -32,6 +32,7 @@ from dsat.simulation.storage_tracker import (
 )
 from dsat.simulation.versions import transformers_masks
 from dsat.values.trial import BatchTriple
+from dsat.values.zero_strategy import of_config
 
 
 class _FakeDevice:
@@ -108,6 +109,19 @@ class _FakeDevice:
         return fake
 
 
+class _AnyLoss(torch.autograd.Function):
+    """A loss with a gradient for each parameter, without a model."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*parameters)
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
 class Simulation(_FakeDevice):
     """A candidate's engine, whose last micro step computes the script's own loss."""
 
@@ -172,20 +186,27 @@ class Simulation(_FakeDevice):
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run up to the last micro step of the second optimizer step; return its outputs.
 
-        All that lasts is allocated in the first step, for which any loss will do.
+        All that lasts is allocated in the first step, for which any loss will do. Stage 3 also
+        records the order of the modules there; other stages need no more than the gradients.
         """
+        needs_modules = of_config(self._candidate.config).stage == 3
         with outside_of_contexts():
             for micro_step in range(2 * self._candidate.gas - 1):
-                self._step_once(args, kwargs, steady=micro_step >= self._candidate.gas)
+                steady = micro_step >= self._candidate.gas
+                if not (steady or needs_modules):
+                    vars(self._engine.module)["forward"] = self._loss_of_parameters
+                self._step_once(args, kwargs, steady=steady)
         gc.collect()
         self._begin_micro_step(last=True)
+        self._restore_forward()
         self.tracker.begin("forward")
-        return self._outputs(args, kwargs)
+        return self._engine(*args, **kwargs)
 
     def _step_once(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, steady: bool) -> None:
         self._begin_micro_step(last=False)
         self.tracker.begin("forward" if steady else "warm-up")
-        loss = _some_loss(self._outputs(args, kwargs))
+        loss = _some_loss(self._engine(*args, **kwargs))
+        self._restore_forward()
         if steady:
             self.tracker.begin("backward")
         self._engine_backward(loss)
@@ -198,10 +219,15 @@ class Simulation(_FakeDevice):
         if self.tracker.trace is not None:
             self.tracker.trace.is_last = last
 
-    def _outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _restore_forward(self) -> None:
+        vars(self._engine.module).pop("forward", None)
         if self._module_forward is not None:
             vars(self._engine.module)["forward"] = self._module_forward
-        return self._engine(*args, **kwargs)
+
+    def _loss_of_parameters(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Stand in for the module's forward pass."""
+        trained = [p for p in self._engine.module.parameters() if p.requires_grad]
+        return _AnyLoss.apply(*reversed(trained))  # type: ignore[no-any-return]
 
     def forward_again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the outputs of another forward pass of the micro step."""

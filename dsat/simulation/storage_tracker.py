@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from dsat.simulation.attention import workspace_bytes
 from dsat.simulation.operator_trace import OperatorTrace
 
 aten = torch.ops.aten
+_DEVICE_OF = torch.ops.prim.device.default
 DEVICE, HOST, PINNED, ALL = "device", "host", "pinned", "all"
 MATMUL = "matmul"  # peaks where matrices are multiplied, beside those of phases
 _MATMULS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default))
@@ -31,7 +33,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     counted as the host's.
 
     Attributes:
-        workspace_bytes: what cuBLAS takes while it multiplies.
+        workspace_bytes: what cuBLAS takes while it multiplies, or from then on if torch keeps it.
         trace: records all operators, if it is wanted.
     """
 
@@ -44,6 +46,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phase = "script"
         self._forced: str | None = None
         self.workspace_bytes = 0
+        self._has_multiplied = False
         self.trace: OperatorTrace | None = None
 
     # -- phases
@@ -63,18 +66,18 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- storages
 
-    def see(self, tensor: torch.Tensor, place: str | None = None) -> None:
+    def see(self, tensor: FakeTensor, place: str | None = None) -> None:
         """Count the storage of a fake tensor, if it is not counted yet."""
         storage = tensor.untyped_storage()
-        size = storage.nbytes()
-        if storage in self._place or size == 0 or tensor.device.type == "meta":
+        size, device = storage.nbytes(), tensor.fake_device.type
+        if storage in self._place or size == 0 or device == "meta":
             return
         place = place or self._forced
         if place is None:
-            place = DEVICE if tensor.device.type == self._device_type else HOST
+            place = DEVICE if device == self._device_type else HOST
         if place == PINNED:
             size = pinned_bytes(size)
-        elif tensor.device.type == self._device_type != "cpu":
+        elif device == self._device_type != "cpu":
             size = -(-size // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
         self._place[storage] = place
         self._add(place, size)
@@ -108,9 +111,16 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- operators
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Have torch call the mode directly: nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # of a half of all calls, which every mode would pass on
         kwargs = kwargs or {}
         if self._phase == "forward" and torch._C._current_graph_task_id() != -1:
             self.begin("backward")
@@ -130,10 +140,16 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _MATMULS:
             for kind in self._bytes:
                 self._note(kind, MATMUL)
-            adds_bias = func is aten.addmm.default and args[0].dim() == 1
+            self._take_workspace(func is aten.addmm.default and args[0].dim() == 1)
+        return out
+
+    def _take_workspace(self, adds_bias: bool) -> None:
+        if not keeps_workspace():
             workspace = min(self.workspace_bytes, BIASED_WORKSPACE_BYTES)
             self._take_briefly(workspace if adds_bias else self.workspace_bytes)
-        return out
+        elif not self._has_multiplied:
+            self._add(DEVICE, self.workspace_bytes)
+        self._has_multiplied = True
 
     def ran_compiled(self, args: Sequence[Any]) -> None:
         """Record a call of an operator that DeepSpeed compiles, which does nothing here."""
@@ -143,6 +159,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _take_briefly(self, size: int) -> None:
         self._add(DEVICE, size)
         self._add(DEVICE, -size)
+
+
+def keeps_workspace() -> bool:
+    """Return whether torch keeps the workspace of cuBLAS after the first product.
+
+    Before 2.15 it does, and later if the environment says so (ATen/cuda/CUDAContextLight.h).
+    """
+    return torch.__version__ < "2.15" or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

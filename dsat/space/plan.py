@@ -47,7 +47,7 @@ _WRITERS: Mapping[str, Callable[[Any], str]] = {
     "listed_switches": _write_switches,
 }
 # A run that continues keeps the length of a trial, whatever this version of dsat would choose.
-_MAY_DIFFER = ("max_trials", "finals", "indifference", "longest_s")
+_MAY_DIFFER = ("max_trials", "finals", "indifference", "longest_s", "faulty_stages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +59,14 @@ class Plan(Recorded, BatchRule, Freedom):
         search_options: that search's own options.
         max_trials: the most trials of the run, the profile trial included.
         zero_stages: the ZeRO stages to search.
+        faulty_stages: those of them that the installed DeepSpeed trains wrongly, or not at all.
         slot_memory_bytes: if given, what a slot may use at most.
         memory_model: how memory is predicted, one of `MEMORY_MODELS`.
         max_seq_length: the longest sequence of the data, in tokens, if the user gave it.
         finals: how many trials there may be after the search to decide between its leaders and the
             user's own configuration; None for a share of `max_trials`.
         indifference: the gain, as a fraction, that a larger global batch is not worth.
-        ramp: before the search the user's own micro batch is doubled as long as that is worth it.
+        ramp: raise micro batches step by step from the user's own, as long as that is worth it.
         longest_s: a trial may measure for so many seconds, or for as long as 20 of the user's own
             optimizer steps take; None for as long as it takes.
         measured: what is run and how it is measured (entrypoint, hyperparameters, steps, and the
@@ -78,6 +79,7 @@ class Plan(Recorded, BatchRule, Freedom):
     zero_stages: tuple[int, ...]
     seed: int
     search_options: Mapping[str, Any] = field(default_factory=dict)
+    faulty_stages: tuple[int, ...] = ()
     slot_memory_bytes: int | None = None
     memory_model: str = BY_FORMULA
     max_seq_length: int | None = None
@@ -90,6 +92,11 @@ class Plan(Recorded, BatchRule, Freedom):
     @property
     def objective(self) -> Objective:
         return Objective(self.metric)
+
+    @property
+    def searched_stages(self) -> tuple[int, ...]:
+        """The ZeRO stages to search that train as they should."""
+        return tuple(stage for stage in self.zero_stages if stage not in self.faulty_stages)
 
     def config(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Return the whole DeepSpeed configuration of a trial."""

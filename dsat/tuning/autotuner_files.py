@@ -1,4 +1,4 @@
-"""Result files of `deepspeed --autotuning`, under the names that they have there.
+"""Result files of `deepspeed --autotuning`, with DeepSpeed's names.
 
 Laid out as deepspeed/autotuning/{autotuner,scheduler}.py (0.19.8) write them. The folder of each
 experiment, with its log and its metrics, is the trial engine's.
@@ -24,15 +24,14 @@ _HEADINGS = ("tuning_space", "num_experiments", "best_metric_val", "best_exp_nam
 
 
 def write_files(run: Run, results_dir: Path, exps_dir: Path | None, command: str) -> None:
-    """Write the results into a folder, and descriptions of the experiments into another, if any.
+    """Write the results, and descriptions of the experiments if a folder is given.
 
-    Where nothing ran there is no optimal configuration and no command.
+    Without a successful trial, no configuration and no command are written.
 
     Args:
         run: to write.
         results_dir, exps_dir: made if they are missing; other files in them are left alone.
-        command: for a shell, trains with the optimal configuration, whose path is
-            `results_dir / OPTIMAL_CONFIG_FILE`.
+        command: shell command that trains with `results_dir / OPTIMAL_CONFIG_FILE`.
 
     Raises:
         UserInputError: a folder cannot be made or written into.

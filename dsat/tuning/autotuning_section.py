@@ -46,7 +46,7 @@ class Section:
     Attributes:
         settings: values of settings of a search, by name.
         search_options: values of options of the method, by name.
-        keys: the keys in the file of both, by the same names.
+        keys: the keys in the file, by the names of both.
         results_dir, exps_dir: folders of DeepSpeed's result files and descriptions of experiments;
             None if the section names none.
         notes: a line for the user on each key that is accepted but has no effect.
@@ -60,7 +60,7 @@ class Section:
     notes: tuple[str, ...] = ()
 
     def apply(self, settings: Settings) -> Settings:
-        """Return settings with the defaults of this section; what the user gave beats them."""
+        """Apply the section's defaults to settings; options that the user gave win."""
         given = settings.given
         values = {name: value for name, value in self.settings.items() if name not in given}
         method = values.get("method", settings.method)

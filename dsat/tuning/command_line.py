@@ -1,4 +1,4 @@
-"""The command line by which a search was started, to show how to go on."""
+"""The command line of a search, to print how to continue it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CommandLine:
     is_experiment: bool = False
 
     def resumed(self, folder: Path, *more: str) -> list[str]:
-        """Return the words that continue its run, with further options."""
+        """Return the words that continue the run, with further options."""
         given = {word.partition("=")[0] for word in self.options}
         words = [] if "--resume" in given else ["--resume"]
         if "--run-dir" not in given:

@@ -14,12 +14,12 @@ _log = logging.getLogger(__name__)
 
 
 def without_faults(plan: Plan, version: str | None, *, is_listed: bool) -> Plan:
-    """Return a plan without stages whose training is wrong or fails in a DeepSpeed version.
+    """Remove stages from a plan whose training is wrong or fails in a DeepSpeed version.
 
     Args:
         plan: what is tuned.
         version: of DeepSpeed; None if it is unknown.
-        is_listed: the user named the stages, so they stay.
+        is_listed: the user named the stages, so none is removed.
     """
     config, gas = plan.config({}), plan.own_batch.gas
     own = hazards.find(version, training_with(config, gas, plan), *hazards.KINDS)
@@ -28,7 +28,7 @@ def without_faults(plan: Plan, version: str | None, *, is_listed: bool) -> Plan:
         _log.warning("your own configuration %s a known fault: %s", whose, _said(fault, version))
     stage = of_config(config).stage
     accumulates = gas if plan.train_batch_size is None else max(gas, 2)
-    left = []
+    faulty = []
     for other in plan.zero_stages:
         zero = {**(config.get("zero_optimization") or {}), "stage": other}
         training = training_with({**config, "zero_optimization": zero}, accumulates, plan)
@@ -36,9 +36,8 @@ def without_faults(plan: Plan, version: str | None, *, is_listed: bool) -> Plan:
         certain = [fault for fault in found if not fault.unseen]
         if certain and other != stage and not is_listed:
             _log.warning("stage %d is not searched: %s", other, _said(certain[0], version))
-        else:
-            left.append(other)
-    return replace(plan, zero_stages=tuple(left))
+            faulty.append(other)
+    return replace(plan, faulty_stages=tuple(faulty))
 
 
 def _said(fault: hazards.Hazard, version: str | None) -> str:

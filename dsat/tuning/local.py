@@ -39,14 +39,14 @@ ENGINES: dict[str, EngineFactory] = {}
 
 
 class LocalSearch:
-    """A search whose decisions are taken in this process; a context manager.
+    """A search that this process controls; a context manager.
 
-    Opening it makes or finds the run's folder and reads its journal; closing it ends whatever runs.
+    It opens the run's folder and journal; on exit it ends all trials.
 
     Raises:
         UserInputError: the folder holds another run, or none to resume.
         JournalLocked: another process works there.
-        JournalError: the journal cannot be read, or says something else than is decided now.
+        JournalError: the journal cannot be read.
     """
 
     def __init__(self, ready: Prepared) -> None:
@@ -78,10 +78,7 @@ class LocalSearch:
         return self.folder / run_folders.TRIALS
 
     def search(self, *observers: Observer) -> None:
-        """Run the trials that are not done yet; Ctrl-C ends it early, and ends the trials.
-
-        Messages are logged.
-        """
+        """Run the remaining trials and log messages; Ctrl-C ends the trials and the search."""
         for message in _messages(self.ready, self.folder, self.run):
             _log.info("%s", message)
         if self._has_work():
@@ -111,7 +108,7 @@ class LocalSearch:
         )
 
     def status(self) -> Status:
-        """Return what the journal does not hold of a run that goes on."""
+        """Return the state of the running search that is not in the journal."""
         ready, settings = self.ready, self.ready.settings
         slots = ready.num_slots if self._engine is None else self._engine.num_slots
         slots = min(slots, settings.max_slots or slots)
@@ -123,7 +120,7 @@ class LocalSearch:
         return Status(slots, max(1, at_once), line)
 
     def _has_work(self) -> bool:
-        """Return whether anything is to be run; if not, known results are shown again."""
+        """Return whether trials or a training remain."""
         if not self._tuner.finished:
             return True
         self._tuner.stop()
@@ -136,13 +133,13 @@ class LocalSearch:
 
     @property
     def failure(self) -> DsatError | None:
-        """Error if nothing was found; None if something was, or if the run was interrupted."""
+        """Error of a search without a result; None with one, or after an interruption."""
         if not self.profiled or (self.run.best is None and not self.interrupted):
             return _failure(self.run, self.trials)
         return None
 
     def train(self) -> None:
-        """Train in full length with the best configuration, if the user wants that."""
+        """Train in full length with the best configuration, if the user asked for it."""
         best = self.run.best
         if not self.ready.settings.run_full_experiment or best is None or self.interrupted:
             return
@@ -190,7 +187,7 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
 
 
 def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
-    """Make the engine of dsat's own places, whose first trial may run already."""
+    """Make dsat's own engine; its first trial may be running already."""
     settings = ready.settings
     return LocalEngine(
         ready.experiment,
@@ -214,7 +211,7 @@ def _local(engine: Engine | None) -> LocalEngine | None:
 
 
 def _survey(ready: Prepared, engine: Engine | None, tuner: Tuner) -> Basis:
-    """Return what memory is predicted from: simulations where they are possible."""
+    """Return the basis of memory predictions: simulations where possible."""
     profile, engine = tuner.run.profile, _local(engine)
     assert profile is not None
     if engine is None:
@@ -252,7 +249,7 @@ def _train(engine: LocalEngine, best: Trial) -> None:
 
 
 def _failure(run: Run, trials: Path) -> DsatError:
-    """Return the error of a run in which nothing ran: the user's own, not a guess about it."""
+    """Return the error of a run without a successful trial."""
     failures = [run.trials[i] for i, outcome in run.outcomes.items() if not outcome.ok]
     if not failures:
         return SearchFailed(str(run.stop_reason))
@@ -276,7 +273,7 @@ def _failure(run: Run, trials: Path) -> DsatError:
 
 
 def _blame(trial: Trial, outcome: Outcome) -> str:
-    """Tell whose error it is, where that is known."""
+    """Say whether the script or dsat caused an error, if that is known."""
     if INSIDE_DSAT in outcome.message:
         return " Please report it, with the traceback, as a bug of dsat."
     if not outcome.detail or trial.kind is TrialKind.SEARCH:
@@ -294,7 +291,7 @@ def _does_not_fit(run: Run) -> str:
     if ran:
         return f" Only {ran[0]} ran, which profiled the model: allow more trials (--max-trials)."
     tried = [t.strategy for t in run.trials.values() if t.kind is TrialKind.PROFILE]
-    allowed = "" if 3 in run.plan.zero_stages else ", higher --zero-stages"
+    allowed = "" if 3 in run.plan.searched_stages else ", higher --zero-stages"
     several = run.plan.slots_per_trial > 1
     shared = ", --search tensor_parallel.autotp_size sequence_parallel_size" if several else ""
     return (

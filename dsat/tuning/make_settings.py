@@ -1,4 +1,4 @@
-"""Settings of a search from what the user gave on the command line or in Python."""
+"""Settings of a search from the command line or from Python."""
 
 from __future__ import annotations
 
@@ -56,12 +56,10 @@ def make_settings(
     """Make the settings of a search.
 
     Args:
-        values: that the user gave, by the names of settings, and by keyword for options of searches
-            and places.
-        given: what the user wrote for each of them.
-        keeps_batch: the defaults are those of `dsat tune`, which optimises throughput with the
-            user's own global batch, not those of the methods' commands.
-        search_options: arguments of a registered search that declares no options for them.
+        values: from the user, by the names of settings; options of searches and places by keyword.
+        given: the word that the user wrote for each value.
+        keeps_batch: use the defaults of `dsat tune`: throughput at the user's global batch.
+        search_options: arguments of a registered search without declared options.
 
     Raises:
         UserInputError: values do not go together.

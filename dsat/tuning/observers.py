@@ -1,4 +1,4 @@
-"""Observers of a run: what happens is logged, and result files are kept up to date."""
+"""Observers of a run: the log, and the result files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PAGE_EVERY_S = 30.0
 
 
 class Logger(Observer):
-    """Log what happens; single trials under a name of their own, since a table may show them."""
+    """Log events; trials have their own logger, because a table may show them instead."""
 
     def __init__(self) -> None:
         self._narrator = Narrator()
@@ -47,7 +47,7 @@ class Logger(Observer):
 
 
 class FileKeeper(Observer):
-    """Keep result files up to date: at a new best, and the report at most every 30 s."""
+    """Update result files at a new best, and the report every 30 s."""
 
     def __init__(self, ready: Prepared, folder: Path, status: Callable[[], Status]) -> None:
         self._ready = ready
@@ -69,7 +69,7 @@ class FileKeeper(Observer):
 
 
 def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:
-    """Write the results so far, for use and for people."""
+    """Write the result files."""
     line = train_command.line(ready, run, folder)
     summary.write_files(run, folder, line)
     train_command.write_own_files(ready, run, folder)

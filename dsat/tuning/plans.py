@@ -41,8 +41,8 @@ def plan_of(
 
     Args:
         slots: of a trial.
-        args: of the script, which may hold batch sizes.
-        device: of a slot; empty if it is not known.
+        args: of the script, which may contain batch sizes.
+        device: name of a device; empty if unknown.
         known: fields of `Plan` that hosts, script and DeepSpeed decide: `switches`,
             `listed_switches`, `offload_helps`, `slots_per_host` and `defaults`.
     """
@@ -84,7 +84,7 @@ def plan_of(
 
 
 def check(settings: Settings) -> None:
-    """Raise UserInputError for settings that are wrong for any script on any number of slots."""
+    """Raise UserInputError for settings that are wrong whatever the script and the devices."""
     _knobs_of(settings, {})
     _check_metric(settings)
     given = settings.train_batch_size
@@ -94,7 +94,7 @@ def check(settings: Settings) -> None:
 
 
 def _values(settings: Settings, of: type) -> dict[str, Any]:
-    """Return the settings that are fields of a dataclass by the same names."""
+    """Return the settings that are fields of a dataclass."""
     names = {field.name for field in dataclasses.fields(of)}
     return {name: value for name, value in vars(settings).items() if name in names}
 
@@ -102,13 +102,13 @@ def _values(settings: Settings, of: type) -> dict[str, Any]:
 def _global_batch(
     settings: Settings, base: Mapping[str, Any], own: BatchTriple, *, is_listed: bool
 ) -> int | None:
-    """Return the global batch size that all configurations keep to; None for any.
+    """Return the global batch size of all configurations; None if it is free.
 
     Args:
-        is_listed: the user lists numbers of accumulation steps, which change it.
+        is_listed: the user lists accumulation steps, which change it.
 
     Raises:
-        UserInputError: it is to be reached by accumulation, which the script decides.
+        UserInputError: it is fixed, but the script controls accumulation.
     """
     given = settings.train_batch_size
     is_asked = "train_batch_size" in settings.given
@@ -134,9 +134,9 @@ def _global_batch(
 def _data_parallel(
     base: Mapping[str, Any], slots: int, global_batch: int | None, *, tuned: Collection[str]
 ) -> int:
-    """Return the field of `BatchRule`.
+    """Return `BatchRule.data_parallel`.
 
-    With a global batch, each data-parallel size that may be tried divides it, and the largest one.
+    With a global batch, all data-parallel sizes divide it and the largest one.
     """
     largest = parallelism.of_config(base).data(slots)
     if any(key in tuned for key in PARALLELISM):
@@ -145,7 +145,7 @@ def _data_parallel(
 
 
 def _measured(settings: Settings, experiment: Experiment, device: str) -> dict[str, Any]:
-    """Return what is run and how it is measured, which a resumed run must share."""
+    """Return the program and the measured steps, which a resumed run must share."""
     program = {
         "entrypoint": experiment.entrypoint,
         "hparams": _other_hparams(experiment),
@@ -158,7 +158,7 @@ def _measured(settings: Settings, experiment: Experiment, device: str) -> dict[s
 
 
 def _check_metric(settings: Settings) -> None:
-    """Raise UserInputError for a metric by which the search or its trials cannot compare."""
+    """Raise UserInputError for a metric that the search or its trials cannot compare."""
     if SEARCHES[settings.method].needs_time and not METRICS[settings.metric].of_time:
         raise UserInputError(
             f"{settings.metric} is no time and no work over time, which {settings.method} predicts",
@@ -176,7 +176,7 @@ def _check_metric(settings: Settings) -> None:
 
 
 def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Return the switches that the user lists, a flag's own value first."""
+    """Return the switches that the user lists, with a flag's current value first."""
     found = {n: (None, *SWITCHES[n].values) for n in settings.tune if n.startswith(VARIABLE)}
     for name, values in settings.listed_switches.items():
         own: Any = None
@@ -188,7 +188,7 @@ def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple
 
 
 def of_launcher(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
-    """Return the switches of DeepSpeed's launcher that its command does not set."""
+    """Return switches of DeepSpeed's launcher that the command leaves free."""
     launch = program.launch
     is_free = launch.passes_local_rank and not (launch.binds_cores or program.needs_command)
     return {BIND_CORES: (False, True)} if is_free else {}
@@ -197,7 +197,7 @@ def of_launcher(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
 def _knobs_of(
     settings: Settings, defaults: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the knobs that the user frees and fixes, with `all` expanded."""
+    """Return the knobs of `--search` and `--keep`, with `all` expanded."""
     missing = {k.key for k in KNOBS if defaults and k.path not in defaults}
     absent = sorted(missing & set(settings.tune))
     if absent and set(settings.tune) != set(KNOB_NAMES):
@@ -271,7 +271,7 @@ def _nvme_path(config: Mapping[str, Any]) -> str | None:
 
 
 def _kept_batch(settings: Settings, plan: Plan) -> str:
-    """Say that the global batch is kept unasked, and what another would allow; else nothing."""
+    """Say that the global batch is kept by default, and what `any` would allow."""
     own, size = plan.own_batch, plan.train_batch_size
     if size is None or "train_batch_size" in settings.given:
         return ""
@@ -287,7 +287,7 @@ def _kept_batch(settings: Settings, plan: Plan) -> str:
 
 
 def _without_effect(settings: Settings, plan: Plan) -> str:
-    """Name the settings of `--search` that no strategy of a plan has; else nothing."""
+    """Name the settings of `--search` that cannot be searched."""
     searched = set(re.findall(r"[\w.]+", " ".join(make_space(plan).describe())))
     of_deepspeed = {knob.key for knob in KNOBS}
     names = [n for n in settings.tune if n in of_deepspeed and not searched.intersection({n})]
@@ -300,5 +300,5 @@ def _without_effect(settings: Settings, plan: Plan) -> str:
 
 
 def notes(settings: Settings, plan: Plan) -> list[str]:
-    """Return what a user may not expect of a plan."""
+    """Return lines on what a user may not expect of a plan."""
     return [note for note in (_kept_batch(settings, plan), _without_effect(settings, plan)) if note]

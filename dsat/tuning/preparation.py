@@ -1,4 +1,4 @@
-"""Preparation of a run: everything that the user gave is read, checked and made into a plan."""
+"""Preparation of a run: read and check the user's input, and make a plan."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that is known before a run begins.
+    """Everything known before a run begins.
 
     Attributes:
         line: the command line; None if the search was started from Python.
-        hosts: where trials run; this machine comes first if it is among them.
-        section: the `autotuning` section of the user's DeepSpeed configuration, if it has one.
-        first: the user's own command, which runs already and is the first trial.
-        began_s: when the preparation began, by `time.monotonic`: the run's wall time begins there.
+        hosts: where trials run; this machine is first if it is one of them.
+        section: the `autotuning` section of the user's DeepSpeed configuration, if any.
+        first: the user's own command, already running as the first trial.
+        began_s: start of the preparation and of the run's wall time, by `time.monotonic`.
     """
 
     line: CommandLine | None
@@ -68,12 +68,12 @@ class Prepared:
 
     @property
     def machine(self) -> Machine:
-        """Any of the hosts', which are equal."""
+        """The machine of every host; all are equal."""
         return self.hosts[0].machine
 
     @property
     def num_slots(self) -> int:
-        """Number of slots of these hosts."""
+        """Number of devices of all hosts."""
         return self.machine.num_slots * len(self.hosts)
 
     @property
@@ -82,7 +82,7 @@ class Prepared:
         return plans.notes(self.settings, self.plan)
 
     def after(self, run: Run) -> Prepared:
-        """Return this as it is run after what the trials of a run have shown."""
+        """Adapt the start of trials to what the trials of a run have shown."""
         shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
         settings, hosts, program = self.settings, self.hosts, self.program
         if FRESH_PROCESSES_ONLY in shown:
@@ -111,7 +111,7 @@ class Prepared:
 
 @contextlib.contextmanager
 def prepared(settings: Settings, line: CommandLine | None = None) -> Iterator[Prepared]:
-    """Read and check all that the user gave; end the first run and release the hosts afterwards."""
+    """Prepare a run; on exit end the first trial and release the hosts."""
     with contextlib.ExitStack() as acquired:
         try:
             ready = _prepare(settings, line, acquired)
@@ -185,7 +185,7 @@ def _prepare(
 
 
 def _of_machine(machine: Machine, slots: int) -> dict[str, Any]:
-    """Return the fields of a plan that the machine decides."""
+    """Return the fields of a plan that depend on the machine."""
     return {
         "offload_helps": not machine.is_cpu,
         "slots_per_host": machine.num_slots if slots > machine.num_slots else 0,
@@ -193,7 +193,7 @@ def _of_machine(machine: Machine, slots: int) -> dict[str, Any]:
 
 
 def _check_before_running(settings: Settings, source: Source, engine: str) -> None:
-    """Raise UserInputError for what is wrong whatever a run of the command shows."""
+    """Raise UserInputError for mistakes that need no run of the command."""
     if settings.search_runner_config is not None:
         raise UserInputError(
             "is for a Determined cluster, and trials run on this machine",
@@ -233,7 +233,7 @@ def with_section(
 
 
 def _check_settings(settings: Settings, source: Source) -> None:
-    """Raise UserInputError for settings of a search that are wrong whatever its script does."""
+    """Raise UserInputError for wrong settings that need no run of the command."""
     plans.check(settings)
     slots = settings.slots or source.program.slots
     if slots is not None:
@@ -244,17 +244,16 @@ def _check_settings(settings: Settings, source: Source) -> None:
 
 
 def _check_packages(settings: Settings, source: Source) -> None:
-    """Check torch and DeepSpeed where ranks run in this environment, as far as that is known."""
+    """Check torch and DeepSpeed if the ranks are known to run in this environment."""
     is_here = source.unknown != sources.PROGRAM and not source.program.interpreter
     if is_here and settings.engine in ENGINE_NAMES and settings.engine != "ray":
         packages.check()
 
 
 def _is_recorded(settings: Settings, source: Source, engine: str) -> bool:
-    """Decide whether a run begins with the command itself, on this machine, and records it.
+    """Return whether a run begins by recording the user's command on this machine.
 
-    A run that is resumed does so again: its files alone do not tell how the ranks start, nor what
-    the script makes of `auto` in its configuration.
+    So does a resumed run, to see how ranks start and what the script sets for `auto`.
     """
     if settings.dry_run:
         return False
@@ -264,7 +263,7 @@ def _is_recorded(settings: Settings, source: Source, engine: str) -> bool:
 def _with_slots(
     settings: Settings, source: Source, hosts: Sequence[Host]
 ) -> tuple[Source, tuple[Host, ...], int]:
-    """Return the source with checked argument mappings, hosts for trials, and a trial's slots."""
+    """Return the source with checked argument mappings, the hosts, and a trial's devices."""
     program, available = source.program, all_slots(hosts, source.program)
     if settings.run_full_experiment and program.trial_class and not source.command:
         searcher_of_full_run(source.experiment, "metric", "max_length")
@@ -277,7 +276,7 @@ def _with_slots(
 
 
 def searcher_of_full_run(experiment: Experiment, *needed: str) -> Mapping[str, Any]:
-    """Return the searcher of an experiment, by which Determined trains it in full length.
+    """Return the experiment's searcher, which sets the length of its training.
 
     Raises:
         UserInputError: a key is missing.

@@ -35,7 +35,7 @@ def of_run(settings: Settings, name: str, locks: ExitStack) -> Path:
 
 
 def check(settings: Settings, name: str) -> Path | None:
-    """Return the folder that the settings name; None for a new one. Change nothing.
+    """Check and return the folder that the settings name; None for a new one.
 
     Raises:
         UserInputError: the folder holds another run, or none to resume, or cannot be made.
@@ -79,7 +79,7 @@ def _stem(name: str) -> str:
 
 
 def _numbers(stem: str) -> list[int]:
-    """Return the numbers of the runs of a name."""
+    """Return the numbers of all runs with a name."""
     return [
         int(suffix)
         for path in RUNS_FOLDER.glob(f"{glob.escape(stem)}-*")
@@ -102,7 +102,7 @@ def _new_folder(stem: str) -> Path:
 
 
 def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]:
-    """Return the runs in a run's folder that are not continued.
+    """Return the earlier runs in a folder, whose trials may be reused.
 
     The journal of a run with errors to retry is set aside, as is that of an unfinished run whose
     script or software changed. A new journal begins, and reuses the trials that still count.
@@ -127,7 +127,7 @@ def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]
 
 
 def _set_aside(journal: Path) -> None:
-    """Copy a journal and empty it: there is one to resume whenever this process is killed."""
+    """Copy a journal, then empty it; at any moment a journal can be resumed."""
     number = 1
     while (aside := journal.with_name(f"{journal.stem}-{number}.jsonl")).exists():
         number += 1
@@ -142,17 +142,17 @@ def _set_aside_in(folder: Path) -> list[Path]:
 
 
 def _is_over(run: Run, plan: Plan) -> bool:
-    """Check for a run that found something and has no trial left by a plan."""
+    """Return whether a run has a result and no trials left."""
     stopped = run.stop_reason is not None
     decided = run.finals is not None or plan.finals == run.plan.finals
     return stopped and decided and run.best is not None and plan.max_trials <= run.plan.max_trials
 
 
 def _has_errors_to_retry(run: Run) -> bool:
-    """Check for errors in a run that found nothing, or was interrupted before its finals.
+    """Return whether a run without a result, or without finals, has errors to retry.
 
-    Where something ran, other failures would only repeat: what DeepSpeed refuses, what takes too
-    long or too much of the host's memory, a loss that is no number.
+    If some trial ran, failures of other kinds would only repeat (refused by DeepSpeed, time-outs,
+    memory, a loss that is not finite).
     """
     kinds = {outcome.kind for outcome in run.outcomes.values()}
     if run.best is None:

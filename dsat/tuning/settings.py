@@ -3,9 +3,9 @@
 Options of a single search or place are declared beside it (`dsat.search.base.Search.options`,
 `dsat.engines.places.base.Provider.options`).
 
-From these declarations follow the parser and its help (`dsat.cli.parser`), the keywords of the
-Python API (`dsat.api`), and the tables of options in the documents. A setting that is a field of
-`dsat.space.plan.Plan` too decides trials: a run is resumed with the same value only.
+The parser and its help (`dsat.cli.parser`), the keywords of the Python API (`dsat.api`) and the
+tables of options in the documents follow from these declarations. A setting that is also a field of
+`dsat.space.plan.Plan` decides trials: a run is resumed with the same value only.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Settings(Target):
 
     Attributes:
         method: a name of `dsat.search.SEARCHES`.
-        search_options: the method's own options, by the parameters of the search.
-        place_options: given options of the place where hosts come from, by keyword.
+        search_options: the method's options, by parameter of the search.
+        place_options: the user's options of the place of the hosts, by keyword.
         given: what the user wrote for a setting (a flag, a keyword, a key of the `autotuning`
             section), by its name; settings that are absent have their default.
     """
@@ -350,12 +350,12 @@ class Settings(Target):
             )
         if self.train_batch_size not in (None, ANY) and self.max_train_batch_size is not None:
             raise UserInputError(
-                f"excludes {self.name_of('max_train_batch_size')}: leave one of them out",
+                f"cannot be combined with {self.name_of('max_train_batch_size')}",
                 where=self.name_of("train_batch_size"),
             )
 
     def name_of(self, setting: str) -> str:
-        """Return what the user calls a setting: the word that they wrote, or else its flag."""
+        """Return the user's word for a setting, or its flag."""
         return self.given.get(setting) or _FLAGS[setting]
 
     def trial_options(self, own_micro_batch: int) -> TrialOptions:

@@ -33,7 +33,7 @@ from dsat.values.trial import Trial
 
 
 def line(ready: Prepared, run: Run, folder: Path) -> str:
-    """Return the command that trains with the best configuration from any folder."""
+    """Return the command that trains with the best configuration, with its `cd`."""
     command = text(ready, run, folder / summary.BEST_CONFIG_FILE)
     if command is not None:
         program = ready.after(run).program
@@ -66,8 +66,8 @@ def text(ready: Prepared, run: Run, config: Path) -> str | None:
     """Return the command that trains with the best configuration in the model's folder.
 
     Returns:
-        None if the script cannot be given the file or a switch, or runs as a Determined task or on
-        several hosts only.
+        None if only dsat can train with it: a switch has no flag, or the script needs Determined or
+        several hosts.
     """
     ready, best = ready.after(run), run.best
     slots, needs_task = ready.plan.slots_per_trial, "determined" in str(ready.experiment.entrypoint)
@@ -115,7 +115,7 @@ def _own_form(ready: Prepared, run: Run, best: Trial, path: Path) -> Rewriting |
 def _base_words(
     ready: Prepared, best: Trial, config: Mapping[str, Any], path: Path
 ) -> list[str] | None:
-    """Return the command with the arguments of a best trial; None if it cannot be given them."""
+    """Return the command with the arguments of the best trial; None if it takes none."""
     program, mappings = ready.program, ready.experiment.arg_mappings
     tuned = program.for_config(str(path.resolve()), config, best.script_args, mappings)
     args, program = tuned.args, replace(program, launch=tuned.launch)
@@ -128,7 +128,7 @@ def _base_words(
 
 
 def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
-    """Return whether no flag, file, variable or launcher sets what the best changes."""
+    """Return whether some change of the best has no flag, file, variable or launcher option."""
     own, program = own_switches(run), ready.program
     if switches.OF_CODE.keys() & set(run.outcomes[best.id].warnings):
         return True
@@ -171,7 +171,7 @@ def _launcher(ready: Prepared, program: Entrypoint, best: Mapping[str, Any]) -> 
 
 
 def _script(program: Entrypoint) -> list[str]:
-    """Return the words of a launcher that name the script or module."""
+    """Return the script or module as words of a launcher's command."""
     if program.python_options:
         no_python = "--no_python" if program.launch.passes_local_rank else "--no-python"
         script = ["-m", program.module] if program.module else [program.script]
@@ -189,10 +189,10 @@ def _own_command(program: Entrypoint) -> tuple[dict[str, str], list[str]]:
 
 
 def runs_own_command(program: Entrypoint, slots: int) -> bool:
-    """Return whether training with another configuration is the user's own command.
+    """Return whether the printed command is the user's own one, with other arguments.
 
-    It is where nothing else starts its ranks, and where a launcher in it starts as many ranks as a
-    trial has, if it ends with the arguments of its script or a file in it holds them.
+    Otherwise it is a launcher with the script. The own command must start as many ranks as a trial
+    has, and take the arguments at its end or from a file.
     """
     _, command = _own_command(program)
     if program.needs_command or not command:
@@ -218,10 +218,9 @@ def _ends_with(command: Sequence[str], args: tuple[str, ...]) -> bool:
 
 
 def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list[str]:
-    """Return the words in front of a command that give it a trial's conditions.
+    """Return words before a command that reproduce a trial's conditions on a CPU.
 
-    On processor cores: one thread for each rank, no other cores than those of its slots, and with a
-    limit on memory the settings of malloc that make the limit hold.
+    One thread per rank, the same cores, and with a memory limit the same settings of malloc.
     """
     if not machine.is_cpu:
         return []
@@ -234,7 +233,7 @@ def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list
 
 
 def _variables(ready: Prepared, best: Trial, config: Mapping[str, Any]) -> list[str]:
-    """Return the trials' environment where it is not the shell's, as a shell's assignments."""
+    """Return shell assignments for variables of trials that differ from the shell's."""
     machine, program, slots = ready.machine, ready.program, ready.plan.slots_per_trial
     given = {**os.environ, **ready.experiment.env, **program.env}
     own = _own_command(program)[0] if runs_own_command(program, slots) else program.env

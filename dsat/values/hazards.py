@@ -54,6 +54,7 @@ class Hazard:
         setting: path and value in the configuration that it needs.
         unseen: a further condition, which no configuration shows.
         checked: what dsat's own trainings with such versions have shown.
+        pair_s: seconds that each pair of trained parameters adds to a backward pass.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Hazard:
     setting: tuple[str, ...] = ()
     unseen: str = ""
     checked: str = ""
+    pair_s: float = 0.0
 
     def hits(self, training: Training) -> bool:
         """Return whether a training meets all conditions that its configuration shows."""

@@ -6,14 +6,18 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 LONG_S, AGAIN_S = 5.0, 30.0
 
 
 @contextlib.contextmanager
 def logged(
-    log: logging.Logger, operation: str, *, at_once: bool = False, hint: str = ""
+    log: logging.Logger,
+    operation: str,
+    *,
+    at_once: bool = False,
+    hint: str | Callable[[], str] = "",
 ) -> Iterator[None]:
     """Log an operation while it runs.
 
@@ -28,7 +32,8 @@ def logged(
                 return
             log.info("%s", operation)
         while not over.wait(AGAIN_S):
-            log.info("%s: %.0f s so far%s", operation, time.monotonic() - began_s, hint)
+            added = hint if isinstance(hint, str) else hint()
+            log.info("%s: %.0f s so far%s", operation, time.monotonic() - began_s, added)
 
     if at_once:
         log.info("%s", operation)

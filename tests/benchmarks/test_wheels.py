@@ -7,7 +7,7 @@ from importlib.metadata import requires
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benchmarks.gpu.wheels import BINARY, PURE, SOURCE
+from benchmarks.gpu.wheels import BINARY, PURE, RESOLVED, SOURCE
 
 
 def needed_by(name: str) -> set[str]:
@@ -17,6 +17,6 @@ def needed_by(name: str) -> set[str]:
 
 
 def test_what_is_needed_besides_torch_is_among_them() -> None:
-    there = {canonicalize_name(each) for each in (*BINARY, *PURE, *SOURCE, "torch")}
+    there = {canonicalize_name(each) for each in (*BINARY, *PURE, *RESOLVED, *SOURCE, "torch")}
     for name in ("deepspeed-autotune", "deepspeed", "pydantic", "rich"):
         assert needed_by(name) <= there | needed_by("torch"), name

@@ -125,7 +125,7 @@ def test_binary_finds_the_edge_of_the_memory(tmp_path: Path) -> None:
     by_lineage: dict[int, dict[OutcomeKind, list[int]]] = {}
     for trial in searched(run):
         if trial.lineage is None:
-            continue  # of the ramp from the user's own micro batch
+            continue  # which the search did not draw
         kinds = by_lineage.setdefault(trial.lineage, {OutcomeKind.OK: [], OutcomeKind.OOM: []})
         kinds[run.outcomes[trial.id].kind].append(trial.batch.micro_batch)
     both = [kinds for kinds in by_lineage.values() if all(kinds.values())]

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from dsat.engines import supervisors
-from dsat.engines.agent import heartbeats, leftovers
+from dsat.engines.agent import leftovers
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine
 from dsat.engines.supervisors import LOST, Supervisors
@@ -105,8 +105,8 @@ def answered(talk: Supervisors, *hosts: int) -> dict[int, str]:
 def after_silence(talk: Supervisors, clock: Clock, *alive: int) -> dict[int, str]:
     """Let so much time pass that a silent host is lost; those that live answer in between."""
     lost: dict[int, str] = {}
-    for _ in range(int(heartbeats.SILENT_AFTER_S / heartbeats.PING_EVERY_S) + 1):
-        clock.now_s += heartbeats.PING_EVERY_S
+    for _ in range(int(supervisors.SILENT_AFTER_S / supervisors.PING_EVERY_S) + 1):
+        clock.now_s += supervisors.PING_EVERY_S
         lost |= answered(talk, *alive)
     return lost
 
@@ -129,10 +129,10 @@ def test_a_host_that_falls_silent_is_lost_and_no_other(tmp_path: Path, clock: Cl
     with contextlib.closing(Supervisors(hosts, tmp_path, env={})) as talk:
         assert answered(talk, 0, 1, 2) == {}
         talk.send(3, {**LOOK, "files": ["x" * 2**22]})  # far more than a pipe holds
-        clock.now_s += 1000 * heartbeats.SILENT_AFTER_S  # as if this process was stopped
+        clock.now_s += 1000 * supervisors.SILENT_AFTER_S  # as if this process was stopped
         assert answered(talk, 0, 2) == {}, "it has heard nobody"
         lost = after_silence(talk, clock, 0, 2)
-        reason = f"it has not answered for {heartbeats.SILENT_AFTER_S:g} s"
+        reason = f"it has not answered for {supervisors.SILENT_AFTER_S:g} s"
         assert lost == dict.fromkeys((1, 3), reason)
         assert after_silence(talk, clock, 0, 2) == {}, "the others answer on"
 
@@ -245,8 +245,8 @@ def test_a_failure_on_one_host_ends_the_trial_on_the_other(
 def test_hosts_that_stop_or_die_leave_the_run_and_a_trial_runs_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeats, "PING_EVERY_S", 1.0)
-    monkeypatch.setattr(heartbeats, "SILENT_AFTER_S", 30.0)
+    monkeypatch.setattr(supervisors, "PING_EVERY_S", 1.0)
+    monkeypatch.setattr(supervisors, "SILENT_AFTER_S", 30.0)
     with bench_of("behaviours", tmp_path, slots_per_trial=2, hosts=hosts_here(3)) as bench:
         trial = bench.trial("hangs at first")
         bench.engine.launch(trial)

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dsat.engines.agent import heartbeats
+from dsat.engines import supervisors
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.processes import RemoteProcess, spawn
 from dsat.engines.places import detect, given_options
@@ -316,8 +316,8 @@ def test_a_search_on_a_cluster(three: RayCluster, tmp_path: Path) -> None:
 def test_two_trials_over_two_nodes_each_and_nodes_that_end(
     three: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeats, "PING_EVERY_S", 1.0)
-    monkeypatch.setattr(heartbeats, "SILENT_AFTER_S", 8.0)
+    monkeypatch.setattr(supervisors, "PING_EVERY_S", 1.0)
+    monkeypatch.setattr(supervisors, "SILENT_AFTER_S", 8.0)
     core = min(os.sched_getaffinity(0))
     three.add(core)
     with (

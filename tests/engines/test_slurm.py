@@ -39,8 +39,8 @@ ROOT = Path(__file__).parents[2]
 IMPATIENT = """
 import sys
 from dsat.cli.main import main
-from dsat.engines.agent import heartbeats
-heartbeats.PING_EVERY_S, heartbeats.SILENT_AFTER_S = 1.0, 8.0
+from dsat.engines import supervisors
+supervisors.PING_EVERY_S, supervisors.SILENT_AFTER_S = 1.0, 8.0
 sys.exit(main(sys.argv[1:]))
 """
 SMALL_BUCKETS = {"stage": 2, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}

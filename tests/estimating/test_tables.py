@@ -10,12 +10,12 @@ import pytest
 
 from dsat.estimating.line import Line
 from dsat.estimating.options import EstimateSettings
-from dsat.estimating.tables import Estimate, tables
+from dsat.estimating.tables import Estimate, LineByLine
 from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
 from dsat.memory.strategies import with_strategy
 from dsat.prepare.simulated_model import SimulatedModel
 from dsat.simulation.client import Simulator
-from dsat.values.zero_strategy import Strategy
+from dsat.values.zero_strategy import LADDER, Strategy, of_config
 from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_of, failing_in
 
 GIB = 2**30
@@ -23,10 +23,15 @@ FACTS = facts_of(100 * MIB)
 BF16 = {"bf16": {"enabled": True}}
 
 
-def answer_of(host: FakeSimulationHost, base: Mapping[str, Any], *, exact: bool = True) -> Estimate:
-    settings = EstimateSettings(exact=exact, slot_counts=(1,), slot_memories=(8 * GIB,))
+def answer_of(
+    host: FakeSimulationHost, base: Mapping[str, Any], *, formula: bool = False
+) -> Estimate:
+    settings = EstimateSettings(formula=formula, slot_counts=(1,), slot_memories=(8 * GIB,))
     with Simulator(host, as_cpu=False) as simulator:
-        return tables(SimulatedModel.of("train.py", base, simulator), settings)
+        tables = LineByLine(SimulatedModel.of("train.py", base, simulator), settings)
+        for _ in tables.simulate():
+            pass
+        return tables.estimate()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +67,7 @@ def test_what_is_left_to_the_script_has_the_scripts_type() -> None:
     for size in (2, 4):
         facts = replace(FACTS, param_bytes=size)
         host = FakeSimulationHost(facts, by_formula(facts))
-        for line in answer_of(host, base, exact=False).lines:
+        for line in answer_of(host, base, formula=True).lines:
             said = {
                 **with_strategy(base, line.strategy, 1),
                 "bf16": {"enabled": size == 2},
@@ -77,7 +82,7 @@ def test_a_model_in_bf16_is_trained_as_it_is_if_no_type_is_enabled() -> None:
     facts = replace(FACTS, param_bytes=2)
     in_fp32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
     plain, other = (
-        answer_of(FakeSimulationHost(facts, by_formula(facts)), base, exact=False).lines
+        answer_of(FakeSimulationHost(facts, by_formula(facts)), base, formula=True).lines
         for base in ({}, in_fp32)
     )
     first, *rest = plain
@@ -111,7 +116,7 @@ def test_one_sample_may_be_as_long_as_many_short_ones_together() -> None:
 
 def test_an_optimizer_of_the_script_takes_the_place_of_the_configurations() -> None:
     host = FakeSimulationHost(FACTS, by_formula(FACTS), optimizer={"type": "torch.optim.sgd.SGD"})
-    found = answer_of(host, {**BF16, "optimizer": {"type": "AdamW"}}, exact=False)
+    found = answer_of(host, {**BF16, "optimizer": {"type": "AdamW"}}, formula=True)
     assert {line.estimate.source for line in found.lines} == {SIMULATED}
 
 
@@ -125,8 +130,8 @@ def test_the_ranks_of_a_host_share_its_memory() -> None:
         )
         simulated = FakeSimulationHost(facts, by_formula(facts))
         with Simulator(simulated, as_cpu=False) as simulator:
-            found = tables(SimulatedModel.of("train.py", BF16, simulator), settings)
-        return {line.strategy.name: line for line in found.lines}
+            found = LineByLine(SimulatedModel.of("train.py", BF16, simulator), settings).lines()
+        return {line.strategy.name: line for line in found}
 
     found = lines(None)
     offloaded, loaded = found["z3_offload"].host, found["z2"].host
@@ -137,3 +142,36 @@ def test_the_ranks_of_a_host_share_its_memory() -> None:
     assert enough["z3_offload"].largest == found["z3_offload"].largest
     assert set(less["z3_offload"].largest.values()) == {0}
     assert less["z3"].largest == found["z3"].largest
+
+
+def test_lines_are_marked_until_they_are_simulated() -> None:
+    """The lines next to the advice of the formula come first; what is interrupted stays formula."""
+    host = FakeSimulationHost(FACTS, by_formula(FACTS))
+    settings = EstimateSettings(slot_counts=(1, 8), slot_memories=(2 * GIB,))
+    with Simulator(host, as_cpu=False) as simulator:
+        tables = LineByLine(SimulatedModel.of("train.py", BF16, simulator), settings)
+        before = tables.estimate()
+        [advised] = [each.strategy for each in before.advice if each.slots == 1]
+        assert {line.estimate.source for line in before.lines} == {CLOSED_FORM}
+        answers = tables.simulate()
+        assert next(answers) == next(answers) == 1
+        del answers
+        after = tables.estimate()
+    asked = [of_config(r["config"]) for r in host.asked if not r["activations_only"]]
+    names = [strategy.name for strategy in LADDER]
+    assert abs(names.index(asked[0].name) - names.index(advised.name)) <= 1
+    sources = [line.estimate.source for line in after.lines]
+    assert sources.count(SIMULATED) == 1
+    assert str(after).count("(formula)") == len(sources) - 1
+
+
+def test_a_strategy_that_nearly_fits_names_what_is_missing() -> None:
+    host = FakeSimulationHost(FACTS, by_formula(FACTS))
+    [line] = [x for x in answer_of(host, BF16).lines if x.strategy == Strategy(1)]
+    size = round(1.01 * line.needed)  # and 5 % are to be left free
+    settings = EstimateSettings(slot_counts=(1,), slot_memories=(size,))
+    with Simulator(host, as_cpu=False) as simulator:
+        found = LineByLine(SimulatedModel.of("train.py", BF16, simulator), settings).estimate()
+    [edge] = found.edges
+    assert edge.missing_bytes == pytest.approx(0.04 * line.needed, rel=0.01)
+    assert 0 <= edge.saved_bytes < 30 * MIB

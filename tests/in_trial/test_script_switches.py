@@ -117,7 +117,6 @@ make_engine(mpu=groups)
         (GROUPS, {"attn_implementation": "eager"}, "where it is Ulysses'"),
         ("train(make_engine())", {"attn_implementation": "eager"}, "no known switch"),
         ("train(make_engine())", {"gradient_checkpointing": True}, "no known switch"),
-        ("train(make_engine())", {"tiled_mlp": True}, "no module of the model is an MLP"),
     ],
 )
 def test_what_a_script_cannot_be_switched_to_is_refused(
@@ -176,19 +175,17 @@ sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=48, num_hidden_lay
 config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
 model = LlamaForCausalLM(config)
 mlp = model.model.layers[0].mlp
-passes, lengths = [], []
+passes = []
 # It ends as soon as all is recomputed that is needed.
 mlp.register_forward_pre_hook(lambda *_: passes.append(1))
-mlp.up_proj.register_forward_hook(lambda _, args, out: lengths.append(args[0].shape[-2]))
 
 
 def train_model(engine):
     tokens = torch.arange(56).repeat(engine.train_micro_batch_size_per_gpu(), 1)
     for _ in range(1000):
         passes.clear()
-        lengths.clear()
         engine.backward(engine(tokens, labels=tokens).loss)
-        note(passes=len(passes), lengths=lengths, kernel=config._attn_implementation)
+        note(passes=len(passes), kernel=config._attn_implementation)
         engine.step()
 
 
@@ -222,7 +219,6 @@ def test_a_model_of_transformers_has_its_switches(scripts: Scripts) -> None:
     assert found(scripts, script) == {
         "gradient_checkpointing": (False, True),
         "attn_implementation": ("sdpa", "eager"),
-        "tiled_mlp": (False, True),
         "torch_compile": (False, True),
     }
     assert trained(scripts, attn_implementation="eager").notes()["kernel"] == "eager"
@@ -237,17 +233,6 @@ def test_a_model_that_the_script_itself_lets_recompute(scripts: Scripts) -> None
     assert found(scripts, script)["gradient_checkpointing"] == (True, False)
     for wanted, passes in (({}, 2), ({"gradient_checkpointing": False}, 1)):
         assert scripts.run(script, switches=wanted).well().notes()["passes"] == passes
-
-
-def test_mlps_in_parts_train_like_whole_ones(scripts: Scripts) -> None:
-    pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp")
-    whole, in_parts = trained(scripts), trained(scripts, tiled_mlp=True)
-    assert whole.notes()["lengths"] == [56]
-    assert in_parts.notes()["lengths"] == [14] * 8  # four parts, forward and again backward
-    curves = [ended.outcome.training for ended in (whole, in_parts)]
-    assert curves[0] is not None and curves[1] is not None
-    count = min(len(curve.losses) for curve in curves if curve is not None)
-    assert curves[0].losses[:count] == pytest.approx(curves[1].losses[:count], rel=1e-5)
 
 
 COMPILED = """

@@ -11,7 +11,9 @@ from dsat.memory.predictor import Basis
 from dsat.run.strategies import make_space
 from dsat.space.plan import BY_FORMULA, Plan
 from dsat.values.outcome import ModelProfile
-from testing.helpers import plan_of
+from dsat.values.parallelism import Parallelism
+from dsat.values.trial import BatchTriple
+from testing.helpers import plan_of, ran
 
 MIB, GIB = 2**20, 2**30
 PROFILE = ModelProfile(
@@ -44,3 +46,14 @@ def test_the_largest_may_accumulate_nothing_where_smaller_ones_must() -> None:
     for size, expected in ((200, found[1]), (240, found[2])):
         limited = replace(plan, max_train_batch_size=size)
         assert forecast_of(limited).largest({"stage": 1, **BUCKET}) == pytest.approx(expected)
+
+
+def test_the_formula_is_believed_near_what_ran() -> None:
+    plan = plan_of(memory_model=BY_FORMULA, zero_stages=(0, 1), slot_memory_bytes=30 * GIB)
+    small = replace(PROFILE, activation_bytes_per_sample=100, slot_memory_bytes=30 * GIB)
+    forecast = Forecast(Basis.of_profile(small, {}), plan, small, make_space(plan, small))
+    assert forecast.largest({"stage": 0}) > 10**6
+    for size in (8, 128):
+        own = BatchTriple.on(1, Parallelism(), micro_batch=size).config()
+        forecast.learn({**own, "zero_optimization": {"stage": 1}}, {}, ran())
+        assert [forecast.largest({"stage": stage}) for stage in (0, 1)] == [16 * size] * 2

@@ -277,3 +277,48 @@ def test_what_a_host_does_not_hold_is_not_tried() -> None:
     seen = replace(anchor.estimate, host_pageable=round(2 * needed), host_pinned=0)
     memory = model(Anchor(offloaded, 1, seen), host_limit_bytes=round(1.5 * needed))
     assert not memory.fits(memory.shape(offloaded, {}), 1)
+
+
+@pytest.mark.parametrize("limit", [2, 8, 30])
+def test_a_loss_over_all_pairs_of_samples_bounds_the_micro_batch(limit: int) -> None:
+    """Of each pair of samples it holds 20 KiB, which a second simulation tells from a constant."""
+    pair, facts = (
+        20 * 2**10,
+        replace(FACTS, num_params=MIB, trainable_params=MIB, largest_param=MIB),
+    )
+    facts = facts.scaled(0.01)
+
+    def peak(micro_batch: int) -> int:
+        plain = closed_form.estimate(facts, config(1), slots=1, micro_batch=micro_batch)
+        return plain.backward + pair * micro_batch**2
+
+    def simulated_at(micro_batch: int) -> Anchor:
+        plain = closed_form.estimate(facts, config(1), slots=1, micro_batch=micro_batch)
+        return Anchor(config(1), micro_batch, replace(plain, backward=peak(micro_batch)))
+
+    basis = Basis.of_model(facts, [simulated_at(4000), simulated_at(900)])
+    memory = MemoryModel(basis, slots=1, limit_bytes=limit * GIB)
+    shape = memory.shape(config(1), {})
+    for micro_batch in (100, 1000, 10_000):
+        expected = pytest.approx(peak(micro_batch), rel=1e-6)
+        assert memory.predicted_bytes(shape, micro_batch) == expected
+    largest = int(memory.largest(shape))
+    assert memory.fits(shape, largest) and not memory.fits(shape, largest + 1)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "out of memory: tried to allocate 576.00 GiB",
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 576.00 GiB. GPU 0 has a total",
+    ],
+)
+def test_the_block_that_was_asked_for_bounds_all_strategies(message: str) -> None:
+    small = replace(FACTS, num_params=MIB, trainable_params=MIB, largest_param=MIB).scaled(1e-5)
+    memory = MemoryModel(Basis.of_model(small), slots=1, limit_bytes=8 * GIB)
+    shapes = [memory.shape(config(stage), {}) for stage in (0, 1, 2, 3)]
+    assert all(memory.fits(shape, 400_000) for shape in shapes)
+    memory.learn(shapes[1], 400_000, Outcome(OutcomeKind.OOM, message=message))
+    for shape in shapes:
+        # Two blocks of 4 bytes for each pair have room up to 32,768.
+        assert 25_000 < memory.largest(shape) < 33_500

@@ -105,6 +105,8 @@ def products(device, dtype):
         yield product
 
 
+tracker = StorageTracker("dsat")
+tracker.workspace_bytes = MATMUL_WORKSPACE_BYTES
 for dtype in DTYPES:
     for product in products("cuda", dtype):
         torch.cuda.reset_peak_memory_stats()
@@ -112,8 +114,6 @@ for dtype in DTYPES:
         kept = product()
         found["matmuls"].append([torch.cuda.max_memory_allocated() - before])
         del kept
-    tracker = StorageTracker("dsat")
-    tracker.workspace_bytes = MATMUL_WORKSPACE_BYTES
     with FakeTensorMode(allow_non_fake_inputs=True), tracker:
         for number, product in enumerate(products("dsat", dtype), len(found["matmuls"]) - 5):
             tracker.begin(f"product {number}")
@@ -126,8 +126,12 @@ print(json.dumps(found))
 
 
 @pytest.mark.nightly
-def test_the_kernels_are_those_that_torch_chooses_and_need_as_much(null_cuda: MachineOf) -> None:
+@pytest.mark.parametrize("keeps_workspace", ["0", "1"])
+def test_the_kernels_are_those_that_torch_chooses_and_need_as_much(
+    keeps_workspace: str, null_cuda: MachineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     null_cuda()
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", keeps_workspace)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", COMPARE],
         capture_output=True,

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import first_minutes, report
-from dsat.engines.machines.hosts import Host
+from benchmarks.gpu import first_minutes
 from testing.null_cuda import Device
 from tests.null_cuda.conftest import MachineOf
+
+_GIB = 2**30
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ["machine", "gpt2_medium", "projection"],
+        ["llama_8b_lora", "failures", "published"],
+        ["cost_of_measuring", "operators", "tuners"],
+    ],
+)
 def test_every_step_runs_on_devices_that_compute_nothing(
-    null_cuda: MachineOf,
-    imported: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    null_cuda: MachineOf, steps: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report, "Host", functools.partial(Host, prefix=imported))
-    null_cuda(Device(), Device(), reclaim_s=2.0)
-    assert first_minutes.main([str(tmp_path), "--short"]) == 0, capsys.readouterr().out
-    assert first_minutes.main([str(tmp_path), "--short"]) == 0
-    assert capsys.readouterr().out.count("done before") == len(first_minutes.STEPS)
-    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert set(found) == set(first_minutes.STEPS)
-    assert found["forks"]["with NVML"] == "ranks can be forked"
-    assert found["forks"]["NVML hidden"] == "ranks can be forked"
-    assert found["gpt2_medium"]["gain"] and found["llama_1b"]["search"]
-    for phase in ("forward", "backward", "step"):
-        assert found["out_of_memory"][f"in the {phase}"].startswith("OOM")
-    stats = json.loads((tmp_path / "precisions" / "bf16.memory_stats.json").read_text())
-    assert stats["allocated_bytes.all.peak"] > 0
-    assert all(each["took (s)"] >= 0 for each in found.values())
+    null_cuda(Device(140 * _GIB, name="NVIDIA H200"), reclaim_s=2.0)
+    call = [str(tmp_path), "--short", "--seconds", "5400", "--steps", *steps]
+    assert first_minutes.main(call) == 0, capfd.readouterr().out
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in steps}
+    if "failures" in steps:
+        outcomes = found["failures"]
+        for phase in ("forward", "backward", "step"):
+            assert outcomes[f"out of memory in the {phase}"].startswith("OOM")
+        assert outcomes["outcomes that are wrong"] == []
+        assert outcomes["killed with the memory taken"].startswith("HOST_OOM")
+        assert found["published"]["step 2 (GiB)"]["driver"] > 0
+    assert (tmp_path / "results.tar.gz").exists()
+    assert not set(steps) & set(first_minutes.unfinished(tmp_path))

@@ -85,6 +85,20 @@ def test_a_step_of_matrix_products_takes_its_flops_over_what_the_card_reaches() 
     assert alone.low_s < alone.seconds < alone.high_s
 
 
+@pytest.mark.parametrize(("installed", "stage", "pairs"), [("0.18.5", 3, 1), ("0.19.8", 3, 0)])
+def test_hooks_of_some_versions_take_time_for_each_pair_of_parameters(
+    installed: str, stage: int, pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hooks_s(parameters: int) -> float:
+        trace = replace(step(), parameters=parameters)
+        work = work_of(trace, MODEL, 1, CLUSTER, stage)
+        return float(work[COLUMNS.index("hooks")] * hardware_of(A100).launch_s)
+
+    monkeypatch.setattr("dsat.projecting.traced_work.version", lambda name: installed)
+    more = hooks_s(800) - 8 * hooks_s(100)
+    assert more == pytest.approx(pairs * 3.5e-6 * (800**2 - 8 * 100**2), abs=1e-9)
+
+
 @pytest.mark.parametrize(
     ("ranks", "stride", "bandwidth"),
     [

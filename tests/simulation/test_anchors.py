@@ -72,13 +72,41 @@ def test_a_strategy_that_cannot_be_simulated_costs_the_others_nothing(lost: set[
 
 
 @pytest.mark.parametrize(
-    ("largest", "note"), [(20, "up to 20 have plenty of room"), (10**5, "no GPU here")]
+    ("largest", "bytes_per_sample", "note"),
+    [
+        (16, 20 * MIB, "up to 16 have plenty of room"),
+        (1000, 1, "no GPU here"),
+        (10**5, 20 * MIB, "no GPU here"),
+    ],
 )
-def test_what_has_plenty_of_room_is_not_simulated(largest: int, note: str) -> None:
-    """Where no simulation is to be had, the formula answers too."""
+def test_what_has_plenty_of_room_is_not_simulated(
+    largest: int, bytes_per_sample: int, note: str
+) -> None:
+    """Nor where no simulation is to be had. Far from what ran, a script may need more."""
+    profile = replace(PROFILE, activation_bytes_per_sample=bytes_per_sample)
     host = FakeSimulationHost(FACTS, by_formula(FACTS), fails_early="no GPU here")
-    basis = basis_of(host, max_micro_batch=largest)
-    assert note in basis.note and basis == Basis.of_profile(PROFILE, {}, basis.note)
+    basis = basis_of(host, profile=profile, max_micro_batch=largest)
+    assert note in basis.note and basis == Basis.of_profile(profile, {}, basis.note)
+
+
+def test_where_memory_is_no_line_it_is_simulated_where_it_ends() -> None:
+    def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        plain = closed_form.estimate(
+            FACTS, request["config"], slots=1, micro_batch=request["micro_batch"]
+        )
+        backward = plain.backward + 4 * MIB * request["micro_batch"] ** 2
+        return {"estimate": replace(plain, backward=backward).to_json()}
+
+    basis = basis_of(FakeSimulationHost(FACTS, answer), max_micro_batch=10**5)
+    asked = [anchor.micro_batch for anchor in basis.variants[0].anchors]
+    assert len(asked) == 2 * len(CONFIGS) and max(asked[4:]) < min(asked[:4])
+    model = MemoryModel(basis, slots=1, limit_bytes=4 * GIB)
+    for config in CONFIGS:
+        largest = int(model.largest(model.shape(config, {})))
+        needed = MemoryEstimate.from_json(
+            answer({"config": config, "micro_batch": largest})["estimate"]
+        )
+        assert 0.85 * 4 * GIB < needed.peak < 4 * GIB
 
 
 def test_a_simulation_fits_below_any_temporary_folder(

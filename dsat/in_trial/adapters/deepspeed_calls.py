@@ -70,11 +70,12 @@ def compile_operator(
 
 
 def available(trial: RunningTrial, original: Original, device: Any, args: Any, kwargs: Any) -> int:
-    """Answer for devices that are named in place of numbered, and for the limit of a slot."""
+    """Answer within the limit of a slot."""
+    free_bytes = int(original(*args, **kwargs))
     if trial.is_simulated:
-        return int(original(*args, **kwargs))
+        return free_bytes
     index = kwargs.get("device_index", args[0] if args else None)
-    return available_memory.available(original, device, index, trial.warn)
+    return available_memory.available(free_bytes, device, index)
 
 
 def measure(phase: str) -> Callable[..., Any]:

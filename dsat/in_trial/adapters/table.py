@@ -65,7 +65,7 @@ _DEEPSPEED = (
         engine.open_zero_init,
     ),
     Adapter("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load", engine.compile_operator),
-    Adapter(
+    _in_trials(
         "deepspeed.accelerator.cuda_accelerator",
         "CUDA_Accelerator.available_memory",
         engine.available,
