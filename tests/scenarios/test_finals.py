@@ -15,7 +15,7 @@ from tests.scenarios.checks import check_result, micro_batches, of_kind
 
 SIZES = ("--min-micro-batch", 16, "--max-micro-batch", 16, "--train-batch-size", "own")
 FIXED = ("--keep", "all", *SIZES)
-LOOKS = {2, 3, 5, 8, 13}
+LOOKS = {1, 2, 3, 5, 8, 13}
 
 
 def tuned(
@@ -246,7 +246,7 @@ def test_a_search_that_goes_on_has_finals_anew(tmp_path: Path) -> None:
     assert names[: len(first.trials)] == [row["name"] for row in first.trials]
     later = told.trials[len(first.trials) :]
     assert {row["kind"] for row in later} == {"search", "final"}
-    assert later[-1]["kind"] == "final" and told.json["finals"]["pairs"] >= 2
+    assert later[-1]["kind"] == "final" and told.json["finals"]["pairs"] >= 1
 
 
 def test_a_search_that_goes_on_after_its_finals_compares_equal_measurements(user: User) -> None:

@@ -173,7 +173,7 @@ def test_what_the_scripts_code_must_say_has_the_best_batch(user: User) -> None:
 def test_an_uncertain_measurement_does_not_hide_a_sure_gain(user: User) -> None:
     user.world = World(effects={"z2": 0.84}, findings=(Finding({"stage": 2}, step_sd=1.2),))
     user.has(OWN)
-    told = user.tunes("--max-trials", 14, "--finals", 0, "-r", 7, method="random")
+    told = user.tunes("--max-trials", 14, "--finals", 0, "-r", 10, method="random")
     fastest = max(told.trials, key=lambda row: row["metrics"]["throughput"])
     assert fastest["stage"] == 2 != told.best["stage"]
     assert told.json["gain"] > 1.5
