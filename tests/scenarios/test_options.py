@@ -80,7 +80,7 @@ def test_stages_and_settings_that_are_searched_or_left_alone(user: User) -> None
         ("reduce_scatter", (True, True)),  # which is "auto"
     ):
         assert tuple(setting in lines[-1] for lines in (usual, other)) == searched
-    told = user.tunes("--max-trials", 14, "--zero-stages", 2, 3)
+    told = user.tunes("--max-trials", 14, "--zero-stages", 2, 3, method="asha")
     assert set(of(told, "stage")) == {2, 3}
     told = user.tunes("--max-trials", 6, "--keep", "all", "--run-dir", "fixed", method="random")
     assert {"overlap_comm", "stage"} >= {

@@ -167,7 +167,7 @@ def test_an_experiment_lists_values_of_settings(tmp_path: Path) -> None:
         "overwrite_deepspeed_args": {"zero_optimization": zero},
     }
     user.has(own, hyperparameters=parameters)
-    told = user.tunes("--max-trials", 14, "--finals", 0, method="random", experiment=True)
+    told = user.tunes("--max-trials", 24, "--finals", 0, method="random", experiment=True)
     check_result(user, told)
     found = searched(told)
     assert found["stage"] == {"1", "2"} and found["reduce_bucket_size"] == {"1000000", "3000000"}
