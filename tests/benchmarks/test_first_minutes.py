@@ -23,7 +23,7 @@ def test_a_process_ends_with_all_that_it_started() -> None:
         started = psutil.Process(process.pid).children(recursive=True)
         first_minutes.end(process)
     psutil.wait_procs(started, timeout=10)
-    assert started and process.returncode
+    assert started and process.returncode is not None
     assert not any(_lives(each) for each in started)
 
 
