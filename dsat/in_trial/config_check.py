@@ -125,10 +125,10 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
         error = _read(kept)[1]
         if error is not None:
             text = _text(error)
-            place = refused.get(text, "")
+            place, said = refused.get(text, ""), text.removesuffix(".")
             is_gone = bool(place) and "removed" in text
             hint = f"Deleting the section {place!r} is enough." if is_gone else ""
-            found.problem = Problem(place, f"DeepSpeed {version} refuses it: {text}", hint)
+            found.problem = Problem(place, f"DeepSpeed {version} refuses it: {said}", hint)
     return found
 
 
