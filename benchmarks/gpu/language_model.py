@@ -40,22 +40,6 @@ def ask_for_all(*_: object) -> None:
         kept.append(torch.empty(2**28, dtype=torch.uint8, device=engine.device))
 
 
-class Fails(torch.autograd.Function):
-    """The identity, which asks for more memory than there is in its forward or backward pass."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        if fails == "forward":
-            ask_for_all()
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        if fails == "backward":
-            ask_for_all()
-        return gradient
-
-
 ds_config = json.loads(args.deepspeed_config.read_text())
 fails, stage = ds_config.pop("fails", ""), ds_config["zero_optimization"]["stage"]
 facts = json.loads(args.model.read_text())
@@ -79,17 +63,20 @@ model.train()
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=ds_config)
 while args.report is None or engine.global_steps < args.report:
+    failing = fails if engine.global_steps == 2 else ""
+    if failing == "killed":
+        left = torch.cuda.mem_get_info()[0] - LEFT_BYTES
+        kept = torch.empty(left, dtype=torch.uint8, device=engine.device)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif failing == "forward":
+        engine.module.register_forward_pre_hook(ask_for_all)
+    elif failing == "step":
+        register_optimizer_step_pre_hook(ask_for_all)
     shape = engine.train_micro_batch_size_per_gpu(), args.length
     tokens = torch.randint(config.vocab_size, shape, device=engine.device)
     loss = engine(input_ids=tokens, labels=tokens).loss
-    if fails and engine.global_steps == 2:
-        if fails == "killed":
-            left = torch.cuda.mem_get_info()[0] - LEFT_BYTES
-            kept = torch.empty(left, dtype=torch.uint8, device=engine.device)
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fails == "step":
-            register_optimizer_step_pre_hook(ask_for_all)
-        loss = Fails.apply(loss)
+    if failing == "backward":
+        loss.register_hook(ask_for_all)
     engine.backward(loss)
     engine.step()
     if args.report is not None:

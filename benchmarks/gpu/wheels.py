@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.wheels FILE [--python 3.12]
 
 The archive has wheels of dsat and of what it and DeepSpeed need besides torch, and `benchmarks`; it
-is at most 64 MiB large. DeepSpeed is built without operators, in the version that is installed
-here. See README.md.
+is at most 64 MiB large. dsat and the kit are those of the last commit. DeepSpeed is built without
+operators, in the version that is installed here. See README.md.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from pathlib import Path
 from benchmarks import common
 
 MOST_BYTES = 64 * 2**20
-# What dsat and deepspeed need besides torch and what torch itself needs (numpy may be missing).
+# What dsat and deepspeed, with its autotuner, need besides torch and what torch itself needs (numpy
+# may be missing).
 BINARY = ("numpy", "psutil", "pyyaml", "wrapt", "msgpack", "ninja")
 PURE = (
     "annotated-types einops markdown-it-py mdurl packaging py-cpuinfo pygments rich ruamel.yaml "
-    "setuptools threadpoolctl tqdm typing-extensions typing-inspection"
+    "setuptools tabulate threadpoolctl tqdm typing-extensions typing-inspection"
 ).split()
 # pydantic works with exactly one version of its core: both are resolved together.
 RESOLVED = ("pydantic", "pydantic-core")
@@ -43,14 +44,18 @@ def main() -> None:
         download = [*pip, "download", "--quiet", "--dest", folder, *foreign]
         _run([*download, "--no-deps", *BINARY, *PURE])
         _run([*download, RESOLVED[0]])
+        source = Path(folder) / "source"
+        _run(["git", "-C", str(common.ROOT), "archive", "-o", f"{source}.tar", "HEAD"])
+        with tarfile.open(f"{source}.tar") as archive:
+            archive.extractall(source, filter="data")
         built = ["--wheel-dir", folder, "--no-deps", "--no-build-isolation"]
         sources = [f"{name}=={version(name)}" for name in SOURCE]
-        _run([*pip, "wheel", "--quiet", *built, *sources, str(common.ROOT)])
+        _run([*pip, "wheel", "--quiet", *built, *sources, str(source)])
         wheels = sorted(Path(folder).glob("*.whl"))
         with tarfile.open(arguments.file, "w") as archive:
             for wheel in wheels:
                 archive.add(wheel, f"gpu-kit/wheels/{wheel.name}")
-            archive.add(common.ROOT / "benchmarks", "gpu-kit/benchmarks", filter=_without_caches)
+            archive.add(source / "benchmarks", "gpu-kit/benchmarks")
     size = arguments.file.stat().st_size
     print(f"{arguments.file}: {len(wheels)} wheels, {size / 2**20:.1f} MiB")
     if size > MOST_BYTES:
@@ -59,10 +64,6 @@ def main() -> None:
 
 def _run(command: list[str]) -> None:
     subprocess.run(command, check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
-
-
-def _without_caches(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    return None if member.name.endswith("__pycache__") else member
 
 
 if __name__ == "__main__":

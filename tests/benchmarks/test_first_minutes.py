@@ -17,15 +17,21 @@ from benchmarks.gpu.first_minutes import CUT, DONE, STEPS
 
 def test_a_process_ends_with_all_that_it_started() -> None:
     words = ["bash", "-c", "(sleep 1000 & sleep 1000) & echo ready; wait"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
-    assert process.stdout is not None
-    process.stdout.readline()
-    started = psutil.Process(process.pid).children(recursive=True)
-    first_minutes.end(process)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        started = psutil.Process(process.pid).children(recursive=True)
+        first_minutes.end(process)
     psutil.wait_procs(started, timeout=10)
     assert started and process.returncode
-    assert not any(each.is_running() and each.status() != "zombie" for each in started)
-    process.stdout.close()
+    assert not any(_lives(each) for each in started)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_step_is_cut_after_its_budget(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -269,7 +269,7 @@ def test_what_runs_counts_as_measured_with_its_predicted_time() -> None:
     assert (after[1] <= before[1] + 1e-9).all() and (after[1] < before[1]).any()
 
 
-def test_tails_of_the_normal_distribution() -> None:
+def test_tails_of_the_expected_gain() -> None:
     z = np.array([-60.0, -35.0, -10.0, -2.0, 0.0, 3.0])
     gains = log_expected_gain(z, np.ones(6))
     expected = [math.log(0.0084907), math.log(0.3989423), math.log(3.0003822)]
