@@ -9,10 +9,12 @@ import platform
 import re
 import runpy
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from dsat.engines import places
 from dsat.engines.machines.machine import find_machine
@@ -26,7 +28,7 @@ OK, WARNING, FAILS = "ok", "warning", "fails"
 # Beside those that dsat itself requires.
 _FRAMEWORKS = ("transformers", "accelerate", "trl", "peft", "lightning", "determined")
 _SHARED, _SHARED_BYTES = "/dev/shm", 2**30  # noqa: S108  (Docker gives 64 MiB)
-_NVCC_LIMIT_S = 20.0
+_NVCC_LIMIT_S, _MASTER_LIMIT_S = 20.0, 3.0
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,16 @@ def _place(cluster: str | None) -> Finding:
     here = "this machine" if place == "local" else f"--engine {place}"
     if cluster is None:
         return Finding("trials run on", here)
-    return Finding("trials run on", f"{here}; experiment files on the cluster at {cluster}")
+    found = f"{here} for a command after --; the cluster at {cluster} for an experiment file"
+    try:  # determined's default ports (common/api/_util.py)
+        parts = urlsplit(cluster if "://" in cluster else f"http://{cluster}")
+        port = parts.port or (443 if parts.scheme == "https" else 8080)
+        socket.create_connection((parts.hostname or cluster, port), _MASTER_LIMIT_S).close()
+    except (OSError, ValueError) as error:  # ValueError: no address
+        problem = f"the cluster cannot be reached: {error}"
+        remedy = "correct DET_MASTER or `det user login`, or add --engine local"
+        return Finding("trials run on", found, WARNING, problem, remedy)
+    return Finding("trials run on", found)
 
 
 def worst(findings: list[Finding]) -> str:

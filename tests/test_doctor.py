@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from importlib.metadata import version
@@ -117,9 +118,14 @@ def test_small_shared_memory_is_dockers(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_configured_cluster_takes_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
-    place = found("trials run on", "master:8080")
-    assert place.state == OK and place.found.startswith("this machine")
-    assert place.found.endswith("the cluster at master:8080")
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+        place = found("trials run on", address)
+    assert place.state == OK and place.found.startswith("this machine for a command after --")
+    assert place.found.endswith(f"the cluster at {address} for an experiment file")
+    # Nobody listens there any more, or it is no address at all.
+    for nowhere in (address, f"https://{address}", "http://", "localhost:x", "http://[::1:8"):
+        assert "cannot be reached" in found("trials run on", nowhere).problem
 
 
 def test_a_compiler_of_two_words(monkeypatch: pytest.MonkeyPatch) -> None:

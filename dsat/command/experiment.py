@@ -196,6 +196,7 @@ def parse_yaml(text: str) -> Any:
     reader = YAML(pure=True)  # of which quoted text is a type of its own
     reader.preserve_quotes = True
     data = reader.load(text)
+    document.check_size(data)
     return _as_the_master(data)
 
 

@@ -57,6 +57,7 @@ _SECTION: list[tuple[str, Any, str]] = [
     ("exps_dir", 3, "folder 3"),
     ("arg_mappings", ["--b"], "mapping ['--b']"),
     ("arg_mappings", {MICRO: "batch"}, f"{MICRO} --batch"),
+    ("arg_mappings.train_micro_batch_size", "--b", f"train_micro_batch_size {MICRO}"),
     *(("arg_mappings.train_batch_size", bad, repr(bad)) for bad in (3, " -- ", "--b 3")),
     *(("tuner_num_trials", bad, "positive integer") for bad in (True, "3", 0, [2])),
     ("max_train_batch_size", -1, "0 -1"),
@@ -148,6 +149,9 @@ _HOSTFILE: list[tuple[str, str, str]] = [
     ("a slots=1\nb slots=1\na slots=1\n", "", "a twice"),
     ("a\nb max_slots=2\n", "", "max_slots=2 slots=8"),
 ]
+_BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 9)
+)
 # Files that cannot be read: name, content and words.
 _FILES: list[tuple[str, str | bytes, str]] = [
     ("deepspeed.yaml", "a:\n\t- b", "2 1"),
@@ -158,6 +162,7 @@ _FILES: list[tuple[str, str | bytes, str]] = [
     ("deepspeed.yaml", "a: 2024-01-01", "date a"),
     ("deepspeed.yaml", "a: {b: 1}\nc: {d: [1, .nan]}", "NaN c.d.1"),
     ("deepspeed.yaml", "? [a, b]\n: c", ""),
+    ("deepspeed.yaml", _BOMB, "1,000,000 aliases"),
     ("ds.json", '{\n"a": 1,\n', "JSON 3 1"),
     ("ds.json", '{"a": {"b": 1,\n"b": 2, "c": 1}}', "more than once"),
     ("ds.json", '{"b": 1, "a": {"c": 1e999}}', "NaN a.c"),
