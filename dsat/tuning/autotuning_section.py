@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsat.command.ds_config import AUTOTUNING, did_you_mean, whole_number
+from dsat.command.ds_config import AUTOTUNING, BATCH_KEYS, did_you_mean, flat, whole_number
+from dsat.command.switches import CHECKPOINTING
 from dsat.errors import UserInputError
 from dsat.options import ANY
 from dsat.search import usual_options
@@ -229,7 +230,23 @@ def read(config: Mapping[str, Any], *, where: str) -> Section | None:
         return None
     if "start_profile_step" in settings:
         settings.setdefault("end_profile_step", settings["start_profile_step"] + _MORE_STEPS)
+    _check_mappings(settings.get("arg_mappings", {}), config, place)
     return Section(settings, options, keys, **folders, notes=tuple(_notes(config, section, where)))
+
+
+def _check_mappings(mappings: Mapping[str, str], config: Mapping[str, Any], where: str) -> None:
+    """Raise UserInputError for a setting that looks like a misspelt one of the configuration."""
+    others = flat({key: value for key, value in config.items() if key != AUTOTUNING})
+    keys = {key for path in others for key in path.split(".")}
+    settings = {*BATCH_KEYS, *keys, CHECKPOINTING}
+    for setting in mappings:
+        near = "" if setting in settings else did_you_mean(setting, settings)
+        if near:
+            raise UserInputError(
+                f"the configuration has no setting {setting!r}",
+                where=f"{where}.arg_mappings.{setting}",
+                hint=near + "Correct it or leave it out.",
+            )
 
 
 def _notes(config: Mapping[str, Any], given: Mapping[str, Any], where: str) -> Iterator[str]:
