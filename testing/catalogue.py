@@ -224,6 +224,14 @@ _FILES = (  # in tests of their own
         suites=(),
         make="make.py",
     ),
+    Script(
+        "files of its own",
+        "train.py",
+        PROGRAMS / "rotates",
+        launchers=("python",),
+        suites=(),
+        make="train.py --make",
+    ),
 )
 
 _IMPORTS = "import torch, deepspeed\nfrom torch.nn import Linear\n"

@@ -49,12 +49,6 @@ def write_run(
     return read_run(folder / FILE_NAME)
 
 
-def run_of_world(world: World | None = None, **options: int | str | None) -> Run:
-    """Return the run of a search in a world; see `write_run`."""
-    with tempfile.TemporaryDirectory() as folder:
-        return write_run(Path(folder) / "run", world, **options)  # type: ignore[arg-type]
-
-
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """Serve the page of a run in a thread; yield its address."""

@@ -14,6 +14,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from dsat.run.run import Run
 from dsat.show import page, past_runs
+from dsat.show.view import RunView
 from testing.browser import chromium
 from testing.shown import RECORDED
 
@@ -21,18 +22,18 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def main(folder: Path | None) -> None:
-    """Write the report's picture of the recorded run, and the plots of another run.
+    """Write the report's picture of the recorded run, and a plot of another run.
 
     Args:
-        folder: of the other run; None leaves its pictures as they are.
+        folder: of the other run; None leaves its picture as it is.
     """
     _photograph(past_runs.load(RECORDED).run, DOCS / "report.png")
     if folder is not None:
         specs = [
-            plot["spec"] for plot in page.parts(past_runs.load(folder).run, "trials", "")["plots"]
+            plot["spec"]
+            for plot in page.parts(RunView.build(past_runs.load(folder).run), "trials", "")["plots"]
         ]
         _draw(specs, "ran", DOCS / "throughput.svg")
-        _draw(specs, "parts", DOCS / "memory.svg")
 
 
 def _draw(specs: list[dict[str, Any]], layer: str, path: Path) -> None:
@@ -48,7 +49,7 @@ def _photograph(run: Run, path: Path) -> None:
     command = (RECORDED / "command.txt").read_text(encoding="utf-8").strip()
     with chromium() as browser, tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / page.PAGE_FILE
-        report.write_text(page.html(run, "trials", command), encoding="utf-8")
+        report.write_text(page.html(RunView.build(run), "trials", command), encoding="utf-8")
         browser.set_window_size(1100, 1150)
         browser.get(report.as_uri())
         WebDriverWait(browser, 60).until(

@@ -14,6 +14,7 @@ import pytest
 from dsat.engines.places import local as this_machine
 from dsat.run.run import Run
 from dsat.show import summary
+from dsat.show.view import RunView
 from dsat.tuning import preparation as prepare
 from dsat.tuning import train_command
 from dsat.tuning.preparation import Prepared
@@ -64,7 +65,7 @@ def printed_line(
     run.apply({"event": "finished", "trial_id": best.id, "outcome": outcome})
     run.profiled = Outcome(OutcomeKind.OK, profile=replace(weightless(1), switches=found or {}))
     line = train_command.line(ready, run, folder)
-    summary.write_files(run, folder, line)
+    summary.write_files(RunView.build(run), folder, line)
     return line
 
 

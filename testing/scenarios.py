@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
+import psutil
+
 from dsat.cli.main import main as dsat_main
 from dsat.engines.machines.machine import Machine
 from dsat.engines.places import local as this_machine
@@ -267,12 +269,14 @@ class User:
         os.chdir(self.folder)
         # No test cuts the power: that nothing is forced to the disk saves half of the time.
         sync, replace = mock.patch.object(os, "fsync"), mock.patch.object(os, "replace", _replace)
+        no_others = mock.patch.object(psutil, "process_iter", return_value=())
         try:
             with (
                 contextlib.redirect_stdout(out),
                 contextlib.redirect_stderr(err),
                 sync,
                 replace,
+                no_others,
             ):
                 status = self._command(argv, Harm())
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -69,31 +68,30 @@ class FakeSimulationHost:
         self._fails, self._fails_early = fails, fails_early
         self.asked: list[dict[str, Any]] = []
 
-    def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
-        failure = address.with_suffix(".failure")
+    def start_simulation_server(self, messages: Path, script_args: Mapping[str, Any]) -> Path:
+        failure = messages / "failure.json"
+        self._ended = threading.Event()
         if self._fails_early:
             failure.write_text(json.dumps({"message": self._fails_early}))
         else:
-            threading.Thread(target=self._serve, args=(str(address),), daemon=True).start()
+            threading.Thread(target=self._serve, args=(messages,), daemon=True).start()
         return failure
 
     def has_simulation_server(self) -> bool:
         return True
 
-    def stop_simulation_server(self) -> None: ...
+    def stop_simulation_server(self) -> None:
+        self._ended.set()
 
-    def _serve(self, address: str) -> None:
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_UNIX, protocol.SOCKET_TYPE) as connection,
-        ):
-            connection.connect(address)
-            receiver = protocol.Receiver(connection)
-            protocol.send(connection, self._hello, sender=0)
-            while request := receiver.receive():
-                self.asked.append(request)
-                answer = {**self._answered(request), "number": request["number"]}
-                protocol.send(connection, answer, sender=0)
+    def _serve(self, messages: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):  # the client has ended
+            protocol.send(messages / protocol.SCRIPT_FILE, self._hello)
+            while not self._ended.wait(0.01):
+                for path in sorted(messages.glob(protocol.QUESTIONS)):
+                    if request := protocol.receive(path):
+                        self.asked.append(request)
+                        answer = messages / protocol.answer_file(request["number"])
+                        protocol.send(answer, self._answered(request))
 
     def _answered(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._fails:

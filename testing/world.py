@@ -112,6 +112,7 @@ class World(Physics):
         tells_samples: also a trial that runs tells how many there are.
         host_memory_bytes: of the host for each rank.
         seeded: losses repeat from run to run, so that they can be compared.
+        compares_samples: its loss is over pairs of samples.
         trains_otherwise: strategies (`z2`) whose losses fall more slowly.
         switches: of the script, by name, with the values that can be set.
         device_name: of every GPU.
@@ -137,6 +138,7 @@ class World(Physics):
     tells_samples: bool = False
     host_memory_bytes: int = 2**40 // 8
     seeded: bool = True
+    compares_samples: bool = False
     trains_otherwise: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     switches: Mapping[str, ScriptSwitch] = field(default_factory=dict)
@@ -307,7 +309,13 @@ class World(Physics):
         losses = tuple(start * math.exp(-rate * (number - 1)) for number in numbers)
         gas = trial.batch.gas
         facts = StepFacts(gas, gas * STEPS, found.late, found.evaluated, tokens_error=0.01)
-        return TrainingCurve(steps=numbers, losses=losses, precision="bf16", facts=facts)
+        return TrainingCurve(
+            steps=numbers,
+            losses=losses,
+            precision="bf16",
+            facts=facts,
+            compares_samples=self.compares_samples,
+        )
 
 
 def _with_finding(true: Outcome, found: Finding) -> Outcome:

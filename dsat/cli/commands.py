@@ -52,8 +52,9 @@ def _estimate(settings: EstimateSettings, view: LiveView) -> int:
         try:
             with view:
                 for slots in tabled.simulate():
-                    heading = f"{fmt.count(slots, 'GPU')}: {tabled.progress}"
-                    view.show(heading, tabled.table(slots))
+                    if view.is_live:
+                        heading = f"{fmt.count(slots, 'GPU')}: {tabled.progress}"
+                        view.show(heading, tabled.table(slots))
         except KeyboardInterrupt:  # what is not simulated is answered by formula
             is_interrupted = True
         found = tabled.estimate()

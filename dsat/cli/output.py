@@ -37,7 +37,7 @@ class _Handler(logging.Handler):
         self._view = view
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name == TRIALS and self._view.shows_trials:
+        if record.name == TRIALS and self._view.is_live:
             return  # they are in the table
         said = printable(record.getMessage())
         self._view.say(f"warning: {said}" if record.levelno >= logging.WARNING else said)

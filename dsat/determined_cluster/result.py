@@ -39,7 +39,7 @@ def files(run: Run) -> dict[str, str]:
 
     The configuration is not among them: logs are no place for its secrets. `best_config` makes it.
     """
-    found = summary.texts(run, None)
+    found = summary.texts(RunView.build(run), None)
     return {name: text for name, text in found.items() if name != summary.BEST_CONFIG_FILE}
 
 

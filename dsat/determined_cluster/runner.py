@@ -195,7 +195,7 @@ class Runner:
             (path / _EXPERIMENT_FILE).write_text(text, encoding="utf-8")
             lines = [json.dumps(event, separators=(",", ":")) + "\n" for event in events]
             write_atomically(path / FILE_NAME, "".join(lines))
-            summary.write_files(self._run, path, None)
+            summary.write_files(RunView.build(self._run), path, None)
 
     def _load(self, storage_id: str) -> None:
         with self._context.checkpoint.restore_path(storage_id) as path:

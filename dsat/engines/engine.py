@@ -132,19 +132,19 @@ class LocalEngine:
         self._start_waiting()
         return folder
 
-    def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path:
+    def start_simulation_server(self, messages: Path, script_args: Mapping[str, Any]) -> Path:
         """Start the script for simulations of its model; uses no slot.
 
         Args:
-            address: path of the socket on which the caller listens for simulations.
+            messages: folder for questions and answers.
             script_args: switches of the script, as a trial has them.
 
         Returns:
             A file that says, once it exists, why there will be no simulations (`message` in it).
         """
-        start = self._builder.simulation(address, script_args)
+        start = self._builder.simulation(messages, script_args)
         self._begin_trials()
-        if 0 not in self._slots.lost:  # the socket is on it
+        if 0 not in self._slots.lost:  # the folder is on it
             self._waiting.append(start)
             self._start_waiting()
         return start.folder / result_file(0)
@@ -223,7 +223,7 @@ class LocalEngine:
             requests = self._builder.build(start, shares, method)
             running = Running(start, shares, method)
             running.alone = alone and bool(shares[0].slots)
-            if start.simulation_socket is None:
+            if start.simulation_folder is None:
                 for other in self._running.values():
                     other.beside = running.beside = True
             self._running[start.trial.id] = running

@@ -49,7 +49,7 @@ class Slots:
             running: other trials.
             alone: no other trial may run on its hosts.
         """
-        if start.simulation_socket is not None:
+        if start.simulation_folder is not None:
             return (Share(0, self._hosts[0], ()),)
         trials = [other for other in running if other.trial.id != SIMULATION_ID]
         if any(other.start.alone for other in trials) or (start.alone and trials):

@@ -52,7 +52,7 @@ class Start:
 
     Attributes:
         meter: what is measured; None in a run that is not.
-        simulation_socket: where simulations of the script are asked for, if they are.
+        simulation_folder: where simulations of the script are asked for, if they are.
         own_ranks: of the run's first trial, the user's command as it is: processes of the command
             that dsat starts, 0 if it starts its ranks itself; None for all other trials.
         alone: no other trial may run at all, because it failed beside others.
@@ -61,7 +61,7 @@ class Start:
     trial: Trial
     folder: Path
     meter: MeterSpec | None
-    simulation_socket: Path | None = None
+    simulation_folder: Path | None = None
     own_ranks: int | None = None
     alone: bool = False
 

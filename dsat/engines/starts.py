@@ -83,11 +83,11 @@ class StartBuilder:
         trials = self.options.trials or self.run / "trials"
         return Start(trial, trials / trial.name, meter)
 
-    def simulation(self, address: Path, script_args: Mapping[str, Any]) -> Start:
+    def simulation(self, messages: Path, script_args: Mapping[str, Any]) -> Start:
         """Return the start of the script for simulations of its model."""
         own = parallelism.of_config(self.experiment.base_config)
         trial = make_simulation_trial(own, script_args)
-        return Start(trial, self.run / "simulation", None, address)
+        return Start(trial, self.run / "simulation", None, messages)
 
     def config_of(self, start: Start) -> dict[str, Any]:
         """Return the DeepSpeed configuration of a trial."""
@@ -149,7 +149,7 @@ class _Plan:
     def spec(self) -> RankSpec:
         """Return the specification that every rank reads."""
         start, experiment, options = self.start, self.builder.experiment, self.builder.options
-        trial, meter, socket = start.trial, start.meter, start.simulation_socket
+        trial, meter, messages = start.trial, start.meter, start.simulation_folder
         hparams = trial_hparams(experiment.hparams, trial.overrides)
         # What else is there may hold credentials, which no file of ours should.
         config = {k: v for k, v in experiment.config.items() if k in _SHOWN_TO_SCRIPTS}
@@ -157,7 +157,7 @@ class _Plan:
         if meter is not None:
             hparams[ds_config.DSAT_MODE_KEY] = True
             length = length_in_units(meter.longest, config, trial.batch)
-        if meter is not None or socket is not None:  # no training in full length
+        if meter is not None or messages is not None:  # no training in full length
             config["searcher"] = {**dict(config.get("searcher") or {}), "name": "custom"}
         is_cpu, memory_bytes = self._machine.is_cpu, options.trial.slot_memory_bytes
         devices = self._machine.devices_of(self.shares[0].slots or (0,))
@@ -177,7 +177,7 @@ class _Plan:
                 "devices": [] if is_cpu else devices,
             },
             meter=None if meter is None else meter.to_json(),
-            simulation_socket=None if socket is None else str(socket),
+            simulation_folder=None if messages is None else str(messages),
             cpu_memory_bytes=memory_bytes if self._limits_memory else None,
             threads=1 if is_cpu else None,
             own=start.is_own,

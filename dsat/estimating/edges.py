@@ -54,10 +54,15 @@ def missing(needed_bytes: int, memory_bytes: int) -> int:
 
 
 def nearly_fitting(lines: Sequence[Line]) -> list[tuple[Line, int]]:
-    """Return lines with the sizes that they nearly fit: the first for each number of devices."""
-    found: dict[tuple[int, int], tuple[Line, int]] = {}
+    """Return lines with the sizes that they nearly fit, for each number of devices.
+
+    It is the first one, in the usual order, before any that fits.
+    """
+    found: dict[tuple[int, int], tuple[Line, int] | None] = {}
     for line in lines:
         for size, most in line.largest.items():
-            if not most and 0 < missing(line.needed, size) <= _NEAR * size:
+            if most:
+                found.setdefault((line.slots, size), None)
+            elif 0 < missing(line.needed, size) <= _NEAR * size:
                 found.setdefault((line.slots, size), (line, size))
-    return list(found.values())
+    return [near for near in found.values() if near is not None]

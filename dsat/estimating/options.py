@@ -66,7 +66,7 @@ class EstimateSettings(ModelSettings):
     )
     formula: bool = option(
         "--formula",
-        help="answer by formula, at once: usually within 3 %% of the simulation, at worst 15 %%",
+        help="answer by formula, at once: usually within 6 %% of the simulation",
     )
     exact: bool = option(
         "--exact",

@@ -169,16 +169,17 @@ class LineByLine:
 
     def table(self, slots: int) -> Table:
         """Return the table of a number of devices as it is known by now."""
-        return _table([line for line in self.lines() if line.slots == slots])
+        return _table(self.lines(slots))
 
-    def lines(self) -> list[Line]:
-        """Return the lines as they are known by now."""
+    def lines(self, slots: int | None = None) -> list[Line]:
+        """Return the lines as they are known by now; of a number of devices, or of all."""
         basis = self._basis
         return [
             _line(basis, strategy, asked, found, self._settings, self._length)
             for (_, strategy), asked, found in zip(
                 self._pairs, self._questions, self._estimates, strict=True
             )
+            if slots in (None, asked.slots)
         ]
 
     def estimate(self) -> Estimate:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.errors import Diverged
-from dsat.in_trial import precision
+from dsat.in_trial import pairs, precision
 from dsat.in_trial.gradient_norm import GradientNorm
 from dsat.values.outcome import TrainingCurve
 
@@ -47,12 +47,15 @@ class LossWatch:
     Args:
         engine: DeepSpeed's.
         is_whole: each rank has the whole model, or an equal share of each parameter.
+        micro_batch: samples of the first loss, to recognise one over pairs of them; 0 for not.
     """
 
-    def __init__(self, engine: Any, *, is_whole: bool = True) -> None:
+    def __init__(self, engine: Any, *, is_whole: bool = True, micro_batch: int = 0) -> None:
         global _watch
         self._engine = engine
         self._gradients = GradientNorm(engine) if is_whole else None
+        self._micro_batch = micro_batch
+        self._compares_samples = False
         self._ignoring = 0
         self._scaled: tuple[Any, Any] = (None, None)  # a loss that fp16 has scaled, and itself
         self._sum: Any = None
@@ -138,6 +141,7 @@ class LossWatch:
             skipped=tuple(i + 1 for i in kept if not self._steps[i].applied),
             precision=precision.of_engine(self._engine),
             gradient_norm=None if self._gradients is None else self._gradients.value(),
+            compares_samples=self._compares_samples,
         )
 
     def _check(self) -> None:
@@ -158,6 +162,10 @@ class LossWatch:
 
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
             return
+        if self._micro_batch:
+            ranks = getattr(self._engine, "dp_world_size", 1)
+            self._compares_samples = pairs.compares_samples(loss, self._micro_batch, ranks)
+            self._micro_batch = 0
         value = loss.detach().reshape(()).float() * weight
         self._sum = value if self._sum is None else self._sum + value
         self.count += 1

@@ -60,7 +60,7 @@ def prepare(
         TRIAL.config = config
     compiles_deep = (trial.overrides.get("compile") or {}).get("deepcompile") is True
     switches = ScriptSwitches(trial.script_args, on_cpu=on_cpu, deep_compiles=compiles_deep)
-    if spec.simulation_socket is None:
+    if spec.simulation_folder is None:
         config_injection.on_initialize(switches.before_engine, switches.after_engine)
     if found is not None:
         found.switches = switches.found
@@ -80,7 +80,7 @@ def prevent_side_effects(spec: RankSpec) -> None:
 
     The recorder of the configuration that the script passes comes first.
     """
-    TRIAL.is_simulated = spec.simulation_socket is not None
+    TRIAL.is_simulated = spec.simulation_folder is not None
     if not spec.is_full_run:
         config_injection.on_initialize(trackers.disable_reports)
 

@@ -129,8 +129,10 @@ class Rank:
         self._is_complete = False
         self._exit: SystemExit | None = None  # that a call of `sys.exit` has raised
         self._known, self._env = set(sys.modules), dict(os.environ)
-        socket = self._spec.simulation_socket
-        self._server = None if socket is None else server.SimulationServer(Path(socket))
+        self._server: server.SimulationServer | None = None
+        if self._spec.simulation_folder is not None:
+            is_there = functools.partial(self._progress.set_activity, "")
+            self._server = server.SimulationServer(Path(self._spec.simulation_folder), is_there)
 
     def prepare(self, start: Mapping[str, Any] | None = None) -> None:
         """Adapt DeepSpeed and the other libraries of the script.
@@ -281,6 +283,8 @@ class Rank:
 
     def _report(self, outcome: Outcome) -> None:
         number, _ = rank_and_size()
+        if TRIAL.files is not None and not self._spec.is_full_run:
+            TRIAL.files.remove_empty()
         write_outcome(self._folder, number, outcome)
         if outcome.ok and number == 0:
             names = preparation.libraries(self._known, self._env)

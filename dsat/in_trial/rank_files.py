@@ -39,8 +39,7 @@ class RankSpec(Recorded):
         meter: what to measure; None in a full-length run, which is not measured.
         cpu_memory_bytes: if given, what the rank may allocate on top of what it has imported.
         threads: of each rank, if the machine's slots are processor cores.
-        simulation_socket: the run is only for simulations of its model; the path of the client's
-            listening socket.
+        simulation_folder: of messages, if the run is only for simulations of its model.
         own: the script runs as the user has it; batch sizes and devices are those that it takes.
         is_command: the user's whole command runs, and starts the ranks.
         defaults_local_rank: no launcher passes `--local_rank` to the ranks, of which there are
@@ -53,7 +52,7 @@ class RankSpec(Recorded):
     meter: Mapping[str, Any] | None
     cpu_memory_bytes: int | None = None
     threads: int | None = None
-    simulation_socket: str | None = None
+    simulation_folder: str | None = None
     own: bool = False
     is_command: bool = False
     defaults_local_rank: bool = False
@@ -66,7 +65,7 @@ class RankSpec(Recorded):
     @property
     def is_full_run(self) -> bool:
         """Return whether the script trains as it would without dsat."""
-        return self.meter is None and self.simulation_socket is None
+        return self.meter is None and self.simulation_folder is None
 
 
 def result_file(rank: int | str) -> str:

@@ -136,7 +136,11 @@ class StepRecorder:
         self.clock = clock_for(accelerator)
         self.memory = MemoryWatch(accelerator, before)
         self.memory.note("init")
-        self.losses = LossWatch(engine, is_whole=spec.parallelism == DATA_ONLY)
+        self.losses = LossWatch(
+            engine,
+            is_whole=spec.parallelism == DATA_ONLY,
+            micro_batch=spec.micro_batch if spec.profile else 0,
+        )
         self.counter = BatchCounter(
             spec.micro_batch, spec.options.own_micro_batch, spec.batch_dimensions, spec.fed_instead
         )

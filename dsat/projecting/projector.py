@@ -58,8 +58,9 @@ def project(settings: ProjectSettings) -> Projection:
     with simulate(settings) as model:
         trials = [] if past is None else past.run.trials.values()
         accumulates = any(trial.batch.gas > 1 for trial in trials)
-        if settings.train_batch_size is not None:
-            batch = {ds_config.BATCH_KEYS[0]: settings.train_batch_size}
+        total = settings.train_batch_size
+        if total is not None or not settings.has_own:  # then the micro batch is a default of ours
+            batch = {} if total is None else {ds_config.BATCH_KEYS[0]: total}
             model = replace(model, config={**ds_config.without_batch_sizes(model.config), **batch})
         traced = trace(model, count, choose, accumulates=accumulates)
     network = None if settings.network is None else 1e9 / 8 * settings.network

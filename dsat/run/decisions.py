@@ -15,7 +15,7 @@ from dsat.run.history import Measured
 from dsat.run.profile_phase import ProfilePhase
 from dsat.run.run import Run, count_finals
 from dsat.run.search_phase import SearchPhase
-from dsat.run.trial_factory import TrialFactory
+from dsat.run.trial_factory import SEARCHED, TrialFactory
 from dsat.search.base import Stop, Wait
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import BY_FORMULA, NO_MEMORY_MODEL, Plan
@@ -29,7 +29,6 @@ from dsat.values.trial import Trial, TrialKind
 # Up to 5 % of variation, at most 5 % do either way. The pairs of finals repeat it anyway.
 _REPEAT_AFTER, _LEAST_RUN_WITH_REPEAT = 5, 12
 _HOPELESS_AFTER = 4  # failures of the first trials
-_SEARCHED = (TrialKind.BASELINE, TrialKind.SEARCH)
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,7 @@ class Decisions:
 
 def _is_hopeless(run: Run) -> bool:
     """Return whether the first trials all failed in a way that no other configuration avoids."""
-    tried = [o for i, o in run.outcomes.items() if run.trials[i].kind in _SEARCHED]
+    tried = [o for i, o in run.outcomes.items() if run.trials[i].kind in SEARCHED]
     failed = [o for o in tried if o.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID)]
     final = sum(not outcome.smaller_may_run for outcome in failed)
     return len(failed) == len(tried) and final >= _HOPELESS_AFTER

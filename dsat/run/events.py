@@ -43,8 +43,8 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
 }
 # Values that any event may have; `time_s`: when, since the epoch, which earlier versions did not
 # say; `converged`: of finals, the search was over for another reason than its budget. Finals of
-# earlier versions have neither reserves nor a least gain nor this; there it stands in the event of
-# another budget.
+# earlier versions have neither reserves nor a least gain nor this, which stands in the event of
+# another budget there; and were judged from the second pair on.
 _VALUES_OF_ALL: Mapping[str, Any] = {
     "elapsed_s": float,
     "time_s": float,
@@ -52,6 +52,7 @@ _VALUES_OF_ALL: Mapping[str, Any] = {
     "converged": bool,
     "reserves": list[int],
     "least_gain": float,
+    "first_look": int,
     "finals": int | None,
     "indifference": float,
 }

@@ -31,8 +31,10 @@ SHARE, MOST_COST = 0.25, 0.30
 SHORT_RUN, LEAST_RUN = 12, 4
 _PAIR = 2
 
-# Numbers of pairs after which they are judged, besides the end of the budget.
-_LOOKS = (2, 3, 5, 8, 13, 21, 34, 55)
+# Numbers of pairs after which they are judged, besides the end of the budget. One pair is enough
+# for a gain (or a loss) that is clearly large: how large exactly, no decision depends on.
+FIRST_LOOK, _LARGE = 1, math.log(1.5)
+_LOOKS = (FIRST_LOOK, 2, 3, 5, 8, 13, 21, 34, 55)
 _LEAST_ERROR = 0.003  # no run resolves a smaller difference
 _MEMORY_STEP = math.log(1.05)  # what uses less by a smaller factor uses as much
 
@@ -167,6 +169,7 @@ class Finals:
         least_gain: pairs end early if the gain is surely below it, as a fraction; None if not.
         same_batch: trial ids of the candidates beside which another configuration is to be run,
             with the user's own global batch, since they have another.
+        first_look: after so many pairs they are judged first.
 
     Attributes:
         pick: the candidate that is compared with the user's own configuration; None if all have
@@ -186,12 +189,14 @@ class Finals:
         indifference: float = 0.0,
         least_gain: float | None = None,
         same_batch: Collection[int] = (),
+        first_look: int = FIRST_LOOK,
     ) -> None:
         self.own = own
         self.pairs: list[tuple[float, float]] = []
         self.pick: Contestant | None = None
         self.used = 0
         self._trials = trials
+        self._first_look = first_look
         self._indifference = indifference
         self._least = None if least_gain is None else math.log1p(least_gain)
         self.with_same_batch = frozenset(same_batch)
@@ -325,10 +330,12 @@ class Finals:
         """Check at a few fixed numbers of pairs if they are enough."""
         if self.own_failed:
             return True
-        if len(self.pairs) not in _LOOKS:
+        comparison, count = self.comparison, len(self.pairs)
+        if comparison is None or count not in _LOOKS or count < self._first_look:
             return False
-        comparison = self.comparison
-        return comparison is not None and comparison.is_clear(self._least)
+        if count == 1 and abs(comparison.mean) < _LARGE:
+            return False
+        return comparison.is_clear(self._least)
 
     def _next_pair(self) -> None:
         if self._trials - self.used < _PAIR:
@@ -336,6 +343,7 @@ class Finals:
         assert self.pick is not None
         own, leader = Turn(Role.OWN), Turn(Role.LEADER, self.pick.trial_id)
         self._queue = [leader, own] if len(self.pairs) % 2 else [own, leader]
-        if self._same_batch_due and len(self.pairs) == 1 and self._trials - self.used > 2:
+        is_due = self._same_batch_due and len(self.pairs) == self._first_look - 1
+        if is_due and self._trials - self.used > _PAIR:
             self._queue.append(Turn(Role.SAME_BATCH))  # beside a run of their own
             self._same_batch_due = False

@@ -56,6 +56,7 @@ class FinalsPhase:
             "leaders": candidates[:1],
             "reserves": candidates[1:],
             "least_gain": plan.indifference,
+            "first_look": finals.FIRST_LOOK,
             "same_batch": [
                 trial_id
                 for trial_id in candidates

@@ -1,4 +1,4 @@
-"""The durable memory of a run: an append-only, fsynced, locked file of JSON lines.
+"""The durable memory of a run: an append-only, fsynced file of JSON lines.
 
 An event is on the disk before anything acts on it, so that a kill between any two lines of the
 program loses nothing. A line that was torn by a kill is cut off when the journal is opened again.
@@ -7,14 +7,13 @@ program loses nothing. A line that was torn by a kill is cut off when the journa
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsat.errors import JournalError, JournalLocked
+from dsat.errors import JournalError
 from dsat.values.files import PRIVATE_FILE, sync_folder
 
 SCHEMA_VERSION = 1
@@ -23,7 +22,7 @@ RUNS_FOLDER = Path("dsat_runs")
 
 
 class Journal:
-    """An open journal. Holds an exclusive lock until it is closed.
+    """An open journal; `FolderLock` keeps other processes from its folder.
 
     Args:
         path: the file; made if it is missing, its folder must exist.
@@ -32,7 +31,6 @@ class Journal:
         events: what was in the file when it was opened.
 
     Raises:
-        JournalLocked: another process has it open.
         JournalError: a line in the middle is damaged, or a newer dsat wrote the file.
     """
 
@@ -40,13 +38,6 @@ class Journal:
         self.path = path
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._file = open(os.open(path, flags, PRIVATE_FILE), "a+b")  # noqa: SIM115
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise JournalLocked(
-                f"{path}: another dsat process is working on this run. Wait for it, or stop it."
-            ) from None
         try:
             self._file.seek(0)
             self.events, intact = parse(self._file.read(), str(path))

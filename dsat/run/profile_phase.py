@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from dsat.run import strategies
@@ -24,6 +25,7 @@ class ProfilePhase:
     def __init__(self, plan: Plan, trials: TrialFactory) -> None:
         self.profile: ModelProfile | None = None
         self.failure: str | None = None
+        self._keeps_micro_batch = False  # the search, too: it is a part of the training
         self._plan = plan
         self._trials = trials
         self._ladder = strategies.rungs(plan)
@@ -44,6 +46,8 @@ class ProfilePhase:
         """Return the search space of a plan, once the model is profiled."""
         assert self.profile is not None
         only = () if self._rung >= 0 else self._sharded
+        if self._keeps_micro_batch:
+            plan = replace(plan, micro_batches=(plan.own_batch.micro_batch,))
         return strategies.make_space(plan, self.profile, rung=self._rung, only=only)
 
     def next_trial(self) -> Trial | None:
@@ -79,6 +83,7 @@ class ProfilePhase:
             )
         else:
             self.profile = profile
+            self._keeps_micro_batch = strategies.keeps_micro_batch(self._plan, outcome)
 
     def _may_fit_smaller(self, outcome: Outcome) -> bool:
         """Decide whether the smallest micro batch may train where the user's own failed."""

@@ -180,6 +180,7 @@ class Run:
             indifference=event["indifference"],
             least_gain=event.get("least_gain"),
             same_batch=event["same_batch"],
+            first_look=event.get("first_look", 2),
         )
 
     def _enter_final(self, trial: Trial) -> None:

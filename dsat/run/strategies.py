@@ -18,7 +18,7 @@ from dsat.space.knobs import smallest_buckets
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.plan import Plan
 from dsat.space.space import Space
-from dsat.values.outcome import ModelProfile, ScriptSwitch
+from dsat.values.outcome import ModelProfile, Outcome, ScriptSwitch
 from dsat.values.parallelism import Parallelism
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import LADDER, NONE, NVME, Strategy, of_config
@@ -127,6 +127,15 @@ def make_space(
         moves_to_host=profile is not None and profile.optimizer.moves_to_host,
         found_switches={} if profile is None else _comparable(plan, profile),
     )
+
+
+def keeps_micro_batch(plan: Plan, outcome: Outcome) -> bool:
+    """Return whether a trial's loss is over pairs of samples, and the global batch stays.
+
+    Then the user's own micro batch is a part of the training.
+    """
+    is_kept = plan.train_batch_size == plan.own_batch.train_batch_size and not plan.micro_batches
+    return is_kept and outcome.training is not None and outcome.training.compares_samples
 
 
 def _comparable(plan: Plan, profile: ModelProfile) -> dict[str, ScriptSwitch]:

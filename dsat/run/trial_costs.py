@@ -82,17 +82,11 @@ class TrialCosts:
         measured = np.maximum(np.minimum(usual, affordable), fewest)
         return self._warm_up_steps + np.maximum(1.0, measured)
 
-    @property
-    def longest_step_s(self) -> float:
-        """Seconds of the longest step with which a trial keeps to the time limit."""
-        longest_s = self._run.longest_s
-        if longest_s is None:
-            return math.inf
-        return float(max(TOO_LONG_S, longest_s) / self._least_steps)
-
     def are_too_long(self, step_s: Any) -> Any:
         """Return which trials would exceed the time limit, by the seconds of their steps."""
-        return np.asarray(step_s) > self.longest_step_s
+        longest_s = self._run.longest_s
+        most_s = math.inf if longest_s is None else max(TOO_LONG_S, longest_s) / self._least_steps
+        return np.asarray(step_s) > most_s
 
     def are_unaffordable(self, step_s: Any) -> Any:
         """Return which trials cost more than a verdict may take, by the seconds of their steps.

@@ -14,7 +14,7 @@ from dsat.values.outcome import StepFacts
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
-_SEARCHED = (TrialKind.BASELINE, TrialKind.SEARCH)
+SEARCHED = (TrialKind.BASELINE, TrialKind.SEARCH)
 _LIMITED = (TrialKind.SEARCH, TrialKind.FINAL, TrialKind.REPEAT)
 
 
@@ -69,7 +69,7 @@ class TrialFactory:
             batch_dimensions={} if profile is None else profile.batch_dimensions,
             fed_instead={} if profile is None else profile.fed_instead,
             predicted_bytes=predicted_bytes,
-            to_beat=self._to_beat() if kind in _SEARCHED else {},
+            to_beat=self._to_beat() if kind in SEARCHED else {},
             longest_s=self._run.longest_s if kind in _LIMITED else None,
             own_steps=self._own_steps(),
         )
@@ -100,7 +100,7 @@ class TrialFactory:
     ) -> int | None:
         """Return the id of an equal trial, the baseline or one of the search; None if none is."""
         for trial in list(self._run.trials.values())[self._indexed :]:
-            if trial.kind in _SEARCHED:
+            if trial.kind in SEARCHED:
                 digest = self.fingerprint(trial.overrides, trial.script_args)
                 self._by_digest.setdefault(digest, trial.id)
         self._indexed = len(self._run.trials)

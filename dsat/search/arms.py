@@ -177,7 +177,7 @@ class Arms:
         outcomes = [each.outcome for each in observations if each.outcome is not None]
         limits = [each.most_samples for each in outcomes if each.most_samples is not None]
         self._most_samples: float = min(limits, default=math.inf)
-        self._largest = math.inf  # that ran with any settings
+        self._largest = math.inf  # that ran with any settings, while more samples are faster
         if problem.ramp:
             self._limit_growth(observations)
         for position, observation in enumerate(filter(_is_inside, observations)):
@@ -205,6 +205,7 @@ class Arms:
                 grown = rates[large][0] - rates[small][0] + rates[large][1]
                 if octaves >= 1 and grown < _WORTH_DOUBLING * octaves:
                     self._most_samples = min(self._most_samples, _BEYOND * large)
+                    self._largest = math.inf  # no steps from there
 
     def _observe(self, position: int, observation: Observation) -> None:
         point, outcome = observation.point, observation.outcome

@@ -117,10 +117,6 @@ class Costs(Protocol):
     def are_unaffordable(self, step_s: Any) -> Any:
         """Return which trials cost more than a verdict may take, by the seconds of their steps."""
 
-    @property
-    def longest_step_s(self) -> float:
-        """Seconds of the longest step with which a trial keeps to the time limit."""
-
     def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
         """Return a lower bound of the seconds of a step; 0 if nothing is known."""
 

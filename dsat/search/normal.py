@@ -14,14 +14,7 @@ _REACH = 30.0  # math.erfc is exact up to here; beyond, the exponent dominates
 _Z = np.linspace(-_REACH, 10.0, 8001)
 _PDF = np.exp(-(_Z**2) / 2) / math.sqrt(2 * math.pi)
 _CDF = np.array([math.erfc(-z / math.sqrt(2)) / 2 for z in _Z])
-_LOG_CDF = np.log(_CDF)
 _LOG_GAIN = np.log(_Z * _CDF + _PDF)
-
-
-def log_cdf(z: Array) -> Array:
-    """The logarithm of the probability to lie below `z`."""
-    logarithm: Array = np.interp(z, _Z, _LOG_CDF) + _beyond(z)
-    return logarithm
 
 
 def log_expected_gain(mean: Array, sd: Array) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dsat.command import ds_config, switches
 from dsat.run.run import Run, own_switches
+from dsat.run.strategies import keeps_micro_batch
 from dsat.space.overrides import GATHER
 from dsat.values.trial import Trial
 from dsat.values.zero_strategy import of_config
@@ -20,6 +21,12 @@ def advise_batch(run: Run) -> list[str]:
             f"Micro batch: not searched, because the script feeds {fixed.fixed_batch} samples "
             "whatever the configuration says. Add --arg-mapping "
             f"train_micro_batch_size_per_gpu={flag}."
+        ]
+    if any(keeps_micro_batch(plan, outcome) for outcome in run.outcomes.values()):
+        return [
+            f"Micro batch: not searched, because the loss compares its {own.micro_batch} samples "
+            "with each other, so another one changes the training. --train-batch-size any "
+            "searches others."
         ]
     if plan.train_batch_size is None or not own.micro_batch == own.gas == 1:
         return []

@@ -42,8 +42,8 @@ class LiveView(Observer):
         self._folder, self._trials = folder, trials
 
     @property
-    def shows_trials(self) -> bool:
-        """Whether the live table of trials is shown."""
+    def is_live(self) -> bool:
+        """Whether a table is shown while something runs, such as the trials of a search."""
         return self._live is not None
 
     def __enter__(self) -> LiveView:

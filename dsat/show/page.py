@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from dsat.run.run import Run
 from dsat.show import plots
 from dsat.show.differences import differences
+from dsat.show.past_runs import TRIALS_FOLDER
 from dsat.show.view import RunView
 from dsat.values import format as fmt
 from dsat.values.files import cache_folder, write_atomically, write_cache
@@ -25,41 +25,36 @@ PAGE_FILE = "report.html"
 _VEGA_LITE = "6.1"
 
 
-def write_page(run: Run, folder: Path, trials: Path, train_line: str) -> None:
+def write_page(view: RunView, folder: Path, train_line: str) -> None:
     """Write the page into a run's folder.
 
     Args:
-        trials: where trials have their folders.
         train_line: the command that trains with the best configuration.
     """
-    try:
-        link = trials.resolve().relative_to(folder.resolve()).as_posix()
-    except ValueError:
-        link = trials.resolve().as_posix()
-    write_atomically(folder / PAGE_FILE, html(run, link, train_line))
+    write_atomically(folder / PAGE_FILE, html(view, TRIALS_FOLDER, train_line))
 
 
-def html(run: Run, folders: str, train_line: str) -> str:
+def html(view: RunView, folders: str, train_line: str) -> str:
     """Return the page's text.
 
     Args:
         folders: where trials have their folders, relative to the page; empty for no links to them.
         train_line: the command that trains with the best configuration.
     """
-    return render("page.html", watch="", **parts(run, folders, train_line))
+    return render("page.html", watch="", **parts(view, folders, train_line))
 
 
-def watch_html(run: Run, folder: str) -> str:
+def watch_html(view: RunView, folder: str) -> str:
     """Return the page of `dsat watch`, which fetches `watch_parts`."""
     script = template("watch.js")
-    return render("page.html", view=RunView.build(run), folder=folder, watch=script, plots=[])
+    return render("page.html", view=view, folder=folder, watch=script, plots=[])
 
 
-def watch_parts(run: Run, train_line: str) -> dict[str, Any]:
+def watch_parts(view: RunView, train_line: str) -> dict[str, Any]:
     """Return the report without its page: `html`, and `specs` of its plots."""
-    if not run.trials:
+    if not view.trials:
         return {"html": "<p>No trial has begun.</p>", "specs": []}
-    values = parts(run, "", train_line)
+    values = parts(view, "", train_line)
     specs = [plot["spec"] for plot in values["plots"]]
     return {"html": render("body.html", **values), "specs": specs}
 
@@ -88,9 +83,8 @@ def _compiled(which: str) -> Any:
     return environment.get_template(which)
 
 
-def parts(run: Run, folders: str, train_line: str) -> dict[str, Any]:
+def parts(view: RunView, folders: str, train_line: str) -> dict[str, Any]:
     """Return the values of the page's templates; see `html`."""
-    view = RunView.build(run)
     best = view.best and view.best.trial
     return {
         "view": view,

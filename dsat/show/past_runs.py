@@ -15,6 +15,8 @@ from dsat.run.journal import FILE_NAME, RUNS_FOLDER
 from dsat.run.run import Run
 from dsat.show.summary import BEST_CONFIG_FILE, SUMMARY_FILE
 
+TRIALS_FOLDER = "trials"  # of a run's folder
+
 
 @dataclass(frozen=True)
 class PastRun:
@@ -33,7 +35,7 @@ class PastRun:
     @property
     def trials(self) -> Path:
         """Folder of its trials."""
-        below = self.folder / "trials"
+        below = self.folder / TRIALS_FOLDER
         return below if below.is_dir() else self.folder
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dsat.run.run import Run
 from dsat.show.view import RunView
 from dsat.values.files import write_atomically
 
@@ -14,19 +13,19 @@ BEST_METRICS_FILE = "best_ds_metrics.json"
 SUMMARY_FILE = "summary.md"
 
 
-def write_files(run: Run, folder: Path, train_line: str | None) -> None:
+def write_files(view: RunView, folder: Path, train_line: str | None) -> None:
     """Write the best configuration, its metrics and `summary.md` into the run's folder."""
-    for name, text in texts(run, train_line).items():
+    for name, text in texts(view, train_line).items():
         write_atomically(folder / name, text)
 
 
-def texts(run: Run, train_line: str | None) -> dict[str, str]:
+def texts(view: RunView, train_line: str | None) -> dict[str, str]:
     """Return the texts of the result files by their names.
 
     Args:
         train_line: a command that trains with the best configuration, if one is known.
     """
-    view, outcome = RunView.build(run), run.best_outcome
+    outcome = view.best_outcome
     found = {}
     if view.best is not None:
         assert outcome is not None and outcome.metrics is not None

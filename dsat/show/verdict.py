@@ -21,7 +21,7 @@ from dsat.show import advice, caveats, step_parts
 from dsat.show.differences import TRAIN_BATCH, differences
 from dsat.show.memory import memory_warning
 from dsat.values import format as fmt
-from dsat.values.outcome import Outcome
+from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
 _MOST_CHANGES = 5
@@ -239,7 +239,9 @@ def _why_no_gain(run: Run) -> str:
         return f"your configuration runs out of memory (stage {first.stage}, micro batch {size})"
     if own is None or own.id not in run.outcomes:
         return "your configuration was not measured"
-    return f"your configuration did not run ({fmt.outcome(run.outcomes[own.id], run.plan.metric)})"
+    ended = run.outcomes[own.id]
+    how = "could not be measured" if ended.kind is OutcomeKind.INVALID else "did not run"
+    return f"your configuration {how} ({fmt.outcome(ended, run.plan.metric)})"
 
 
 def _changed(run: Run, best: Trial) -> str:
@@ -318,7 +320,20 @@ def _batch_advice(run: Run, best: Trial) -> list[str]:
     if best.batch.train_batch_size == own or run.baseline is None:
         return []
     keep = "to keep it, use --train-batch-size own"
-    return [f"Batch: at your global batch of {own}, {_at_own_batch(run, best)}; {keep}."]
+    steps = f"{steps}; " if (steps := _steps_per_epoch(run, best)) else ""
+    return [f"Batch: {steps}at your global batch of {own}, {_at_own_batch(run, best)}; {keep}."]
+
+
+def _steps_per_epoch(run: Run, best: Trial) -> str:
+    """Return `steps per epoch 100 -> 2`; nothing if the data's size is unknown."""
+    counts = []
+    for trial in (run.baseline, best):
+        outcome = None if trial is None else run.outcomes.get(trial.id)
+        if trial is None or outcome is None or outcome.most_samples is None:
+            return ""
+        counts.append(outcome.most_samples // trial.batch.micro_batch)
+    before, after = counts
+    return f"steps per epoch {before} -> {after}"
 
 
 def _at_own_batch(run: Run, best: Trial) -> str:

@@ -124,6 +124,7 @@ class RunView:
         info: name, versions and machine, from the journal's first line.
         own_switches: the script's own values of its switches.
         best_value: of the objective; see `run.final_value`.
+        best_outcome: of a typical run of the best.
         facts: what was tuned and measured, where, for how long, and why the run stopped.
         warnings: of all trials, each once.
     """
@@ -137,7 +138,7 @@ class RunView:
     stages: tuple[StageView, ...]
     best: TrialView | None
     best_value: float | None
-    best_config: dict[str, Any] | None
+    best_outcome: Outcome | None
     baseline: TrialView | None
     gain: GainView
     verdict: Verdict
@@ -163,7 +164,7 @@ class RunView:
             stages=tuple(_stages(run.plan, list(trials.values()))),
             best=None if best is None else trials[best.id],
             best_value=run.best_value,
-            best_config=best_config(run),
+            best_outcome=run.best_outcome,
             baseline=None if own is None else trials[own.id],
             gain=GainView.build(run),
             verdict=verdict(run),
@@ -175,6 +176,11 @@ class RunView:
     def title(self) -> str:
         """`my-model: asha search`."""
         return f"{self.info.get('name', 'dsat')}: {self.plan.method} search"
+
+    @property
+    def best_config(self) -> dict[str, Any] | None:
+        """The best configuration, as `deepspeed.initialize` takes it."""
+        return None if self.best is None else self.plan.config(self.best.trial.overrides)
 
     @property
     def profile(self) -> ModelProfile | None:
@@ -254,13 +260,6 @@ class RunView:
             "trials": [view.to_json() for view in self.trials],
             "warnings": list(self.warnings),
         }
-
-
-def best_config(run: Run) -> dict[str, Any] | None:
-    """Return the best configuration, as `deepspeed.initialize` takes it."""
-    if run.best is None:
-        return None
-    return run.plan.config(run.best.overrides)
 
 
 def _stages(plan: Plan, views: list[TrialView]) -> Iterator[StageView]:

@@ -16,6 +16,7 @@ from dsat.run.folder_lock import is_locked
 from dsat.run.journal import FILE_NAME
 from dsat.show import page, past_runs, progress
 from dsat.show.past_runs import PastRun
+from dsat.show.view import RunView
 
 LOOPBACK = "127.0.0.1"
 _HOSTS = (LOOPBACK, "localhost")  # other names may be DNS rebinding by a web page
@@ -72,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if url.path == "/":
                 past = _load(self.server.folder, _version(self.server.folder))
-                self._send(200, _HTML, page.watch_html(past.run, str(past.folder)))
+                self._send(200, _HTML, page.watch_html(RunView.build(past.run), str(past.folder)))
             elif url.path == "/state":
                 known = parse_qs(url.query).get("version", [""])[0]
                 self._send(200, _JSON, json.dumps(_state(self.server.folder, known)))
@@ -97,7 +98,8 @@ def _state(folder: Path, known: str) -> dict[str, Any]:
     found = {"status": _status_line(past, status), "version": str(version)}
     if known == found["version"]:
         return found
-    return {**found, **page.watch_parts(past.run, "" if status is None else status.train_line)}
+    train_line = "" if status is None else status.train_line
+    return {**found, **page.watch_parts(RunView.build(past.run), train_line)}
 
 
 def _status_line(past: PastRun, status: progress.Status | None) -> str:

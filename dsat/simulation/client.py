@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import select
-import socket
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +15,6 @@ from dsat.memory.estimate import MOST_TOKENS, MemoryEstimate
 from dsat.memory.facts import ModelFacts
 from dsat.simulation import protocol
 from dsat.simulation.protocol import Question, ScriptFacts
-from dsat.values.files import folder_for_sockets
 from dsat.values.step_trace import ModelTrace, StepTrace
 
 # Large enough for activations, and not gradients, to decide the peak of the backward pass: samples
@@ -27,16 +22,15 @@ from dsat.values.step_trace import ModelTrace, StepTrace
 _MICRO_BATCHES_FOR_SLOPES, _TOKENS_FOR_SLOPES = (256, 512), MOST_TOKENS // 2
 # Sections that a model's own passes depend on; "auto" in them is the script's to decide.
 _OF_ACTIVATIONS = ("bf16", "bfloat16", "fp16", "torch_autocast", "activation_checkpointing")
-# Errors about functions and fields that another version of torch or DeepSpeed lacks.
-_OF_ANOTHER_VERSION = ("AttributeError", "ImportError", "ModuleNotFoundError", "TypeError")
 _DEPENDS_ON_DATA = "DynamicOutputShapeException"  # torch._subclasses.fake_tensor
+_POLL_S = 0.05
 _PATIENCE_S = 10.0  # beyond the limit at which the server itself ends a simulation
 
 
 class SimulationHost(Protocol):
     """An engine that can run the user's script for simulations."""
 
-    def start_simulation_server(self, address: Path, script_args: Mapping[str, Any]) -> Path: ...
+    def start_simulation_server(self, messages: Path, script_args: Mapping[str, Any]) -> Path: ...
 
     def has_simulation_server(self) -> bool: ...
 
@@ -71,8 +65,6 @@ class Simulator:
     """
 
     script: ScriptFacts
-    _socket: socket.socket
-    _receiver: protocol.Receiver
 
     def __init__(
         self,
@@ -91,21 +83,42 @@ class Simulator:
         most = 0 if as_cpu else closed_form.MATMUL_WORKSPACE_BYTES
         self._workspace_bytes = most if workspace_bytes is None else workspace_bytes
         self._model_switches = model_switches or {}
-        self._problem = ""
+        self._problem, self._number = "", 0
+        self._folder, self._stack = Path(), contextlib.ExitStack()
 
     def __enter__(self) -> Simulator:
-        try:
-            self._socket = _connect(self._engine, self._script_args, self._timeout_s)
-            self._receiver = protocol.Receiver(self._socket)
-            self.script = ScriptFacts(**self._receive())
-        except BaseException:
-            self._engine.stop_simulation_server()
-            raise
+        with self._stack as stack:
+            temporary = tempfile.TemporaryDirectory(prefix="dsat-", ignore_cleanup_errors=True)
+            self._folder = Path(stack.enter_context(temporary))
+            stack.callback(self._engine.stop_simulation_server)
+            self.script = self._start()
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close()
-        self._engine.stop_simulation_server()
+        self._stack.close()
+
+    def _start(self) -> ScriptFacts:
+        """Run the script up to its first training step, and return its facts."""
+        failure = self._engine.start_simulation_server(self._folder, self._script_args)
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            is_running = self._engine.has_simulation_server()  # before a look at what it wrote
+            facts = protocol.receive(self._folder / protocol.SCRIPT_FILE)
+            if facts is not None:
+                return ScriptFacts(**facts)
+            if failure.exists():
+                message = json.loads(failure.read_text(encoding="utf-8"))["message"]
+                raise SimulationUnavailable(message)
+            if not is_running:
+                raise SimulationUnavailable(
+                    "the script's process died before its first step, without a word"
+                )
+            if time.monotonic() > deadline:
+                raise SimulationUnavailable(
+                    f"the script did not reach its first step within {self._timeout_s:g} s"
+                )
+            time.sleep(_POLL_S)
 
     def estimates(self, questions: Sequence[Question]) -> list[MemoryEstimate | str]:
         """Simulate configurations side by side.
@@ -204,35 +217,37 @@ class Simulator:
                 for answer in self._exchange(questions):
                     waiting.remove(int(answer["number"]))
                     yield answer
-            except OSError as error:
-                self._problem = f"the script has ended: {error}"
             except SimulationUnavailable as error:
                 self._problem = str(error)
         for number in waiting:
             yield {"failed": self._problem, "number": number}
 
     def _exchange(self, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
-        """Send questions, and yield their answers in any order.
-
-        The server reads no further question while it simulates as many as it has processors, and a
-        simulation ends once its answer is read: neither side may wait for the other.
-        """
-        packets = deque(
-            packet
-            for number, question in enumerate(questions)
-            for packet in protocol.split(self._request(question, number), sender=0)
-        )
-        left = len(questions)
-        while left:
-            writing = [self._socket] if packets else []
-            ready, writable, _ = select.select([self._socket], writing, [], self._patience_s)
-            if ready:
-                left -= 1
-                yield self._receive()
-            elif writable:
-                self._socket.send(packets.popleft())
-            else:
-                raise SimulationUnavailable("no answer from the script: timed out")
+        """Send questions, and yield their answers in any order."""
+        first, self._number = self._number, self._number + len(questions)
+        waiting = list(range(first, self._number))
+        for number, question in zip(waiting, questions, strict=True):
+            path = self._folder / protocol.question_file(number)
+            protocol.send(path, self._request(question, number))
+        patience_s = protocol.WALL_FACTOR * self._timeout_s + _PATIENCE_S
+        deadline = time.monotonic() + patience_s
+        try:
+            while waiting:
+                is_running = self._engine.has_simulation_server()
+                for number in list(waiting):
+                    answer = protocol.receive(self._folder / protocol.answer_file(number))
+                    if answer is not None:
+                        deadline = time.monotonic() + patience_s
+                        waiting.remove(number)
+                        yield _with_reason({**answer, "number": number - first})
+                if waiting and not is_running:
+                    raise SimulationUnavailable("the script has ended")
+                if time.monotonic() > deadline:
+                    raise SimulationUnavailable("no answer from the script: timed out")
+                time.sleep(_POLL_S if waiting else 0.0)
+        finally:  # what nobody waits for any more
+            for number in waiting:
+                (self._folder / protocol.question_file(number)).unlink(missing_ok=True)
 
     def _request(self, question: Question, number: int) -> dict[str, Any]:
         whole = question._replace(
@@ -242,59 +257,10 @@ class Simulator:
         )
         return {**whole._asdict(), "number": number, "timeout_s": self._timeout_s}
 
-    @property
-    def _patience_s(self) -> float:
-        return protocol.WALL_FACTOR * self._timeout_s + _PATIENCE_S
 
-    def _receive(self) -> dict[str, Any]:
-        self._socket.settimeout(self._patience_s)
-        try:
-            answer = self._receiver.receive()
-        except OSError as error:
-            raise SimulationUnavailable(f"no answer from the script: {error}") from error
-        if answer is None:
-            raise SimulationUnavailable("the script has ended")
-        if "failed" in answer:
-            answer["failed"] = _explained(answer["failed"])
-        return answer
-
-
-def _explained(message: str) -> str:
-    """Return an error's message with a possible reason."""
-    if _DEPENDS_ON_DATA in message:
-        return f"{message} (shapes depend on data, as those of experts before transformers 5)"
-    if not message.startswith(_OF_ANOTHER_VERSION):
-        return message
-    versions = " and ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    return f"{message} (the simulation may not know {versions})"
-
-
-def _connect(
-    engine: SimulationHost, script_args: Mapping[str, Any], timeout_s: float
-) -> socket.socket:
-    with contextlib.ExitStack() as stack:
-        try:
-            temporary = tempfile.TemporaryDirectory(prefix="dsat-", dir=folder_for_sockets())
-            address = Path(stack.enter_context(temporary)) / "s"
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX, protocol.SOCKET_TYPE))
-            listener.bind(str(address))
-        except OSError as error:
-            raise SimulationUnavailable(f"there is no socket for its answers: {error}") from error
-        listener.listen(1)
-        failure = engine.start_simulation_server(address, script_args)
-        deadline = time.monotonic() + timeout_s
-        while not select.select([listener], [], [], 0.1)[0]:
-            is_running = engine.has_simulation_server()  # before a look at what it wrote
-            if failure.exists():
-                message = json.loads(failure.read_text(encoding="utf-8"))["message"]
-                raise SimulationUnavailable(_explained(message))
-            if not is_running:
-                raise SimulationUnavailable(
-                    "the script's process died before its first step, without a word"
-                )
-            if time.monotonic() > deadline:
-                raise SimulationUnavailable(
-                    f"the script did not reach its first step within {timeout_s:g} s"
-                )
-        connection, _ = listener.accept()
-        return connection
+def _with_reason(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer in which a failure is explained."""
+    failed = str(answer.get("failed", ""))
+    if _DEPENDS_ON_DATA in failed:
+        failed += " (shapes depend on data, as those of experts before transformers 5)"
+    return {**answer, "failed": failed} if failed else answer

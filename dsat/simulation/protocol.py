@@ -1,25 +1,22 @@
-"""Messages between the client of a simulation and its server: JSON objects of any size.
+"""Messages between the client of a simulation and its server: JSON files in a private folder.
 
-The socket keeps packets apart (SOCK_SEQPACKET), but a packet must fit in its buffer. A message is
-therefore sent in parts. Simulations are processes that share one socket, so each part names its
-sender.
+The server writes the facts of its script, the client questions, and each simulation, which is a
+process, its answer.
 """
 
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsat.values import parallelism
+from dsat.values.files import write_atomically
 from dsat.values.parallelism import Parallelism
 
-SOCKET_TYPE = socket.SOCK_SEQPACKET
-# A socket that can be written to takes this much without waiting: Linux calls it writable while
-# three quarters of its buffer (208 KiB by default) are free.
-_PART_BYTES = 2**15
-_MORE, _LAST = b"+", b"."
+SCRIPT_FILE = "script.json"
+QUESTIONS = "question-*.json"
 WALL_FACTOR = 5  # seconds on the clock in which a simulation may use one of its processor time
 
 
@@ -77,44 +74,27 @@ class ScriptFacts(NamedTuple):
     optimizer: Mapping[str, Any] = {}
 
 
-def split(message: Mapping[str, Any], sender: int) -> Iterator[bytes]:
-    """Yield the packets of a message.
-
-    Args:
-        sender: a number that no other process uses on the same socket.
-    """
-    data, head = json.dumps(message).encode(), b"%d " % sender
-    for begin in range(0, len(data), _PART_BYTES):
-        mark = _LAST if begin + _PART_BYTES >= len(data) else _MORE
-        yield head + mark + data[begin : begin + _PART_BYTES]
+def question_file(number: int) -> str:
+    """Return the name of a question's file; names are in the order of questions."""
+    return f"question-{number:06}.json"
 
 
-def send(connection: socket.socket, message: Mapping[str, Any], sender: int) -> None:
-    """Send a message; wait until there is room for all of it."""
-    for packet in split(message, sender):
-        connection.send(packet)
+def answer_file(number: int) -> str:
+    """Return the name of the file with the answer to a question."""
+    return f"answer-{number:06}.json"
 
 
-class Receiver:
-    """Messages that arrive on a socket, put together from their parts."""
+def send(path: Path, message: Mapping[str, Any]) -> None:
+    """Write a message, which a reader sees whole or not at all."""
+    write_atomically(path, json.dumps(message))
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._parts: dict[bytes, list[bytes]] = {}
 
-    def receive(self) -> dict[str, Any] | None:
-        """Return the next message; None if the other side has ended."""
-        while packet := self._connection.recv(2 * _PART_BYTES):
-            if (message := self._add(packet)) is not None:
-                return message
+def receive(path: Path) -> dict[str, Any] | None:
+    """Read a message and remove it; None if it has not come."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
         return None
-
-    def _add(self, packet: bytes) -> dict[str, Any] | None:
-        """Add a part; return its message if that was the last one."""
-        sender, _, rest = packet.partition(b" ")
-        parts = self._parts.setdefault(sender, [])
-        parts.append(rest[1:])
-        if rest[:1] == _MORE:
-            return None
-        message: dict[str, Any] = json.loads(b"".join(self._parts.pop(sender)))
-        return message
+    path.unlink()
+    message: dict[str, Any] = json.loads(text)
+    return message

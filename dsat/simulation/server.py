@@ -1,11 +1,11 @@
 """Simulation server: answers candidates with the model, the batch and the loss of a script.
 
 The script runs as usual, with large parameters that take no memory (`fake_parameters`), until its
-first training step. There the process waits for candidates on a socket, and forks a child for each,
-as many at once as there are processors. The child undoes what the engine did to the model, builds
-DeepSpeed's engine for the candidate on fake tensors, runs an optimizer step, and lets the script go
-on: the last forward pass is the script's call, so the loss is the script's own, which can be half
-of the activations. The child answers and ends when the script calls `engine.backward`, or
+first training step. There the process waits for candidates in a folder, and forks a child for
+each, as many at once as there are processors. The child undoes what the engine did to the model,
+builds DeepSpeed's engine for the candidate on fake tensors, runs an optimizer step, and lets the
+script go on: the last forward pass is the script's call, so the loss is the script's own, which can
+be half of the activations. The child answers and ends when the script calls `engine.backward`, or
 `engine.step` after `loss.backward()`.
 
 The first dimension of a batch identifies it, so the script runs with a micro batch that is an
@@ -15,17 +15,15 @@ data.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
 import math
 import os
 import resource
-import select
 import signal
-import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,26 +44,21 @@ AS_IF_CUDA = "DSAT_AS_IF_CUDA"  # variable: CUDA is said to be available where t
 # Limits of a simulation: part of the memory available at its start, and bytes.
 _PART_OF_AVAILABLE, _MOST_BYTES = 0.5, 8 * 2**30
 _POLL_S = 0.02
+_NO_THREAD = "Resource temporarily unavailable"  # the limit leaves no memory for a thread's stack
 _ANSWERED = 3  # exit status of a child; a script may exit with 0 by itself
-
-
-class ScriptSimulated(SystemExit):
-    """End of the training script, with status 0, when no simulations are wanted any more."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
 
 
 class SimulationServer:
     """Answers to candidates from the script's first training step on.
 
     Args:
-        address: path of the client's listening socket; see `protocol` for the messages.
+        folder: of messages; see `protocol`.
+        on_first_step: called when the script has reached its first training step.
     """
 
-    def __init__(self, address: Path) -> None:
-        self._address = address
-        self._connection = socket.socket(socket.AF_UNIX, protocol.SOCKET_TYPE)
+    def __init__(self, folder: Path, on_first_step: Callable[[], None]) -> None:
+        self._folder = folder
+        self._on_first_step = on_first_step
         self._number: int | None = None  # of the candidate, in a child
         self._fakes: Any = None
         self._limit_bytes = 0
@@ -120,30 +113,31 @@ class SimulationServer:
     # -- candidates
 
     def _serve(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Answer candidates. Returns in a child only, with the engine's outputs."""
+        """Answer candidates until this process is ended. Returns in a child only, with outputs."""
         self._fakes.uninstall()
         self._fakes = None
-        self._connection.connect(str(self._address))
+        self._on_first_step()
         model.keep_integers(args, kwargs)
-        self._send(model.facts(args, kwargs)._asdict())
-        receiver = protocol.Receiver(self._connection)
+        protocol.send(self._folder / protocol.SCRIPT_FILE, model.facts(args, kwargs)._asdict())
         running: dict[int, Mapping[str, Any]] = {}
         capacity = len(host_cores.usable())
         while True:
             self._report_deaths(running)
-            sources = [self._connection] if len(running) < capacity else []
-            if not select.select(sources, [], [], _POLL_S)[0]:
-                continue
-            candidate = receiver.receive()
+            candidate = self._next_candidate() if len(running) < capacity else None
             if candidate is None:
-                break
+                time.sleep(_POLL_S)
+                continue
             child = os.fork()
             if child == 0:
                 return self._simulate(model, candidate, args, kwargs)
             running[child] = candidate
-        for child in running:
-            os.kill(child, signal.SIGKILL)
-        raise ScriptSimulated
+
+    def _next_candidate(self) -> dict[str, Any] | None:
+        """Return the first candidate that waits; None if none does."""
+        for path in sorted(self._folder.glob(protocol.QUESTIONS)):
+            if (candidate := protocol.receive(path)) is not None:
+                return candidate
+        return None
 
     def _report_deaths(self, running: dict[int, Mapping[str, Any]]) -> None:
         """Remove the children that ended, and answer for those that could not."""
@@ -158,11 +152,10 @@ class SimulationServer:
             elif code == -signal.SIGALRM:
                 reason = f"no result after {WALL_FACTOR * candidate['timeout_s']:g} s"
             if code != _ANSWERED:
-                self._send({"failed": reason, "number": candidate["number"]})
+                self._answer(candidate["number"], {"failed": reason})
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # noticed at the next read
-            protocol.send(self._connection, message, sender=os.getpid())
+    def _answer(self, number: int, message: Mapping[str, Any]) -> None:
+        protocol.send(self._folder / protocol.answer_file(number), message)
 
     def _simulate(
         self, model: Any, candidate: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any]
@@ -186,7 +179,8 @@ class SimulationServer:
             return ""
         if type(error).__name__ == "SimulationUnsupported":
             return str(error)
-        if failures.classify(error) in (OutcomeKind.OOM, OutcomeKind.HOST_OOM):
+        is_short = failures.classify(error) in (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
+        if is_short or _NO_THREAD in str(error):
             limit = f"the {readable(self._limit_bytes)} of memory that a simulation may take"
             return f"it needs more than {limit}: {failures.message(error)}"
         has_fakes = self._fakes is not None and self._fakes.fake_bytes
@@ -195,7 +189,8 @@ class SimulationServer:
         return ""
 
     def _end_of_child(self, answer: Mapping[str, Any]) -> NoReturn:
-        self._send({**answer, "number": self._number})
+        assert self._number is not None
+        self._answer(self._number, answer)
         sys.stderr.flush()
         os._exit(_ANSWERED)
 

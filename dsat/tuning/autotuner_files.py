@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 
 from dsat.errors import UserInputError
-from dsat.run.run import Run
 from dsat.show.view import RunView, TrialView
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.table import Table
@@ -23,20 +22,18 @@ SUMMARY_FILE = "summary.txt"
 _HEADINGS = ("tuning_space", "num_experiments", "best_metric_val", "best_exp_name")
 
 
-def write_files(run: Run, results_dir: Path, exps_dir: Path | None, command: str) -> None:
+def write_files(view: RunView, results_dir: Path, exps_dir: Path | None, command: str) -> None:
     """Write the results, and descriptions of the experiments if a folder is given.
 
     Without a successful trial, no configuration and no command are written.
 
     Args:
-        run: to write.
         results_dir, exps_dir: made if they are missing; other files in them are left alone.
         command: shell command that trains with `results_dir / OPTIMAL_CONFIG_FILE`.
 
     Raises:
         UserInputError: a folder cannot be made or written into.
     """
-    view = RunView.build(run)
     files = {results_dir / SUMMARY_FILE: summary_text(view)}
     if view.best_config is not None:
         files[results_dir / OPTIMAL_CONFIG_FILE] = json.dumps(view.best_config, indent=2) + "\n"

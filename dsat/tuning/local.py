@@ -23,6 +23,7 @@ from dsat.run.loop import Observer, drive
 from dsat.run.profile_phase import name_of_trial
 from dsat.run.run import Run
 from dsat.run.tuner import Tuner
+from dsat.show.past_runs import TRIALS_FOLDER
 from dsat.show.progress import Status
 from dsat.simulation import anchors
 from dsat.tuning import run_folders, train_command
@@ -75,7 +76,7 @@ class LocalSearch:
     @property
     def trials(self) -> Path:
         """Folder of the trials' folders."""
-        return self.folder / run_folders.TRIALS
+        return self.folder / TRIALS_FOLDER
 
     def search(self, *observers: Observer) -> None:
         """Run the remaining trials and log messages; Ctrl-C ends the trials and the search."""
@@ -198,7 +199,7 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
             settings.trial_options(ready.plan.own_batch.micro_batch),
             cold=settings.cold,
             seed=settings.seed,
-            trials=folder / run_folders.TRIALS,
+            trials=folder / TRIALS_FOLDER,
         ),
         slots_per_trial=ready.plan.slots_per_trial,
         own=ready.first,

@@ -13,7 +13,8 @@ from dsat.run.run import Run
 from dsat.show import page, summary
 from dsat.show.log_lines import Narrator
 from dsat.show.progress import Status
-from dsat.tuning import autotuner_files, run_folders, train_command
+from dsat.show.view import RunView
+from dsat.tuning import autotuner_files, train_command
 from dsat.tuning.preparation import Prepared
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -70,14 +71,14 @@ class FileKeeper(Observer):
 
 def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:
     """Write the result files."""
-    line = train_command.line(ready, run, folder)
-    summary.write_files(run, folder, line)
+    view, line = RunView.build(run), train_command.line(ready, run, folder)
+    summary.write_files(view, folder, line)
     train_command.write_own_files(ready, run, folder)
     if with_page:
-        page.write_page(run, folder, folder / run_folders.TRIALS, line)
+        page.write_page(view, folder, line)
     section = ready.section
     if section is not None:
         results = section.results_dir or folder
         best = results / autotuner_files.OPTIMAL_CONFIG_FILE
         command = train_command.text(ready, run, best) or ""
-        autotuner_files.write_files(run, results, section.exps_dir, command)
+        autotuner_files.write_files(view, results, section.exps_dir, command)

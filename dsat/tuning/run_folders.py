@@ -24,7 +24,6 @@ from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import OutcomeKind
 
 _log = logging.getLogger(__name__)
-TRIALS = "trials"  # folder of the trials' folders
 
 
 def of_run(settings: Settings, name: str, locks: ExitStack) -> Path:

@@ -7,7 +7,6 @@ import glob
 import hashlib
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,6 @@ from typing import TextIO
 
 # A run's files may contain passwords passed to its scripts.
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
-# The path of a socket has at most 107 bytes (unix(7)), including its folder and name.
-_LONGEST_FOR_SOCKETS = 107 - len("/dsat-12345678/s")
 
 
 def cache_folder(name: str) -> Path:
@@ -29,12 +26,6 @@ def home() -> Path:
     """Return the user's home folder; the root, as in containers, for a user without one."""
     found = os.path.expanduser("~")
     return Path(found if os.path.isabs(found) else "/")
-
-
-def folder_for_sockets() -> str:
-    """Return the temporary folder, or `/tmp` if its path is too long for a socket."""
-    usual = tempfile.gettempdir()
-    return usual if len(os.fsencode(usual)) <= _LONGEST_FOR_SOCKETS else "/tmp"  # noqa: S108
 
 
 def sync_folder(folder: Path) -> None:

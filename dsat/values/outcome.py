@@ -236,6 +236,7 @@ class TrainingCurve:
         precision: the coarsest number format in use, one of `PRECISIONS`; empty if unknown.
         facts: about these steps; None in older journals.
         gradient_norm: of the first step, over all parameters, before clipping; None if unknown.
+        compares_samples: the first loss is over pairs of samples, so it depends on the micro batch.
     """
 
     steps: tuple[int, ...] = ()
@@ -244,6 +245,7 @@ class TrainingCurve:
     precision: str = ""
     facts: StepFacts | None = None
     gradient_norm: float | None = None
+    compares_samples: bool = False
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,6 @@ class Accounts:
     def task_session(self, name: str) -> str:
         return _token_in(self._tasks, name)
 
-    def end_all_sessions(self) -> None:
-        """Make every user's cached token invalid, as after a week."""
-        self._sessions.clear()
-
     def user_of(self, headers: Mapping[str, str]) -> str:
         """Return the sender of a request.
 

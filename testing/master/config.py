@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
-from testing.master.errors import invalid
 
 Json = dict[str, Any]
-_KINDS = ("int", "double", "log", "const", "categorical")
 
 
 def complete(text: str, checkpoints: str) -> Json:
@@ -20,25 +16,8 @@ def complete(text: str, checkpoints: str) -> Json:
     Args:
         text: The configuration in yaml.
         checkpoints: The cluster's folder for checkpoints.
-
-    Raises:
-        ApiError: Something that is required is missing.
     """
-    try:
-        user = YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
-        raise invalid(f"invalid experiment configuration: {error}") from error
-    if not isinstance(user, dict):
-        raise invalid("invalid experiment configuration: it is not a mapping")
-    for key in ("entrypoint", "searcher"):
-        if key not in user:
-            raise invalid(f"invalid experiment configuration: {key} is a required property")
-    searcher = user["searcher"]
-    if searcher.get("name") not in ("single", "custom"):
-        raise invalid(f"invalid experiment configuration: searcher {searcher.get('name')!r}")
-    for key in ("metric", *(["max_length"] if searcher["name"] == "single" else [])):
-        if key not in searcher:
-            raise invalid(f"invalid experiment configuration: searcher.{key} is required")
+    user = YAML(typ="safe", pure=True).load(text)
     config = _merged(_defaults(), user)
     kept = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
     storage = user.get("checkpoint_storage") or {"type": "shared_fs", "host_path": checkpoints}
@@ -61,14 +40,7 @@ def point_of(hyperparameters: Mapping[str, Any]) -> Json:
 def _normalized(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return {"type": "const", "val": value}
-    if "type" not in value:
-        return normalized(value)
-    if value["type"] not in _KINDS:
-        raise invalid(
-            'invalid experiment configuration: if a hyperparameter object\'s ["type"] is set, it '
-            f"must be one of {', '.join(_KINDS)}"
-        )
-    return dict(value)
+    return dict(value) if "type" in value else normalized(value)
 
 
 def _first(value: Any) -> Any:

@@ -85,21 +85,6 @@ def accepted(master: Master, request: Request) -> Answer:
     return {}
 
 
-def best_validation(master: Master, request: Request) -> Answer:
-    """The best value of the searcher's metric so far."""
-    experiment = master.cluster.experiment(request.id())
-    searcher = experiment.config["searcher"]
-    values = [
-        report["metrics"][searcher["metric"]]
-        for trial in experiment.all_trials.values()
-        for report in master.cluster.metrics.get(trial.id, [])
-        if report["group"] == "validation" and searcher["metric"] in report["metrics"]
-    ]
-    if not values:
-        raise not_found("no validations for experiment")
-    return {"metric": min(values) if searcher["smaller_is_better"] else max(values)}
-
-
 def _searched(master: Master, request: Request) -> Trial:
     """The trial of a request about its search.
 
@@ -127,9 +112,4 @@ ROUTES = [
     Route("POST", "/api/v1/trials/{id}/early_exit", early_exit),
     Route("POST", "/api/v1/trials/{id}/runner/metadata", accepted),
     Route("POST", "/api/v1/checkpoints", report_checkpoint),
-    Route(
-        "GET",
-        "/api/v1/experiments/{id}/searcher/best_searcher_validation_metric",
-        best_validation,
-    ),
 ]

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from benchmarks import common, native, picture, replay, results, winners_curse
-from benchmarks.common import Bar
+from benchmarks import native, replay, winners_curse
 from benchmarks.native import Tuned
-from benchmarks.peers import PEERS
 from benchmarks.replay import Episode, Summary
-from benchmarks.results import Part
 from benchmarks.winners_curse import Result, Row
 from tests.benchmarks.conftest import config_of
 
@@ -23,20 +16,6 @@ def _episode(tuner: str, *values: float | None, seed: int = 0, oom: int = 0) -> 
     best = max(value for value in values if value is not None)
     slot_s = 10.0 * len(values)
     return Episode("made-up", tuner, seed, values, values, best, oom, 4, slot_s, 8.0)
-
-
-def test_summaries_count_trials_from_one() -> None:
-    episodes = [
-        _episode("dsat model", None, 0.5, 0.96, 0.995),
-        _episode("dsat model", None, 0.9, None, 0.94, seed=1, oom=2),
-        _episode("dsat model", None, 0.99, seed=2, oom=1),
-    ]
-    [summary] = replay.summaries(episodes)
-    found = ["99.0% (94.0%)"] * 5
-    rest = ["3 (-)", "4 (-)", "2/3", "1 (2)", "4", "4", "40", "8"]
-    assert summary.cells() == ["dsat model", *found, *rest]
-    assert len(summary.cells()) == len(replay.HEADINGS)
-    assert picture.medians(episodes)[:4] == [0.0, 0.9, 0.96, 0.99]
 
 
 def _met(*more: Summary) -> dict[str, bool]:
@@ -97,32 +76,3 @@ def test_the_native_autotuner_is_compared_by_wall_time_and_by_one_stopwatch() ->
     for wall_s, throughput, met in ((32.0, 3.0, True), (16.0, 3.2, False)):
         theirs = Tuned("deepspeed", wall_s, 8, config, (throughput,))
         assert [bar.met for bar in native.bars(16, ours, theirs)] == [met, met]
-
-
-def test_a_part_replaces_its_section_and_its_bars(capsys: pytest.CaptureFixture[str]) -> None:
-    common.print_head("a", "b", numbers=["b"])
-    common.print_row("one", 2)
-    common.print_bars([Bar("fast", "3 s", False), Bar("new", "1", True)])
-    about = {"machine": "2 CPU cores", "host": "2 cores", "date": "today", "torch": "2.0"}
-    section = results.section(Part("Replay", ()), capsys.readouterr().out, about, 61.0)
-    before = (
-        f"# Benchmarks\n\n## Bars\n\n{common.BARS_HEAD}\n| fast | 1 s | met |\n| other | 2 | met |"
-        "\n\n## Replay\n\nold\n\n## Other\n\nkept\n"
-    )
-    assert results.entered(before, "Replay", section) == (
-        f"# Benchmarks\n\n## Bars\n\n{common.BARS_HEAD}\n| fast | 3 s | **missed** |\n"
-        "| other | 2 | met |\n| new | 1 | met |\n\n## Replay\n\n"
-        "today, 2 CPU cores; 2 cores; torch 2.0; took 1 min 01 s.\n\n"
-        "| a | b |\n|---|---:|\n| one | 2 |\n\n## Other\n\nkept\n"
-    )
-    report = results.REPORT.read_text(encoding="utf-8")
-    titles = {results.BARS, *(part.title for part in results.PARTS.values())}
-    assert titles.issuperset(re.findall(r"^## (.*)$", report, flags=re.MULTILINE))
-
-
-@pytest.mark.slow
-def test_all_tuners_are_drawn(tmp_path: Path) -> None:
-    episodes = [_episode(name, None, 0.5, 1.0, seed=seed) for name in PEERS for seed in range(2)]
-    picture.draw(episodes, tmp_path / "one.svg")
-    drawn = (tmp_path / "one.svg").read_bytes()
-    assert b"made-up" in drawn and len(drawn) < 150_000

@@ -53,7 +53,7 @@ def test_every_kind_of_script_is_estimated(
     if example == "hf_trainer":  # whose own arguments ask for fp32
         own = folder / "ds_config.json"
         own.write_text(json.dumps({**json.loads(own.read_text()), "bf16": {"enabled": "auto"}}))
-    options = ["--slots", 1, 8, "--slot-memory", "1GiB", "16GiB", "--json"]
+    options = ["--slots", 1, 8, "--slot-memory", "1GiB", "16GiB", "--json", "--formula"]
     done = estimate(*options, *words, cwd=folder, cache=cache)
     assert done.status == 0, done
     told = json.loads(done.out)

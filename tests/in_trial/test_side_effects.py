@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from dsat.in_trial.adapters.user_files import UserFiles
 from testing.scripts import Scripts
 
 pytestmark = pytest.mark.slow
@@ -241,3 +243,18 @@ def test_a_run_in_full_length_changes_what_its_script_changes(scripts: Scripts, 
     assert ended.outcome.ok, ended.log
     assert not (out / "checkpoint-1").exists()
     assert (out / "best.pt").read_bytes() != b"old"
+
+
+def test_folders_that_a_trial_leaves_empty_are_removed(tmp_path: Path) -> None:
+    trial = tmp_path / "trial"
+    trial.mkdir()
+    files = UserFiles(trial)
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".test-") as name:
+        user = Path(name)
+        for each in ("outputs", "outputs/run", "outputs/run/logs", "kept", "older"):
+            (user / each).mkdir()
+            if each != "older":
+                files.note_created(user / each)
+        (user / "kept" / "file").touch()
+        files.remove_empty()
+        assert sorted(path.name for path in user.iterdir()) == ["kept", "older"]

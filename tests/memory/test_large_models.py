@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dsat.memory import SIMULATED
 from dsat.values.zero_strategy import Strategy
 from tests.conftest import ROOT
 
@@ -32,7 +33,7 @@ LLAMA_7B = {
 def test_llama_7b_is_not_built(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_7B))
-    options = ["--slot-memory", "80GiB", "--slots", "1", "8", "64", "--json"]
+    options = ["--slot-memory", "80GiB", "--slots", "1", "--json"]
     target = ["--model", "model", "--seq-length", "2048"]
     words = [sys.executable, "-m", "dsat", "estimate", *options, *target]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -43,9 +44,7 @@ def test_llama_7b_is_not_built(tmp_path: Path) -> None:
     assert status == 0
     assert usage.ru_maxrss < 2 * 2**20  # KiB, of the largest of all its processes
     assert found["model"]["num_params"] == 6_738_415_616
-    peaks = {(x["strategy"], x["slots"]): x["peak_bytes"] for x in found["lines"]}
-    assert len(peaks) == 7 * 3
+    assert [line["memory"]["source"] for line in found["lines"]] == [SIMULATED] * 7
+    peaks = {line["strategy"]: line["peak_bytes"] for line in found["lines"]}
     # Alone on its slot, stage 3 holds 18 bytes of state for each parameter, and activations.
-    stage_3 = [peaks[Strategy(3).name, slots] for slots in (1, 8, 64)]
-    assert stage_3[0] > 16 * 6.7e9
-    assert stage_3 == sorted(stage_3, reverse=True)
+    assert 16 * 6.7e9 < peaks[Strategy(3).name] < 24 * 6.7e9

@@ -168,3 +168,24 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
     after = there.step_time(own, 16, 4, 1)
     assert after.seconds == pytest.approx(before.seconds, rel=0.1)
     assert after.parts["communication"] == pytest.approx(before.parts["communication"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("base", "length", "batches"),
+    [
+        ({"train_batch_size": 96}, 2048, (96, 96)),
+        ({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}, 2048, (48, 96)),
+        ({}, 2048, (64, 128)),
+        ({}, 3000, (64, 128)),
+        ({}, 20_000, (8, 16)),
+    ],
+)
+def test_all_strategies_have_the_same_global_batch(
+    base: dict[str, Any], length: int, batches: tuple[int, int]
+) -> None:
+    """16,384 tokens are 8 samples of 2,048, and 5.5 of 3,000: the next power of two is 8."""
+    step = StepTrace((), (), 1, 1, 1, 1.0)
+    facts = ModelFacts(1, 1, 1, 0.0, 0.0, 0.0)
+    traced = Traced(base, facts, ModelTrace(step, step), {}, {}, length)
+    assert (traced.global_batch(8), traced.global_batch(16)) == batches
+    assert {m * traced.gas(8, m) for m in range(1, 100) if traced.gas(8, m)} == {batches[0] / 8}

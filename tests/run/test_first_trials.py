@@ -105,3 +105,22 @@ def test_every_trial_knows_the_switches_and_what_there_is_to_beat(tmp_path: Path
             assert event["trial"]["flops_per_sample"] == user.world.model.flops_per_sample
         elif event["event"] == "finished":
             best = max(best, (event["outcome"]["metrics"] or {"throughput": 0.0})["throughput"])
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "searched"),
+    [
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, (), {4}),
+        ({"train_micro_batch_size_per_gpu": 4}, ("--train-batch-size", "any"), None),
+    ],
+)
+def test_a_loss_over_pairs_of_samples_keeps_the_micro_batch(
+    own: dict[str, int], options: tuple[str, ...], searched: set[int] | None, tmp_path: Path
+) -> None:
+    user = User(tmp_path, World(slots=2, compares_samples=True))
+    user.has(own)
+    told = user.tunes("--max-trials", 10, "--finals", 0, *options)
+    begun = [event["trial"] for event in user.events() if event["event"] == "proposed"]
+    tried = {trial["batch"]["micro_batch"] for trial in begun}
+    assert told.status == 0 and len(begun) > 2
+    assert tried == searched if searched else len(tried) > 1

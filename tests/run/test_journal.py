@@ -8,15 +8,12 @@ import os
 import random
 import resource
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsat.errors import JournalError, JournalLocked
+from dsat.errors import JournalError
 from dsat.run.journal import SCHEMA_VERSION, Journal, read_events
 from dsat.values.files import write_atomically, written_atomically
 from testing.scenarios import User
@@ -84,7 +81,7 @@ def test_a_damaged_line_is_named_and_nothing_is_cut_off(path: Path, damage: byte
             read(path)
     assert path.read_bytes() == content
     path.write_bytes(whole)
-    Journal(path).close()  # a failed opening leaves no lock
+    Journal(path).close()
 
 
 @pytest.mark.parametrize("before", [b"", b'{"event":"start","schema":1}\n'])
@@ -134,30 +131,6 @@ def test_a_full_disk_is_named_by_its_file(path: Path) -> None:
             assert found.value.filename == str(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, most))
-
-
-def test_the_lock_ends_with_its_process(path: Path) -> None:
-    code = (
-        "import pathlib, sys\n"
-        "from dsat.run.journal import Journal\n"
-        "journal = Journal(pathlib.Path(sys.argv[1]))\n"
-        "journal.append({'event': 'n'})\n"
-        "print(flush=True)\n"
-        "sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        with pytest.raises(JournalLocked, match="another dsat process"):
-            Journal(path)
-        assert read_events(path) == [{"event": "n"}], "a reader takes no lock"
-        other.send_signal(signal.SIGKILL)
-    with Journal(path) as journal:
-        assert journal.events == [{"event": "n"}]
-        with pytest.raises(JournalLocked):  # in the same process too
-            Journal(path)
 
 
 # -- files that others read

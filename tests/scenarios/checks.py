@@ -13,6 +13,12 @@ METHODS = ("model", "asha", "binary", "random", "gridsearch")
 STAGES = (0, 1, 2, 3)
 
 
+def paired(*values: Any) -> list[tuple[str, Any]]:
+    """Return methods with values: the model with each of them, every other method with one."""
+    others = [(name, values[place % len(values)]) for place, name in enumerate(METHODS[1:])]
+    return [*(("model", value) for value in values), *others]
+
+
 def check_result(user: User, told: Told) -> None:
     """Check what holds of every search that found something."""
     assert told.status == 0, told.err

@@ -10,7 +10,14 @@ import pytest
 
 from testing.scenarios import Told, User
 from testing.world import A100, GIB, Failure, Model, World
-from tests.scenarios.checks import METHODS, best_speed, check_result, micro_batches, of_kind
+from tests.scenarios.checks import (
+    METHODS,
+    best_speed,
+    check_result,
+    micro_batches,
+    of_kind,
+    paired,
+)
 
 TINY = Model(layers=4, hidden=256, tokens=128, vocabulary=1000)
 
@@ -91,23 +98,21 @@ def test_trials_that_only_profile_the_model_count(user: User, failures: int) -> 
 # -- batch sizes
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("config", "options"),
-    [
-        ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 6}, ()),
-        ({"train_micro_batch_size_per_gpu": 3}, ("--train-batch-size", 48)),
-        (
-            {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 4},
-            ("--train-batch-size", "own", "--divisible-by", 3),
-        ),
-    ],
-    ids=["given", "asked for", "own"],
-)
+FIXED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "given": ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 6}, ()),
+    "asked for": ({"train_micro_batch_size_per_gpu": 3}, ("--train-batch-size", 48)),
+    "own": (
+        {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 4},
+        ("--train-batch-size", "own", "--divisible-by", 3),
+    ),
+}
+
+
+@pytest.mark.parametrize(("method", "fixed"), paired(*FIXED))
 def test_a_fixed_global_batch_is_kept_by_every_trial_of_the_search(
-    tmp_path: Path, method: str, config: dict[str, Any], options: tuple[Any, ...]
+    tmp_path: Path, method: str, fixed: str
 ) -> None:
-    world = World(slots=2)
+    world, (config, options) = World(slots=2), FIXED[fixed]
     user, told = tuned(tmp_path, config, "--max-trials", 20, *options, method=method, world=world)
     searched = of_kind(told, "search", "final")
     for row in searched if told.trials[0]["train_batch_size"] == 48 else of_kind(told, "search"):
@@ -130,13 +135,14 @@ def test_any_global_batch_may_be_asked_for(tmp_path: Path, method: str) -> None:
     assert {row["gradient_accumulation_steps"] for row in of_kind(told, "search")} == {2}
 
 
-@pytest.mark.parametrize("method", ["model", "asha", "gridsearch"])
 @pytest.mark.parametrize(
-    ("option", "allowed"),
+    ("method", "option", "allowed"),
     [
-        (("--divisible-by", 6), range(6, 100, 6)),
-        (("--min-micro-batch", 5, "--max-micro-batch", 11), range(5, 12)),
-        (("--max-micro-batch", 9), range(1, 10)),
+        ("model", ("--divisible-by", 6), range(6, 100, 6)),
+        ("asha", ("--divisible-by", 6), range(6, 100, 6)),
+        ("model", ("--min-micro-batch", 5, "--max-micro-batch", 11), range(5, 12)),
+        ("gridsearch", ("--min-micro-batch", 5, "--max-micro-batch", 11), range(5, 12)),
+        ("random", ("--max-micro-batch", 9), range(1, 10)),
     ],
 )
 def test_limits_of_the_micro_batch_hold(
@@ -183,8 +189,7 @@ def test_an_own_batch_outside_of_what_was_asked_for_is_measured_and_replaced(
 # -- memory
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("memory", [12, 40])
+@pytest.mark.parametrize(("method", "memory"), paired(12, 40))
 def test_nothing_is_launched_that_was_predicted_not_to_fit(
     tmp_path: Path, method: str, memory: int
 ) -> None:

@@ -13,10 +13,9 @@ from testing.scenarios import Harm, Told, User
 from testing.world import World
 from tests.scenarios.checks import check_result, micro_batches, of_kind
 
-SEEDS = range(4)
 SIZES = ("--min-micro-batch", 16, "--max-micro-batch", 16, "--train-batch-size", "own")
 FIXED = ("--keep", "all", *SIZES)
-LOOKS = {2, 3, 5, 8, 13}
+LOOKS = {1, 2, 3, 5, 8, 13}
 
 
 def tuned(
@@ -57,8 +56,9 @@ def faster(stage: int, factor: float) -> dict[str, Any]:
 # -- what is recommended
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03, 0.1])
+@pytest.mark.parametrize(
+    ("noise", "seed"), [(0.0, 1), *((sd, seed) for sd in (0.01, 0.03, 0.1) for seed in (1, 2, 3))]
+)
 def test_nothing_worse_than_ones_own_is_recommended(
     tmp_path: Path, noise: float, seed: int
 ) -> None:
@@ -71,8 +71,9 @@ def test_nothing_worse_than_ones_own_is_recommended(
         assert "Keep your configuration" in told.json["verdict"][0]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
+@pytest.mark.parametrize(
+    ("noise", "seed"), [(0.0, 1), *((sd, seed) for sd in (0.01, 0.02) for seed in (1, 2, 3))]
+)
 def test_a_clear_gain_is_recommended_with_an_interval_that_holds_it(
     tmp_path: Path, noise: float, seed: int
 ) -> None:
@@ -245,7 +246,7 @@ def test_a_search_that_goes_on_has_finals_anew(tmp_path: Path) -> None:
     assert names[: len(first.trials)] == [row["name"] for row in first.trials]
     later = told.trials[len(first.trials) :]
     assert {row["kind"] for row in later} == {"search", "final"}
-    assert later[-1]["kind"] == "final" and told.json["finals"]["pairs"] >= 2
+    assert later[-1]["kind"] == "final" and told.json["finals"]["pairs"] >= 1
 
 
 def test_a_search_that_goes_on_after_its_finals_compares_equal_measurements(user: User) -> None:

@@ -19,7 +19,6 @@ from testing.scenarios import Harm, Started, Terminal, Told, User
 METHODS = ("model", "asha", "binary", "random", "gridsearch")
 BUDGET = 10
 # Processes without a cache would each begin with an import of DeepSpeed.
-pytestmark = pytest.mark.usefixtures("unchecked_configurations")
 
 
 def check_whole(user: User, told: Told) -> None:

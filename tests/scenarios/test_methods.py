@@ -10,9 +10,8 @@ import pytest
 
 from testing.scenarios import Told, User
 from testing.world import A100, GIB, World
-from tests.scenarios.checks import METHODS, best_speed, check_result, of_kind
+from tests.scenarios.checks import METHODS, best_speed, check_result, of_kind, paired
 
-WAYS_IN = (False, True)
 WORLDS = {
     "one GPU": World(),
     "eight GPUs": World(slots=8, effects={"overlap_comm=True": 1.03, "z3": 1.1}),
@@ -20,8 +19,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("experiment", WAYS_IN, ids=["command", "experiment"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "experiment"), paired(False, True))
 def test_a_larger_micro_batch_is_recommended(user: User, method: str, experiment: bool) -> None:
     told = user.tunes("--max-trials", 16, method=method, experiment=experiment)
     check_result(user, told)
@@ -32,19 +30,17 @@ def test_a_larger_micro_batch_is_recommended(user: User, method: str, experiment
     assert told.json["gain"] == pytest.approx(truly, rel=0.05)
 
 
-@pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
-@pytest.mark.parametrize("method", METHODS)
-def test_nearly_the_best_of_the_world_is_found(tmp_path: Path, method: str, world: World) -> None:
-    user = User(tmp_path, world)
+@pytest.mark.parametrize(("method", "world"), paired(*WORLDS))
+def test_nearly_the_best_of_the_world_is_found(tmp_path: Path, method: str, world: str) -> None:
+    user = User(tmp_path, WORLDS[world])
     user.has()
     told = user.tunes("--max-trials", 40, "-r", 3, method=method)
     check_result(user, told)
-    reached = user.true_speed(user.best_config()) / best_speed(world)
+    reached = user.true_speed(user.best_config()) / best_speed(user.world)
     assert reached > 0.93
 
 
-@pytest.mark.parametrize("metric", ["latency", "step", "forward"])
-@pytest.mark.parametrize("method", ["model", "asha", "gridsearch"])
+@pytest.mark.parametrize(("method", "metric"), paired("latency", "step", "forward"))
 def test_times_are_made_short_at_a_fixed_global_batch(
     tmp_path: Path, method: str, metric: str
 ) -> None:

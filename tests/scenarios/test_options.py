@@ -13,8 +13,6 @@ from dsat.cli.parser import METHODS, options_of_command
 from testing.scenarios import Told, User
 from testing.world import Finding, World
 
-pytestmark = pytest.mark.usefixtures("unchecked_configurations")
-
 MICRO, GAS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 ALL, ZERO = "train_batch_size", "zero_optimization"
 # Of a cluster, Slurm or Ray, or of what other tests look at.

@@ -11,7 +11,14 @@ import pytest
 
 from testing.scenarios import Told, User
 from testing.world import A100, GIB, GPT_300M, Failure, Model, World
-from tests.scenarios.checks import METHODS, best_speed, check_result, micro_batches, of_kind
+from tests.scenarios.checks import (
+    METHODS,
+    best_speed,
+    check_result,
+    micro_batches,
+    of_kind,
+    paired,
+)
 
 KINDS = ("OOM", "HOST_OOM", "ERROR", "TIMEOUT", "INVALID", "DIVERGED", "CANCELED")
 EVERY_KIND = [("model", kind) for kind in KINDS]
@@ -145,10 +152,7 @@ def test_a_model_that_fits_nowhere_says_what_would_help(tmp_path: Path) -> None:
     assert all(row["outcome"] in ("OOM", "HOST_OOM") for row in told.trials)
 
 
-@pytest.mark.parametrize(
-    ("method", "largest"),
-    [(method, largest) for method in METHODS for largest in (2, 10)],
-)
+@pytest.mark.parametrize(("method", "largest"), paired(2, 10))
 def test_memory_that_ends_earlier_than_predicted_is_found_out(
     tmp_path: Path, method: str, largest: int
 ) -> None:
@@ -171,8 +175,7 @@ def test_a_single_failure_for_other_reasons_costs_one_trial(tmp_path: Path, meth
     assert user.true_speed(user.best_config()) > 0.9 * best_speed(user.world)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("seen", [0.5, 2.0])
+@pytest.mark.parametrize(("method", "seen"), paired(0.5, 2.0))
 def test_wrong_predictions_are_corrected_by_what_trials_use(
     tmp_path: Path, method: str, seen: float
 ) -> None:
@@ -242,8 +245,7 @@ def test_a_search_ends_early_where_everything_fails_for_no_want_of_memory(
     assert (len(told.trials) <= 6) is ends
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("samples", [6, 17])
+@pytest.mark.parametrize(("method", "samples"), paired(6, 17))
 def test_nothing_larger_than_the_data_is_recommended(
     tmp_path: Path, method: str, samples: int
 ) -> None:

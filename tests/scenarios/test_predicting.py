@@ -58,7 +58,7 @@ def lines(told: Told) -> dict[tuple[str, int], dict[str, Any]]:
 def test_states_are_divided_as_zero_divides_them(user: User) -> None:
     """Rajbhandari et al. (2020): 2 + 2 + 12 bytes for each parameter; offloaded, on the host."""
     sizes = ("--slot-memory", "80GiB", "--host-memory", "2TiB", "--seq-length", 128)
-    told = estimate(user, LLAMA_7B, "--slots", 8, 64, *sizes)
+    told = estimate(user, LLAMA_7B, "--formula", "--slots", 8, 64, *sizes)
     found, size = lines(told), 6_738_415_616
     assert told.json["model"]["num_params"] == size, "as published"
     for strategy, divided in (("z1", 12), ("z2", 12), ("z3", 14)):
@@ -79,9 +79,10 @@ def test_options_of_the_model_change_what_it_needs(user: User) -> None:
         line = lines(estimate(user, TINY, "--slots", 1, *words))["z0", 1]
         return int(line["peak_bytes"])
 
-    usual = peak("--seq-length", 256)
-    assert peak("--seq-length", 512) > usual
-    assert usual - peak("--seq-length", 256, "--lora", "r=1") > 12 * 2_000_000, "states"
+    usual = peak("--seq-length", 256, "--formula")
+    assert peak("--seq-length", 512, "--formula") > usual
+    with_lora = peak("--seq-length", 256, "--lora", "r=1", "--formula")
+    assert usual - with_lora > 12 * 2_000_000, "states"
     assert peak("--seq-length", 256, "--dtype", "fp16", "--exact") == pytest.approx(usual, rel=0.3)
 
 
@@ -106,8 +107,10 @@ def test_cards_that_cannot_be_read_are_no_answer(user: User) -> None:
 @pytest.mark.usefixtures("imported")
 def test_the_api_estimates_the_same(user: User) -> None:
     (user.folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
-    shown = user.types("estimate", "--model", ".", "--slots", 8, "--slot-memory", "24GiB")
-    found = dsat.estimate(model=str(user.folder / "config.json"), devices=8, slot_memory=["24GiB"])
+    words = ("--slots", 8, "--slot-memory", "24GiB", "--formula")
+    path = str(user.folder / "config.json")
+    shown = user.types("estimate", "--model", path, *words)
+    found = dsat.estimate(model=path, devices=8, slot_memory=["24GiB"], formula=True)
     assert found.lines and str(found) in shown.out
 
 

@@ -73,11 +73,7 @@ def searched(told: Told) -> dict[str, set[str]]:
         (2, 1, {*OF_SEVERAL, "allgather_bucket_size"}),
         (2, 2, {*OF_SEVERAL, "allgather_bucket_size"}),
         (1, 3, {*ALWAYS, "sub_group_size"}),
-        (
-            8,
-            3,
-            {*OF_SEVERAL, *FETCHING, "sub_group_size", "stage3_use_all_reduce_for_fetch_params"},
-        ),
+        (8, 3, {*OF_SEVERAL, *FETCHING, "sub_group_size"}),
     ],
 )
 def test_the_settings_of_a_stage(
@@ -218,7 +214,6 @@ def test_listed_values_of_a_switch_are_the_only_ones(tmp_path: Path) -> None:
     assert {"8"} <= searched(told)["--batch-size"] <= {"4", "8"}
 
 
-@pytest.mark.usefixtures("unchecked_configurations")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_script_that_feeds_a_fixed_batch_is_asked_for_another_once(
     user: User, method: str

@@ -23,8 +23,6 @@ from dsat.values.outcome import ScriptSwitch
 from testing.scenarios import Harm, Told, User
 from testing.world import A100, GIB, Failure, Finding, World
 
-pytestmark = pytest.mark.usefixtures("unchecked_configurations")
-
 KINDS = {
     # the first line
     "gain": r"^Gain \S+ \(.*Use \S+\.$",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from testing.search_contract import Driven, play, space_of, walk
+from testing.helpers import ran
+from testing.search_contract import Driven, play, proposals_of, space_of, walk
 
 
 @pytest.mark.parametrize(
@@ -65,3 +68,27 @@ def test_binary_tries_only_allowed_micro_batches() -> None:
     """30 is more than can fit."""
     search = Driven("binary", space_of(1, micro_batches=(2, 6, 10, 30)), ceiling=29)
     walk(search, "6 OK, 10 OK, end")
+
+
+def test_binary_rises_in_steps_until_more_samples_are_no_faster() -> None:
+    """Throughput goes on growing up to 64 samples; beyond, what is open is bisected."""
+    search = Driven("binary", space_of(1, micro_batches=range(1, 1025)), ceiling=1000, ramp=True)
+    search.observe(4, ran(4.0))
+    asked = proposals_of(search, lambda p: ran(float(min(p.micro_batch, 64))), limit=4)
+    assert [proposal.micro_batch for proposal in asked] == [16, 64, 256, 628]
+
+
+def test_binary_rises_to_the_end_of_the_data() -> None:
+    search = Driven("binary", space_of(1, micro_batches=range(1, 1025)), ceiling=1000, ramp=True)
+    search.observe(4, replace(ran(4.0), most_samples=40))
+    asked = proposals_of(search, lambda p: replace(ran(float(p.micro_batch)), most_samples=40))
+    sizes = [proposal.micro_batch for proposal in asked]
+    assert sizes[0] == 16 and max(sizes) == 40
+
+
+def test_binary_tries_what_is_beside_an_own_micro_batch_that_is_not_listed() -> None:
+    """Three was the user's own; four is tried all the same."""
+    search = Driven("binary", space_of(1, micro_batches=(1, 2, 4, 8)), ceiling=15)
+    search.observe(3, ran(1.0))
+    asked = proposals_of(search, lambda p: ran(float(p.micro_batch)))
+    assert 4 in [proposal.micro_batch for proposal in asked]

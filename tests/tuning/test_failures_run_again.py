@@ -44,6 +44,8 @@ def test_a_first_trial_that_failed_is_run_again_unless_memory_ran_out(
     user.world = World()
     told = search(user, "--resume")
     assert told.status == (0 if kind == "ERROR" else 1)
+    set_aside = user.folder / "run" / "journal-1.jsonl"
+    assert set_aside.exists() is (kind == "ERROR"), "what ran out of memory would only do so again"
     refused = search(user)
     assert refused.status == 2 and "run" in refused.err, "it already holds a run"
 

@@ -6,7 +6,6 @@ import logging
 
 import pytest
 
-from dsat.run.tuner import difference_to
 from dsat.tuning.known_faults import without_faults
 from dsat.values.trial import BatchTriple
 from testing.helpers import plan_of
@@ -51,4 +50,4 @@ def test_the_fault_of_ones_own_configuration_is_said_first(
 def test_a_run_goes_on_with_a_version_without_the_fault() -> None:
     plan = plan_of(own_batch=ACCUMULATES, offload_helps=True)
     faulty, sound = (without_faults(plan, v, is_listed=False) for v in ("0.18.2", "0.19.8"))
-    assert faulty != sound and difference_to(sound, faulty) is None
+    assert faulty != sound and sound.difference(faulty) is None

@@ -19,6 +19,8 @@ from dsat.tuning import preparation as prepare
 from dsat.tuning.settings import Settings
 from testing.local import cpu_machine
 
+pytestmark = pytest.mark.usefixtures("unchecked_configurations")
+
 SCRIPT = ("train.py", "--deepspeed_config", "ds_config.json")
 
 

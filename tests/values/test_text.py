@@ -48,6 +48,12 @@ HIDDEN = {
     "-----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY-----": "***",
     "https://abcdefghijklmnopqrst@host/x": "https://***@host/x",
     "https://host/c?sv=1&sig=a%2Fb&x=1": "https://host/c?sv=1&sig=***&x=1",
+    "AccountName=acc;AccountKey=aB3dEf12345678==;EndpointSuffix=core.windows.net": (
+        "AccountName=acc;AccountKey=***;EndpointSuffix=core.windows.net"
+    ),
+    "BlobEndpoint=https://x.net/;SharedAccessSignature=sv=1&ss=b&sig=aB%2Fc --lr 1": (
+        "BlobEndpoint=https://x.net/;SharedAccessSignature=sv=1&ss=b&sig=*** --lr 1"
+    ),
     "Authorization: Basic dXNlcjpwYXNz": "Authorization: Basic ***",
     "--trainer.hub_token X --lr 3": "--trainer.hub_token *** --lr 3",
     "--wandb_api_key -iq19ikt --lr 3": "--wandb_api_key *** --lr 3",

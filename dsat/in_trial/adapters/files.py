@@ -71,7 +71,10 @@ def create(name: str, position: int) -> Callable[..., Any]:
         files, path = _files_of(trial, kwargs), _argument(name, position, args, kwargs)
         if files is not None and files.is_removed(path) and os.path.lexists(path):
             return None
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if files is not None:
+            files.note_created(path)
+        return result
 
     return create_folder_or_link
 

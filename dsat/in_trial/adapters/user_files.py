@@ -38,6 +38,7 @@ class UserFiles:
         self._temporary = Path(tempfile.gettempdir()).resolve()
         self._began_ns, self._there = _note_begin(self._folder, self._temporary)
         self._removed: set[Path] = set()  # for the script, which are there as before
+        self._created: list[Path] = []  # folders of the user's
 
     def is_older(self, path: Path) -> bool:
         """Return whether a file or folder is older than the trial."""
@@ -66,6 +67,18 @@ class UserFiles:
             return True
         inside = os.walk(path) if path.is_dir() and not path.is_symlink() else ()
         return any(self.is_older(Path(at, n)) for at, dirs, files in inside for n in dirs + files)
+
+    def note_created(self, given: Any) -> None:
+        """Note that the script has created a folder."""
+        path = absolute(given)
+        if path is not None and not self.is_scratch(path):
+            self._created.append(path)
+
+    def remove_empty(self) -> None:
+        """Remove the folders that the script has created and left empty."""
+        while self._created:
+            with contextlib.suppress(OSError):  # it holds something
+                os.rmdir(self._created.pop())
 
     def remove(self, given: Any) -> None:
         """Note that the script has removed a path, which dsat kept."""

@@ -1,0 +1,56 @@
+"""Losses over pairs of samples: CLIP, SimCSE, negatives within the batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+_MOST_NODES = 300  # of the graph, from the loss on: what compares samples is among the last
+_VIEWS = ("TBackward", "Transpose", "Permute", "View", "Expand", "Unsafe", "Clone", "ToCopy")
+_PARAMETER = "AccumulateGrad"
+
+
+def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
+    """Return whether a loss multiplies the outputs of each sample with those of all others.
+
+    So does a product of two matrices that are computed, no parameters, with a row and a column for
+    each sample of the micro batch. There may be two of a sample (two views), and columns for hard
+    negatives or for the samples of all ranks.
+    """
+    waiting = deque([getattr(loss, "grad_fn", None)])
+    known: set[Any] = set()
+    rows = {micro_batch, 2 * micro_batch}
+    while waiting and micro_batch > 1 and len(known) < _MOST_NODES:
+        node = waiting.popleft()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        size = _size_of_product(node)
+        if size is not None and size[0] in rows and size[1] / size[0] in {1, 2, ranks, 2 * ranks}:
+            return True
+        waiting.extend(function for function, _ in node.next_functions)
+    return False
+
+
+def _size_of_product(node: Any) -> tuple[int, int] | None:
+    """Return the rows and columns of a product of two matrices that are no parameters."""
+    name = node.name()
+    if not name.startswith(("MmBackward", "BmmBackward")):
+        return None
+    operands = [function for function, _ in node.next_functions]
+    if len(operands) != 2 or any(each is None or _is_parameter(each) for each in operands):
+        return None
+    try:
+        if name.startswith("Mm"):
+            return int(node._saved_self_sym_sizes[0]), int(node._saved_mat2_sym_sizes[1])
+        first, second = node._saved_self.shape, node._saved_mat2.shape
+    except (RuntimeError, AttributeError):  # it has released them
+        return None
+    return (int(first[1]), int(second[2])) if first[0] == 1 else None  # of a batch of one
+
+
+def _is_parameter(node: Any) -> bool:
+    """Return whether a node is a parameter, perhaps seen otherwise."""
+    while node is not None and node.name().startswith(_VIEWS):
+        node = node.next_functions[0][0]
+    return node is None or node.name().endswith(_PARAMETER)
