@@ -34,7 +34,7 @@ STEPS: Mapping[str, float] = {
     "cost_of_measuring": 75,
     "published": 150,
     "operators": 30,
-    "tuners": 150,
+    "tuners": 165,
 }
 DONE, CUT = "took (s)", "cut"  # the last findings of steps that have succeeded, and that have not
 OPERATORS_LOG = "operators.log"

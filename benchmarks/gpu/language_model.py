@@ -9,6 +9,7 @@ with nearly all of the memory taken.
 """
 
 import argparse
+import base64
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ parser.add_argument("--checkpointing", action="store_true")
 parser.add_argument("--lora", action="store_true")
 parser.add_argument("--small", action="store_true", help="one layer and 1,000 tokens alone")
 parser.add_argument("--report", type=int, metavar="STEPS")
-parser.add_argument("--deepspeed_config", type=Path, required=True)
+parser.add_argument("--deepspeed_config", required=True, help="a file, or as base64")
 parser.add_argument("--local_rank", type=int)
 args = parser.parse_args()
 
@@ -40,7 +41,11 @@ def ask_for_all(*_: object) -> None:
         kept.append(torch.empty(2**28, dtype=torch.uint8, device=engine.device))
 
 
-ds_config = json.loads(args.deepspeed_config.read_text())
+if os.path.exists(args.deepspeed_config):
+    text = Path(args.deepspeed_config).read_text()
+else:  # from DeepSpeed's autotuner
+    text = base64.urlsafe_b64decode(args.deepspeed_config).decode()
+ds_config = json.loads(text)
 fails, stage = ds_config.pop("fails", ""), ds_config["zero_optimization"]["stage"]
 facts = json.loads(args.model.read_text())
 config = AutoConfig.for_model(facts.pop("model_type"), use_cache=False, **facts)
