@@ -45,6 +45,37 @@ def clock_for(accelerator: Any) -> Clock:
     return _DeviceClock(accelerator)
 
 
+_BACK_WITHIN_S = 20.0  # a driver frees the memory of a killed process
+_UNCHANGED_FOR_S = 3.0
+_POLL_S = 0.1
+_MAY_BE_HELD = 0.1  # of a device: contexts and what else is small
+
+
+def wait_for_memory(accelerator: Any, index: int) -> None:
+    """Wait while a device gets memory back from a process that has ended.
+
+    Memory that does not come back within a few seconds is another program's.
+    """
+    if accelerator.device_name() != "cuda":
+        return
+    import torch
+
+    began_s = last_change_s = time.monotonic()
+    before = 0
+    while (now_s := time.monotonic()) - began_s < _BACK_WITHIN_S:
+        try:
+            free, total = torch.cuda.mem_get_info(index)
+        except RuntimeError:  # there is not even memory for a context
+            time.sleep(_POLL_S)
+            continue
+        held = total - free - torch.cuda.memory_reserved(index)
+        if held < _MAY_BE_HELD * total or now_s - last_change_s > _UNCHANGED_FOR_S:
+            return
+        if free != before:
+            before, last_change_s = free, now_s
+        time.sleep(_POLL_S)
+
+
 class MemoryWatch:
     """Peaks of the device's allocator and of the resident set, by phase.
 

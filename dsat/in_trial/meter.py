@@ -17,7 +17,7 @@ from dsat.in_trial import available_memory, config_injection, failures, loaders
 from dsat.in_trial.adapters import install as adapters
 from dsat.in_trial.adapters.trial import TRIAL, Phase
 from dsat.in_trial.agreement import Ranks, local_rank
-from dsat.in_trial.clocks import ProcessMemory
+from dsat.in_trial.clocks import ProcessMemory, wait_for_memory
 from dsat.in_trial.conformance import check_arguments, check_engine
 from dsat.in_trial.losses import in_training
 from dsat.in_trial.measurement import Measurement
@@ -54,6 +54,7 @@ def install(
         meter.device_name = ""
         check_arguments(arguments, spec.slots)
         device = local_rank()  # which DeepSpeed is going to use
+        wait_for_memory(get_accelerator(), device)
         meter.device_name = device_name(get_accelerator(), device)
         available_memory.limit_allocator(spec.options.slot_memory_bytes, device)
 

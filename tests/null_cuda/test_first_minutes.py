@@ -28,7 +28,7 @@ _GIB = 2**30
 def test_every_step_runs_on_devices_that_compute_nothing(
     null_cuda: MachineOf, steps: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    null_cuda(Device(140 * _GIB, name="NVIDIA H200"))
+    null_cuda(Device(140 * _GIB, name="NVIDIA H200"), reclaim_s=2.0)
     call = [str(tmp_path), "--short", "--seconds", "5400", "--steps", *steps]
     assert first_minutes.main(call) == 0, capfd.readouterr().out
     found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in steps}
