@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.values.outcome import MemoryUse
 
 
@@ -135,8 +136,7 @@ class MemoryWatch:
         )
 
     def _data_bytes(self) -> int:
-        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        if self.has_allocator or limit == resource.RLIM_INFINITY:
+        if self.has_allocator or not TRIAL.limits_memory:
             return 0
         # The kernel has the peak of all mappings only.
         peak = _read_status("VmPeak:") - _read_status("VmSize:") + _read_status("VmData:")

@@ -12,6 +12,7 @@ from dsat.in_trial.clocks import ProcessMemory
 from dsat.values import host_memory
 
 _SLACK_BYTES = 16 * 2**20
+_RESERVED_BYTES = 8 * 2**30  # four buckets of DeepSpeed's default size, which may stay empty
 # malloc.h of glibc.
 _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -3, -4, -8
 _MAPPED_FROM_BYTES = 2**18
@@ -36,6 +37,7 @@ def limit_memory(budget_bytes: int) -> None:
         mallopt(_M_MMAP_MAX, 2**30)
         mallopt(_M_ARENA_MAX, 1)
     limit, most = _limit_data(budget_bytes + _SLACK_BYTES)
+    TRIAL.limits_memory = True
 
     # The compilers that DeepSpeed starts for its operators have all the memory that they need.
     @contextlib.contextmanager
@@ -50,8 +52,11 @@ def limit_memory(budget_bytes: int) -> None:
 
 
 def limit_to_host() -> None:
-    """Let an allocation that the host has no room for fail, before the kernel ends any process."""
-    _limit_data(host_memory.available_bytes())
+    """Let an allocation fail that is far beyond the host's memory, before the kernel kills a rank.
+
+    Buffers that DeepSpeed reserves and hardly writes are not far beyond it.
+    """
+    _limit_data(host_memory.available_bytes() + _RESERVED_BYTES)
 
 
 def _limit_data(more_bytes: int) -> tuple[int, int]:

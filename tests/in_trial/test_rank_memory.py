@@ -37,8 +37,11 @@ memory_limit.limit_memory(BUDGET)
 """
 
 
-def after_the_limit(code: str, *, budget_mib: int = 50) -> str:
-    limited = LIMITED.replace("BUDGET", str(budget_mib * 2**20))
+def after_the_limit(code: str, *, budget_mib: int | None = 50) -> str:
+    """Return the last line of a rank's output, limited to a budget, or by its host alone."""
+    limited = LIMITED.replace("BUDGET", str((budget_mib or 0) * 2**20))
+    if budget_mib is None:
+        limited = "from dsat.in_trial import memory_limit\nmemory_limit.limit_to_host()\n"
     command = [*warm_host.prefix(), sys.executable, "-c", limited + code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     return (done.stderr or done.stdout).strip().splitlines()[-1]
@@ -51,8 +54,7 @@ def test_a_rank_gets_what_its_slot_has_but_the_compiler_of_an_operator_has_more(
     assert "CalledProcessError" in after_the_limit("compiled(None)"), "a process of the script"
 
 
-def test_the_most_that_counted_against_the_limit_is_known() -> None:
-    measure = """
+MEASURE = """
 from deepspeed.accelerator import get_accelerator
 from dsat.in_trial.clocks import MemoryWatch, ProcessMemory
 import torch
@@ -64,5 +66,29 @@ for elements in (50 * 2**20, 2**20):
 used = watch.over_ranks(lambda values: values)
 print(used.data_bytes / 2**20, used.is_exact, used.peak == used.data_bytes)
 """
-    words = after_the_limit(measure, budget_mib=500).split()
+
+
+def test_the_most_that_counted_against_the_limit_is_known() -> None:
+    words = after_the_limit(MEASURE, budget_mib=500).split()
     assert 200 <= float(words[0]) < 204 and words[1:] == ["True", "True"]
+
+
+# Reserves memory that it does not write, as DeepSpeed does for buckets.
+RESERVE = """
+import mmap
+from dsat.values.host_memory import available_bytes
+
+most, kept = available_bytes() // 2**30, []
+try:
+    while len(kept) < 2 * most + 20:
+        kept.append(mmap.mmap(-1, 2**30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+except OSError:
+    pass
+print(len(kept) - most)
+"""
+
+
+def test_a_host_bounds_allocations_and_no_measured_memory() -> None:
+    assert after_the_limit(MEASURE, budget_mib=None) == "0.0 False True"
+    reserved = after_the_limit(RESERVE, budget_mib=None)
+    assert 6 <= int(reserved) <= 10, "GiB beyond the memory that was available"
