@@ -177,6 +177,7 @@ class Arms:
         outcomes = [each.outcome for each in observations if each.outcome is not None]
         limits = [each.most_samples for each in outcomes if each.most_samples is not None]
         self._most_samples: float = min(limits, default=math.inf)
+        self._timed_out = [math.inf for _ in self.branches]  # the least of each strategy
         self._largest = math.inf  # that ran with any settings, while more samples are faster
         if problem.ramp:
             self._limit_growth(observations)
@@ -184,7 +185,7 @@ class Arms:
             self._observe(position, observation)
 
     def _limit_growth(self, observations: Sequence[Observation]) -> None:
-        """Limit micro batches to steps from what ran, and to where more samples are faster.
+        """Limit micro batches to steps from what ran, to the time, and to where growth ends.
 
         For small models, memory is no guide: a million samples may fit where a hundred keep the
         device busy.
@@ -193,7 +194,12 @@ class Arms:
         objective = self.problem.objective
         for each in observations:
             value = None if each.outcome is None else each.outcome.value(objective)
-            if each.point is None or each.outcome is None or each.outcome.metrics is None:
+            if each.point is None or each.outcome is None:
+                continue
+            if each.outcome.kind is OutcomeKind.TIMEOUT and each.arm is not None:
+                least = min(self._timed_out[each.point.branch], each.batch.micro_batch)
+                self._timed_out[each.point.branch] = least
+            if each.outcome.metrics is None:
                 continue
             if value is not None and each.source is not Source.FINAL:
                 rate = objective.log_value(value), each.outcome.metrics.standard_error
@@ -261,7 +267,8 @@ class Arms:
     def _next_step(self, arm: Arm) -> int:
         """Return the position of a step from what ran; -1 where an arm is not open so far."""
         end, largest = arm.sizes[arm.hi], self._largest
-        is_safe = math.isinf(self.branches[arm.branch].least_failed)
+        failed = self.branches[arm.branch].least_failed, self._timed_out[arm.branch]
+        is_safe = math.isinf(min(failed))
         if end > _STEP_UP * largest or (end >= 2 * largest and is_safe):
             return min(arm.hi, self._position(_STEP_UP * largest))
         return -1
@@ -322,7 +329,7 @@ class Arms:
         if arm is None:
             settings = self.problem.space.branches[branch].settings(index)
             arm = Arm(branch, index, settings, self._sizes, self._highest(settings))
-            arm.limit(self._most_samples)
+            arm.limit(min(self._most_samples, self._timed_out[branch] - 1))
             self._arms[branch, index] = arm
         return arm
 

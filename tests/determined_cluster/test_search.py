@@ -45,10 +45,10 @@ def test_a_whole_search(method: str, tmp_path: Path) -> None:
         is_whole(there, len(found["trials"]))
         assert 4 <= len(found["trials"]) <= 9 and there.master.made_up is not None
         assert there.master.made_up.most == 2
-        # The best of the search is that of all that ran there, by the figures of the master.
+        # The best of all that ran there by the master's figures, or as good with a smaller batch.
         best, rows = found["best"], [row for row in found["trials"] if row["kind"] != "final"]
         most = max(row["metrics"]["throughput"] for row in rows if row["metrics"])
-        assert best["metrics"]["throughput"] == most
+        assert best["metrics"]["throughput"] >= 0.99 * most
         assert (found["experiment_id"], found["search_experiment_id"]) == (RUNNER, SEARCH)
         assert found["over"] and found["stop_reason"] and found["state"] == "COMPLETED"
         assert found["best_value"] / found["own_value"] == pytest.approx(found["gain"])
@@ -110,7 +110,7 @@ def test_finals_run_alone(tmp_path: Path) -> None:
         assert sorted(running[:finals]) == list(range(finals))
         assert running[finals:] == list(range(finals, len(rows)))
         names = [row["name"].partition("_")[2] for row in rows[finals:]]
-        assert len(set(names)) == 2 and len(names) in (2, 4)
+        assert len(set(names)) in (2, 3) and len(names) in (2, 3, 4), "one at your own batch"
 
 
 def noted(hparams: Mapping[str, Any], running: list[int]) -> Ending:

@@ -83,7 +83,7 @@ def test_the_model_sees_each_trials_batch(alone: tuple[Path, Told]) -> None:
     ran = check_what_the_models_saw(alone[0])
     assert len({trial.batch.micro_batch for trial in ran}) >= 3
     assert all(warnings_of(outcome) == () for outcome in run.outcomes.values())
-    assert list((alone[0].parent / "output").iterdir()) == [], "no trial leaves a checkpoint"
+    assert not (alone[0].parent / "output").exists(), "no trial leaves a checkpoint or a folder"
     for trial in run.trials.values():
         folder = alone[0] / "trials" / trial.name
         words = shlex.split((folder / "cmd.txt").read_text().splitlines()[0])
