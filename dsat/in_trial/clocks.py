@@ -7,9 +7,8 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from dsat.in_trial.adapters.trial import TRIAL
 from dsat.values.outcome import MemoryUse
 
 
@@ -85,7 +84,10 @@ class MemoryWatch:
 
     Attributes:
         has_allocator: the device runs beside the host, with memory of its own.
+        counts_data: on processor cores, what is allocated counts against a device's memory.
     """
+
+    counts_data: ClassVar[bool] = False
 
     def __init__(self, accelerator: Any, before: ProcessMemory) -> None:
         self._accelerator = accelerator
@@ -136,7 +138,7 @@ class MemoryWatch:
         )
 
     def _data_bytes(self) -> int:
-        if self.has_allocator or not TRIAL.limits_memory:
+        if self.has_allocator or not self.counts_data:
             return 0
         # The kernel has the peak of all mappings only.
         peak = _read_status("VmPeak:") - _read_status("VmSize:") + _read_status("VmData:")

@@ -8,7 +8,7 @@ import resource
 from collections.abc import Iterator
 
 from dsat.in_trial.adapters.trial import TRIAL
-from dsat.in_trial.clocks import ProcessMemory
+from dsat.in_trial.clocks import MemoryWatch, ProcessMemory
 from dsat.values import host_memory
 
 _SLACK_BYTES = 16 * 2**20
@@ -37,7 +37,7 @@ def limit_memory(budget_bytes: int) -> None:
         mallopt(_M_MMAP_MAX, 2**30)
         mallopt(_M_ARENA_MAX, 1)
     limit, most = _limit_data(budget_bytes + _SLACK_BYTES)
-    TRIAL.limits_memory = True
+    MemoryWatch.counts_data = True
 
     # The compilers that DeepSpeed starts for its operators have all the memory that they need.
     @contextlib.contextmanager

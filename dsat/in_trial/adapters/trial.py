@@ -54,7 +54,6 @@ class RunningTrial:
         folder: of the trial; None without one, as on a cluster.
         files: the `UserFiles` that the trial must leave; None in a full-length run.
         is_simulated: tensors may be fake, and none is written.
-        limits_memory: allocations on processor cores count against a device's memory.
         calls: what adapters call for the trial.
         warn: takes messages for the user.
         config: the trial's DeepSpeed configuration; None leaves the script's own.
@@ -73,7 +72,6 @@ class RunningTrial:
         self.folder: Path | None = None
         self.files: Any = None
         self.is_simulated = False
-        self.limits_memory = False
         self.calls = Calls()
         self.warn: Callable[[str], None] = self.say
         self.config: Mapping[str, Any] | None = None
