@@ -146,9 +146,9 @@ def tune(
 ) -> Result:
     """Find the DeepSpeed configuration with which a training script runs fastest.
 
-    The function equivalent of `dsat tune`. It returns when the search is over. Ctrl-C in the main
-    thread ends the search with the best result so far; before the search begins, Ctrl-C raises
-    KeyboardInterrupt. Any thread may call it.
+    The same as `dsat tune`. The function returns when the search is finished, and may be called
+    from any thread. Ctrl-C in the main thread ends the search, and the best result so far is
+    returned. Before the search begins, Ctrl-C raises KeyboardInterrupt.
 
     Args:
         target: a script (`"train.py"`), a command (`["torchrun", "train.py", "--deepspeed_config",

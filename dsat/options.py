@@ -114,7 +114,7 @@ class Option:
 
     @property
     def has_plain_default(self) -> bool:
-        """Whether the help should name the default."""
+        """True if the help should name the default."""
         is_value = self.default not in (None, False) and not self.many
         return is_value and "(default" not in self.help
 

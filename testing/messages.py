@@ -10,7 +10,8 @@ from typing import Any
 from unittest import mock
 
 from dsat.prepare import installed_deepspeed, source
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 from testing.world import World
 from tests.scenarios.errors import DS, Mistake, argv, mistakes
 

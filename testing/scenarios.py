@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import io
 import json
 import os
 import pty
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -40,9 +36,9 @@ from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 from testing import warm_command
 from testing.simulated import SimulatedEngine
+from testing.started import Started, Told, resize
 from testing.world import World
 
-_LIMIT_S = 120.0
 _ROOT = Path(__file__).parents[1]
 _SCRIPT = """\
 import argparse
@@ -54,33 +50,6 @@ parser.add_argument("--batch-size", type=int, default=4)
 args = deepspeed.add_config_arguments(parser).parse_args()
 deepspeed.initialize(args=args)
 """
-
-
-@dataclass(frozen=True)
-class Told:
-    """Outputs of a command that ended."""
-
-    status: int
-    out: str
-    err: str = ""
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    @property
-    def best(self) -> dict[str, Any]:
-        """The recommended trial's row of `--json`."""
-        row = self.json["best"]
-        assert isinstance(row, dict), self
-        return row
-
-    @property
-    def trials(self) -> list[dict[str, Any]]:
-        """The rows of all trials of `--json`."""
-        rows = self.json["trials"]
-        assert isinstance(rows, list)
-        return rows
 
 
 @dataclass(frozen=True)
@@ -268,14 +237,13 @@ class User:
         here = Path.cwd()
         os.chdir(self.folder)
         # No test cuts the power: that nothing is forced to the disk saves half of the time.
-        sync, replace = mock.patch.object(os, "fsync"), mock.patch.object(os, "replace", _replace)
+        sync = mock.patch.object(os, "fsync")
         no_others = mock.patch.object(psutil, "process_iter", return_value=())
         try:
             with (
                 contextlib.redirect_stdout(out),
                 contextlib.redirect_stderr(err),
                 sync,
-                replace,
                 no_others,
             ):
                 status = self._command(argv, Harm())
@@ -290,7 +258,7 @@ class User:
             pid, terminal = pty.fork()
             if pid == 0:
                 self._in_child(argv, harm)
-            _resize(terminal, harm.terminal.columns, harm.terminal.lines)
+            resize(terminal, harm.terminal.columns, harm.terminal.lines)
             return Started(pid, terminal, None, harm.terminal.resized_to)
         (out, its_out), (err, its_err) = os.pipe(), os.pipe()
         pid = os.fork()
@@ -370,50 +338,6 @@ class User:
                 return stop.code if isinstance(stop.code, int) else 1
 
 
-class Started:
-    """A command that runs; `wait` for its end, or signal it before."""
-
-    def __init__(
-        self, pid: int, out: int, err: int | None, resized_to: tuple[int, int] | None = None
-    ) -> None:
-        self.pid = pid
-        self._out, self._err = out, err
-        self._resized_to = resized_to
-
-    def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-
-    def is_running(self) -> bool:
-        """Return whether the process is there and has not ended."""
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-
-    def wait(self) -> Told:
-        """Wait for the end and return the outputs; status -SIGALRM if it hangs."""
-        found = {self._out: b"", **({} if self._err is None else {self._err: b""})}
-        still_open, deadline = set(found), time.monotonic() + _LIMIT_S
-        while still_open and time.monotonic() < deadline:
-            for pipe in select.select(list(still_open), [], [], 1.0)[0]:
-                try:
-                    data = os.read(pipe, 2**16)
-                except OSError:  # a terminal whose process has ended
-                    data = b""
-                found[pipe] += data
-                if not data:
-                    still_open.remove(pipe)
-                elif self._resized_to is not None:
-                    _resize(pipe, *self._resized_to)
-                    self._resized_to = None
-        hangs = bool(still_open)
-        if hangs:
-            self.signal(signal.SIGKILL)
-        _, status = os.waitpid(self.pid, 0)
-        for pipe in found:
-            os.close(pipe)
-        texts = [data.decode("utf-8", "replace") for data in found.values()]
-        return Told(-signal.SIGALRM if hangs else os.waitstatus_to_exitcode(status), *texts)
-
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH, signal.SIGPIPE)
 
 
@@ -429,18 +353,6 @@ def machine_of(world: World) -> Machine:
         device_memory_bytes=(world.gpu.memory_bytes,) * count,
         device_names=(world.device_name,) * count,
     )
-
-
-def _replace(source: str | Path, target: str | Path) -> None:
-    """Rename a file as `os.replace` does; ext4 forces one that takes the place of another out."""
-    if os.path.isfile(target):
-        os.unlink(target)
-    os.rename(source, target)
-
-
-def _resize(terminal: int, columns: int, lines: int) -> None:
-    with contextlib.suppress(OSError):
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
 
 def main(scenario: str) -> NoReturn:

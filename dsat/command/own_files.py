@@ -170,7 +170,7 @@ class Rewriting:
             self._follow_launcher()
 
     def _replace(self, position: int) -> Form | None:
-        """Replace a file's path by that of its copy; return the file's kind."""
+        """Replace a file's path by its copy's, and return the kind of file."""
         word, before = self.words[position], self.words[position - 1]
         if position and before.replace("-", "_") == f"__{_ACCELERATE}":
             self.words[position] = self._accelerate_file(word)

@@ -253,7 +253,7 @@ def for_trial(
 def batch_from_args(
     config: Mapping[str, Any], args: Sequence[str], given: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Replace "auto" batch sizes by those of the script's flags.
+    """Replace "auto" batch sizes by values of the script's flags.
 
     The Trainer's flags have defaults. Unknown sizes stay "auto".
 

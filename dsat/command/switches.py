@@ -135,7 +135,7 @@ SWITCHES: Mapping[str, Switch] = {
 
 
 def is_switch(name: str) -> bool:
-    """Return whether a name is that of a switch, not of a DeepSpeed setting."""
+    """Return whether a name denotes a switch of the script, not a DeepSpeed setting."""
     return name in SWITCHES or name.startswith(("--", VARIABLE, ARGUMENT))
 
 

@@ -69,7 +69,7 @@ def fewest(
         counts = [n for n in counts if total % (each * shared.data(n)) == 0]
 
     def on(cards: int, size: int, among: Sequence[Strategy]) -> list[Choice]:
-        """Return what the devices hold, whatever the host has."""
+        """Return the choice for the devices, ignoring the memory of the host."""
         choices, facts = [], basis.variants[0].facts
         model = MemoryModel(basis, slots=cards, limit_bytes=size, on_device=True)
         for strategy in among:

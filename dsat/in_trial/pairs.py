@@ -11,10 +11,10 @@ _PARAMETER = "AccumulateGrad"
 
 
 def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
-    """Return whether a loss multiplies the outputs of each sample with those of all others.
+    """Return whether a loss multiplies outputs of all pairs of samples.
 
-    So does a product of two matrices that are computed, no parameters, with a row and a column for
-    each sample of the micro batch. There may be two of a sample (two views), and columns for hard
+    Such a loss has a product of two computed matrices (not parameters) with a row and a column for
+    each sample of the micro batch, or two (two views). There may be more columns, for hard
     negatives or for the samples of all ranks.
     """
     waiting = deque([getattr(loss, "grad_fn", None)])

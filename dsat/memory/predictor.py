@@ -218,7 +218,7 @@ def _with_written_bucket(config: Mapping[str, Any], trained: int) -> Mapping[str
 
 
 def fits_host(host_bytes: float, limit_bytes: int | None) -> bool:
-    """Return True if a host has room for so many bytes, with a margin, or its memory is unknown."""
+    """Return True if bytes and a margin fit in a host, or the host's memory is unknown."""
     return not limit_bytes or host_bytes * UNCALIBRATED_MARGIN <= limit_bytes
 
 

@@ -1,4 +1,4 @@
-"""What a command of dsat works on: an experiment or a command."""
+"""The target of a dsat command: an experiment or the user's command."""
 
 from __future__ import annotations
 

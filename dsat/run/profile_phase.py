@@ -98,7 +98,8 @@ class ProfilePhase:
         """Profiles again in another way, or gives up."""
         smallest, own = self._smallest_micro_batch, self._plan.own_batch.micro_batch
         if outcome.before_engine and outcome.kind is OutcomeKind.ERROR:
-            self.failure = outcome.describe(name_of_trial(trial))  # whatever its configuration
+            # Other configurations would fail too.
+            self.failure = outcome.describe(name_of_trial(trial))
             return
         failed = outcome.kind is OutcomeKind.ERROR
         again = failed and bool(outcome.message) and outcome.message == self._last_error

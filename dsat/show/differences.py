@@ -58,7 +58,7 @@ class Difference:
 
     @property
     def reason(self) -> str:
-        """What the setting does."""
+        """Effect of the setting, in words."""
         return _REASONS.get(self.key, "")
 
     def __str__(self) -> str:

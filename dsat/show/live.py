@@ -43,7 +43,7 @@ class LiveView(Observer):
 
     @property
     def is_live(self) -> bool:
-        """Whether a table is shown while something runs, such as the trials of a search."""
+        """True if a table is shown during a search or a simulation."""
         return self._live is not None
 
     def __enter__(self) -> LiveView:

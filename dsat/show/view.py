@@ -64,7 +64,7 @@ class TrialView:
 
     @property
     def is_own(self) -> bool:
-        """Whether this is the user's own configuration."""
+        """True for the user's own configuration."""
         return self.trial.kind is TrialKind.BASELINE
 
     @property

@@ -173,9 +173,8 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
 def _learns_positions(model: Any, number: float) -> bool:
     """Return whether a model has a table of so many positions; OPT's has two rows more."""
     of_tokens = None
-    with contextlib.suppress(
-        NotImplementedError
-    ):  # of transformers: no token embeddings, as in models of sounds
+    # transformers raises it for models without token embeddings, such as those of audio.
+    with contextlib.suppress(NotImplementedError):
         of_tokens = model.get_input_embeddings()
     return any(
         isinstance(layer, torch.nn.Embedding) and number <= layer.num_embeddings <= number + 2

@@ -1,4 +1,4 @@
-"""What a dry run prints: the search and its first trial."""
+"""Output of a dry run: the search and its first trial."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Strategy:
 
     @property
     def offloads(self) -> bool:
-        """Whether optimizer states or parameters are stored on the host or on NVMe."""
+        """True if optimizer states or parameters are stored on the host or on NVMe."""
         return not NONE == self.offload_optimizer == self.offload_param
 
     @property

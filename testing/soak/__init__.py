@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
-from testing.scenarios import Told
+from testing.started import Told
 
 
 @dataclass

@@ -21,8 +21,9 @@ from typing import Any
 
 from dsat.run.journal import FILE_NAME, read_events
 from testing.harms import fail_writing
-from testing.scenarios import Harm, Started, Told, User
+from testing.scenarios import Harm, User
 from testing.soak import Tally, complaint
+from testing.started import Started, Told
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSTOP)
 _METHODS = ("model", "asha", "binary", "random", "gridsearch")

@@ -11,7 +11,8 @@ import pytest
 
 from dsat.cli.parser import options_of_command
 from dsat.search import SEARCHES
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 
 # Those of Determined's dsat, whose users rely on them.
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,8 @@ from dsat.run.strategies import make_space
 from dsat.space.overrides import FORCE, overrides_for
 from dsat.values.outcome import OwnOptimizer, ScriptSwitch
 from testing.helpers import plan_of, weightless
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 from testing.world import Failure, World
 
 OUT_OF_MEMORY = "large"

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 from testing.world import World
 
 METHODS = ("model", "asha", "binary", "random", "gridsearch")

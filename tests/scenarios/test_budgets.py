@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 from testing.world import A100, GIB, Failure, Model, World
 from tests.scenarios.checks import (
     METHODS,

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from testing.scenarios import Harm, Told, User
+from testing.scenarios import Harm, User
+from testing.started import Told
 from testing.world import World
 from tests.scenarios.checks import check_result, micro_batches, of_kind
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from testing.harms import die_writing, fail_writing, open_few_files
-from testing.scenarios import Harm, Started, Terminal, Told, User
+from testing.scenarios import Harm, Terminal, User
+from testing.started import Started, Told
 
 METHODS = ("model", "asha", "binary", "random", "gridsearch")
 BUDGET = 10

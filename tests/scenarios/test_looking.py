@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 import dsat
-from testing.scenarios import Harm, Started, Terminal, Told, User
+from testing.scenarios import Harm, Terminal, User
+from testing.started import Started, Told
 from testing.world import Failure, World
 
 MICRO = "train_micro_batch_size_per_gpu"

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dsat.cli.parser import METHODS, options_of_command
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 from testing.world import Finding, World
 
 MICRO, GAS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"

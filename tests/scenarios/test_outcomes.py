@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 from testing.world import A100, GIB, GPT_300M, Failure, Model, World
 from tests.scenarios.checks import (
     METHODS,

@@ -10,7 +10,8 @@ import pytest
 
 import dsat
 from testing import warm_command, warm_host
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 
 GIB = 2**30
 LLAMA_7B = {

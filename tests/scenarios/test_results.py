@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 import dsat
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 from testing.world import Failure, World
 
 MICRO = "train_micro_batch_size_per_gpu"

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from testing.command import run_of
-from testing.scenarios import Harm, Told, User
+from testing.scenarios import Harm, User
+from testing.started import Told
 from testing.world import Failure, World
 from tests.scenarios.checks import METHODS, best_speed, check_result, configuration, of_kind
 

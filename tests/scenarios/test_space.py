@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dsat.values.outcome import ScriptSwitch
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 from testing.world import Failure, World
 from tests.scenarios.checks import METHODS, check_result, of_kind
 

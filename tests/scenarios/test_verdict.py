@@ -20,7 +20,8 @@ from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.in_trial.batches import OF_ITS_OWN, OWN_ACCUMULATION, UNCOUNTED, UNSEEN
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.values.outcome import ScriptSwitch
-from testing.scenarios import Harm, Told, User
+from testing.scenarios import Harm, User
+from testing.started import Told
 from testing.world import A100, GIB, Failure, Finding, World
 
 KINDS = {

@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 from testing.world import GIB, Finding, World, with_defaults
 from tests.scenarios.test_verdict import CASES, FREE, OWN, kinds_of, line_of, run
 

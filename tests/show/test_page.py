@@ -11,7 +11,8 @@ import pytest
 
 from dsat.prepare import installed_deepspeed
 from dsat.show import page
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 from testing.world import World
 
 MICRO, STAGE = "train_micro_batch_size_per_gpu", "zero_optimization.stage"

@@ -12,7 +12,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from testing.browser import barriers_of, chromium, errors_of, requests_of
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 from testing.world import Failure, World
 
 pytestmark = pytest.mark.nightly

@@ -12,7 +12,8 @@ from dsat.space.knobs import KNOB_NAMES
 from dsat.tuning import autotuning_section
 from dsat.tuning.autotuning_section import KEYS, Section
 from dsat.values.objective import METRIC_NAMES
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 
 MICRO = "train_micro_batch_size_per_gpu"
 WITHOUT_EFFECT = (

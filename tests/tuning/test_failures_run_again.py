@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 from testing.world import Failure, World
 
 pytestmark = pytest.mark.usefixtures("unchecked_configurations")

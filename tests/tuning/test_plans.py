@@ -11,7 +11,8 @@ from dsat.tuning import plans
 from dsat.tuning.plans import of_launcher
 from dsat.tuning.settings import Settings
 from dsat.values.objective import METRICS, Metric
-from testing.scenarios import Told, User
+from testing.scenarios import User
+from testing.started import Told
 
 pytestmark = pytest.mark.usefixtures("unchecked_configurations")
 
