@@ -59,12 +59,10 @@ class EngineContract(abc.ABC):
         yield engine
         engine.close()
 
-    def fill(self, engine: Engine) -> list[int]:
-        """Launch as many trials that hang as the engine has room for; return their numbers."""
-        numbers = list(range(1, self.trials_at_once + 1))
-        for number in numbers:
+    def fill(self, engine: Engine) -> None:
+        """Launch as many trials that hang as the engine has room for."""
+        for number in range(1, self.trials_at_once + 1):
             engine.launch(self.trial(number, Behaviour.HANGS))
-        return numbers
 
     def ended(self, engine: Engine, count: int) -> list[tuple[int, Outcome]]:
         """The next `count` outcomes, in the order in which they are told."""

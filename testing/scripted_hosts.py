@@ -61,7 +61,6 @@ class ScriptedHosts:
         given: by trial, what it was started with, one start after the other.
         lost: hosts, whose loss is yet to be reported or was.
         requests: to start ranks of trials that go on.
-        imported: modules that were imported in advance.
     """
 
     def __init__(self) -> None:
@@ -69,7 +68,6 @@ class ScriptedHosts:
         self.ends: dict[int, tuple[Sequence[int], Sequence[bool]]] = {}
         self.given: dict[int, list[Given]] = {}
         self.lost: set[int] = set()
-        self.imported: list[str] = []
         self.requests: list[tuple[int, Mapping[str, Any]]] = []
         self._reported: set[int] = set()
         self._killed: set[tuple[int, int]] = set()
@@ -106,7 +104,6 @@ class ScriptedHosts:
         return answers + [(h, self._answer(h, r)) for h, r in ends if h not in self.lost]
 
     def warm_up(self, modules: Sequence[str] = (), **more: Any) -> str:
-        self.imported += modules
         return ""
 
     def check_files(self, folder: Path, files: Iterable[Path]) -> None: ...

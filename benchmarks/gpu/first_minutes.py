@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -40,7 +41,7 @@ DONE, CUT = "took (s)", "cut"  # the last findings of steps that have succeeded,
 OPERATORS_LOG = "operators.log"
 _USUAL_S = 540.0  # of a call, for which the budgets are made
 _LEAST_S = 10.0  # in which a step is worth beginning
-_KEPT = {".csv", ".json", ".jsonl", ".log", ".txt"}
+_KEPT = {".csv", ".json", ".jsonl", ".log", ".py", ".txt"}
 _LARGEST_BYTES = 2**20
 _COMPILE = """
 import time
@@ -147,7 +148,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
         for each in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
-    process.kill()
+    with contextlib.suppress(ProcessLookupError):  # it may have ended before its processes
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

@@ -32,7 +32,7 @@ from dsat.engines.start import (
 )
 from dsat.engines.starts import LINGER_S, StartBuilder
 from dsat.engines.supervisors import LOST, PING_EVERY_S
-from dsat.engines.trial_folder import working_folder
+from dsat.engines.trial_folder import read_created, remove_empty, working_folder
 from dsat.in_trial.rank_files import MODULES_FILE, result_file
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -83,6 +83,7 @@ class LocalEngine:
         self._running: dict[int, Running] = {}
         self._ended: list[tuple[int, Outcome]] = []  # for `poll`
         self._lost: list[str] = []  # hosts, for the warnings of the next outcome
+        self._created: list[str] = []  # folders that scripts of trials have created
         self._activities = ActivityLog() if own is None else own.activities
         self._closed = False
         if own is None:
@@ -295,6 +296,10 @@ class LocalEngine:
     def _on_trial_ended(self, running: Running) -> None:
         """Report that a trial has ended; there is no outcome if it runs again."""
         del self._running[running.trial.id]
+        self._created += read_created(running.folder)
+        if not self._running:  # another trial may be about to use them
+            remove_empty(self._created)
+            self._created.clear()
         if running.trial.id == SIMULATION_ID:
             return
         outcome = trial_result.read_outcome(

@@ -36,7 +36,7 @@ def limit_memory(budget_bytes: int) -> None:
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
         mallopt(_M_MMAP_MAX, 2**30)
         mallopt(_M_ARENA_MAX, 1)
-    limit, most = _limit_data(budget_bytes + _SLACK_BYTES)
+    limit, most = limit_data(budget_bytes + _SLACK_BYTES)
     MemoryWatch.counts_data = True
 
     # The compilers that DeepSpeed starts for its operators have all the memory that they need.
@@ -56,10 +56,10 @@ def limit_to_host() -> None:
 
     Buffers that DeepSpeed reserves and hardly writes are not far beyond it.
     """
-    _limit_data(host_memory.available_bytes() + _RESERVED_BYTES)
+    limit_data(host_memory.available_bytes() + _RESERVED_BYTES)
 
 
-def _limit_data(more_bytes: int) -> tuple[int, int]:
+def limit_data(more_bytes: int) -> tuple[int, int]:
     """Limit the data segment to so much more than it has now; return the soft and hard limits."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     limit = ProcessMemory.now().data_bytes + more_bytes

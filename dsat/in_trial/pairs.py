@@ -14,12 +14,12 @@ def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
     """Return whether a loss multiplies outputs of all pairs of samples.
 
     Such a loss has a product of two computed matrices (not parameters) with a row and a column for
-    each sample of the micro batch, or two (two views). There may be more columns, for hard
-    negatives or for the samples of all ranks.
+    each sample of the micro batch, or two (two views); of one rank or of all. There may be more
+    columns, for hard negatives.
     """
     waiting = deque([getattr(loss, "grad_fn", None)])
     known: set[Any] = set()
-    rows = {micro_batch, 2 * micro_batch}
+    rows = {number * micro_batch for number in (1, 2, ranks, 2 * ranks)}
     while waiting and micro_batch > 1 and len(known) < _MOST_NODES:
         node = waiting.popleft()
         if node is None or node in known:

@@ -283,8 +283,6 @@ class Rank:
 
     def _report(self, outcome: Outcome) -> None:
         number, _ = rank_and_size()
-        if TRIAL.files is not None and not self._spec.is_full_run:
-            TRIAL.files.remove_empty()
         write_outcome(self._folder, number, outcome)
         if outcome.ok and number == 0:
             names = preparation.libraries(self._known, self._env)

@@ -346,10 +346,9 @@ class MemoryModel:
             )
 
     def _learn_pairs(self, shape: Shape, micro_batch: int, asked: int) -> None:
-        """Learn from a block that memory had no room for, and of which there are two as a rule.
-
-        Smaller micro batches ran as predicted, so what is missing grows faster than they do.
-        """
+        """Learn from a block that did not fit, of which a loss over pairs has two as a rule."""
+        if all(each.micro_batch >= micro_batch for each in self._observations):
+            return  # only if smaller ones ran as predicted, the missing part grows faster
         missing = 2 * asked - self.predicted_bytes(shape, micro_batch)
         self._bytes_per_pair += max(0.0, missing / micro_batch**2)
 

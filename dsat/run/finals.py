@@ -270,7 +270,8 @@ class Finals:
         self.used += 1
         if turn.role is Role.SAME_BATCH:
             if log_value is not None:
-                self._same_batch = log_value - self._pair[Role.OWN]
+                own = self._pair.get(Role.OWN)
+                self._same_batch = log_value - (self.pairs[-1][0] if own is None else own)
         elif log_value is None:
             self._handle_failure(turn)
         else:
@@ -294,6 +295,9 @@ class Finals:
             self._pair = {}
         if not self._decided():
             self._next_pair()
+        elif self._same_batch_due and not self.own_failed and self.used < self._trials:
+            self._queue = [Turn(Role.SAME_BATCH)]
+            self._same_batch_due = False
 
     def _handle_failure(self, turn: Turn) -> None:
         if turn.role is Role.OWN:
@@ -343,7 +347,7 @@ class Finals:
         assert self.pick is not None
         own, leader = Turn(Role.OWN), Turn(Role.LEADER, self.pick.trial_id)
         self._queue = [leader, own] if len(self.pairs) % 2 else [own, leader]
-        is_due = self._same_batch_due and len(self.pairs) == self._first_look - 1
+        is_due = self._same_batch_due and len(self.pairs) == 1
         if is_due and self._trials - self.used > _PAIR:
             self._queue.append(Turn(Role.SAME_BATCH))  # beside a run of their own
             self._same_batch_due = False

@@ -135,6 +135,7 @@ def keeps_micro_batch(plan: Plan, outcome: Outcome) -> bool:
     Then the user's own micro batch is a part of the training.
     """
     is_kept = plan.train_batch_size == plan.own_batch.train_batch_size and not plan.micro_batches
+    is_kept = is_kept and plan.own_batch.micro_batch in plan.allowed_micro_batches
     return is_kept and outcome.training is not None and outcome.training.compares_samples
 
 

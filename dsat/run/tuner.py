@@ -199,4 +199,5 @@ def _continued(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
         max_trials=plan.max_trials,
         finals=plan.finals,
         indifference=plan.indifference,
+        faulty_stages=plan.faulty_stages,
     )

@@ -192,21 +192,27 @@ class Arms:
         """
         ran: defaultdict[tuple[int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
         objective = self.problem.objective
+        timed_out: defaultdict[int, list[int]] = defaultdict(list)
         for each in observations:
-            value = None if each.outcome is None else each.outcome.value(objective)
-            if each.point is None or each.outcome is None:
+            point, outcome = each.point, each.outcome
+            if point is None or outcome is None or each.source is Source.FINAL:
                 continue
-            if each.outcome.kind is OutcomeKind.TIMEOUT and each.arm is not None:
-                least = min(self._timed_out[each.point.branch], each.batch.micro_batch)
-                self._timed_out[each.point.branch] = least
-            if each.outcome.metrics is None:
-                continue
-            if value is not None and each.source is not Source.FINAL:
-                rate = objective.log_value(value), each.outcome.metrics.standard_error
-                ran[each.point.branch, each.point.index][each.batch.micro_batch] = rate
+            value, size = outcome.value(objective), each.batch.micro_batch
+            if value is not None and outcome.metrics is not None:
+                rate = objective.log_value(value), outcome.metrics.standard_error
+                ran[point.branch, point.index][size] = rate
+            elif outcome.kind is OutcomeKind.TIMEOUT and size > self._sizes[0]:
+                timed_out[point.branch].append(size)
+        for branch, sizes in timed_out.items():
+            # A smaller one than others that ran there hung for another reason.
+            most = max((max(ran[key]) for key in ran if key[0] == branch), default=0)
+            self._timed_out[branch] = min((s for s in sizes if s > most), default=math.inf)
         self._largest = max((size for sizes in ran.values() for size in sizes), default=math.inf)
         for rates in ran.values():
             for small, large in itertools.pairwise(sorted(rates)):
+                beyond = (rates[size][0] for size in rates if size > large)
+                if max(beyond, default=-math.inf) > rates[large][0] + _WORTH_DOUBLING:
+                    continue  # one of the two was disturbed
                 octaves = math.log2(large / small)
                 grown = rates[large][0] - rates[small][0] + rates[large][1]
                 if octaves >= 1 and grown < _WORTH_DOUBLING * octaves:
@@ -256,9 +262,9 @@ class Arms:
 
         Where the arm is open far beyond what ran, it is the next step from that.
         """
+        step = self._next_step(arm) if arm.lo <= arm.hi else -1
         while arm.lo <= arm.hi:
-            step = self._next_step(arm)
-            position = step if arm.lo <= step else choose()
+            position, step = step if arm.lo <= step else choose(), -1
             if self.allows(arm, position):
                 return position
             arm.hi = position - 1
@@ -267,8 +273,8 @@ class Arms:
     def _next_step(self, arm: Arm) -> int:
         """Return the position of a step from what ran; -1 where an arm is not open so far."""
         end, largest = arm.sizes[arm.hi], self._largest
-        failed = self.branches[arm.branch].least_failed, self._timed_out[arm.branch]
-        is_safe = math.isinf(min(failed))
+        failed = min(self.branches[arm.branch].least_failed, self._timed_out[arm.branch])
+        is_safe = math.isinf(failed)
         if end > _STEP_UP * largest or (end >= 2 * largest and is_safe):
             return min(arm.hi, self._position(_STEP_UP * largest))
         return -1

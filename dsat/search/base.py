@@ -20,7 +20,7 @@ EXHAUSTED = "every configuration was tried"
 RANGE_FACTOR = search_option(
     "--search-range-factor",
     "search up to the largest micro batch that is predicted to fit, times X; by default up to "
-    "where doubling your own micro batch is no longer worth it",
+    "where more samples are no longer faster",
     kind=POSITIVE_NUMBER,
     metavar="X",
 )

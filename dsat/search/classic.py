@@ -244,7 +244,9 @@ class RandomSearch(ArmSearch):
         own = [each for each in arms.all if each.branch == arm.branch and each.best is not None]
         if own and not arm.ours:
             best = min(own, key=lambda each: loss(each.best or 0.0)).best_size
-            arm.lo = max(arm.lo, min(bisect.bisect_right(arm.sizes, best), arm.hi))
+            above = min(bisect.bisect_right(arm.sizes, best), arm.hi)
+            if arms.allows(arm, above):
+                arm.lo = max(arm.lo, above)
         position = arms.pick(arm, lambda: arm.lo + int(arms.rng.binomial(arm.hi - arm.lo, 0.5)))
         return arms.finish() if position is None else arm.propose(position)
 

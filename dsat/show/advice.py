@@ -22,7 +22,7 @@ def advise_batch(run: Run) -> list[str]:
             "whatever the configuration says. Add --arg-mapping "
             f"train_micro_batch_size_per_gpu={flag}."
         ]
-    if any(keeps_micro_batch(plan, outcome) for outcome in run.outcomes.values()):
+    if run.profiled is not None and keeps_micro_batch(plan, run.profiled):
         return [
             f"Micro batch: not searched, because the loss compares its {own.micro_batch} samples "
             "with each other, so another one changes the training. --train-batch-size any "

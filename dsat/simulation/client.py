@@ -88,7 +88,10 @@ class Simulator:
 
     def __enter__(self) -> Simulator:
         with self._stack as stack:
-            temporary = tempfile.TemporaryDirectory(prefix="dsat-", ignore_cleanup_errors=True)
+            try:
+                temporary = tempfile.TemporaryDirectory(prefix="dsat-", ignore_cleanup_errors=True)
+            except OSError as error:
+                raise SimulationUnavailable(f"no folder for its answers: {error}") from None
             self._folder = Path(stack.enter_context(temporary))
             stack.callback(self._engine.stop_simulation_server)
             self.script = self._start()
@@ -217,7 +220,7 @@ class Simulator:
                 for answer in self._exchange(questions):
                     waiting.remove(int(answer["number"]))
                     yield answer
-            except SimulationUnavailable as error:
+            except (OSError, SimulationUnavailable) as error:  # a full disk, for example
                 self._problem = str(error)
         for number in waiting:
             yield {"failed": self._problem, "number": number}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsat.values import parallelism
-from dsat.values.files import write_atomically
+from dsat.values.files import written_atomically
 from dsat.values.parallelism import Parallelism
 
 SCRIPT_FILE = "script.json"
@@ -86,7 +86,8 @@ def answer_file(number: int) -> str:
 
 def send(path: Path, message: Mapping[str, Any]) -> None:
     """Write a message, which a reader sees whole or not at all."""
-    write_atomically(path, json.dumps(message))
+    with written_atomically(path) as temporary:
+        temporary.write_text(json.dumps(message), encoding="utf-8")
 
 
 def receive(path: Path) -> dict[str, Any] | None:
@@ -95,6 +96,6 @@ def receive(path: Path) -> dict[str, Any] | None:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    path.unlink()
+    path.unlink(missing_ok=True)  # a question may be withdrawn meanwhile
     message: dict[str, Any] = json.loads(text)
     return message

@@ -20,7 +20,6 @@ import importlib
 import inspect
 import math
 import os
-import resource
 import signal
 import sys
 import time
@@ -32,7 +31,7 @@ from typing import Any, NoReturn
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures
 from dsat.in_trial.adapters.trial import TRIAL
-from dsat.in_trial.clocks import ProcessMemory
+from dsat.in_trial.memory_limit import limit_data
 from dsat.simulation import protocol
 from dsat.simulation.protocol import WALL_FACTOR
 from dsat.values import host_cores, host_memory
@@ -125,6 +124,8 @@ class SimulationServer:
             self._report_deaths(running)
             candidate = self._next_candidate() if len(running) < capacity else None
             if candidate is None:
+                if not self._folder.exists():  # the client has ended
+                    os._exit(0)
                 time.sleep(_POLL_S)
                 continue
             child = os.fork()
@@ -218,10 +219,5 @@ def limit_time(processor_s: float) -> None:
 def _limit_memory() -> int:
     """Limit the memory of this process and each of its children; return the limit in bytes."""
     limit = min(_MOST_BYTES, int(_PART_OF_AVAILABLE * host_memory.available_bytes()))
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = ProcessMemory.now().data_bytes + limit
-    resource.setrlimit(
-        resource.RLIMIT_DATA,
-        (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most),
-    )
+    limit_data(limit)
     return limit

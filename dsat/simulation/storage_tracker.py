@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -161,6 +162,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(DEVICE, -size)
 
 
+@functools.cache  # asked at each product
 def keeps_workspace() -> bool:
     """Return whether torch keeps the workspace of cuBLAS after the first product.
 

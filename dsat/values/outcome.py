@@ -43,7 +43,7 @@ _DESCRIPTIONS = {
     OutcomeKind.CANCELED: "was canceled",
 }
 
-MAX_WARNINGS = 50
+_MAX_WARNINGS = 50
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class Outcome(Recorded):
         # Scripts and exceptions may contain control characters, secrets, or megabytes.
         object.__setattr__(self, "message", printable(self.message))
         object.__setattr__(self, "detail", printable(self.detail, MOST_OF_A_LOG))
-        warnings = tuple(printable(text) for text in self.warnings[:MAX_WARNINGS])
+        warnings = tuple(printable(text) for text in self.warnings[:_MAX_WARNINGS])
         object.__setattr__(self, "warnings", warnings)
 
     @property

@@ -27,6 +27,17 @@ def test_a_process_ends_with_all_that_it_started() -> None:
     assert not any(_lives(each) for each in started)
 
 
+def test_processes_of_a_step_that_ended_by_itself_end() -> None:
+    words = ["bash", "-c", "sleep 1000 >/dev/null & echo $!"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        left = psutil.Process(int(process.stdout.readline()))
+        process.wait()
+        first_minutes.end(process)
+    psutil.wait_procs([left], timeout=10)
+    assert not _lives(left)
+
+
 def _lives(process: psutil.Process) -> bool:
     try:
         return process.status() != psutil.STATUS_ZOMBIE
@@ -48,7 +59,7 @@ def test_what_has_not_begun_is_taken_before_what_was_cut(tmp_path: Path) -> None
 
 
 def test_findings_and_journals_are_kept_and_nothing_large(tmp_path: Path) -> None:
-    kept = ("machine.json", "gpt2_medium/run/journal.jsonl")
+    kept = ("machine.json", "gpt2_medium/run/journal.jsonl", "gpt2_medium/work/model.py")
     for name in (*kept, "extensions/adam/build.log", "gpt2_medium/work/model.safetensors"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")

@@ -33,6 +33,7 @@ CONTRASTIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum": lambda u, v: cross_entropy(torch.einsum("id,jd->ij", u, v), LABELS),
     "two views": with_two_views,
     "hard negatives": lambda u, v: cross_entropy(u @ torch.cat([v, v + 1]).T, LABELS),
+    "all of three ranks": lambda u, v: (torch.cat([u] * 3) @ torch.cat([v] * 3).T).mean(),
     "gathered from three ranks": lambda u, v: cross_entropy(u @ torch.cat([v] * 3).T, LABELS),
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dsat.engines.trial_folder import read_created, remove_empty
 from dsat.in_trial.adapters.user_files import UserFiles
 from testing.scripts import Scripts
 
@@ -256,5 +257,5 @@ def test_folders_that_a_trial_leaves_empty_are_removed(tmp_path: Path) -> None:
             if each != "older":
                 files.note_created(user / each)
         (user / "kept" / "file").touch()
-        files.remove_empty()
+        remove_empty(read_created(trial))
         assert sorted(path.name for path in user.iterdir()) == ["kept", "older"]

@@ -14,17 +14,21 @@ from tests.null_cuda.conftest import MachineOf
 _GIB = 2**30
 
 
+GROUPS = [
+    ["machine", "gpt2_medium", "projection"],
+    ["llama_1b", "llama_8b_lora", "failures", "published"],
+    ["cost_of_measuring", "operators", "tuners"],
+]
+
+
+def test_the_groups_are_all_steps() -> None:
+    assert {step for steps in GROUPS for step in steps} == set(first_minutes.STEPS)
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "steps",
-    [
-        ["machine", "gpt2_medium", "projection"],
-        ["llama_8b_lora", "failures", "published"],
-        ["cost_of_measuring", "operators", "tuners"],
-    ],
-)
+@pytest.mark.parametrize("steps", GROUPS)
 def test_every_step_runs_on_devices_that_compute_nothing(
     null_cuda: MachineOf, steps: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

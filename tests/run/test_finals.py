@@ -118,14 +118,16 @@ def test_no_leader_is_left() -> None:
 
 def test_the_users_own_batch_is_compared_too() -> None:
     finals = Finals(OWN, [leader(2, batch=64)], trials=12, same_batch=[2])
-    assert play(finals, {2: 1.5, "s": 1.2}, noise=0.001) == "o2s2o"
+    assert play(finals, {2: 1.5, "s": 1.2}, noise=0.001) == "o22os"
     gain = finals.same_batch_gain
     assert gain is not None
     assert gain.low < 1.2 < gain.high
     assert gain.ratio == pytest.approx(1.2, rel=0.003)
     failed = Finals(OWN, [leader(2, batch=64)], trials=12, same_batch=[2])
-    assert play(failed, {2: 1.5, "s": None}, noise=0.001) == "o2s2o"
+    assert play(failed, {2: 1.5, "s": None}, noise=0.001) == "o22os"
     assert failed.same_batch_gain is None and failed.is_better
+    few = Finals(OWN, [leader(2, batch=64)], trials=4, same_batch=[2])
+    assert play(few, {2: 1.5, "s": 1.2}, noise=0.001) == "o22o", "a second pair tells more"
     same = Finals(OWN, [leader(2, batch=64)], trials=12)
     assert play(same, {2: 1.5}, noise=0.001) == "o22o"
     assert same.same_batch_gain is None

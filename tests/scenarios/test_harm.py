@@ -19,7 +19,6 @@ from testing.started import Started, Told
 
 METHODS = ("model", "asha", "binary", "random", "gridsearch")
 BUDGET = 10
-# Processes without a cache would each begin with an import of DeepSpeed.
 
 
 def check_whole(user: User, told: Told) -> None:

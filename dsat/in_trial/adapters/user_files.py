@@ -17,6 +17,7 @@ from dsat.values.files import home
 # Of a trial on a host; its time is that of the trial's begin there, by the file system's clock.
 _BEGAN_FILE = "began-{host}.json"
 _INSTEAD_FOLDER = "instead"  # of the trial's folder: what it wrote in place of older files
+CREATED_FILE = "created.jsonl"  # in it: folders of the user that the script has created
 # Larger files are changed in place by a script that opens them to append or to change parts.
 _LARGEST_COPIED_BYTES = 2**26
 _KERNEL_FOLDERS = (Path("/proc"), Path("/sys"))
@@ -38,7 +39,6 @@ class UserFiles:
         self._temporary = Path(tempfile.gettempdir()).resolve()
         self._began_ns, self._there = _note_begin(self._folder, self._temporary)
         self._removed: set[Path] = set()  # for the script, which are there as before
-        self._created: list[Path] = []  # folders of the user's
 
     def is_older(self, path: Path) -> bool:
         """Return whether a file or folder is older than the trial."""
@@ -69,16 +69,11 @@ class UserFiles:
         return any(self.is_older(Path(at, n)) for at, dirs, files in inside for n in dirs + files)
 
     def note_created(self, given: Any) -> None:
-        """Note that the script has created a folder."""
+        """Note that the script has created a folder, which the engine removes if it stays empty."""
         path = absolute(given)
         if path is not None and not self.is_scratch(path):
-            self._created.append(path)
-
-    def remove_empty(self) -> None:
-        """Remove the folders that the script has created and left empty."""
-        while self._created:
-            with contextlib.suppress(OSError):  # it holds something
-                os.rmdir(self._created.pop())
+            with open(self._folder / CREATED_FILE, "a", encoding="utf-8") as file:
+                file.write(json.dumps(str(path)) + "\n")
 
     def remove(self, given: Any) -> None:
         """Note that the script has removed a path, which dsat kept."""
