@@ -79,7 +79,8 @@ class Result:
     `used_bytes` of a device's memory, and `metrics`. The verdict is based on the finals.
 
     Attributes:
-        run_dir: the folder of the run, absolute; None if it is on a Determined cluster.
+        run_dir: the folder of the run, absolute; None on a Determined cluster, and for a dry run,
+            which gives the metric and, as the verdict, the plan.
         metric: what was optimised.
         best: the row of the best trial, as the search measured it; None if there is none.
         best_value: value of the metric; from the finals, if there were any.

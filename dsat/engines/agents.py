@@ -102,6 +102,6 @@ class Agents:
 
     def _warm_up(self) -> str:
         count = len(self._modules)
-        which = "torch and DeepSpeed" if not count else f"{count} modules of your script"
+        which = "torch and DeepSpeed" if not count else f"{count} modules"
         with slow.logged(_log, f"importing {which} once"):
             return self.supervisors.warm_up(self._modules)

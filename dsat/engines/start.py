@@ -36,14 +36,12 @@ class LocalOptions:
         cold: start each rank as a fresh Python process.
         seed: `trial_seed` of Determined scripts.
         imported: modules that forked ranks find imported beside what trials need.
-        trials: folder of the trials' folders; by default `trials` in that of the run.
     """
 
     trial: TrialOptions
     cold: bool = False
     seed: int = 42
     imported: tuple[str, ...] = ()
-    trials: Path | None = None
 
 
 @dataclass(frozen=True)

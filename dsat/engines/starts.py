@@ -28,7 +28,13 @@ from dsat.engines.start import (
     StartMethod,
     make_simulation_trial,
 )
-from dsat.engines.trial_folder import COMMAND_FILE, PACKAGES_FOLDER, assignments, log_files
+from dsat.engines.trial_folder import (
+    COMMAND_FILE,
+    PACKAGES_FOLDER,
+    TRIALS_FOLDER,
+    assignments,
+    log_files,
+)
 from dsat.in_trial import hook
 from dsat.in_trial.adapters.trackers import variables_off
 from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE
@@ -80,8 +86,7 @@ class StartBuilder:
         meter = MeterSpec.of_trial(
             trial, self.options.trial, slots=self.slots, host_slots=self.host_slots
         )
-        trials = self.options.trials or self.run / "trials"
-        return Start(trial, trials / trial.name, meter)
+        return Start(trial, self.run / TRIALS_FOLDER / trial.name, meter)
 
     def simulation(self, messages: Path, script_args: Mapping[str, Any]) -> Start:
         """Return the start of the script for simulations of its model."""

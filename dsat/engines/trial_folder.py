@@ -20,6 +20,7 @@ from dsat.values.text import assignment
 
 COMMAND_FILE = "cmd.txt"
 PACKAGES_FOLDER = "packages"
+TRIALS_FOLDER = "trials"  # of a run's folder
 
 
 def make_hook(folder: Path) -> None:

@@ -9,9 +9,11 @@ from dsat.command import ds_config
 from dsat.command.switches import CHECKPOINTING
 from dsat.estimating import edges
 from dsat.estimating.options import EstimateSettings
+from dsat.estimating.tables import LineByLine
 from dsat.memory import host
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, fits_host
-from dsat.prepare.simulated_model import simulate
+from dsat.memory.strategies import with_strategy
+from dsat.prepare.simulated_model import SimulatedModel, simulate
 from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.protocol import Question
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
@@ -106,6 +108,8 @@ def fit(settings: EstimateSettings) -> Fit:
         facts = model.simulator.facts(model.config)
         own = ds_config.for_use(model.config, {ds_config.BATCH_KEYS[2]: batch.gas})
         own = ds_config.without_batch_sizes(own)
+        if settings.model is not None and settings.ds_config is None:
+            own = with_strategy(model.config, _fastest(model, settings), slots)
         asked = Question(own, batch.micro_batch, slots)
         [estimate] = model.simulator.estimates([asked])
         if isinstance(estimate, str):
@@ -113,7 +117,8 @@ def fit(settings: EstimateSettings) -> Fit:
         basis = Basis.of_model(facts, [Anchor(own, batch.micro_batch, estimate)])
         memory = MemoryModel(basis, slots=slots, limit_bytes=card_bytes, on_device=True)
         shape, saved = memory.shape(own, {}), 0
-        if not memory.fits(shape, batch.micro_batch):
+        recomputes = settings.activation_checkpointing == "on"
+        if not recomputes and not memory.fits(shape, batch.micro_batch):
             [less] = model.simulator.estimates([asked._replace(switches={CHECKPOINTING: True})])
             saved = 0 if isinstance(less, str) else max(0, estimate.peak - less.peak)
     host_bytes = host.of_host(facts, own, shape.host_bytes, slots)
@@ -133,3 +138,17 @@ def fit(settings: EstimateSettings) -> Fit:
         saved_by_checkpointing=saved,
     )
     return replace(found, fits=found.fits and found.fits_host)
+
+
+def _fastest(model: SimulatedModel, settings: EstimateSettings) -> Strategy:
+    """Return the strategy to check if the user gives none: by formula, the fastest that fits."""
+    assert settings.fits is not None
+    slots, card_bytes, host_limit = settings.fits
+    devices = replace(
+        settings,
+        fits=None,
+        slot_counts=(slots,),
+        slot_memories=(card_bytes,),
+        host_memory=settings.host_memory if host_limit is None else host_limit,
+    )
+    return LineByLine(model, devices).fastest()

@@ -191,10 +191,17 @@ class LineByLine:
         near = self._edges(lines)
         return Estimate(self._model.name, self._facts, lines, advice, near, cards, self._length)
 
+    def fastest(self) -> Strategy:
+        """Return the fastest strategy that fits the first devices; without one, the leanest."""
+        slots = self._settings.slot_counts[0]
+        found = advise(self._facts, self._model.config, self.lines(slots), self._length)
+        return found[0].strategy if found else self._strategies[-1]
+
     def _edges(self, lines: Sequence[Line]) -> list[Edge]:
         """Return the strategies that nearly fit, with what recomputation saves by formula."""
         near = edges.nearly_fitting(lines)
-        recomputed = self._recomputed() if near else None
+        at_once = self._settings.formula or self._simulated < len(self._pairs)  # or interrupted
+        recomputed = self._recomputed() if near and not at_once else None
         found = []
         for line, size in near:
             saved, lacking = 0, edges.missing(line.needed, size)

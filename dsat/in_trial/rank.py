@@ -349,7 +349,8 @@ def _limit(budget_bytes: int) -> None:
 def _run_program(words: Sequence[str]) -> None:
     """Run a script, or `-m` and a module, with its arguments."""
     if words[0] == "-m":
-        sys.path.insert(0, os.getcwd())
+        if not os.environ.get("PYTHONSAFEPATH"):
+            sys.path.insert(0, os.getcwd())
         sys.argv = list(words[1:])
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:

@@ -182,6 +182,8 @@ def _script_for(settings: ModelSettings, model: str) -> Source:
     if settings.activation_checkpointing == "on":
         args.append("--gradient-checkpointing")
     args += ["--deepspeed_config", "ds_config.json"]  # a trial's own file takes its place
-    program = Entrypoint(module="dsat.simulation.config_program", args=tuple(args))
+    # A module of the current folder must not hide one that dsat imports.
+    safe = {"PYTHONSAFEPATH": "1"}
+    program = Entrypoint(module="dsat.simulation.config_program", args=tuple(args), env=safe)
     experiment = experiments.of_command(program.command(), name, Path.cwd(), config, "--ds-config")
     return Source(experiment, program)

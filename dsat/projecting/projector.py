@@ -59,9 +59,10 @@ def project(settings: ProjectSettings) -> Projection:
         trials = [] if past is None else past.run.trials.values()
         accumulates = any(trial.batch.gas > 1 for trial in trials)
         total = settings.train_batch_size
-        if total is not None or not settings.has_own:  # then the micro batch is a default of ours
+        if total is not None or not settings.has_own:  # then the batch sizes are defaults of ours
             batch = {} if total is None else {ds_config.BATCH_KEYS[0]: total}
-            model = replace(model, config={**ds_config.without_batch_sizes(model.config), **batch})
+            others = {k: v for k, v in model.config.items() if k not in ds_config.BATCH_KEYS}
+            model = replace(model, config={**others, **batch})
         traced = trace(model, count, choose, accumulates=accumulates)
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, card, network)

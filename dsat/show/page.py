@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from dsat.engines.trial_folder import TRIALS_FOLDER
 from dsat.show import plots
 from dsat.show.differences import differences
-from dsat.show.past_runs import TRIALS_FOLDER
 from dsat.show.view import RunView
 from dsat.values import format as fmt
 from dsat.values.files import cache_folder, write_atomically, write_cache

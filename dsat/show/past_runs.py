@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsat.engines.trial_folder import TRIALS_FOLDER
 from dsat.errors import JournalError, UserInputError
 from dsat.run.folder_lock import is_locked
 from dsat.run.history import read_run
 from dsat.run.journal import FILE_NAME, RUNS_FOLDER
 from dsat.run.run import Run
 from dsat.show.summary import BEST_CONFIG_FILE, SUMMARY_FILE
-
-TRIALS_FOLDER = "trials"  # of a run's folder
 
 
 @dataclass(frozen=True)

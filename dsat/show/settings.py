@@ -95,7 +95,7 @@ class ExportSettings(ReadOnlySettings):
         run: None for the newest one.
     """
 
-    summary = "export a run to Optuna or CSV"
+    summary = "export a run to Optuna, MLflow, TensorBoard, CSV or Parquet"
     argument = ("run", _NEWEST)
     run: Path | None = None
     to: str | None = option("--to", kind=WORD, choices=tuple(EXPORTERS), help="tool or format")

@@ -139,14 +139,10 @@ class Simulator:
             failed, number = answer.get("failed"), int(answer["number"])
             yield number, failed or MemoryEstimate.from_json(answer["estimate"])
 
-    def traces(self, questions: Sequence[Question]) -> list[tuple[MemoryEstimate, StepTrace] | str]:
-        """Simulate configurations as `estimates` does, and trace their steps."""
-        return [found for _, found in sorted(self.trace_each(questions), key=lambda x: x[0])]
-
     def trace_each(
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[int, tuple[MemoryEstimate, StepTrace] | str]]:
-        """Yield the number of a question with its answer, as `traces` returns it, on arrival."""
+        """Simulate as `estimate_each` does, and trace the steps."""
         traced = [question._replace(traced=True) for question in questions]
         for answer in self._answers(traced):
             found: Any = answer.get("failed")

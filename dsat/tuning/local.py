@@ -13,6 +13,7 @@ from dsat.engines import Engine
 from dsat.engines.agent import leftovers
 from dsat.engines.engine import LocalEngine
 from dsat.engines.start import FULL_RUN_ID, LocalOptions
+from dsat.engines.trial_folder import TRIALS_FOLDER
 from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.in_trial.failures import INSIDE_DSAT
 from dsat.memory.predictor import Basis
@@ -23,7 +24,6 @@ from dsat.run.loop import Observer, drive
 from dsat.run.profile_phase import name_of_trial
 from dsat.run.run import Run
 from dsat.run.tuner import Tuner
-from dsat.show.past_runs import TRIALS_FOLDER
 from dsat.show.progress import Status
 from dsat.simulation import anchors
 from dsat.tuning import run_folders, train_command
@@ -199,7 +199,6 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
             settings.trial_options(ready.plan.own_batch.micro_batch),
             cold=settings.cold,
             seed=settings.seed,
-            trials=folder / TRIALS_FOLDER,
         ),
         slots_per_trial=ready.plan.slots_per_trial,
         own=ready.first,

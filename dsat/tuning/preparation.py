@@ -132,6 +132,7 @@ def _prepare(
         _log.info("ended %d processes that an earlier dsat has left", len(orphans))
     source, first = sources.read(settings), None
     section, settings = with_section(settings, source.experiment, source.program.config_path)
+    _check_results(section)
     engine = settings.engine
     if engine == places.AUTO:
         engine = places.detect(Environment(os.environ, dict(source.program.launch.hosts)))
@@ -153,6 +154,7 @@ def _prepare(
         source = source.with_known_start(settings.trial_timeout_s, settings.slots)
     if section is None:  # the run of the command may have shown one
         section, settings = with_section(settings, source.experiment, source.program.config_path)
+        _check_results(section)
     _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
     with slow.logged(_log, "looking at the accelerators"):
@@ -230,6 +232,13 @@ def with_section(
     where = config_path or experiment.ds_config_name
     section = autotuning_section.read(experiment.ds_config, where=where)
     return (None, settings) if section is None else (section, section.apply(settings))
+
+
+def _check_results(section: Section | None) -> None:
+    """Check the folders of an `autotuning` section, which files are written into at the end."""
+    for folder in (section.results_dir, section.exps_dir) if section is not None else ():
+        if folder is not None:
+            run_folders.check_can_be_made(folder, "Name another folder in the section.")
 
 
 def _check_settings(settings: Settings, source: Source) -> None:

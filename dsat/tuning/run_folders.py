@@ -62,15 +62,17 @@ def check(settings: Settings, name: str) -> Path | None:
             where=str(folder),
             hint="Choose another folder.",
         )
-    _check_can_be_made(RUNS_FOLDER if folder is None else folder)
+    made = RUNS_FOLDER if folder is None else folder
+    check_can_be_made(made, "Name another folder by --run-dir.")
     return folder
 
 
-def _check_can_be_made(folder: Path) -> None:
+def check_can_be_made(folder: Path, hint: str) -> None:
+    """Raise UserInputError if a folder is not there and cannot be made, or cannot be written to."""
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
         problem = "may not be written to" if os.path.isdir(there) else "is not a folder"
-        raise UserInputError(problem, where=str(there), hint="Name another folder by --run-dir.")
+        raise UserInputError(problem, where=str(there), hint=hint)
 
 
 def _stem(name: str) -> str:

@@ -93,7 +93,9 @@ def test_options_of_the_model_change_what_it_needs(user: User) -> None:
     ("cards", "fits"), [("1x16GiB/1GiB", True), ("1x50MiB", False), ("1x16GiB/1MiB", False)]
 )
 def test_a_job_is_guarded_by_the_exit_status(user: User, cards: str, fits: bool) -> None:
-    told = estimate(user, TINY, "--fits", cards, "--seq-length", 128, status=0 if fits else 1)
+    (user.folder / "own.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    words = ("--ds-config", "own.json", "--fits", cards, "--seq-length", 128)
+    told = estimate(user, TINY, *words, status=0 if fits else 1)
     assert told.json["fits"] is fits
     enough = told.json["needed_bytes"] < told.json["card_bytes"]
     limit = told.json["host_limit"]
@@ -113,6 +115,27 @@ def test_the_api_estimates_the_same(user: User) -> None:
     shown = user.types("estimate", "--model", path, *words)
     found = dsat.estimate(model=path, devices=8, slot_memory=["24GiB"], formula=True)
     assert found.lines and str(found) in shown.out
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
+def test_a_model_without_a_configuration_is_checked_in_a_strategy_that_fits(user: User) -> None:
+    """In stage 0 the states of 7 billion parameters take 100 GiB."""
+    told = estimate(user, LLAMA_7B, "--fits", "8x60GiB", "--seq-length", 512)
+    assert told.json["fits"] and told.json["strategy"] != "z0"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
+def test_a_projection_has_16384_tokens_a_gpu_by_default(user: User) -> None:
+    (user.folder / "transformers.py").write_text("raise ImportError('not of this folder')")
+    (user.folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    words = ("--seq-length", 128, "--to", "8xA100-40GB", "--json")
+    told = user.types("project", "--model", "config.json", *words)
+    assert told.status == 0, told.err
+    rows = told.json["best"]["8"]
+    assert {row["train_batch_size"] for row in rows} == {8 * 16_384 // 128}
 
 
 @pytest.mark.slow

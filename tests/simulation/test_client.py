@@ -6,6 +6,7 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,8 @@ def test_a_trace_counts_the_flops_of_the_model_and_the_traffic_of_each_stage(
         "stage3_max_live_parameters": 0,  # small as the model is, it would be gathered once
         "stage3_max_reuse_distance": 0,
     }
-    found = gpt_on_a_device.traces([Question(stages[stage], 2, 4) for stage in stages])
+    asked = [Question(stages[stage], 2, 4) for stage in stages]
+    found = [answer for _, answer in sorted(gpt_on_a_device.trace_each(asked), key=itemgetter(0))]
     traces = {}
     for stage, answer in zip(stages, found, strict=True):
         assert not isinstance(answer, str), answer
