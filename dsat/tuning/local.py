@@ -56,7 +56,8 @@ class LocalSearch:
         with contextlib.ExitStack() as opened:
             self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
             earlier = run_folders.earlier_runs(self.folder, ready.plan, ready.info)
-            ended = leftovers.end_processes(self.folder)
+            # Of a new folder there are none, and all processes would be looked at.
+            ended = leftovers.end_processes(self.folder) if ready.settings.resume else []
             if ended:
                 _log.info(
                     "ended %d processes left over from an earlier run in this folder", len(ended)
