@@ -71,7 +71,7 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
         is_folder = len(target_words) > 1 and not target_words[1].startswith("-")
         end = 2 if is_folder else 1
         words, target_words = [*words, *target_words[end:]], target_words[:end]
-    namespace, unknown = parser.parse_known_args([name, *_with_joined_switches(words, options)])
+    namespace, unknown = parser.parse_known_args([name, *_join_switches(words, options)])
     if unknown:
         if unknown[0] == "--":
             parser.error(f"{target_words[0]} and a command cannot both be tuned")
@@ -174,7 +174,7 @@ def _is_program(word: str) -> bool:
     return word.endswith(".py") or (not Path(word).is_file() and is_command)
 
 
-def _with_joined_switches(words: Sequence[str], options: Iterable[Option]) -> list[str]:
+def _join_switches(words: Sequence[str], options: Iterable[Option]) -> list[str]:
     """Join `--vary --flag=...` to one word: argparse would take the flag for an option."""
     flags = {flag: each for each in options for flag in (*each.flags, *each.old)}
     joined: list[str] = []

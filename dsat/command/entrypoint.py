@@ -104,7 +104,7 @@ class Entrypoint(Recorded):
         flag = None if self.launch.config_is_word else script_args.config_flag(self.args)
         return None if flag is None else script_args.value_of(self.args, flag)
 
-    def for_config(
+    def use_config(
         self,
         path: str,
         config: Mapping[str, Any],
@@ -112,8 +112,10 @@ class Entrypoint(Recorded):
         arg_mappings: Mapping[str, str],
     ) -> Entrypoint:
         """Return this program with the arguments and variables of another configuration."""
-        args = script_args.for_trial(
-            self.args if self.launch.config_is_word else script_args.with_config(self.args, path),
+        args = script_args.adapt_to_trial(
+            self.args
+            if self.launch.config_is_word
+            else script_args.replace_config(self.args, path),
             config,
             switches,
             arg_mappings,
@@ -124,7 +126,7 @@ class Entrypoint(Recorded):
         return replace(
             self,
             args=args,
-            env=accelerate_env.for_config(env, path, config),
+            env=accelerate_env.use_config(env, path, config),
             launch=replace(self.launch, binds_cores=binds),
         )
 
@@ -149,7 +151,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
     Raises:
         UserInputError: it is empty, needs a shell, or has an unknown form.
     """
-    words = without_autotuning(_words(entrypoint))
+    words = drop_autotuning(_words(entrypoint))
     env = take_assignments(words)
     if not words or not words[0].strip():
         raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
@@ -166,7 +168,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
     return replace(found, takes_hf_flags=parses_hf_arguments(found, model_dir))
 
 
-def without_autotuning(words: Sequence[str]) -> list[str]:
+def drop_autotuning(words: Sequence[str]) -> list[str]:
     """Return a command without `--autotuning tune` of DeepSpeed's launcher, which dsat replaces."""
     names = [Path(word).name for word in words]
     script = next((at for at, name in enumerate(names) if name.endswith(".py")), len(words))
@@ -223,7 +225,7 @@ def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
     return bool(_STARTS_RANKS.search(source)) and not _READS_ITS_RANK.search(source)
 
 
-def of_interpreter(words: Sequence[str]) -> Entrypoint:
+def parse_python_words(words: Sequence[str]) -> Entrypoint:
     """Parse the words after `python` into a program and options of the interpreter."""
     options, rest = split_interpreter(words)
     # Output is never held back: -u changes nothing.
@@ -309,7 +311,7 @@ def _python(words: list[str]) -> Entrypoint:
         return _deepspeed(args)
     if module.split(".")[0] in ("accelerate", "horovod", "mpi4py"):
         raise UnknownStart(f"{module} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS)
-    return of_interpreter(words)
+    return parse_python_words(words)
 
 
 def _determined(launcher: str, words: list[str]) -> Entrypoint:

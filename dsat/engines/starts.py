@@ -44,7 +44,7 @@ from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank_files import CHANGES_FILE, CONFIG_FILE, DONE_FILE, SPEC_FILE, RankSpec
 from dsat.values import parallelism
 from dsat.values.files import PRIVATE_FOLDER, remove, write_atomically
-from dsat.values.text import words_without_secrets
+from dsat.values.text import hide_secrets_in_words
 from dsat.values.trial import Trial
 
 # How long processes may go on after the trial's end.
@@ -83,7 +83,7 @@ class StartBuilder:
 
     def start_of(self, trial: Trial) -> Start:
         """Return the start of a trial of the search."""
-        meter = MeterSpec.of_trial(
+        meter = MeterSpec.build(
             trial, self.options.trial, slots=self.slots, host_slots=self.host_slots
         )
         return Start(trial, self.run / TRIALS_FOLDER / trial.name, meter)
@@ -96,7 +96,7 @@ class StartBuilder:
 
     def config_of(self, start: Start) -> dict[str, Any]:
         """Return the DeepSpeed configuration of a trial."""
-        return ds_config.for_use(self.experiment.base_config, start.trial.overrides)
+        return ds_config.prepare_for_training(self.experiment.base_config, start.trial.overrides)
 
     def build(
         self, start: Start, shares: tuple[Share, ...], method: StartMethod
@@ -119,7 +119,7 @@ class StartBuilder:
             start = replace(start, trial=trial)
             config = self.config_of(start)
             write_atomically(path, json.dumps(config, indent=2) + "\n")
-            program = program.for_config(
+            program = program.use_config(
                 str(path.resolve()), config, trial.script_args, self.experiment.arg_mappings
             )
         plan = _Plan(self, start, shares, method, program, config, tuple(free_ports(3)))
@@ -236,7 +236,7 @@ class _Plan:
         """Return the user's command as a person can paste it into a shell, for each rank."""
         change = f"cd {shlex.quote(str(self._cwd))}"
         words = self._command(0) if self._is_command else self.program.command()
-        shown = shlex.join(words_without_secrets(words))
+        shown = shlex.join(hide_secrets_in_words(words))
         if self.start.is_own:
             return f"{change}\n{shown}\n"
         chosen = self.start.trial.script_args
@@ -244,7 +244,7 @@ class _Plan:
         lines += [f"# with {switches.write(name, value)}" for name, value in chosen.items()]
         texts = []
         for rank in range(1 if self._is_command else self._ranks):
-            command = shlex.join(words_without_secrets(self._command(rank)))
+            command = shlex.join(hide_secrets_in_words(self._command(rank)))
             env = assignments(self.environment(rank))
             hooked = f"PYTHONPATH={shlex.quote(str(self._folder / HOOK_FOLDER))}"
             hooked += f'"${{PYTHONPATH:+:$PYTHONPATH}}":{shlex.quote(str(self._packages))}'
@@ -286,7 +286,7 @@ class _Plan:
         if self.method is StartMethod.FRESH and self._limits_memory:
             # The limit comes with the first model.
             env |= {name: str(value) for name, value in MALLOC_VARIABLES.items()}
-        return env | accelerate_env.for_parallelism(env, self.config, self._ranks)
+        return env | accelerate_env.make_parallelism_variables(env, self.config, self._ranks)
 
     def _variables_of_launcher(self, rank: int) -> dict[str, str]:
         """Return the variables that a launcher would set."""

@@ -48,7 +48,7 @@ class MeterSpec(Recorded):
     own_steps: StepFacts | None = None
 
     @classmethod
-    def of_trial(
+    def build(
         cls, trial: Trial, options: TrialOptions, *, slots: int, host_slots: int = 1
     ) -> MeterSpec:
         """Return the measurement of a trial."""
@@ -75,7 +75,7 @@ class MeterSpec(Recorded):
             own_steps=trial.own_steps,
         )
 
-    def of_engine(self, engine: Any) -> MeterSpec:
+    def complete_from(self, engine: Any) -> MeterSpec:
         """Return the specification with an engine's batch sizes and stage, if it has none."""
         if self.micro_batch:
             return self

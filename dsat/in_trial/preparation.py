@@ -61,7 +61,7 @@ def prepare(
     compiles_deep = (trial.overrides.get("compile") or {}).get("deepcompile") is True
     switches = ScriptSwitches(trial.script_args, on_cpu=on_cpu, deep_compiles=compiles_deep)
     if spec.simulation_folder is None:
-        config_injection.on_initialize(switches.before_engine, switches.after_engine)
+        config_injection.register_for_initialize(switches.before_engine, switches.after_engine)
     if found is not None:
         found.switches = switches.found
     TRIAL.trainer = TrainerSettings(
@@ -82,7 +82,7 @@ def prevent_side_effects(spec: RankSpec) -> None:
     """
     TRIAL.is_simulated = spec.simulation_folder is not None
     if not spec.is_full_run:
-        config_injection.on_initialize(trackers.disable_reports)
+        config_injection.register_for_initialize(trackers.disable_reports)
 
 
 def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:

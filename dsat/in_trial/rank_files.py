@@ -58,7 +58,7 @@ class RankSpec(Recorded):
     defaults_local_rank: bool = False
 
     @classmethod
-    def of_folder(cls, folder: Path) -> RankSpec:
+    def read(cls, folder: Path) -> RankSpec:
         """Read the specification of the trial in a folder."""
         return cls.from_json(json.loads((folder / SPEC_FILE).read_text(encoding="utf-8")))
 

@@ -54,7 +54,7 @@ class LocalSearch:
         self.interrupted = False
         self._engine: Engine | None = None
         with contextlib.ExitStack() as opened:
-            self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
+            self.folder = run_folders.choose(ready.settings, ready.experiment.name, opened)
             earlier = run_folders.earlier_runs(self.folder, ready.plan, ready.info)
             # Of a new folder there are none, and all processes would be looked at.
             ended = leftovers.end_processes(self.folder) if ready.settings.resume else []

@@ -28,7 +28,7 @@ from dsat.values.trial import BatchTriple
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
-def plan_of(
+def make_plan(
     settings: Settings,
     experiment: Experiment,
     slots: int,
@@ -59,8 +59,8 @@ def plan_of(
         listed.pop(GAS, None)
     decided = {**_values(settings, Plan), "train_batch_size": global_batch}
     decided["tune"], decided["fix"] = _knobs_of(settings, known.get("defaults", {}))
-    of_launcher = known.pop("listed_switches", {})
-    decided["listed_switches"] = {**of_launcher, **_listed_switches(settings, args)}
+    find_launcher_switches = known.pop("listed_switches", {})
+    decided["listed_switches"] = {**find_launcher_switches, **_listed_switches(settings, args)}
     decided["zero_stages"] = tuple(settings.zero_stages or stages)
     decided["nvme_path"] = settings.nvme_path or _nvme_path(base)
     # A time per optimizer step grows with the batch, unless the global batch is given.
@@ -187,7 +187,7 @@ def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple
     return found
 
 
-def of_launcher(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
+def find_launcher_switches(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
     """Return switches of DeepSpeed's launcher that the command leaves free."""
     launch = program.launch
     is_free = launch.passes_local_rank and not (launch.binds_cores or program.needs_command)
@@ -253,7 +253,7 @@ def _groups(rule: BatchRule) -> str:
     )
 
 
-def switches_of(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:
+def find_script_switches(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:
     """Return the script's own switches that can be searched, with the user's values."""
     flag = script_args.mappings_for(program.args, given).get(CHECKPOINTING)
     if flag is None:
@@ -286,7 +286,7 @@ def _kept_batch(settings: Settings, plan: Plan) -> str:
     )
 
 
-def _without_effect(settings: Settings, plan: Plan) -> str:
+def _name_without_effect(settings: Settings, plan: Plan) -> str:
     """Name the settings of `--search` that cannot be searched."""
     searched = set(re.findall(r"[\w.]+", " ".join(make_space(plan).describe())))
     of_deepspeed = {knob.key for knob in KNOBS}
@@ -301,4 +301,6 @@ def _without_effect(settings: Settings, plan: Plan) -> str:
 
 def notes(settings: Settings, plan: Plan) -> list[str]:
     """Return lines on what a user may not expect of a plan."""
-    return [note for note in (_kept_batch(settings, plan), _without_effect(settings, plan)) if note]
+    return [
+        note for note in (_kept_batch(settings, plan), _name_without_effect(settings, plan)) if note
+    ]
