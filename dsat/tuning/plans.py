@@ -14,6 +14,7 @@ from dsat.command.experiment import Experiment
 from dsat.command.switches import BIND_CORES, CHECKPOINTING, SWITCHES, VARIABLE
 from dsat.errors import UserInputError
 from dsat.options import ANY, OWN
+from dsat.run.free_batch import leaves_nothing_to_trade
 from dsat.run.strategies import make_space
 from dsat.search import SEARCHES
 from dsat.space.batch_rule import BatchRule
@@ -272,10 +273,10 @@ def _nvme_path(config: Mapping[str, Any]) -> str | None:
 
 def _kept_batch(settings: Settings, plan: Plan) -> str:
     """Say that the global batch is kept by default, and what `any` would allow."""
-    own, size = plan.own_batch, plan.train_batch_size
+    size = plan.train_batch_size
     if size is None or "train_batch_size" in settings.given:
         return ""
-    if own.micro_batch == own.gas == 1:
+    if leaves_nothing_to_trade(plan):
         return (
             f"your global batch of {size} is one sample per device, without accumulation: nothing "
             "can be traded. --train-batch-size any also searches larger micro batches"
