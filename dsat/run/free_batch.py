@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def predict(run: Run) -> FreeBatch | None:
     own, objective = run.baseline, run.plan.objective
     if run.profile is None or own is None or objective.smaller_is_better or run.value(own) is None:
         return None
-    fixed = {"tune": (), "fix": KNOB_NAMES, "choices": {}, "listed_switches": {}}
+    fixed: dict[str, Any] = {"tune": (), "fix": KNOB_NAMES, "choices": {}, "listed_switches": {}}
     plan, profile = replace(run.plan, train_batch_size=None, **fixed), run.profile
     strategy = of_config(plan.base_config)
     space = make_space(plan, replace(profile, switches={}), only=(strategy,))
