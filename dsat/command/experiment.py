@@ -229,6 +229,14 @@ def trial_hparams(
     return {**found, DSAT_SWITCHES_KEY: dict(switches)} if switches else found
 
 
+def length_of_full_run(config: Mapping[str, Any]) -> int:
+    """Return the length of a full run: `searcher.max_length`, a number or `{unit: number}`."""
+    length = ds_config.at(config, "searcher.max_length")
+    if isinstance(length, Mapping):
+        [length] = length.values()
+    return 1 if length is None else int(length)
+
+
 def length_in_units(steps: int, config: Mapping[str, Any], batch: BatchTriple) -> int:
     """Convert a number of optimizer steps to the unit of the experiment's searcher."""
     length = ds_config.at(config, "searcher.max_length")

@@ -7,14 +7,19 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dsat.command import accelerate_env, ds_config, switches
 from dsat.command.entrypoint import Entrypoint
-from dsat.command.experiment import Experiment, length_in_units, trial_hparams
+from dsat.command.experiment import (
+    Experiment,
+    length_in_units,
+    length_of_full_run,
+    trial_hparams,
+)
 from dsat.engines import trial_folder
 from dsat.engines.agent import leftovers
 from dsat.engines.machines.hosts import Share
@@ -41,7 +46,14 @@ from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE
 from dsat.in_trial.loopback import ADDRESS, INTERFACES, is_loopback
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.in_trial.rank_files import CHANGES_FILE, CONFIG_FILE, DONE_FILE, SPEC_FILE, RankSpec
+from dsat.in_trial.rank_files import (
+    CHANGES_FILE,
+    CONFIG_FILE,
+    DONE_FILE,
+    SPEC_FILE,
+    LocalTask,
+    RankSpec,
+)
 from dsat.values import parallelism
 from dsat.values.files import PRIVATE_FOLDER, remove, write_atomically
 from dsat.values.text import hide_secrets_in_words
@@ -158,7 +170,7 @@ class _Plan:
         hparams = trial_hparams(experiment.hparams, trial.overrides)
         # What else is there may hold credentials, which no file of ours should.
         config = {k: v for k, v in experiment.config.items() if k in _SHOWN_TO_SCRIPTS}
-        length = _max_length(config)
+        length = length_of_full_run(config)
         if meter is not None:
             hparams[ds_config.DSAT_MODE_KEY] = True
             length = length_in_units(meter.longest, config, trial.batch)
@@ -168,20 +180,20 @@ class _Plan:
         devices = self._machine.devices_of(self.shares[0].slots or (0,))
         starts_ranks = not self._is_command or start.is_own
         return RankSpec(
-            trial=trial.to_json(),
-            program={**asdict(self.program), "env": {}},
-            task={
-                "trial_id": max(trial.id, 0),
-                "slots": self._ranks,
-                "hosts": self._addresses,
-                "hparams": hparams,
-                "experiment_config": config,
-                "length": length,
-                "seed": options.seed,
-                "ports": list(self.ports[1:]),
-                "devices": [] if is_cpu else devices,
-            },
-            meter=None if meter is None else meter.to_json(),
+            trial=trial,
+            program=replace(self.program, env={}),
+            task=LocalTask(
+                trial_id=max(trial.id, 0),
+                slots=self._ranks,
+                hparams=hparams,
+                experiment_config=config,
+                length=length,
+                seed=options.seed,
+                ports=self.ports[1:],
+                devices=[] if is_cpu else devices,
+                hosts=self._addresses,
+            ),
+            meter=meter,
             simulation_folder=None if messages is None else str(messages),
             cpu_memory_bytes=memory_bytes if self._limits_memory else None,
             threads=1 if is_cpu else None,
@@ -385,11 +397,3 @@ class _Plan:
         if len(self.shares) == 1:
             return [ADDRESS]
         return [share.host.address for share in self.shares]
-
-
-def _max_length(config: Mapping[str, Any]) -> int:
-    """Return the length of a full run: `searcher.max_length`, a number or `{unit: number}`."""
-    length = ds_config.at(config, "searcher.max_length")
-    if isinstance(length, Mapping):
-        [length] = length.values()
-    return 1 if length is None else int(length)

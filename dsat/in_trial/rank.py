@@ -171,7 +171,7 @@ class Rank:
         elif spec.meter is not None and spec.threads is not None and not spec.own:
             limit_to_host()
         # For --model dsat has a script of its own.
-        what = "the model" if spec.program["module"].startswith("dsat.") else "your script"
+        what = "the model" if spec.program.module.startswith("dsat.") else "your script"
         what = "your command" if spec.is_command else what
         self._progress.set_activity(f"{what} runs, up to its first optimizer step")
         self._known, self._env = set(sys.modules), dict(os.environ)
@@ -334,7 +334,7 @@ def _adapt_to_machine(spec: RankSpec) -> RankSpec:
     devices = [] if on_cpu else list(map(str, range(slots)))
     return replace(
         spec,
-        task={**spec.task, "slots": slots, "devices": devices},
+        task=replace(spec.task, slots=slots, devices=devices),
         threads=1 if on_cpu else None,
         cpu_memory_bytes=spec.cpu_memory_bytes if on_cpu else None,
     )
