@@ -214,7 +214,7 @@ def _place(cluster: str | None) -> Finding:
     here = "this machine" if place == "local" else f"--engine {place}"
     if cluster is None:
         return Finding("trials run on", here)
-    found = f"{here} for a command after --; the cluster at {cluster} for an experiment file"
+    found = f"{here} for a command; the cluster at {cluster} for an experiment file"
     try:  # determined's default ports (common/api/_util.py)
         parts = urlsplit(cluster if "://" in cluster else f"http://{cluster}")
         port = parts.port or (443 if parts.scheme == "https" else 8080)

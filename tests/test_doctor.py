@@ -144,7 +144,7 @@ def test_a_configured_cluster_takes_experiments(monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
         place = found("trials run on", address)
-    assert place.state == OK and place.found.startswith("this machine for a command after --")
+    assert place.state == OK and place.found.startswith("this machine for a command; ")
     assert place.found.endswith(f"the cluster at {address} for an experiment file")
     # Nobody listens there any more, or it is no address at all.
     for nowhere in (address, f"https://{address}", "http://", "localhost:x", "http://[::1:8"):

@@ -20,8 +20,10 @@ from dsat.values.codec import Recorded
 _SPAWNED = "--multiprocessing-fork"
 # What DeepSpeed's launcher puts in front of each rank's arguments, and `torch.distributed.launch`.
 _LOCAL_RANK, _DASHED_LOCAL_RANK = "--local_rank", "--local-rank"
-ONE_TRAINING = "Give the command of one training alone, for example: -- torchrun train.py ..."
-ONE_NODE = "Start it on one machine here, for example: -- torchrun train.py ..."
+ONE_TRAINING = (
+    "Give the command of one training alone, for example: dsat tune torchrun train.py ..."
+)
+ONE_NODE = "Start it on one machine here, for example: dsat tune torchrun train.py ..."
 # Variables that launchers set for each rank anew, or that say nothing of the training.
 _OF_A_START = frozenset(
     """

@@ -24,6 +24,7 @@ from dsat.errors import UserInputError
 from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.in_trial.script_api import hparams_of_this_task
 from dsat.prepare.target import Target
+from dsat.values import format as fmt
 from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import TrialOptions
 
@@ -198,7 +199,7 @@ def check_ranks(program: Entrypoint, slots: int) -> None:
     """Raise UserInputError if the entrypoint starts another number of ranks."""
     if program.slots not in (None, slots):
         raise UserInputError(
-            f"starts {program.slots} ranks, but a trial has {slots} devices",
+            f"starts {program.slots} ranks, but a trial has {fmt.count(slots, 'device')}",
             where="entrypoint",
             hint="Make resources.slots_per_trial (or --devices) and the entrypoint agree.",
         )

@@ -42,7 +42,7 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
         raise UserInputError(
             "is for a command with a hostfile",
             where="--engine ssh",
-            hint="As in: -- deepspeed --hostfile hosts train.py ...",
+            hint="As in: dsat tune deepspeed --hostfile hosts train.py ...",
         )
     _log.info("tuning on the machines of the hostfile, %s", ", ".join(positions))
     hosts = inspect_machines(reach(list(positions), environment.ssh_port))
