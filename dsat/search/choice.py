@@ -206,9 +206,8 @@ class Chooser:
 
         def predict(numbers: Sequence[int]) -> tuple[Array, Array]:
             size = np.full(len(numbers), near[0] if near else 1.0)
-            reference = self._points(branch, numbers[:1], [0], size[:1])
             points = self._points(branch, numbers, np.arange(len(numbers)), size)
-            return known.speed.predict(points, reference)
+            return known.speed.predict(points, points.only(np.array([0])))
 
         closed = {
             number
