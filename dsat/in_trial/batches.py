@@ -291,7 +291,7 @@ class LeafFinder:
 
 
 def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -> str:
-    """Return the script's flag for its batch size, one with the value `fed` first; empty without.
+    """Return the script's flag for its batch size, which has the value `fed`; empty without.
 
     Args:
         args: of the command line.
@@ -300,15 +300,13 @@ def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -
     given = {}
     for word, after in zip(args, [*args[1:], ""], strict=False):
         flag, has_value, value = word.partition("=")
-        if flag.startswith("--"):
+        if has_value or flag.startswith("--"):  # `train.batch_size=4`, as Hydra takes it
             given[flag] = value if has_value else after
-    named = {
-        flag: value
-        for flag, value in {**given, **options, **given}.items()
-        if "batch" in flag.lower() and not any(part in flag.lower() for part in _OTHER_BATCHES)
-    }
-    of_that_value = [flag for flag, value in named.items() if str(value) == str(fed)]
-    return next(iter([*of_that_value, *named]), "")
+    for flag, value in {**given, **options, **given}.items():
+        is_about_training = not any(part in flag.lower() for part in _OTHER_BATCHES)
+        if "batch" in flag.lower() and is_about_training and str(value) == str(fed):
+            return flag
+    return ""
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -72,6 +72,7 @@ class TrialFactory:
             to_beat=self._to_beat() if kind in SEARCHED else {},
             longest_s=self._run.longest_s if kind in _LIMITED else None,
             own_steps=self._own_steps(),
+            batch_flag=self._run.batch_flag,
         )
 
     def _own_steps(self) -> StepFacts | None:
@@ -100,7 +101,7 @@ class TrialFactory:
     ) -> int | None:
         """Return the id of an equal trial, the baseline or one of the search; None if none is."""
         for trial in list(self._run.trials.values())[self._indexed :]:
-            if trial.kind in SEARCHED:
+            if trial.kind in SEARCHED and not self._run.is_superseded(trial):
                 digest = self.fingerprint(trial.overrides, trial.script_args)
                 self._by_digest.setdefault(digest, trial.id)
         self._indexed = len(self._run.trials)

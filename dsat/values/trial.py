@@ -123,6 +123,7 @@ class Trial(KnownOfModel, Recorded):
         own_steps: facts about the steps of the user's own configuration; None until measured.
         script_args: switches of the script that are not DeepSpeed settings
             (`gradient_checkpointing`).
+        batch_flag: flag of the script that gets the micro batch; empty if none has to.
     """
 
     id: int
@@ -139,6 +140,7 @@ class Trial(KnownOfModel, Recorded):
     to_beat: Mapping[str, float] = field(default_factory=dict)
     longest_s: float | None = None
     own_steps: StepFacts | None = None
+    batch_flag: str = ""
 
     @property
     def profiles(self) -> bool:
