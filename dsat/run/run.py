@@ -9,6 +9,7 @@ from typing import Any
 from dsat.command import ds_config
 from dsat.memory.predictor import Basis
 from dsat.run import events
+from dsat.run.batch_flag import BatchFlag
 from dsat.run.comparison import Gain, Variation, margin_of_single_runs
 from dsat.run.finals import Contestant, Finals, Role
 from dsat.run.training_check import TrainingCheck
@@ -34,8 +35,7 @@ class Run:
         leader: the trial with the best value of the search among those that keep to the plan.
         finals: the runs that decide, once the search is over; None if there are none.
         training: compares the losses of trials.
-        batch_flag: flag of the script that its trials get with their micro batch, since one without
-            it fed the value of that flag whatever its configuration; empty if none.
+        batch_flag: of the script, which trials get with their micro batch.
         repeated: the trial that a trial of the finals, or a repeat, runs again, by trial id.
         profiled: end of the trial that profiled the model, once it is known.
         disqualified: why a leader cannot win although it ran, by its trial id.
@@ -73,7 +73,7 @@ class Run:
         self._earlier_variation: Variation | None = None
         self.disqualified: dict[int, str] = {}
         self.same_batch_final: Trial | None = None
-        self.batch_flag = ""
+        self.batch_flag = BatchFlag(self.outcomes)
         self.repeated: dict[int, int] = {}
         self.training = TrainingCheck(self.trials, self.outcomes, self.repeated)
         self._changes: dict[tuple[int, bool], dict[str, tuple[Any, Any]]] = {}
@@ -109,7 +109,6 @@ class Run:
             self.trials[trial.id] = trial
             self.earlier.add(trial.id)
             self.neighbours[trial.id] = event["neighbours"]
-            self.batch_flag = self.batch_flag or trial.batch_flag
             if trial.kind is TrialKind.BASELINE:
                 self.baseline = trial
             self._finish(trial.id, event["outcome"])
@@ -150,7 +149,7 @@ class Run:
         self.ended_s[trial_id] = self.running_s
         trial = self.trials[trial_id]
         self._running.pop(trial_id, None)
-        self._find_batch_flag(trial, outcome)
+        self.batch_flag.update(trial, outcome, self.plan.own_batch.micro_batch)
         if trial.profiles:
             self.profiled = outcome
         value = outcome.value(self._objective)
@@ -168,20 +167,6 @@ class Run:
         ):
             self.leader = trial
             self._leaders_value = value
-
-    def _find_batch_flag(self, trial: Trial, outcome: Outcome) -> None:
-        """Use the script's flag for its micro batch, or no longer if that changes nothing."""
-        is_own = outcome.fixed_batch == self.plan.own_batch.micro_batch
-        if trial.batch_flag and outcome.fixed_batch is not None:
-            self.batch_flag = ""
-        elif is_own and not any(each.batch_flag for each in self.trials.values()):
-            self.batch_flag = outcome.batch_flag
-
-    def is_superseded(self, trial: Trial) -> bool:
-        """Return whether a trial fed a fixed batch, for want of the flag that later ones get."""
-        outcome = self.outcomes.get(trial.id)
-        fed_another = outcome is not None and not outcome.ok and outcome.fixed_batch is not None
-        return fed_another and bool(self.batch_flag) and not trial.batch_flag
 
     def _begin_finals(self, event: Mapping[str, Any]) -> None:
         if self.baseline is None:
@@ -375,11 +360,6 @@ def _variation_of_repeat(run: Run) -> Variation | None:
         return None
     log_value = run.plan.objective.log_value
     return Variation.from_runs(log_value(first), log_value(second))
-
-
-def count_finals(run: Run) -> int:
-    """Return the number of trials of these and earlier finals."""
-    return sum(trial.kind is TrialKind.FINAL for trial in run.trials.values())
 
 
 def searched(run: Run) -> list[Trial]:

@@ -201,7 +201,7 @@ class _Observations:
         """Return all observations, in the order in which trials began."""
         run = self._run
         trials = [t for t in run.trials.values() if t.kind in _SOURCES]
-        trials = [trial for trial in trials if not run.is_superseded(trial)]
+        trials = [trial for trial in trials if not run.batch_flag.supersedes(trial)]
         found = [self._observe(trial) for trial in trials]
         for proposal, trial_id in self._equal:
             observed = self._observe(run.trials[trial_id])

@@ -15,7 +15,7 @@ def advise_batch(run: Run) -> list[str]:
     plan = run.plan
     own = plan.own_batch
     fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
-    if fixed is not None and not run.batch_flag:
+    if fixed is not None and not run.batch_flag.name:
         mapping = "--arg-mapping train_micro_batch_size_per_gpu="
         advice = f"Add {mapping}{fixed.batch_flag}."
         if not fixed.batch_flag:

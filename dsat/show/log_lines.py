@@ -41,8 +41,8 @@ class Narrator:
         facts = [] if outcome.profile is None else _describe_profile(outcome.profile)
         if facts and trial.kind is TrialKind.PROFILE:
             return facts
-        flag = [f"note: {run.batch_flag} follows the micro batch from now on"]
-        is_new = run.batch_flag and outcome.fixed_batch and not trial.batch_flag
+        flag = [f"note: {run.batch_flag.name} follows the micro batch from now on"]
+        is_new = run.batch_flag.name and outcome.fixed_batch and not trial.batch_flag
         return [*facts, _describe_trial(run, trial, outcome), *(flag if is_new else [])]
 
     def search_began(self, run: Run, forecast: Forecast | None) -> list[str]:

@@ -202,7 +202,9 @@ def test_pairs_that_grow_with_the_micro_batch_are_not_refused(clock: Clock) -> N
         (["--eval_batch_size", "7", "--train.batch=7"], {}, "--train.batch"),
         (["--eval_batch_size", "7", "--train.batch=8"], {}, ""),  # of all devices, perhaps
         (["model.width=7", "train.batch_size=7"], {}, "train.batch_size"),
-        (["--bs", "7"], {}, ""),
+        (["--bs", "7"], {}, "--bs"),
+        (["--micro-bsz=7"], {}, "--micro-bsz"),
+        (["--obs", "7"], {}, ""),
         (["--batch-size"], {}, ""),
         # Declared with this default, and not given.
         ([], {"--lr": 7, "--batch-log": None, "--micro-batch-size": 7}, "--micro-batch-size"),
