@@ -61,7 +61,9 @@ class Row:
     needs: str
 
     def predicted(self) -> int:
-        """Return the predicted peak in bytes.
+        """Return the predicted peak of steps in bytes.
+
+        The copy of all parameters that DeepSpeed makes at start-up, if there is room, is left out.
 
         Raises:
             SimulationUnavailable: it cannot be simulated here.
@@ -81,7 +83,7 @@ class Row:
             [found] = simulator.estimates([Question(whole, self.micro_batch, self.slots)])
         if isinstance(found, str):
             raise SimulationUnavailable(found)
-        return found.peak
+        return max(found.forward, found.backward, found.step)
 
 
 def _is_there(module: str) -> bool:

@@ -12,7 +12,7 @@ from dsat.command import ds_config
 from dsat.command.switches import CHECKPOINTING
 from dsat.estimating import edges
 from dsat.estimating.options import EstimateSettings
-from dsat.estimating.tables import LineByLine
+from dsat.estimating.tables import LineByLine, needs_simulation
 from dsat.memory import host
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, fits_host
 from dsat.memory.strategies import COMPARED, with_strategy
@@ -142,17 +142,20 @@ def fit(settings: EstimateSettings) -> Fit:
         if recomputes:
             facts = model.simulator.facts(model.config, switches)
         asked = Question(own, batch.micro_batch, slots, switches)
-        with slow.logged(_log, _progress(own, chosen), at_once=True):
-            [estimate] = model.simulator.estimates([asked])
-        if isinstance(estimate, str):
-            raise SimulationUnavailable(estimate)
-        basis = Basis.of_model(facts, [Anchor(own, batch.micro_batch, estimate)])
+        peak, anchors = None, []
+        if not settings.formula or needs_simulation(own):
+            with slow.logged(_log, _progress(own, chosen), at_once=True):
+                [estimate] = model.simulator.estimates([asked])
+            if isinstance(estimate, str):
+                raise SimulationUnavailable(estimate)
+            peak, anchors = estimate.peak, [Anchor(own, batch.micro_batch, estimate)]
+        basis = Basis.of_model(facts, anchors)
         memory = MemoryModel(basis, slots=slots, limit_bytes=card_bytes, on_device=True)
         shape, saved = memory.shape(own, {}), 0
         recomputes = recomputes or settings.activation_checkpointing == "on"
-        if not recomputes and not memory.fits(shape, batch.micro_batch):
+        if peak is not None and not (recomputes or memory.fits(shape, batch.micro_batch)):
             [less] = model.simulator.estimates([asked._replace(switches={CHECKPOINTING: True})])
-            saved = 0 if isinstance(less, str) else max(0, estimate.peak - less.peak)
+            saved = 0 if isinstance(less, str) else max(0, peak - less.peak)
     host_bytes = host.of_host(facts, own, shape.host_bytes, slots)
     saved_bytes = host.ranks(slots) * host.saved_without_pinning(facts, own, slots=slots)
     found = Fit(

@@ -111,6 +111,9 @@ def test_a_gpu_has_its_memory_by_name(user: User) -> None:
     told = estimate(user, TINY, *words, "--fits", "8xH100/1TiB")
     assert (told.json["slots"], told.json["card_bytes"]) == (8, 80 * GIB)
     assert told.json["host_limit"] == 1024 * GIB
+    formula = estimate(user, TINY, *words, "--fits", "8xH100/1TiB", "--formula")
+    assert formula.json["fits"] and "simulating" not in formula.err
+    assert formula.json["needed_bytes"] == pytest.approx(told.json["needed_bytes"], rel=0.1)
 
 
 def test_cards_that_cannot_be_read_are_no_answer(user: User) -> None:
