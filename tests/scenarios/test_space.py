@@ -139,22 +139,6 @@ def test_what_changes_numbers_is_searched_only_when_asked_for(
     assert tune in found and values in (None, found[tune])
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--search", "no_such_setting"), ("no_such_setting",)),
-        (("--keep", "no_such_setting"), ("no_such_setting",)),
-        (("-z", 4), ("4",)),
-    ],
-)
-def test_a_setting_that_there_is_none_of_is_named(
-    tmp_path: Path, options: tuple[Any, ...], words: tuple[str, ...]
-) -> None:
-    told = user_of(tmp_path).tunes("--max-trials", 4, *options)
-    assert told.status == 2 and "Traceback" not in told.err
-    assert all(word in told.err for word in words)
-
-
 # -- listed values and experiments
 
 
