@@ -19,6 +19,7 @@ from typing import Any
 
 from dsat.command import accelerate_env, placement, script_args
 from dsat.command import switches as script_switches
+from dsat.command.ds_config import BATCH_KEYS
 from dsat.command.placement import Launch
 from dsat.errors import UserInputError
 from dsat.values.codec import Recorded
@@ -43,6 +44,7 @@ _TORCHRUN_SWITCHES = frozenset(
     "--virtual_local_rank --use-env --use_env".split()
 )
 
+_MICRO_BATCH = BATCH_KEYS[1]
 _HF_PARSER = re.compile(r"\b(?:HfArgumentParser|TrlParser)\(([^)]*)")
 # Of transformers and of TRL (SFTConfig), or made of these.
 _HF_ARGUMENTS = re.compile(r"\b(?!Model|Data)\w*(?:TrainingArguments|Config)\b")
@@ -110,8 +112,18 @@ class Entrypoint(Recorded):
         config: Mapping[str, Any],
         switches: Mapping[str, Any],
         arg_mappings: Mapping[str, str],
+        *,
+        batch_flag: str = "",
     ) -> Entrypoint:
-        """Return this program with the arguments and variables of another configuration."""
+        """Return this program with the arguments and variables of another configuration.
+
+        Args:
+            path: of the configuration's file.
+            config: the whole configuration.
+            switches: values of the script's switches.
+            arg_mappings: the user's.
+            batch_flag: flag that also gets the micro batch, if any.
+        """
         args = script_args.adapt_to_trial(
             self.args
             if self.launch.config_is_word
@@ -121,6 +133,8 @@ class Entrypoint(Recorded):
             arg_mappings,
             add=self.takes_hf_flags,
         )
+        if batch_flag:
+            args = script_args.rewrite(args, config, {_MICRO_BATCH: batch_flag}, add=True)
         env = {**self.env, **script_switches.variables(switches)}
         binds = self.launch.binds_cores or switches.get(script_switches.BIND_CORES) is True
         return replace(

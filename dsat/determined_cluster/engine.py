@@ -153,6 +153,7 @@ class ClusterEngine:
         since_s = max(self._clock() - self._running.pop(trial_id), 0.001)
         if not outcome.duration_s:  # else the trial measured it
             outcome = replace(outcome, duration_s=round(since_s, 3))
+        outcome = replace(outcome, batch_flag="")  # arguments of trials cannot be changed here
         self._ended.append((trial_id, self._comparable(outcome)))
 
     def _comparable(self, outcome: Outcome) -> Outcome:

@@ -32,7 +32,8 @@ from dsat.engines.start import (
 )
 from dsat.engines.starts import LINGER_S, StartBuilder
 from dsat.engines.supervisors import LOST, PING_EVERY_S
-from dsat.engines.trial_folder import read_created, remove_empty, working_folder
+from dsat.engines.trial_folder import remove_empty, working_folder
+from dsat.in_trial.adapters.user_files import read_created
 from dsat.in_trial.rank_files import MODULES_FILE, result_file
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -84,6 +85,7 @@ class LocalEngine:
         self._ended: list[tuple[int, Outcome]] = []  # for `poll`
         self._lost: list[str] = []  # hosts, for the warnings of the next outcome
         self._created: list[str] = []  # folders that scripts of trials have created
+        self._left: set[str] = set()  # those that stay, as the log has said
         self._activities = ActivityLog() if own is None else own.activities
         self._closed = False
         if own is None:
@@ -298,7 +300,9 @@ class LocalEngine:
         del self._running[running.trial.id]
         self._created += read_created(running.folder)
         if not self._running:  # another trial may be about to use them
-            remove_empty(self._created)
+            for name in set(remove_empty(self._created)) - self._left:
+                self._left.add(name)
+                _log.info("note: the script's new folder %s holds files, and stays", name)
             self._created.clear()
         if running.trial.id == SIMULATION_ID:
             return

@@ -132,7 +132,11 @@ class StartBuilder:
             config = self.config_of(start)
             write_atomically(path, json.dumps(config, indent=2) + "\n")
             program = program.use_config(
-                str(path.resolve()), config, trial.script_args, self.experiment.arg_mappings
+                str(path.resolve()),
+                config,
+                trial.script_args,
+                self.experiment.arg_mappings,
+                batch_flag=trial.batch_flag,
             )
         plan = _Plan(self, start, shares, method, program, config, tuple(free_ports(3)))
         if start.is_own and start.meter is None:  # its ranks are only recorded

@@ -16,12 +16,17 @@ def advise_batch(run: Run) -> list[str]:
     plan = run.plan
     own = plan.own_batch
     fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
-    if fixed is not None:
-        flag = fixed.batch_flag or "FLAG"
+    if fixed is not None and not run.batch_flag.name:
+        mapping = "--arg-mapping train_micro_batch_size_per_gpu="
+        advice = f"Add {mapping}{fixed.batch_flag}."
+        if not fixed.batch_flag:
+            advice = (
+                "Take it from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "
+                f"{mapping}FLAG."
+            )
         return [
             f"Micro batch: not searched, because the script feeds {fixed.fixed_batch} samples "
-            "whatever the configuration says. Add --arg-mapping "
-            f"train_micro_batch_size_per_gpu={flag}."
+            f"whatever the configuration says. {advice}"
         ]
     if run.profiled is not None and keeps_micro_batch(plan, run.profiled):
         return [
@@ -97,7 +102,12 @@ def advise_script(run: Run, best: Trial) -> list[str]:
         )
         for name, value in best.script_args.items()
         if own.get(name) != value
-    ] + [switches.OF_CODE[text].format(best.batch) for text in warnings if text in switches.OF_CODE]
+    ]
+    if best.batch_flag and best.batch.micro_batch != run.plan.own_batch.micro_batch:
+        how.append(f"{best.batch_flag} {best.batch.micro_batch}")
+    how += [
+        switches.OF_CODE[text].format(best.batch) for text in warnings if text in switches.OF_CODE
+    ]
     said = (
         [f"Script: the best needs {'; '.join(how)}. The training command sets it."] if how else []
     )

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from dsat.in_trial.rank_files import ACTIVITY_FILE, read_steps
 from dsat.run import finals
-from dsat.run.run import Run, count_finals
+from dsat.run.run import Run
+from dsat.run.trial_factory import count_finals
 from dsat.values import format as fmt
 from dsat.values.codec import Recorded
 from dsat.values.files import write_atomically

@@ -117,7 +117,9 @@ def _base_words(
 ) -> list[str] | None:
     """Return the command with the arguments of the best trial; None if it takes none."""
     program, mappings = ready.program, ready.experiment.arg_mappings
-    tuned = program.use_config(str(path.resolve()), config, best.script_args, mappings)
+    tuned = program.use_config(
+        str(path.resolve()), config, best.script_args, mappings, batch_flag=best.batch_flag
+    )
     args, program = tuned.args, replace(program, launch=tuned.launch)
     if not runs_own_command(program, ready.plan.slots_per_trial):
         return [*_launcher(ready, program, config), *_script(program), *args]

@@ -130,6 +130,7 @@ class Trial(KnownBefore, Recorded):
         predicted_bytes: predicted peak memory of a device; None without a prediction.
         script_args: switches of the script that are not DeepSpeed settings
             (`gradient_checkpointing`).
+        batch_flag: flag of the script that gets the micro batch; empty if none has to.
     """
 
     id: int
@@ -143,6 +144,7 @@ class Trial(KnownBefore, Recorded):
     lineage: int | None = None
     note: Mapping[str, int] = field(default_factory=dict)
     predicted_bytes: int | None = None
+    batch_flag: str = ""
 
     @property
     def profiles(self) -> bool:

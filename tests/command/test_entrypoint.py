@@ -225,6 +225,20 @@ def test_a_script_that_reads_its_arguments_from_a_file_gets_no_flags(
     assert found.args == tuple(words.split())
 
 
+@pytest.mark.parametrize(
+    ("flag", "args"),
+    [
+        ("--batch-size", "--batch-size 8 --epochs 3"),
+        ("--micro", "--batch-size 4 --epochs 3 --micro 8"),  # a default of its parser
+        ("", "--batch-size 4 --epochs 3"),
+    ],
+)
+def test_the_flag_of_the_micro_batch_follows_it(flag: str, args: str) -> None:
+    program = Entrypoint("train.py", args=("--batch-size", "4", "--epochs", "3"))
+    config = {"train_micro_batch_size_per_gpu": 8}
+    assert program.use_config("x.json", config, {}, {}, batch_flag=flag).args == (*args.split(),)
+
+
 # -- the command for people
 
 

@@ -64,7 +64,7 @@ KINDS = {
     "batch not measured": r"^Batch: .* nothing else was measured",
     "batch unconfirmed": r"^Batch: .* gains \S+x, unconfirmed",
     "nothing to trade": r"^Global batch: ",
-    "a fixed batch": r"^Micro batch: not searched, .* feeds 4 samples .*=--batch-size\.$",
+    "a fixed batch": r"^Micro batch: not searched, .* feeds 4 samples .*=FLAG\.$",
     "learning rate": r"^Learning rate: ",
     "schedule": r"^Schedule: ",
     "script": r"^Script: ",
