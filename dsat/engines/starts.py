@@ -333,11 +333,7 @@ class _Plan:
         """Return a process of a request: its variables, cores and command."""
         env = self.environment(first + local)
         if self.method is not StartMethod.FORKED:
-            paths = [
-                str(self._folder / HOOK_FOLDER),
-                env.get("PYTHONPATH"),
-                str(self._packages),
-            ]
+            paths = [str(self._folder / HOOK_FOLDER), env.get("PYTHONPATH"), str(self._packages)]
             if self.builder.experiment.includes:  # a script that is a link has other neighbours
                 paths.insert(2, str(self._cwd))
             env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
