@@ -14,6 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from dsat.command.ds_config import flat
+from dsat.engines.trial_folder import log_files, read_end
 from dsat.run.run import Run, own_switches
 from dsat.show import summary
 from dsat.show.differences import differences
@@ -25,8 +26,7 @@ from dsat.values.table import Table
 from dsat.values.text import hide_secrets_in_values, printable
 from dsat.values.trial import Trial
 
-_LAST_LINES, _LAST_BYTES = 12, 64 * 1024
-_LOGS = ("stdout.log", "stderr.log")
+_LAST_LINES = 12  # of a log
 _PLAIN_WIDTH = 140
 _FOLDED_AT = 40  # characters that a wide column counts as
 _PHASES = ("init", "forward", "backward", "step")
@@ -219,14 +219,8 @@ def _changes(run: Run, trial: Trial) -> list[tuple[str, str, str]]:
 
 def _tails(folder: Path) -> Iterator[Part]:
     """Yield the last lines of a trial's logs."""
-    for path in (folder / name for name in _LOGS):
-        try:
-            with open(path, "rb") as file:
-                file.seek(max(0, path.stat().st_size - _LAST_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
-        except OSError:
-            continue
-        if lines:
+    for path in (folder / name for name in log_files(0)):
+        if lines := read_end(path)[-_LAST_LINES:]:
             yield Text(f"the last lines of {path}:")
             yield from (Text(f"  {printable(line, 400)}") for line in lines)
 
