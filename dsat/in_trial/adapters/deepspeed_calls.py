@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from dsat.in_trial import available_memory, losses
+from dsat.in_trial import available_memory
 from dsat.in_trial.adapters import calls
 from dsat.in_trial.adapters.calls import Original
 from dsat.in_trial.adapters.trial import Phase, RunningTrial
@@ -92,8 +92,10 @@ def measure(phase: str) -> Callable[..., Any]:
     return run_phase
 
 
-def scale(_: RunningTrial, original: Original, engine: Any, args: Any, kwargs: Any) -> Any:
+def scale(trial: RunningTrial, original: Original, engine: Any, args: Any, kwargs: Any) -> Any:
     """Note the loss that fp16 scales in `engine.scale(loss).backward()`."""
     result = original(*args, **kwargs)
-    losses.note_scaled(engine, result, kwargs.get("loss", args[0] if args else None))
+    if trial.losses is not None:
+        loss = kwargs.get("loss", args[0] if args else None)
+        trial.losses.note_scaled_loss(engine, result, loss)
     return result
