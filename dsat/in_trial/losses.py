@@ -13,7 +13,6 @@ from typing import Any
 
 from dsat.errors import Diverged
 from dsat.in_trial import pairs, precision
-from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.gradient_norm import GradientNorm
 from dsat.values.outcome import TrainingCurve
 
@@ -61,7 +60,6 @@ class LossWatch:
         self.count = 0  # losses since the last optimizer step
         self._steps: list[_Step] = []
         self._num_read = 0
-        TRIAL.losses = self
 
     def add_engine_loss(self, loss: Any, *, scaled_by_script: bool) -> None:
         """Record the loss of `engine.backward`.

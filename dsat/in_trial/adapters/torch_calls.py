@@ -36,8 +36,9 @@ def enter_autocast(
 
 def backward(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
     """Note the loss, if the script calls `loss.backward()` itself."""
-    if trial.losses is not None:  # `Tensor.backward` calls this, too
-        trial.losses.add_script_loss(kwargs.get("tensors", args[0] if args else None))
+    if trial.meter is not None and trial.meter.losses is not None:
+        # `Tensor.backward` calls this, too.
+        trial.meter.losses.add_script_loss(kwargs.get("tensors", args[0] if args else None))
     return original(*args, **kwargs)
 
 

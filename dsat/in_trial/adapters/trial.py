@@ -60,7 +60,6 @@ class RunningTrial:
         rank: the `Rank` that this process is or may become.
         on_uncaught: takes the exception that ends the process.
         meter: the `Meter` of the engine.
-        losses: the `LossWatch` of the engine.
         trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
         task: the `LocalTask` of which determined answers.
         script_options: flags that the script declares, with their defaults.
@@ -79,7 +78,6 @@ class RunningTrial:
         self.rank: Any = None
         self.on_uncaught: Callable[[BaseException], None] | None = None
         self.meter: Any = None
-        self.losses: Any = None
         self.trainer: Any = None
         self.task: Any = None
         self.script_options: dict[str, Any] = {}
