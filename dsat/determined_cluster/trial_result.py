@@ -105,7 +105,7 @@ def _with_advice(outcome: Outcome, text: str) -> Outcome:
         outcome,
         message="the port at which its ranks meet is taken on their host (EADDRINUSE). With host "
         "networking the launchers of two trials on one host take the same one: run one trial at a "
-        "time (-mct 1), or give a trial all slots of a host",
+        "time (--max-concurrent-trials 1), or give a trial all slots of a host",
     )
 
 

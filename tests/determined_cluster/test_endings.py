@@ -82,9 +82,18 @@ TEXTS = [
     (crash("RuntimeError: CUDA error: out of memory"), (OOM, "log")),
 ]
 PORTS = [  # at which ranks meet, and which another trial has
-    (crash("RuntimeError: Address already in use"), (ERROR, "EADDRINUSE", "-mct 1")),
-    (crash(f"torch.distributed.DistNetworkError: {SERVER_SOCKET}"), (ERROR, "-mct 1")),
-    (crash(line(failed(ERROR, f"rank 0: {SERVER_SOCKET}"))), (ERROR, "EADDRINUSE", "-mct 1")),
+    (
+        crash("RuntimeError: Address already in use"),
+        (ERROR, "EADDRINUSE", "--max-concurrent-trials 1"),
+    ),
+    (
+        crash(f"torch.distributed.DistNetworkError: {SERVER_SOCKET}"),
+        (ERROR, "--max-concurrent-trials 1"),
+    ),
+    (
+        crash(line(failed(ERROR, f"rank 0: {SERVER_SOCKET}"))),
+        (ERROR, "EADDRINUSE", "--max-concurrent-trials 1"),
+    ),
 ]
 OWN_METRICS: tuple[Any, ...] = (0.0, 1.5, "NaN", {"loss": 2.0}, [], {})
 METRICS = [

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dsat.engines.trial_folder import read_created, remove_empty
-from dsat.in_trial.adapters.user_files import UserFiles
+from dsat.engines.trial_folder import remove_empty
+from dsat.in_trial.adapters.user_files import UserFiles, read_created
 from testing.scripts import Scripts
 
 pytestmark = pytest.mark.slow
@@ -223,18 +223,19 @@ PREPARES = """
 import shutil
 out = Path("{out}")
 torch.save([1], out / "data.pt")
-{deletes}
+torch.save([1], out / "best.pt")
+shutil.rmtree(out / "checkpoint-1")
+note(read=torch.load(out / "best.pt"))
 train(make_engine())
 """
 
 
-def test_what_a_script_prepares_before_its_engine_is_written(scripts: Scripts, out: Path) -> None:
-    scripts.run(PREPARES.format(out=out, deletes="")).well()
-    assert (out / "data.pt").exists()
-
-
-def test_what_a_script_deletes_before_its_engine_stays(scripts: Scripts, out: Path) -> None:
-    scripts.run(PREPARES.format(out=out, deletes="shutil.rmtree(out / 'checkpoint-1')")).well()
+def test_a_script_prepares_files_before_its_engine_and_older_ones_stay(
+    scripts: Scripts, out: Path
+) -> None:
+    ended = scripts.run(PREPARES.format(out=out)).well()
+    assert ended.notes() == {"read": [1]}
+    assert (out / "data.pt").exists() and (out / "best.pt").read_text() == "old"
     assert (out / "checkpoint-1" / "shards" / "0.pt").exists()
 
 
@@ -246,16 +247,33 @@ def test_a_run_in_full_length_changes_what_its_script_changes(scripts: Scripts, 
     assert (out / "best.pt").read_bytes() != b"old"
 
 
+def test_each_trial_can_create_a_folder_that_must_be_new(scripts: Scripts, out: Path) -> None:
+    script = f"""
+existing = []
+for folder in ({str(out)!r}, {str(out / "run")!r}, {str(out / "run")!r}):
+    try:
+        os.makedirs(folder)
+    except FileExistsError:
+        existing.append(folder)
+Path({str(out)!r}, "run", "log").write_text("begins")
+note(existing=existing)
+train(make_engine())
+"""
+    for _ in range(2):
+        ended = scripts.run(script).well()
+        assert ended.notes()["existing"] == [str(out), str(out / "run")], "the second time each"
+
+
 def test_folders_that_a_trial_leaves_empty_are_removed(tmp_path: Path) -> None:
     trial = tmp_path / "trial"
     trial.mkdir()
     files = UserFiles(trial)
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".test-") as name:
         user = Path(name)
-        for each in ("outputs", "outputs/run", "outputs/run/logs", "kept", "older"):
+        for each in ("outputs", "outputs/run", "outputs/run/logs", "kept", "kept/run", "older"):
             (user / each).mkdir()
             if each != "older":
                 files.note_created(user / each)
-        (user / "kept" / "file").touch()
-        remove_empty(read_created(trial))
+        (user / "kept" / "run" / "file").touch()
+        assert remove_empty(read_created(trial)) == [str(user / "kept")]
         assert sorted(path.name for path in user.iterdir()) == ["kept", "older"]
