@@ -162,7 +162,7 @@ class Settings:
     def promising(
         self, branch: int, best: Mapping[str, Any], predict: Predict, closed: Collection[int]
     ) -> list[int]:
-        """Return numbers of settings: the first, the best, the likeliest, and changes of the best.
+        """Return numbers of settings: the first, the best, and the likeliest changes of the best.
 
         Args:
             branch: position of the branch.
@@ -179,19 +179,15 @@ class Settings:
             digits.append(texts.index(text) if text in texts else 0)
         at_best = sum(map(operator.mul, digits, whole.strides))
         changes = [
-            (at_best + stride * (other - digit), stride * (other - digit), key)
-            for digit, stride, (key, values) in zip(digits, whole.strides, whole.knobs, strict=True)
+            at_best + stride * (other - digit)
+            for digit, stride, (_, values) in zip(digits, whole.strides, whole.knobs, strict=True)
             for other in range(len(values))
             if other != digit
         ]
-        mean, sd = predict([at_best, *(number for number, _, _ in changes)])
-        mean = np.round(mean, 9)  # ties are broken by position
-        faster: dict[str, tuple[float, int]] = {}
-        for s, (_, step, key) in zip(mean[1:].tolist(), changes, strict=True):
-            faster[key] = min(faster.get(key, (float(mean[0]), 0)), (s, step))
-        likeliest = at_best + sum(step for _, step in faster.values())
+        mean, sd = predict([at_best, *changes])
+        # Ties are broken by position.
         hopeful = np.argsort(np.round(mean[1:] - sd[1:], 9), kind="stable").tolist()
-        numbers = [0, at_best, likeliest, *(changes[place][0] for place in hopeful)]
+        numbers = [0, at_best, *(changes[place] for place in hopeful)]
         return [n for n in dict.fromkeys(numbers) if n not in closed][:_MOST_SETTINGS]
 
 
