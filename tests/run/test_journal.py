@@ -45,18 +45,10 @@ def _write(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_what_was_appended_is_read_again(path: Path) -> None:
-    content = _write(path)
-    assert content.count(b"\n") == len(EVENTS), "one line each"
-    with Journal(path) as journal:
-        assert journal.events == EVENTS
-    assert read_events(path) == EVENTS
-    assert path.read_bytes() == content
-
-
 @pytest.mark.usefixtures("_fast_disk")
 def test_cut_off_at_any_byte_it_keeps_the_complete_lines(path: Path) -> None:
     content = _write(path)
+    assert content.count(b"\n") == len(EVENTS), "one line each"
     more = {"event": "more"}
     for length in (0, len(content), *random.Random(1).sample(range(len(content)), 20)):
         path.write_bytes(content[:length])
