@@ -332,6 +332,15 @@ def test_a_time_out_closes_no_strategy(method: str) -> None:
     assert sum(each.micro_batch >= 12 for each in proposed) <= 6
 
 
+@pytest.mark.parametrize("method", ["asha", "binary", "random"])
+def test_micro_batches_end_soon_after_throughput_has_ended_to_grow(method: str) -> None:
+    space = Space(strategies=plain(1), micro_batches=range(1, 2**20), slots=1, num_params=10**9)
+    search = Driven(method, space, ceiling=10**6, ramp=True)
+    search.observe(4, ran(4.0))
+    asked = proposals_of(search, lambda each: ran(min(each.micro_batch, 64)), limit=20)
+    assert 64 < max(each.micro_batch for each in asked) <= 4 * 256
+
+
 def test_settings_that_are_too_slow_above_the_best_are_tried_below_it() -> None:
     class Slow:
         def step_s(self, strategy: object, batch: BatchTriple) -> float:
