@@ -122,7 +122,7 @@ class Feasibility:
             0.5 + np.arctan((at - self._center) / self._scale) / math.pi
             for at in (self._ran[strategy], self._failed[strategy], octaves)
         )
-        chance: Array = np.clip((high - here) / max(high - low, _LEAST), _LEAST, 1.0)
+        chance: Array = np.clip((high - here) / np.maximum(high - low, _LEAST), _LEAST, 1.0)
         return chance
 
     def runs(self, values: Values) -> float:

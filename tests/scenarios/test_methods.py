@@ -11,7 +11,7 @@ import pytest
 from testing.scenarios import User
 from testing.started import Told
 from testing.world import A100, GIB, World
-from tests.scenarios.checks import METHODS, best_speed, check_result, of_kind, paired
+from tests.scenarios.checks import EACH_METHOD, best_speed, check_result, of_kind, paired
 
 WORLDS = {
     "one GPU": World(),
@@ -66,7 +66,7 @@ def test_other_metrics_lead_to_the_same_answer(user: User, metric: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_a_seed_decides_which_trials_run(tmp_path: Path, method: str) -> None:
     def overrides(seed: int, folder: str) -> list[Any]:
         user = User(tmp_path / folder, World(slots=2, run_sd=0.0, step_sd=0.0))
@@ -81,7 +81,7 @@ def test_a_seed_decides_which_trials_run(tmp_path: Path, method: str) -> None:
         assert first != overrides(2, "other")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_trials_run_side_by_side_and_finals_alone(tmp_path: Path, method: str) -> None:
     """The engine refuses a trial that there are no devices for."""
     user = User(tmp_path, World(slots=2, at_once=4))

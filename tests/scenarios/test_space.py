@@ -12,7 +12,7 @@ from dsat.values.outcome import ScriptSwitch
 from testing.scenarios import User
 from testing.started import Told
 from testing.world import Failure, World
-from tests.scenarios.checks import METHODS, check_result, of_kind
+from tests.scenarios.checks import EACH_METHOD, check_result, of_kind
 
 ALWAYS = {"reduce_bucket_size", "contiguous_gradients"}
 OF_SEVERAL = {*ALWAYS, "overlap_comm", "reduce_scatter"}
@@ -163,7 +163,7 @@ def test_an_experiment_lists_values_of_settings(tmp_path: Path) -> None:
 # -- what trials get
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_trials_keep_what_the_user_set(tmp_path: Path, method: str) -> None:
     zero = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 7700000}
     user = user_of(tmp_path, zero=zero, gradient_clipping=0.5)
@@ -200,7 +200,7 @@ def test_listed_values_of_a_switch_are_the_only_ones(tmp_path: Path) -> None:
     assert {"8"} <= searched(told)["--batch-size"] <= {"4", "8"}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_a_script_that_feeds_a_fixed_batch_is_asked_for_another_once(
     user: User, method: str
 ) -> None:
@@ -216,7 +216,7 @@ def test_a_script_that_feeds_a_fixed_batch_is_asked_for_another_once(
 
 
 @pytest.mark.parametrize("helps", [True, False])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_the_flag_of_a_fixed_batch_follows_the_micro_batch(
     user: User, method: str, *, helps: bool
 ) -> None:
