@@ -316,8 +316,9 @@ class Run:
 
     @property
     def deepspeed_version(self) -> str | None:
-        """DeepSpeed's version on the machine of the run; None if the journal does not say."""
-        return hazards.version_in(str(self.info.get("software", "")))
+        """DeepSpeed's version where trials run; None if the journal does not say."""
+        found = hazards.version_in(str(self.info.get("software", "")))
+        return found or (None if self.profile is None else self.profile.deepspeed_version or None)
 
     @property
     def most_trials(self) -> int:

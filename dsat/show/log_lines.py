@@ -41,9 +41,12 @@ class Narrator:
         facts = [] if outcome.profile is None else _describe_profile(outcome.profile)
         if facts and trial.kind is TrialKind.PROFILE:
             return facts
-        flag = [f"note: {run.batch_flag.name} follows the micro batch from now on"]
-        is_new = run.batch_flag.name and outcome.fixed_batch and not trial.batch_flag
-        return [*facts, _describe_trial(run, trial, outcome), *(flag if is_new else [])]
+        lines = [*facts, _describe_trial(run, trial, outcome)]
+        flag = run.batch_flag.name
+        if flag and flag not in self._warned:
+            self._warned.add(flag)
+            lines.append(f"note: {flag} follows the micro batch from now on")
+        return lines
 
     def search_began(self, run: Run, forecast: Forecast | None) -> list[str]:
         """Return the memory that each strategy needs."""

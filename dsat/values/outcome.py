@@ -183,6 +183,7 @@ class ModelProfile(Recorded):
         parallelism: of the trial that measured these facts.
         attention_heads: None if the model's configuration has no such field.
         optimizer: the one passed to the engine.
+        deepspeed_version: installed where the trial ran; empty if unknown.
     """
 
     num_params: int
@@ -200,6 +201,7 @@ class ModelProfile(Recorded):
     parallelism: Parallelism = DATA_ONLY
     attention_heads: int | None = None
     optimizer: OwnOptimizer = OwnOptimizer()
+    deepspeed_version: str = ""
 
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first

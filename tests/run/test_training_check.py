@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from dsat.run.run import Run
 from dsat.run.training_check import TrainingCheck
-from dsat.values.outcome import TrainingCurve
+from dsat.values.outcome import Outcome, OutcomeKind, TrainingCurve
 from dsat.values.trial import BatchTriple, Trial, TrialKind
-from testing.helpers import plan_of, ran
+from testing.helpers import plan_of, ran, weightless
 
 RIGHT, WRONG = 4.737, 1.626
 BATCH = BatchTriple(16, 2, 8)
@@ -55,3 +56,22 @@ def test_the_wrong_one_is_named(
 
 def test_nothing_is_blamed_without_a_third() -> None:
     assert "Either may be wrong" in disqualification({2: WRONG, 1: RIGHT}, 2, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("software", "reported", "version"),
+    [
+        ("torch 2.15.0, deepspeed 0.19.8", "0.18.2", "0.19.8"),
+        ("", "0.18.2", "0.18.2"),  # of a cluster's image
+        ("", "", None),
+    ],
+)
+def test_the_version_is_that_of_the_trials(
+    software: str, reported: str, version: str | None
+) -> None:
+    run = Run()
+    run.info = {"software": software}
+    run.profiled = Outcome(
+        OutcomeKind.OK, profile=replace(weightless(1), deepspeed_version=reported)
+    )
+    assert run.deepspeed_version == version
