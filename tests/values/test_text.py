@@ -147,6 +147,21 @@ KEY = "Zx9kQ2mWvT7bL4pR8s"
         "https://hooks.slack.com/services/T0001/B0002/{key}",
         "postgres://user:p@{key}@db/x",
         "ValueError: invalid token {key}",
+        "the password is {key}",
+        "Incorrect API key provided: {key}",
+        "authorization={key}",
+        "--jwt {key}",
+        "--bearer {key}",
+        "--creds {key}",
+        "--authtoken {key}",
+        "--passcode {key}",
+        "smtp.pw={key}",
+        "comet.api.key={key}",
+        "X-Amz-Signature={key}",
+        "https://api.telegram.org/bot123456789:{key}/send",
+        "glptt-{key}{key}",
+        "ATATT3{key}",
+        "figd_{key}",
     ],
 )
 def test_secrets_by_name_by_form_and_by_the_word_before(text: str) -> None:
@@ -163,7 +178,14 @@ def test_a_secret_that_begins_as_a_flag_is_hidden() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [{"api_key": [KEY]}, {"tokens": {"hf": KEY}}, {"auth": ["u", KEY]}, {"token": 123456789012}],
+    [
+        {"api_key": [KEY]},
+        {"tokens": {"hf": KEY}},
+        {"auth": ["u", KEY]},
+        {"token": 123456789012},
+        {"comet": {"api": {"key": KEY}}},
+        {"env": [{"name": "HF_TOKEN", "value": KEY}]},
+    ],
 )
 def test_secrets_in_lists_and_objects_and_numbers(value: dict[str, Any]) -> None:
     shown = str(values_without_secrets(value))
