@@ -75,7 +75,6 @@ class ModelProfiler:
         return tensor
 
     def result(self) -> ModelProfile:
-        import deepspeed
         from deepspeed.accelerator import get_accelerator
 
         accelerator = get_accelerator()
@@ -98,7 +97,6 @@ class ModelProfiler:
             parallelism=self._spec.parallelism,
             attention_heads=attention_heads(self._engine.module),
             optimizer=_own_optimizer(self._engine.basic_optimizer),
-            deepspeed_version=str(deepspeed.__version__),
         )
 
     def _whole_size(self, parameter: Any) -> int:

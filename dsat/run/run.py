@@ -317,8 +317,8 @@ class Run:
     @property
     def deepspeed_version(self) -> str | None:
         """DeepSpeed's version where trials run; None if the journal does not say."""
-        found = hazards.version_in(str(self.info.get("software", "")))
-        return found or (None if self.profile is None else self.profile.deepspeed_version or None)
+        said = str(self.info.get("software", ""))
+        return hazards.version_in(said) or self.training.reported_version
 
     @property
     def most_trials(self) -> int:

@@ -52,6 +52,12 @@ class TrainingCheck:
     ) -> None:
         self._trials, self._outcomes, self._repeated = trials, outcomes, repeated
 
+    @property
+    def reported_version(self) -> str | None:
+        """The version of DeepSpeed that trials have reported; None if none has."""
+        curves = [each.training for each in self._outcomes.values() if each.training]
+        return next((c.deepspeed_version for c in curves if c.deepspeed_version), None)
+
     def compare(self, plan: Plan, own: Trial, trial: Trial) -> Finding:
         """Compare the training of a trial with the user's own configuration."""
         own_curves = self._curves(own)

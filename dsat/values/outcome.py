@@ -183,7 +183,6 @@ class ModelProfile(Recorded):
         parallelism: of the trial that measured these facts.
         attention_heads: None if the model's configuration has no such field.
         optimizer: the one passed to the engine.
-        deepspeed_version: installed where the trial ran; empty if unknown.
     """
 
     num_params: int
@@ -201,7 +200,6 @@ class ModelProfile(Recorded):
     parallelism: Parallelism = DATA_ONLY
     attention_heads: int | None = None
     optimizer: OwnOptimizer = OwnOptimizer()
-    deepspeed_version: str = ""
 
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first
@@ -239,6 +237,7 @@ class TrainingCurve:
         facts: about these steps; None in older journals.
         gradient_norm: of the first step, over all parameters, before clipping; None if unknown.
         compares_samples: the first loss is over pairs of samples, so it depends on the micro batch.
+        deepspeed_version: installed where the trial ran; empty if unknown.
     """
 
     steps: tuple[int, ...] = ()
@@ -248,6 +247,7 @@ class TrainingCurve:
     facts: StepFacts | None = None
     gradient_norm: float | None = None
     compares_samples: bool = False
+    deepspeed_version: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +127,7 @@ def test_a_profile_is_plotted_without_what_would_rank_it(tmp_path: Path) -> None
     found = rank_of(tmp_path, TRAINS.format(steps=1000), profile=True, measures=False)
     [plotted] = [what for kind, what in found.calls if kind == "metrics"]
     assert plotted["num_params"] == 17 and "throughput" not in plotted
-    profile = found.reported.profile
-    assert profile is not None and profile.deepspeed_version == version("deepspeed")
+    assert found.reported.profile is not None
 
 
 FAILS = """

@@ -10,7 +10,7 @@ from dsat.run.run import Run
 from dsat.run.training_check import TrainingCheck
 from dsat.values.outcome import Outcome, OutcomeKind, TrainingCurve
 from dsat.values.trial import BatchTriple, Trial, TrialKind
-from testing.helpers import plan_of, ran, weightless
+from testing.helpers import plan_of, ran
 
 RIGHT, WRONG = 4.737, 1.626
 BATCH = BatchTriple(16, 2, 8)
@@ -71,7 +71,5 @@ def test_the_version_is_that_of_the_trials(
 ) -> None:
     run = Run()
     run.info = {"software": software}
-    run.profiled = Outcome(
-        OutcomeKind.OK, profile=replace(weightless(1), deepspeed_version=reported)
-    )
+    run.outcomes[0] = Outcome(OutcomeKind.OK, training=TrainingCurve(deepspeed_version=reported))
     assert run.deepspeed_version == version
