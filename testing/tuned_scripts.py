@@ -203,12 +203,10 @@ def fault_of_statements(script: Script, told: Tuned) -> str:
 
     The printed command must train as many steps as the user's own does, of the best micro batch.
     """
-    if told.changed:
-        return f"its folder was changed: {', '.join(told.changed)}"
-    if not re.search(script.says, told.out + told.err):
-        return f"{script.says!r} is not in: {told.out}"
-    if told.status or ("not searched" not in told.out and told.run.best is None):
-        return f"status {told.status}: {told.err.strip()[-600:]}"
+    if script.fails is not None or told.changed:
+        return fault_of(script, told)
+    if told.status or not re.search(script.says, told.out):
+        return f"status {told.status}, {script.says!r} is not in: {told.out} {told.err[-600:]}"
     plain = told.folder.with_name("plain")
     own = prepare(script, plain, script.launchers[0], script.most_ranks)
     own_steps, _ = _trained(shlex.join(own), plain)
