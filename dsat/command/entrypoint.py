@@ -106,7 +106,7 @@ class Entrypoint(Recorded):
         flag = None if self.launch.config_is_word else script_args.config_flag(self.args)
         return None if flag is None else script_args.value_of(self.args, flag)
 
-    def for_config(
+    def use_config(
         self,
         path: str,
         config: Mapping[str, Any],
@@ -124,8 +124,10 @@ class Entrypoint(Recorded):
             arg_mappings: the user's.
             batch_flag: flag that also gets the micro batch, if any.
         """
-        args = script_args.for_trial(
-            self.args if self.launch.config_is_word else script_args.with_config(self.args, path),
+        args = script_args.adapt_to_trial(
+            self.args
+            if self.launch.config_is_word
+            else script_args.replace_config(self.args, path),
             config,
             switches,
             arg_mappings,
@@ -138,7 +140,7 @@ class Entrypoint(Recorded):
         return replace(
             self,
             args=args,
-            env=accelerate_env.for_config(env, path, config),
+            env=accelerate_env.use_config(env, path, config),
             launch=replace(self.launch, binds_cores=binds),
         )
 
@@ -163,7 +165,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
     Raises:
         UserInputError: it is empty, needs a shell, or has an unknown form.
     """
-    words = without_autotuning(_words(entrypoint))
+    words = drop_autotuning(_words(entrypoint))
     env = take_assignments(words)
     if not words or not words[0].strip():
         raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
@@ -180,7 +182,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
     return replace(found, takes_hf_flags=parses_hf_arguments(found, model_dir))
 
 
-def without_autotuning(words: Sequence[str]) -> list[str]:
+def drop_autotuning(words: Sequence[str]) -> list[str]:
     """Return a command without `--autotuning tune` of DeepSpeed's launcher, which dsat replaces."""
     names = [Path(word).name for word in words]
     script = next((at for at, name in enumerate(names) if name.endswith(".py")), len(words))
@@ -237,7 +239,7 @@ def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
     return bool(_STARTS_RANKS.search(source)) and not _READS_ITS_RANK.search(source)
 
 
-def of_interpreter(words: Sequence[str]) -> Entrypoint:
+def parse_python_words(words: Sequence[str]) -> Entrypoint:
     """Parse the words after `python` into a program and options of the interpreter."""
     options, rest = split_interpreter(words)
     # Output is never held back: -u changes nothing.
@@ -323,7 +325,7 @@ def _python(words: list[str]) -> Entrypoint:
         return _deepspeed(args)
     if module.split(".")[0] in ("accelerate", "horovod", "mpi4py"):
         raise UnknownStart(f"{module} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS)
-    return of_interpreter(words)
+    return parse_python_words(words)
 
 
 def _determined(launcher: str, words: list[str]) -> Entrypoint:

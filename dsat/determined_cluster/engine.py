@@ -72,7 +72,7 @@ class ClusterEngine:
         if self.free_slots < self._job.plan.slots_per_trial:
             raise EngineError(f"no free slots for trial {trial.id}")
         self.adopt(trial)
-        meter = MeterSpec.of_trial(trial, self._job.trial, slots=self._job.plan.slots_per_trial)
+        meter = MeterSpec.build(trial, self._job.trial, slots=self._job.plan.slots_per_trial)
         hparams = {
             **trial_hparams(self._job.hparams, trial.overrides, trial.script_args),
             VARIED: varied_values(trial),

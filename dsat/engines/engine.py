@@ -17,7 +17,7 @@ from dsat.command.experiment import Experiment
 from dsat.engines import results as trial_result
 from dsat.engines.agent.supervisor import GRACE_AFTER_FAILURE_S
 from dsat.engines.agents import Agents
-from dsat.engines.machines.hosts import Host, without_segments
+from dsat.engines.machines.hosts import Host, disable_segments
 from dsat.engines.own_command import OwnCommand
 from dsat.engines.rank_settings import offloads
 from dsat.engines.retries import Retries, RetryReason
@@ -112,7 +112,7 @@ class LocalEngine:
             running = own.become(start, self._builder.config_of(start))
             self._running[trial.id] = running
             if not running.running_hosts:
-                self._on_trial_ended(running)
+                self._handle_end_of_trial(running)
             return
         self._begin_trials()
         self._waiting.append(self._builder.start_of(trial))
@@ -198,7 +198,7 @@ class LocalEngine:
         path = folder / MODULES_FILE
         if self._retries.method is StartMethod.FORKED and path.exists():
             modules = json.loads(path.read_text())
-            self._retries.on_warm_up(self._agents.import_modules(modules))
+            self._retries.note_warm_up(self._agents.import_modules(modules))
 
     # -- the user's own command
 
@@ -208,7 +208,7 @@ class LocalEngine:
             return
         for running in self._running.values():  # the command's files go as well
             running.folder.unlink(missing_ok=True)
-        self._retries.on_warm_up(self._agents.begin(self._retries.method))
+        self._retries.note_warm_up(self._agents.begin(self._retries.method))
 
     def _start_waiting(self) -> None:
         """Start waiting trials in order, as long as there are free slots."""
@@ -257,7 +257,7 @@ class LocalEngine:
                 if message["event"] == LOST:
                     self._lose(host, message["reason"])
                 else:
-                    self._on_ranks_ended(host, message)
+                    self._handle_end_of_ranks(host, message)
             if time.monotonic() >= deadline:
                 break
 
@@ -266,12 +266,12 @@ class LocalEngine:
         request = {"op": "kill", "trial": running.trial.id, "grace_s": grace_s}
         self._agents.send(dict.fromkeys(running.running_hosts, request))
 
-    def _on_ranks_ended(self, host: int, message: Mapping[str, Any]) -> None:
+    def _handle_end_of_ranks(self, host: int, message: Mapping[str, Any]) -> None:
         """Handle the end of a trial's ranks on a host."""
         running = self._running[message["trial"]]
         running.ended[host] = message
         if not running.running_hosts:
-            self._on_trial_ended(running)
+            self._handle_end_of_trial(running)
         elif any(message["statuses"]):
             # As among the ranks of one host: they see it fail, and their own report may say more.
             self._end(running, grace_s=GRACE_AFTER_FAILURE_S)
@@ -293,9 +293,9 @@ class LocalEngine:
             if running.running_hosts:
                 self._end(running, grace_s=0)
             else:
-                self._on_trial_ended(running)
+                self._handle_end_of_trial(running)
 
-    def _on_trial_ended(self, running: Running) -> None:
+    def _handle_end_of_trial(self, running: Running) -> None:
         """Report that a trial has ended; there is no outcome if it runs again."""
         del self._running[running.trial.id]
         self._created += read_created(running.folder)
@@ -333,7 +333,7 @@ class LocalEngine:
             running.folder.unlink()  # a link to the command's
             self._begin_trials()
         if reason is RetryReason.SEGMENTS:
-            self._hosts[:] = without_segments(self._hosts)
+            self._hosts[:] = disable_segments(self._hosts)
         if reason is RetryReason.LOST:
             time.sleep(_RETRY_AFTER_S)
         _log.info("%s failed (%s); %s", running.trial.name, outcome.message, reason.value)

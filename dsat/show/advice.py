@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dsat.command import ds_config, switches
+from dsat.run import free_batch
 from dsat.run.run import Run, own_switches
 from dsat.run.strategies import keeps_micro_batch
 from dsat.space.overrides import GATHER
@@ -35,11 +36,18 @@ def advise_batch(run: Run) -> list[str]:
             "with each other, so another one changes the training. --train-batch-size any "
             "searches others."
         ]
-    if plan.train_batch_size is None or not own.micro_batch == own.gas == 1:
+    if not free_batch.leaves_nothing_to_trade(plan):
         return []
+    searches = "--train-batch-size any searches larger ones, which change the training"
+    predicted = free_batch.predict(run) if run.stop_reason is not None else None
+    if predicted is not None:
+        searches += (
+            f": with a micro batch of {predicted.micro_batch} your configuration is predicted to "
+            f"be {predicted.gain:.2g}x as fast"
+        )
     return [
         f"Global batch: {plan.train_batch_size} is one sample per device, so the micro batch was "
-        "not searched. --train-batch-size any searches larger ones, which change the training."
+        f"not searched. {searches}."
     ]
 
 

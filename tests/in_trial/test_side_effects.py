@@ -223,18 +223,19 @@ PREPARES = """
 import shutil
 out = Path("{out}")
 torch.save([1], out / "data.pt")
-{deletes}
+torch.save([1], out / "best.pt")
+shutil.rmtree(out / "checkpoint-1")
+note(read=torch.load(out / "best.pt"))
 train(make_engine())
 """
 
 
-def test_what_a_script_prepares_before_its_engine_is_written(scripts: Scripts, out: Path) -> None:
-    scripts.run(PREPARES.format(out=out, deletes="")).well()
-    assert (out / "data.pt").exists()
-
-
-def test_what_a_script_deletes_before_its_engine_stays(scripts: Scripts, out: Path) -> None:
-    scripts.run(PREPARES.format(out=out, deletes="shutil.rmtree(out / 'checkpoint-1')")).well()
+def test_a_script_prepares_files_before_its_engine_and_older_ones_stay(
+    scripts: Scripts, out: Path
+) -> None:
+    ended = scripts.run(PREPARES.format(out=out)).well()
+    assert ended.notes() == {"read": [1]}
+    assert (out / "data.pt").exists() and (out / "best.pt").read_text() == "old"
     assert (out / "checkpoint-1" / "shards" / "0.pt").exists()
 
 

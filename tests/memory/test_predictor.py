@@ -11,6 +11,7 @@ from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form, host
 from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.values.outcome import MemoryUse, Outcome, OutcomeKind
+from dsat.values.parallelism import Parallelism
 from testing.helpers import ran, weightless
 
 MIB, GIB = 2**20, 2**30
@@ -240,6 +241,14 @@ def test_gradients_of_the_largest_activation_are_there_beside_what_is_kept() -> 
     large = ModelFacts.of_profile(replace(profile, largest_activation_bytes_per_sample=20 * MIB))
     added = large.backward_bytes_per_sample - small.backward_bytes_per_sample
     assert added == 2 * 20 * MIB
+
+
+def test_tensor_parallelism_divides_24_of_34_bytes_of_activations() -> None:
+    """Korthikanti et al., Reducing Activation Recomputation (2022), equation 2."""
+    divided = FACTS.divided(Parallelism(tensor=4, sequence=2))
+    assert divided.num_params == FACTS.num_params // 4
+    kept = divided.forward_bytes_per_sample / FACTS.forward_bytes_per_sample
+    assert kept == pytest.approx(16 / 34 / 2)
 
 
 def test_what_the_allocator_loses_between_blocks_is_learned_where_memory_is_full() -> None:
