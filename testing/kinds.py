@@ -46,6 +46,12 @@ KINDS = (
     _program("dotted arguments", "dotted.py train.batch_size=2", "needs train.batch_size 8"),
     _program("fewer data than a batch", "loop.py --rows 20 --epochs 40", config=True),
     _program("accumulation by hand", "loop.py --by-hand 4", "do not divide the loss", config=True),
+    _program(
+        "batches of a number of tokens",
+        "tokens.py",
+        options="--zero-stages 1 --finals 2 --max-trials 6",
+        config=True,
+    ),
     _program("a cross-validation", "loop.py --folds 4 --epochs 1", config=True),
     _program(
         "three steps",
