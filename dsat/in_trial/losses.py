@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -139,6 +140,7 @@ class LossWatch:
             precision=precision.find(self._engine),
             gradient_norm=None if self._gradients is None else self._gradients.value(),
             compares_samples=self._compares_samples,
+            deepspeed_version=str(getattr(sys.modules.get("deepspeed"), "__version__", "")),
         )
 
     def _check(self) -> None:
