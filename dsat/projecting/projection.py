@@ -161,11 +161,12 @@ def summary(shown: Projection) -> str:
     if asked is not None:
         text += _training(shown, asked[0])
     elif shown.failures:
-        text.append(f"No simulated strategy fits {shown.count} GPUs.")
+        text.append(f"No simulated strategy fits {fmt.count(shown.count, 'GPU')}.")
     else:
         text.append(
-            f"Nothing fits {shown.count} GPUs. Use more GPUs, --activation-checkpointing on or "
-            "shorter samples; `dsat estimate` shows the memory of each strategy."
+            f"Nothing fits {fmt.count(shown.count, 'GPU')}. Use more GPUs, "
+            "--activation-checkpointing on or shorter samples; `dsat estimate` shows the memory of "
+            "each strategy."
         )
     return " ".join(text)
 
@@ -217,7 +218,7 @@ def _training(shown: Projection, row: Row) -> list[str]:
         )
     return [
         f"{_tokens(shown.tokens)} tokens take {time} {unit} ({low} to {high})"
-        f" on {shown.count} GPUs: {_number(training['card_hours'])} GPU-hours{cost}."
+        f" on {fmt.count(shown.count, 'GPU')}: {_number(training['card_hours'])} GPU-hours{cost}."
     ]
 
 
@@ -232,8 +233,12 @@ def sections(shown: Projection) -> list[tuple[str, Table]]:
     asked = shown.best.get(shown.count, ())
     if asked:
         best = asked[0]
-        tables.append((f"The fastest on {shown.count} GPUs", _strategies(shown, asked)))
-        tables.append((f"A step of {best.strategy.label} on {shown.count} GPUs", _parts(best)))
+        tables.append(
+            (f"The fastest on {fmt.count(shown.count, 'GPU')}", _strategies(shown, asked))
+        )
+        tables.append(
+            (f"A step of {best.strategy.label} on {fmt.count(shown.count, 'GPU')}", _parts(best))
+        )
     if shown.best:
         fastest = [rows[0] for rows in shown.best.values()]
         tables.append(("The fastest by number of GPUs", _scaling(shown, fastest)))

@@ -43,6 +43,11 @@ def test_what_a_training_takes_has_three_digits_whatever_it_is(
     assert said in summary(shown)
 
 
+def test_one_gpu_is_not_plural() -> None:
+    shown = Projection("m", cards.find("H100"), 1, 1e9, 10**9, 512, "off", (), {}, {})
+    assert "fits 1 GPU." in summary(shown)
+
+
 def test_the_fastest_strategy_has_a_reason() -> None:
     """Of a step that is 50 ms shorter, 80 ms are communication and -30 ms copies."""
     rows = []
