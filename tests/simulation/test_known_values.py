@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dsat.simulation.known_values import ValuesMode
 
@@ -88,6 +90,29 @@ def test_what_memory_happens_to_hold_is_not_known(tokens: torch.Tensor, dtype: t
         with pytest.raises(DynamicOutputShapeException):
             torch.nonzero(made)
         assert not made.flatten()[0].item()
+
+
+def test_a_view_of_an_activation_has_its_storage(tokens: torch.Tensor) -> None:
+    """Against torch's own views of a tensor with values."""
+    real, fake = torch.arange(24.0).reshape(4, 6), torch.empty(4, 6)
+    views: list[Callable[[Any], Any]] = [
+        lambda x: x[1:3],
+        lambda x: x.t(),
+        lambda x: x.detach().view(24),
+        lambda x: x.split(2)[1],
+        lambda x: x.as_strided((2, 2), (3, 1), 5),
+        lambda x: x.view(torch.int32),
+        lambda x: x.expand(2, 4, 6),
+    ]
+    for view in views:
+        with _disable_current_modes():
+            expected = view(real)
+        found = view(fake)
+        assert isinstance(found, FakeTensor) and found.device == fake.device
+        assert (found.shape, found.stride(), found.storage_offset(), found.dtype) == (
+            *(expected.shape, expected.stride(), expected.storage_offset(), expected.dtype),
+        )
+        assert found.untyped_storage()._cdata == fake.untyped_storage()._cdata
 
 
 def test_too_many_values_are_not_kept(tokens: torch.Tensor) -> None:
