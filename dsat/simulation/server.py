@@ -41,8 +41,9 @@ from dsat.values.outcome import OutcomeKind
 
 CAPTURED_MICRO_BATCH = 13
 AS_IF_CUDA = "DSAT_AS_IF_CUDA"  # variable: CUDA is said to be available where there is none
-# Limits of a simulation: part of the memory available at its start, and bytes.
-_PART_OF_AVAILABLE, _MOST_BYTES = 0.5, 8 * 2**30
+# Limits of a simulation: part of the memory available at its start, and bytes. A model of 32 billion
+# parameters takes 1 GiB of addresses, of which half is used.
+_PART_OF_AVAILABLE, _LEAST_BYTES, _MOST_BYTES = 0.5, 2 * 2**30, 8 * 2**30
 _POLL_S = 0.02
 _NO_THREAD = "Resource temporarily unavailable"  # the limit leaves no memory for a thread's stack
 _ANSWERED = 3  # exit status of a child; a script may exit with 0 by itself
@@ -90,7 +91,7 @@ class SimulationServer:
         TRIAL.calls.make_engine = self._initialize_borrowed
         if TRIAL.files is not None:
             TRIAL.files.add_scratch(self._folder)
-        self._limit_bytes = _limit_memory()
+        self._limit_bytes = limit_memory()
         get_accelerator()  # decides for itself what there is
         named_cuda.stand_in(as_if_available=AS_IF_CUDA in os.environ)
         self._fakes = FakeParameters()
@@ -221,8 +222,9 @@ def limit_time(processor_s: float) -> None:
     signal.alarm(math.ceil(WALL_FACTOR * processor_s))
 
 
-def _limit_memory() -> int:
+def limit_memory() -> int:
     """Limit the memory of this process and each of its children; return the limit in bytes."""
-    limit = min(_MOST_BYTES, int(_PART_OF_AVAILABLE * host_memory.available_bytes()))
+    part = int(_PART_OF_AVAILABLE * host_memory.available_bytes())
+    limit = min(_MOST_BYTES, max(_LEAST_BYTES, part))
     limit_data(limit)
     return limit

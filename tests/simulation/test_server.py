@@ -9,7 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
+from dsat.simulation import server
 from dsat.simulation.server import limit_time
+from dsat.values import host_memory
+
+GIB = 2**30
 
 
 def waits() -> None:
@@ -33,3 +37,15 @@ def test_a_simulation_is_limited_by_its_processor_time(
         work()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+
+
+@pytest.mark.parametrize(("free", "limit"), [(1, 2), (10, 5), (100, 8)])
+def test_a_simulation_has_enough_memory_on_a_full_machine(
+    monkeypatch: pytest.MonkeyPatch, free: int, limit: int
+) -> None:
+    """32 billion parameters take 1 GiB of addresses, of which half is used."""
+    limits: list[int] = []
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: free * GIB)
+    monkeypatch.setattr(server, "limit_data", limits.append)
+    assert server.limit_memory() == limit * GIB
+    assert limits == [limit * GIB]
