@@ -41,8 +41,8 @@ from dsat.values.outcome import OutcomeKind
 
 CAPTURED_MICRO_BATCH = 13
 AS_IF_CUDA = "DSAT_AS_IF_CUDA"  # variable: CUDA is said to be available where there is none
-# Limits of a simulation: part of the memory available at its start, and bytes. A model of 32 billion
-# parameters takes 1 GiB of addresses, of which half is used.
+# Limits of a simulation: part of the memory available at its start, and bytes. A model of 32
+# billion parameters takes 1 GiB of addresses, of which half is used.
 _PART_OF_AVAILABLE, _LEAST_BYTES, _MOST_BYTES = 0.5, 2 * 2**30, 8 * 2**30
 _POLL_S = 0.02
 _NO_THREAD = "Resource temporarily unavailable"  # the limit leaves no memory for a thread's stack
