@@ -148,7 +148,7 @@ def engine_of(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ds_config.json").write_text(json.dumps(config))
-    user = experiment.of_command(command, folder.name, folder, config)
+    user = experiment.make_experiment(command, folder.name, folder, config)
     program = entrypoint.parse(command, folder)
     ways = LocalOptions(options, cold=cold)
     return LocalEngine(user, program, hosts, folder, ways, slots_per_trial=slots)

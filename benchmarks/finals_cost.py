@@ -17,7 +17,7 @@ from benchmarks import common, searching, tables
 from benchmarks.common import Bar
 from benchmarks.ledger import Ledger
 from benchmarks.tables import Table
-from dsat.run.run import count_finals
+from dsat.run.trial_factory import count_finals
 
 METHODS = ("model", "asha", "binary", "random")
 NOISE = 0.05  # of one run, about what the passes of the tables are apart by

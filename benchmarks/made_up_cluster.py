@@ -90,7 +90,7 @@ class Cluster:
 
     def config(self, settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
         """Return the DeepSpeed configuration of settings and batch sizes."""
-        return ds_config.for_use(self.header.ds_config, overrides_for(settings, batch))
+        return ds_config.prepare_for_training(self.header.ds_config, overrides_for(settings, batch))
 
     def run_sd(self, outcome: Outcome) -> float:
         """Return the standard deviation of a measured time, as a fraction of it."""

@@ -190,7 +190,7 @@ def _stopwatch(
     with contextlib.closing(engine):
         for number in range(rounds * len(configs)):
             which = number % len(configs)
-            config = ds_config.for_use(configs[which])
+            config = ds_config.prepare_for_training(configs[which])
             batch = ds_config.resolve_batch(config, 1, where="the answer")
             stage, overrides = of_config(config).stage, {**config, **batch.config()}
             trial = Trial(number, TrialKind.SEARCH, f"t{number}", stage, batch, overrides)

@@ -71,7 +71,7 @@ class Row:
         micro = {"train_micro_batch_size_per_gpu": self.micro_batch}
         whole = {"gradient_accumulation_steps": 1, **self.config, **micro}
         words = self.command.split()
-        user = experiment.of_command(words, "published", FOLDER, whole, "the row")
+        user = experiment.make_experiment(words, "published", FOLDER, whole, "the row")
         source = Source(user, entrypoint.parse(words, FOLDER))
         with (
             tempfile.TemporaryDirectory() as folder,

@@ -191,7 +191,7 @@ class Table:
 
     def config(self, settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
         """Return the DeepSpeed configuration of settings and batch sizes."""
-        return ds_config.for_use(self.header.ds_config, overrides_for(settings, batch))
+        return ds_config.prepare_for_training(self.header.ds_config, overrides_for(settings, batch))
 
     def answer(self, config: Mapping[str, Any]) -> Outcome:
         """Return the outcome of a trial of a whole DeepSpeed configuration.

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks import common, searching
 from benchmarks.common import Bar
-from dsat.run.run import count_finals
+from dsat.run.trial_factory import count_finals
 from dsat.show.verdict import gain
 from dsat.space.plan import Plan
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind

@@ -191,7 +191,7 @@ def tune(
                 return _result_of_dry_run(settings, describe_plan(ready))
             return _tune_here(ready, calls)
     except OSError as error:
-        raise DsatError.of_system(error) from error
+        raise DsatError.convert_os_error(error) from error
 
 
 def load_run(path: PathLike) -> Result:

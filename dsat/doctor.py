@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from dsat.engines import places
@@ -124,7 +125,7 @@ def _compiler() -> Finding:
         return Finding(part, path)
     problem = (
         "DeepSpeed cannot compile its operators: CPUAdam for offloaded optimizers, FusedAdam, "
-        "several ranks on a CPU"
+        "communication of several ranks on a CPU"
     )
     remedy = "apt install g++, or conda install -c conda-forge gxx"
     return Finding(part, f"no {compiler}", WARNING, problem, remedy)
@@ -138,7 +139,14 @@ def _toolkit() -> Finding:
     wanted = _cuda_of_torch()
     remedy = f"conda install -c nvidia cuda-toolkit={wanted}, and set CUDA_HOME"
     if nvcc is None:
-        problem = "FusedAdam and CPUAdam cannot be compiled: use torch's optimizer, no offloading"
+        operators = _operators_without_nvcc()
+        if not operators:
+            return Finding("CUDA toolkit", "no nvcc, and DeepSpeed's optimizers need none")
+        problem = f"DeepSpeed cannot compile {' and '.join(operators)}"
+        remedy += (
+            '. Or train with torch\'s optimizer ("torch_adam": true in optimizer.params), which '
+            "offloading accepts too"
+        )
         return Finding("CUDA toolkit", "no nvcc", WARNING, problem, remedy)
     release = _release(nvcc)
     found = f"{nvcc} {release or 'does not answer'}"
@@ -149,14 +157,33 @@ def _toolkit() -> Finding:
     return Finding("CUDA toolkit", found)
 
 
+def _operators_without_nvcc() -> list[str]:
+    """Return DeepSpeed's optimizers that nvcc has to compile, and that were not built before."""
+    built = _read_module("deepspeed", "git_version_info_installed.py").get("installed_ops", {})
+    # DeepSpeed 0.19.8 compiles CPUAdam with a C++ compiler alone.
+    by_nvcc = {"fused_adam": "FusedAdam"}
+    if _file_of("deepspeed", "ops/op_builder/cpu_adam.py").exists():
+        by_nvcc["cpu_adam"] = "CPUAdam, for offloading"
+    return [name for key, name in by_nvcc.items() if not built.get(key)]
+
+
 def _cuda_of_torch() -> str:
-    """Return the CUDA version of torch without importing it; empty without CUDA."""
-    spec = importlib.util.find_spec("torch")
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    """Return the CUDA version of torch; empty without CUDA."""
+    return _read_module("torch", "version.py").get("cuda") or ""
+
+
+def _read_module(package: str, name: str) -> dict[str, Any]:
+    """Return the variables of a package's file without importing the package."""
     try:
-        return runpy.run_path(str(Path(folders[0]) / "version.py"))["cuda"] or ""
-    except (IndexError, OSError, KeyError):
-        return ""
+        return runpy.run_path(str(_file_of(package, name)))
+    except OSError:
+        return {}
+
+
+def _file_of(package: str, name: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    return Path(*folders[:1], name)
 
 
 def _release(nvcc: str) -> str:
@@ -187,7 +214,7 @@ def _place(cluster: str | None) -> Finding:
     here = "this machine" if place == "local" else f"--engine {place}"
     if cluster is None:
         return Finding("trials run on", here)
-    found = f"{here} for a command after --; the cluster at {cluster} for an experiment file"
+    found = f"{here} for a command; the cluster at {cluster} for an experiment file"
     try:  # determined's default ports (common/api/_util.py)
         parts = urlsplit(cluster if "://" in cluster else f"http://{cluster}")
         port = parts.port or (443 if parts.scheme == "https" else 8080)

@@ -22,7 +22,7 @@ class DsatError(Exception):
     """Base of all exceptions that dsat raises deliberately."""
 
     @classmethod
-    def of_system(cls, error: OSError) -> DsatError:
+    def convert_os_error(cls, error: OSError) -> DsatError:
         """Return an error of the system with its file."""
         name = f"{error.filename}: " if error.filename else ""
         return cls(f"{name}{error.strerror or error}")

@@ -33,7 +33,9 @@ class Begun:
             DsatError: it starts none, or none that can be tuned.
         """
         cores = os.sched_getaffinity(0)
-        return recorded_start.program_of(self._run.ranks(), self._command, self._run.env, cores)
+        return recorded_start.recognise_program(
+            self._run.ranks(), self._command, self._run.env, cores
+        )
 
     def ranks(self) -> list[tuple[int, int]]:
         """Wait for its ranks; return the number of each, and how many each sees."""

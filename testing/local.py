@@ -133,7 +133,7 @@ def engine_of_command(
         **{"script": "", **seen},
     )
     return LocalEngine(
-        experiment.of_command(command, "own", place, place / "ds_config.json"),
+        experiment.make_experiment(command, "own", place, place / "ds_config.json"),
         program,
         [Host(cpu_machine(slots))],
         folder,

@@ -42,7 +42,7 @@ def simulated(
     """
     config = style.config(micro_batch)
     entry = ["python3", *style.words("ds_config.json", micro_batch)]
-    user = experiment.of_command(entry, "style", style.folder, config, "the style")
+    user = experiment.make_experiment(entry, "style", style.folder, config, "the style")
     as_cpu = style.on_cpu and not on_device
     if not as_cpu:
         user = replace(user, env={AS_IF_CUDA: "1"})

@@ -64,6 +64,7 @@ class Failure:
         message, detail: as an engine words them.
         before_engine: it failed before `deepspeed.initialize`, whatever the configuration.
         fixed_batch: samples that the script feeds whatever the configuration is.
+        batch_flag: of the script, that changes that number if a trial gives it.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Failure:
     detail: str = ""
     before_engine: bool = False
     fixed_batch: int | None = None
+    batch_flag: str = ""
 
 
 @dataclass(frozen=True)
@@ -179,14 +181,15 @@ class World(Physics):
         """Return what becomes of a trial of a DeepSpeed configuration, with noise."""
         facts = self.facts(trial)
         for failure in self.failures:
-            if _matches(failure.where, facts):
+            is_avoided = failure.batch_flag and trial.batch_flag == failure.batch_flag
+            if _matches(failure.where, facts) and not is_avoided:
                 return Outcome(
                     OutcomeKind(failure.kind),
                     message=failure.message,
                     detail=failure.detail,
                     before_engine=failure.before_engine,
                     fixed_batch=failure.fixed_batch,
-                    batch_flag="--batch-size" if failure.fixed_batch else "",
+                    batch_flag=failure.batch_flag,
                     duration_s=self.setup_s,
                 )
         true = self.answer(config, trial.script_args)

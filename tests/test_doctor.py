@@ -108,6 +108,29 @@ def test_cudas_compiler_fits_torch(
     assert found("CUDA toolkit").found == "no nvcc"
 
 
+def test_operators_that_were_built_in_advance_need_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with DS_BUILD_FUSED_ADAM=1; older versions compile CPUAdam by nvcc as well."""
+    package = tmp_path / "deepspeed"
+    (package / "ops" / "op_builder").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "ops" / "op_builder" / "cpu_adam.py").touch()
+    installed = package / "git_version_info_installed.py"
+    installed.write_text("installed_ops = {'fused_adam': True, 'cpu_adam': False}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.delitem(sys.modules, "deepspeed")
+    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    toolkit = found("CUDA toolkit")
+    assert toolkit.state == WARNING
+    assert "CPUAdam" in toolkit.problem and "FusedAdam" not in toolkit.problem
+    assert "torch_adam" in toolkit.remedy
+    installed.write_text("installed_ops = {'fused_adam': True, 'cpu_adam': True}")
+    assert found("CUDA toolkit").state == OK
+
+
 def test_small_shared_memory_is_dockers(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 64 * 2**20})
     monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
@@ -121,7 +144,7 @@ def test_a_configured_cluster_takes_experiments(monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
         place = found("trials run on", address)
-    assert place.state == OK and place.found.startswith("this machine for a command after --")
+    assert place.state == OK and place.found.startswith("this machine for a command; ")
     assert place.found.endswith(f"the cluster at {address} for an experiment file")
     # Nobody listens there any more, or it is no address at all.
     for nowhere in (address, f"https://{address}", "http://", "localhost:x", "http://[::1:8"):

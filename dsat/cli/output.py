@@ -23,9 +23,9 @@ from dsat.tuning.observers import TRIALS
 from dsat.tuning.preparation import Prepared
 from dsat.values.text import (
     MOST_OF_A_LOG,
+    hide_secrets_in_values,
     printable,
     shell_line,
-    values_without_secrets,
 )
 
 
@@ -59,7 +59,7 @@ def messages_to(view: LiveView) -> Iterator[None]:
 
 def print_json(value: Any) -> None:
     """Print a result as JSON, without values that look like secrets."""
-    print(json.dumps(values_without_secrets(value), indent=2), flush=True)
+    print(json.dumps(hide_secrets_in_values(value), indent=2), flush=True)
 
 
 def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
@@ -87,7 +87,7 @@ def how_to_continue(ready: Prepared, folder: Path) -> str:
 def report(error: Exception) -> int:
     """Print an error below the output of the user's script, and return the exit status."""
     if isinstance(error, OSError):
-        error = DsatError.of_system(error)
+        error = DsatError.convert_os_error(error)
     if not isinstance(error, DsatError):
         return report_bug(error)
     if isinstance(error, SearchFailed) and error.detail:

@@ -48,14 +48,14 @@ Examples:
 
 def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
     """Parse a command line; if it is wrong, exit with status 2 and one line."""
-    parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete
 
-        argcomplete.autocomplete(parser)
+        argcomplete.autocomplete(build_parser())
     if argv[:1] == ["--"]:
         argv = argv[1:]
     name, words = (argv[0], list(argv[1:])) if argv else ("", [])
+    parser = build_parser(name)
     if name not in METHODS and _is_program(name):
         parser.error(f"to tune a command: dsat {TUNE} {name} ...")
     if name in READ_ONLY or name not in METHODS:
@@ -71,7 +71,7 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
         is_folder = len(target_words) > 1 and not target_words[1].startswith("-")
         end = 2 if is_folder else 1
         words, target_words = [*words, *target_words[end:]], target_words[:end]
-    namespace, unknown = parser.parse_known_args([name, *_with_joined_switches(words, options)])
+    namespace, unknown = parser.parse_known_args([name, *_join_switches(words, options)])
     if unknown:
         if unknown[0] == "--":
             parser.error(f"{target_words[0]} and a command cannot both be tuned")
@@ -174,7 +174,7 @@ def _is_program(word: str) -> bool:
     return word.endswith(".py") or (not Path(word).is_file() and is_command)
 
 
-def _with_joined_switches(words: Sequence[str], options: Iterable[Option]) -> list[str]:
+def _join_switches(words: Sequence[str], options: Iterable[Option]) -> list[str]:
     """Join `--vary --flag=...` to one word: argparse would take the flag for an option."""
     flags = {flag: each for each in options for flag in (*each.flags, *each.old)}
     joined: list[str] = []
@@ -191,8 +191,12 @@ def _with_joined_switches(words: Sequence[str], options: Iterable[Option]) -> li
 # -- the parser
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands, without targets."""
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Build the parser of all commands, without targets.
+
+    Args:
+        only: a command; the others get no options, which takes time.
+    """
     parser = argparse.ArgumentParser(
         prog="dsat",
         description="Find the DeepSpeed configuration with which a training script runs fastest.",
@@ -202,18 +206,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dsat {__version__}")
     commands = parser.add_subparsers(dest="command_name", required=True, metavar="COMMAND")
-    for name, summary in TUNES.items():
-        _add_command(commands, name, summary)
-    for name, settings in PREDICTS.items():
-        _add_command(commands, name, settings.summary)
-    for name, look in READ_ONLY.items():
-        command = _command(commands, name, look.summary, help=look.summary)
-        if look.argument is not None:
-            argument, attributes = look.argument
-            command.add_argument(argument, type=Path, **attributes)
-        _add(command, options_of_command(name))
-    for name, search in SEARCHES.items():
-        _add_command(commands, name, search.summary, is_listed=False)
+    predicts = {name: settings.summary for name, settings in PREDICTS.items()}
+    read_only = {name: settings.summary for name, settings in READ_ONLY.items()}
+    listed = {**TUNES, **predicts, **read_only}
+    methods = {name: search.summary for name, search in SEARCHES.items()}
+    for name, summary in {**listed, **methods}.items():
+        shown: dict[str, Any] = {"help": summary} if name in listed else {}
+        command = commands.add_parser(name, description=summary, allow_abbrev=False, **shown)
+        if only in (None, name):
+            _add_arguments(command, name)
     return parser
 
 
@@ -224,23 +225,19 @@ def options_of_command(name: str) -> list[Option]:
     return list(options_of({**PREDICTS, **READ_ONLY}[name]))
 
 
-def _command(commands: Any, name: str, summary: str, **listed: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, description=summary, allow_abbrev=False, **listed
-    )
-    return parser
-
-
-def _add_command(commands: Any, name: str, summary: str, *, is_listed: bool = True) -> None:
-    """Add a command that takes a target."""
-    parser = _command(commands, name, summary, **({"help": summary} if is_listed else {}))
+def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add a command's options, and its argument or the description of its target."""
+    options = options_of_command(name)
+    if name in READ_ONLY:
+        if (declared := READ_ONLY[name].argument) is not None:
+            argument, attributes = declared
+            parser.add_argument(argument, type=Path, **attributes)
+        _add(parser, options)
+        return
     parser.usage = f"dsat {name} [OPTIONS] COMMAND..."
     parser.usage += f"\n       dsat {name} CONFIG.yaml FOLDER [OPTIONS]"
-
     if name in PREDICTS:
         parser.usage += f"\n       dsat {name} [OPTIONS] --model MODEL"
-    options = options_of_command(name)
-    if name in PREDICTS:
         _add(parser, options)
         return
     for group in Group:

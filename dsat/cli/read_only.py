@@ -84,6 +84,8 @@ def _list(settings: RunsSettings) -> None:
         print(f"dsat: {message}", file=sys.stderr)
     if not found and not unread:
         print(f"dsat: there is no run in {settings.folder or RUNS_FOLDER}", file=sys.stderr)
+    if not found and not settings.json:
+        return
     views = [(past, RunView.build(past.run)) for past in found]
     told = [
         view.to_json(past.folder) | {"state": past.state, "changed_s": past.changed_s}

@@ -30,7 +30,7 @@ def uses_deepspeed(env: Mapping[str, str]) -> bool:
     return env.get(_USES_DEEPSPEED, "false").lower() in ("true", "1", "yes")
 
 
-def for_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> dict[str, str]:
+def use_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables with another configuration, if accelerate passes one to the script."""
     if not uses_deepspeed(env):
         return dict(env)
@@ -48,7 +48,7 @@ def for_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> 
     return found
 
 
-def for_parallelism(
+def make_parallelism_variables(
     env: Mapping[str, str], config: Mapping[str, Any], slots: int
 ) -> dict[str, str]:
     """Return variables by which accelerate 1.12 and newer divide each sequence among devices.

@@ -31,7 +31,7 @@ def read_text(path: Path) -> str:
         raise UserInputError(f"cannot be read: {reason}", where=str(path)) from None
 
 
-def as_json(data: Any, at: str = "") -> Any:
+def copy_as_json(data: Any, at: str = "") -> Any:
     """Return a copy of a value as JSON has it: keys are text, and no two places share a value.
 
     Raises:
@@ -43,7 +43,7 @@ def as_json(data: Any, at: str = "") -> Any:
     except (TypeError, ValueError) as error:
         is_list = isinstance(data, list)
         for key, value in enumerate(data) if is_list else getattr(data, "items", tuple)():
-            as_json(value, f"{at}.{key}")
+            copy_as_json(value, f"{at}.{key}")
         known = "holds a value that JSON does not know (NaN, or a date without quotes)"
         raise ValueError(f"{known}{at and f' at {at[1:]}'}: {error}") from None
 

@@ -33,13 +33,13 @@ STAGES = (0, 1, 2, 3)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a DeepSpeed configuration from a file of any name, `in_current_terms`.
+    """Read a DeepSpeed configuration from a file of any name, `use_current_names`.
 
     Raises:
         UserInputError: it cannot be read, does not parse (with the line), or holds something else.
     """
     try:
-        return in_current_terms(parse(document.read_text(path)))
+        return use_current_names(parse(document.read_text(path)))
     except ValueError as error:
         raise UserInputError(str(error), where=str(path)) from None
 
@@ -53,12 +53,12 @@ def parse(text: str) -> dict[str, Any]:
     # Valid JSON needs no hjson, which would also make integers of 1.0 and 5e8.
     try:
         try:
-            found = json.loads(text, object_pairs_hook=_without_duplicates)
+            found = json.loads(text, object_pairs_hook=_refuse_duplicates)
         except json.JSONDecodeError:
             found = _parse_hjson(text)
         if not isinstance(found, dict):
             raise ValueError("does not hold a mapping of keys to values")
-        return dict(document.as_json(found))
+        return dict(document.copy_as_json(found))
     except RecursionError:
         raise ValueError("is nested too deeply") from None
 
@@ -67,7 +67,7 @@ def _parse_hjson(text: str) -> Any:
     import hjson
 
     try:
-        return hjson.loads(text, object_pairs_hook=_without_duplicates)
+        return hjson.loads(text, object_pairs_hook=_refuse_duplicates)
     except hjson.HjsonDecodeError as error:
         raise ValueError(
             f"is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
@@ -76,7 +76,7 @@ def _parse_hjson(text: str) -> Any:
         raise ValueError("is not valid JSON: it holds a number that is too large") from None
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a mapping; refuse duplicate keys as `dict_raise_error_on_duplicate_keys` does."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -101,7 +101,7 @@ _CURRENT_NAMES = {
 }
 
 
-def in_current_terms(config: Mapping[str, Any]) -> dict[str, Any]:
+def use_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with the current names of ZeRO's settings."""
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping):
@@ -331,7 +331,7 @@ def least_stage(config: Mapping[str, Any]) -> int:
     return 1 if low else 0
 
 
-def for_use(
+def prepare_for_training(
     config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return a configuration to train with: no autotuning section, and always a ZeRO section.
@@ -346,7 +346,7 @@ def for_use(
     return found
 
 
-def without_batch_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+def drop_batch_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration without batch sizes, but with accumulation steps."""
     return {key: value for key, value in config.items() if "batch_size" not in key}
 

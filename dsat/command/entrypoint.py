@@ -19,6 +19,7 @@ from typing import Any
 
 from dsat.command import accelerate_env, placement, script_args
 from dsat.command import switches as script_switches
+from dsat.command.ds_config import BATCH_KEYS
 from dsat.command.placement import Launch
 from dsat.errors import UserInputError
 from dsat.values.codec import Recorded
@@ -43,6 +44,7 @@ _TORCHRUN_SWITCHES = frozenset(
     "--virtual_local_rank --use-env --use_env".split()
 )
 
+_MICRO_BATCH = BATCH_KEYS[1]
 _HF_PARSER = re.compile(r"\b(?:HfArgumentParser|TrlParser)\(([^)]*)")
 # Of transformers and of TRL (SFTConfig), or made of these.
 _HF_ARGUMENTS = re.compile(r"\b(?!Model|Data)\w*(?:TrainingArguments|Config)\b")
@@ -104,27 +106,41 @@ class Entrypoint(Recorded):
         flag = None if self.launch.config_is_word else script_args.config_flag(self.args)
         return None if flag is None else script_args.value_of(self.args, flag)
 
-    def for_config(
+    def use_config(
         self,
         path: str,
         config: Mapping[str, Any],
         switches: Mapping[str, Any],
         arg_mappings: Mapping[str, str],
+        *,
+        batch_flag: str = "",
     ) -> Entrypoint:
-        """Return this program with the arguments and variables of another configuration."""
-        args = script_args.for_trial(
-            self.args if self.launch.config_is_word else script_args.with_config(self.args, path),
+        """Return this program with the arguments and variables of another configuration.
+
+        Args:
+            path: of the configuration's file.
+            config: the whole configuration.
+            switches: values of the script's switches.
+            arg_mappings: the user's.
+            batch_flag: flag that also gets the micro batch, if any.
+        """
+        args = script_args.adapt_to_trial(
+            self.args
+            if self.launch.config_is_word
+            else script_args.replace_config(self.args, path),
             config,
             switches,
             arg_mappings,
             add=self.takes_hf_flags,
         )
+        if batch_flag:
+            args = script_args.rewrite(args, config, {_MICRO_BATCH: batch_flag}, add=True)
         env = {**self.env, **script_switches.variables(switches)}
         binds = self.launch.binds_cores or switches.get(script_switches.BIND_CORES) is True
         return replace(
             self,
             args=args,
-            env=accelerate_env.for_config(env, path, config),
+            env=accelerate_env.use_config(env, path, config),
             launch=replace(self.launch, binds_cores=binds),
         )
 
@@ -149,7 +165,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
     Raises:
         UserInputError: it is empty, needs a shell, or has an unknown form.
     """
-    words = without_autotuning(_words(entrypoint))
+    words = drop_autotuning(_words(entrypoint))
     env = take_assignments(words)
     if not words or not words[0].strip():
         raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
@@ -166,7 +182,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
     return replace(found, takes_hf_flags=parses_hf_arguments(found, model_dir))
 
 
-def without_autotuning(words: Sequence[str]) -> list[str]:
+def drop_autotuning(words: Sequence[str]) -> list[str]:
     """Return a command without `--autotuning tune` of DeepSpeed's launcher, which dsat replaces."""
     names = [Path(word).name for word in words]
     script = next((at for at, name in enumerate(names) if name.endswith(".py")), len(words))
@@ -223,7 +239,7 @@ def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
     return bool(_STARTS_RANKS.search(source)) and not _READS_ITS_RANK.search(source)
 
 
-def of_interpreter(words: Sequence[str]) -> Entrypoint:
+def parse_python_words(words: Sequence[str]) -> Entrypoint:
     """Parse the words after `python` into a program and options of the interpreter."""
     options, rest = split_interpreter(words)
     # Output is never held back: -u changes nothing.
@@ -309,7 +325,7 @@ def _python(words: list[str]) -> Entrypoint:
         return _deepspeed(args)
     if module.split(".")[0] in ("accelerate", "horovod", "mpi4py"):
         raise UnknownStart(f"{module} is not a launcher that dsat knows", where=_WHERE, hint=_FORMS)
-    return of_interpreter(words)
+    return parse_python_words(words)
 
 
 def _determined(launcher: str, words: list[str]) -> Entrypoint:

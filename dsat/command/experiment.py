@@ -111,7 +111,7 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
     listed = {**listed, **listed_over}
     if listed:  # the script must not read the lists
         own = {OVERWRITE_KEY: overrides} if overrides else {}
-        hparams = {**hparams, CONFIG_KEY: ds_config.for_use(ds), **own}
+        hparams = {**hparams, CONFIG_KEY: ds_config.prepare_for_training(ds), **own}
     _check_searcher(data, where)
     slots = ds_config.at(data, _SLOTS)
     return Experiment(
@@ -131,7 +131,7 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
     )
 
 
-def of_command(
+def make_experiment(
     command: Sequence[str],
     name: str,
     folder: Path,
@@ -150,7 +150,7 @@ def of_command(
     if isinstance(config, Path):
         path, where, content = config, str(config), ds_config.read(config)
     else:
-        path, where, content = folder, config_name, ds_config.in_current_terms(config)
+        path, where, content = folder, config_name, ds_config.use_current_names(config)
     ds, listed = value_lists.split(content, where=where)
     return Experiment(
         path=path,
@@ -158,7 +158,7 @@ def of_command(
         config={"name": name, "entrypoint": list(command)},
         model_dir=folder,
         entrypoint=tuple(command),
-        hparams={CONFIG_KEY: ds_config.for_use(ds)},
+        hparams={CONFIG_KEY: ds_config.prepare_for_training(ds)},
         ds_config=ds,
         ds_config_name=where,
         choices=listed,
@@ -175,7 +175,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         text = document.read_text(path)
         # No master and no DeepSpeed reads what JSON cannot say.
         is_json = path.suffix == ".json"
-        data = ds_config.parse(text) if is_json else document.as_json(parse_yaml(text))
+        data = ds_config.parse(text) if is_json else document.copy_as_json(parse_yaml(text))
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
@@ -197,14 +197,14 @@ def parse_yaml(text: str) -> Any:
     reader.preserve_quotes = True
     data = reader.load(text)
     document.check_size(data)
-    return _as_the_master(data)
+    return _convert_as_master(data)
 
 
-def _as_the_master(value: Any) -> Any:
+def _convert_as_master(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _as_the_master(each) for key, each in value.items()}
+        return {key: _convert_as_master(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_as_the_master(each) for each in value]
+        return [_convert_as_master(each) for each in value]
     if isinstance(value, TaggedScalar):
         return value.value
     if type(value) is str and value in _TRUTHS:
@@ -229,6 +229,14 @@ def trial_hparams(
     return {**found, DSAT_SWITCHES_KEY: dict(switches)} if switches else found
 
 
+def length_of_full_run(config: Mapping[str, Any]) -> int:
+    """Return the length of a full run: `searcher.max_length`, a number or `{unit: number}`."""
+    length = ds_config.at(config, "searcher.max_length")
+    if isinstance(length, Mapping):
+        [length] = length.values()
+    return 1 if length is None else int(length)
+
+
 def length_in_units(steps: int, config: Mapping[str, Any], batch: BatchTriple) -> int:
     """Convert a number of optimizer steps to the unit of the experiment's searcher."""
     length = ds_config.at(config, "searcher.max_length")
@@ -250,7 +258,7 @@ def _hyperparameters(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     found = {str(key): _constant(value, f"{where}.{key}") for key, value in hparams.items()}
     inline = {key: found.get(key) for key in (CONFIG_KEY, OVERWRITE_KEY)}
     return found | {
-        key: ds_config.in_current_terms(value)
+        key: ds_config.use_current_names(value)
         for key, value in inline.items()
         if isinstance(value, Mapping)
     }

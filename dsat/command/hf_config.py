@@ -35,7 +35,7 @@ def find(model: str) -> Path:
     """
     path = Path(os.path.expanduser(model))  # which leaves an unknown ~user as it is
     path = path / CONFIG_FILE if path.is_dir() else path
-    path = path if path.is_file() else _from_hub(model)
+    path = path if path.is_file() else _find_on_hub(model)
     config = _read(path)
     if "model_type" not in config:
         raise UserInputError(
@@ -67,7 +67,7 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def _from_hub(model: str) -> Path:
+def _find_on_hub(model: str) -> Path:
     """Return the config.json of a model on the Hub, from the local cache or the network."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -96,7 +96,7 @@ def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         dtype: of the parameters (bf16, fp16 or fp32), unless the user's configuration enables one.
         given: the user's configuration. Usual values replace "auto", except in the sizes that
-            `with_buckets` fills in.
+            `fill_in_buckets` fills in.
     """
     enabled = [name for name in _PRECISIONS if (given.get(name) or {}).get("enabled") is True]
     usual: dict[str, Any] = {
@@ -120,7 +120,7 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def with_buckets(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
+def fill_in_buckets(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
     """Replace "auto" sizes by those that a Trainer computes from the hidden size.
 
     Args:

@@ -20,8 +20,10 @@ from dsat.values.codec import Recorded
 _SPAWNED = "--multiprocessing-fork"
 # What DeepSpeed's launcher puts in front of each rank's arguments, and `torch.distributed.launch`.
 _LOCAL_RANK, _DASHED_LOCAL_RANK = "--local_rank", "--local-rank"
-ONE_TRAINING = "Give the command of one training alone, for example: -- torchrun train.py ..."
-ONE_NODE = "Start it on one machine here, for example: -- torchrun train.py ..."
+ONE_TRAINING = (
+    "Give the command of one training alone, for example: dsat tune torchrun train.py ..."
+)
+ONE_NODE = "Start it on one machine here, for example: dsat tune torchrun train.py ..."
 # Variables that launchers set for each rank anew, or that say nothing of the training.
 _OF_A_START = frozenset(
     """
@@ -78,7 +80,7 @@ class RankStart(Recorded):
     config_problem: str = ""
 
     @property
-    def on_this_node(self) -> int:
+    def local_size_of_launcher(self) -> int:
         """Number of ranks on this machine; all ranks if the launcher does not say."""
         is_told = str(self.size) in map(self.env.get, _IN_ALL)  # and not by the script itself
         if _why_made(self) or not is_told:
@@ -106,7 +108,7 @@ def check_one_training(ranks: Sequence[RankStart]) -> None:
         )
 
 
-def program_of(
+def recognise_program(
     ranks: Sequence[RankStart],
     command: Sequence[str],
     env: Mapping[str, str],
@@ -116,7 +118,11 @@ def program_of(
     check_one_training(ranks)
     first = min(ranks, key=lambda rank: rank.rank)
     needs_command = _why_not_by_themselves(first)
-    program = _as_seen(first) if needs_command else entrypoints.of_interpreter(first.command[1:])
+    program = (
+        _make_seen_program(first)
+        if needs_command
+        else entrypoints.parse_python_words(first.command[1:])
+    )
     local_rank = f"={first.env.get('LOCAL_RANK', '0')}"
     passes_local_rank = program.args[:1] == (_LOCAL_RANK + local_rank,)
     passes_dashed = program.args[:1] == (_DASHED_LOCAL_RANK + local_rank,)
@@ -168,7 +174,7 @@ def _why_made(rank: RankStart) -> str:
     return "another Python process makes them (multiprocessing)" if is_made else ""
 
 
-def _as_seen(first: RankStart) -> Entrypoint:
+def _make_seen_program(first: RankStart) -> Entrypoint:
     """Return the program and arguments of a process that only its command can start."""
     _, program = split_interpreter(first.command[1:])
     if program[:1] == ["-m"]:

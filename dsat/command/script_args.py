@@ -156,7 +156,7 @@ def config_flag(args: Sequence[str]) -> str | None:
     return "--deepspeed" if looks_like_hf(args) else None
 
 
-def with_config(args: Sequence[str], path: str) -> tuple[str, ...]:
+def replace_config(args: Sequence[str], path: str) -> tuple[str, ...]:
     """Return the arguments with another DeepSpeed configuration, if they name one."""
     flag = config_flag(args)
     return tuple(args) if flag is None else rewrite(args, {flag: path}, {flag: flag}, add=False)
@@ -221,7 +221,7 @@ def setting(config: Mapping[str, Any], key: str) -> Any:
     return next((value for value in inner if value is not None), None)
 
 
-def for_trial(
+def adapt_to_trial(
     args: Sequence[str],
     config: Mapping[str, Any],
     switches: Mapping[str, Any],

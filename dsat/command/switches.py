@@ -150,7 +150,7 @@ def is_set_by_script(name: str) -> bool:
     return name != BIND_CORES and not name.startswith("--")
 
 
-def in_memory(name: str) -> bool:
+def affects_memory(name: str) -> bool:
     """Return whether a switch changes the memory of activations, as far as is known."""
     return name in SWITCHES and SWITCHES[name].memory
 

@@ -72,7 +72,7 @@ class ClusterEngine:
         if self.free_slots < self._job.plan.slots_per_trial:
             raise EngineError(f"no free slots for trial {trial.id}")
         self.adopt(trial)
-        meter = MeterSpec.of_trial(trial, self._job.trial, slots=self._job.plan.slots_per_trial)
+        meter = MeterSpec.build(trial, self._job.trial, slots=self._job.plan.slots_per_trial)
         hparams = {
             **trial_hparams(self._job.hparams, trial.overrides, trial.script_args),
             VARIED: varied_values(trial),
@@ -153,6 +153,7 @@ class ClusterEngine:
         since_s = max(self._clock() - self._running.pop(trial_id), 0.001)
         if not outcome.duration_s:  # else the trial measured it
             outcome = replace(outcome, duration_s=round(since_s, 3))
+        outcome = replace(outcome, batch_flag="")  # arguments of trials cannot be changed here
         self._ended.append((trial_id, self._comparable(outcome)))
 
     def _comparable(self, outcome: Outcome) -> Outcome:

@@ -18,7 +18,7 @@ from dsat.determined_cluster.job import Job
 from dsat.run.run import Run
 from dsat.show import summary
 from dsat.show.view import RunView
-from dsat.values.text import printable, values_without_secrets
+from dsat.values.text import hide_secrets_in_values, printable
 
 RESULT_MARK = "[dsat-result] "
 FAILED_METRIC = "search_failed"  # 1 or 0, beside the best value, in what the web UI summarises
@@ -30,7 +30,7 @@ def to_json(view: RunView, *, over: bool) -> dict[str, Any]:
     """Return the result as `--json` prints it, without secrets."""
     found = view.to_json(Path())
     del found["run_dir"]  # it ends with the container
-    shown: dict[str, Any] = values_without_secrets({**found, "over": over})
+    shown: dict[str, Any] = hide_secrets_in_values({**found, "over": over})
     return shown
 
 
@@ -87,7 +87,7 @@ def text_lines(view: RunView) -> list[str]:
         details = [each.outcome.detail for each in view.ended if each.outcome]
         last = next(filter(None, reversed(details)), "")
         return [*last.splitlines(), *view.verdict.lines]
-    best = json.dumps(values_without_secrets(view.best_config))
+    best = json.dumps(hide_secrets_in_values(view.best_config))
     return [*view.verdict.lines, f"{summary.BEST_CONFIG_FILE}: {best}"]
 
 

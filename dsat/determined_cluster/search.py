@@ -18,7 +18,7 @@ event is handled and before its operations are posted. So:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dsat.determined_cluster.engine import ClusterEngine, Operation
@@ -27,7 +27,7 @@ from dsat.run.events import EVENT_PAUSED
 from dsat.run.journal import MemoryJournal
 from dsat.run.run import Run
 from dsat.run.tuner import Tuner
-from dsat.show.log_lines import Narrator
+from dsat.show.log_lines import Kind, Narrator
 
 EVENT_ANSWERED = "answered"
 EVENT_FULL_RUN = "full_run"
@@ -69,8 +69,9 @@ class ClusterSearch:
             time_of_day=clock,
             last_event_s=_last_event_s(events),
         )
-        self._say = say
-        self._narrator = Narrator()
+        self._narrator = Narrator(
+            lambda kind, text: say(f"warning: {text}" if kind is Kind.WARNING else text)
+        )
         self._answers: dict[int, list[Operation]] = {
             event["id"]: event["operations"] for event in events if event["event"] == EVENT_ANSWERED
         }
@@ -129,19 +130,15 @@ class ClusterSearch:
         for trial_id, outcome in self.engine.poll(0):
             searched = tuner.decisions.search_began
             tuner.record(trial_id, outcome)
-            self._tell(self._narrator.ended(run, run.trials[trial_id], outcome))
+            self._narrator.ended(run, run.trials[trial_id], outcome)
             if tuner.decisions.search_began and not searched:
-                self._tell(self._narrator.search_began(run, tuner.decisions.forecast))
+                self._narrator.began(run, tuner.decisions.forecast)
         for trial in tuner.next_trials(self.engine.free_slots):
             self.engine.launch(trial)
-            self._tell(self._narrator.started(trial))
+            self._narrator.started(run, trial)
         if tuner.finished:
             tuner.stop()
             self.engine.close(failure=tuner.decisions.failure is not None)
-
-    def _tell(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self._say(line)
 
 
 def _last_event_s(events: Sequence[Mapping[str, Any]]) -> float | None:

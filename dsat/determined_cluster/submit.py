@@ -30,13 +30,13 @@ from dsat.show import summary
 from dsat.space.plan import BY_FORMULA, BY_SIMULATION
 from dsat.tuning import run_folders
 from dsat.tuning.dry_run import describe_search
-from dsat.tuning.plans import plan_of
-from dsat.tuning.preparation import check_max_slots, searcher_of_full_run, with_section
+from dsat.tuning.plans import make_plan
+from dsat.tuning.preparation import apply_section, check_max_slots, searcher_of_full_run
 from dsat.tuning.settings import Settings
 from dsat.values import memory_size
 from dsat.values.files import write_atomically
 from dsat.values.format import count
-from dsat.values.text import words_without_secrets
+from dsat.values.text import hide_secrets_in_words
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Submission:
         """Yield lines on the search and its upload, for a dry run."""
         at_once = f"at most {count(self.job.num_slots, 'device')} at a time"
         yield from describe_search(self.name, self.job.plan, at_once)
-        words = words_without_secrets(self.config["entrypoint"])
+        words = hide_secrets_in_words(self.config["entrypoint"])
         yield f"the search runner's entrypoint: {shlex.join(words)}"
         yield f"to upload: {len(self.files)} files, {memory_size.readable(self.size_bytes)}"
 
@@ -233,7 +233,7 @@ def _log_checkpoint(master: Master, number: int) -> None:
 def _write_files(files: Mapping[str, str], name: str) -> Path:
     """Write the result files into a new folder of runs."""
     with contextlib.ExitStack() as locks:
-        folder = run_folders.of_run(Settings(method=""), name, locks)
+        folder = run_folders.choose(Settings(method=""), name, locks)
         for file, text in files.items():
             write_atomically(folder / Path(file).name, text)
     _log.info("Result files: %s", folder)
@@ -257,7 +257,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         source.check_config_path(experiment, program)
         source.check_ranks(program, slots)
     args = program.args
-    section, settings = with_section(settings, experiment, program.config_path)
+    section, settings = apply_section(settings, experiment, program.config_path)
     for note in section.notes if section is not None else ():
         _log.info(note)
     _check_mappings(settings)
@@ -267,7 +267,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         _check_full_run(experiment)
     if settings.memory_model == BY_SIMULATION:
         settings = replace(settings, memory_model=BY_FORMULA)  # the runner has no model to simulate
-    plan = plan_of(settings, experiment, slots, args=args, switches={}, offload_helps=True)
+    plan = make_plan(settings, experiment, slots, args=args, switches={}, offload_helps=True)
     changes = (
         {}
         if settings.search_runner_config is None

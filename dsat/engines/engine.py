@@ -17,7 +17,7 @@ from dsat.command.experiment import Experiment
 from dsat.engines import results as trial_result
 from dsat.engines.agent.supervisor import GRACE_AFTER_FAILURE_S
 from dsat.engines.agents import Agents
-from dsat.engines.machines.hosts import Host, without_segments
+from dsat.engines.machines.hosts import Host, disable_segments
 from dsat.engines.own_command import OwnCommand
 from dsat.engines.rank_settings import offloads
 from dsat.engines.retries import Retries, RetryReason
@@ -32,7 +32,8 @@ from dsat.engines.start import (
 )
 from dsat.engines.starts import LINGER_S, StartBuilder
 from dsat.engines.supervisors import LOST, PING_EVERY_S
-from dsat.engines.trial_folder import read_created, remove_empty, working_folder
+from dsat.engines.trial_folder import remove_empty, working_folder
+from dsat.in_trial.adapters.user_files import read_created
 from dsat.in_trial.rank_files import MODULES_FILE, result_file
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -84,6 +85,7 @@ class LocalEngine:
         self._ended: list[tuple[int, Outcome]] = []  # for `poll`
         self._lost: list[str] = []  # hosts, for the warnings of the next outcome
         self._created: list[str] = []  # folders that scripts of trials have created
+        self._left: set[str] = set()  # those that stay, as the log has said
         self._activities = ActivityLog() if own is None else own.activities
         self._closed = False
         if own is None:
@@ -110,7 +112,7 @@ class LocalEngine:
             running = own.become(start, self._builder.config_of(start))
             self._running[trial.id] = running
             if not running.running_hosts:
-                self._on_trial_ended(running)
+                self._handle_end_of_trial(running)
             return
         self._begin_trials()
         self._waiting.append(self._builder.start_of(trial))
@@ -196,7 +198,7 @@ class LocalEngine:
         path = folder / MODULES_FILE
         if self._retries.method is StartMethod.FORKED and path.exists():
             modules = json.loads(path.read_text())
-            self._retries.on_warm_up(self._agents.import_modules(modules))
+            self._retries.note_warm_up(self._agents.import_modules(modules))
 
     # -- the user's own command
 
@@ -206,7 +208,7 @@ class LocalEngine:
             return
         for running in self._running.values():  # the command's files go as well
             running.folder.unlink(missing_ok=True)
-        self._retries.on_warm_up(self._agents.begin(self._retries.method))
+        self._retries.note_warm_up(self._agents.begin(self._retries.method))
 
     def _start_waiting(self) -> None:
         """Start waiting trials in order, as long as there are free slots."""
@@ -255,7 +257,7 @@ class LocalEngine:
                 if message["event"] == LOST:
                     self._lose(host, message["reason"])
                 else:
-                    self._on_ranks_ended(host, message)
+                    self._handle_end_of_ranks(host, message)
             if time.monotonic() >= deadline:
                 break
 
@@ -264,12 +266,12 @@ class LocalEngine:
         request = {"op": "kill", "trial": running.trial.id, "grace_s": grace_s}
         self._agents.send(dict.fromkeys(running.running_hosts, request))
 
-    def _on_ranks_ended(self, host: int, message: Mapping[str, Any]) -> None:
+    def _handle_end_of_ranks(self, host: int, message: Mapping[str, Any]) -> None:
         """Handle the end of a trial's ranks on a host."""
         running = self._running[message["trial"]]
         running.ended[host] = message
         if not running.running_hosts:
-            self._on_trial_ended(running)
+            self._handle_end_of_trial(running)
         elif any(message["statuses"]):
             # As among the ranks of one host: they see it fail, and their own report may say more.
             self._end(running, grace_s=GRACE_AFTER_FAILURE_S)
@@ -291,14 +293,16 @@ class LocalEngine:
             if running.running_hosts:
                 self._end(running, grace_s=0)
             else:
-                self._on_trial_ended(running)
+                self._handle_end_of_trial(running)
 
-    def _on_trial_ended(self, running: Running) -> None:
+    def _handle_end_of_trial(self, running: Running) -> None:
         """Report that a trial has ended; there is no outcome if it runs again."""
         del self._running[running.trial.id]
         self._created += read_created(running.folder)
         if not self._running:  # another trial may be about to use them
-            remove_empty(self._created)
+            for name in set(remove_empty(self._created)) - self._left:
+                self._left.add(name)
+                _log.info("note: the script's new folder %s holds files, and stays", name)
             self._created.clear()
         if running.trial.id == SIMULATION_ID:
             return
@@ -329,7 +333,7 @@ class LocalEngine:
             running.folder.unlink()  # a link to the command's
             self._begin_trials()
         if reason is RetryReason.SEGMENTS:
-            self._hosts[:] = without_segments(self._hosts)
+            self._hosts[:] = disable_segments(self._hosts)
         if reason is RetryReason.LOST:
             time.sleep(_RETRY_AFTER_S)
         _log.info("%s failed (%s); %s", running.trial.name, outcome.message, reason.value)

@@ -78,7 +78,7 @@ class OwnCommand:
         self._records.mkdir()
         cwd = cwd.resolve()
         builder = StartBuilder(
-            experiments.of_command(command, "own", cwd, {}),
+            experiments.make_experiment(command, "own", cwd, {}),
             Entrypoint(started_by=tuple(command), started_in=str(cwd)),
             self.folder,
             cwd,
@@ -102,7 +102,7 @@ class OwnCommand:
         start = Start(_OWN, self.folder, measured, own_ranks=ranks or 0)
         shares = (Share(_HERE, Host(here), slots),)
         [request] = builder.build(start, shares, StartMethod.COMMAND).values()
-        self.env = _without_hook(request["ranks"][0]["env"])
+        self.env = _drop_hook(request["ranks"][0]["env"])
         self._locks = CompilerLocks(self.env)
         self.running = Running(start, shares, StartMethod.COMMAND)
         self.supervisors = Supervisors([Host()], self.folder, env={})
@@ -128,7 +128,7 @@ class OwnCommand:
             numbers = [rank.rank for rank in found]
             if len(set(numbers)) < len(numbers):
                 check_one_training(found)
-            if found and len(found) >= found[0].on_this_node:
+            if found and len(found) >= found[0].local_size_of_launcher:
                 self._recorded = found
             elif is_over:
                 raise self._failure(found)
@@ -236,7 +236,7 @@ class OwnCommand:
         return sorted(self._records.glob(f"{start_record.RECORD_PREFIX}*.json"))
 
 
-def _without_hook(env: Mapping[str, str]) -> dict[str, str]:
+def _drop_hook(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a command as they would be without the hook."""
     own = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     return {name: value for name, value in env.items() if name != "PYTHONPATH"} | own

@@ -64,7 +64,7 @@ def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
 
 def status_of(running: Running) -> int:
     """Return the first nonzero exit status of the processes; negative for a signal."""
-    return next(filter(None, running.by_rank("statuses")), 0)
+    return next(filter(None, running.collect_by_rank("statuses")), 0)
 
 
 def _failure(running: Running, reports: list[Outcome]) -> Outcome:
@@ -77,7 +77,7 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
         return out_of_memory[0]
     if running.method is StartMethod.COMMAND and not running.start.own_ranks:
         return _read_command_outcome(running, reports)
-    killed, statuses = running.by_rank("killed"), running.by_rank("statuses")
+    killed, statuses = running.collect_by_rank("killed"), running.collect_by_rank("statuses")
     died = {
         rank: -status
         for rank, status in enumerate(statuses)
@@ -108,7 +108,9 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
 def _read_command_outcome(running: Running, reports: list[Outcome]) -> Outcome:
     """Return the outcome of the user's whole command."""
     folder, status = running.folder, status_of(running)
-    number = _signal_of_rank(_log_lines(folder), 0 if all(running.by_rank("killed")) else status)
+    number = _signal_of_rank(
+        _log_lines(folder), 0 if all(running.collect_by_rank("killed")) else status
+    )
     if reports and number != signal.SIGKILL:
         return reports[0]
     log = log_tail(folder)

@@ -85,7 +85,7 @@ class Retries:
         self._retried: dict[int, RetryReason] = {}
         self._same_alone: set[str] = set()  # messages of trials that failed alone as well
 
-    def on_warm_up(self, cannot_fork: str) -> None:
+    def note_warm_up(self, cannot_fork: str) -> None:
         """Record why ranks cannot be forked; empty if they can be."""
         self._cannot_fork = cannot_fork
         if cannot_fork:

@@ -84,7 +84,7 @@ class Running:
         """Hosts on which ranks still run."""
         return self.hosts - self.ended.keys()
 
-    def by_rank(self, what: str) -> list[Any]:
+    def collect_by_rank(self, what: str) -> list[Any]:
         """Return what supervisors reported of each rank: `statuses` or `killed`."""
         return [each for share in self.shares for each in self.ended[share.index][what]]
 

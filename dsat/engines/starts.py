@@ -7,14 +7,19 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dsat.command import accelerate_env, ds_config, switches
 from dsat.command.entrypoint import Entrypoint
-from dsat.command.experiment import Experiment, length_in_units, trial_hparams
+from dsat.command.experiment import (
+    Experiment,
+    length_in_units,
+    length_of_full_run,
+    trial_hparams,
+)
 from dsat.engines import trial_folder
 from dsat.engines.agent import leftovers
 from dsat.engines.machines.hosts import Share
@@ -41,10 +46,17 @@ from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE
 from dsat.in_trial.loopback import ADDRESS, INTERFACES, is_loopback
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.in_trial.rank_files import CHANGES_FILE, CONFIG_FILE, DONE_FILE, SPEC_FILE, RankSpec
+from dsat.in_trial.rank_files import (
+    CHANGES_FILE,
+    CONFIG_FILE,
+    DONE_FILE,
+    SPEC_FILE,
+    LocalTask,
+    RankSpec,
+)
 from dsat.values import parallelism
 from dsat.values.files import PRIVATE_FOLDER, remove, write_atomically
-from dsat.values.text import words_without_secrets
+from dsat.values.text import hide_secrets_in_words
 from dsat.values.trial import Trial
 
 # How long processes may go on after the trial's end.
@@ -83,7 +95,7 @@ class StartBuilder:
 
     def start_of(self, trial: Trial) -> Start:
         """Return the start of a trial of the search."""
-        meter = MeterSpec.of_trial(
+        meter = MeterSpec.build(
             trial, self.options.trial, slots=self.slots, host_slots=self.host_slots
         )
         return Start(trial, self.run / TRIALS_FOLDER / trial.name, meter)
@@ -96,7 +108,7 @@ class StartBuilder:
 
     def config_of(self, start: Start) -> dict[str, Any]:
         """Return the DeepSpeed configuration of a trial."""
-        return ds_config.for_use(self.experiment.base_config, start.trial.overrides)
+        return ds_config.prepare_for_training(self.experiment.base_config, start.trial.overrides)
 
     def build(
         self, start: Start, shares: tuple[Share, ...], method: StartMethod
@@ -119,8 +131,12 @@ class StartBuilder:
             start = replace(start, trial=trial)
             config = self.config_of(start)
             write_atomically(path, json.dumps(config, indent=2) + "\n")
-            program = program.for_config(
-                str(path.resolve()), config, trial.script_args, self.experiment.arg_mappings
+            program = program.use_config(
+                str(path.resolve()),
+                config,
+                trial.script_args,
+                self.experiment.arg_mappings,
+                batch_flag=trial.batch_flag,
             )
         plan = _Plan(self, start, shares, method, program, config, tuple(free_ports(3)))
         if start.is_own and start.meter is None:  # its ranks are only recorded
@@ -158,7 +174,7 @@ class _Plan:
         hparams = trial_hparams(experiment.hparams, trial.overrides)
         # What else is there may hold credentials, which no file of ours should.
         config = {k: v for k, v in experiment.config.items() if k in _SHOWN_TO_SCRIPTS}
-        length = _max_length(config)
+        length = length_of_full_run(config)
         if meter is not None:
             hparams[ds_config.DSAT_MODE_KEY] = True
             length = length_in_units(meter.longest, config, trial.batch)
@@ -168,20 +184,20 @@ class _Plan:
         devices = self._machine.devices_of(self.shares[0].slots or (0,))
         starts_ranks = not self._is_command or start.is_own
         return RankSpec(
-            trial=trial.to_json(),
-            program={**asdict(self.program), "env": {}},
-            task={
-                "trial_id": max(trial.id, 0),
-                "slots": self._ranks,
-                "hosts": self._addresses,
-                "hparams": hparams,
-                "experiment_config": config,
-                "length": length,
-                "seed": options.seed,
-                "ports": list(self.ports[1:]),
-                "devices": [] if is_cpu else devices,
-            },
-            meter=None if meter is None else meter.to_json(),
+            trial=trial,
+            program=replace(self.program, env={}),
+            task=LocalTask(
+                trial_id=max(trial.id, 0),
+                slots=self._ranks,
+                hparams=hparams,
+                experiment_config=config,
+                length=length,
+                seed=options.seed,
+                ports=self.ports[1:],
+                devices=[] if is_cpu else devices,
+                hosts=self._addresses,
+            ),
+            meter=meter,
             simulation_folder=None if messages is None else str(messages),
             cpu_memory_bytes=memory_bytes if self._limits_memory else None,
             threads=1 if is_cpu else None,
@@ -236,7 +252,7 @@ class _Plan:
         """Return the user's command as a person can paste it into a shell, for each rank."""
         change = f"cd {shlex.quote(str(self._cwd))}"
         words = self._command(0) if self._is_command else self.program.command()
-        shown = shlex.join(words_without_secrets(words))
+        shown = shlex.join(hide_secrets_in_words(words))
         if self.start.is_own:
             return f"{change}\n{shown}\n"
         chosen = self.start.trial.script_args
@@ -244,7 +260,7 @@ class _Plan:
         lines += [f"# with {switches.write(name, value)}" for name, value in chosen.items()]
         texts = []
         for rank in range(1 if self._is_command else self._ranks):
-            command = shlex.join(words_without_secrets(self._command(rank)))
+            command = shlex.join(hide_secrets_in_words(self._command(rank)))
             env = assignments(self.environment(rank))
             hooked = f"PYTHONPATH={shlex.quote(str(self._folder / HOOK_FOLDER))}"
             hooked += f'"${{PYTHONPATH:+:$PYTHONPATH}}":{shlex.quote(str(self._packages))}'
@@ -286,7 +302,7 @@ class _Plan:
         if self.method is StartMethod.FRESH and self._limits_memory:
             # The limit comes with the first model.
             env |= {name: str(value) for name, value in MALLOC_VARIABLES.items()}
-        return env | accelerate_env.for_parallelism(env, self.config, self._ranks)
+        return env | accelerate_env.make_parallelism_variables(env, self.config, self._ranks)
 
     def _variables_of_launcher(self, rank: int) -> dict[str, str]:
         """Return the variables that a launcher would set."""
@@ -317,11 +333,7 @@ class _Plan:
         """Return a process of a request: its variables, cores and command."""
         env = self.environment(first + local)
         if self.method is not StartMethod.FORKED:
-            paths = [
-                str(self._folder / HOOK_FOLDER),
-                env.get("PYTHONPATH"),
-                str(self._packages),
-            ]
+            paths = [str(self._folder / HOOK_FOLDER), env.get("PYTHONPATH"), str(self._packages)]
             if self.builder.experiment.includes:  # a script that is a link has other neighbours
                 paths.insert(2, str(self._cwd))
             env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -385,11 +397,3 @@ class _Plan:
         if len(self.shares) == 1:
             return [ADDRESS]
         return [share.host.address for share in self.shares]
-
-
-def _max_length(config: Mapping[str, Any]) -> int:
-    """Return the length of a full run: `searcher.max_length`, a number or `{unit: number}`."""
-    length = ds_config.at(config, "searcher.max_length")
-    if isinstance(length, Mapping):
-        [length] = length.values()
-    return 1 if length is None else int(length)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ import wrapt
 import dsat
 from dsat.command.experiment import Experiment
 from dsat.in_trial import hook
-from dsat.in_trial.adapters.user_files import CREATED_FILE
 from dsat.in_trial.hook import HOOK_FOLDER, SPARE_FOLDER
 from dsat.values.text import assignment
 
@@ -41,20 +39,17 @@ def remove_hook(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def read_created(folder: Path) -> list[str]:
-    """Return the folders that a trial's script has created outside of the trial's folder."""
-    try:
-        lines = (folder / CREATED_FILE).read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
-    except (OSError, ValueError):  # none, or a process was killed as it wrote
-        return []
+def remove_empty(folders: Sequence[str]) -> list[str]:
+    """Remove folders that hold nothing, those that were created last first.
 
-
-def remove_empty(folders: Sequence[str]) -> None:
-    """Remove folders that hold nothing, those that were created last first."""
+    Returns:
+        Those that stay, without the folders in them.
+    """
     for name in reversed(folders):
         with contextlib.suppress(OSError):  # it holds something, or is gone
             os.rmdir(name)
+    left = [name for name in dict.fromkeys(folders) if os.path.isdir(name)]
+    return [name for name in left if not {str(path) for path in Path(name).parents} & {*left}]
 
 
 def log_files(cross_rank: int) -> list[str]:

@@ -106,8 +106,8 @@ def fit(settings: EstimateSettings) -> Fit:
     with simulate(settings) as model:
         batch = ds_config.resolve_batch(model.config, slots, where="--fits")
         facts = model.simulator.facts(model.config)
-        own = ds_config.for_use(model.config, {ds_config.BATCH_KEYS[2]: batch.gas})
-        own = ds_config.without_batch_sizes(own)
+        own = ds_config.prepare_for_training(model.config, {ds_config.BATCH_KEYS[2]: batch.gas})
+        own = ds_config.drop_batch_sizes(own)
         if settings.model is not None and settings.ds_config is None:
             own = with_strategy(model.config, _fastest(model, settings), slots)
         asked = Question(own, batch.micro_batch, slots)

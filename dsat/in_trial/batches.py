@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,14 +41,18 @@ _ADVICE_WITH_FLAG = f"{_ADVICE}, or add --arg-mapping train_micro_batch_size_per
 OWN_ACCUMULATION = (
     "each optimizer step of the script takes {k} times as many micro batches as "
     "gradient_accumulation_steps, so the global batch is {k} times train_batch_size. To have "
-    "accumulation tuned, {advice}, unless these are parts of one batch (real and generated "
+    "accumulation tuned, {advice}. Leave it if these are parts of one batch (real and generated "
     "samples, say)"
 )
-STEP_ALWAYS = "call engine.step() after every micro batch"
+STEP_ALWAYS = (
+    "set gradient_accumulation_steps to their number, call engine.step() after every micro batch, "
+    "and do not divide the loss, which DeepSpeed does"
+)
 OWN_BOUNDARY = (
     "take the number of micro batches between boundaries (set_gradient_accumulation_boundary) from "
     "engine.gradient_accumulation_steps()"
 )
+_BATCH_SIZES = {"bs", "bsz", "mbs"}  # in flags
 _OTHER_BATCHES = ("eval", "valid", "test")  # parts of flags
 _DEPTH = 4  # of containers that are searched for tensors
 _LARGE = 256  # values, which take some tenths of a millisecond
@@ -291,7 +296,7 @@ class LeafFinder:
 
 
 def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -> str:
-    """Return the script's flag for its batch size, one with the value `fed` first; empty without.
+    """Return the script's flag for its batch size, which has the value `fed`; empty without.
 
     Args:
         args: of the command line.
@@ -300,15 +305,14 @@ def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -
     given = {}
     for word, after in zip(args, [*args[1:], ""], strict=False):
         flag, has_value, value = word.partition("=")
-        if flag.startswith("--"):
+        if has_value or flag.startswith("--"):  # `train.batch_size=4`, as Hydra takes it
             given[flag] = value if has_value else after
-    named = {
-        flag: value
-        for flag, value in {**given, **options, **given}.items()
-        if "batch" in flag.lower() and not any(part in flag.lower() for part in _OTHER_BATCHES)
-    }
-    of_that_value = [flag for flag, value in named.items() if str(value) == str(fed)]
-    return next(iter([*of_that_value, *named]), "")
+    for flag, value in {**given, **options, **given}.items():
+        is_about_training = not any(part in flag.lower() for part in _OTHER_BATCHES)
+        is_named = "batch" in flag.lower() or _BATCH_SIZES & set(re.split(r"\W|_", flag.lower()))
+        if is_named and is_about_training and str(value) == str(fed):
+            return flag
+    return ""
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:

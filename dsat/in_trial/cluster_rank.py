@@ -113,7 +113,7 @@ def _use_switches(hparams: Mapping[str, Any], task: Task | None) -> None:
         on_cpu=get_accelerator().device_name() == "cpu",
         deep_compiles=compiled.get("deepcompile") is True,
     )
-    config_injection.on_initialize(scripts.before_engine, scripts.after_engine)
+    config_injection.register_for_initialize(scripts.before_engine, scripts.after_engine)
     TRIAL.trainer = TrainerSettings(None, None, scripts)
     if task is not None:
         task.meter.switches = scripts.found
@@ -132,7 +132,7 @@ class Task:
     def watch(self) -> None:
         """Report a failure of this process, and end it when it takes too long."""
         TRIAL.on_uncaught = lambda error: self._log(self.measured() or self.failed(error))
-        atexit.register(self._at_exit)
+        atexit.register(self._report_at_exit)
         timer = threading.Timer(self.meter.spec.options.timeout_s, self._give_up)
         timer.daemon = True
         timer.start()
@@ -142,18 +142,18 @@ class Task:
     def measured(self) -> Outcome | None:
         """Return the outcome, if anything was measured."""
         found = self.meter.outcome
-        return None if found is None else self._of_here(found)
+        return None if found is None else self._add_facts(found)
 
     def failed(self, error: BaseException) -> Outcome:
         """Return the outcome of a rank that ends with an exception."""
-        found = self._of_here(failures.outcome(error))
+        found = self._add_facts(failures.outcome(error))
         return replace(found, message=f"rank {_rank()}: {found.message}")
 
     def ended(self) -> Outcome:
         """Return the outcome of a script that came to its own end."""
-        return self.measured() or self._of_here(failures.outcome(self.meter.shortfall))
+        return self.measured() or self._add_facts(failures.outcome(self.meter.shortfall))
 
-    def _of_here(self, outcome: Outcome) -> Outcome:
+    def _add_facts(self, outcome: Outcome) -> Outcome:
         device = self.meter.device_name
         return replace(
             outcome,
@@ -213,7 +213,7 @@ class Task:
         self._reported = True
         os.write(2, log_line(outcome, run=_allocation(), ended=ended))
 
-    def _at_exit(self) -> None:
+    def _report_at_exit(self) -> None:
         outcome = self.ended()
         if not outcome.ok or _rank() == 0:
             self._log(outcome, ended=True)

@@ -38,7 +38,7 @@ class Passed:
     content: dict[str, Any]
 
 
-def on_initialize(
+def register_for_initialize(
     before: Callable[[dict[str, Any]], None], after: Callable[[Any], None] = lambda engine: None
 ) -> None:
     """Register functions that each call of `deepspeed.initialize` runs, in this order.
@@ -75,7 +75,7 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
             own = {k: v for k, v in passed.content.items() if k not in ds_config.BATCH_KEYS}
             replace(arguments, passed, {**own, **_batch(config)}, path)
 
-    on_initialize(inject)
+    register_for_initialize(inject)
 
 
 def replace(
@@ -126,7 +126,7 @@ def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
     return None if content is None else Passed(name, content)
 
 
-def without_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def drop_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `deepspeed.initialize` by name, without any configuration in them.
 
     DeepSpeed writes the rank into the script's own `args`, which stay otherwise as they are.

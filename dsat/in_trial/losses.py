@@ -86,7 +86,7 @@ class LossWatch:
         import torch
 
         # A checkpoint has a backward pass of its own inside of one.
-        if self._ignoring or not in_training(self._engine) or in_backward():
+        if self._ignoring or not is_training(self._engine) or is_in_backward():
             return
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ()):
             scaled, loss = self._scaled
@@ -139,7 +139,7 @@ class LossWatch:
             steps=tuple(i + 1 for i in kept),
             losses=tuple(_rounded(self._steps[i].loss) for i in kept),
             skipped=tuple(i + 1 for i in kept if not self._steps[i].applied),
-            precision=precision.of_engine(self._engine),
+            precision=precision.find(self._engine),
             gradient_norm=None if self._gradients is None else self._gradients.value(),
             compares_samples=self._compares_samples,
         )
@@ -171,14 +171,14 @@ class LossWatch:
         self.count += 1
 
 
-def in_training(engine: Any) -> bool:
+def is_training(engine: Any) -> bool:
     """Return whether a call of an engine's model is one of training."""
     import torch
 
     return bool(torch.is_grad_enabled() and engine.training)
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     """Return whether autograd is in the midst of a backward pass."""
     import torch
 

@@ -262,7 +262,7 @@ class Measurement:
             )
         if len(full) < len(agreed):
             self._warn(SHORT_BATCHES)
-        full = self._without_evaluation(full)
+        full = self._drop_evaluated(full)
         found = [step for step in full if not step.compiled]
         if len(found) == len(full):
             return full
@@ -272,7 +272,7 @@ class Measurement:
         self._warn(COMPILED if found else ALWAYS_COMPILES)
         return found or full
 
-    def _without_evaluation(self, steps: list[AgreedStep]) -> list[AgreedStep]:
+    def _drop_evaluated(self, steps: list[AgreedStep]) -> list[AgreedStep]:
         """Leave out steps with an evaluation, if these are rare; else it is a part of training."""
         found = [step for step in steps if not step.evaluated]
         if len(found) == len(steps) or (len(steps) - len(found)) * RAREST > len(steps):

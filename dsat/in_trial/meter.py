@@ -19,7 +19,7 @@ from dsat.in_trial.adapters.trial import TRIAL, Phase
 from dsat.in_trial.agreement import Ranks, local_rank
 from dsat.in_trial.clocks import ProcessMemory, wait_for_memory
 from dsat.in_trial.conformance import check_arguments, check_engine
-from dsat.in_trial.losses import in_training
+from dsat.in_trial.losses import is_training
 from dsat.in_trial.measurement import Measurement
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.profiler import device_name
@@ -58,7 +58,7 @@ def install(
         meter.device_name = device_name(get_accelerator(), device)
         available_memory.limit_allocator(spec.options.slot_memory_bytes, device)
 
-    config_injection.on_initialize(begin, meter.watch)
+    config_injection.register_for_initialize(begin, meter.watch)
     return meter
 
 
@@ -157,7 +157,7 @@ class Meter:
         Args:
             first_step: the first optimizer step that may be measured.
         """
-        spec = self.spec.of_engine(engine)
+        spec = self.spec.complete_from(engine)
         check_engine(engine, spec)
         start = max(first_step, spec.options.start_step)
         end = max(start, spec.options.end_step)
@@ -186,7 +186,7 @@ class Meter:
         try:
             return self._recorded(engine, name, original, args, kwargs)
         except Exception as error:
-            trains = self._engine is engine and (name != "forward" or in_training(engine))
+            trains = self._engine is engine and (name != "forward" or is_training(engine))
             found = failures.outcome(error)
             # Out of memory elsewhere (an evaluation, another engine) is the script's own affair.
             if isinstance(error, DsatError) or (trains and found.kind is not OutcomeKind.ERROR):
@@ -196,7 +196,7 @@ class Meter:
     def _recorded(
         self, engine: Any, name: str, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        if self._engine is None and (name != "forward" or in_training(engine)):
+        if self._engine is None and (name != "forward" or is_training(engine)):
             self.attach(engine, first_step=1 if name == "forward" else 2)
             if name != "forward":  # the script calls the model itself, and what it fed is not known
                 self._recorder.follow_module()

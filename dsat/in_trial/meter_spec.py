@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat.values.codec import Recorded
-from dsat.values.outcome import StepFacts
 from dsat.values.parallelism import DATA_ONLY, Parallelism
-from dsat.values.trial import Trial, TrialKind, TrialOptions
+from dsat.values.trial import KnownBefore, Trial, TrialKind, TrialOptions
 
 MAX_SKIPPED_STEPS = 60  # fp16: the loss scale halves at each overflow, from 2**16 at most 32 times
 MAX_EXTRA_STEPS = 500  # of warm-up, and measured beyond the most, for either reason
 
 
 @dataclass(frozen=True)
-class MeterSpec(Recorded):
+class MeterSpec(KnownBefore, Recorded):
     """Measurement to make, and facts to expect.
 
     Attributes:
@@ -26,9 +24,6 @@ class MeterSpec(Recorded):
         host_slots: slots that share the host, those of other trials included.
         profile: count parameters, FLOPs and activations in the first step.
         measures: the figures are for comparing; False where the profile alone is wanted.
-        flops_per_sample: model FLOPs of a sample, from the profile trial.
-        batch_dimensions, fed_instead: see `ModelProfile`.
-        to_beat, longest_s, own_steps: see `Trial`.
     """
 
     options: TrialOptions
@@ -40,15 +35,9 @@ class MeterSpec(Recorded):
     host_slots: int = 1
     profile: bool = False
     measures: bool = True
-    flops_per_sample: float | None = None
-    batch_dimensions: Mapping[str, int] = field(default_factory=dict)
-    fed_instead: Mapping[str, int] = field(default_factory=dict)
-    to_beat: Mapping[str, float] = field(default_factory=dict)
-    longest_s: float | None = None
-    own_steps: StepFacts | None = None
 
     @classmethod
-    def of_trial(
+    def build(
         cls, trial: Trial, options: TrialOptions, *, slots: int, host_slots: int = 1
     ) -> MeterSpec:
         """Return the measurement of a trial."""
@@ -67,15 +56,10 @@ class MeterSpec(Recorded):
             host_slots=host_slots,
             profile=trial.profiles,
             measures=measures,
-            flops_per_sample=trial.flops_per_sample,
-            batch_dimensions=trial.batch_dimensions,
-            fed_instead=trial.fed_instead,
-            to_beat=trial.to_beat,
-            longest_s=trial.longest_s,
-            own_steps=trial.own_steps,
+            **trial.known_before(),
         )
 
-    def of_engine(self, engine: Any) -> MeterSpec:
+    def complete_from(self, engine: Any) -> MeterSpec:
         """Return the specification with an engine's batch sizes and stage, if it has none."""
         if self.micro_batch:
             return self

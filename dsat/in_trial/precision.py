@@ -22,7 +22,7 @@ def note_autocast(device: str) -> None:
         _entered.add(_of_dtype(torch.get_autocast_dtype(device)))
 
 
-def of_engine(engine: Any) -> str:
+def find(engine: Any) -> str:
     """Return the lowest precision of an engine's training so far: one of `PRECISIONS`."""
     import torch
 

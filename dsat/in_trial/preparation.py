@@ -11,15 +11,12 @@ from pathlib import Path
 
 from dsat.in_trial import config_injection, loopback, meter
 from dsat.in_trial.adapters import trackers
-from dsat.in_trial.adapters.determined_shim import LocalTask
 from dsat.in_trial.adapters.hf_trainer import TrainerSettings
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.meter import Meter
-from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank_files import CONFIG_FILE, Progress, RankSpec
 from dsat.in_trial.script_switches import ScriptSwitches
 from dsat.values.outcome import Outcome
-from dsat.values.trial import Trial
 
 # Variables that torch, DeepSpeed and what they load set by themselves.
 _SET_BY_LIBRARIES = tuple(
@@ -42,17 +39,17 @@ def prepare(
     """
     import torch
 
-    trial, on_cpu = Trial.from_json(spec.trial), not spec.task["devices"]
+    trial, on_cpu = spec.trial, not spec.task.devices
     if spec.defaults_local_rank:
         TRIAL.local_rank = os.environ["LOCAL_RANK"]
     _show_compilations(progress)
     if spec.threads:
         torch.set_num_threads(spec.threads)
     loopback.choose_interface()
-    TRIAL.task = LocalTask(**{**spec.task, "folder": folder})
+    TRIAL.task = spec.task
     found = None
     if spec.meter is not None:
-        found = meter.install(MeterSpec.from_json(spec.meter), on_complete, on_step)
+        found = meter.install(spec.meter, on_complete, on_step)
     if not spec.own:
         path = folder / CONFIG_FILE
         config = json.loads(path.read_text())
@@ -61,7 +58,7 @@ def prepare(
     compiles_deep = (trial.overrides.get("compile") or {}).get("deepcompile") is True
     switches = ScriptSwitches(trial.script_args, on_cpu=on_cpu, deep_compiles=compiles_deep)
     if spec.simulation_folder is None:
-        config_injection.on_initialize(switches.before_engine, switches.after_engine)
+        config_injection.register_for_initialize(switches.before_engine, switches.after_engine)
     if found is not None:
         found.switches = switches.found
     TRIAL.trainer = TrainerSettings(
@@ -69,7 +66,7 @@ def prepare(
         None if spec.own else folder / CONFIG_FILE,
         switches,
         max_steps=None if found is None else found.spec.longest,
-        batch_in_file=bool(spec.program["launch"].get("batch_in_file")),
+        batch_in_file=spec.program.launch.batch_in_file,
         on_cpu=on_cpu,
     )
     return found
@@ -82,7 +79,7 @@ def prevent_side_effects(spec: RankSpec) -> None:
     """
     TRIAL.is_simulated = spec.simulation_folder is not None
     if not spec.is_full_run:
-        config_injection.on_initialize(trackers.disable_reports)
+        config_injection.register_for_initialize(trackers.disable_reports)
 
 
 def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:

@@ -178,7 +178,7 @@ def _count_flops() -> Any:
     class ModelFlops(FlopCounterMode):
         def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
             # In a backward pass autograd records nothing, unless a forward pass is done again.
-            if losses.in_backward() and torch.is_grad_enabled():
+            if losses.is_in_backward() and torch.is_grad_enabled():
                 return out
             return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
 

@@ -119,7 +119,7 @@ class Rank:
 
     def __init__(self, folder: Path, *, is_rank: bool, is_forked: bool = False) -> None:
         self._folder = folder
-        self._spec = RankSpec.of_folder(folder)
+        self._spec = RankSpec.read(folder)
         self._is_forked = is_forked
         self._progress = Progress(folder if rank_and_size()[0] == 0 else None)
         self._meter: Meter | None = None
@@ -143,7 +143,7 @@ class Rank:
         if "deepspeed" not in sys.modules:  # it may be transformers that was imported first
             self._progress.set_activity("importing torch and DeepSpeed")
             importlib.import_module("deepspeed")
-        spec = self._spec = _as_on_this_machine(self._spec)
+        spec = self._spec = _adapt_to_machine(self._spec)
         # As in an activated environment: DeepSpeed compiles with the ninja that is found first, and
         # another version of ninja would compile everything anew.
         programs, path = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
@@ -151,7 +151,7 @@ class Rank:
             os.environ["PATH"] = os.pathsep.join([programs, path])
         if self._server is not None:
             self._server.install()
-        config_injection.on_initialize(self._begin_engine)
+        config_injection.register_for_initialize(self._begin_engine)
         self._meter = preparation.prepare(
             spec,
             self._folder,
@@ -171,7 +171,7 @@ class Rank:
         elif spec.meter is not None and spec.threads is not None and not spec.own:
             limit_to_host()
         # For --model dsat has a script of its own.
-        what = "the model" if spec.program["module"].startswith("dsat.") else "your script"
+        what = "the model" if spec.program.module.startswith("dsat.") else "your script"
         what = "your command" if spec.is_command else what
         self._progress.set_activity(f"{what} runs, up to its first optimizer step")
         self._known, self._env = set(sys.modules), dict(os.environ)
@@ -321,7 +321,7 @@ def outcome_of_ended(meter: Meter) -> Outcome:
     return meter.outcome or failures.outcome(meter.shortfall)
 
 
-def _as_on_this_machine(spec: RankSpec) -> RankSpec:
+def _adapt_to_machine(spec: RankSpec) -> RankSpec:
     """Return the specification with the threads and devices of this process."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if not spec.own:
@@ -334,7 +334,7 @@ def _as_on_this_machine(spec: RankSpec) -> RankSpec:
     devices = [] if on_cpu else list(map(str, range(slots)))
     return replace(
         spec,
-        task={**spec.task, "slots": slots, "devices": devices},
+        task=replace(spec.task, slots=slots, devices=devices),
         threads=1 if on_cpu else None,
         cpu_memory_bytes=spec.cpu_memory_bytes if on_cpu else None,
     )

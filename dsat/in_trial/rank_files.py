@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsat.command.entrypoint import Entrypoint
+from dsat.in_trial.loopback import ADDRESS
+from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.codec import Recorded
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
+from dsat.values.trial import Trial
 
 SPEC_FILE = "trial.json"
 CONFIG_FILE = "ds_config.json"
@@ -28,14 +32,44 @@ RECORDS_FOLDER = "records"  # of the starts of ranks, in the first run
 SEVERAL_NODES_FILE = "nodes.json"  # in that folder: the launcher would use several nodes
 
 
+@dataclass(frozen=True, eq=False)
+class LocalTask:
+    """Answers to the questions of a script of Determined's about its task.
+
+    Attributes:
+        trial_id, slots: of the trial.
+        hparams: hyperparameters, `deepspeed_config` and `overwrite_deepspeed_args` among them.
+        experiment_config: the whole experiment configuration.
+        length: of the one searcher operation, in the script's own unit.
+        seed: `info.trial.trial_seed`.
+        ports: two free ports for the chief's broadcasts.
+        devices: identifiers of the slots' devices; empty on a CPU.
+        hosts: addresses of the trial's hosts, which have equally many of its slots.
+    """
+
+    trial_id: int
+    slots: int
+    hparams: Mapping[str, Any]
+    experiment_config: Mapping[str, Any]
+    length: int
+    seed: int
+    ports: Sequence[int]
+    devices: Sequence[str] = ()
+    hosts: Sequence[str] = (ADDRESS,)
+
+    @property
+    def slots_per_host(self) -> int:
+        return self.slots // len(self.hosts)
+
+
 @dataclass(frozen=True)
 class RankSpec(Recorded):
     """Specification of a trial's ranks; in `trial.json`.
 
     Attributes:
-        trial: the trial as in the journal, for people.
-        program: the entrypoint, its configuration path already the trial's own.
-        task: the fields of `determined_shim.LocalTask`, its folder left out.
+        trial: with its own folders for swapping.
+        program: the entrypoint, its configuration path already the trial's own; no variables.
+        task: what a script of Determined's asks for.
         meter: what to measure; None in a full-length run, which is not measured.
         cpu_memory_bytes: if given, what the rank may allocate on top of what it has imported.
         threads: of each rank, if the machine's slots are processor cores.
@@ -46,10 +80,10 @@ class RankSpec(Recorded):
             several.
     """
 
-    trial: Mapping[str, Any]
-    program: Mapping[str, Any]
-    task: Mapping[str, Any]
-    meter: Mapping[str, Any] | None
+    trial: Trial
+    program: Entrypoint
+    task: LocalTask
+    meter: MeterSpec | None
     cpu_memory_bytes: int | None = None
     threads: int | None = None
     simulation_folder: str | None = None
@@ -58,7 +92,7 @@ class RankSpec(Recorded):
     defaults_local_rank: bool = False
 
     @classmethod
-    def of_folder(cls, folder: Path) -> RankSpec:
+    def read(cls, folder: Path) -> RankSpec:
         """Read the specification of the trial in a folder."""
         return cls.from_json(json.loads((folder / SPEC_FILE).read_text(encoding="utf-8")))
 

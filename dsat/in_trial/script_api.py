@@ -62,7 +62,7 @@ def get_ds_config_from_hparams(
         raise UserInputError(f"must be a path or a mapping, not {base!r}", where=CONFIG_KEY)
     if not isinstance(base, Mapping):
         base = ds_config.read(Path(base_dir) / base)
-    return ds_config.for_use(base, _overrides(hparams))
+    return ds_config.prepare_for_training(base, _overrides(hparams))
 
 
 def _overrides(hparams: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -123,7 +123,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
             f"{_HF_CONFIG_FLAG} ds_config.json.",
         )
     base = ds_config.read(Path(path))
-    merged = ds_config.for_use(base, overrides)
+    merged = ds_config.prepare_for_training(base, overrides)
     if merged != base:
         path = str(_file_of(merged))
     mappings = {**script_args.HF_BATCH_FLAGS, _HF_CONFIG_FLAG: _HF_CONFIG_FLAG}

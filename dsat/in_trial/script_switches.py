@@ -65,7 +65,7 @@ class ScriptSwitches:
         """Set fields of `TrainingArguments` before they are checked."""
         self._has_arguments = True
         self._is_on_by_arguments = bool(self._wanted.get(CHECKPOINTING, _checkpointing_of(args)))
-        for name, values in _of_arguments(args, config).items():
+        for name, values in _find_in_arguments(args, config).items():
             self.found[name] = ScriptSwitch(values, in_arguments=True)
         for name, value in self._wanted.items():
             field = known.field_of(name)
@@ -88,7 +88,7 @@ class ScriptSwitches:
         if passed is None or not hasattr(model, "modules"):
             return  # DeepSpeed says what is wrong with such a model
         may_flash = not self._on_cpu and data_types(passed.content)[0] in ("bf16", "fp16")
-        for name, values in of_model(model, may_flash=may_flash).items():
+        for name, values in find_in_model(model, may_flash=may_flash).items():
             self.found.setdefault(name, ScriptSwitch(values))
         wanted = dict(self._wanted)
         # Ulysses is in the kernel that the model has by now.
@@ -126,7 +126,7 @@ def cores_of_this_rank() -> int:
     return len(host_cores.usable()) // sharers
 
 
-def _of_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+def _find_in_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return the switches among the fields of `TrainingArguments`, their own values first."""
     own = _checkpointing_of(args)
     others: list[Any] = [not own]
@@ -156,7 +156,7 @@ def _of_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, 
     return {name: its for name, its in distinct.items() if len(its) > 1}
 
 
-def of_model(model: Any, *, may_flash: bool) -> dict[str, tuple[Any, ...]]:
+def find_in_model(model: Any, *, may_flash: bool) -> dict[str, tuple[Any, ...]]:
     """Return the switches of a library's model, their own values first.
 
     Args:

@@ -38,7 +38,7 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
         passed = config_injection.trained_config(arguments)
         if written or passed is None:
             return
-        config = _without_filled_batch(passed.content)
+        config = _drop_filled_batch(passed.content)
         if (shared := config_injection.shared_sequences(arguments)) > 1:
             config = {**config, SEQUENCE_SIZE: shared}
         content = _describe_process(folder, start, config)
@@ -49,7 +49,7 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
             signal.pause()
 
     if records.is_dir():
-        config_injection.on_initialize(record)
+        config_injection.register_for_initialize(record)
 
 
 def _describe_process(
@@ -71,7 +71,7 @@ def _describe_process(
         "argv": list(sys.argv) if _SPAWNED in start["argv"] else start["argv"],
         "cwd": start["cwd"],
         "cores": start["cores"],
-        "env": {**_without_hook(folder, start["env"], start["cwd"]), **chosen},
+        "env": {**_drop_hook(folder, start["env"], start["cwd"]), **chosen},
     }
     try:
         record["config"] = json.loads(json.dumps(_drop_infinities(config), allow_nan=False))
@@ -80,7 +80,7 @@ def _describe_process(
     return record
 
 
-def _without_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, str]:
+def _drop_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, str]:
     """Variables as they would be without dsat's folders in `PYTHONPATH`, with whole paths there."""
     found = dict(env)
     entries = found.pop("PYTHONPATH", "").split(os.pathsep)
@@ -89,7 +89,7 @@ def _without_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, s
     return {**found, "PYTHONPATH": os.pathsep.join(kept)} if kept else found
 
 
-def _without_filled_batch(config: dict[str, Any]) -> dict[str, Any]:
+def _drop_filled_batch(config: dict[str, Any]) -> dict[str, Any]:
     """Drop the global batch size if accelerate has filled it in: it follows from the others."""
     frame = inspect.currentframe()
     while frame is not None:

@@ -11,7 +11,7 @@ from dsat.in_trial import compiling, loaders
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.batches import BatchCounter, Fed
 from dsat.in_trial.clocks import Clock, MemoryWatch, ProcessMemory, clock_for
-from dsat.in_trial.losses import LossWatch, in_backward, in_training
+from dsat.in_trial.losses import LossWatch, is_in_backward, is_training
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.profiler import ModelProfiler
 from dsat.values.parallelism import DATA_ONLY
@@ -163,7 +163,7 @@ class StepRecorder:
 
     def forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the engine's `forward`."""
-        if not in_training(self._engine):
+        if not is_training(self._engine):
             self.marks.evaluated = True
             return original(*args, **kwargs)
         self._begin_forward(args, kwargs)
@@ -213,7 +213,7 @@ class StepRecorder:
         """Note calls of the model itself, outside of training, as for generation."""
 
         def before(*_: Any) -> None:
-            if not (self._in_forward or in_training(self._engine) or in_backward()):
+            if not (self._in_forward or is_training(self._engine) or is_in_backward()):
                 self.marks.evaluated = True
 
         module, hook = self._engine.module, _Hook(before)
@@ -225,7 +225,7 @@ class StepRecorder:
         """Record the calls of a script that calls the model itself, and never the engine."""
 
         def before(_: Any, args: Any, kwargs: Any) -> None:
-            if not self._in_forward and in_training(self._engine) and not in_backward():
+            if not self._in_forward and is_training(self._engine) and not is_in_backward():
                 self._begin_forward(args, kwargs)
 
         module = self._engine.module

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsat.command.switches import CHECKPOINTING, in_memory
+from dsat.command.switches import CHECKPOINTING, affects_memory
 from dsat.memory import closed_form, host
 from dsat.memory.calibration import Calibration, Observation, asked_bytes, calibrate, observe
 from dsat.memory.closed_form import Line
@@ -381,7 +381,7 @@ class MemoryModel:
     def _known_of(self, script_args: Mapping[str, Any]) -> tuple[ModelFacts, _Corrections, bool]:
         """Facts and corrections of the model with some switches; whether they are only guessed."""
         own = self.basis.variants[0]
-        wanted = {**own.script_args, **{n: v for n, v in script_args.items() if in_memory(n)}}
+        wanted = {**own.script_args, **{n: v for n, v in script_args.items() if affects_memory(n)}}
         for variant, corrections in zip(self.basis.variants, self._corrections, strict=True):
             if dict(variant.script_args) == wanted:
                 # What is not of activations was simulated with the user's own switches.

@@ -41,8 +41,10 @@ def with_strategy(
     if shared != own:
         settings |= shared.settings
     gas = _accumulation_steps(config, slots, shared)
-    merged = ds_config.for_use(config, overrides_for(settings, BatchTriple(gas, 1, gas)))
-    return ds_config.without_batch_sizes(merged)
+    merged = ds_config.prepare_for_training(
+        config, overrides_for(settings, BatchTriple(gas, 1, gas))
+    )
+    return ds_config.drop_batch_sizes(merged)
 
 
 def _accumulation_steps(config: Mapping[str, Any], slots: int, shared: Parallelism) -> int:

@@ -96,13 +96,13 @@ def check_kinds(host: Host) -> None:
         )
 
 
-def with_slots(hosts: Sequence[Host], slots: int) -> tuple[Host, ...]:
+def extend_slots(hosts: Sequence[Host], slots: int) -> tuple[Host, ...]:
     """Return hosts with enough devices for a trial.
 
     On a CPU a trial may have more ranks than its quota has cores.
     """
     share = -(-slots // len(hosts))
-    return tuple(replace(host, machine=host.machine.with_slots(share)) for host in hosts)
+    return tuple(replace(host, machine=host.machine.extend(share)) for host in hosts)
 
 
 def describe(hosts: Sequence[Host]) -> str:

@@ -62,10 +62,10 @@ class SimulatedModel:
     simulator: Simulator
 
     @classmethod
-    def of(cls, name: str, config: Mapping[str, Any], simulator: Simulator) -> SimulatedModel:
+    def build(cls, name: str, config: Mapping[str, Any], simulator: Simulator) -> SimulatedModel:
         """Return a model; complete its configuration with what the script passes."""
         script = simulator.script
-        whole = hf_config.with_buckets(config, script.hidden_size)
+        whole = hf_config.fill_in_buckets(config, script.hidden_size)
         optimizer = {"optimizer": dict(script.optimizer)} if script.optimizer else {}
         return cls(name, {**whole, **optimizer}, simulator)
 
@@ -97,7 +97,7 @@ def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
             ) as simulator,
         ):
             warn_of_length(settings, simulator.script)
-            yield SimulatedModel.of(experiment.name, config, simulator)
+            yield SimulatedModel.build(experiment.name, config, simulator)
     except SimulationUnavailable as error:
         keep_log = True
         hint = "" if settings.model is not None else _SCRIPT_HINT
@@ -158,7 +158,7 @@ def _read_source(settings: ModelSettings) -> Source:
     if settings.model is not None:
         return _script_for(settings, settings.model)
     source = sources.read(settings)
-    source = source.with_known_start(_TIMEOUT_S) if source.unknown else source
+    source = source.run_to_training(_TIMEOUT_S) if source.unknown else source
     if source.program.needs_command:
         raise UserInputError(
             "cannot be simulated: its ranks cannot be started by themselves, because "
@@ -172,7 +172,7 @@ def _read_source(settings: ModelSettings) -> Source:
 def _script_for(settings: ModelSettings, model: str) -> Source:
     path = hf_config.find(model)
     name = name_of(model, path)
-    given = experiments.of_command([], name, Path.cwd(), settings.ds_config or {})
+    given = experiments.make_experiment([], name, Path.cwd(), settings.ds_config or {})
     config = hf_config.ds_config(settings.dtype, given.ds_config)
     args = ["--model", str(path), "--dtype", hf_config.dtype_of(config)]
     if settings.seq_length is not None:
@@ -185,5 +185,7 @@ def _script_for(settings: ModelSettings, model: str) -> Source:
     # A module of the current folder must not hide one that dsat imports.
     safe = {"PYTHONSAFEPATH": "1"}
     program = Entrypoint(module="dsat.simulation.config_program", args=tuple(args), env=safe)
-    experiment = experiments.of_command(program.command(), name, Path.cwd(), config, "--ds-config")
+    experiment = experiments.make_experiment(
+        program.command(), name, Path.cwd(), config, "--ds-config"
+    )
     return Source(experiment, program)

@@ -24,6 +24,7 @@ from dsat.errors import UserInputError
 from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.in_trial.script_api import hparams_of_this_task
 from dsat.prepare.target import Target
+from dsat.values import format as fmt
 from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import TrialOptions
 
@@ -81,7 +82,7 @@ class Source:
         is_plain = self.unknown != PROGRAM and not program.launcher
         return (slots or 1) if is_plain else None
 
-    def with_known_start(self, timeout_s: float, slots: int | None = None) -> Source:
+    def run_to_training(self, timeout_s: float, slots: int | None = None) -> Source:
         """Run the command up to its training; return this with its program and configuration."""
         _log.info("running `%s` up to its training", shlex.join(self.command))
         # On several hosts the script alone shows its configuration.
@@ -95,15 +96,18 @@ class Source:
         )
         try:
             if self.unknown == PROGRAM or self.can_run_first():
-                return self.as_recorded(run)
-            return _of_start(self, run.ranks(), self.program)
+                return self.complete_from_record(run)
+            return _make_from_start(self, run.ranks(), self.program)
         finally:
             run.close()
 
-    def as_recorded(self, run: OwnCommand) -> Source:
+    def complete_from_record(self, run: OwnCommand) -> Source:
         """Return this with the program and configuration that a running command shows."""
         ranks, cores = run.ranks(), os.sched_getaffinity(0)
-        program, own = recorded_start.program_of(ranks, self.command, run.env, cores), self.program
+        program, own = (
+            recorded_start.recognise_program(ranks, self.command, run.env, cores),
+            self.program,
+        )
         by_launcher = own.launch.devices or own.launch.not_devices  # which sets the variable itself
         env = {n: v for n, v in program.env.items() if not (by_launcher and n in VISIBLE)}
         program = replace(
@@ -119,7 +123,7 @@ class Source:
         )
         if self.unknown == PROGRAM or program.needs_command:
             _log.info("%s", _recognised(program))
-        return _of_start(self, ranks, program)
+        return _make_from_start(self, ranks, program)
 
     def slots_per_trial(self, given: int | None, available: int) -> int:
         """Return the devices of a trial: as given, or from the user's files."""
@@ -153,9 +157,9 @@ def read(target: Target) -> Source:
     _check_options(program)
     if entrypoints.starts_its_ranks(target.command, folder):
         return _unknown(target)
-    program = _with_word(program, folder)
+    program = _mark_word(program, folder)
     config = _config_of_command(target.ds_config, program, folder)
-    experiment = experiments.of_command(target.command, _name(program), folder, config or {})
+    experiment = experiments.make_experiment(target.command, _name(program), folder, config or {})
     unknown = CONFIG if config is None and not program.trial_class else ""
     program = replace(program, started_by=_command_of(target, is_known=True))
     given = None if program.config_path is not None else target.ds_config
@@ -195,7 +199,7 @@ def check_ranks(program: Entrypoint, slots: int) -> None:
     """Raise UserInputError if the entrypoint starts another number of ranks."""
     if program.slots not in (None, slots):
         raise UserInputError(
-            f"starts {program.slots} ranks, but a trial has {slots} devices",
+            f"starts {program.slots} ranks, but a trial has {fmt.count(slots, 'device')}",
             where="entrypoint",
             hint="Make resources.slots_per_trial (or --devices) and the entrypoint agree.",
         )
@@ -215,7 +219,7 @@ def check_config_path(experiment: Experiment, program: Entrypoint) -> None:
         )
 
 
-def _with_word(program: Entrypoint, folder: Path) -> Entrypoint:
+def _mark_word(program: Entrypoint, folder: Path) -> Entrypoint:
     """Mark a program whose configuration argument is a word, not a path."""
     named = program.config_path
     if named is None or os.path.isfile(folder / named):
@@ -248,7 +252,7 @@ def _unknown(target: Target) -> Source:
     """Return the source of a command whose script only a run shows."""
     command = _command_of(target, is_known=False)
     program = Entrypoint(started_by=command)
-    experiment = experiments.of_command(target.command, Path(command[0]).name, Path.cwd(), {})
+    experiment = experiments.make_experiment(target.command, Path(command[0]).name, Path.cwd(), {})
     return Source(experiment, program, PROGRAM, target.ds_config)
 
 
@@ -282,7 +286,7 @@ def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
     return tuple(command)
 
 
-def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -> Source:
+def _make_from_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -> Source:
     """Return the source of a recorded command, with the configuration of its training."""
     first = min(ranks, key=lambda rank: rank.rank)
     folder, name = Path(first.cwd), _name(program)
@@ -292,7 +296,7 @@ def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -
         words = list(source.experiment.entrypoint)
     if not folder.is_dir():  # the command has removed it at its end
         folder = Path(program.started_in)
-    program = _with_word(program, folder)
+    program = _mark_word(program, folder)
     named = program.config_path
     is_gone = named is not None and not os.path.isfile(folder / named)
     path = _config_of_command(source.ds_config, Entrypoint() if is_gone else program, folder)
@@ -304,7 +308,7 @@ def _of_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -
             where=name,
             hint="Give it as a file: --ds-config FILE.",
         )
-    experiment = experiments.of_command(words, name, folder, config)
+    experiment = experiments.make_experiment(words, name, folder, config)
     experiment = replace(
         experiment,
         arg_mappings=source.experiment.arg_mappings,

@@ -91,7 +91,7 @@ class Traced:
     def config(self, strategy: Strategy, slots: int) -> dict[str, Any]:
         """Return the configuration of a strategy, without batch sizes."""
         if strategy == self.own:
-            return ds_config.without_batch_sizes(ds_config.for_use(self.base))
+            return ds_config.drop_batch_sizes(ds_config.prepare_for_training(self.base))
         return with_strategy(self.base, strategy, slots)
 
     def work(self, strategy: Strategy, micro_batch: int, cluster: Cluster) -> Array:

@@ -77,6 +77,12 @@ class Gain:
         return cls(math.exp(mean), math.exp(mean - margin), math.exp(mean + margin))
 
 
+def _squares_beside_drift(values: Sequence[float]) -> float:
+    """Return the sum of the squares by which values differ from a straight line."""
+    slope, start = statistics.linear_regression(range(len(values)), values)
+    return sum((value - start - slope * at) ** 2 for at, value in enumerate(values))
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Result of pairs of runs, as logarithms of values of which the larger is better.
@@ -99,18 +105,23 @@ class Comparison:
     ) -> Comparison:
         """Compare the second of each pair with the first.
 
-        The spread is that of the differences of the pairs, which a machine that drifts changes
-        little. Up to three pairs show little of it: the user's own configuration counts too, by its
-        runs and that of the search, and for a single pair that of the search's choice as well. But
-        the first trial of a run may be far off all others: beside three pairs it counts unless it
-        differs significantly (Bancroft, Annals of Mathematical Statistics 15 (1944)).
+        Differences and sums of the pairs spread by as much, but that a steady drift of the machine
+        changes the sums. Up to three pairs show little of it: the user's own configuration counts
+        too, by its runs and that of the search, and for a single pair that of the search's choice
+        as well. But the first trial of a run may be far off all others: beside three pairs it
+        counts unless it differs significantly (Bancroft, Annals of Mathematical Statistics 15
+        (1944)).
         """
         count = len(pairs)
         differences = [second - first for first, second in pairs]
         mean = statistics.fmean(differences)
-        # Squares of differences, and of a run from the mean of others: twice a run's variance each.
+        # Of differences, of sums, and of a run from the mean of others: for each degree of freedom
+        # they are expected to be twice a run's variance.
         squares = sum((difference - mean) ** 2 for difference in differences)
         freedom = count - 1
+        if count > 2:
+            squares += _squares_beside_drift([first + second for first, second in pairs])
+            freedom += count - 2
         again = list(zip(before, zip(*pairs, strict=True), strict=True))[: 2 if count == 1 else 1]
         for searched, runs in again if count <= _FEW else ():
             square = 2 * (searched - statistics.fmean(runs)) ** 2 * count / (count + 1)

@@ -13,9 +13,9 @@ from dsat.run.events import EVENT_EARLIER, EVENT_FINISHED, EVENT_PROPOSED
 from dsat.run.finals_phase import FinalsPhase
 from dsat.run.history import Measured
 from dsat.run.profile_phase import ProfilePhase
-from dsat.run.run import Run, count_finals
+from dsat.run.run import Run
 from dsat.run.search_phase import SearchPhase
-from dsat.run.trial_factory import SEARCHED, TrialFactory
+from dsat.run.trial_factory import SEARCHED, TrialFactory, count_finals
 from dsat.search.base import Stop, Wait
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import BY_FORMULA, NO_MEMORY_MODEL, Plan
@@ -80,7 +80,8 @@ class Decisions:
             if trial.profiles:
                 self._profiling.update(trial, event["outcome"])
             if event["outcome"].fixed_batch is not None:
-                self._searching = None  # its space has other micro batches
+                self._searching = None  # its space has other micro batches, or trials another flag
+                self._trials = TrialFactory(self.plan, self.run)
 
     def pop_skipped(self) -> list[str]:
         """Return, once, the names of configurations that were predicted not to fit."""
@@ -191,7 +192,7 @@ class Decisions:
         """The plan, with one micro batch only if trials showed that the script feeds no other."""
         outcomes = self.run.outcomes.values()
         fixed = next((each.fixed_batch for each in outcomes if each.fixed_batch), None)
-        if fixed is None:
+        if fixed is None or self.run.batch_flag.name:
             return self.plan
         only = replace(self.plan, min_micro_batch=fixed, max_micro_batch=fixed)
         return only if only.allowed_micro_batches else self.plan

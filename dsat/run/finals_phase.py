@@ -11,8 +11,8 @@ from typing import Any
 from dsat.run import finals
 from dsat.run.events import EVENT_FINALS
 from dsat.run.finals import Role
-from dsat.run.run import Run, count_finals, searched
-from dsat.run.trial_factory import TrialFactory
+from dsat.run.run import Run, searched
+from dsat.run.trial_factory import TrialFactory, count_finals
 from dsat.space.plan import Plan
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 

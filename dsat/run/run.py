@@ -9,6 +9,7 @@ from typing import Any
 from dsat.command import ds_config
 from dsat.memory.predictor import Basis
 from dsat.run import events
+from dsat.run.batch_flag import BatchFlag
 from dsat.run.comparison import Gain, Variation, margin_of_single_runs
 from dsat.run.finals import Contestant, Finals, Role
 from dsat.run.training_check import TrainingCheck
@@ -34,6 +35,7 @@ class Run:
         leader: the trial with the best value of the search among those that keep to the plan.
         finals: the runs that decide, once the search is over; None if there are none.
         training: compares the losses of trials.
+        batch_flag: of the script, which trials get with their micro batch.
         repeated: the trial that a trial of the finals, or a repeat, runs again, by trial id.
         profiled: end of the trial that profiled the model, once it is known.
         disqualified: why a leader cannot win although it ran, by its trial id.
@@ -71,6 +73,7 @@ class Run:
         self._earlier_variation: Variation | None = None
         self.disqualified: dict[int, str] = {}
         self.same_batch_final: Trial | None = None
+        self.batch_flag = BatchFlag(self.outcomes)
         self.repeated: dict[int, int] = {}
         self.training = TrainingCheck(self.trials, self.outcomes, self.repeated)
         self._changes: dict[tuple[int, bool], dict[str, tuple[Any, Any]]] = {}
@@ -146,6 +149,7 @@ class Run:
         self.ended_s[trial_id] = self.running_s
         trial = self.trials[trial_id]
         self._running.pop(trial_id, None)
+        self.batch_flag.update(trial, outcome, self.plan.own_batch.micro_batch)
         if trial.profiles:
             self.profiled = outcome
         value = outcome.value(self._objective)
@@ -356,11 +360,6 @@ def _variation_of_repeat(run: Run) -> Variation | None:
         return None
     log_value = run.plan.objective.log_value
     return Variation.from_runs(log_value(first), log_value(second))
-
-
-def count_finals(run: Run) -> int:
-    """Return the number of trials of these and earlier finals."""
-    return sum(trial.kind is TrialKind.FINAL for trial in run.trials.values())
 
 
 def searched(run: Run) -> list[Trial]:

@@ -84,7 +84,8 @@ class SearchPhase:
                 continue
             known = self._trials.equal_trial(trial.overrides, trial.script_args)
             if known is None and self._plan.admits(trial.batch):
-                yield self._make(trial.overrides, trial.batch, trial.script_args), each
+                made = self._make(trial.overrides, trial.batch, trial.script_args)
+                yield replace(made, batch_flag=trial.batch_flag), each
 
     def predicted(self, trial: Trial) -> float | None:
         """Return the logarithm of a trial's value that the search predicts."""
@@ -199,7 +200,8 @@ class _Observations:
     def list_all(self) -> list[Observation]:
         """Return all observations, in the order in which trials began."""
         run = self._run
-        trials = [trial for trial in run.trials.values() if trial.kind in _SOURCES]
+        trials = [t for t in run.trials.values() if t.kind in _SOURCES]
+        trials = [trial for trial in trials if not run.batch_flag.supersedes(trial)]
         found = [self._observe(trial) for trial in trials]
         for proposal, trial_id in self._equal:
             observed = self._observe(run.trials[trial_id])

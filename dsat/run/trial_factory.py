@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsat.run.run import Run, count_finals
+from dsat.run.run import Run
 from dsat.search.base import Proposal
 from dsat.space.locate import fingerprint
 from dsat.space.plan import Plan
@@ -72,6 +72,7 @@ class TrialFactory:
             to_beat=self._to_beat() if kind in SEARCHED else {},
             longest_s=self._run.longest_s if kind in _LIMITED else None,
             own_steps=self._own_steps(),
+            batch_flag=self._run.batch_flag.name,
         )
 
     def _own_steps(self) -> StepFacts | None:
@@ -100,7 +101,7 @@ class TrialFactory:
     ) -> int | None:
         """Return the id of an equal trial, the baseline or one of the search; None if none is."""
         for trial in list(self._run.trials.values())[self._indexed :]:
-            if trial.kind in SEARCHED:
+            if trial.kind in SEARCHED and not self._run.batch_flag.supersedes(trial):
                 digest = self.fingerprint(trial.overrides, trial.script_args)
                 self._by_digest.setdefault(digest, trial.id)
         self._indexed = len(self._run.trials)
@@ -129,3 +130,8 @@ class TrialFactory:
 def name_of(strategy: Strategy, batch: BatchTriple) -> str:
     """Return the stem of the names of trials with a strategy and batch sizes."""
     return f"{strategy.name}_gas{batch.gas}_tmbspg{batch.micro_batch}"
+
+
+def count_finals(run: Run) -> int:
+    """Return the number of trials of these and earlier finals."""
+    return sum(trial.kind is TrialKind.FINAL for trial in run.trials.values())

@@ -14,6 +14,7 @@ from dsat.search.candidates import select_positions
 from dsat.search.normal import Array, log_expected_gain
 from dsat.search.predictions import Configurations, Predictions
 from dsat.search.speed import Points
+from dsat.space.locate import Point
 
 # "Replays" are those of `benchmarks/replay.py` with the constant changed: medians of two seeds over
 # all tables, as parts of the best.
@@ -44,10 +45,9 @@ class Candidates:
     Attributes:
         points: as the model of speed takes them.
         branch, index: of their settings.
-        micro_batch: of each.
         log_runs: logarithm of the chance to run.
-        log_s, gain, sd: predicted logarithms of the seconds of a step and of the gain over the best
-            so far, and by how much a trial will move that.
+        gain, sd: predicted logarithm of the gain over the best so far, and by how much a trial will
+            move that.
         cost: of a trial, in seconds where they are known.
         usual_cost: that of the best so far.
     """
@@ -55,9 +55,7 @@ class Candidates:
     points: Points
     branch: Array
     index: Array
-    micro_batch: Array
     log_runs: Array
-    log_s: Array
     gain: Array
     sd: Array
     cost: Array
@@ -74,13 +72,11 @@ class Choice:
     """The next configuration.
 
     Attributes:
-        at: its position in `candidates`.
         expected: largest expected gain of any candidate, as a logarithm; infinite while a strategy
             was not measured.
     """
 
-    candidates: Candidates
-    at: int
+    point: Point
     expected: float
 
 
@@ -125,11 +121,9 @@ class Chooser:
         expected = float(for_its_time.max()) - 2 * math.log(
             max(1.0, len(known.measured) / _USUAL_LENGTH)
         )
-        return Choice(
-            candidates,
-            int(np.argmax(score >= score.max() - _TIE)),
-            expected=math.inf if first.any() else math.exp(expected),
-        )
+        at = int(np.argmax(score >= score.max() - _TIE))
+        place = candidates.branch[at], candidates.index[at], candidates.points.micro_batch[at]
+        return Choice(Point(*map(int, place)), math.inf if first.any() else math.exp(expected))
 
     def _find_unopened(self, observations: Sequence[Observation]) -> set[int]:
         """Branches without offloading whose first trial is to come, or failed for its size."""
@@ -186,7 +180,7 @@ class Chooser:
         # known better than that (the knowledge gradient's standard deviation: Frazier, Powell and
         # Dayanik, SIAM J. Control Optim. 47 (2008)).
         moved = sd**2 / np.hypot(sd, speed.noise)
-        arrays = (branch, index, points.micro_batch, log_runs, log_s, gain, moved, cost)
+        arrays = (branch, index, log_runs, gain, moved, cost)
         return Candidates(points, *arrays, usual_cost).only(kept)
 
     def _compare_branch(
@@ -206,9 +200,8 @@ class Chooser:
 
         def predict(numbers: Sequence[int]) -> tuple[Array, Array]:
             size = np.full(len(numbers), near[0] if near else 1.0)
-            reference = self._points(branch, numbers[:1], [0], size[:1])
             points = self._points(branch, numbers, np.arange(len(numbers)), size)
-            return known.speed.predict(points, reference)
+            return known.speed.predict(points, points.only(np.array([0])))
 
         closed = {
             number
@@ -253,22 +246,13 @@ class Chooser:
         edges: Sequence[float] | None = None,
     ) -> Points:
         """Return n configurations of a branch; see `Configurations.points`."""
-        known, settings, where = (
-            self.configurations,
-            self.configurations.settings,
-            np.asarray(where),
-        )
+        known, settings = self.configurations, self.configurations.settings
         if edges is None:
             edges = [known.edge(branch, number) for number in numbers]
         gas, space = np.ones(len(where)), known.problem.space
-        if space.accumulates_by_settings:
-            each = [space.accumulation(1, settings.of(branch, number)) for number in numbers]
-            gas = np.array(each, float)[where]
-        else:
-            for position, number in enumerate(numbers):
-                here = where == position
-                its = settings.of(branch, number)
-                gas[here] = space.accumulation(micro_batch[here], its)
+        for position, number in enumerate(numbers):
+            here = where == position
+            gas[here] = space.accumulation(micro_batch[here], settings.of(branch, number))
         rows = [settings.row(branch, number) for number in numbers]
         return known.points(rows, where, micro_batch, gas, edges)
 

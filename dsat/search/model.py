@@ -85,11 +85,7 @@ class ModelSearch(Search):
         if may_stop and math.expm1(choice.expected) < self._stop_when:
             gain = f"{100 * self._stop_when:g} %"
             return Stop(f"no further trial is expected to gain more than {gain}")
-        candidates, at = choice.candidates, choice.at
-        point = Point(
-            int(candidates.branch[at]), int(candidates.index[at]), int(candidates.micro_batch[at])
-        )
-        return Proposal(point, _arm_of(point, observations))
+        return Proposal(choice.point)
 
     def predicted(self, point: Point) -> float | None:
         if self._known is None:
@@ -99,13 +95,3 @@ class ModelSearch(Search):
         known = self._known.configurations
         located = locate_points(known, [(point, Observation(point, batch, None))])
         return float(self._known.log_rate(located)[0])
-
-
-def _arm_of(point: Point, observations: Sequence[Observation]) -> int:
-    """Return the number of a point's settings among those that were tried."""
-    numbers = {
-        (each.point.branch, each.point.index): each.arm
-        for each in observations
-        if each.point is not None and each.arm is not None
-    }
-    return numbers.get((point.branch, point.index), max(numbers.values(), default=-1) + 1)

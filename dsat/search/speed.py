@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -36,7 +37,6 @@ _SCALE_SD = 1.2
 _MOST = 64
 _MANY, _WILD = 8, 3.0  # measurements that reveal an outlier, and its standard deviations
 _STEPS, _SETTLED = 20, 0.01  # of Gauss-Newton
-_PARTS = np.append(0.5 ** np.arange(8), 0.0)  # of a step; the one that fits best is used
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,21 @@ class Scales:
 
 
 @dataclass(frozen=True)
+class Differences:
+    """Differences of n and m configurations, (n, m), with scales of 1.
+
+    Attributes:
+        residual, switch: variances of what settings and micro batches, and switches, make of a
+            step.
+        growth: covariance of what larger micro batches make of it.
+    """
+
+    residual: Array
+    switch: Array
+    growth: Array
+
+
+@dataclass(frozen=True)
 class Prior:
     """What is believed before any measurement.
 
@@ -118,19 +133,30 @@ class Prior:
     def variance(self) -> Array:
         return np.array([sd**2 for _, sd in self.factors.values()])
 
-    def covariance(self, one: Points, other: Points, scales: Scales) -> Array:
+    def compare(self, one: Points, other: Points) -> Differences:
+        """Return the differences of n and m configurations."""
+        octaves, others = np.log2(one.micro_batch)[:, None], np.log2(other.micro_batch)
+
+        def squares(kept: Array) -> Array:
+            weights = self.effects[kept] ** 2 / 2  # a value that differs counts twice: both have it
+            ones, its = one.traits[:, kept], other.traits[:, kept]
+            distance: Array = (ones @ weights)[:, None] + its @ weights
+            distance -= 2 * (ones * weights) @ its.T
+            return distance
+
+        settings = squares(~self.is_switch) + _OCTAVE_SD**2 * np.abs(octaves - others)
+        growth = self.growth_sd**2 * octaves * others
+        return Differences(settings, squares(self.is_switch), growth)
+
+    def covariance(self, differences: Differences, scales: Scales) -> Array:
         """Return the covariance of the residuals of n and m configurations, (n, m).
 
         For small differences it is that of independent effects of all that differs.
         """
-        octaves, others = np.log2(one.micro_batch)[:, None], np.log2(other.micro_batch)
-        sizes = self.effects * np.where(self.is_switch, scales.switch, scales.residual)
-        weights = sizes**2 / 2  # a value that differs counts twice: both have it
-        distance = (one.traits @ weights)[:, None] + other.traits @ weights
-        distance -= 2 * (one.traits * weights) @ other.traits.T
-        distance += (scales.residual * _OCTAVE_SD) ** 2 * np.abs(octaves - others)
+        distance = scales.residual**2 * differences.residual
+        distance += scales.switch**2 * differences.switch
         covariance: Array = self.level_sd**2 * np.exp(-distance / (2 * self.level_sd**2))
-        covariance += (scales.residual * self.growth_sd) ** 2 * octaves * others
+        covariance += scales.residual**2 * differences.growth
         return covariance
 
     def variances(self, points: Points, scales: Scales) -> Array:
@@ -170,9 +196,13 @@ class Measurements:
     def __len__(self) -> int:
         return len(self.points)
 
+    @cached_property
+    def _differences(self) -> Differences:
+        return self.prior.compare(self.points, self.points)
+
     def covariance(self, scales: Scales) -> Array:
         """Return the covariance of residuals and noise, (n, n)."""
-        covariance = self.prior.covariance(self.points, self.points, scales)
+        covariance = self.prior.covariance(self._differences, scales)
         covariance[np.diag_indices(len(self))] += (RUN_SD * scales.noise) ** 2 + self.error**2
         return covariance
 
@@ -187,20 +217,17 @@ class Posterior:
     Attributes:
         theta: logarithms of the learned factors.
         scales: of what is not known.
-        predicted, slopes: logarithms by the physical model, and its derivatives, (n, factors).
+        slopes: derivatives of the logarithms by the physical model, (n, factors).
         root: inverse of the Cholesky factor of the covariance, (n, n).
         weights: solution for what the prior mispredicted, (n,).
-        likelihood: logarithm of that of the measurements and the scales.
     """
 
     measured: Measurements
     theta: Array
     scales: Scales
-    predicted: Array
     slopes: Array
     root: Array
     weights: Array
-    likelihood: float
 
     @classmethod
     def before(cls, prior: Prior) -> Posterior:
@@ -231,20 +258,22 @@ class Posterior:
         Returns:
             Mean and standard deviation, both (n,).
         """
+        if reference is None:
+            mean, variance, _, _ = self._project(points)
+            return mean, np.sqrt(np.maximum(variance, 1e-12))
         prior, priors = self.measured.prior, self.measured.prior.variance
-        mean, variance, slopes, known = self._project(points)
-        if reference is not None:
-            _, its_variance, its_slopes, its_known = self._project(reference)
-            shared = slopes @ (priors * its_slopes[0]) - known.T @ its_known[:, 0]
-            shared += prior.covariance(points, reference, self.scales)[:, 0]
-            variance = variance + its_variance - 2 * shared
-        return mean, np.sqrt(np.maximum(variance, 1e-12))
+        mean, variance, slopes, known = self._project(Points.join([points, reference]))
+        shared = slopes[:-1] @ (priors * slopes[-1]) - known[:, :-1].T @ known[:, -1]
+        shared += prior.covariance(prior.compare(points, reference), self.scales)[:, 0]
+        variance = variance[:-1] + variance[-1] - 2 * shared
+        return mean[:-1], np.sqrt(np.maximum(variance, 1e-12))
 
     def _project(self, points: Points) -> tuple[Array, Array, Array, Array]:
         """Return mean, variance, slopes, and the part that the measurements explain, (n, m)."""
         prior, priors = self.measured.prior, self.measured.prior.variance
         mean, slopes = prior.physical(self.theta, points)
-        residuals = prior.covariance(self.measured.points, points, self.scales)
+        differences = prior.compare(self.measured.points, points)
+        residuals = prior.covariance(differences, self.scales)
         known = self.root @ (residuals + (self.slopes * priors) @ slopes.T)
         variance = slopes**2 @ priors + prior.variances(points, self.scales)
         variance -= (known**2).sum(axis=0)
@@ -276,7 +305,10 @@ def fit(prior: Prior, points: Points, log_s: Array, error: Array) -> Posterior:
         earlier = by_speed[by_speed < len(points) - _MOST // 2]
         latest = np.arange(len(points) - _MOST // 2, len(points))
         measured = measured.only(np.append(np.sort(earlier[: _MOST // 2]), latest))
-    found = _fit(measured)
+    theta = prior.mean
+    if len(measured):
+        theta[0] += float(np.median(measured.log_s - prior.physical(theta, measured.points)[0]))
+    found = _fit(measured, theta, Scales())
     if len(measured) < _MANY:
         return found
     # Each measurement by its prediction from all others (Rasmussen and Williams (2006), 5.4.2).
@@ -285,63 +317,80 @@ def fit(prior: Prior, points: Points, log_s: Array, error: Array) -> Posterior:
     is_wild = apart * np.sqrt(precision) > _WILD
     if not is_wild.any():
         return found
-    return _fit(replace(measured, error=np.where(is_wild, apart, measured.error)))
+    error = np.where(is_wild, apart, measured.error)
+    return _fit(replace(measured, error=error), found.theta, found.scales)
 
 
-def _fit(measured: Measurements) -> Posterior:
-    prior, theta = measured.prior, measured.prior.mean
-    if len(measured):
-        predicted = prior.physical(theta, measured.points)[0]
-        theta[0] += float(np.median(measured.log_s - predicted))
-    found = _newton(measured, theta, Scales())
-    if len(measured) < 2:
-        return found
+def _fit(measured: Measurements, theta: Array, scales: Scales) -> Posterior:
+    """Return the posterior at the likeliest factors and scales near these."""
+    theta = _find_factors(measured, theta, scales)
+    if len(measured) > 1:
+        scales = _find_scales(measured, theta, scales)
+        theta = _find_factors(measured, theta, scales)
+    return _condition(measured, theta, scales)
+
+
+def _find_scales(measured: Measurements, theta: Array, scales: Scales) -> Scales:
+    """Return the likeliest scales for given factors, by doubling and halving one at a time."""
+    prior = measured.prior
+    slopes, apart = _linearize(measured, theta)
+    shared = (slopes * prior.variance) @ slopes.T
+
+    def likelihood(scales: Scales) -> float:
+        root = np.linalg.cholesky(measured.covariance(scales) + shared)
+        whitened = np.linalg.solve(root, apart)
+        return scales.log_prior - float(np.log(np.diag(root)).sum() + whitened @ whitened / 2)
+
+    likeliest = likelihood(scales)
     for name in ("noise", "residual", "switch", "noise", "residual"):
         if name == "switch" and not prior.is_switch.any():
             continue
         for times in (2.0, 0.5):
             while True:
-                scale = times * getattr(found.scales, name)
-                other = _condition(
-                    measured, found.theta, replace(found.scales, **{name: scale}), found
-                )
-                if other.likelihood <= found.likelihood:
+                other = replace(scales, **{name: times * getattr(scales, name)})
+                found = likelihood(other)
+                if found <= likeliest:
                     break
-                found = other
-    return _newton(measured, found.theta, found.scales)
+                scales, likeliest = other, found
+    return scales
 
 
-def _newton(measured: Measurements, theta: Array, scales: Scales) -> Posterior:
-    """Return the posterior at the likeliest factors for given scales, by Gauss-Newton."""
+def _find_factors(measured: Measurements, theta: Array, scales: Scales) -> Array:
+    """Return the likeliest factors for given scales, by Gauss-Newton with steps that improve."""
     prior, points, log_s = measured.prior, measured.points, measured.log_s
     root = np.linalg.inv(np.linalg.cholesky(measured.covariance(scales)))
-    for _ in range(_STEPS):
+
+    def evaluate(theta: Array) -> tuple[float, Array, Array]:
+        """Return the sum to be minimized, and what a step needs."""
         predicted, slopes = prior.physical(theta, points)
+        apart, from_prior = root @ (log_s - predicted), (theta - prior.mean) / prior.variance
         towards = root @ slopes
-        gradient = towards.T @ (root @ (log_s - predicted)) - (theta - prior.mean) / prior.variance
-        step = np.linalg.solve(towards.T @ towards + np.diag(1 / prior.variance), gradient)
-        thetas = theta + _PARTS[:, None] * step
-        squares = (((log_s - prior.log_s(thetas, points)) @ root.T) ** 2).sum(axis=1)
-        squares += ((thetas - prior.mean) ** 2 / prior.variance).sum(axis=1)
-        best = int(np.argmin(squares))
-        theta = thetas[best]
-        if np.abs(_PARTS[best] * step).max() < _SETTLED:
+        total = float(apart @ apart + (theta - prior.mean) @ from_prior)
+        return total, towards.T @ towards, towards.T @ apart - from_prior
+
+    least, curvature, gradient = evaluate(theta)
+    step = np.linalg.solve(curvature + np.diag(1 / prior.variance), gradient)
+    for _ in range(_STEPS):
+        found, curvature, gradient = evaluate(theta + step)
+        if found < least:
+            theta, least = theta + step, found
+            step = np.linalg.solve(curvature + np.diag(1 / prior.variance), gradient)
+        else:
+            step = step / 2
+        if np.abs(step).max() < _SETTLED:
             break
-    return _condition(measured, theta, scales)
+    return theta
 
 
-def _condition(
-    measured: Measurements, theta: Array, scales: Scales, at: Posterior | None = None
-) -> Posterior:
-    """Return the posterior by the physical model's slopes at some factors.
+def _linearize(measured: Measurements, theta: Array) -> tuple[Array, Array]:
+    """Return the slopes of the factors, and by how much the prior mispredicts along them."""
+    predicted, slopes = measured.prior.physical(theta, measured.points)
+    return slopes, measured.log_s - predicted + slopes @ (theta - measured.prior.mean)
 
-    Args:
-        at: a posterior with the same factors, whose slopes are used.
-    """
-    prior = measured.prior
-    predicted, slopes = (at.predicted, at.slopes) if at else prior.physical(theta, measured.points)
-    covariance = measured.covariance(scales) + (slopes * prior.variance) @ slopes.T
+
+def _condition(measured: Measurements, theta: Array, scales: Scales) -> Posterior:
+    """Return the posterior by the physical model's slopes at some factors."""
+    slopes, apart = _linearize(measured, theta)
+    covariance = measured.covariance(scales) + (slopes * measured.prior.variance) @ slopes.T
     root = np.linalg.inv(np.linalg.cholesky(covariance))
-    apart = root @ (measured.log_s - predicted + slopes @ (theta - prior.mean))
-    likelihood = float(np.log(np.diag(root)).sum() - apart @ apart / 2) + scales.log_prior
-    return Posterior(measured, theta, scales, predicted, slopes, root, root.T @ apart, likelihood)
+    return Posterior(measured, theta, scales, slopes, root, root.T @ (root @ apart))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dsat.command import ds_config, switches
+from dsat.run import free_batch
 from dsat.run.run import Run, own_switches
 from dsat.run.strategies import keeps_micro_batch
 from dsat.space.overrides import GATHER
@@ -15,12 +16,17 @@ def advise_batch(run: Run) -> list[str]:
     plan = run.plan
     own = plan.own_batch
     fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
-    if fixed is not None:
-        flag = fixed.batch_flag or "FLAG"
+    if fixed is not None and not run.batch_flag.name:
+        mapping = "--arg-mapping train_micro_batch_size_per_gpu="
+        advice = f"Add {mapping}{fixed.batch_flag}."
+        if not fixed.batch_flag:
+            advice = (
+                "Take it from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "
+                f"{mapping}FLAG."
+            )
         return [
             f"Micro batch: not searched, because the script feeds {fixed.fixed_batch} samples "
-            "whatever the configuration says. Add --arg-mapping "
-            f"train_micro_batch_size_per_gpu={flag}."
+            f"whatever the configuration says. {advice}"
         ]
     if run.profiled is not None and keeps_micro_batch(plan, run.profiled):
         return [
@@ -28,11 +34,18 @@ def advise_batch(run: Run) -> list[str]:
             "with each other, so another one changes the training. --train-batch-size any "
             "searches others."
         ]
-    if plan.train_batch_size is None or not own.micro_batch == own.gas == 1:
+    if not free_batch.leaves_nothing_to_trade(plan):
         return []
+    searches = "--train-batch-size any searches larger ones, which change the training"
+    predicted = free_batch.predict(run) if run.stop_reason is not None else None
+    if predicted is not None:
+        searches += (
+            f": with a micro batch of {predicted.micro_batch} your configuration is predicted to "
+            f"be {predicted.gain:.2g}x as fast"
+        )
     return [
         f"Global batch: {plan.train_batch_size} is one sample per device, so the micro batch was "
-        "not searched. --train-batch-size any searches larger ones, which change the training."
+        f"not searched. {searches}."
     ]
 
 
@@ -89,7 +102,12 @@ def advise_script(run: Run, best: Trial) -> list[str]:
         )
         for name, value in best.script_args.items()
         if own.get(name) != value
-    ] + [switches.OF_CODE[text].format(best.batch) for text in warnings if text in switches.OF_CODE]
+    ]
+    if best.batch_flag and best.batch.micro_batch != run.plan.own_batch.micro_batch:
+        how.append(f"{best.batch_flag} {best.batch.micro_batch}")
+    how += [
+        switches.OF_CODE[text].format(best.batch) for text in warnings if text in switches.OF_CODE
+    ]
     said = (
         [f"Script: the best needs {'; '.join(how)}. The training command sets it."] if how else []
     )

@@ -11,7 +11,7 @@ from dsat.command.switches import SWITCHES
 from dsat.space.knobs import KNOBS
 from dsat.space.plan import Plan
 from dsat.values import format as fmt
-from dsat.values.text import values_without_secrets
+from dsat.values.text import hide_secrets_in_values
 from dsat.values.trial import Trial
 
 STAGE = "zero_optimization.stage"
@@ -90,7 +90,7 @@ def _default_of(plan: Plan, key: str, stage: int) -> Any:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    return flat(values_without_secrets(config))
+    return flat(hide_secrets_in_values(config))
 
 
 def _order(key: str) -> int:

@@ -14,7 +14,7 @@ from dsat.command.ds_config import flat
 from dsat.errors import DsatError, UserInputError
 from dsat.values.files import written_atomically
 from dsat.values.outcome import Outcome
-from dsat.values.text import values_without_secrets
+from dsat.values.text import hide_secrets_in_values
 from dsat.values.trial import TrialKind
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def rows(view: RunView) -> list[dict[str, Any]]:
     found = []
     for each in view.trials:
         row = each.to_json()
-        config, script = values_without_secrets([row.pop("overrides"), row.pop("script_args")])
+        config, script = hide_secrets_in_values([row.pop("overrides"), row.pop("script_args")])
         below = {"config": flat(config), "script": script, "metrics": row.pop("metrics") or {}}
         row |= {"is_best": each.is_best, "message": row["message"][:_MOST_TEXT]}
         row |= {"took_s": each.took_s, "ended_s": each.ended_s}

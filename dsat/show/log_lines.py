@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
+
 from dsat.memory.forecast import Forecast
+from dsat.run.loop import Observer
 from dsat.run.run import Run
 from dsat.show.memory import used_bytes
 from dsat.space.plan import NO_MEMORY_MODEL
@@ -13,43 +17,52 @@ from dsat.values.trial import Trial, TrialKind
 _DISABLED = "Memory predictions are disabled: they said nothing fits, yet the baseline ran"
 
 
-class Narrator:
-    """Log lines of the events of a run; each warning once."""
+class Kind(enum.Enum):
+    """The kinds of log lines."""
 
-    def __init__(self) -> None:
+    RUN = "of the run"
+    TRIAL = "of a trial, which a table may show instead"
+    WARNING = "shown once"
+
+
+class Narrator(Observer):
+    """Log lines of the events of a run.
+
+    Args:
+        say: takes each line.
+    """
+
+    def __init__(self, say: Callable[[Kind, str], None]) -> None:
+        self._say = say
         self._warned: set[str] = set()
 
-    def started(self, trial: Trial) -> list[str]:
+    def started(self, run: Run, trial: Trial) -> None:
         """Announce the profile, which may take minutes."""
-        if not trial.profiles:
-            return []
-        return [f"trial {trial.name}: counting parameters, FLOPs and activations"]
+        if trial.profiles:
+            text = f"trial {trial.name}: counting parameters, FLOPs and activations"
+            self._say(Kind.TRIAL, text)
 
-    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> list[str]:
-        """Return the result of a trial, below its warnings."""
-        warnings = [f"warning: {text}" for text in self.new_warnings(trial, outcome)]
-        return [*warnings, *self.result(run, trial, outcome)]
-
-    def new_warnings(self, trial: Trial, outcome: Outcome) -> list[str]:
-        """Return an outcome's warnings that were not shown before."""
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        """Say new warnings, then the result; of a profile trial, the model's facts."""
         new = [text for text in dict.fromkeys(outcome.warnings) if text not in self._warned]
         self._warned.update(new)
-        return [f"{trial.name}: {text}" for text in new]
+        for text in new:
+            self._say(Kind.WARNING, f"{trial.name}: {text}")
+        kind = Kind.TRIAL if outcome.profile is None else Kind.RUN
+        for text in () if outcome.profile is None else _describe_profile(outcome.profile):
+            self._say(kind, text)
+        if outcome.profile is None or trial.kind is not TrialKind.PROFILE:
+            self._say(kind, _describe_trial(run, trial, outcome))
+        if run.batch_flag.name and outcome.fixed_batch and not trial.batch_flag:
+            self._say(Kind.RUN, f"note: {run.batch_flag.name} follows the micro batch from now on")
 
-    def result(self, run: Run, trial: Trial, outcome: Outcome) -> list[str]:
-        """Return the result of a trial; of a profile trial, the model's facts."""
-        facts = [] if outcome.profile is None else _describe_profile(outcome.profile)
-        if facts and trial.kind is TrialKind.PROFILE:
-            return facts
-        return [*facts, _describe_trial(run, trial, outcome)]
-
-    def search_began(self, run: Run, forecast: Forecast | None) -> list[str]:
-        """Return the memory that each strategy needs."""
+    def began(self, run: Run, forecast: Forecast | None) -> None:
+        """Say the memory that each strategy needs."""
         if forecast is not None:
-            return forecast.describe()
-        if run.plan.memory_model == NO_MEMORY_MODEL:
-            return []
-        return [_DISABLED]
+            for text in forecast.describe():
+                self._say(Kind.RUN, text)
+        elif run.plan.memory_model != NO_MEMORY_MODEL:
+            self._say(Kind.RUN, _DISABLED)
 
 
 def _describe_profile(profile: ModelProfile) -> list[str]:

@@ -19,7 +19,7 @@ from dsat.show.differences import differences
 from dsat.show.view import RunView
 from dsat.values import format as fmt
 from dsat.values.files import cache_folder, write_atomically, write_cache
-from dsat.values.text import values_without_secrets
+from dsat.values.text import hide_secrets_in_values
 
 PAGE_FILE = "report.html"
 _VEGA_LITE = "6.1"
@@ -92,7 +92,7 @@ def parts(view: RunView, folders: str, train_line: str) -> dict[str, Any]:
         "info": {key: str(value) for key, value in view.info.items()},
         "folders": folders,
         "train_line": train_line if view.best is not None else "",
-        "config": values_without_secrets(view.best_config),
+        "config": hide_secrets_in_values(view.best_config),
         "changes": differences(view.plan, best, view.own_switches) if best else [],
         "plots": plots.make_plots(view),
     }

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from dsat.in_trial.rank_files import ACTIVITY_FILE, read_steps
 from dsat.run import finals
-from dsat.run.run import Run, count_finals
+from dsat.run.run import Run
+from dsat.run.trial_factory import count_finals
 from dsat.values import format as fmt
 from dsat.values.codec import Recorded
 from dsat.values.files import write_atomically
@@ -53,7 +54,9 @@ def lines(run: Run, status: Status | None, trials: Path) -> list[str]:
     found = [f"{len(run.outcomes)} of at most {run.most_trials} trials"]
     if status is not None:
         begun = sum((trials / trial.name).exists() for trial in run.running)
-        found.append(f"{begun * run.plan.slots_per_trial} of {status.num_slots} devices busy")
+        found.append(
+            f"{begun * run.plan.slots_per_trial} of {fmt.count(status.num_slots, 'device')} busy"
+        )
     left = time_left(run, 1 if status is None else status.at_once)
     return found if left is None else [*found, left]
 

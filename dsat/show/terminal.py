@@ -22,7 +22,7 @@ from dsat.values import format as fmt
 from dsat.values.objective import METRIC_NAMES
 from dsat.values.outcome import Metrics, Outcome
 from dsat.values.table import Table
-from dsat.values.text import printable, values_without_secrets
+from dsat.values.text import hide_secrets_in_values, printable
 from dsat.values.trial import Trial
 
 _LAST_LINES, _LAST_BYTES = 12, 64 * 1024
@@ -252,7 +252,7 @@ def _column(view: RunView) -> dict[str, str]:
 
 
 def _settings(view: RunView, each: TrialView) -> dict[str, Any]:
-    config = values_without_secrets(view.plan.config(each.trial.overrides))
+    config = hide_secrets_in_values(view.plan.config(each.trial.overrides))
     return {**flat(config), **each.trial.script_args}
 
 

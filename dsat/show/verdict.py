@@ -92,7 +92,7 @@ def verdict(run: Run) -> Verdict:
     """Compare the recommended configuration with the user's own."""
     best, outcome = run.best, run.best_outcome
     if best is None or outcome is None:
-        return _without_best(run)
+        return _explain_no_best(run)
     return Verdict(
         _headline(run, best),
         _changed(run, best),
@@ -152,7 +152,7 @@ def _finals_json(run: Run) -> dict[str, Any] | None:
     }
 
 
-def _without_best(run: Run) -> Verdict:
+def _explain_no_best(run: Run) -> Verdict:
     if not run.outcomes:
         return Verdict("No trial has ended.")
     first = next((i for i, outcome in run.outcomes.items() if not outcome.ok), None)

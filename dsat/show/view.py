@@ -18,7 +18,7 @@ from dsat.space.plan import Plan
 from dsat.values import format as fmt
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.table import Table
-from dsat.values.text import values_without_secrets
+from dsat.values.text import hide_secrets_in_values
 from dsat.values.trial import Trial, TrialKind
 
 
@@ -56,7 +56,7 @@ class TrialView:
             result=fmt.outcome(outcome, run.plan.metric) if outcome is not None else unfinished,
             value=None if trial.kind is TrialKind.PROFILE else run.value(trial),
             used_bytes=None if outcome is None else used_bytes(run, outcome),
-            settings=flat(values_without_secrets({**trial.overrides, **trial.script_args})),
+            settings=flat(hide_secrets_in_values({**trial.overrides, **trial.script_args})),
             is_best=trial is run.best if is_best is None else is_best,
             ended_s=run.ended_s.get(trial.id),
             ended_at_s=run.ended_at_s.get(trial.id),

@@ -60,7 +60,7 @@ class BorrowedModel:
             arguments["model_parameters"] = list(parameters)
         self.uses_zero_init = False
         self._initialize = initialize
-        self._arguments = config_injection.without_config(arguments)
+        self._arguments = config_injection.drop_config(arguments)
         self._config = config
         self._snapshot = ModuleSnapshot(model)
         self._after_forward: dict[str, Callable[..., Any]] = {}

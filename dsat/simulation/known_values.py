@@ -7,13 +7,18 @@ known again. Views of a real tensor are views of it, so what is written in place
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dsat.memory.estimate import MOST_TOKENS
@@ -62,6 +67,8 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             with self:
                 shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
                 return args[0].expand(shape)[args[1].expand(shape)]
+        if not is_known and self._is_view(func, args, kwargs):
+            return self._view(func, args, kwargs)
         if not is_known:
             self._forget_written(func, args, kwargs)
             out: Any = super().__torch_dispatch__(func, types, self._moved(func, args), kwargs)
@@ -85,6 +92,31 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
             return (self.from_tensor(args[0]), *args[1:])
         return tuple(args)
+
+    def _is_view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return True for a view of a fake tensor that no other tensor decides."""
+        if not _is_plain_view(func):
+            return False
+        first, others = args[0], (args[1:], kwargs)
+        return (
+            isinstance(first, FakeTensor)
+            and first.fake_mode is self
+            and first.constant is None
+            and not any(True for _ in tensors_in(others))
+        )
+
+    def _view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Make a view of a fake tensor.
+
+        Half of all operators are views. The cache of torch's own mode, which is keyed by offsets
+        too, takes ten times as long for them.
+        """
+        with in_kernel_invocation_manager(self):
+            found = func(*args, **kwargs)
+        parts = [found] if isinstance(found, torch.Tensor) else found
+        device = args[0].fake_device
+        fakes = [p if isinstance(p, FakeTensor) else FakeTensor(self, p, device) for p in parts]
+        return fakes[0] if isinstance(found, torch.Tensor) else type(found)(fakes)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Return True if the values of a tensor are known."""
@@ -183,6 +215,14 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             )
         setattr(fake, _REAL, value)
         return fake
+
+
+@functools.cache
+def _is_plain_view(func: Any) -> bool:
+    """Return True for an operator of torch that makes views, and is not made of others."""
+    is_view = func.is_view and func.namespace == "aten"
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key
+    return is_view and not composite(func.name(), "CompositeImplicitAutograd")
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

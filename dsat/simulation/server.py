@@ -16,6 +16,7 @@ data.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import inspect
 import math
@@ -118,6 +119,8 @@ class SimulationServer:
         self._on_first_step()
         model.keep_integers(args, kwargs)
         protocol.send(self._folder / protocol.SCRIPT_FILE, model.facts(args, kwargs)._asdict())
+        gc.collect()
+        gc.freeze()  # no child looks through the objects of all imports again
         running: dict[int, Mapping[str, Any]] = {}
         capacity = len(host_cores.usable())
         while True:

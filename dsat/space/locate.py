@@ -68,7 +68,7 @@ class Locator:
         Returns:
             None if the space has no branch for its strategy.
         """
-        config = ds_config.for_use(self._space.freedom.base_config, overrides)
+        config = ds_config.prepare_for_training(self._space.freedom.base_config, overrides)
         strategies = list(self._space.strategies)
         strategy = of_config(config)
         if strategy not in strategies:
@@ -110,7 +110,9 @@ class Locator:
 
     def _flat_of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         batch = self._space.batch(self._space.micro_batches[0], settings)
-        config = ds_config.for_use(self._space.freedom.base_config, overrides_for(settings, batch))
+        config = ds_config.prepare_for_training(
+            self._space.freedom.base_config, overrides_for(settings, batch)
+        )
         script_args = {**self._own_switches, **self._space.script_args(settings)}
         return self._flat(config, script_args, settings.get(GAS, _OTHER))
 

@@ -100,7 +100,7 @@ class Plan(Recorded, BatchRule, Freedom):
 
     def config(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Return the whole DeepSpeed configuration of a trial."""
-        return ds_config.for_use(self.base_config, overrides)
+        return ds_config.prepare_for_training(self.base_config, overrides)
 
     def measured_beside(self, other: Plan) -> dict[str, Any]:
         """Return what is measured, without the device if one of two plans does not name it."""

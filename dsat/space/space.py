@@ -166,20 +166,15 @@ class Space:
         gas = self.accumulation(micro_batch, settings)
         return BatchTriple.on(self.slots, shared, micro_batch=micro_batch, gas=gas)
 
-    @property
-    def accumulates_by_settings(self) -> bool:
-        """Return whether accumulation is the same for all micro batches of the same settings."""
-        return self.train_batch_size is None and self.max_train_batch_size is None
-
     def accumulation(self, micro_batch: Any, settings: Mapping[str, Any] | None = None) -> Any:
         """Return the accumulation steps of a micro batch (also an array), as `batch` does."""
-        if self.accumulates_by_settings:
-            return int((settings or {}).get(GAS, self.gas))
         step = micro_batch * self.freedom.parallelism(settings).data(self.slots)
         if self.train_batch_size is not None:
             return self.train_batch_size // step
-        steps = self.max_train_batch_size // step
-        return steps + (steps < 1)
+        if self.max_train_batch_size is not None:
+            steps = self.max_train_batch_size // step
+            return steps + (steps < 1)
+        return int((settings or {}).get(GAS, self.gas))
 
     def describe(self) -> list[str]:
         """Return one line per branch with the knobs that are searched in it."""

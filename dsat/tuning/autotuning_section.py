@@ -89,12 +89,12 @@ class Section:
 # -- values
 
 
-def _from_zero(value: Any, where: str) -> int:
+def _read_from_zero(value: Any, where: str) -> int:
     return whole_number(value, where, least=0)
 
 
 def _number_or_none(value: Any, where: str) -> int | None:
-    return _from_zero(value, where) or None
+    return _read_from_zero(value, where) or None
 
 
 def _trials(value: Any, where: str) -> int:
@@ -127,7 +127,7 @@ def _one_of(known: Mapping[str, str]) -> Callable[[Any, str], str]:
     return read_name
 
 
-def _at_most_one(problem: str) -> Callable[[Any, str], None]:
+def _limit_to_one(problem: str) -> Callable[[Any, str], None]:
     def check(value: Any, where: str) -> None:
         if whole_number(value, where) > 1:
             raise UserInputError(f"is {value}, and {problem}", where=where, hint="Set it to 1.")
@@ -180,8 +180,8 @@ _SEARCH_OPTIONS: Mapping[str, tuple[str, Reader]] = {
 _FOLDERS: Mapping[str, Reader] = {"results_dir": _folder, "exps_dir": _folder}
 _CHECKED: Mapping[str, Reader] = {
     "enabled": _flag,
-    "mp_size": _at_most_one("model parallel jobs cannot be tuned"),
-    "num_nodes": _at_most_one("trials run on one machine"),
+    "mp_size": _limit_to_one("model parallel jobs cannot be tuned"),
+    "num_nodes": _limit_to_one("trials run on one machine"),
     **dict.fromkeys(_WITHOUT_EFFECT, lambda value, where: value),
 }
 KEYS = frozenset({*_SETTINGS, *_SEARCH_OPTIONS, *_FOLDERS, *_CHECKED})

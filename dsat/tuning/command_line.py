@@ -28,7 +28,7 @@ class CommandLine:
         words = [] if "--resume" in given else ["--resume"]
         if "--run-dir" not in given:
             words += ["--run-dir", str(folder)]
-        return self.words(*words, *more)
+        return self.words(*words, *(word for word in more if word not in given))
 
     def words(self, *more: str) -> list[str]:
         """Return its words with further options."""

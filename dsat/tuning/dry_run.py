@@ -14,7 +14,7 @@ from dsat.run.tuner import Tuner
 from dsat.space.plan import Plan
 from dsat.tuning.preparation import Prepared
 from dsat.values.format import count
-from dsat.values.text import printable, words_without_secrets
+from dsat.values.text import hide_secrets_in_words, printable
 from dsat.values.trial import Trial
 
 
@@ -34,7 +34,7 @@ def describe_plan(ready: Prepared) -> Iterator[str]:
         f"accumulation {own.gas} x {groups}"
     )
     yield from ready.notes
-    command = printable(shlex.join(words_without_secrets(ready.program.command())))
+    command = printable(shlex.join(hide_secrets_in_words(ready.program.command())))
     yield f"trial 0 ({first.name}), {count(plan.slots_per_trial, 'rank')} of: {command}"
     yield f"with {json.dumps(first.overrides)} over {ready.experiment.ds_config_name}"
 

@@ -13,7 +13,7 @@ from dsat.values.zero_strategy import of_config
 _log = logging.getLogger(__name__)
 
 
-def without_faults(plan: Plan, version: str | None, *, is_listed: bool) -> Plan:
+def drop_faulty_stages(plan: Plan, version: str | None, *, is_listed: bool) -> Plan:
     """Remove stages from a plan whose training is wrong or fails in a DeepSpeed version.
 
     Args:

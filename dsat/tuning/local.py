@@ -24,10 +24,11 @@ from dsat.run.loop import Observer, drive
 from dsat.run.profile_phase import name_of_trial
 from dsat.run.run import Run
 from dsat.run.tuner import Tuner
+from dsat.show.log_lines import Narrator
 from dsat.show.progress import Status
 from dsat.simulation import anchors
 from dsat.tuning import run_folders, train_command
-from dsat.tuning.observers import FileKeeper, Logger, write_files
+from dsat.tuning.observers import FileKeeper, log_line, write_files
 from dsat.tuning.preparation import Prepared
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
@@ -54,9 +55,10 @@ class LocalSearch:
         self.interrupted = False
         self._engine: Engine | None = None
         with contextlib.ExitStack() as opened:
-            self.folder = run_folders.of_run(ready.settings, ready.experiment.name, opened)
+            self.folder = run_folders.choose(ready.settings, ready.experiment.name, opened)
             earlier = run_folders.earlier_runs(self.folder, ready.plan, ready.info)
-            ended = leftovers.end_processes(self.folder)
+            # Of a new folder there are none, and all processes would be looked at.
+            ended = leftovers.end_processes(self.folder) if ready.settings.resume else []
             if ended:
                 _log.info(
                     "ended %d processes left over from an earlier run in this folder", len(ended)
@@ -102,7 +104,7 @@ class LocalSearch:
         drive(
             self._tuner,
             self._engine,
-            [FileKeeper(ready, self.folder, self.status), Logger(), *observers],
+            [FileKeeper(ready, self.folder, self.status), Narrator(log_line), *observers],
             max_slots=ready.settings.max_slots,
             max_concurrent_trials=ready.settings.max_concurrent_trials,
             survey=functools.partial(_survey, ready, self._engine),

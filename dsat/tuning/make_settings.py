@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dsat.command.entrypoint import without_autotuning
+from dsat.command.entrypoint import drop_autotuning
 from dsat.engines import places
 from dsat.errors import UserInputError
 from dsat.options import OWN, Option, options_of
@@ -66,7 +66,7 @@ def make_settings(
     """
     left = dict(values)
     command = left.get("command", ())
-    left["command"] = tuple(without_autotuning(command))
+    left["command"] = tuple(drop_autotuning(command))
     if left["command"] != tuple(command):
         _log.info("note: --autotuning is left out of your command: dsat tunes in its place")
     method = left.get("method", DEFAULT_METHOD)

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dsat.memory.forecast import Forecast
 from dsat.run.loop import Observer
 from dsat.run.run import Run
 from dsat.show import page, summary
-from dsat.show.log_lines import Narrator
+from dsat.show.log_lines import Kind
 from dsat.show.progress import Status
 from dsat.show.view import RunView
 from dsat.tuning import autotuner_files, train_command
@@ -25,26 +24,10 @@ _log_of_trials = logging.getLogger(TRIALS)
 _PAGE_EVERY_S = 30.0
 
 
-class Logger(Observer):
-    """Log events; trials have their own logger, because a table may show them instead."""
-
-    def __init__(self) -> None:
-        self._narrator = Narrator()
-
-    def started(self, run: Run, trial: Trial) -> None:
-        for line in self._narrator.started(trial):
-            _log_of_trials.info(line)
-
-    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        for line in self._narrator.new_warnings(trial, outcome):
-            _log.warning(line)
-        log = _log if outcome.profile is not None else _log_of_trials
-        for line in self._narrator.result(run, trial, outcome):
-            log.info(line)
-
-    def began(self, run: Run, forecast: Forecast | None) -> None:
-        for line in self._narrator.search_began(run, forecast):
-            _log.info(line)
+def log_line(kind: Kind, text: str) -> None:
+    """Log a line; trials have their own logger, because a table may show them instead."""
+    log = _log_of_trials if kind is Kind.TRIAL else _log
+    log.log(logging.WARNING if kind is Kind.WARNING else logging.INFO, "%s", text)
 
 
 class FileKeeper(Observer):

@@ -14,6 +14,7 @@ from dsat.command.experiment import Experiment
 from dsat.command.switches import BIND_CORES, CHECKPOINTING, SWITCHES, VARIABLE
 from dsat.errors import UserInputError
 from dsat.options import ANY, OWN
+from dsat.run.free_batch import leaves_nothing_to_trade
 from dsat.run.strategies import make_space
 from dsat.search import SEARCHES
 from dsat.space.batch_rule import BatchRule
@@ -28,7 +29,7 @@ from dsat.values.trial import BatchTriple
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
-def plan_of(
+def make_plan(
     settings: Settings,
     experiment: Experiment,
     slots: int,
@@ -59,8 +60,8 @@ def plan_of(
         listed.pop(GAS, None)
     decided = {**_values(settings, Plan), "train_batch_size": global_batch}
     decided["tune"], decided["fix"] = _knobs_of(settings, known.get("defaults", {}))
-    of_launcher = known.pop("listed_switches", {})
-    decided["listed_switches"] = {**of_launcher, **_listed_switches(settings, args)}
+    find_launcher_switches = known.pop("listed_switches", {})
+    decided["listed_switches"] = {**find_launcher_switches, **_listed_switches(settings, args)}
     decided["zero_stages"] = tuple(settings.zero_stages or stages)
     decided["nvme_path"] = settings.nvme_path or _nvme_path(base)
     # A time per optimizer step grows with the batch, unless the global batch is given.
@@ -187,7 +188,7 @@ def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple
     return found
 
 
-def of_launcher(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
+def find_launcher_switches(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
     """Return switches of DeepSpeed's launcher that the command leaves free."""
     launch = program.launch
     is_free = launch.passes_local_rank and not (launch.binds_cores or program.needs_command)
@@ -253,7 +254,7 @@ def _groups(rule: BatchRule) -> str:
     )
 
 
-def switches_of(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:
+def find_script_switches(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:
     """Return the script's own switches that can be searched, with the user's values."""
     flag = script_args.mappings_for(program.args, given).get(CHECKPOINTING)
     if flag is None:
@@ -272,10 +273,10 @@ def _nvme_path(config: Mapping[str, Any]) -> str | None:
 
 def _kept_batch(settings: Settings, plan: Plan) -> str:
     """Say that the global batch is kept by default, and what `any` would allow."""
-    own, size = plan.own_batch, plan.train_batch_size
+    size = plan.train_batch_size
     if size is None or "train_batch_size" in settings.given:
         return ""
-    if own.micro_batch == own.gas == 1:
+    if leaves_nothing_to_trade(plan):
         return (
             f"your global batch of {size} is one sample per device, without accumulation: nothing "
             "can be traded. --train-batch-size any also searches larger micro batches"
@@ -286,7 +287,7 @@ def _kept_batch(settings: Settings, plan: Plan) -> str:
     )
 
 
-def _without_effect(settings: Settings, plan: Plan) -> str:
+def _name_without_effect(settings: Settings, plan: Plan) -> str:
     """Name the settings of `--search` that cannot be searched."""
     searched = set(re.findall(r"[\w.]+", " ".join(make_space(plan).describe())))
     of_deepspeed = {knob.key for knob in KNOBS}
@@ -301,4 +302,6 @@ def _without_effect(settings: Settings, plan: Plan) -> str:
 
 def notes(settings: Settings, plan: Plan) -> list[str]:
     """Return lines on what a user may not expect of a plan."""
-    return [note for note in (_kept_batch(settings, plan), _without_effect(settings, plan)) if note]
+    return [
+        note for note in (_kept_batch(settings, plan), _name_without_effect(settings, plan)) if note
+    ]

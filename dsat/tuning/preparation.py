@@ -19,7 +19,7 @@ from dsat.command.experiment import Experiment
 from dsat.engines import places
 from dsat.engines.agent import leftovers
 from dsat.engines.machines import accelerators
-from dsat.engines.machines.hosts import Host, without_segments
+from dsat.engines.machines.hosts import Host, disable_segments
 from dsat.engines.machines.machine import Machine
 from dsat.engines.own_command import OwnCommand
 from dsat.engines.places import ENGINE_NAMES
@@ -39,7 +39,7 @@ from dsat.tuning.command_line import CommandLine
 from dsat.tuning.settings import Settings
 from dsat.values import hazards, slow
 from dsat.values.files import digest
-from dsat.values.text import words_without_secrets
+from dsat.values.text import hide_secrets_in_words
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Prepared:
         if FRESH_PROCESSES_ONLY in shown:
             settings = replace(settings, cold=True)
         if NO_SEGMENTS in shown:
-            hosts = tuple(without_segments(hosts))
+            hosts = tuple(disable_segments(hosts))
         if COMMAND_AGAIN in shown:
             why = "they failed, started by dsat, in an earlier trial"
             program = replace(program, needs_command=why)
@@ -131,7 +131,7 @@ def _prepare(
     if orphans := leftovers.end_orphans():
         _log.info("ended %d processes that an earlier dsat has left", len(orphans))
     source, first = sources.read(settings), None
-    section, settings = with_section(settings, source.experiment, source.program.config_path)
+    section, settings = apply_section(settings, source.experiment, source.program.config_path)
     _check_results(section)
     engine = settings.engine
     if engine == places.AUTO:
@@ -145,15 +145,15 @@ def _prepare(
     in_use: dict[str, str] = {}
     if is_recorded and not settings.resume:
         in_use = accelerators.variables_of_memory_in_use()  # by others than the command
-        shown = shlex.join(words_without_secrets(settings.command))
+        shown = shlex.join(hide_secrets_in_words(settings.command))
         _log.info("running your command as it is: %s", shown)
         first = source.first_run(settings.trial_options(1), settings.slots)
         acquired.callback(first.close)
-        source = source.as_recorded(first)
+        source = source.complete_from_record(first)
     elif is_recorded or source.unknown:
-        source = source.with_known_start(settings.trial_timeout_s, settings.slots)
+        source = source.run_to_training(settings.trial_timeout_s, settings.slots)
     if section is None:  # the run of the command may have shown one
-        section, settings = with_section(settings, source.experiment, source.program.config_path)
+        section, settings = apply_section(settings, source.experiment, source.program.config_path)
         _check_results(section)
     _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
@@ -167,26 +167,26 @@ def _prepare(
             where="command",
             hint="Use --engine local, or let torchrun or deepspeed start the ranks of a script.",
         )
-    source, hosts, slots = _with_slots(settings, source, hosts)
+    source, hosts, slots = _choose_slots(settings, source, hosts)
     program, experiment, machine = source.program, source.experiment, hosts[0].machine
-    plan = plans.plan_of(
+    plan = plans.make_plan(
         settings,
         experiment,
         slots,
         args=program.args,
-        switches=plans.switches_of(program, experiment.arg_mappings),
-        listed_switches=plans.of_launcher(program),
+        switches=plans.find_script_switches(program, experiment.arg_mappings),
+        listed_switches=plans.find_launcher_switches(program),
         defaults=defaults,
         device=machine.device_name if settings.engine in ENGINE_NAMES else "",
-        **_of_machine(machine, slots),
+        **_read_machine(machine, slots),
     )
     version = hazards.version_in(", ".join(machine.software))
     is_listed = bool(settings.zero_stages) or "stage" in experiment.choices
-    plan = known_faults.without_faults(plan, version, is_listed=is_listed)
+    plan = known_faults.drop_faulty_stages(plan, version, is_listed=is_listed)
     return Prepared(line, settings, experiment, program, hosts, plan, section, first, began_s)
 
 
-def _of_machine(machine: Machine, slots: int) -> dict[str, Any]:
+def _read_machine(machine: Machine, slots: int) -> dict[str, Any]:
     """Return the fields of a plan that depend on the machine."""
     return {
         "offload_helps": not machine.is_cpu,
@@ -221,7 +221,7 @@ def _check_mappings(settings: Settings, program: Entrypoint) -> dict[str, str]:
     return script_args.checked(settings.arg_mappings, program.args, where=where)
 
 
-def with_section(
+def apply_section(
     settings: Settings, experiment: Experiment, config_path: str | None
 ) -> tuple[Section | None, Settings]:
     """Read the `autotuning` section, and return the settings with its defaults.
@@ -269,7 +269,7 @@ def _is_recorded(settings: Settings, source: Source, engine: str) -> bool:
     return engine == "local" and source.can_run_first()
 
 
-def _with_slots(
+def _choose_slots(
     settings: Settings, source: Source, hosts: Sequence[Host]
 ) -> tuple[Source, tuple[Host, ...], int]:
     """Return the source with checked argument mappings, the hosts, and a trial's devices."""
@@ -277,7 +277,7 @@ def _with_slots(
     if settings.run_full_experiment and program.trial_class and not source.command:
         searcher_of_full_run(source.experiment, "metric", "max_length")
     slots = source.slots_per_trial(settings.slots, available)
-    chosen = hosts_of.with_slots(hosts, slots)
+    chosen = hosts_of.extend_slots(hosts, slots)
     _check_slots(settings, chosen, slots)
     mappings = _check_mappings(settings, program)
     experiment = replace(source.experiment, arg_mappings=mappings)

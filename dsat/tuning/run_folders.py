@@ -26,7 +26,7 @@ from dsat.values.outcome import OutcomeKind
 _log = logging.getLogger(__name__)
 
 
-def of_run(settings: Settings, name: str, locks: ExitStack) -> Path:
+def choose(settings: Settings, name: str, locks: ExitStack) -> Path:
     """Return the folder of the run: a new one, or the one to continue."""
     folder = check(settings, name) or _new_folder(_stem(name))
     locks.callback(FolderLock(folder).close)

@@ -117,7 +117,9 @@ def _base_words(
 ) -> list[str] | None:
     """Return the command with the arguments of the best trial; None if it takes none."""
     program, mappings = ready.program, ready.experiment.arg_mappings
-    tuned = program.for_config(str(path.resolve()), config, best.script_args, mappings)
+    tuned = program.use_config(
+        str(path.resolve()), config, best.script_args, mappings, batch_flag=best.batch_flag
+    )
     args, program = tuned.args, replace(program, launch=tuned.launch)
     if not runs_own_command(program, ready.plan.slots_per_trial):
         return [*_launcher(ready, program, config), *_script(program), *args]
@@ -205,7 +207,7 @@ def runs_own_command(program: Entrypoint, slots: int) -> bool:
         return False
     if not Path(command[0]).name.startswith("python"):
         return True
-    started = entrypoints.of_interpreter(command[1:])
+    started = entrypoints.parse_python_words(command[1:])
     return (started.script, started.module) != (program.script, program.module)
 
 
@@ -237,7 +239,7 @@ def _variables(ready: Prepared, best: Trial, config: Mapping[str, Any]) -> list[
     machine, program, slots = ready.machine, ready.program, ready.plan.slots_per_trial
     given = {**os.environ, **ready.experiment.env, **program.env}
     own = _own_command(program)[0] if runs_own_command(program, slots) else program.env
-    parallelism = accelerate_env.for_parallelism(given, config, slots)
+    parallelism = accelerate_env.make_parallelism_variables(given, config, slots)
     found = {**ready.experiment.env, **own, **parallelism}
     if not machine.is_cpu and program.needs_command:  # on a CPU see `conditions`
         found |= make_command_settings(machine, given)

@@ -53,7 +53,7 @@ class Parallelism:
     def groups(self, slots: int) -> str:
         """Return a description, `8 devices` or `4 groups of 2 devices (tensor parallel 2)`."""
         if self.shared == 1:
-            return f"{slots} devices"
+            return "1 device" if slots == 1 else f"{slots} devices"
         return f"{self.data(slots)} groups of {self.shared} devices ({self.label})"
 
     def data(self, slots: int) -> int:

@@ -97,14 +97,14 @@ def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
         most: maximum number of characters; a longer text keeps its beginning and end.
     """
     if len(text) <= most:
-        text = without_secrets(_escape(text))
+        text = hide_secrets(_escape(text))
         if len(text) <= most:
             return text
     left_out = len(text) - most
     note = f" ... ({left_out:,} characters left out) ... "
     half = (most - len(note)) // 2
     # Hide secrets first, so that none is cut in half and missed.
-    first, last = (without_secrets(_escape(part)) for part in (text[:most], text[-most:]))
+    first, last = (hide_secrets(_escape(part)) for part in (text[:most], text[-most:]))
     return f"{first[:half]}{note}{last[-half:]}"
 
 
@@ -125,7 +125,7 @@ def is_secret(name: str, value: str = "") -> bool:
     return bool(_NAME_OF_SECRET.search(words)) and not _HARMLESS.search(words)
 
 
-def without_secrets(text: str) -> str:
+def hide_secrets(text: str) -> str:
     """Return a text with `***` in place of anything that looks like a secret."""
     for pattern, instead in _SHOWN_SECRETS:
         text = pattern.sub(instead, text)
@@ -150,7 +150,7 @@ def without_secrets(text: str) -> str:
     return "".join([*parts, text[position:]])
 
 
-def words_without_secrets(words: Iterable[str]) -> list[str]:
+def hide_secrets_in_words(words: Iterable[str]) -> list[str]:
     """Return the words of a command with `***` in place of anything that looks like a secret."""
     return [f"{shown}{HIDDEN}" if name else shown for shown, name in _hidden(words)]
 
@@ -169,7 +169,7 @@ def shell_line(words: Iterable[str]) -> str:
 def assignment(name: str, value: str, origin: str = "your command") -> str:
     """Return a shell's assignment of a variable; a secret must be set in the shell."""
     shown = f"{name}={value}"
-    is_open = without_secrets(shown) == shown and not (value and is_secret(name, value))
+    is_open = hide_secrets(shown) == shown and not (value and is_secret(name, value))
     return f"{name}={shlex.quote(value) if is_open else _asked_for(name, origin)}"
 
 
@@ -191,11 +191,11 @@ def _hidden(words: Iterable[str]) -> Iterator[tuple[str, str]]:
         if equals and is_secret(name, value):
             yield f"{name}=", name
         else:
-            yield without_secrets(word), ""
+            yield hide_secrets(word), ""
         flag = word if word.startswith("-") and not equals else ""
 
 
-def values_without_secrets(value: Any, names: tuple[str, ...] = ()) -> Any:
+def hide_secrets_in_values(value: Any, names: tuple[str, ...] = ()) -> Any:
     """Return a JSON value with `***` in place of anything that looks like a secret.
 
     Args:
@@ -204,17 +204,17 @@ def values_without_secrets(value: Any, names: tuple[str, ...] = ()) -> Any:
     """
     if isinstance(value, Mapping):
         return {
-            key: values_without_secrets(inner, (*names, str(key))) for key, inner in value.items()
+            key: hide_secrets_in_values(inner, (*names, str(key))) for key, inner in value.items()
         }
     if isinstance(value, (list, tuple)):
         is_command = all(isinstance(inner, str) for inner in value)
         if is_command and not any(is_secret(name, _SOME_KEY) for name in names):
-            return words_without_secrets(value)
-        return [values_without_secrets(inner, names) for inner in value]
+            return hide_secrets_in_words(value)
+        return [hide_secrets_in_values(inner, names) for inner in value]
     is_text_or_number = isinstance(value, (str, int)) and not isinstance(value, bool)
     if value and is_text_or_number and any(is_secret(name, str(value)) for name in names):
         return HIDDEN
-    return without_secrets(value) if isinstance(value, str) else value
+    return hide_secrets(value) if isinstance(value, str) else value
 
 
 def _escape(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dsat.values.codec import Recorded
@@ -94,21 +94,32 @@ class TrialOptions(Recorded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownOfModel:
-    """Facts from the model profile that a measurement uses.
+class KnownBefore:
+    """Facts from earlier trials that a measurement uses.
 
     Attributes:
         flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
         batch_dimensions, fed_instead: see `ModelProfile`.
+        to_beat: the metric and its best value so far; empty if there is none, or if the metric has
+            no interval. A trial that is clearly worse ends its measurement early.
+        longest_s: time limit of the measurement in seconds; None for no limit.
+        own_steps: facts about the steps of the user's own configuration; None until measured.
     """
 
     flops_per_sample: float | None = None
     batch_dimensions: Mapping[str, int] = field(default_factory=dict)
     fed_instead: Mapping[str, int] = field(default_factory=dict)
+    to_beat: Mapping[str, float] = field(default_factory=dict)
+    longest_s: float | None = None
+    own_steps: StepFacts | None = None
+
+    def known_before(self) -> dict[str, Any]:
+        """Return these facts by name."""
+        return {each.name: getattr(self, each.name) for each in fields(KnownBefore)}
 
 
 @dataclass(frozen=True)
-class Trial(KnownOfModel, Recorded):
+class Trial(KnownBefore, Recorded):
     """One run of the user's script under one configuration.
 
     Attributes:
@@ -117,12 +128,9 @@ class Trial(KnownOfModel, Recorded):
         overrides: DeepSpeed settings that replace those of the user's configuration.
         strategy: the name of its `Strategy` (`z2_offload`); by default the stage alone.
         predicted_bytes: predicted peak memory of a device; None without a prediction.
-        to_beat: the metric and its best value so far; empty if there is none, or if the metric has
-            no interval. A trial that is clearly worse ends its measurement early.
-        longest_s: time limit of the measurement in seconds; None for no limit.
-        own_steps: facts about the steps of the user's own configuration; None until measured.
         script_args: switches of the script that are not DeepSpeed settings
             (`gradient_checkpointing`).
+        batch_flag: flag of the script that gets the micro batch; empty if none has to.
     """
 
     id: int
@@ -136,9 +144,7 @@ class Trial(KnownOfModel, Recorded):
     lineage: int | None = None
     note: Mapping[str, int] = field(default_factory=dict)
     predicted_bytes: int | None = None
-    to_beat: Mapping[str, float] = field(default_factory=dict)
-    longest_s: float | None = None
-    own_steps: StepFacts | None = None
+    batch_flag: str = ""
 
     @property
     def profiles(self) -> bool:

@@ -11,11 +11,11 @@ from dsat.command.ds_config import (
     BATCH_KEYS,
     check_sections,
     fingerprint,
-    for_use,
-    in_current_terms,
     merge,
     parse,
+    prepare_for_training,
     read,
+    use_current_names,
 )
 from testing.scenarios import User
 from tests.command.plans import Reader
@@ -85,11 +85,11 @@ def test_every_other_name_is_known() -> None:
 
     fields = DeepSpeedZeroConfig.model_fields
     aliases = {name: field.alias for name, field in fields.items() if field.alias}
-    assert in_current_terms({"zero_optimization": dict.fromkeys(aliases, 1)}) == {
+    assert use_current_names({"zero_optimization": dict.fromkeys(aliases, 1)}) == {
         "zero_optimization": dict.fromkeys(aliases.values(), 1)
     }
     both = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}
-    assert in_current_terms(both) == both, "which DeepSpeed refuses"
+    assert use_current_names(both) == both, "which DeepSpeed refuses"
 
 
 @pytest.mark.parametrize("size", [None, "auto", 0, 500_000_000, 5e8, "500000000"])
@@ -182,6 +182,8 @@ def test_equal_configurations_have_equal_fingerprints() -> None:
 
 
 def test_a_configuration_for_use_has_a_zero_section_and_nothing_of_an_autotuner() -> None:
-    assert for_use({"autotuning": {"enabled": True}}) == {"zero_optimization": {"stage": 0}}
+    assert prepare_for_training({"autotuning": {"enabled": True}}) == {
+        "zero_optimization": {"stage": 0}
+    }
     given = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "gradient_clipping": 1.0}
-    assert for_use(given) == given
+    assert prepare_for_training(given) == given

@@ -187,7 +187,7 @@ def test_the_launchers_switches_are_known() -> None:
 def test_finds_and_replaces_the_configuration(line: str, path: str | None, replaced: str) -> None:
     program = script(*line.split())
     assert program.config_path == path
-    assert program.for_config("NEW", {}, {}, {}) == script(*replaced.split())
+    assert program.use_config("NEW", {}, {}, {}) == script(*replaced.split())
 
 
 # -- the arguments of a trial
@@ -211,7 +211,7 @@ def test_flags_are_added_where_the_script_surely_knows_them(
     (tmp_path / "train.py").write_text(source)
     program = parse(f"python3 {HF}", tmp_path)
     config = {"train_micro_batch_size_per_gpu": 4}
-    found = program.for_config("/t/ds_config.json", config, {}, {})
+    found = program.use_config("/t/ds_config.json", config, {}, {})
     assert found.args == ("--deepspeed", "/t/ds_config.json", "--output_dir", "out", *expected)
 
 
@@ -221,8 +221,22 @@ def test_a_script_that_reads_its_arguments_from_a_file_gets_no_flags(
 ) -> None:
     (tmp_path / "train.py").write_text(f"{PARSES}\nparser.parse_json_file(sys.argv[-1])")
     program = parse(f"python3 train.py {words}", tmp_path)
-    found = program.for_config("x.json", {}, {"optim": "adamw_torch"}, {})
+    found = program.use_config("x.json", {}, {"optim": "adamw_torch"}, {})
     assert found.args == tuple(words.split())
+
+
+@pytest.mark.parametrize(
+    ("flag", "args"),
+    [
+        ("--batch-size", "--batch-size 8 --epochs 3"),
+        ("--micro", "--batch-size 4 --epochs 3 --micro 8"),  # a default of its parser
+        ("", "--batch-size 4 --epochs 3"),
+    ],
+)
+def test_the_flag_of_the_micro_batch_follows_it(flag: str, args: str) -> None:
+    program = Entrypoint("train.py", args=("--batch-size", "4", "--epochs", "3"))
+    config = {"train_micro_batch_size_per_gpu": 8}
+    assert program.use_config("x.json", config, {}, {}, batch_flag=flag).args == (*args.split(),)
 
 
 # -- the command for people

@@ -63,11 +63,11 @@ def test_what_a_trainer_computes_from_the_hidden_size_is_computed() -> None:
     }
     given = {"zero_optimization": {"stage": 3, **dict.fromkeys(computed, "auto")}}
     config = hf_config.ds_config("bf16", given)
-    found = hf_config.with_buckets(config, 1000)
+    found = hf_config.fill_in_buckets(config, 1000)
     assert found == {**config, "zero_optimization": {"stage": 3, **computed}}
     own = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5}}
-    assert hf_config.with_buckets(own, 1000) == own
-    assert hf_config.with_buckets(given, None) == given
+    assert hf_config.fill_in_buckets(own, 1000) == own
+    assert hf_config.fill_in_buckets(given, None) == given
 
 
 def test_a_file_is_read_as_transformers_reads_it(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_the_arguments_of_a_trial(
     """Settings are found by their names or paths; no flag is added that no Trainer has."""
     config = {**BATCH, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     switches = {"gradient_checkpointing": False}
-    assert [*script_args.for_trial(args, config, switches, given, add=add)] == expected
+    assert [*script_args.adapt_to_trial(args, config, switches, given, add=add)] == expected
 
 
 @pytest.mark.parametrize(
@@ -197,5 +197,5 @@ def test_a_switch_that_the_user_maps_is_given_or_taken_away(
 ) -> None:
     given = script_args.checked({CHECKPOINTING: "--ckpt"}, args, where="--arg-mapping")
     values = {CHECKPOINTING: wanted}
-    assert list(script_args.for_trial(args, {}, values, given, add=False)) == expected
+    assert list(script_args.adapt_to_trial(args, {}, values, given, add=False)) == expected
     assert script_args.is_on(args, "--ckpt") is ("--ckpt" in args)

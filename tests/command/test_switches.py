@@ -57,7 +57,7 @@ def test_what_is_no_switch_is_refused(text: str) -> None:
 def test_a_command_has_the_flags_that_its_script_takes(
     values: dict[str, Any], hf: bool, expected: str
 ) -> None:
-    found = script_args.for_trial(HF, {}, values, {}, add=hf)
+    found = script_args.adapt_to_trial(HF, {}, values, {}, add=hf)
     assert " ".join(found[len(HF) :]) == expected
 
 
@@ -66,7 +66,7 @@ def test_what_is_given_is_replaced_and_variables_and_cores_reach_the_ranks() -> 
     values: dict[str, Any] = {"dataloader_num_workers": 4, "attn_implementation": "eager"}
     values |= {"ENV:NCCL_ALGO": "Ring", "bind_cores_to_rank": True}
     program = Entrypoint(script="train.py", args=args, env={"A": "1"})
-    found = program.for_config("ds.json", {}, values, {})
+    found = program.use_config("ds.json", {}, values, {})
     assert " ".join(found.args[len(HF) :]) == (
         "--dataloader-num-workers=4 --attn_implementation eager"
     )

@@ -311,7 +311,7 @@ def test_a_choice_of_devices_in_the_command_is_kept(
 ) -> None:
     (tmp_path / "train.py").touch()
     starts = starts_of(tmp_path, ranks)
-    program = recorded_start.program_of(starts, ["bash", "run.sh"], given, {0, 1})
+    program = recorded_start.recognise_program(starts, ["bash", "run.sh"], given, {0, 1})
     assert {n: v for n, v in program.env.items() if "VISIBLE" in n} == chosen
 
 

@@ -28,7 +28,7 @@ def answer_of(
 ) -> Estimate:
     settings = EstimateSettings(formula=formula, slot_counts=(1,), slot_memories=(8 * GIB,))
     with Simulator(host, as_cpu=False) as simulator:
-        tables = LineByLine(SimulatedModel.of("train.py", base, simulator), settings)
+        tables = LineByLine(SimulatedModel.build("train.py", base, simulator), settings)
         for _ in tables.simulate():
             pass
         return tables.estimate()
@@ -130,7 +130,7 @@ def test_the_ranks_of_a_host_share_its_memory() -> None:
         )
         simulated = FakeSimulationHost(facts, by_formula(facts))
         with Simulator(simulated, as_cpu=False) as simulator:
-            found = LineByLine(SimulatedModel.of("train.py", BF16, simulator), settings).lines()
+            found = LineByLine(SimulatedModel.build("train.py", BF16, simulator), settings).lines()
         return {line.strategy.name: line for line in found}
 
     found = lines(None)
@@ -149,7 +149,7 @@ def test_lines_are_marked_until_they_are_simulated() -> None:
     host = FakeSimulationHost(FACTS, by_formula(FACTS))
     settings = EstimateSettings(slot_counts=(1, 8), slot_memories=(2 * GIB,))
     with Simulator(host, as_cpu=False) as simulator:
-        tables = LineByLine(SimulatedModel.of("train.py", BF16, simulator), settings)
+        tables = LineByLine(SimulatedModel.build("train.py", BF16, simulator), settings)
         before = tables.estimate()
         [advised] = [each.strategy for each in before.advice if each.slots == 1]
         assert {line.estimate.source for line in before.lines} == {CLOSED_FORM}
@@ -171,7 +171,7 @@ def test_a_strategy_that_nearly_fits_names_what_is_missing() -> None:
     size = round(1.01 * line.needed)  # and 5 % are to be left free
     settings = EstimateSettings(slot_counts=(1,), slot_memories=(size,))
     with Simulator(host, as_cpu=False) as simulator:
-        found = LineByLine(SimulatedModel.of("train.py", BF16, simulator), settings).estimate()
+        found = LineByLine(SimulatedModel.build("train.py", BF16, simulator), settings).estimate()
     [edge] = found.edges
     assert edge.missing_bytes == pytest.approx(0.04 * line.needed, rel=0.01)
     assert 0 <= edge.saved_bytes < 30 * MIB

@@ -199,13 +199,17 @@ def test_pairs_that_grow_with_the_micro_batch_are_not_refused(clock: Clock) -> N
     ("args", "options", "flag"),
     [
         (["--epochs", "3", "--batch_size", "7"], {}, "--batch_size"),
-        (["--eval_batch_size", "7", "--train.batch=8"], {}, "--train.batch"),
-        (["--bs", "7"], {}, ""),
-        (["--batch-size"], {}, "--batch-size"),
+        (["--eval_batch_size", "7", "--train.batch=7"], {}, "--train.batch"),
+        (["--eval_batch_size", "7", "--train.batch=8"], {}, ""),  # of all devices, perhaps
+        (["model.width=7", "train.batch_size=7"], {}, "train.batch_size"),
+        (["--bs", "7"], {}, "--bs"),
+        (["--micro-bsz=7"], {}, "--micro-bsz"),
+        (["--obs", "7"], {}, ""),
+        (["--batch-size"], {}, ""),
         # Declared with this default, and not given.
         ([], {"--lr": 7, "--batch-log": None, "--micro-batch-size": 7}, "--micro-batch-size"),
         (["--batch-log", "9"], {"--batch-log": None, "--micro_batch": 7}, "--micro_batch"),
-        (["--micro_batch", "9"], {"--micro_batch": 7}, "--micro_batch"),
+        (["--micro_batch", "9"], {"--micro_batch": 7}, ""),
         ([], {"--eval_batch_size": 7}, ""),
     ],
 )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dsat.engines.trial_folder import read_created, remove_empty
-from dsat.in_trial.adapters.user_files import UserFiles
+from dsat.engines.trial_folder import remove_empty
+from dsat.in_trial.adapters.user_files import UserFiles, read_created
 from testing.scripts import Scripts
 
 pytestmark = pytest.mark.slow
@@ -252,16 +252,33 @@ def test_a_run_in_full_length_changes_what_its_script_changes(scripts: Scripts, 
     assert (out / "best.pt").read_bytes() != b"old"
 
 
+def test_each_trial_can_create_a_folder_that_must_be_new(scripts: Scripts, out: Path) -> None:
+    script = f"""
+existing = []
+for folder in ({str(out)!r}, {str(out / "run")!r}, {str(out / "run")!r}):
+    try:
+        os.makedirs(folder)
+    except FileExistsError:
+        existing.append(folder)
+Path({str(out)!r}, "run", "log").write_text("begins")
+note(existing=existing)
+train(make_engine())
+"""
+    for _ in range(2):
+        ended = scripts.run(script).well()
+        assert ended.notes()["existing"] == [str(out), str(out / "run")], "the second time each"
+
+
 def test_folders_that_a_trial_leaves_empty_are_removed(tmp_path: Path) -> None:
     trial = tmp_path / "trial"
     trial.mkdir()
     files = UserFiles(trial)
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".test-") as name:
         user = Path(name)
-        for each in ("outputs", "outputs/run", "outputs/run/logs", "kept", "older"):
+        for each in ("outputs", "outputs/run", "outputs/run/logs", "kept", "kept/run", "older"):
             (user / each).mkdir()
             if each != "older":
                 files.note_created(user / each)
-        (user / "kept" / "file").touch()
-        remove_empty(read_created(trial))
+        (user / "kept" / "run" / "file").touch()
+        assert remove_empty(read_created(trial)) == [str(user / "kept")]
         assert sorted(path.name for path in user.iterdir()) == ["kept", "older"]

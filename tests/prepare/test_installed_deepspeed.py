@@ -47,7 +47,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def experiment(overrides: dict[str, Any] | None = None, **config: Any) -> Experiment:
-    found = experiments.of_command(["train.py"], "train", Path(), config, "ds.json")
+    found = experiments.make_experiment(["train.py"], "train", Path(), config, "ds.json")
     return replace(found, path=Path("exp.yaml"), overrides=overrides or {})
 
 

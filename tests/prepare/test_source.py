@@ -44,7 +44,7 @@ def test_devices_are_chosen_once(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    found = sources.read(Target(command=tuple(command.split()))).as_recorded(
+    found = sources.read(Target(command=tuple(command.split()))).complete_from_record(
         run_of(tmp_path, "1", "2")
     )
     assert found.program.launch.devices == positions
@@ -62,9 +62,9 @@ def test_a_configuration_that_the_script_looks_up(
     assert found.unknown == sources.CONFIG
     [start] = starts_of(tmp_path, [{}], CONFIG)
     start = replace(start, command=(*start.command, *command[1:]))
-    found = found.as_recorded(cast(Any, SimpleNamespace(ranks=lambda: [start], env={})))
+    found = found.complete_from_record(cast(Any, SimpleNamespace(ranks=lambda: [start], env={})))
     assert found.experiment.base_config.items() >= CONFIG.items()
-    assert found.program.for_config("/trial/ds.json", CONFIG, {}, {}).args == command[1:]
+    assert found.program.use_config("/trial/ds.json", CONFIG, {}, {}).args == command[1:]
     for name in ("zero1.json", "/gone/zero1"):
         with pytest.raises(UserInputError, match=f"{name}, in the script's arguments: there is no"):
             sources.read(Target(command=(*command[:2], name)))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 
 from dsat.run import finals as rules
@@ -151,34 +151,53 @@ def test_the_users_own_batch_is_compared_too() -> None:
 
 
 def test_a_paired_interval_by_hand() -> None:
-    differences = (0.10, 0.14, 0.12)
-    pairs = [(own, own + d) for own, d in zip((0.01, 0.05, -0.03), differences, strict=True)]
+    pairs = [(0.01, 0.11), (0.00, 0.14), (0.03, 0.15)]
     found = Comparison.of_pairs(pairs, (-0.02, 0.9))
     assert found.mean == pytest.approx(0.12)
-    # Two differences of 0.02 from their mean, and the own run of the search 0.03 from the others.
-    spread = (2 * 0.02**2 + 2 * 0.03**2 * 3 / 4) / 3
+    # The differences are 0.02 from their mean twice, the sums 0.12, 0.14 and 0.18 are 1/300 from a
+    # line twice and 2/300 once, and the own run of the search is 1/30 from the mean of the others.
+    squares = 2 * 0.02**2 + 6 / 300**2 + 2 / 30**2 * 3 / 4
+    spread = squares / (2 + 1 + 1)
     assert found.standard_error == pytest.approx(math.sqrt(spread / 3))
-    assert found.freedom == 3
+    assert found.freedom == 4
     assert found.noise == pytest.approx(math.sqrt(spread / 2))
-    margin = 4.1765 * math.sqrt(spread / 3)  # the quantile of 97.5 %
+    margin = 3.4954 * math.sqrt(spread / 3)  # the quantile of 97.5 %
     assert found.gain.high == pytest.approx(math.exp(0.12 + margin), rel=1e-3)
     assert found.is_better
-    assert found.is_clear(None), "0.12 is 7.6 standard errors, and 5.8 are asked for"
+    assert found.is_clear(None), "0.12 is 8.4 standard errors, and 4.6 are asked for"
+
+
+def test_a_steady_drift_of_the_machine_is_no_noise() -> None:
+    """The noise is that of a regression on the configuration and the number of the pair."""
+    runs = np.random.default_rng(1).normal(size=(5, 2))
+    at, is_second = np.indices(runs.shape)
+    known = np.stack([np.ones(10), at.ravel(), is_second.ravel()], axis=1)
+    squares = np.linalg.lstsq(known, runs.ravel(), rcond=None)[1]
+    for drift in (0.0, 10.0):
+        pairs = [(first, second) for first, second in (runs + drift * at).tolist()]
+        found = Comparison.of_pairs(pairs, (0.0, 0.0))
+        assert found.freedom == 10 - 3
+        assert found.noise == pytest.approx(math.sqrt(squares.item() / 7))
 
 
 @pytest.mark.parametrize(
-    ("first", "count", "freedom"),
-    [(0.03, 3, 3), (-0.2, 3, 2), (-0.2, 2, 2), (0.03, 4, 3), (-0.2, 4, 3)],
+    ("first", "count", "freedom", "counts"),
+    [
+        (0.03, 3, 4, True),
+        (-0.4, 3, 3, False),
+        (-0.4, 2, 2, True),
+        (0.03, 4, 5, False),
+        (-0.4, 4, 5, False),
+    ],
 )
 def test_the_own_run_of_the_search_counts_beside_few_pairs_if_it_is_like_them(
-    first: float, count: int, freedom: int
+    first: float, count: int, freedom: int, counts: bool
 ) -> None:
     owns, differences = (0.01, 0.05, -0.03, 0.0), (0.10, 0.14, 0.12, 0.11)
     pairs = [(own, own + d) for own, d in zip(owns, differences, strict=True)][:count]
-    found = Comparison.of_pairs(pairs, (first, 0.9))
+    found, far_off = (Comparison.of_pairs(pairs, (own, 0.9)) for own in (first, -9.0))
     assert found.freedom == freedom
-    alone = statistics.variance(differences[:count]) / count
-    assert (found.standard_error**2 == pytest.approx(alone)) == (freedom == count - 1)
+    assert (found.standard_error != far_off.standard_error) == counts
 
 
 @pytest.mark.parametrize(

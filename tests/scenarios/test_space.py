@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,32 @@ def test_a_script_that_feeds_a_fixed_batch_is_asked_for_another_once(
     sizes = [row["train_micro_batch_size_per_gpu"] for row in told.trials]
     assert len([size for size in sizes if size != 4]) <= 1 and len(sizes) > 3
     assert any(line.startswith("Micro batch: not searched") for line in told.json["verdict"])
+
+
+@pytest.mark.parametrize("helps", [True, False])
+@pytest.mark.parametrize("method", EACH_METHOD)
+def test_the_flag_of_a_fixed_batch_follows_the_micro_batch(
+    user: User, method: str, *, helps: bool
+) -> None:
+    others = [size for size in range(1, 1024) if size != 4]
+    fixed = Failure(
+        *("INVALID", {"micro_batch": others}, "feeds 4 samples"),
+        fixed_batch=4,
+        batch_flag="--batch-size",
+    )
+    user.world = World(failures=(fixed,) if helps else (fixed, replace(fixed, batch_flag="")))
+    user.has({"train_micro_batch_size_per_gpu": 4})
+    told = user.tunes("--max-trials", 10, "--finals", 2, method=method)
+    assert told.status == 0, told.err
+    trials = {e["trial"]["id"]: e["trial"] for e in user.events() if e["event"] == "proposed"}
+    ended = [e for e in user.events() if e["event"] == "finished"]
+    kinds = [(trials[e["trial_id"]], e["outcome"]["kind"]) for e in ended]
+    failed = [trial["batch_flag"] for trial, kind in kinds if kind == "INVALID"]
+    sizes = {trial["batch"]["micro_batch"] for trial, kind in kinds if kind == "OK"}
+    assert failed == ([""] if helps else ["", "--batch-size"])
+    assert sizes > {4} if helps else sizes == {4}
+    size = user.best_config()["train_micro_batch_size_per_gpu"]
+    needs = [line for line in told.json["verdict"] if f"needs --batch-size {size}" in line]
+    assert bool(needs) is (size != 4)
+    said = [line for line in told.json["verdict"] if line.startswith("Micro batch: not searched")]
+    assert bool(said) is not helps

@@ -64,7 +64,7 @@ KINDS = {
     "batch not measured": r"^Batch: .* nothing else was measured",
     "batch unconfirmed": r"^Batch: .* gains \S+x, unconfirmed",
     "nothing to trade": r"^Global batch: ",
-    "a fixed batch": r"^Micro batch: not searched, .* feeds 4 samples .*=--batch-size\.$",
+    "a fixed batch": r"^Micro batch: not searched, .* feeds 4 samples .*=FLAG\.$",
     "learning rate": r"^Learning rate: ",
     "schedule": r"^Schedule: ",
     "script": r"^Script: ",
@@ -373,3 +373,16 @@ def test_a_verdict_has_the_sentences_of_its_world(user: User, name: str) -> None
 
 def test_every_kind_of_sentence_has_a_scenario() -> None:
     assert {kind for case in CASES.values() for kind in case.kinds} == set(KINDS)
+
+
+def test_the_gain_of_a_free_batch_is_predicted(user: User) -> None:
+    """Within a quarter of the world's truth."""
+    advice = line_of(run(user, CASES["one sample per device"]), "nothing to trade")
+    found = re.search(r"micro batch of (\d+) .* be (\S+)x as fast", advice)
+    assert found is not None, advice
+    size, predicted = int(found[1]), float(found[2])
+    speeds = [
+        user.true_speed({**FREE, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": each})
+        for each in (1, size)
+    ]
+    assert size > 1 and predicted == pytest.approx(speeds[1] / speeds[0], rel=0.25)

@@ -170,7 +170,7 @@ def truth_of(rng: np.random.Generator, *tables: Points, scale: float = 1.0) -> l
     """Logarithms of seconds in a world that the prior describes; residuals are `scale` as large."""
     points = Points.join(tables)
     theta = PRIOR.mean + np.minimum(np.sqrt(PRIOR.variance), 0.7) * rng.normal(size=len(FACTORS))
-    covariance = PRIOR.covariance(points, points, Scales(scale, scale))
+    covariance = PRIOR.covariance(PRIOR.compare(points, points), Scales(scale, scale))
     residuals = rng.multivariate_normal(np.zeros(len(points)), covariance)
     log_s = PRIOR.log_s(theta[None, :], points)[0] + residuals
     return np.split(log_s, np.cumsum([len(table) for table in tables])[:-1])
@@ -233,7 +233,7 @@ def test_without_residuals_it_is_a_gaussian_process_by_the_textbook() -> None:
     def covariance(one: int, two: int) -> Array:
         pair = (table, other)
         linear = (slopes[one] * PRIOR.variance) @ slopes[two].T
-        found: Array = PRIOR.covariance(pair[one], pair[two], known.scales) + linear
+        found: Array = PRIOR.covariance(PRIOR.compare(pair[one], pair[two]), known.scales) + linear
         return found
 
     noisy = covariance(0, 0) + np.eye(10) * (known.run_sd**2 + 0.01**2)

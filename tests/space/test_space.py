@@ -279,7 +279,9 @@ def test_every_value_of_every_knob_reaches_deepspeeds_own_configuration() -> Non
             chosen = [(knob, knob.values[number % len(knob.values)]) for knob in own]
             settings = {"stage": stage, **strategy_settings(strategy, base)}
             settings |= {knob.key: value for knob, value in chosen}
-            read = DeepSpeedConfig(ds_config.for_use(base, overrides_for(settings, ONE)))
+            read = DeepSpeedConfig(
+                ds_config.prepare_for_training(base, overrides_for(settings, ONE))
+            )
             for knob, value in chosen:
                 section, *keys = knob.path.split(".")
                 found = getattr(read, places[section])

@@ -8,7 +8,7 @@ from dsat.command.entrypoint import Entrypoint
 from dsat.command.placement import Launch
 from dsat.errors import UserInputError
 from dsat.tuning import plans
-from dsat.tuning.plans import of_launcher
+from dsat.tuning.plans import find_launcher_switches
 from dsat.tuning.settings import Settings
 from dsat.values.objective import METRICS, Metric
 from testing.scenarios import User
@@ -42,7 +42,7 @@ def test_cores_can_be_bound_by_deepspeeds_launcher_alone() -> None:
         (Launch(passes_local_rank=True, binds_cores=True), {}),
         (Launch(), {}),
     ):
-        assert of_launcher(Entrypoint(script="train.py", launch=launch)) == expected
+        assert find_launcher_switches(Entrypoint(script="train.py", launch=launch)) == expected
 
 
 def test_accumulation_that_the_script_manages_is_left_to_it(user: User) -> None:

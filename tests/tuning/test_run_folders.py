@@ -25,9 +25,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_second_process_is_refused() -> None:
     settings = Settings(method="asha", run_dir=Path("run"))
     with contextlib.ExitStack() as locks:
-        run_folders.of_run(settings, "name", locks)
+        run_folders.choose(settings, "name", locks)
         with pytest.raises(JournalLocked, match=rf"run: .*process {os.getpid()} on .*, since 20"):
-            run_folders.of_run(settings, "name", locks)
+            run_folders.choose(settings, "name", locks)
 
 
 def test_a_killed_process_holds_no_lock() -> None:

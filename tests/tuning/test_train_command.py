@@ -25,7 +25,7 @@ from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import Prepared
 from dsat.tuning.train_command import conditions
 from dsat.values.outcome import ScriptSwitch
-from dsat.values.text import without_secrets
+from dsat.values.text import hide_secrets
 from testing.local import PROGRAMS, cpu_machine
 from testing.printed import prepared, printed_line
 
@@ -80,7 +80,7 @@ def test_variables_of_the_command_are_written_down_but_for_credentials(
         line = printed_line(each, tmp_path)
         assert "HF_TOKEN=\"${HF_TOKEN:?as in your command}\" KIND='a b'" in line
         assert '--hub_token "${HUB_TOKEN:?as in your command}"' in line
-        assert "abc" not in line and without_secrets(line) == line
+        assert "abc" not in line and hide_secrets(line) == line
     words, _, _ = line.partition(" torchrun")
     line = f"{words} {shlex.quote(sys.executable)} -c 'import os; print(os.environ[\"HF_TOKEN\"])'"
     for given, said in (("two words", "two words"), ("", "HF_TOKEN: as in your command")):

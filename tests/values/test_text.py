@@ -12,12 +12,12 @@ import pytest
 from dsat.values.text import HIDDEN as STARS
 from dsat.values.text import (
     assignment,
+    hide_secrets,
+    hide_secrets_in_values,
+    hide_secrets_in_words,
     is_secret,
     printable,
     shell_line,
-    values_without_secrets,
-    without_secrets,
-    words_without_secrets,
 )
 
 KEY = "Zx9kQ2mWvT7bL4pR8s"
@@ -85,8 +85,8 @@ SHOWN = (
 
 @pytest.mark.parametrize(("text", "shown"), [*HIDDEN.items(), *zip(SHOWN, SHOWN, strict=True)])
 def test_secrets_in_texts(text: str, shown: str) -> None:
-    assert without_secrets(text) == shown
-    assert without_secrets(shown) == shown
+    assert hide_secrets(text) == shown
+    assert hide_secrets(shown) == shown
 
 
 def test_a_secret_that_is_cut_through_is_hidden_too() -> None:
@@ -108,24 +108,24 @@ def test_names_of_secrets() -> None:
 
 def test_commands_and_values() -> None:
     words = ["train.py", "--token", "abc def", "--password=x", "--epochs", "3", "TOKEN=a b"]
-    assert words_without_secrets([*words, "--hub_token", "-abc"]) == [
+    assert hide_secrets_in_words([*words, "--hub_token", "-abc"]) == [
         *("train.py", "--token", "***", "--password=***", "--epochs", "3", "TOKEN=***"),
         *("--hub_token", "***"),
     ]
     config = {"comet": {"api_key": "abc", "enabled": True}, "lr": 1, "args": words, "token": None}
-    shown = json.dumps(values_without_secrets(config))
+    shown = json.dumps(hide_secrets_in_values(config))
     assert "abc" not in shown and '"lr": 1' in shown and '"token": null' in shown
-    assert words_without_secrets(["--token", f"--{KEY}", "--lr", "1"])[:2] == ["--token", STARS]
+    assert hide_secrets_in_words(["--token", f"--{KEY}", "--lr", "1"])[:2] == ["--token", STARS]
     flags = ["--token", "--epochs", "1"]
-    assert words_without_secrets(flags) == flags
+    assert hide_secrets_in_words(flags) == flags
     texts = {"max_tokens": 4096, "num_tokens": 10**9, "special_tokens": ["<s>"], "tokens": ["hi"]}
-    assert values_without_secrets(texts) == texts
+    assert hide_secrets_in_values(texts) == texts
 
 
 def test_a_shell_asks_for_the_secrets_of_a_command() -> None:
     words = ["train.py", "--hub_token", "abc", "--wandb.api-key=x y", "--name", "a b", "it's"]
     line = shell_line(words)
-    assert without_secrets(line) == line
+    assert hide_secrets(line) == line
     given = {"HUB_TOKEN": "p q", "WANDB_API_KEY": "r"}
     asked = subprocess.run(["bash", "-c", f"printf '%s\\n' {line}"], capture_output=True, env={})
     assert b"HUB_TOKEN: as in your command" in asked.stderr
@@ -164,5 +164,5 @@ def test_secrets_by_name_by_form_and_by_the_word_before(text: str) -> None:
     [{"api_key": [KEY]}, {"tokens": {"hf": KEY}}, {"auth": ["u", KEY]}, {"token": 123456789012}],
 )
 def test_secrets_in_lists_and_objects_and_numbers(value: dict[str, Any]) -> None:
-    shown = str(values_without_secrets(value))
+    shown = str(hide_secrets_in_values(value))
     assert KEY not in shown and "123456789012" not in shown

@@ -149,17 +149,17 @@ def choose_swap_folders(config: Mapping[str, Any], run: Path, trial: str) -> dic
     name = f"dsat-{hashlib.sha256(place.encode()).hexdigest()[:12]}-{trial}"
     found = {
         section: {**offload, "nvme_path": f"{offload.get('nvme_path', '/local_nvme')}/{name}"}
-        for section, offload in _on_nvme(config)
+        for section, offload in _find_nvme_sections(config)
     }
     return {"zero_optimization": found} if found else {}
 
 
 def swap_folders(config: Mapping[str, Any]) -> list[str]:
     """Return the folders that a configuration swaps to."""
-    return list(dict.fromkeys(offload["nvme_path"] for _, offload in _on_nvme(config)))
+    return list(dict.fromkeys(offload["nvme_path"] for _, offload in _find_nvme_sections(config)))
 
 
-def _on_nvme(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def _find_nvme_sections(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return the sections that offload to NVMe."""
     zero = config.get("zero_optimization") or {}
     found = [(section, zero.get(section)) for section in _OFFLOADED]

@@ -39,7 +39,7 @@ class Host:
         return self.call or self.prefix
 
 
-def without_segments(hosts: Iterable[Host]) -> tuple[Host, ...]:
+def disable_segments(hosts: Iterable[Host]) -> tuple[Host, ...]:
     """Return hosts whose ranks do not use expandable segments of torch's allocator."""
     return tuple(
         replace(host, machine=replace(host.machine, expandable_segments=False)) for host in hosts

@@ -107,7 +107,7 @@ class Machine:
         """Return the devices of some slots; empty for a machine that was not inspected."""
         return [self.devices[slot] for slot in slots if slot < len(self.devices)]
 
-    def with_slots(self, count: int) -> Machine:
+    def extend(self, count: int) -> Machine:
         """Return the machine with more CPU slots, if only a quota of time limits them."""
         if not self.has_quota or self.num_slots < self.threads:
             return self

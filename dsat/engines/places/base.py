@@ -52,7 +52,7 @@ def place_option(flag: str, help: str, **attributes: Any) -> Option:
     return Option((flag,), help, group=Group.PLACE, **attributes)
 
 
-def with_machines(hosts: Sequence[Host]) -> list[Host]:
+def inspect_machines(hosts: Sequence[Host]) -> list[Host]:
     """Look at the accelerators of all hosts, at the same time."""
     machines = find_machines({host.name: host.reach for host in hosts})
     return [replace(host, machine=each) for host, each in zip(hosts, machines, strict=True)]

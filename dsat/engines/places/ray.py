@@ -13,7 +13,7 @@ from typing import Any
 
 from dsat.engines.machines.hosts import Host
 from dsat.engines.places import ray_node
-from dsat.engines.places.base import Environment, place_option, with_machines
+from dsat.engines.places.base import Environment, inspect_machines, place_option
 from dsat.engines.places.ray_choice import NodeResources, Parts, choose, parse_slots
 from dsat.errors import EngineError, UserInputError
 from dsat.options import WORD, at_least
@@ -64,7 +64,7 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
             "needs Ray, which is not installed", where=_ENGINE, hint="Run pip install 'ray>=2.40'."
         )
     with reserved(address, given.get("nodes"), slots, kind) as nodes:
-        yield with_machines(nodes)
+        yield inspect_machines(nodes)
 
 
 @contextlib.contextmanager

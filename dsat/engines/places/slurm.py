@@ -16,7 +16,7 @@ from typing import Any
 
 from dsat.engines.machines.hosts import Host
 from dsat.engines.places import local
-from dsat.engines.places.base import Environment, with_machines
+from dsat.engines.places.base import Environment, inspect_machines
 from dsat.errors import EngineError, UserInputError
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
         allocation.job,
         allocation.nodes,
     )
-    yield with_machines(allocation.find_nodes())
+    yield inspect_machines(allocation.find_nodes())
 
 
 @dataclass(frozen=True)

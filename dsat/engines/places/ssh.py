@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from dsat.engines.machines.hosts import Host
-from dsat.engines.places.base import Environment, with_machines
+from dsat.engines.places.base import Environment, inspect_machines
 from dsat.engines.places.ssh_run import ssh_to
 from dsat.errors import EngineError, UserInputError
 from dsat.in_trial import loopback
@@ -42,10 +42,10 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
         raise UserInputError(
             "is for a command with a hostfile",
             where="--engine ssh",
-            hint="As in: -- deepspeed --hostfile hosts train.py ...",
+            hint="As in: dsat tune deepspeed --hostfile hosts train.py ...",
         )
     _log.info("tuning on the machines of the hostfile, %s", ", ".join(positions))
-    hosts = with_machines(reach(list(positions), environment.ssh_port))
+    hosts = inspect_machines(reach(list(positions), environment.ssh_port))
     for host in hosts:
         chosen = positions[host.name]
         if chosen and max(chosen) >= host.machine.num_slots:

@@ -11,50 +11,17 @@ import functools
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial import loopback
 from dsat.in_trial.adapters.calls import Original
 from dsat.in_trial.adapters.trial import RunningTrial
+from dsat.in_trial.rank_files import LocalTask
 
 _CHIEF_PORTS = ("pub_port", "pull_port")
 _SUPPORTED = ((0, 28), (0, 37))  # first and last
-
-
-@dataclass(frozen=True, eq=False)
-class LocalTask:
-    """Answers to a script's questions about its task.
-
-    Attributes:
-        trial_id, slots: of the trial.
-        hparams: hyperparameters, `deepspeed_config` and `overwrite_deepspeed_args` among them.
-        experiment_config: the whole experiment configuration.
-        length: of the one searcher operation, in the script's own unit.
-        seed: `info.trial.trial_seed`.
-        folder: where reports and checkpoints go.
-        ports: two free ports for the chief's broadcasts.
-        devices: identifiers of the slots' devices; empty on a CPU.
-        hosts: addresses of the trial's hosts, which have equally many of its slots.
-    """
-
-    trial_id: int
-    slots: int
-    hparams: Mapping[str, Any]
-    experiment_config: Mapping[str, Any]
-    length: int
-    seed: int
-    folder: Path
-    ports: Sequence[int]
-    devices: Sequence[str] = ()
-    hosts: Sequence[str] = (loopback.ADDRESS,)
-
-    @property
-    def slots_per_host(self) -> int:
-        return self.slots // len(self.hosts)
 
 
 def get_cluster_info(
@@ -139,14 +106,15 @@ _CONFIG_DEFAULTS: dict[str, Any] = {
 
 def init(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
     """Return a context whose reports, checkpoints and operations stay in the trial's folder."""
-    if trial.task is None:
+    if trial.task is None or trial.folder is None:
         return original(*args, **kwargs)
     _check_version()
-    return _init(trial.task, *args, **kwargs)
+    return _init(trial.task, trial.folder, *args, **kwargs)
 
 
 def _init(
     task: LocalTask,
+    folder: Path,
     *,
     distributed: Any = None,
     checkpoint_storage: Any = None,
@@ -162,14 +130,14 @@ def _init(
         raise ValueError("you must provide a valid DistributedContext for a multi-slot task")
     context = _context._dummy_init(
         distributed=distributed,
-        checkpoint_storage=checkpoint_storage or str(task.folder / "checkpoints"),
+        checkpoint_storage=checkpoint_storage or str(folder / "checkpoints"),
         preempt_mode=preempt_mode or core.PreemptMode.WorkersAskChief,
     )
     is_chief = context.distributed.rank == 0
-    reports = task.folder / "reports.jsonl" if is_chief else Path(os.devnull)
+    reports = folder / "reports.jsonl" if is_chief else Path(os.devnull)
     context.info = determined.get_cluster_info()
     searcher = context.info.trial._config["searcher"]
-    context.train = _train_context(reports, task.folder / "tensorboard", searcher)
+    context.train = _train_context(reports, folder / "tensorboard", searcher)
     context.searcher = _searcher_context(context.distributed, task)
     return context
 

@@ -67,11 +67,16 @@ def create(name: str, position: int) -> Callable[..., Any]:
     def create_folder_or_link(
         trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Succeed if the script removed the existing one, which dsat kept."""
+        """Succeed if the script removed the existing one, or if only an earlier trial made it."""
         files, path = _files_of(trial, kwargs), _argument(name, position, args, kwargs)
         if files is not None and files.is_removed(path) and os.path.lexists(path):
             return None
-        result = original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except FileExistsError:
+            if files is None or not files.is_left_by_a_trial(path):
+                raise
+            result = None
         if files is not None:
             files.note_created(path)
         return result

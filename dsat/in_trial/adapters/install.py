@@ -75,7 +75,7 @@ def begin(folder: Path, *, is_alone: bool = False) -> None:
     if TRIAL.folder is not None:
         return
     TRIAL.folder, TRIAL.is_alone = folder, is_alone
-    if (folder / SPEC_FILE).exists() and RankSpec.of_folder(folder).is_full_run:
+    if (folder / SPEC_FILE).exists() and RankSpec.read(folder).is_full_run:
         TRIAL.phase = Phase.TRAINING
         return
     TRIAL.files = UserFiles(folder)

@@ -53,7 +53,7 @@ def disable_reports(arguments: dict[str, Any]) -> None:
         return
     config.update(off)
     if arguments.get(passed.name) is not config:  # it is a file's
-        arguments.update({**config_injection.without_config(arguments), "config": config})
+        arguments.update({**config_injection.drop_config(arguments), "config": config})
 
 
 def log_in_trial(name: str) -> Callable[..., Any]:

@@ -75,6 +75,14 @@ class UserFiles:
             with open(self._folder / CREATED_FILE, "a", encoding="utf-8") as file:
                 file.write(json.dumps(str(path)) + "\n")
 
+    def is_left_by_a_trial(self, given: Any) -> bool:
+        """Return whether another trial of the run created a folder, and this one did not yet."""
+        path = str(absolute(given))
+        others = [at for at in self._folder.parent.iterdir() if at != self._folder]
+        return path not in read_created(self._folder) and any(
+            path in read_created(other) for other in others
+        )
+
     def remove(self, given: Any) -> None:
         """Note that the script has removed a path, which dsat kept."""
         path = absolute(given)
@@ -128,6 +136,15 @@ class UserFiles:
         target = path.resolve()
         digest = hashlib.sha256(os.fsencode(target)).hexdigest()[:16]
         return self._instead / f"{digest}-{target.name}"
+
+
+def read_created(folder: Path) -> list[str]:
+    """Return the folders that a trial's script has created outside of the trial's folder."""
+    try:
+        lines = (folder / CREATED_FILE).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+    except (OSError, ValueError):  # none, or a process was killed as it wrote
+        return []
 
 
 def absolute(path: Any) -> Path | None:

@@ -1,0 +1,66 @@
+"""Predicted gain of a free global batch, for users whose own leaves nothing to trade."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dsat.memory.forecast import Forecast
+from dsat.memory.predictor import Basis
+from dsat.run.run import Run
+from dsat.run.strategies import make_space
+from dsat.search.base import Observation, Problem, Source
+from dsat.search.predictions import Configurations, Predictions, locate_points
+from dsat.search.threads import in_one_thread
+from dsat.space.batch_rule import LARGEST_MICRO_BATCH
+from dsat.space.knobs import KNOB_NAMES
+from dsat.space.locate import Point
+from dsat.space.plan import Plan
+from dsat.values.zero_strategy import of_config
+
+_ENOUGH = 0.98  # of the largest gain: no larger micro batch is worth proposing
+
+
+@dataclass(frozen=True)
+class FreeBatch:
+    """A larger micro batch with the user's other settings, and its predicted gain."""
+
+    micro_batch: int
+    gain: float
+
+
+def leaves_nothing_to_trade(plan: Plan) -> bool:
+    """Return whether the global batch is kept, and is one sample per device."""
+    return (
+        plan.train_batch_size is not None and plan.own_batch.micro_batch == 1 == plan.own_batch.gas
+    )
+
+
+@in_one_thread
+def predict(run: Run) -> FreeBatch | None:
+    """Predict the best micro batch that fits; None if none is faster, or nothing is known."""
+    own, objective = run.baseline, run.plan.objective
+    if run.profile is None or own is None or objective.smaller_is_better or run.value(own) is None:
+        return None
+    fixed: dict[str, Any] = {"tune": (), "fix": KNOB_NAMES, "choices": {}, "listed_switches": {}}
+    plan, profile = replace(run.plan, train_batch_size=None, **fixed), run.profile
+    strategy = of_config(plan.base_config)
+    space = make_space(plan, replace(profile, switches={}), only=(strategy,))
+    basis = run.memory_basis or Basis.of_profile(profile, plan.switches)
+    forecast = Forecast(basis, plan, profile, space)
+    forecast.learn(own.overrides, own.script_args, run.outcomes[own.id])
+    settings = space.branches[0].settings(0)
+    most = min(forecast.largest(settings), LARGEST_MICRO_BATCH)
+    sizes = [2**power for power in range(1 + int(math.log2(max(1, most))))]
+    batches = [space.batch(size, settings) for size in sizes]
+    tried = [Observation(Point(0, 0, b.micro_batch), b, None) for b in batches]
+    first = replace(tried[0], outcome=run.outcomes[own.id], source=Source.BASELINE)
+    known = Configurations.build(Problem(profile, objective, space, plan.seed))
+    points = locate_points(known, [(Point(0, 0, b.batch.micro_batch), b) for b in tried])
+    rates = Predictions.fit(known, [first]).log_rate(points)
+    gains = np.exp(rates - rates[0])
+    at = int(np.argmax(gains >= _ENOUGH * gains.max()))
+    return FreeBatch(sizes[at], float(gains[at])) if at else None
