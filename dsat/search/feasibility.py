@@ -75,8 +75,8 @@ class Feasibility:
     def __init__(
         self, ended: Iterable[Ended], count: int, *, predicted: bool, on_device: bool
     ) -> None:
-        self._ran = np.full(count, -math.inf)  # octaves above the predicted largest micro batch
-        self._failed = np.full(count, math.inf)
+        self._ran = [-math.inf] * count  # octaves above the predicted largest micro batch
+        self._failed = [math.inf] * count
         self._sound: Counter[tuple[str, str]] = Counter()
         self._unsound: dict[tuple[str, str], float] = defaultdict(float)
         failed_on_slot = math.inf  # host memory differs by strategy
@@ -89,7 +89,7 @@ class Feasibility:
         if failed_on_slot < center:
             scale = max(scale, _SURPRISED * (center - failed_on_slot))
             center = failed_on_slot
-        elif predicted and self._ran.max(initial=-math.inf) > _NEAR:
+        elif predicted and max(self._ran, default=-math.inf) > _NEAR:
             scale *= _CONFIRMED
         self._center, self._scale = center, scale
 
@@ -122,7 +122,7 @@ class Feasibility:
             0.5 + np.arctan((at - self._center) / self._scale) / math.pi
             for at in (self._ran[strategy], self._failed[strategy], octaves)
         )
-        chance: Array = np.clip((high - here) / max(high - low, _LEAST), _LEAST, 1.0)
+        chance: Array = np.clip((high - here) / np.maximum(high - low, _LEAST), _LEAST, 1.0)
         return chance
 
     def runs(self, values: Values) -> float:

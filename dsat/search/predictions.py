@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dsat.search.base import Memory, Observation, Problem, Source, largest_micro_batch
-from dsat.search.candidates import Row, Settings
+from dsat.search.candidates import Settings
 from dsat.search.feasibility import Ended, Feasibility
 from dsat.search.normal import Array
 from dsat.search.speed import Points, Posterior, Prior
@@ -106,40 +106,38 @@ class Configurations:
 
     def points(
         self,
-        rows: Sequence[Row],
-        where: Any,
+        keys: Sequence[tuple[int, int]],
+        where: Array,
         micro_batch: Array,
         gas: Array,
-        edges: Sequence[float],
         neighbours: Any = 0,
     ) -> Points:
         """Return n configurations.
 
         Args:
-            rows: settings.
+            keys: branch and number of settings.
             where: position of each configuration's settings among them, (n,).
             micro_batch, gas: of each, (n,).
-            edges: the largest micro batches of the settings.
             neighbours: trials at the same time, of each, (n,).
         """
-        count, num_traits = len(rows), len(self.settings.effects)
-        work = np.array([row.work for row in rows]).reshape(count, len(COLUMNS))
-        traits = np.array([row.traits for row in rows]).reshape(count, num_traits)
+        rows = [self.settings.row(*key) for key in keys]
+        edges = np.array([self.edge(*key) for key in keys])
+        work = np.array([row.work for row in rows]).reshape(len(rows), len(COLUMNS))
+        traits = np.array([row.traits for row in rows]).reshape(
+            len(rows), len(self.settings.effects)
+        )
         size = np.asarray(micro_batch, float)
         return Points(
             work=work[where],
             micro_batch=size,
             gas=np.asarray(gas, float),
-            room=(np.array(edges)[where] - size) * self.sample_part,
-            traits=self.settings.with_trial(
-                traits[where], size, np.full(len(size), neighbours) == 0
-            ),
+            room=(edges[where] - size) * self.sample_part,
+            traits=self.settings.with_trial(traits[where], np.full(len(size), neighbours) == 0),
         )
 
     def alone(self, points: Points) -> Points:
         """Return configurations as if nothing ran beside them."""
-        is_alone = np.ones(len(points), bool)
-        traits = self.settings.with_trial(points.traits, points.micro_batch, is_alone)
+        traits = self.settings.with_trial(points.traits, np.ones(len(points), bool))
         return replace(points, traits=traits)
 
     def log_work(self, points: Points) -> Array:
@@ -277,10 +275,9 @@ def locate_points(known: Configurations, located: Sequence[tuple[Point, Observat
     keys = list(dict.fromkeys((point.branch, point.index) for point, _ in located))
     place = {key: number for number, key in enumerate(keys)}
     return known.points(
-        [known.settings.row(*key) for key in keys],
+        keys,
         np.array([place[point.branch, point.index] for point, _ in located], int),
         np.array([each.batch.micro_batch for _, each in located], float),
         np.array([each.batch.gas for _, each in located], float),
-        [known.edge(*key) for key in keys],
         np.array([each.neighbours for _, each in located], int),
     )

@@ -35,7 +35,6 @@ RUN_SD = 0.01  # of measurements from run to run; its scale is learned
 _SCALE_SD = 1.2
 # Measurements to fit, to bound the time of a decision: the fastest and the latest.
 _MOST = 64
-_MANY, _WILD = 8, 3.0  # measurements that reveal an outlier, and its standard deviations
 _STEPS, _SETTLED = 20, 0.01  # of Gauss-Newton
 
 
@@ -305,24 +304,9 @@ def fit(prior: Prior, points: Points, log_s: Array, error: Array) -> Posterior:
         earlier = by_speed[by_speed < len(points) - _MOST // 2]
         latest = np.arange(len(points) - _MOST // 2, len(points))
         measured = measured.only(np.append(np.sort(earlier[: _MOST // 2]), latest))
-    theta = prior.mean
+    theta, scales = prior.mean, Scales()
     if len(measured):
         theta[0] += float(np.median(measured.log_s - prior.physical(theta, measured.points)[0]))
-    found = _fit(measured, theta, Scales())
-    if len(measured) < _MANY:
-        return found
-    # Each measurement by its prediction from all others (Rasmussen and Williams (2006), 5.4.2).
-    precision = (found.root**2).sum(axis=0)
-    apart = np.abs(found.weights) / precision
-    is_wild = apart * np.sqrt(precision) > _WILD
-    if not is_wild.any():
-        return found
-    error = np.where(is_wild, apart, measured.error)
-    return _fit(replace(measured, error=error), found.theta, found.scales)
-
-
-def _fit(measured: Measurements, theta: Array, scales: Scales) -> Posterior:
-    """Return the posterior at the likeliest factors and scales near these."""
     theta = _find_factors(measured, theta, scales)
     if len(measured) > 1:
         scales = _find_scales(measured, theta, scales)

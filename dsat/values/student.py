@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 
+@functools.lru_cache(maxsize=256)
 def half_width(level: float, freedom: int) -> float:
     """Return the half-width of a two-sided confidence interval, in standard errors.
 

@@ -252,6 +252,17 @@ def test_a_run_in_full_length_changes_what_its_script_changes(scripts: Scripts, 
     assert (out / "best.pt").read_bytes() != b"old"
 
 
+def test_messages_of_a_simulation_are_not_the_users_whatever_the_clock(tmp_path: Path) -> None:
+    """Their folder is older than the trial, and a file system's clock may be behind."""
+    (tmp_path / "trial").mkdir()
+    with tempfile.TemporaryDirectory() as messages:
+        files, question = UserFiles(tmp_path / "trial"), Path(messages, "question-000000.json")
+        question.touch()
+        assert not files.is_scratch(question)
+        files.add_scratch(Path(messages))
+        assert files.is_scratch(question) and not files.is_to_stay(question)
+
+
 def test_each_trial_can_create_a_folder_that_must_be_new(scripts: Scripts, out: Path) -> None:
     script = f"""
 existing = []

@@ -97,6 +97,17 @@ def test_pairs_end_when_the_gain_is_surely_worth_nothing() -> None:
     assert play(finals, {2: 1.001}, noise=0.0005) == "o22o" * 3 + "o2"
 
 
+def test_pairs_are_looked_at_a_few_times_only() -> None:
+    """After four of them it would be clear, but each look is a chance to be wrong."""
+    finals = Finals(Contestant(1, -0.5, 0.01, train_batch_size=8), [leader(2)], trials=20)
+    for gain in (0.06, 0.14, 0.10, 0.10, 0.10):
+        roles = [Role.OWN, Role.LEADER][:: -1 if len(finals.pairs) % 2 else 1]
+        for role in roles:
+            assert finals.turn is not None and finals.turn.role is role
+            finals.record(gain if role is Role.LEADER else 0.0)
+    assert finals.over and finals.is_better
+
+
 def test_one_pair_is_judged_by_the_runs_of_the_search_too() -> None:
     for own, first, second in ((0.0, 1.4, True), (0.05, 1.1, False)):
         finals = Finals(OWN, [leader(2, first)], trials=2)

@@ -231,7 +231,7 @@ _WORDS: list[tuple[str, str, str]] = [
     ("model --engine nowhere -- train.py", "", "--engine nowhere local slurm"),
     ("model --trial-timeout soon -- t.py", "", "--trial-timeout 'soon' 90s"),
     ("model --slot-memory 1023KiB -- t.py", "", "--slot-memory '1023KiB' 24GiB"),
-    ("model --slot-memory 80 -- t.py", "", "--slot-memory '80' 24GiB"),
+    ("model --slot-memory 80 -- t.py", "", "--slot-memory '80' 80GiB"),
     ("model --run-dir train.py/run -- python train.py", "", "train.py: folder"),
     ("model --resume -- python train.py", "--resume", "dsat_runs/train-*"),
     ("model --resume --run-dir empty -- python train.py", "empty", "run"),
@@ -294,8 +294,8 @@ def mistakes() -> Iterator[Mistake]:
     for name, content, words in _FILES:
         yield Mistake(experiment, name, _words(words), {name: content})
     for text, words in _MODELS.items():
-        own = {"model.json": text}
-        yield Mistake("estimate --model model.json", "model.json", _words(words), own)
+        line, model = "estimate --model model.json", {"model.json": text}
+        yield Mistake(line, "model.json", _words(words), model)
     for bad in ("many", "0", "1.5", ""):
         flag = f"--per_device_train_batch_size={bad}"
         line = f"model --dry-run -- train.py --deepspeed ds.json --output_dir out {flag}"

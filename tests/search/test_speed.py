@@ -248,17 +248,6 @@ def test_without_residuals_it_is_a_gaussian_process_by_the_textbook() -> None:
     assert np.allclose(sd**2, np.diag(variance), atol=1e-6)
 
 
-def test_a_wild_measurement_does_little() -> None:
-    rng = np.random.default_rng(1)
-    table, other = drawn(rng, 60), drawn(rng, 100)
-    true, _ = truth_of(rng, table, other)
-    log_s = true + rng.normal(0, 0.02, 60)
-    wild = log_s + np.where(np.arange(60) == 30, 1.0, 0.0)
-    found = [fit(PRIOR, table, y, np.full(60, 0.005)) for y in (log_s, wild)]
-    moved = np.abs(found[0].predict(other)[0] - found[1].predict(other)[0])
-    assert float(np.median(moved)) < 0.03
-
-
 def test_what_runs_counts_as_measured_with_its_predicted_time() -> None:
     rng = np.random.default_rng(2)
     table, running, other = drawn(rng, 8), drawn(rng, 2), drawn(rng, 20)

@@ -152,6 +152,21 @@ def test_no_secret_is_assigned_whatever_it_begins_with(value: str) -> None:
         "https://hooks.slack.com/services/T0001/B0002/{key}",
         "postgres://user:p@{key}@db/x",
         "ValueError: invalid token {key}",
+        "the password is {key}",
+        "Incorrect API key provided: {key}",
+        "authorization={key}",
+        "--jwt {key}",
+        "--bearer {key}",
+        "--creds {key}",
+        "--authtoken {key}",
+        "--passcode {key}",
+        "smtp.pw={key}",
+        "comet.api.key={key}",
+        "X-Amz-Signature={key}",
+        "https://api.telegram.org/bot123456789:{key}/send",
+        "glptt-{key}{key}",
+        "ATATT3{key}",
+        "figd_{key}",
     ],
 )
 def test_secrets_by_name_by_form_and_by_the_word_before(text: str) -> None:
@@ -161,7 +176,14 @@ def test_secrets_by_name_by_form_and_by_the_word_before(text: str) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [{"api_key": [KEY]}, {"tokens": {"hf": KEY}}, {"auth": ["u", KEY]}, {"token": 123456789012}],
+    [
+        {"api_key": [KEY]},
+        {"tokens": {"hf": KEY}},
+        {"auth": ["u", KEY]},
+        {"token": 123456789012},
+        {"comet": {"api": {"key": KEY}}},
+        {"env": [{"name": "HF_TOKEN", "value": KEY}]},
+    ],
 )
 def test_secrets_in_lists_and_objects_and_numbers(value: dict[str, Any]) -> None:
     shown = str(hide_secrets_in_values(value))
