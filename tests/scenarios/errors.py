@@ -217,7 +217,7 @@ _WORDS: list[tuple[str, str, str]] = [
     ("model --engine nowhere -- train.py", "", "--engine nowhere local slurm"),
     ("model --trial-timeout soon -- t.py", "", "--trial-timeout 'soon' 90s"),
     ("model --slot-memory 1023KiB -- t.py", "", "--slot-memory '1023KiB' 24GiB"),
-    ("model --slot-memory 80 -- t.py", "", "--slot-memory '80' 24GiB"),
+    ("model --slot-memory 80 -- t.py", "", "--slot-memory '80' 80GiB"),
     ("model --run-dir train.py/run -- python train.py", "", "train.py: folder"),
     ("model --resume -- python train.py", "--resume", "dsat_runs/train-*"),
     ("model --resume --run-dir empty -- python train.py", "empty", "run"),
