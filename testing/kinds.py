@@ -42,8 +42,8 @@ KINDS = (
     _program("a notebook with a search of its own", "notebook.py"),
     _program("spawned ranks", "", command="python3 spawn.py 4 29731", ranks=0),
     _program("click", "by_click.py train --batch-size 8 first"),
-    _program("subcommands", "subcommands.py train --bs 2 --accum 4", "needs --bs 8"),
-    _program("dotted arguments", "dotted.py train.batch_size=2", "needs train.batch_size 8"),
+    _program("subcommands", "subcommands.py train --bs 2 --accum 4", "note: --bs follows"),
+    _program("dotted arguments", "dotted.py train.batch_size=2", "note: train.batch_size follows"),
     _program("fewer data than a batch", "loop.py --rows 20 --epochs 40", config=True),
     _program("accumulation by hand", "loop.py --by-hand 4", "do not divide the loss", config=True),
     _program(

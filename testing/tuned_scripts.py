@@ -205,8 +205,8 @@ def fault_of_statements(script: Script, told: Tuned) -> str:
     """
     if script.fails is not None or told.changed:
         return fault_of(script, told)
-    if told.status or not re.search(script.says, told.out):
-        return f"status {told.status}, {script.says!r} is not in: {told.out} {told.err[-600:]}"
+    if told.status or not re.search(script.says, told.out + told.err):
+        return f"status {told.status}, {script.says!r} is not in: {told.out} {told.err}"
     plain = told.folder.with_name("plain")
     own = prepare(script, plain, script.launchers[0], script.most_ranks)
     own_steps, _ = _trained(shlex.join(own), plain)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +44,6 @@ _OF_TRAINING = (
     "checkpoint_policy min_checkpoint_period min_validation_period optimizations "
     "perform_initial_validation profiling records_per_epoch scheduling_unit"
 ).split()
-_BATCH_SYSTEMS = ("pbs", "slurm")
-_OF_GPUS = re.compile(r"(gpu_type|slots_per_node)$|--[a-z-]*(gpu|gres)|-G")  # keys and options
 
 _STATES = {
     "DELETED": "deleted",
@@ -134,8 +131,6 @@ def runner_config(
     storage = config.get(_STORAGE)
     if isinstance(storage, Mapping) and storage.get("save_trial_latest") == 0:
         config[_STORAGE] = {**storage, "save_trial_latest": 1}  # it is the result
-    sections = {key: config.get(key) for key in _BATCH_SYSTEMS}
-    config |= {k: _without_gpus(v) for k, v in sections.items() if isinstance(v, Mapping)}
     resources = dict(config.get("resources") or {})
     for key in ("max_slots", "shm_size"):
         resources.pop(key, None)
@@ -165,21 +160,6 @@ def runner_config(
     if _secrets_of(changed) != _secrets_of(config) and isinstance(data, Mapping):
         changed[_DATA] = {**data, _TRIALS_SECRETS: _secrets_of(user.config)}
     return changed
-
-
-def _without_gpus(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of a batch system without those about GPUs."""
-    return {
-        key: [  # an option's value may be the next word
-            each
-            for before, each in zip(["", *value], value, strict=False)
-            if not _OF_GPUS.match(str(each if str(each).startswith("-") else before))
-        ]
-        if isinstance(value, list)
-        else value
-        for key, value in section.items()
-        if not _OF_GPUS.match(str(key))
-    }
 
 
 def describe_state(state: str) -> str:

@@ -94,8 +94,9 @@ class TrainingCheck:
         finding = self.compare(plan, own, pick)
         if not finding.differs:
             return self._compare_uncounted(own, pick)
+        reason = f"on the same data it trains differently from yours. {finding.reason}"
         if finding.of_gradients:
-            return f"{finding.reason}. {self._likely_wrong(plan, own, pick, version)}"
+            return f"{reason}. {self._likely_wrong(plan, own, pick, version)}"
         same = [
             changes(trial)
             for trial in self._trials.values()
@@ -104,7 +105,7 @@ class TrainingCheck:
         ]
         blamed = same_training.suspects(changes(pick), same)
         said = ", ".join(f"{key}={value[1]}" for key, value in blamed.items()) or "the batch sizes"
-        return f"{finding.reason}. What differs: {said}"
+        return f"{reason}. What differs: {said}"
 
     def _compare_uncounted(self, own: Trial, pick: Trial) -> str | None:
         """Return why samples that were not counted cannot be compared; None if they can.
@@ -116,7 +117,7 @@ class TrainingCheck:
         if not its or not yours or max(its, yours) <= _MOST_APART * min(its, yours):
             return None
         return (
-            f"A sample had {its:,.0f} tokens on average and yours {yours:,.0f}, so its micro "
+            f"a sample had {its:,.0f} tokens on average and yours {yours:,.0f}, so its micro "
             "batches are not those of the configuration"
         )
 

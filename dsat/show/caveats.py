@@ -67,7 +67,7 @@ def _warn_of_faults(run: Run, best: Trial) -> Iterator[str]:
 def _name_excluded(run: Run) -> Iterator[str]:
     for trial_id, why in run.disqualified.items():
         name = run.trials[trial_id].name
-        yield f"{name} is excluded: on the same data it trains differently from yours. {why}."
+        yield f"{name} is excluded: {why}."
 
 
 def _warn_of_noise(run: Run, found: Gain | None) -> Iterator[str]:

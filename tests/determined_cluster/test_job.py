@@ -123,36 +123,6 @@ def test_a_number_of_restarts_of_the_user_holds_for_trials(tmp_path: Path) -> No
         assert there.master.experiment(SEARCH).config["max_restarts"] == 2
 
 
-ARGS = ["--account=abc", "--partition=gpu", "--mem-per-gpu=1g", "--gres=gpu:4", "-G4"]
-SLURM = {"slots_per_node": 4, "gpu_type": "tesla", "sbatch_args": ARGS}
-
-
-@pytest.mark.parametrize(
-    ("users", "runners"),
-    [
-        ({"slurm": SLURM}, {"slurm": {"sbatch_args": ARGS[:2]}}),
-        (
-            {"pbs": {"slots_per_node": 4, "pbsbatch_args": ["-A abc"]}},
-            {"pbs": {"pbsbatch_args": ["-A abc"]}},
-        ),
-        (
-            {"slurm": {"sbatch_args": ["--gres", "gpu:4", "-G", 2, "-A", "abc", "x.sh"]}},
-            {"slurm": {"sbatch_args": ["-A", "abc", "x.sh"]}},
-        ),
-        # What is no mapping is left for the master to refuse.
-        ({"slurm": "text", "pbs": ["a"]}, {"slurm": "text", "pbs": ["a"]}),
-    ],
-)
-def test_the_runner_keeps_what_the_batch_system_needs_but_for_gpus(
-    users: dict[str, Any], runners: dict[str, Any], master: StandIn, tmp_path: Path
-) -> None:
-    program = changed("pretend", tmp_path, **users)
-    words = ["random", program / "deepspeed.yaml", program, "--detach"]
-    assert main.main(list(map(str, words))) == 0
-    config = json.loads(master.experiment(1).original_config)
-    assert {key: config[key] for key in runners} == runners
-
-
 def test_a_limit_of_slots_in_the_experiment_is_the_searchs_too(
     nowhere: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

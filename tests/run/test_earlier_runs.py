@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -35,13 +35,15 @@ def measure(trial: Trial) -> Outcome:
     return replace(ran(trial.batch.micro_batch), profile=weightless(1000), duration_s=100.0)
 
 
-def run(plan: Plan, *earlier: Run) -> tuple[Run, list[Trial]]:
+def run(
+    plan: Plan, *earlier: Run, measured: Callable[[Trial], Outcome] = measure
+) -> tuple[Run, list[Trial]]:
     """Return a run after earlier ones, and what it measured."""
     launched: list[Trial] = []
 
     def outcome_of(trial: Trial) -> Outcome:
         launched.append(trial)
-        return measure(trial)
+        return measured(trial)
 
     tuner = Tuner(plan, MemoryJournal())
     tuner.reuse(reusable_trials(earlier, plan, {}))
@@ -60,6 +62,22 @@ def test_what_was_measured_is_not_measured_again_and_costs_no_trials() -> None:
     assert all((t.overrides, t.script_args) not in known for t in launched)
     assert len(second.trials) == 16 == second.most_trials
     assert second.baseline is not None and second.baseline.id in second.earlier
+
+
+def test_the_flag_of_a_fixed_batch_is_known_from_earlier_runs() -> None:
+    own = PLAN.own_batch.micro_batch
+
+    def feeds_its_flag(trial: Trial) -> Outcome:
+        if trial.batch.micro_batch == own or trial.batch_flag:
+            return measure(trial)
+        return Outcome(OutcomeKind.INVALID, fixed_batch=own, batch_flag="--bs")
+
+    first, before = run(PLAN, measured=feeds_its_flag)
+    plan = replace(PLAN, finals=2, max_trials=6)
+    second, launched = run(plan, first, measured=feeds_its_flag)
+    assert {trial.batch_flag for trial in before} == {"", "--bs"}
+    assert {trial.batch_flag for trial in launched} == {"--bs"}
+    assert all(outcome.ok for outcome in second.outcomes.values())
 
 
 def test_finals_measure_anew() -> None:
