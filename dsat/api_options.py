@@ -47,7 +47,6 @@ class EstimateOptions(ModelOptions, total=False):
     host_memory: Size | None
     devices: int | Sequence[int]
     formula: bool
-    exact: bool
 
 
 class ProjectOptions(ModelOptions, total=False):

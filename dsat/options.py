@@ -229,7 +229,8 @@ def memory_size(value: str | int) -> int:
     if not 1 <= size <= LARGEST_INTEGER:
         raise ValueError(f"invalid memory size {value!r} (for example 24GiB)")
     if size < _LEAST_MEMORY:
-        raise ValueError(f"{value!r} is {int(size)} bytes only (for example 24GiB)")
+        likely = f"{value}GiB" if str(value).isdigit() else "24GiB"
+        raise ValueError(f"{value!r} is {int(size)} bytes only (for example {likely})")
     return int(size)
 
 

@@ -74,6 +74,8 @@ class Script:
         own_file: that the command names, and of which a search writes a changed copy.
         batch_key: of the micro batch in it.
         variables: that the command lacks on a machine without a GPU.
+        says: a pattern of what a search says.
+        method: of the search.
         fails: None if it is tuned.
     """
 
@@ -94,6 +96,8 @@ class Script:
     own_file: str = ""
     batch_key: str = "per_device_train_batch_size"
     variables: Mapping[str, str] = field(default_factory=dict)
+    says: str = ""
+    method: str = "model"
     fails: Failure | None = None
 
     def can_start(self, launcher: str, ranks: int) -> bool:

@@ -18,7 +18,6 @@ from dsat.show import watch
 from testing.scenarios import User
 from testing.world import Failure, World
 
-Steady = World
 HOSTILE = "</script><script>document.body.dataset.hacked='yes'</script><img src=x onerror=alert(1)>"
 
 

@@ -5,14 +5,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from dsat.cli.parser import PREDICTS, options_of_command
+from dsat.in_trial.adapters.calls import Adapter
 from dsat.in_trial.adapters.table import ENGINE, MODELS, TABLE
+from dsat.in_trial.adapters.trial import ALWAYS, IN_TRIALS
 from dsat.options import Group, Option
 from dsat.search import SEARCHES
 from dsat.show.settings import READ_ONLY
@@ -20,7 +24,7 @@ from dsat.space.knobs import KNOB_NAMES, KNOBS
 from dsat.tuning.make_settings import all_options
 from dsat.tuning.settings import TUNE
 from dsat.values import hazards
-from testing import python_reference, touched
+from testing import python_reference
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- From the declarations in the code, by `make docs`. -->\n\n"
@@ -60,6 +64,43 @@ def _json(value: Any) -> str:
     return f"{value:g}".replace("e+0", "e").replace("e+", "e") if is_large else json.dumps(value)
 
 
+def adapter_reference(table: Iterable[Adapter]) -> str:
+    """Return what dsat touches, by library and by what is done, in their order."""
+    parts = []
+    by_package = sorted(table, key=_package)
+    for package, adapters in groupby(by_package, key=_package):
+        parts.append(f"## {package}\n\n| function | in | what dsat changes |\n|---|---|---|")
+        for (text, when), alike in groupby(adapters, key=lambda a: (_description(a), _phases(a))):
+            names = ", ".join(_link(adapter) for adapter in alike)
+            parts.append(f"| {names} | {when} | {text} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _package(adapter: Adapter) -> str:
+    package = adapter.module.partition(".")[0]
+    return "Python" if package in _OF_PYTHON else package
+
+
+_OF_PYTHON = ("argparse", "builtins", "io", "multiprocessing", "os", "shutil", "sys")
+
+
+def _link(adapter: Adapter) -> str:
+    versions = f" ({adapter.versions})" if adapter.versions else ""
+    return f"`{adapter.module}.{adapter.attribute}`{versions}".replace("`builtins.", "`")
+
+
+def _description(adapter: Adapter) -> str:
+    text = inspect.getdoc(adapter.wrapper) or ""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def _phases(adapter: Adapter) -> str:
+    if adapter.phases == ALWAYS:
+        return "trials, full-length runs"
+    return "trials" if adapter.phases == IN_TRIALS else ", ".join(p.name for p in adapter.phases)
+
+
 def python_examples() -> list[str]:
     """Return the blocks of Python in the page on Python, in their order."""
     text = (DOCS / "python.md").read_text(encoding="utf-8")
@@ -89,7 +130,7 @@ def references() -> dict[Path, str]:
         DOCS / "settings.md": setting_reference(),
         DOCS / "python-api.md": python_reference.python_reference(),
         DOCS / "faults.md": hazards.markdown(),
-        DOCS / "what-dsat-touches.md": touched.markdown([*TABLE, *ENGINE, MODELS]),
+        DOCS / "what-dsat-touches.md": adapter_reference([*TABLE, *ENGINE, MODELS]),
     }
 
 

@@ -143,7 +143,7 @@ def tune(
     before = snapshot(folder)
     options = [*OPTIONS.split(), *script.options.split()]
     done = subprocess.run(
-        [*start, "model", *options, "--", *command],
+        [*start, script.method, *options, "--", *command],
         cwd=folder,
         env={**environment(packages_of(script)), **(job or {}), **script.variables},
         capture_output=True,
@@ -196,6 +196,44 @@ def fault_of_answer(script: Script, told: Tuned) -> str:
     )
     end = trained.stderr.strip()[-600:]
     return f"{line}\nended with {trained.returncode}: {end}" if trained.returncode else ""
+
+
+def fault_of_statements(script: Script, told: Tuned) -> str:
+    """Return what is wrong with the verdict on a script that says how it trained.
+
+    The printed command must train as many steps as the user's own does, of the best micro batch.
+    """
+    if script.fails is not None or told.changed:
+        return fault_of(script, told)
+    if told.status or not re.search(script.says, told.out):
+        return f"status {told.status}, {script.says!r} is not in: {told.out} {told.err[-600:]}"
+    plain = told.folder.with_name("plain")
+    own = prepare(script, plain, script.launchers[0], script.most_ranks)
+    own_steps, _ = _trained(shlex.join(own), plain)
+    log = told.folder / "run" / "full" / "stdout.log"
+    steps, fed = _trained(printed_in(told.folder / "run"), told.folder, log)
+    best = told.run.best
+    if best is None or (steps, fed) != (own_steps, best.batch.micro_batch):
+        return f"{own_steps} steps become {steps} of micro batch {fed}: {told.out}"
+    return ""
+
+
+def _trained(line: str, folder: Path, log: Path | None = None) -> tuple[int, int]:
+    """Return the steps and the micro batch that a command trains, from what its script says."""
+    done = subprocess.run(
+        ["bash", "-c", line],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_PATIENCE_S,
+    )
+    said = done.stdout + (log.read_text() if log is not None and log.exists() else "")
+    found = re.search(r"trained (\d+) steps of micro batch (\d+)", said)
+    if done.returncode or found is None:
+        raise AssertionError(f"{line} ended with {done.returncode}: {done.stderr[-600:]}")
+    return int(found[1]), int(found[2])
 
 
 def documented_commands() -> dict[str, tuple[str, list[str]]]:

@@ -16,6 +16,10 @@ from testing.scenarios import User
 ROOT = Path(__file__).parent.parent
 # Seconds that a test may take, by marker: many times what it takes on a busy machine.
 _LIMITS_S = {"nightly": 1800, "cluster": 1800, "slow": 900}
+# Modules are compiled once: not by each of the many hundred processes that tests start, half a
+# second of a core each, nor tests anew in each run, with their assertions, five seconds of a core.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,12 +59,6 @@ def _no_lock_stays(_compiler_locks: CompilerLocks) -> Iterator[None]:
     """A rank that a test kills while it loads an operator leaves a lock, and all others wait."""
     yield
     _compiler_locks.remove()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _modules_compiled_once() -> None:
-    """Not by each of the many hundred processes that tests start, half a second of a core each."""
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,8 @@ import pytest
 from dsat.cli import parser
 from dsat.cli.main import main
 from testing import shown
-from testing.made_up_runs import Steady, write_run
+from testing.made_up_runs import write_run
+from testing.world import World
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
@@ -121,7 +122,7 @@ def test_the_commands_that_look_at_runs_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("my-model-3", "my-model-4"):
-        run = write_run(tmp_path / "dsat_runs" / name, Steady(), trials=20)
+        run = write_run(tmp_path / "dsat_runs" / name, World(), trials=20)
     trial = next(t.name for t in run.trials.values() if t.kind.value == "search")
     looked = [w for _, w in COMMANDS if w[0] in ("show", "runs", "compare", "export")]
     assert {words[0] for words in looked} >= {"show", "runs", "compare"}

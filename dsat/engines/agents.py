@@ -101,7 +101,7 @@ class Agents:
         self.supervisors.close()
 
     def _warm_up(self) -> str:
-        count = len(self._modules)
-        which = "torch and DeepSpeed" if not count else f"{count} modules"
+        has_own = len(self._modules) > len(self._builder.options.imported)
+        which = "your script's libraries" if has_own else "torch and DeepSpeed"
         with slow.logged(_log, f"importing {which} once"):
             return self.supervisors.warm_up(self._modules)

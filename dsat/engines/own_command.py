@@ -25,7 +25,7 @@ from dsat.engines.running import ActivityLog, Running
 from dsat.engines.start import LocalOptions, Start, StartMethod
 from dsat.engines.starts import StartBuilder
 from dsat.engines.supervisors import LOST, Supervisors
-from dsat.engines.trial_folder import log_files, remove_hook
+from dsat.engines.trial_folder import log_files, read_end, remove_hook
 from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import start_record
 from dsat.in_trial.meter_spec import MeterSpec
@@ -36,6 +36,7 @@ from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 _POLL_S = 0.1
+_LAST_LINES = 50
 _HERE = 0
 _OWN = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
 
@@ -214,9 +215,8 @@ class OwnCommand:
         for name in log_files(0):
             if (self.folder / name).exists():
                 shutil.copy(self.folder / name, kept / name)
-        printed = self.folder / "stdout.log"
-        if not log and printed.exists():  # programs like make say there what went wrong
-            log = printed.read_text(errors="replace")[-4096:]
+        if not log:  # programs like make say on standard output what went wrong
+            log = "\n".join(read_end(self.folder / log_files(0)[0])[-_LAST_LINES:])
         return ScriptFailed(f"your command {problem}. Its log is {kept / log_files(0)[1]}", log)
 
     def _check_nodes(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dsat.engines.running import Running
 from dsat.engines.start import FULL_RUN_ID, StartMethod
-from dsat.engines.trial_folder import log_files
+from dsat.engines.trial_folder import log_files, read_end
 from dsat.in_trial import failures
 from dsat.in_trial.rank_files import METRICS_FILE, PORTS_FILE, read_steps, result_file
 from dsat.values import host_memory
@@ -26,7 +26,6 @@ _TRACEBACK = "Traceback (most recent call last):"
 # What torchrun and accelerate add when a rank has failed.
 _OF_LAUNCHERS = ("torch.distributed.elastic.", "subprocess.CalledProcessError: ")
 _LOGGED_BY_LAUNCHER = re.compile(r"torch[./]distributed[./]elastic")
-_LOG_TAIL_BYTES = 64 * 2**10
 # What launchers log of the first rank that failed: torchrun, DeepSpeed's, accelerate's.
 _EXIT_OF_RANK = re.compile(
     r"exitcode\s*: (?P<torchrun>-?\d+)|return code = (?P<deepspeed>-?\d+)"
@@ -109,7 +108,7 @@ def _read_command_outcome(running: Running, reports: list[Outcome]) -> Outcome:
     """Return the outcome of the user's whole command."""
     folder, status = running.folder, status_of(running)
     number = _signal_of_rank(
-        _log_lines(folder), 0 if all(running.collect_by_rank("killed")) else status
+        read_end(folder / log_files(0)[1]), 0 if all(running.collect_by_rank("killed")) else status
     )
     if reports and number != signal.SIGKILL:
         return reports[0]
@@ -173,7 +172,7 @@ def log_tail(folder: Path, cross_rank: int = 0) -> str:
         folder: of the trial.
         cross_rank: the host's number among those of the trial.
     """
-    lines = _log_lines(folder, cross_rank)
+    lines = read_end(folder / log_files(cross_rank)[1])
     launchers = next((n for n, line in enumerate(lines) if line.startswith(_OF_LAUNCHERS)), None)
     if launchers is not None and _TRACEBACK in lines[:launchers]:
         while lines.pop() != _TRACEBACK or len(lines) > launchers:
@@ -181,13 +180,3 @@ def log_tail(folder: Path, cross_rank: int = 0) -> str:
         while lines and _LOGGED_BY_LAUNCHER.search(lines[-1]):
             lines.pop()
     return "\n".join(lines[-_LOG_TAIL_LINES:])
-
-
-def _log_lines(folder: Path, cross_rank: int = 0) -> list[str]:
-    """Return the last lines of a trial's standard error on a host."""
-    path = folder / log_files(cross_rank)[1]
-    if not path.exists():
-        return []
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
-        return file.read().decode(errors="replace").splitlines()

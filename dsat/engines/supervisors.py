@@ -18,7 +18,7 @@ from typing import Any
 from dsat.engines.agent import leftovers
 from dsat.engines.agent.supervisor import MARK
 from dsat.engines.machines.hosts import Host
-from dsat.engines.machines.processes import spawn
+from dsat.engines.machines.processes import spawn, variables_with_dsat
 from dsat.errors import EngineError
 from dsat.in_trial.hook import RUN_VARIABLE
 from dsat.values.files import PRIVATE_FILE, digest
@@ -337,13 +337,6 @@ class _Client:
 
 
 def _environment(accelerator: str, own: Mapping[str, str]) -> dict[str, str]:
-    env = {**os.environ, **own}
-    path = [*filter(None, [env.get("PYTHONPATH")]), str(Path(__file__).resolve().parents[2])]
-    return {
-        **env,
-        "PYTHONPATH": os.pathsep.join(path),
-        # Neither asks CUDA for its devices, which would keep the process from forking.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        **({"DS_ACCELERATOR": accelerator} if accelerator else {}),
-        "PYTHONSAFEPATH": "1",
-    }
+    # Neither asks CUDA for its devices, which would keep the process from forking.
+    found = {**variables_with_dsat(own), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    return {**found, "DS_ACCELERATOR": accelerator} if accelerator else found

@@ -19,6 +19,7 @@ from dsat.values.text import assignment
 COMMAND_FILE = "cmd.txt"
 PACKAGES_FOLDER = "packages"
 TRIALS_FOLDER = "trials"  # of a run's folder
+_END_BYTES = 64 * 2**10  # of a log
 
 
 def make_hook(folder: Path) -> None:
@@ -56,6 +57,14 @@ def log_files(cross_rank: int) -> list[str]:
     """Return the log files of a host's ranks: two hosts cannot append to the same file."""
     part = f"-{cross_rank}" if cross_rank else ""
     return [f"stdout{part}.log", f"stderr{part}.log"]
+
+
+def read_end(log: Path) -> list[str]:
+    """Return the last lines of a log; none if it cannot be read."""
+    with contextlib.suppress(OSError), open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - _END_BYTES))
+        return file.read().decode(errors="replace").splitlines()
+    return []
 
 
 def working_folder(experiment: Experiment, folder: Path) -> Path:

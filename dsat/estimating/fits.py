@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,14 +15,19 @@ from dsat.estimating.options import EstimateSettings
 from dsat.estimating.tables import LineByLine
 from dsat.memory import host
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, fits_host
-from dsat.memory.strategies import with_strategy
+from dsat.memory.strategies import COMPARED, with_strategy
 from dsat.prepare.simulated_model import SimulatedModel, simulate
 from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.protocol import Question
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values import format as fmt
+from dsat.values import slow
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import Strategy, of_config
+
+_log = logging.getLogger(__name__)
+_GB = 10**9
+_CHECKPOINTS, _UNPINNED = "activation checkpointing", '"pin_memory": false'
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,7 @@ class Fit:
     Attributes:
         slots, card_bytes: number of devices, and the memory of each.
         strategy, batch: of the user's configuration.
+        chosen: what dsat adds to the strategy that it has chosen, so that it fits.
         needed_bytes: predicted peak of a device, without the CUDA context and NCCL.
         host_bytes: bytes that the ranks of a host need: to load the weights, or to train.
         saved_bytes: bytes of these that `"pin_memory": false` saves.
@@ -44,6 +53,7 @@ class Fit:
     card_bytes: int
     strategy: Strategy
     batch: BatchTriple
+    chosen: tuple[str, ...]
     needed_bytes: int
     host_bytes: int
     saved_bytes: int
@@ -63,11 +73,12 @@ class Fit:
         return {**vars(self), "strategy": self.strategy.name, "batch": batch}
 
     def __str__(self) -> str:
+        with_what = f"{_listed(self.chosen)}micro batch {self.batch.micro_batch}"
         text = [
             f"{self.name} {'fits' if self.fits else 'does not fit'} {self.slots} x "
-            f"{fmt.memory(self.card_bytes)}: {self.strategy.label} with micro batch "
-            f"{self.batch.micro_batch} needs {fmt.memory(self.needed_bytes)} of each, and "
-            "5 % of that to spare. The CUDA context and NCCL need memory on top.",
+            f"{_size(self.card_bytes)}: {self.strategy.label} with {with_what} needs "
+            f"{fmt.memory(self.needed_bytes)} of each, and 5 % of that to spare. The CUDA context "
+            "and NCCL need memory on top.",
             *self._host(),
         ]
         if not self.fits and self.fits_host:
@@ -86,12 +97,27 @@ class Fit:
         """Return what the host needs."""
         text = []
         if self.host_bytes:
-            of = "" if self.host_limit is None else f" of {fmt.memory(self.host_limit)}"
+            of = "" if self.host_limit is None else f" of {_size(self.host_limit)}"
             ranks = fmt.count(host.ranks(self.slots), "rank")
             text.append(f"The host needs {fmt.memory(self.host_bytes)}{of} for {ranks}.")
+        if self.host_limit is not None and not self.fits_host:
+            lacking = edges.missing(self.host_bytes, self.host_limit)
+            text.append(f"With 5 % to spare, the host lacks {fmt.memory(lacking)}.")
         if self.saved_bytes and (not self.fits_host or self.host_limit is None):
             text.append(f'"pin_memory": false saves {fmt.memory(self.saved_bytes)} of it.')
         return text
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """Return what comes before the last part of a list."""
+    return f"{', '.join(parts)} and " if parts else ""
+
+
+def _size(size_bytes: int) -> str:
+    """Return a size as the user is likely to have written it."""
+    gigabytes, rest = divmod(size_bytes, _GB)
+    size = fmt.memory(size_bytes)
+    return size if rest else f"{gigabytes:,} GB ({size})"
 
 
 def fit(settings: EstimateSettings) -> Fit:
@@ -108,16 +134,22 @@ def fit(settings: EstimateSettings) -> Fit:
         facts = model.simulator.facts(model.config)
         own = ds_config.prepare_for_training(model.config, {ds_config.BATCH_KEYS[2]: batch.gas})
         own = ds_config.drop_batch_sizes(own)
+        chosen: tuple[str, ...] | None = None
         if settings.model is not None and settings.ds_config is None:
-            own = with_strategy(model.config, _fastest(model, settings), slots)
-        asked = Question(own, batch.micro_batch, slots)
-        [estimate] = model.simulator.estimates([asked])
+            own, chosen = _fastest(model, settings)
+        recomputes = _CHECKPOINTS in (chosen or ())
+        switches = {CHECKPOINTING: True} if recomputes else {}
+        if recomputes:
+            facts = model.simulator.facts(model.config, switches)
+        asked = Question(own, batch.micro_batch, slots, switches)
+        with slow.logged(_log, _progress(own, chosen), at_once=True):
+            [estimate] = model.simulator.estimates([asked])
         if isinstance(estimate, str):
             raise SimulationUnavailable(estimate)
         basis = Basis.of_model(facts, [Anchor(own, batch.micro_batch, estimate)])
         memory = MemoryModel(basis, slots=slots, limit_bytes=card_bytes, on_device=True)
         shape, saved = memory.shape(own, {}), 0
-        recomputes = settings.activation_checkpointing == "on"
+        recomputes = recomputes or settings.activation_checkpointing == "on"
         if not recomputes and not memory.fits(shape, batch.micro_batch):
             [less] = model.simulator.estimates([asked._replace(switches={CHECKPOINTING: True})])
             saved = 0 if isinstance(less, str) else max(0, estimate.peak - less.peak)
@@ -129,6 +161,7 @@ def fit(settings: EstimateSettings) -> Fit:
         card_bytes=card_bytes,
         strategy=of_config(own),
         batch=batch,
+        chosen=chosen or (),
         needed_bytes=memory.predicted_bytes(shape, batch.micro_batch),
         host_bytes=host_bytes,
         saved_bytes=saved_bytes,
@@ -140,8 +173,14 @@ def fit(settings: EstimateSettings) -> Fit:
     return replace(found, fits=found.fits and found.fits_host)
 
 
-def _fastest(model: SimulatedModel, settings: EstimateSettings) -> Strategy:
-    """Return the strategy to check if the user gives none: by formula, the fastest that fits."""
+def _fastest(
+    model: SimulatedModel, settings: EstimateSettings
+) -> tuple[dict[str, Any], tuple[str, ...] | None]:
+    """Return what to check if the user gives no configuration, and what it has to fit.
+
+    It is the fastest that fits by formula: as the model is, with activation checkpointing, with
+    memory of the host that is not pinned, or with both. If none does it is the leanest, and None.
+    """
     assert settings.fits is not None
     slots, card_bytes, host_limit = settings.fits
     devices = replace(
@@ -151,4 +190,28 @@ def _fastest(model: SimulatedModel, settings: EstimateSettings) -> Strategy:
         slot_memories=(card_bytes,),
         host_memory=settings.host_memory if host_limit is None else host_limit,
     )
-    return LineByLine(model, devices).fastest()
+    is_free = settings.activation_checkpointing is None
+    for pins, recomputes in itertools.product((True, False), (False, True)[: 1 + is_free]):
+        config = model.config if pins else _unpinned(model.config)
+        switches = {CHECKPOINTING: True} if recomputes else {}
+        found = LineByLine(replace(model, config=config), devices, switches).fastest()
+        if found is not None:
+            chosen = (_CHECKPOINTS,) * recomputes + (_UNPINNED,) * (not pins)
+            return with_strategy(config, found, slots), chosen
+    return with_strategy(model.config, COMPARED[-1], slots), None
+
+
+def _progress(config: Mapping[str, Any], chosen: Sequence[str] | None) -> str:
+    """Return what is simulated, and by formula the answer if dsat has chosen it."""
+    label = of_config(config).label
+    if chosen is None:
+        return f"simulating {label}"
+    added = f" with {' and '.join(chosen)}" if chosen else ""
+    return f"by formula {label}{added} fits; simulating it"
+
+
+def _unpinned(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration whose optimizer, where it is offloaded, is in pageable memory."""
+    zero = dict(config.get("zero_optimization") or {})
+    section = {"device": "none", **(zero.get("offload_optimizer") or {}), "pin_memory": False}
+    return {**config, "zero_optimization": {**zero, "offload_optimizer": section}}

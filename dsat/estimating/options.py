@@ -7,20 +7,22 @@ from typing import ClassVar
 
 from dsat.options import MEMORY_SIZE, NUMBER_OF_CARDS, WORD, Kind, memory_size, option
 from dsat.prepare.model_settings import ModelSettings
+from dsat.search import cards
 
 _GIB = 2**30
 
 
 def _cards(value: str) -> tuple[int, int, int | None]:
-    """Return number, bytes of each and bytes of their host of `8x80GiB/1TiB`.
+    """Return number, bytes of each and bytes of their host of `8x80GiB/1TiB` or `8xH100`.
 
     Without a number it is one device; the host is None where it is not given.
     """
     devices, slash, host = WORD.read(value).partition("/")
     number, times, size = devices.rpartition("x")
+    card = cards.of_device(size.strip())
     return (
         NUMBER_OF_CARDS.read(number) if times else 1,
-        memory_size(size),
+        memory_size(size) if card is None else card.memory_bytes,
         memory_size(host) if slash else None,
     )
 
@@ -71,6 +73,7 @@ class EstimateSettings(ModelSettings):
     exact: bool = option(
         "--exact",
         excludes=("--formula",),
+        shell_only=True,
         help="exit status 1 if no line of the table can be simulated",
     )
     fits: tuple[int, int, int | None] | None = option(
@@ -79,6 +82,6 @@ class EstimateSettings(ModelSettings):
         kind=CARDS,
         shell_only=True,
         help="in place of the tables: does your own configuration fit these devices and their "
-        "host, such as 8x80GiB or 8x80GiB/1TiB? exit status 0 if it does, 1 if not, 2 if that "
-        "cannot be predicted",
+        "host, such as 8x80GiB, 8x80GiB/1TiB or 8xH100? exit status 0 if it does, 1 if not, 2 if "
+        "that cannot be predicted",
     )

@@ -100,10 +100,15 @@ class Estimate:
 class LineByLine:
     """The tables of a model: by formula at first, then with every line that is simulated."""
 
-    def __init__(self, model: SimulatedModel, settings: EstimateSettings) -> None:
+    def __init__(
+        self,
+        model: SimulatedModel,
+        settings: EstimateSettings,
+        switches: Mapping[str, Any] | None = None,
+    ) -> None:
         self._model, self._settings = model, settings
         self._length = model.simulator.script.sequence_length
-        self._facts = model.simulator.facts(model.config)
+        self._facts = model.simulator.facts(model.config, switches)
         self._strategies = compared(model.config)
         self._pairs = list(itertools.product(settings.slot_counts, self._strategies))
         self._questions = [
@@ -191,11 +196,11 @@ class LineByLine:
         near = self._edges(lines)
         return Estimate(self._model.name, self._facts, lines, advice, near, cards, self._length)
 
-    def fastest(self) -> Strategy:
-        """Return the fastest strategy that fits the first devices; without one, the leanest."""
+    def fastest(self) -> Strategy | None:
+        """Return the fastest strategy that fits the first devices; None without one."""
         slots = self._settings.slot_counts[0]
         found = advise(self._facts, self._model.config, self.lines(slots), self._length)
-        return found[0].strategy if found else self._strategies[-1]
+        return found[0].strategy if found else None
 
     def _edges(self, lines: Sequence[Line]) -> list[Edge]:
         """Return the strategies that nearly fit, with what recomputation saves by formula."""

@@ -76,6 +76,16 @@ def wait_for_memory(accelerator: Any, index: int) -> None:
         time.sleep(_POLL_S)
 
 
+def limit_allocator(accelerator: Any, limit_bytes: int | None, index: int) -> None:
+    """Make the allocator of a CUDA device refuse more than a slot may use."""
+    if limit_bytes is None or accelerator.device_name() != "cuda":
+        return
+    import torch
+
+    fraction = limit_bytes / accelerator.total_memory(index)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), index)
+
+
 class MemoryWatch:
     """Peaks of the device's allocator and of the resident set, by phase.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,6 @@ _WHAT_TO_DO = (
     "Lower the learning rate or lengthen its warm-up, and train in bf16 rather than fp16; if your "
     "own configuration trains well, what this one changes is to blame"
 )
-_watch: LossWatch | None = None  # that takes the losses of `loss.backward()`
 
 
 @dataclass
@@ -51,7 +51,6 @@ class LossWatch:
     """
 
     def __init__(self, engine: Any, *, is_whole: bool = True, micro_batch: int = 0) -> None:
-        global _watch
         self._engine = engine
         self._gradients = GradientNorm(engine) if is_whole else None
         self._micro_batch = micro_batch
@@ -62,7 +61,6 @@ class LossWatch:
         self.count = 0  # losses since the last optimizer step
         self._steps: list[_Step] = []
         self._num_read = 0
-        _watch = self
 
     def add_engine_loss(self, loss: Any, *, scaled_by_script: bool) -> None:
         """Record the loss of `engine.backward`.
@@ -142,6 +140,7 @@ class LossWatch:
             precision=precision.find(self._engine),
             gradient_norm=None if self._gradients is None else self._gradients.value(),
             compares_samples=self._compares_samples,
+            deepspeed_version=str(getattr(sys.modules.get("deepspeed"), "__version__", "")),
         )
 
     def _check(self) -> None:
@@ -183,18 +182,6 @@ def is_in_backward() -> bool:
     import torch
 
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def note_scaled(engine: Any, scaled: Any, loss: Any) -> None:
-    """Remember the loss that fp16 scales in `engine.scale(loss).backward()`."""
-    if _watch is not None:
-        _watch.note_scaled_loss(engine, scaled, loss)
-
-
-def note_backward(tensors: Any) -> None:
-    """Take the loss of a backward pass; `Tensor.backward` calls torch's function, too."""
-    if _watch is not None:
-        _watch.add_script_loss(tensors)
 
 
 def _numbers(values: Sequence[Any]) -> list[float | None]:

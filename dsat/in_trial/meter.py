@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from dsat.errors import DsatError, InvalidTrial
-from dsat.in_trial import available_memory, config_injection, failures, loaders
+from dsat.in_trial import config_injection, failures, loaders
 from dsat.in_trial.adapters import install as adapters
 from dsat.in_trial.adapters.trial import TRIAL, Phase
 from dsat.in_trial.agreement import Ranks, local_rank
-from dsat.in_trial.clocks import ProcessMemory, wait_for_memory
+from dsat.in_trial.clocks import ProcessMemory, limit_allocator, wait_for_memory
 from dsat.in_trial.conformance import check_arguments, check_engine
-from dsat.in_trial.losses import is_training
+from dsat.in_trial.losses import LossWatch, is_training
 from dsat.in_trial.measurement import Measurement
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.profiler import device_name
@@ -48,7 +48,7 @@ def install(
         TRIAL.phase = Phase.PREPARING
     meter = Meter(spec, on_complete, on_step)
     TRIAL.warn = meter.warn
-    available_memory.limit(spec.options.slot_memory_bytes)
+    TRIAL.meter = meter
 
     def begin(arguments: dict[str, Any]) -> None:
         meter.device_name = ""
@@ -56,7 +56,7 @@ def install(
         device = local_rank()  # which DeepSpeed is going to use
         wait_for_memory(get_accelerator(), device)
         meter.device_name = device_name(get_accelerator(), device)
-        available_memory.limit_allocator(spec.options.slot_memory_bytes, device)
+        limit_allocator(get_accelerator(), spec.options.slot_memory_bytes, device)
 
     config_injection.register_for_initialize(begin, meter.watch)
     return meter
@@ -115,6 +115,11 @@ class Meter:
         return measured if self._failed is None else self._failed
 
     @property
+    def losses(self) -> LossWatch | None:
+        """The losses of the engine that is measured."""
+        return None if self._engine is None else self._recorder.losses
+
+    @property
     def shortfall(self) -> InvalidTrial:
         """Reason why nothing was measured, if the script came to its own end."""
         if not self.has_trainable_engine:
@@ -148,7 +153,6 @@ class Meter:
         if not self.has_trainable_engine:
             loaders.begin_training()
         self.has_trainable_engine = True
-        TRIAL.meter = self
         adapters.adapt_engine(engine)
 
     def attach(self, engine: Any, *, first_step: int = 1) -> None:

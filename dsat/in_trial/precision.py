@@ -19,20 +19,20 @@ def note_autocast(device: str) -> None:
     import torch
 
     if torch.is_autocast_enabled(device):
-        _entered.add(_of_dtype(torch.get_autocast_dtype(device)))
+        _entered.add(_name_dtype(torch.get_autocast_dtype(device)))
 
 
 def find(engine: Any) -> str:
     """Return the lowest precision of an engine's training so far: one of `PRECISIONS`."""
     import torch
 
-    found = {*_entered, *(_of_dtype(p.dtype) for p in engine.module.parameters())}
+    found = {*_entered, *(_name_dtype(p.dtype) for p in engine.module.parameters())}
     if torch.device(engine.device).type == "cuda" and _allows_tf32(engine.module.modules()):
         found.add("fp16")  # TF32 has as many digits
     return max(found, key=PRECISIONS.index, default=PRECISIONS[0])
 
 
-def _of_dtype(dtype: Any) -> str:
+def _name_dtype(dtype: Any) -> str:
     """Return the type that weights are computed in: bf16 for quantised ones."""
     import torch
 

@@ -166,7 +166,7 @@ def find_in_model(model: Any, *, may_flash: bool) -> dict[str, tuple[Any, ...]]:
     own = recomputation.is_on(model)
     if own is not None:
         found[CHECKPOINTING] = (own, not own)
-    part = _with_attention(model)
+    part = _find_attention_part(model)
     kernel = None if part is None else part.config._attn_implementation
     if isinstance(kernel, str):
         others = [
@@ -194,7 +194,7 @@ def switch_model(model: Any, wanted: Mapping[str, Any]) -> None:
     kernel = wanted.get(ATTENTION)
     if kernel is None:
         return
-    part = _with_attention(model)
+    part = _find_attention_part(model)
     if part is None:
         raise InvalidTrial("the model has no known switch for its attention kernel")
     part.set_attn_implementation(kernel)
@@ -202,7 +202,7 @@ def switch_model(model: Any, wanted: Mapping[str, Any]) -> None:
         raise InvalidTrial(f"{type(part).__name__} does not support the attention kernel {kernel}")
 
 
-def _with_attention(model: Any) -> Any:
+def _find_attention_part(model: Any) -> Any:
     """Return the outermost model of transformers that can change its attention kernel."""
     for module in model.modules():
         can_set = getattr(module, "_can_set_attn_implementation", None)
@@ -217,7 +217,7 @@ def _use_liger(model: Any) -> None:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
     except ImportError as error:
         raise InvalidTrial(f"Liger cannot be used: {error}") from None
-    _apply_liger_kernel_to_instance(model=_with_attention(model) or model)
+    _apply_liger_kernel_to_instance(model=_find_attention_part(model) or model)
 
 
 def _checkpointing_of(args: Any) -> bool:

@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import json
 import logging
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from dsat import __version__
 from dsat.command.ds_config import AUTOTUNING, BATCH_KEYS
 from dsat.command.entrypoint import Entrypoint
 from dsat.command.experiment import OVERRIDES, Experiment
+from dsat.engines.machines.processes import variables_with_dsat
 from dsat.errors import UserInputError
 from dsat.space.knobs import KNOBS
 from dsat.values import slow
@@ -144,7 +144,8 @@ def _ask(questions: str) -> dict[str, Any] | None:
             done = subprocess.run(  # noqa: S603
                 [sys.executable, "-m", _PROGRAM, str(asked), str(answer)],
                 cwd=folder,  # without modules that would be taken for others
-                env=_environment(),
+                # A device is not needed, and may hang.
+                env=variables_with_dsat({"DS_ACCELERATOR": "cpu"}),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=_TIMEOUT_S,
@@ -166,14 +167,3 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _environment() -> dict[str, str]:
-    package = str(Path(__file__).resolve().parents[2])
-    given = os.environ.get("PYTHONPATH")
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([*filter(None, [given]), package]),
-        "PYTHONSAFEPATH": "1",
-        "DS_ACCELERATOR": "cpu",  # a device is not needed, and may hang
-    }

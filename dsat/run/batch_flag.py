@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dsat.values.outcome import Outcome
+from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
 
 
@@ -17,19 +17,21 @@ class BatchFlag:
         outcomes: of the run so far, by trial id.
 
     Attributes:
-        name: of the flag, which later trials get; empty if there is none, or if it has no effect.
+        name: of the flag, which later trials get; empty if there is none.
+        refusal: message of a trial with the flag that could not be measured, after which none gets
+            it (the script may feed another batch nevertheless, or have a constant accumulation).
     """
 
     def __init__(self, outcomes: Mapping[int, Outcome]) -> None:
-        self.name = ""
+        self.name = self.refusal = ""
         self._outcomes = outcomes
-        self._has_no_effect = False
 
     def update(self, trial: Trial, outcome: Outcome, own_micro_batch: int) -> None:
         """Process the outcome of a trial."""
-        if trial.batch_flag and outcome.fixed_batch is not None:
-            self._has_no_effect = True
-        if self._has_no_effect:
+        is_refused = outcome.kind is OutcomeKind.INVALID and not outcome.smaller_may_run
+        if trial.batch_flag and is_refused and not self.refusal:
+            self.refusal = outcome.message
+        if self.refusal:
             self.name = ""
         elif trial.batch_flag:
             self.name = trial.batch_flag

@@ -69,7 +69,7 @@ class Decisions:
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Apply an event of the journal."""
-        self._next = None
+        self._next, flag = None, self.run.batch_flag.name
         self.run.apply(event)
         if event["event"] in (EVENT_EARLIER, EVENT_PROPOSED) and event["trial"].profiles:
             self._profiling.begin()
@@ -79,7 +79,8 @@ class Decisions:
             trial = self.run.trials[event["trial_id"]]
             if trial.profiles:
                 self._profiling.update(trial, event["outcome"])
-            if event["outcome"].fixed_batch is not None:
+            is_other = self.run.batch_flag.name != flag
+            if is_other or event["outcome"].fixed_batch is not None:
                 self._searching = None  # its space has other micro batches, or trials another flag
                 self._trials = TrialFactory(self.plan, self.run)
 

@@ -316,8 +316,9 @@ class Run:
 
     @property
     def deepspeed_version(self) -> str | None:
-        """DeepSpeed's version on the machine of the run; None if the journal does not say."""
-        return hazards.version_in(str(self.info.get("software", "")))
+        """DeepSpeed's version where trials run; None if the journal does not say."""
+        said = str(self.info.get("software", ""))
+        return hazards.version_in(said) or self.training.reported_version
 
     @property
     def most_trials(self) -> int:

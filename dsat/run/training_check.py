@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dsat.command import ds_config
+from dsat.in_trial.batches import UNCOUNTED
 from dsat.run import same_training
 from dsat.run.same_training import Agreement, Finding
 from dsat.space.plan import Plan
@@ -14,6 +15,7 @@ from dsat.values.outcome import Outcome, TrainingCurve
 from dsat.values.trial import Trial, TrialKind
 from dsat.values.zero_strategy import of_config
 
+_MOST_APART = 1.5  # tokens of samples that were not counted, one configuration's by another's
 _OWN = "your own configuration"
 OWN_IS_WRONG = f"Likely wrong is {_OWN}"
 
@@ -52,6 +54,12 @@ class TrainingCheck:
     ) -> None:
         self._trials, self._outcomes, self._repeated = trials, outcomes, repeated
 
+    @property
+    def reported_version(self) -> str | None:
+        """The version of DeepSpeed that trials have reported; None if none has."""
+        curves = [each.training for each in self._outcomes.values() if each.training]
+        return next((c.deepspeed_version for c in curves if c.deepspeed_version), None)
+
     def compare(self, plan: Plan, own: Trial, trial: Trial) -> Finding:
         """Compare the training of a trial with the user's own configuration."""
         own_curves = self._curves(own)
@@ -85,7 +93,7 @@ class TrainingCheck:
         """
         finding = self.compare(plan, own, pick)
         if not finding.differs:
-            return None
+            return self._compare_uncounted(own, pick)
         if finding.of_gradients:
             return f"{finding.reason}. {self._likely_wrong(plan, own, pick, version)}"
         same = [
@@ -97,6 +105,28 @@ class TrainingCheck:
         blamed = same_training.suspects(changes(pick), same)
         said = ", ".join(f"{key}={value[1]}" for key, value in blamed.items()) or "the batch sizes"
         return f"{finding.reason}. What differs: {said}"
+
+    def _compare_uncounted(self, own: Trial, pick: Trial) -> str | None:
+        """Return why samples that were not counted cannot be compared; None if they can.
+
+        The throughput takes each micro batch for full. Where the data loader makes batches of its
+        own (of so many tokens, say), a larger micro batch then only seems faster.
+        """
+        its, yours = self._uncounted_tokens(pick), self._uncounted_tokens(own)
+        if not its or not yours or max(its, yours) <= _MOST_APART * min(its, yours):
+            return None
+        return (
+            f"A sample had {its:,.0f} tokens on average and yours {yours:,.0f}, so its micro "
+            "batches are not those of the configuration"
+        )
+
+    def _uncounted_tokens(self, trial: Trial) -> float:
+        """Return the tokens per sample of a trial whose samples were not counted; 0 if unknown."""
+        outcome = self._outcomes[trial.id]
+        metrics = outcome.metrics
+        if metrics is None or UNCOUNTED not in outcome.warnings or metrics.throughput <= 0:
+            return 0.0
+        return (metrics.tokens_per_second or 0.0) / metrics.throughput
 
     def _likely_wrong(self, plan: Plan, own: Trial, pick: Trial, version: str | None) -> str:
         """Return which of two trials has wrong gradients, by known faults or other strategies."""

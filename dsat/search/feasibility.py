@@ -118,14 +118,11 @@ class Feasibility:
 
     def fits(self, strategy: int, octaves: Array) -> Array:
         """Return the chance to have enough memory, (n,), by octaves above what is predicted."""
-
-        def chance_below(at: Array) -> Array:
-            below: Array = 0.5 + np.arctan((at - self._center) / self._scale) / math.pi
-            return below
-
-        low, high = chance_below(np.array([self._ran[strategy], self._failed[strategy]]))
-        left = high - chance_below(octaves)
-        chance: Array = np.clip(left / max(high - low, _LEAST), _LEAST, 1.0)
+        low, high, here = (
+            0.5 + np.arctan((at - self._center) / self._scale) / math.pi
+            for at in (self._ran[strategy], self._failed[strategy], octaves)
+        )
+        chance: Array = np.clip((high - here) / np.maximum(high - low, _LEAST), _LEAST, 1.0)
         return chance
 
     def runs(self, values: Values) -> float:

@@ -18,12 +18,14 @@ def advise_batch(run: Run) -> list[str]:
     fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
     if fixed is not None and not run.batch_flag.name:
         mapping = "--arg-mapping train_micro_batch_size_per_gpu="
-        advice = f"Add {mapping}{fixed.batch_flag}."
-        if not fixed.batch_flag:
-            advice = (
-                "Take it from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "
-                f"{mapping}FLAG."
-            )
+        advice = (
+            "Take it from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "
+            f"{mapping}FLAG."
+        )
+        if fixed.batch_flag:
+            advice = f"Add {mapping}{fixed.batch_flag}."
+        if run.batch_flag.refusal:
+            advice = f"With {fixed.batch_flag}: {run.batch_flag.refusal}."
         return [
             f"Micro batch: not searched, because the script feeds {fixed.fixed_batch} samples "
             f"whatever the configuration says. {advice}"

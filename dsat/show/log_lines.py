@@ -53,8 +53,10 @@ class Narrator(Observer):
             self._say(kind, text)
         if outcome.profile is None or trial.kind is not TrialKind.PROFILE:
             self._say(kind, _describe_trial(run, trial, outcome))
-        if run.batch_flag.name and outcome.fixed_batch and not trial.batch_flag:
-            self._say(Kind.RUN, f"note: {run.batch_flag.name} follows the micro batch from now on")
+        flag = run.batch_flag.name
+        if flag and flag not in self._warned:
+            self._warned.add(flag)
+            self._say(Kind.RUN, f"note: {flag} follows the micro batch from now on")
 
     def began(self, run: Run, forecast: Forecast | None) -> None:
         """Say the memory that each strategy needs."""

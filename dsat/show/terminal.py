@@ -14,19 +14,19 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from dsat.command.ds_config import flat
+from dsat.engines.trial_folder import log_files, read_end
 from dsat.run.run import Run, own_switches
 from dsat.show import summary
 from dsat.show.differences import differences
 from dsat.show.view import RunView, TrialView
 from dsat.values import format as fmt
 from dsat.values.objective import METRIC_NAMES
-from dsat.values.outcome import Metrics, Outcome
+from dsat.values.outcome import MemoryUse, Metrics, Outcome
 from dsat.values.table import Table
 from dsat.values.text import hide_secrets_in_values, printable
 from dsat.values.trial import Trial
 
-_LAST_LINES, _LAST_BYTES = 12, 64 * 1024
-_LOGS = ("stdout.log", "stderr.log")
+_LAST_LINES = 12  # of a log
 _PLAIN_WIDTH = 140
 _FOLDED_AT = 40  # characters that a wide column counts as
 _PHASES = ("init", "forward", "backward", "step")
@@ -179,23 +179,32 @@ def _describe_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[Part]
     found += [Text(f"warning: {text}") for text in outcome.warnings]
     if outcome.metrics is not None:
         found.append(Table(("measured", "value"), _measured(outcome.metrics)))
-    found.append(Text("configuration, where it differs from yours:"))
-    found.append(Table(("setting", "yours", "here"), _changes(run, view.trial)))
-    predicted = fmt.memory(view.trial.predicted_bytes)
-    found.append(Text(f"memory of a device, predicted: {predicted}"))
-    memory = outcome.memory
-    if memory is not None and memory.by_phase:
-        columns = (memory.allocated_bytes, memory.reserved_bytes, memory.host_rss_bytes)
-        rows = [
-            (phase, *(fmt.memory(column.get(phase)) for column in columns))
-            for phase in _PHASES
-            if phase in memory.allocated_bytes or phase in memory.host_rss_bytes
-        ]
-        headings = ("phase", "tensors", "reserved by the allocator", "resident set of the process")
-        found.append(Table(headings, rows))
+    if changes := _changes(run, view.trial):
+        found.append(Text("configuration, where it differs from yours:"))
+        found.append(Table(("setting", "yours", "here"), changes))
+    if view.trial.predicted_bytes is not None:
+        predicted = fmt.memory(view.trial.predicted_bytes)
+        found.append(Text(f"memory of a device, predicted: {predicted}"))
+    if outcome.memory is not None:
+        found += _describe_memory(outcome.memory)
     if outcome.detail:
         found += [Text("output of the script:"), Text(outcome.detail.rstrip())]
     return found
+
+
+def _describe_memory(memory: MemoryUse) -> Iterator[Part]:
+    """Yield a table of the memory by phase; processor cores have no allocator of their own."""
+    known = {
+        "tensors": memory.allocated_bytes,
+        "reserved by the allocator": memory.reserved_bytes,
+        "resident set of the process": memory.host_rss_bytes,
+    }
+    columns = {heading: sizes for heading, sizes in known.items() if sizes}
+    phases = [phase for phase in _PHASES if any(phase in sizes for sizes in columns.values())]
+    if phases:
+        rows = [(p, *(fmt.memory(sizes.get(p)) for sizes in columns.values())) for p in phases]
+        yield Text("memory by phase:")
+        yield Table(("phase", *columns), rows)
 
 
 def _measured(metrics: Metrics) -> list[tuple[str, str]]:
@@ -219,14 +228,8 @@ def _changes(run: Run, trial: Trial) -> list[tuple[str, str, str]]:
 
 def _tails(folder: Path) -> Iterator[Part]:
     """Yield the last lines of a trial's logs."""
-    for path in (folder / name for name in _LOGS):
-        try:
-            with open(path, "rb") as file:
-                file.seek(max(0, path.stat().st_size - _LAST_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
-        except OSError:
-            continue
-        if lines:
+    for path in (folder / name for name in log_files(0)):
+        if lines := read_end(path)[-_LAST_LINES:]:
             yield Text(f"the last lines of {path}:")
             yield from (Text(f"  {printable(line, 400)}") for line in lines)
 

@@ -84,6 +84,7 @@ class Simulator:
         self._workspace_bytes = most if workspace_bytes is None else workspace_bytes
         self._model_switches = model_switches or {}
         self._problem, self._number = "", 0
+        self._facts: dict[str, ModelFacts] = {}
         self._folder, self._stack = Path(), contextlib.ExitStack()
 
     def __enter__(self) -> Simulator:
@@ -165,7 +166,11 @@ class Simulator:
         Raises:
             SimulationUnavailable: the passes cannot be simulated.
         """
-        return self._passes(Question(config, 1, 1, switches=switches or {}))[0]
+        key = json.dumps([_of_activations(config), switches or {}], sort_keys=True)
+        if key not in self._facts:
+            question = Question(config, 1, 1, switches=switches or {})
+            self._facts[key] = self._passes(question)[0]
+        return self._facts[key]
 
     def traced_facts(self, config: Mapping[str, Any]) -> tuple[ModelFacts, ModelTrace]:
         """Return the facts of the model, and the trace of the same passes; see `facts`."""
@@ -175,8 +180,7 @@ class Simulator:
 
     def _passes(self, question: Question) -> tuple[ModelFacts, list[dict[str, Any]]]:
         """Return the facts by the model's own passes at two micro batches, and their answers."""
-        kept = {key: value for key, value in question.config.items() if key in _OF_ACTIVATIONS}
-        question = question._replace(config=kept, activations_only=True)
+        question = question._replace(config=_of_activations(question.config), activations_only=True)
         sizes = _MICRO_BATCHES_FOR_SLOPES
         length = self.script.sequence_length
         if length:
@@ -255,6 +259,10 @@ class Simulator:
             workspace_bytes=self._workspace_bytes,
         )
         return {**whole._asdict(), "number": number, "timeout_s": self._timeout_s}
+
+
+def _of_activations(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key in _OF_ACTIVATIONS}
 
 
 def _with_reason(answer: dict[str, Any]) -> dict[str, Any]:

@@ -88,6 +88,8 @@ class SimulationServer:
         communication.build_shm_op = lambda: None  # compiled for minutes, and of no use here
 
         TRIAL.calls.make_engine = self._initialize_borrowed
+        if TRIAL.files is not None:
+            TRIAL.files.add_scratch(self._folder)
         self._limit_bytes = _limit_memory()
         get_accelerator()  # decides for itself what there is
         named_cuda.stand_in(as_if_available=AS_IF_CUDA in os.environ)

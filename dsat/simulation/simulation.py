@@ -246,8 +246,9 @@ class Simulation(_FakeDevice):
     def result(self) -> dict[str, Any]:
         """Return the memory that the tracker measured."""
         init, forward, backward, step = (self.tracker.peak(p, self._kind) for p in PHASES)
+        # Without the parameters as the script made them, of which `loaded_bytes` knows.
         pinned, pageable = (
-            max(self.tracker.peak(p, kind) for p in PHASES) for kind in (PINNED, HOST)
+            max(self.tracker.peak(p, kind) for p in PHASES[1:]) for kind in (PINNED, HOST)
         )
         found = MemoryEstimate(init, forward, backward, step, pinned, pageable, SIMULATED)
         return {"estimate": found.to_json(), **self.trace(self._engine.module)}

@@ -237,6 +237,7 @@ class TrainingCurve:
         facts: about these steps; None in older journals.
         gradient_norm: of the first step, over all parameters, before clipping; None if unknown.
         compares_samples: the first loss is over pairs of samples, so it depends on the micro batch.
+        deepspeed_version: installed where the trial ran; empty if unknown.
     """
 
     steps: tuple[int, ...] = ()
@@ -246,6 +247,7 @@ class TrainingCurve:
     facts: StepFacts | None = None
     gradient_norm: float | None = None
     compares_samples: bool = False
+    deepspeed_version: str = ""
 
 
 @dataclass(frozen=True)

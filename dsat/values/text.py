@@ -28,7 +28,8 @@ _OF_WHAT += " anthropic clearml mistral neptune swanlab wandb"
 _KEY = rf"(?:{'|'.join(_OF_WHAT.split())})_?keys?"
 _ACCOUNTS = "admin|db|database|default|ftp|key|mail|mysql|pg|proxy|redis|root|smtp|ssh|user"
 _ABBREVIATED = rf"^pass|(?:{_ACCOUNTS})_?pass"
-_WORD = rf"(?:(?:^|_)(?:token|pwd|pat|auth|cookies?|dsn|credentials?|{_KEY})|{_ABBREVIATED}"
+_WORD = rf"(?:(?:^|_)(?:token|pwd?|pat|auth|cookies?|dsn|credentials?|creds|{_KEY})|{_ABBREVIATED}"
+_WORD += r"|(?:^|_)(?:bearer|jwt|amz_signature)|authtokens?|passcode"
 _WORD += r"|passwords?|passwd|passphrase|secrets?|apikeys?|connection_string)"
 _NAME_OF_SECRET = re.compile(rf"{_WORD}(?:_?(?:id|value|key|base64|b64|json))?$")
 # Tokens of a vocabulary, not of an account.
@@ -38,8 +39,9 @@ _HARMLESS = re.compile(
     r"|_token_id$"
 )
 _BEGINNINGS = (
-    r"hf_(?=[A-Za-z0-9]{16})|sk-|gh[opsur][_-]|github_pat_|glpat-|AKIA|ASIA|AIza|ya29\.|xox[abeprs]-|npm_|pypi-|SG\.|"
+    r"hf_(?=[A-Za-z0-9]{16})|sk-|gh[opsur][_-]|github_pat_|gl[a-z]{2,5}-(?=[\w-]{20})|AKIA|ASIA|AIza|ya29\.|xox[abeprs]-|npm_|pypi-|SG\.|"
     r"r8_|(?:dop|doo|dor)_v1_|[rs]k_(?:live|test)_|hv[bs]\.|gsk_|nvapi-|dapi(?=[0-9a-f]{30})|"
+    r"ATATT3|figd_|ntn_|AGE-SECRET-KEY-|key-(?=[0-9a-f]{32})|bot(?=\d{8,}:)|"
     r"lin_api_|xai-|pplx-|shp(?:at|ca|pa|ss)_|glsa_|tskey-|dckr_pat_|lsv2_|pcsk_|whsec_"
 )
 _SHOWN_SECRETS = (
@@ -51,6 +53,7 @@ _SHOWN_SECRETS = (
         rf"\1{HIDDEN}",
     ),
     (re.compile(r"(?i)(\bauthorization[\"']?\s*[:=]\s*[\"']?basic\s+)[\w+/=-]+"), rf"\1{HIDDEN}"),
+    (re.compile(r"(?i)(\bauthorization[\"']?[:=]\s*[\"']?)(?=\w*\d)[\w+/=-]{12,}"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
     # Webhooks, which have the secret in their path.
     (
@@ -60,13 +63,14 @@ _SHOWN_SECRETS = (
     # `invalid token hf4...`: something that looks like a key after a word for keys.
     (
         re.compile(
-            r"(?i)\b((?:token|password|passphrase|secret|api[ _-]?key)\s+['\"]?)"
+            r"(?i)\b((?:token|password|passphrase|secret|api[ _-]?key)\s+"
+            r"(?:(?:is|was|provided):?\s+)?['\"]?)"
             r"(?=[^\s\d]*\d)(?=[^\sa-z]*[a-z])[\w.~+/-]{12,}"
         ),
         rf"\1{HIDDEN}",
     ),
     # Keys with a known prefix, as listed by GitHub's secret scanning.
-    (re.compile(rf"\b(?:{_BEGINNINGS})[A-Za-z0-9_.-]{{12,}}"), HIDDEN),
+    (re.compile(rf"\b(?:{_BEGINNINGS})[A-Za-z0-9_.:-]{{12,}}"), HIDDEN),
     (re.compile(r"\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+"), HIDDEN),
     (
         re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*KEY-----|$)", re.S),
@@ -116,10 +120,14 @@ def is_secret(name: str, value: str = "") -> bool:
         value: its value; names such as `key`, `pass` and `tokens` denote a secret only if the
             value looks like one.
     """
-    last = name.rpartition(".")[2]
     if _NO_SECRET.fullmatch(value):
         return False
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower().replace("-", "_").strip("_")
+    last, pair = ("_".join(name.split(".")[-count:]) for count in (1, 2))
+    return _denotes_secret(last, value) or (last.lower() == "key" and _denotes_secret(pair, value))
+
+
+def _denotes_secret(name: str, value: str) -> bool:
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_").strip("_")
     if words.endswith(("_key", "_pass", "tokens")) and _LOOKS_LIKE_A_KEY.match(value):
         return True
     return bool(_NAME_OF_SECRET.search(words)) and not _HARMLESS.search(words)
@@ -203,8 +211,11 @@ def hide_secrets_in_values(value: Any, names: tuple[str, ...] = ()) -> Any:
         names: the keys on the path to it; any of them may denote a secret.
     """
     if isinstance(value, Mapping):
+        named = value.get("name")  # `{"name": "HF_TOKEN", "value": "hf_..."}`
+        above = (*names, named) if isinstance(named, str) and "value" in value else names
         return {
-            key: hide_secrets_in_values(inner, (*names, str(key))) for key, inner in value.items()
+            key: hide_secrets_in_values(inner, (*(above if key == "value" else names), str(key)))
+            for key, inner in value.items()
         }
     if isinstance(value, (list, tuple)):
         is_command = all(isinstance(inner, str) for inner in value)
@@ -212,7 +223,14 @@ def hide_secrets_in_values(value: Any, names: tuple[str, ...] = ()) -> Any:
             return hide_secrets_in_words(value)
         return [hide_secrets_in_values(inner, names) for inner in value]
     is_text_or_number = isinstance(value, (str, int)) and not isinstance(value, bool)
-    if value and is_text_or_number and any(is_secret(name, str(value)) for name in names):
+    if (
+        value
+        and is_text_or_number
+        and (
+            any(is_secret(name, str(value)) for name in names)
+            or is_secret(".".join(names[-2:]), str(value))
+        )
+    ):
         return HIDDEN
     return hide_secrets(value) if isinstance(value, str) else value
 

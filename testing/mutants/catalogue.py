@@ -15,7 +15,7 @@ RULES = Path(__file__).parent / "rules"
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of a few lines that breaks a documented rule.
+    """A change of a few lines that breaks a documented rule; with tests or `equivalent`.
 
     Attributes:
         id: short and unique.
@@ -23,6 +23,7 @@ class Mutation:
         rule: one plain sentence.
         old: lines that stand exactly once in the file, whatever their common indentation.
         new: lines in their place.
+        tests: paths or names of tests that fail then.
         equivalent: why no test can tell the difference; empty for all others.
     """
 
@@ -31,6 +32,7 @@ class Mutation:
     rule: str
     old: str
     new: str
+    tests: str = ""
     equivalent: str = ""
 
     @property
@@ -54,9 +56,13 @@ class Mutation:
         """Return why the mutation does not apply to the repository; empty if it does."""
         try:
             self.applied((ROOT / self.path).read_text(encoding="utf-8"))
+            for test in self.tests.split():
+                path, _, name = test.partition("::")
+                if f"def {name}" not in (ROOT / path).read_text(encoding="utf-8"):
+                    raise ValueError(f"there is no {test}")
         except (OSError, ValueError, SyntaxError) as error:
             return f"{self.id}: {error}"
-        return ""
+        return "" if self.tests or self.equivalent else f"{self.id}: no test is named"
 
     def applied(self, text: str) -> str:
         """Return the file's text with the new lines in place of the old ones."""

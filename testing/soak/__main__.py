@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from testing.soak import Tally, inputs, journals, real, runs, secrets
+from testing.soak import Tally, folders, inputs, journals, real, runs, secrets
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ ATTACKS = {
     "kills": Attack(runs.kills, 300, 15),
     "failing_calls": Attack(runs.failing_calls, 300, 15),
     "full_disks": Attack(runs.full_disks, 64, 8),
+    "budgets": Attack(runs.budgets, 200, 20),
     "several_at_once": Attack(runs.several_at_once, 40, 5),
+    "folders": Attack(folders.attack, 40, 4),
     "real_kills": Attack(real.kills, 60, 6),
 }
 

@@ -20,14 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from dsat.run.journal import FILE_NAME, read_events
+from testing.command import run_of
 from testing.harms import fail_writing
 from testing.scenarios import Harm, User
 from testing.soak import Tally, complaint
 from testing.started import Started, Told
+from testing.world import World
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSTOP)
 _METHODS = ("model", "asha", "binary", "random", "gridsearch")
 _BUDGET = 12  # trials, finals among them
+_PAIR, _WORTHWHILE, _WRONG = 2, 0.03, 0.1  # trials; logarithm of a gain; part of the searches
 _ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 
 
@@ -173,4 +176,31 @@ def several_at_once(seed: int, count: int) -> Tally:
             if all(one.status for one in told) or search.result() != _undisturbed(search.method):
                 finding = finding or "none ended well"
             tally.note(f"{several} at once", finding and f"{seed}/{tally.tried}: {finding}")
+    return tally
+
+
+def budgets(seed: int, count: int) -> Tally:
+    """Search where runs vary: what is undecided uses its trials, and few gains are made up."""
+    rng, tally, wrong = random.Random(seed), Tally(), 0
+    with _folders() as folders:
+        while tally.tried < count:
+            varies, most = rng.choice((0.02, 0.05, 0.08)), rng.randrange(4, 16)
+            world = World(slots=2, seed=rng.randrange(10**6), run_sd=varies)
+            user = User(next(folders), world)
+            user.has()
+            told = user.tunes("--max-trials", most, "--max-micro-batch", 1)
+            run, finding = run_of(user.folder / "run"), complaint(told)
+            left = most - len(run.trials)
+            comparison = None if run.finals is None else run.finals.comparison
+            ending = "decided"
+            if comparison is not None and run.finals is not None and not run.finals.is_better:
+                ending = "undecided" if comparison.mean > _WORTHWHILE else "no gain"
+            if ending == "undecided" and left >= 2 * _PAIR:
+                finding = finding or f"{left} of {most} trials are left, but it is undecided"
+            own = user.true_speed(run.plan.config({}))
+            if run.best is not run.baseline and user.true_speed(user.best_config()) < own:
+                wrong += 1
+            tally.note(ending, finding and f"{seed}/{tally.tried}: {finding}")
+    if wrong > max(1, _WRONG * count):
+        tally.findings.append(f"{seed}: {wrong} of {count} recommend what is slower")
     return tally

@@ -21,12 +21,12 @@ from testing.soak import Hang, Tally, at_most, inputs
 from testing.world import Failure, World
 
 _NAMES = """
-ANTHROPIC_API_KEY AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN AZURE_CLIENT_SECRET
+ANTHROPIC_API_KEY ATLASSIAN_CREDS AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN AZURE_CLIENT_SECRET
 AZURE_STORAGE_CONNECTION_STRING BITBUCKET_APP_PASSWORD COMET_API_KEY CONSUL_HTTP_TOKEN
 COOKIE_SECRET DB_PASS DD_API_KEY DJANGO_SECRET_KEY ENCRYPTION_KEY GH_TOKEN GITHUB_PAT HF_TOKEN
 HUGGING_FACE_HUB_TOKEN KAGGLE_KEY MINIO_ROOT_PASSWORD MLFLOW_TRACKING_PASSWORD MYSQL_PWD OPENAI_KEY
-PGPASSWORD RABBITMQ_DEFAULT_PASS S3_SECRET SNOWFLAKE_PASSWORD SSH_KEY_PASSPHRASE VAULT_TOKEN
-WANDB_API_KEY WANDB_KEY
+NGROK_AUTHTOKEN PGPASSWORD RABBITMQ_DEFAULT_PASS S3_SECRET SNOWFLAKE_PASSWORD SMTP_PW
+SSH_KEY_PASSPHRASE VAULT_TOKEN WANDB_API_KEY WANDB_KEY
 """.split()
 _ALL = string.ascii_letters + string.digits
 _LOWER, _HEX = string.ascii_lowercase + string.digits, "0123456789abcdef"
@@ -36,6 +36,7 @@ _SHAPES = (
     *(("sk-proj-", _ALL, 48), ("sk-ant-api03-", _ALL, 93), ("AIza", _ALL, 35)),
     *(("AKIA", string.ascii_uppercase, 16), ("xoxb-", string.digits, 40), ("npm_", _ALL, 36)),
     *(("pypi-AgEIcHlwaS5vcmc", _ALL, 60), ("dop_v1_", _HEX, 64), ("hvs.", _ALL, 24)),
+    *(("glptt-", _HEX, 40), ("ATATT3xFfGF0", _ALL, 60), ("figd_", _ALL, 40)),
     *(("nvapi-", _ALL, 64), ("dapi", _HEX, 32), ("ya29.", _ALL, 60)),
 )
 # Where a secret of a name stands; a shape stands in the place of `unnamed`.

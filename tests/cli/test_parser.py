@@ -119,16 +119,13 @@ def test_an_experiment_has_its_folder_and_options_on_either_side(user: User) -> 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("tune", "there is no command"),
         ("deepspeed train.py", "dsat tune deepspeed"),
-        ("tune --max-rungs 3 train.py", "--max-rungs"),
         ("tune --gpus 3 train.py", "--gpus"),
         ("tune --search overlapcomm train.py", "overlap_comm"),
         ("tune --max-tr 3 train.py", "--max-tr"),
         ("tune --max-trails 3 train.py", "--max-trials"),
         ("tune -z 0 7 train.py", "7 (choose from"),
         ("tune deepspeed train.py --dry-run", "before the command"),
-        ("tune --add-files a train.py", "--add-files"),
         ("tune --ds-config ds.json deepspeed.yaml .", "--ds-config"),
     ],
 )

@@ -147,6 +147,8 @@ def test_the_arguments_of_a_trial(
         ({MICRO: "auto", GAS: "auto"}, HF, {MICRO: 8, GAS: 1}),
         ({MICRO: "auto"}, [*HF, "--per_device_train_batch_size=4"], {MICRO: 4, GAS: 1}),
         ({MICRO: 2}, [*HF, "--per_device_train_batch_size", "4"], {MICRO: 2, GAS: 1}),
+        # The last of a repeated flag counts.
+        ({MICRO: "auto"}, ["--bs", "3", "--bs=5"], {MICRO: 5}),
         ({GAS: "auto"}, [*HF, "--gradient-accumulation-steps", "3"], {MICRO: 8, GAS: 3}),
         ({MICRO: "auto"}, ["--epochs", "3"], {MICRO: "auto"}),
         ({MICRO: "auto"}, ["--bs", "3"], {MICRO: 3}),

@@ -1,4 +1,7 @@
-"""Scripts that no argument tells their configuration: searches, trials, full-length runs."""
+"""Scripts that no argument tells their configuration: searches and full-length runs.
+
+Their trials are those of `tests/in_trial/test_config_injection.py`.
+"""
 
 from __future__ import annotations
 
@@ -59,14 +62,6 @@ def test_a_search_learns_it_from_the_first_run(tmp_path: Path, way: str) -> None
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with bench_of(
-        "in_code", tmp_path_factory.mktemp("single"), own_micro_batch=3, imported=True
-    ) as bench:
-        yield bench
-
-
-@pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     with bench_of(
         "in_code", tmp_path_factory.mktemp("pair"), slots_per_trial=2, imported=True
@@ -74,30 +69,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield bench
 
 
-@pytest.mark.parametrize("way", ["path", "args", "positional", "config_params"])
-def test_a_trial_is_measured_with_its_own_configuration(single: Bench, way: str) -> None:
-    trial = single.trial(way, micro_batch=5, gas=2, stage=2)
-    outcome = single.run(trial)
-    assert outcome.ok, single.log(trial)
-    assert warnings_of(outcome) == ()
-
-
-def test_a_data_loader_of_the_scripts_own_size_is_found_out(single: Bench) -> None:
-    trial = single.trial("loader before", micro_batch=5)
-    outcome = single.run(trial)
-    assert outcome.kind is OutcomeKind.INVALID, single.log(trial)
-    assert "3 samples" in outcome.message
-    trial = single.trial("loader before", micro_batch=3)
-    assert single.run(trial).ok, "it is the trial's own, too"
-
-
-@pytest.mark.parametrize(
-    ("way", "stage"),
-    [("dict", 1), ("zero init", 2), pytest.param("zero init", 3, marks=pytest.mark.nightly)],
-)
-def test_on_two_ranks(pair: Bench, way: str, stage: int) -> None:
-    """Also of a model that is partitioned while it is made, which only stage 3 needs."""
-    trial = pair.trial(way, micro_batch=5, stage=stage)
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_two_ranks_of_a_model_that_is_partitioned_while_it_is_made(pair: Bench, stage: int) -> None:
+    """Which only stage 3 needs."""
+    trial = pair.trial("zero init", micro_batch=5, stage=stage)
     outcome = pair.run(trial)
     assert outcome.ok, pair.log(trial)
-    assert warnings_of(outcome) == ((ZERO_INIT,) if (way, stage) == ("zero init", 2) else ())
+    assert warnings_of(outcome) == ((ZERO_INIT,) if stage == 2 else ())

@@ -12,6 +12,7 @@ import pytest
 from testing import warm_command
 from testing.catalogue import NIGHTLY, ROOT, SCRIPTS, SLOW, Script, of_suite
 from testing.command import typed
+from testing.kinds import KINDS
 from testing.local import buffers_of, processes_of
 from testing.tuned_scripts import (
     OPTIONS,
@@ -19,6 +20,7 @@ from testing.tuned_scripts import (
     documented_commands,
     fault_of,
     fault_of_answer,
+    fault_of_statements,
     is_installed,
     snapshot,
     tune,
@@ -41,10 +43,10 @@ def rows() -> list[object]:
     ]
 
 
-def searched(script: Script, folder: Path, launcher: str = "") -> Tuned:
+def searched(script: Script, folder: Path, launcher: str = "", ranks: int = 1) -> Tuned:
     if not is_installed(script.needs):
         pytest.skip(f"{script.needs} is not installed")
-    return tune(script, folder, launcher, start=warm_command.words())
+    return tune(script, folder, launcher, ranks, start=warm_command.words())
 
 
 @pytest.mark.parametrize(("script", "launcher"), rows())
@@ -56,6 +58,14 @@ def test_a_script_is_tuned_and_its_folder_stays(
     assert processes_of(told.folder) == [] and buffers_of(told.folder / "run") == []
     if script.own_file:
         assert fault_of_answer(script, told) == ""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("script", [pytest.param(s, id=s.name) for s in KINDS])
+def test_the_verdict_on_a_kind_of_program_is_true(tmp_path: Path, script: Script) -> None:
+    """The printed command trains as many steps as the user's own, of the micro batch it names."""
+    told = searched(script, tmp_path / "work", ranks=script.most_ranks)
+    assert fault_of_statements(script, told) == ""
 
 
 @pytest.mark.nightly

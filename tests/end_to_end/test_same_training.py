@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsat.run.same_training import Agreement, Finding, compare, suspects
+from dsat.run.same_training import Agreement, Finding, compare
 from dsat.values.outcome import OutcomeKind, TrainingCurve
 from testing.local import PROGRAMS, Bench, bench_of, read_json
 
@@ -68,13 +68,6 @@ def test_honest_changes_train_the_same_and_faults_are_seen(
         assert found == Finding(Agreement.SAME)
     else:
         assert found.differs and "its loss in step" in found.reason, found
-
-
-def test_the_setting_that_only_the_faulty_one_has_is_suspected() -> None:
-    small = ("reduce_bucket_size", (1_000_000, 3000))
-    honest = {"stage": (1, 2), **dict([small]), "contiguous_gradients": (None, True)}
-    raced = {"stage": (1, 2), **dict([small]), "overlap_comm": (None, True)}
-    assert suspects(raced, [honest]) == {"overlap_comm": (None, True)}
 
 
 def test_a_script_that_autocasts_by_itself_is_not_accused_of_its_rounding(alone: Trainings) -> None:

@@ -16,7 +16,6 @@ from dsat.in_trial.adapters.calls import Adapter
 from dsat.in_trial.adapters.install import owner_of
 from dsat.in_trial.adapters.table import ENGINE, MODELS, TABLE
 from dsat.in_trial.adapters.trial import TRIAL, Phase
-from testing.scripts import Scripts
 
 ROWS = [*TABLE, *ENGINE, MODELS]
 
@@ -51,30 +50,6 @@ def test_every_target_is_adapted_once_and_described() -> None:
 
 def test_nothing_happens_without_a_trial() -> None:
     assert TRIAL.files is None and TRIAL.folder is None
-
-
-COPIES = """
-import copy, inspect, pickle
-for function in (os.remove, torch.save, torch.nn.Module.__init__, open):
-    assert copy.deepcopy(function) is function
-    # As a script's pool of processes passes it: from this process to itself, so it is trusted.
-    assert pickle.loads(pickle.dumps(function)) is function
-assert os.unlink in os.supports_dir_fd
-
-
-class Reader:
-    read = open
-
-
-with Reader().read(__file__) as file:
-    assert "Reader" in file.read()
-train(make_engine())
-"""
-
-
-@pytest.mark.slow
-def test_an_adapted_function_behaves_as_the_original_one(scripts: Scripts) -> None:
-    scripts.run(COPIES).well()
 
 
 @pytest.mark.parametrize(

@@ -256,13 +256,6 @@ def test_a_script_gets_the_switches_of_its_trial(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_switch_that_the_script_does_not_have_ends_its_trial(tmp_path: Path) -> None:
-    found = rank_of(tmp_path, TRAINS.format(steps=1000), switches=WORKERS)
-    assert found.told[0]["kind"] == "INVALID"
-    assert "dataloader_num_workers" in found.told[0]["message"]
-
-
-@pytest.mark.slow
 def test_a_training_after_the_search_has_the_switches_of_the_best(tmp_path: Path) -> None:
     hparams = {"deepspeed_config": CONFIG, "_dsat_switches": {**VARIABLE, **WORKERS}}
     body = SWITCHED.format(config="config") + "train(make_engine(config=config), 30)"

@@ -89,30 +89,24 @@ train_with(prepare_data_loader(loader_of(30, 4), **shares))
 
 
 @pytest.mark.parametrize(
-    ("script", "samples"),
+    ("script", "gas", "samples"),
     [
-        ("train_with(loader_of(30, 4, drop_last=True))", [30]),
-        (EVALUATES, [30]),
-        (BY_HAND, [None]),  # most of the batches are made so
+        ("train_with(loader_of(30, 4, drop_last=True))", 1, [30]),
+        ("train_with(loader_of(30, 4, drop_last=True))", 2, [15]),  # for one micro step of two
+        (EVALUATES, 1, [30]),
+        (BY_HAND, 1, [None]),  # most of the batches are made so
         # As TRL's GRPO has it generate for several micro steps at once.
-        ("train_with(loader_of(60, 12), part=4)", [20]),
-        (SAMPLER, [None]),  # torch does not ask it for its length, which may be any error
-        (OWN_WAY, [None]),
-        (SHARES, range(15, 21)),  # of an epoch, accelerate gives each rank its part
+        ("train_with(loader_of(60, 12), part=4)", 1, [20]),
+        (SAMPLER, 1, [None]),  # torch does not ask it for its length, which may be any error
+        (OWN_WAY, 1, [None]),
+        (SHARES, 1, range(15, 21)),  # of an epoch, accelerate gives each rank its part
     ],
-    ids=["plain", "evaluation", "by hand", "several steps", "sampler", "own way", "accelerate"],
 )
 def test_the_samples_are_those_of_the_loader_that_feeds_the_steps(
-    scripts: Scripts, script: str, samples: Sequence[int | None]
+    scripts: Scripts, script: str, gas: int, samples: Sequence[int | None]
 ) -> None:
-    outcome = scripts.run(LOADS + script, micro_batch=4).well().outcome
+    outcome = scripts.run(LOADS + script, micro_batch=4, gas=gas).well().outcome
     assert outcome.most_samples in samples
-
-
-def test_the_largest_micro_batch_leaves_data_for_the_accumulation(scripts: Scripts) -> None:
-    script = LOADS + "train_with(loader_of(30, 4, drop_last=True))"
-    outcome = scripts.run(script, micro_batch=4, gas=2).well().outcome
-    assert outcome.most_samples == 15
 
 
 def test_data_for_fewer_micro_batches_than_a_step_has_are_told(scripts: Scripts) -> None:

@@ -25,7 +25,7 @@ def out(tmp_path: Path) -> Path:
 
 
 BEGINS = """
-import inspect, pickle, shutil, tempfile
+import copy, inspect, pickle, shutil, tempfile
 from os import remove, replace
 from shutil import rmtree
 from torch import save
@@ -62,14 +62,17 @@ def test_what_is_older_stays_whatever_is_made_beside_it(scripts: Scripts, out: P
 
 
 OWN = """
+FUNCTIONS = (os.remove, shutil.rmtree, torch.save, torch.nn.Module.__init__, open)
+
+
 class Store:
-    unlink = os.unlink
+    unlink, read = os.unlink, open  # builtin functions are no methods of a class
 
 
 (out / "mine" / "inner").mkdir(parents=True)
 for name in ("a", "method"):
     (out / "mine" / "inner" / name).write_text("new")
-Store().unlink(out / "mine" / "inner" / "method")  # a builtin function is no method of a class
+Store().unlink(out / "mine" / "inner" / "method")
 os.replace(out / "mine" / "inner" / "a", out / "b")
 os.symlink("b", out / "link")
 os.remove(out / "link")
@@ -83,8 +86,10 @@ note(
     scratch_is_gone=not Path(folder).exists(),
     dir_fd=os.unlink in os.supports_dir_fd,
     signature=list(inspect.signature(os.unlink).parameters),
+    read=Store().read(__file__).read() == Path(__file__).read_text(),
     # A pool of processes passes functions so.
-    pickled=[pickle.loads(pickle.dumps(f)) is f for f in (os.remove, shutil.rmtree, torch.save)],
+    pickled=[pickle.loads(pickle.dumps(f)) is f for f in FUNCTIONS],
+    copied=[copy.deepcopy(f) is f for f in FUNCTIONS],
 )
 train(engine)
 """
@@ -96,7 +101,7 @@ def test_its_own_files_are_the_trainings(scripts: Scripts, out: Path) -> None:
     assert notes["scratch"] and notes["scratch_is_gone"]
     assert notes["dir_fd"], "libraries ask for it (filelock)"
     assert notes["signature"] == ["path", "dir_fd"]
-    assert notes["pickled"] == [True] * 3
+    assert notes["read"] and all([*notes["pickled"], *notes["copied"]])
 
 
 @pytest.mark.parametrize(
@@ -245,6 +250,17 @@ def test_a_run_in_full_length_changes_what_its_script_changes(scripts: Scripts, 
     assert ended.outcome.ok, ended.log
     assert not (out / "checkpoint-1").exists()
     assert (out / "best.pt").read_bytes() != b"old"
+
+
+def test_messages_of_a_simulation_are_not_the_users_whatever_the_clock(tmp_path: Path) -> None:
+    """Their folder is older than the trial, and a file system's clock may be behind."""
+    (tmp_path / "trial").mkdir()
+    with tempfile.TemporaryDirectory() as messages:
+        files, question = UserFiles(tmp_path / "trial"), Path(messages, "question-000000.json")
+        question.touch()
+        assert not files.is_scratch(question)
+        files.add_scratch(Path(messages))
+        assert files.is_scratch(question) and not files.is_to_stay(question)
 
 
 def test_each_trial_can_create_a_folder_that_must_be_new(scripts: Scripts, out: Path) -> None:

@@ -50,35 +50,41 @@ def test_a_formula_may_be_too_large() -> None:
     assert found.added_bytes(61) == pytest.approx(-20 * MIB, rel=0.1)
 
 
-def test_only_the_largest_phase_counts() -> None:
-    memory = MemoryUse({"forward": 400, "backward": 300 * MIB, "step": 200 * MIB})
-    assert observe(simulated(1), 1, memory) == Observation(1, 300 * MIB, 190 * MIB)
-
-
 def test_small_micro_batches_tell_little_of_the_slope() -> None:
     noisy = [observed(1, 0), observed(2, 4)]  # 4 MiB more per sample, or noise
     assert calibrate(noisy, 0.1 * MIB).bytes_per_sample < 0.1 * MIB
     assert calibrate(noisy, 50 * MIB).bytes_per_sample == pytest.approx(4 * MIB, rel=0.01)
 
 
-def test_a_cpu_shows_what_came_on_top_of_the_imports() -> None:
-    use = MemoryUse(host_rss_bytes={"init": 900, "forward": 700, "step": 650}, context_bytes=500)
-    observation = observe(simulated(1), 1, use)
-    assert observation is not None
-    assert observation.used == 200, "what the script did before the first step is not the model's"
-    assert observe(simulated(1), 1, MemoryUse()) is None
+STEP = simulated(1)["step"]
 
 
-def test_a_cpu_with_a_limit_shows_what_counted_against_it() -> None:
-    peaks = simulated(1)
-    for more in (-7, 7):
-        use = MemoryUse(host_rss_bytes={"init": 900}, data_bytes=peaks["step"] + more)
-        assert observe(peaks, 1, use) == Observation(1, peaks["step"] + more, more)
-
-
-def test_a_resident_set_never_lowers_a_prediction() -> None:
-    """Pages that nobody touched are not in it."""
-    for used, excess in ((50, 0), (200, 50)):
-        use = MemoryUse(host_rss_bytes={"step": used * MIB})
-        expected = Observation(1, used * MIB, excess * MIB, is_exact=False)
-        assert observe(simulated(1), 1, use) == expected
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        # The phase that used most counts.
+        (
+            MemoryUse({"forward": 400, "backward": 300 * MIB, "step": 200 * MIB}),
+            Observation(1, 300 * MIB, 190 * MIB),
+        ),
+        # A CPU shows what came on top of the imports, before the first step the script's own.
+        (
+            MemoryUse(host_rss_bytes={"init": 900, "forward": 700, "step": 650}, context_bytes=500),
+            Observation(1, 200, 0, 500, is_exact=False),
+        ),
+        # With a limit it shows what counted against that.
+        (
+            MemoryUse(host_rss_bytes={"init": 900}, data_bytes=STEP - 7),
+            Observation(1, STEP - 7, -7),
+        ),
+        # A resident set never lowers a prediction: pages that nobody touched are not in it.
+        (MemoryUse(host_rss_bytes={"step": 50 * MIB}), Observation(1, 50 * MIB, 0, is_exact=False)),
+        (
+            MemoryUse(host_rss_bytes={"step": 200 * MIB}),
+            Observation(1, 200 * MIB, 50 * MIB, is_exact=False),
+        ),
+        (MemoryUse(), None),
+    ],
+)
+def test_what_a_trial_shows_of_its_memory(use: MemoryUse, expected: Observation | None) -> None:
+    assert observe(simulated(1), 1, use) == expected

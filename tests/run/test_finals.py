@@ -118,6 +118,20 @@ def test_one_pair_is_judged_by_the_runs_of_the_search_too() -> None:
         assert finals.is_better == second
 
 
+def test_ones_own_may_fail_once() -> None:
+    finals = Finals(OWN, [leader(2)], trials=9)
+    for value in (None, 0.0, 0.02):
+        finals.record(value)
+    assert not finals.own_failed and play(finals, {2: 1.02}, noise=0.1) == "2oo22o"
+    assert finals.comparison is not None
+
+
+@pytest.mark.parametrize(("cost", "trials"), [(0.1, 7), (0.028, 10), (0.001, 15)])
+def test_finals_take_a_part_of_the_time_of_the_search(cost: float, trials: int) -> None:
+    """30 % of it, but seven trials whatever they cost."""
+    assert rules.budget(60, 20, cost=cost) == trials
+
+
 def test_no_leader_is_left() -> None:
     finals = Finals(OWN, [leader(2)], trials=12)
     assert play(finals, {2: None}) == "o2"

@@ -15,7 +15,6 @@ import pytest
 
 from dsat.errors import JournalError
 from dsat.run.journal import SCHEMA_VERSION, Journal, read_events
-from dsat.values.files import write_atomically, written_atomically
 from testing.scenarios import User
 from testing.world import World
 
@@ -45,18 +44,10 @@ def _write(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_what_was_appended_is_read_again(path: Path) -> None:
-    content = _write(path)
-    assert content.count(b"\n") == len(EVENTS), "one line each"
-    with Journal(path) as journal:
-        assert journal.events == EVENTS
-    assert read_events(path) == EVENTS
-    assert path.read_bytes() == content
-
-
 @pytest.mark.usefixtures("_fast_disk")
 def test_cut_off_at_any_byte_it_keeps_the_complete_lines(path: Path) -> None:
     content = _write(path)
+    assert content.count(b"\n") == len(EVENTS), "one line each"
     more = {"event": "more"}
     for length in (0, len(content), *random.Random(1).sample(range(len(content)), 20)):
         path.write_bytes(content[:length])
@@ -131,47 +122,6 @@ def test_a_full_disk_is_named_by_its_file(path: Path) -> None:
             assert found.value.filename == str(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, most))
-
-
-# -- files that others read
-
-
-def test_write_atomically_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
-    target = tmp_path / ("名" * 83 + ".html")  # the longest name
-    for text in ("first, and longer", "zweitens: ä"):
-        write_atomically(target, text)
-        assert target.read_text(encoding="utf-8") == text
-        assert [*tmp_path.iterdir()] == [target]
-
-
-def test_an_error_while_a_file_is_written_keeps_what_it_says(tmp_path: Path) -> None:
-    target = tmp_path / "a"
-    target.mkdir()
-    with pytest.raises(IsADirectoryError) as found:
-        write_atomically(target, "text")
-    assert str(found.value).endswith(f"directory: '{target}'")
-    with pytest.raises(OSError, match=r"^without a number$"), written_atomically(tmp_path / "b"):
-        raise OSError("without a number")
-
-
-def test_write_atomically_shows_a_reader_the_old_text_until_the_new_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "report.html"
-    target.write_text("old")
-    seen: list[tuple[str, str]] = []
-
-    def replace(source: Path, destination: Path) -> None:
-        seen.append((target.read_text(), Path(source).read_text()))
-        os.rename(source, destination)
-
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
-    monkeypatch.setattr(os, "replace", replace)
-    write_atomically(target, "new")
-    assert seen == [("old", "new")]
-    assert synced == [target.stat().st_ino, tmp_path.stat().st_ino]
-    assert target.read_text() == "new"
 
 
 # -- values that do not belong there

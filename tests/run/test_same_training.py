@@ -30,6 +30,8 @@ def curve(
 
 
 OWN = (curve(), curve())
+NOISY = (curve(noise=2e-3, seed=1), curve(noise=2e-3, seed=2))
+IN_BF16 = replace(curve(noise=5e-4), precision="bf16")
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,13 @@ OWN = (curve(), curve())
         (curve(start=5.1), "fp32", Agreement.UNKNOWN),
         (curve(steps=2), "fp32", Agreement.UNKNOWN),
         (TrainingCurve((1, 2, 3), (None,) * 3), "fp32", Agreement.UNKNOWN),
+        # What the script chose itself rounds as coarsely as it does, whatever is configured.
+        (curve(noise=5e-4), "fp32", Agreement.DIFFERENT),
+        (IN_BF16, "fp32", Agreement.SAME),
+        (replace(IN_BF16, precision="fp32"), "bf16", Agreement.SAME),
+        # Skipped steps end the comparison.
+        (curve(slower=0.0, skipped=(4,)), "fp16", Agreement.DIFFERENT),
+        (curve(skipped=(2,)), "fp16", Agreement.UNKNOWN),
     ],
 )
 def test_losses_agree_within_rounding(
@@ -52,6 +61,22 @@ def test_losses_agree_within_rounding(
     found = compare(OWN, other, precision=precision, same_batch=True)
     assert found.agreement is agreement
     assert bool(found.reason) == (agreement is not Agreement.SAME)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "agreement"),
+    [
+        (tuple(replace(each, precision="bf16") for each in OWN), curve(noise=5e-4), Agreement.SAME),
+        # What two runs of ones own differ by is no difference.
+        (NOISY, curve(noise=2e-3, seed=3), Agreement.SAME),
+        (OWN, curve(noise=2e-3, seed=3), Agreement.DIFFERENT),
+        (NOISY, curve(slower=0.0), Agreement.DIFFERENT),
+    ],
+)
+def test_runs_of_ones_own_say_how_far_losses_may_differ(
+    own: tuple[TrainingCurve, ...], other: TrainingCurve, agreement: Agreement
+) -> None:
+    assert compare(own, other, precision="fp32", same_batch=True).agreement is agreement
 
 
 @pytest.mark.parametrize(
@@ -71,26 +96,6 @@ def test_a_loss_that_is_a_difference_rounds_as_its_terms_do(
     assert compare((own, own), its, precision="fp32", same_batch=True).agreement is agreement
 
 
-def test_numbers_that_the_script_chose_itself_round_as_coarsely_as_they_do() -> None:
-    """The configuration says fp32, and the script autocasts."""
-    noisy = curve(noise=5e-4)
-    assert compare(OWN, noisy, precision="fp32", same_batch=True).differs
-    its = replace(noisy, precision="bf16")
-    assert compare(OWN, its, precision="fp32", same_batch=True).agreement is Agreement.SAME
-    own = tuple(replace(each, precision="bf16") for each in OWN)
-    assert compare(own, noisy, precision="fp32", same_batch=True).agreement is Agreement.SAME
-    fine = replace(noisy, precision="fp32")
-    assert compare(OWN, fine, precision="bf16", same_batch=True).agreement is Agreement.SAME
-
-
-def test_what_two_runs_of_ones_own_differ_by_is_no_difference() -> None:
-    noisy = (curve(noise=2e-3, seed=1), curve(noise=2e-3, seed=2))
-    other = curve(noise=2e-3, seed=3)
-    assert compare(noisy, other, precision="fp32", same_batch=True).agreement is Agreement.SAME
-    assert compare(OWN, other, precision="fp32", same_batch=True).differs
-    assert compare(noisy, curve(slower=0.0), precision="fp32", same_batch=True).differs
-
-
 def test_where_a_comparison_is_impossible_that_is_said() -> None:
     def reason(own: tuple[TrainingCurve, ...], same_batch: bool = True) -> str:
         found = compare(own, curve(), precision="fp32", same_batch=same_batch)
@@ -105,13 +110,6 @@ def test_where_a_comparison_is_impossible_that_is_said() -> None:
     assert "begins with loss 5.3 instead of 5: other data, weights" in found.reason
     assert "with another micro batch, dropout draws" in found.reason
     assert "a loss that depends on the micro batch (negatives" in found.reason
-
-
-def test_steps_that_were_skipped_end_the_comparison() -> None:
-    skips = curve(slower=0.0, skipped=(4,))
-    assert compare(OWN, skips, precision="fp16", same_batch=True).differs
-    later = curve(skipped=(2,))
-    assert compare(OWN, later, precision="fp16", same_batch=True).agreement is Agreement.UNKNOWN
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from dsat.in_trial.batches import UNCOUNTED
+from dsat.run.run import Run
 from dsat.run.training_check import TrainingCheck
-from dsat.values.outcome import TrainingCurve
+from dsat.values.outcome import Outcome, OutcomeKind, TrainingCurve
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.helpers import plan_of, ran
 
@@ -55,3 +57,44 @@ def test_the_wrong_one_is_named(
 
 def test_nothing_is_blamed_without_a_third() -> None:
     assert "Either may be wrong" in disqualification({2: WRONG, 1: RIGHT}, 2, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("software", "reported", "version"),
+    [
+        ("torch 2.15.0, deepspeed 0.19.8", "0.18.2", "0.19.8"),
+        ("", "0.18.2", "0.18.2"),  # of a cluster's image
+        ("", "", None),
+    ],
+)
+def test_the_version_is_that_of_the_trials(
+    software: str, reported: str, version: str | None
+) -> None:
+    run = Run()
+    run.info = {"software": software}
+    run.outcomes[0] = Outcome(OutcomeKind.OK, training=TrainingCurve(deepspeed_version=reported))
+    assert run.deepspeed_version == version
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize(("tokens", "is_other"), [(16_000.0, False), (4_000.0, True)])
+def test_batches_of_the_loaders_own_are_no_gain(
+    tokens: float, *, is_other: bool, counted: bool
+) -> None:
+    """The throughput takes each micro batch for full: four of 100 samples for four of 2."""
+    own, pick = (
+        Trial(i, kind, f"z{i}", 1, BatchTriple(8, *sizes), {})
+        for i, (kind, sizes) in enumerate(
+            [(TrialKind.BASELINE, (2, 4)), (TrialKind.SEARCH, (8, 1))]
+        )
+    )
+    outcomes = {}
+    for trial, fed in ((own, 16_000.0), (pick, tokens)):
+        outcome = ran(10.0)
+        assert outcome.metrics is not None
+        metrics = replace(outcome.metrics, tokens_per_second=fed)
+        warnings = () if counted else (UNCOUNTED,)
+        outcomes[trial.id] = replace(outcome, metrics=metrics, warnings=warnings)
+    check = TrainingCheck({0: own, 1: pick}, outcomes, {})
+    found = check.disqualification(plan_of(own_batch=own.batch), own, pick, lambda trial: {})
+    assert (found is not None) == (is_other and not counted)

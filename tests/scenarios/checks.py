@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 from testing.scenarios import User
 from testing.started import Told
 from testing.world import World
@@ -14,10 +16,19 @@ METHODS = ("model", "asha", "binary", "random", "gridsearch")
 STAGES = (0, 1, 2, 3)
 
 
-def paired(*values: Any) -> list[tuple[str, Any]]:
+def _at_once(method: str, *values: Any) -> Any:
+    """Return a case of a test; `make quick` has two of the methods, `make test` has all."""
+    marks = [] if method in ("model", "asha") else [pytest.mark.slow]
+    return pytest.param(method, *values, marks=marks)
+
+
+EACH_METHOD = [_at_once(method) for method in METHODS]
+
+
+def paired(*values: Any) -> list[Any]:
     """Return methods with values: the model with each of them, every other method with one."""
-    others = [(name, values[place % len(values)]) for place, name in enumerate(METHODS[1:])]
-    return [*(("model", value) for value in values), *others]
+    others = [_at_once(name, values[n % len(values)]) for n, name in enumerate(METHODS[1:])]
+    return [*(_at_once("model", value) for value in values), *others]
 
 
 def check_result(user: User, told: Told) -> None:

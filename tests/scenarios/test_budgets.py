@@ -12,7 +12,7 @@ from testing.scenarios import User
 from testing.started import Told
 from testing.world import A100, GIB, Failure, Model, World
 from tests.scenarios.checks import (
-    METHODS,
+    EACH_METHOD,
     best_speed,
     check_result,
     micro_batches,
@@ -127,7 +127,7 @@ def test_a_fixed_global_batch_is_kept_by_every_trial_of_the_search(
     assert user.true_speed(user.best_config()) > 0.9 * best
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_any_global_batch_may_be_asked_for(tmp_path: Path, method: str) -> None:
     config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
     options = ("--max-trials", 16, "--train-batch-size", "any")
@@ -155,7 +155,7 @@ def test_limits_of_the_micro_batch_hold(
     assert sizes and set(sizes) <= set(allowed)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_a_global_batch_is_filled_up_to_what_is_allowed(tmp_path: Path, method: str) -> None:
     world, own = World(slots=2), {"train_micro_batch_size_per_gpu": 1}
     options = ("--max-trials", 14, "--max-train-batch-size", 100)
@@ -226,7 +226,7 @@ def test_a_smaller_card_may_be_imitated(user: User) -> None:
 # -- time and growth
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_no_trial_takes_long_beside_ones_own(tmp_path: Path, method: str) -> None:
     """A trial may measure for as long as 20 steps of one's own take: three of its own, at least."""
     world = World(gpu=replace(A100, peak=3e11, bandwidth=1e10))

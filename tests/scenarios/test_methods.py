@@ -11,7 +11,7 @@ import pytest
 from testing.scenarios import User
 from testing.started import Told
 from testing.world import A100, GIB, World
-from tests.scenarios.checks import METHODS, best_speed, check_result, of_kind, paired
+from tests.scenarios.checks import EACH_METHOD, best_speed, check_result, of_kind, paired
 
 WORLDS = {
     "one GPU": World(),
@@ -66,12 +66,12 @@ def test_other_metrics_lead_to_the_same_answer(user: User, metric: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_a_seed_decides_which_trials_run(tmp_path: Path, method: str) -> None:
     def overrides(seed: int, folder: str) -> list[Any]:
         user = User(tmp_path / folder, World(slots=2, run_sd=0.0, step_sd=0.0))
         user.has()
-        options = ("--max-trials", 16, "--finals", 0, "-z", 3, "-r", seed)
+        options = ("--max-trials", 16, "--finals", 0, "-z", 3, "--random-seed", seed)
         told = user.tunes(*options, method=method)
         return [row["overrides"] for row in told.trials]
 
@@ -81,7 +81,7 @@ def test_a_seed_decides_which_trials_run(tmp_path: Path, method: str) -> None:
         assert first != overrides(2, "other")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_trials_run_side_by_side_and_finals_alone(tmp_path: Path, method: str) -> None:
     """The engine refuses a trial that there are no devices for."""
     user = User(tmp_path, World(slots=2, at_once=4))
@@ -102,7 +102,9 @@ def test_trials_run_side_by_side_and_finals_alone(tmp_path: Path, method: str) -
     assert 2 <= most["search"] <= 4 and most["final"] in (0, 1)
 
 
-@pytest.mark.parametrize(("slots", "at_once"), [(("--max-slots", 4), 2), (("-mct", 1), 1)])
+@pytest.mark.parametrize(
+    ("slots", "at_once"), [(("--max-slots", 4), 2), (("--max-concurrent-trials", 1), 1)]
+)
 def test_fewer_run_at_once_if_that_is_asked_for(
     tmp_path: Path, slots: tuple[Any, ...], at_once: int
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -39,54 +38,6 @@ def test_every_option_is_typed_in_a_scenario() -> None:
     texts = [path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.py")]
     typed = set(re.findall(r"--[a-z][\w-]*", "\n".join(texts)))
     assert flags - typed == set() and flags >= ELSEWHERE
-
-
-@pytest.mark.parametrize("method", ["model", "asha", "random"])
-def test_batch_sizes_are_within_their_bounds(user: User, method: str) -> None:
-    bounds = ("--min-micro-batch", 4, "--max-micro-batch", 18, "--divisible-by", 4)
-    told = user.tunes("--max-trials", 12, *bounds, method=method)
-    sizes = set(of(told, MICRO))
-    assert sizes <= {4, 8, 12, 16} and max(sizes) == 16
-
-
-@pytest.mark.parametrize("method", ["model", "gridsearch"])
-def test_accumulation_fills_the_largest_global_batch(user: User, method: str) -> None:
-    told = user.tunes("--max-trials", 10, "--max-train-batch-size", 36, method=method)
-    for size, gas in zip(of(told, MICRO), of(told, GAS), strict=True):
-        assert size <= 36 and gas == 36 // size, "as often as it goes, and once at least"
-
-
-@pytest.mark.parametrize(("asked", "kept"), [((), 32), (("any",), None), (("own",), 32), ((8,), 8)])
-def test_a_global_batch_is_kept_or_free(user: User, asked: tuple[Any, ...], kept: int) -> None:
-    user.has({ALL: 32, MICRO: 1})
-    options = ("--train-batch-size", *asked) if asked else ()
-    told = user.tunes("--max-trials", 6, "--finals", 0, *options, method="random")
-    sizes = set(of(told, ALL))
-    assert sizes == {kept} if kept else len(sizes) > 1
-
-
-def test_stages_and_settings_that_are_searched_or_left_alone(user: User) -> None:
-    user.world = World(slots=2)
-    zero = {"stage": 2, "overlap_comm": True, "reduce_scatter": "auto"}
-    user.has({MICRO: 1, "zero_optimization": zero})
-
-    def space(*options: object) -> list[str]:
-        words = ("model", "deepspeed.yaml", ".", "--dry-run", "--json", *options)
-        return [str(line) for line in user.types(*words).json["plan"]["space"]]
-
-    usual, other = space(), space("--keep", "reduce_bucket_size", "--search", "overlap_comm")
-    for setting, searched in (
-        ("overlap_comm", (False, True)),  # which the configuration sets
-        ("reduce_bucket_size", (True, False)),
-        ("reduce_scatter", (True, True)),  # which is "auto"
-    ):
-        assert tuple(setting in lines[-1] for lines in (usual, other)) == searched
-    told = user.tunes("--max-trials", 14, "--zero-stages", 2, 3, method="asha")
-    assert set(of(told, "stage")) == {2, 3}
-    told = user.tunes("--max-trials", 6, "--keep", "all", "--run-dir", "fixed", method="random")
-    assert {"overlap_comm", "stage"} >= {
-        key for each in of(told, "overrides") for key in each[ZERO]
-    }
 
 
 def test_a_list_in_the_configuration_is_what_is_searched(user: User) -> None:
@@ -139,47 +90,6 @@ def test_offloading_to_files_is_the_last_resort(user: User, tmp_path: Path) -> N
     assert ["nvme" in plan for plan in plans] == [False, True]
 
 
-def test_a_smaller_card_is_imitated(user: User) -> None:
-    told = user.tunes("--max-trials", 10, "--slot-memory", "12GiB", method="random")
-    predicted = [size for size in of(told, "predicted_bytes") if size]
-    assert predicted and max(predicted) <= 12 * 2**30
-    assert max(of(told, MICRO)) < 12
-
-
-def test_memory_is_predicted_or_not(user: User) -> None:
-    for model in ("formula", "none"):
-        options = ("--memory-model", model, "--run-dir", model)
-        told = user.tunes("--max-trials", 8, *options, method="random")
-        assert (None in of(told, "predicted_bytes")) is (model == "none")
-        assert ("OOM" in of(told, "outcome")) is (model == "none")
-
-
-def test_budgets_finals_and_seeds(user: User) -> None:
-    found = {}
-    for seed in (1, 2):
-        options = ("--random-seed", seed, "--finals", 3, "--run-dir", seed)
-        told = user.tunes("--max-trials", 20, *options, method="random")
-        kinds = [row["kind"] for row in told.trials]
-        assert len(kinds) <= 20 and kinds.count("final") <= 3
-        found[seed] = [str(each) for each in of(told, "overrides")]
-    assert found[1] != found[2]
-    told = user.tunes("--max-trials", 20, "--random-seed", 1, "--finals", 3, method="random")
-    assert [str(each) for each in of(told, "overrides")] == found[1]
-
-
-def test_a_search_stops_when_little_is_to_be_gained(user: User) -> None:
-    counts = []
-    for rest in ("0.5", "0"):
-        told = user.tunes("--max-trials", 16, "--stop-when", rest, "--run-dir", rest)
-        counts.append(len(told.trials))
-    assert counts[0] < counts[1] and "budget of 16" in told.json["stop_reason"]
-    counts = []
-    for more in ((), ("--early-stopping", 1)):
-        options = ("--max-trials", 30, "--run-dir", f"grid{len(more)}", *more)
-        counts.append(len(user.tunes(*options, method="gridsearch").trials))
-    assert counts[0] > counts[1]
-
-
 @pytest.mark.parametrize(
     ("method", "words", "options"),
     [
@@ -201,18 +111,6 @@ def test_methods_have_options_of_their_own(
     assert told.json["gain"] > 1.5
 
 
-@pytest.mark.parametrize(
-    ("options", "at_once"), [((), 4), (("--max-slots", 2), 2), (("--max-concurrent-trials", 3), 3)]
-)
-def test_trials_run_at_once_on_the_slots_that_they_may_use(
-    user: User, options: tuple[object, ...], at_once: int
-) -> None:
-    user.world = World(at_once=4)
-    told = user.tunes("--max-trials", 12, *options, method="random")
-    assert told.status == 0
-    assert json.loads(user.reads("status.json"))["at_once"] == at_once
-
-
 def test_steps_of_a_trial(user: User) -> None:
     words = "--start-profile-step 2 --end-profile-step 9 --max-measured-steps 5"
     more = "--metric latency --trial-timeout 90s --no-fork --max-seq-length 64 --add-files ds.json"
@@ -230,24 +128,6 @@ def test_steps_of_a_trial(user: User) -> None:
     plan = user.types(*command).json["plan"]
     assert plan["measured"]["steps"] == [2, 6, 5], "the last one within the most that are measured"
     assert (plan["method"], plan["max_seq_length"]) == ("asha", 64)
-
-
-def test_the_autotuning_section_is_a_search(user: User) -> None:
-    section = {
-        "enabled": True,
-        "metric": "throughput",
-        "tuner_type": "random",
-        "tuner_num_trials": 8,
-        "max_train_micro_batch_size_per_gpu": 8,
-    }
-    user.has({MICRO: 1, "autotuning": section})
-    told = user.types("tune", "--devices", 1, "--json", *SCRIPT)
-    assert told.json["metric"] == "throughput" and 3 < len(of(told, "name")) <= 8
-    assert max(of(told, MICRO)) <= 8
-    dry = user.types("run", "--dry-run", *SCRIPT)
-    assert dry.status == 0 and "random search" in dry.out
-    trains = user.tunes("--max-trials", 3, "--run-full-experiment", method="random")
-    assert trains.status == 2 and "--run-full-experiment" in trains.err, "nothing real ran"
 
 
 SCRIPT = ("train.py", "--deepspeed_config", "ds.json")
@@ -270,3 +150,8 @@ def test_only_what_is_measured_long_enough_is_compared(user: User) -> None:
     told = user.tunes("--max-trials", 8, "--zero-stages", 1, "--finals", 0, method="random")
     errors = [metrics["ci95"] for metrics in of(told, "metrics")]
     assert min(errors) > 0.05 > told.trials[0]["metrics"]["ci95"]
+
+
+def test_a_training_needs_an_engine_that_trains(user: User) -> None:
+    told = user.tunes("--max-trials", 3, "--run-full-experiment", method="random")
+    assert told.status == 2 and "--run-full-experiment" in told.err

@@ -13,6 +13,7 @@ from testing.scenarios import User
 from testing.started import Told
 from testing.world import A100, GIB, GPT_300M, Failure, Model, World
 from tests.scenarios.checks import (
+    EACH_METHOD,
     METHODS,
     best_speed,
     check_result,
@@ -168,7 +169,7 @@ def test_memory_that_ends_earlier_than_predicted_is_found_out(
     assert lost < len(of_kind(told, "search"))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_a_single_failure_for_other_reasons_costs_one_trial(tmp_path: Path, method: str) -> None:
     user, told = tuned(tmp_path, Failure("OOM", {"trial": 2}, "a neighbour"), method=method)
     check_result(user, told)
@@ -191,7 +192,7 @@ def test_wrong_predictions_are_corrected_by_what_trials_use(
     assert max(measured) > 0.93 * best_of(user, method, 64)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_a_prediction_that_nothing_fits_is_not_believed(tmp_path: Path, method: str) -> None:
     """The first trial ran, on a machine that does not tell what it used."""
     world: dict[str, Any] = {"seen_activations": 60.0, "tells_memory": False}
@@ -258,7 +259,7 @@ def test_nothing_larger_than_the_data_is_recommended(
     assert user.true_speed(user.best_config()) > 0.93 * best_of(user, method, samples)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_what_the_data_loader_tells_costs_no_failed_trial(tmp_path: Path, method: str) -> None:
     user, told = tuned(tmp_path, method=method, samples=17, tells_samples=True)
     check_result(user, told)
@@ -266,7 +267,7 @@ def test_what_the_data_loader_tells_costs_no_failed_trial(tmp_path: Path, method
     assert max(micro_batches(told.trials)) <= 17
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_an_own_micro_batch_above_the_data_shrinks(tmp_path: Path, method: str) -> None:
     user, told = tuned(tmp_path, method=method, samples=OWN - 1)
     check_result(user, told)
@@ -275,7 +276,7 @@ def test_an_own_micro_batch_above_the_data_shrinks(tmp_path: Path, method: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_time_outs_of_large_micro_batches_lead_to_smaller_ones(tmp_path: Path, method: str) -> None:
     failure = Failure("TIMEOUT", {"micro_batch": list(range(12, 200))}, "too slow")
     user, told = tuned(tmp_path, failure, method=method, trials=24)

@@ -102,6 +102,17 @@ def test_a_job_is_guarded_by_the_exit_status(user: User, cards: str, fits: bool)
     assert (enough and (limit is None or told.json["host_bytes"] < limit)) is fits
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
+def test_a_gpu_has_its_memory_by_name(user: User) -> None:
+    """NVIDIA sells an H100 with 80 GB, which are gibibytes."""
+    (user.folder / "own.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    words = ("--ds-config", "own.json", "--seq-length", 128)
+    told = estimate(user, TINY, *words, "--fits", "8xH100/1TiB")
+    assert (told.json["slots"], told.json["card_bytes"]) == (8, 80 * GIB)
+    assert told.json["host_limit"] == 1024 * GIB
+
+
 def test_cards_that_cannot_be_read_are_no_answer(user: User) -> None:
     estimate(user, TINY, "--fits", "x", status=2)
 
@@ -124,6 +135,19 @@ def test_a_model_without_a_configuration_is_checked_in_a_strategy_that_fits(user
     """In stage 0 the states of 7 billion parameters take 100 GiB."""
     told = estimate(user, LLAMA_7B, "--fits", "8x60GiB", "--seq-length", 512)
     assert told.json["fits"] and told.json["strategy"] != "z0"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
+@pytest.mark.parametrize(
+    ("cards", "chosen"),
+    [("1x16GiB", []), ("1x450MiB", ["activation checkpointing"])],
+)
+def test_what_dsat_adds_to_fit_is_named(user: User, cards: str, chosen: list[str]) -> None:
+    """Without a configuration of the user dsat chooses a strategy, and what else is needed."""
+    model = {**TINY, "num_hidden_layers": 16, "max_position_embeddings": 2048}
+    told = estimate(user, model, "--seq-length", 2048, "--fits", cards)
+    assert told.json["fits"] and told.json["chosen"] == chosen
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from testing.command import run_of
 from testing.scenarios import Harm, User
 from testing.started import Told
 from testing.world import Failure, World
-from tests.scenarios.checks import METHODS, best_speed, check_result, configuration, of_kind
+from tests.scenarios.checks import EACH_METHOD, best_speed, check_result, configuration, of_kind
 
 JOURNALS = Path(__file__).parent / "journals"
 
@@ -49,7 +49,7 @@ def cut(user: User, events: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1, 3])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_a_run_cut_off_anywhere_ends_as_a_whole_one(
     tmp_path: Path, method: str, at_once: int
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_finished_run_is_told_again_and_nothing_is_run(user: User) -> None:
 # -- another budget
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_a_run_goes_on_with_more_trials(user: User, method: str) -> None:
     options = ("--stop-when", 0) if method == "model" else ()
     first = user.tunes("--max-trials", 9, *options, method=method)
@@ -161,6 +161,7 @@ def ds_config(user: User, **changes: Any) -> None:
         ({"train_micro_batch_size_per_gpu": 2}, (), ("train_micro_batch_size_per_gpu",)),
         (None, ("--divisor", 4), ("divisor", "4")),
         (None, ("-z", 1, 2), ("stages",)),
+        (None, ("--start-profile-step", 2), ("steps",)),
     ],
 )
 def test_another_plan_is_another_run(

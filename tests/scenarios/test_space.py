@@ -12,7 +12,7 @@ from dsat.values.outcome import ScriptSwitch
 from testing.scenarios import User
 from testing.started import Told
 from testing.world import Failure, World
-from tests.scenarios.checks import METHODS, check_result, of_kind
+from tests.scenarios.checks import EACH_METHOD, check_result, of_kind
 
 ALWAYS = {"reduce_bucket_size", "contiguous_gradients"}
 OF_SEVERAL = {*ALWAYS, "overlap_comm", "reduce_scatter"}
@@ -140,22 +140,6 @@ def test_what_changes_numbers_is_searched_only_when_asked_for(
     assert tune in found and values in (None, found[tune])
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--search", "no_such_setting"), ("no_such_setting",)),
-        (("--keep", "no_such_setting"), ("no_such_setting",)),
-        (("-z", 4), ("4",)),
-    ],
-)
-def test_a_setting_that_there_is_none_of_is_named(
-    tmp_path: Path, options: tuple[Any, ...], words: tuple[str, ...]
-) -> None:
-    told = user_of(tmp_path).tunes("--max-trials", 4, *options)
-    assert told.status == 2 and "Traceback" not in told.err
-    assert all(word in told.err for word in words)
-
-
 # -- listed values and experiments
 
 
@@ -179,7 +163,7 @@ def test_an_experiment_lists_values_of_settings(tmp_path: Path) -> None:
 # -- what trials get
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_trials_keep_what_the_user_set(tmp_path: Path, method: str) -> None:
     zero = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 7700000}
     user = user_of(tmp_path, zero=zero, gradient_clipping=0.5)
@@ -216,7 +200,7 @@ def test_listed_values_of_a_switch_are_the_only_ones(tmp_path: Path) -> None:
     assert {"8"} <= searched(told)["--batch-size"] <= {"4", "8"}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_a_script_that_feeds_a_fixed_batch_is_asked_for_another_once(
     user: User, method: str
 ) -> None:
@@ -231,10 +215,10 @@ def test_a_script_that_feeds_a_fixed_batch_is_asked_for_another_once(
     assert any(line.startswith("Micro batch: not searched") for line in told.json["verdict"])
 
 
-@pytest.mark.parametrize("helps", [True, False])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("refusal", ["", "feeds 4 samples again", "accumulation is a constant"])
+@pytest.mark.parametrize("method", EACH_METHOD)
 def test_the_flag_of_a_fixed_batch_follows_the_micro_batch(
-    user: User, method: str, *, helps: bool
+    user: User, method: str, refusal: str
 ) -> None:
     others = [size for size in range(1, 1024) if size != 4]
     fixed = Failure(
@@ -242,7 +226,10 @@ def test_the_flag_of_a_fixed_batch_follows_the_micro_batch(
         fixed_batch=4,
         batch_flag="--batch-size",
     )
-    user.world = World(failures=(fixed,) if helps else (fixed, replace(fixed, batch_flag="")))
+    again = replace(fixed, batch_flag="", message=refusal)
+    if "constant" in refusal:
+        again = replace(again, fixed_batch=None)
+    user.world = World(failures=(fixed, again) if refusal else (fixed,))
     user.has({"train_micro_batch_size_per_gpu": 4})
     told = user.tunes("--max-trials", 10, "--finals", 2, method=method)
     assert told.status == 0, told.err
@@ -251,10 +238,10 @@ def test_the_flag_of_a_fixed_batch_follows_the_micro_batch(
     kinds = [(trials[e["trial_id"]], e["outcome"]["kind"]) for e in ended]
     failed = [trial["batch_flag"] for trial, kind in kinds if kind == "INVALID"]
     sizes = {trial["batch"]["micro_batch"] for trial, kind in kinds if kind == "OK"}
-    assert failed == ([""] if helps else ["", "--batch-size"])
-    assert sizes > {4} if helps else sizes == {4}
+    assert failed == (["", "--batch-size"] if refusal else [""])
+    assert sizes == {4} if refusal else sizes > {4}
     size = user.best_config()["train_micro_batch_size_per_gpu"]
     needs = [line for line in told.json["verdict"] if f"needs --batch-size {size}" in line]
     assert bool(needs) is (size != 4)
     said = [line for line in told.json["verdict"] if line.startswith("Micro batch: not searched")]
-    assert bool(said) is not helps
+    assert bool(said) == bool(refusal) and all(f"With --batch-size: {refusal}" in x for x in said)

@@ -14,9 +14,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from dsat.search import SEARCHES
+from dsat.search import SEARCHES, RandomSearch
 from dsat.search.base import Costs
-from dsat.search.classic import RandomSearch
 from dsat.space.space import Freedom, Space
 from dsat.values.outcome import Outcome
 from dsat.values.trial import BatchTriple
@@ -96,6 +95,7 @@ class Rules:
 @pytest.mark.parametrize("concurrency", [1, 5])
 @pytest.mark.parametrize("method", MODEL_IS_SLOW)
 def test_no_schedule_breaks_the_rules(method: str, concurrency: int) -> None:
+    draws_at_random = issubclass(SEARCHES[method], RandomSearch)
     for seed in range(2 if method == "model" else 12):
         search, rules = Driven(method, wide_space(), ceiling=60, seed=seed), Rules(method)
         rng = np.random.default_rng([seed, concurrency])
@@ -104,8 +104,7 @@ def test_no_schedule_breaks_the_rules(method: str, concurrency: int) -> None:
             if len(running) < concurrency and rng.random() < 0.7:
                 proposal = search.propose()
                 if proposal is None:
-                    draws = issubclass(SEARCHES[method], RandomSearch)
-                    assert running or (draws and len(rules.arms) >= 65), "far"
+                    assert running or (draws_at_random and len(rules.arms) >= 65), "far"
                     continue
                 assert proposal.micro_batch in search.space.micro_batches
                 rules.begin(proposal)
@@ -332,6 +331,15 @@ def test_a_time_out_closes_no_strategy(method: str) -> None:
         limit=20,
     )
     assert sum(each.micro_batch >= 12 for each in proposed) <= 6
+
+
+@pytest.mark.parametrize("method", ["asha", "binary", "random"])
+def test_micro_batches_end_soon_after_throughput_has_ended_to_grow(method: str) -> None:
+    space = Space(strategies=plain(1), micro_batches=range(1, 2**20), slots=1, num_params=10**9)
+    search = Driven(method, space, ceiling=10**6, ramp=True)
+    search.observe(4, ran(4.0))
+    asked = proposals_of(search, lambda each: ran(min(each.micro_batch, 64)), limit=20)
+    assert 64 < max(each.micro_batch for each in asked) <= 4 * 256
 
 
 def test_settings_that_are_too_slow_above_the_best_are_tried_below_it() -> None:

@@ -164,6 +164,17 @@ def test_the_closed_form_agrees(gpt_on_a_device: Simulator, cases: list[dict[str
             assert formula.init == pytest.approx(estimate.init, rel=0.02), case
         if "offload" in case:
             assert formula.host_pinned == pytest.approx(estimate.host_pinned, rel=0.02), case
+            assert formula.host_pageable == pytest.approx(estimate.host_pageable, rel=0.02), case
+
+
+def test_a_host_holds_states_and_not_the_parameters_before_them(
+    gpt_on_a_device: Simulator,
+) -> None:
+    """ZeRO-3 with the optimizer on the host: 12 bytes a parameter, divided among the ranks."""
+    [found] = simulated(
+        gpt_on_a_device, {"stage": 3, "slots": 16, "offload": "optimizer", "dtype": "bf16"}
+    )
+    assert found.host_pageable == pytest.approx(12 * 4_224_512 / 16, rel=0.05)
 
 
 def test_the_closed_form_knows_what_a_knob_adds(gpt_on_a_device: Simulator) -> None:

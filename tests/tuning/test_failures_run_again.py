@@ -49,14 +49,3 @@ def test_a_first_trial_that_failed_is_run_again_unless_memory_ran_out(
     assert set_aside.exists() is (kind == "ERROR"), "what ran out of memory would only do so again"
     refused = search(user)
     assert refused.status == 2 and "run" in refused.err, "it already holds a run"
-
-
-def test_why_measurements_do_not_count_is_told(user: User) -> None:
-    search(user)
-    for options, words in (
-        (("--slot-memory", "24GiB"), "slot memory 24GiB"),
-        (("--start-profile-step", 2), "steps"),
-    ):
-        told = search(user, "--resume", *options)
-        assert told.status in (0, 2)
-        assert [word for word in words.split() if word not in told.err] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -11,23 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from dsat.errors import JournalLocked
 from dsat.run.folder_lock import FolderLock
-from dsat.tuning import run_folders
-from dsat.tuning.settings import Settings
 
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def test_the_second_process_is_refused() -> None:
-    settings = Settings(method="asha", run_dir=Path("run"))
-    with contextlib.ExitStack() as locks:
-        run_folders.choose(settings, "name", locks)
-        with pytest.raises(JournalLocked, match=rf"run: .*process {os.getpid()} on .*, since 20"):
-            run_folders.choose(settings, "name", locks)
 
 
 def test_a_killed_process_holds_no_lock() -> None:

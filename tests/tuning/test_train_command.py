@@ -214,4 +214,4 @@ def test_a_configuration_that_is_kept_needs_no_other_command(
     run = SimpleNamespace(best=best, baseline=best, outcomes={})
     search: Any = SimpleNamespace(ready=ready, run=run, folder=tmp_path)
     said = "\n".join(map(str, output.result_of(search)))
-    assert ("Your own command does as well" in said) == does_too
+    assert ("Your own command has this configuration" in said) == does_too

@@ -7,6 +7,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 # Words before a command that run it on a host; or a function that calls a method of a `NodeActor`
@@ -14,6 +15,17 @@ from typing import IO, Any
 Reach = Sequence[str] | Callable[..., Any]
 _LOST = 255  # exit status
 _KILLED_WITHIN_S = 5.0
+
+
+def variables_with_dsat(own: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with which a Python process finds dsat, and nothing in its folder.
+
+    Args:
+        own: beside those of this process.
+    """
+    env = {**os.environ, **own}
+    path = [*filter(None, [env.get("PYTHONPATH")]), str(Path(__file__).resolve().parents[3])]
+    return {**env, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 
 def spawn(

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from dsat.in_trial import available_memory, losses
 from dsat.in_trial.adapters import calls
 from dsat.in_trial.adapters.calls import Original
 from dsat.in_trial.adapters.trial import Phase, RunningTrial
@@ -70,12 +69,19 @@ def compile_operator(
 
 
 def available(trial: RunningTrial, original: Original, device: Any, args: Any, kwargs: Any) -> int:
-    """Answer within the limit of a slot."""
+    """Answer within the limit of a slot.
+
+    By that, ZeRO decides whether parameters are flattened on the device or on the host
+    (deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8).
+    """
     free_bytes = int(original(*args, **kwargs))
-    if trial.is_simulated:
+    if trial.is_simulated or trial.meter is None:
+        return free_bytes
+    limit_bytes: int | None = trial.meter.spec.options.slot_memory_bytes
+    if limit_bytes is None:
         return free_bytes
     index = kwargs.get("device_index", args[0] if args else None)
-    return available_memory.available(free_bytes, device, index)
+    return min(free_bytes, limit_bytes - int(device.memory_allocated(index)))
 
 
 def measure(phase: str) -> Callable[..., Any]:
@@ -92,8 +98,10 @@ def measure(phase: str) -> Callable[..., Any]:
     return run_phase
 
 
-def scale(_: RunningTrial, original: Original, engine: Any, args: Any, kwargs: Any) -> Any:
+def scale(trial: RunningTrial, original: Original, engine: Any, args: Any, kwargs: Any) -> Any:
     """Note the loss that fp16 scales in `engine.scale(loss).backward()`."""
     result = original(*args, **kwargs)
-    losses.note_scaled(engine, result, kwargs.get("loss", args[0] if args else None))
+    if trial.meter is not None and trial.meter.losses is not None:
+        loss = kwargs.get("loss", args[0] if args else None)
+        trial.meter.losses.note_scaled_loss(engine, result, loss)
     return result

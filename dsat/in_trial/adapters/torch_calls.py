@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsat.in_trial import loaders, loopback, losses, precision
+from dsat.in_trial import loaders, loopback, precision
 from dsat.in_trial.adapters.calls import Original
 from dsat.in_trial.adapters.trial import RunningTrial
 
@@ -34,9 +34,11 @@ def enter_autocast(
     return result
 
 
-def backward(_: RunningTrial, original: Original, __: Any, args: Any, kwargs: Any) -> Any:
+def backward(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
     """Note the loss, if the script calls `loss.backward()` itself."""
-    losses.note_backward(kwargs.get("tensors", args[0] if args else None))
+    if trial.meter is not None and trial.meter.losses is not None:
+        # `Tensor.backward` calls this, too.
+        trial.meter.losses.add_script_loss(kwargs.get("tensors", args[0] if args else None))
     return original(*args, **kwargs)
 
 

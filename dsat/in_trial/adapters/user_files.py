@@ -38,6 +38,7 @@ class UserFiles:
         self._instead = self._folder / _INSTEAD_FOLDER
         self._temporary = Path(tempfile.gettempdir()).resolve()
         self._began_ns, self._there = _note_begin(self._folder, self._temporary)
+        self._others: list[Path] = []  # folders of dsat
         self._removed: set[Path] = set()  # for the script, which are there as before
 
     def is_older(self, path: Path) -> bool:
@@ -47,9 +48,14 @@ class UserFiles:
         except OSError:
             return False
 
+    def add_scratch(self, folder: Path) -> None:
+        """Count a folder of dsat, such as that of a simulation's messages, as the trial's."""
+        self._others.append(folder.resolve())
+
     def is_scratch(self, path: Path) -> bool:
         """Return whether a path is the trial's, new and temporary, a cache's or the kernel's."""
-        if any(map(path.is_relative_to, (self._folder, *_KERNEL_FOLDERS, *_caches()))):
+        known = (self._folder, *self._others, *_KERNEL_FOLDERS, *_caches())
+        if any(map(path.is_relative_to, known)):
             return True
         if not path.is_relative_to(self._temporary) or path == self._temporary:
             return False

@@ -24,7 +24,7 @@ FOLDER = Path(os.environ["DSAT_TRIAL_DIR"])
 def how() -> str:
     path = FOLDER / "ds_config.json"
     config = json.loads(path.read_text()) if path.exists() else {}
-    return str(config.get("behaviour") or os.environ.get("WAY", "dict"))
+    return str(config.get("behaviour") or os.environ["WAY"])
 
 
 def loader_of(config: dict[str, Any]) -> DataLoader[Any]:
@@ -38,13 +38,10 @@ def main() -> None:
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=way == "zero init"):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
     parts = {"model": model, "model_parameters": model.parameters()}
-    before = loader_of(config)
     loader: DataLoader[Any] | None = None
-    if way in ("dict", "loader before", "zero init"):
+    if way == "zero init":
         engine, *_ = initialize(**parts, config=config)
-        loader = before if way == "loader before" else loader_of(config)
-    elif way == "path":
-        engine, *_ = initialize(**parts, config="own.json")
+        loader = loader_of(config)
     elif way == "args":
         args = Namespace(local_rank=int(os.environ["LOCAL_RANK"]), deepspeed_config="own.json")
         engine, *_ = initialize(args=args, **parts)
@@ -53,10 +50,6 @@ def main() -> None:
         nothing = [None] * 3
         engine, *_ = deepspeed.initialize(
             None, model, None, model.parameters(), *nothing[:2], 29500, *nothing, config
-        )
-    elif way == "config_params":
-        engine, _, loader, _ = deepspeed.initialize(
-            **parts, training_data=DATA, config_params=config
         )
     else:
         raise AssertionError(way)

@@ -1,0 +1,63 @@
+"""Kinds of programs that people write, whose verdicts are compared with what they train.
+
+Each says at its end how many steps of which micro batch it trained
+(`testing/tuned_scripts.py: fault_of_statements`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from testing.catalogue import PROGRAMS, Failure, Script
+
+
+def _program(
+    name: str, words: str, says: str = "", *, ranks: int = 1, config: bool = False, **more: Any
+) -> Script:
+    """A kind of program, which says how many steps of which micro batch it trained."""
+    given = {"options": "--zero-stages 1", "method": "tune", **more}
+    return Script(
+        name,
+        words,
+        PROGRAMS / "kinds",
+        config="--deepspeed --deepspeed_config ds.json" if config else "",
+        launchers=("torchrun",) if ranks else ("python",),
+        most_ranks=max(ranks, 1),
+        suites=(),
+        says=says,
+        **given,
+    )
+
+
+KINDS = (
+    _program("PPO with three engines", "ppo.py ds.json", "trains several engines"),
+    _program("CLIP with gathered features", "clip.py --batch-size 8", "not searched", ranks=2),
+    _program("GAN of two engines", "gan.py --batchSize 8", "trains several engines"),
+    _program("a stream without a length", "stream.py", config=True),
+    _program(
+        "a boundary by hand",
+        "boundary.py --micro-batch-size 2",
+        "With --micro-batch-size: .*a constant",
+    ),
+    _program("a notebook with a search of its own", "notebook.py"),
+    _program("spawned ranks", "", command="python3 spawn.py 4 29731", ranks=0),
+    _program("click", "by_click.py train --batch-size 8 first"),
+    _program("subcommands", "subcommands.py train --bs 2 --accum 4", "needs --bs 8"),
+    _program("dotted arguments", "dotted.py train.batch_size=2", "needs train.batch_size 8"),
+    _program("fewer data than a batch", "loop.py --rows 20 --epochs 40", config=True),
+    _program("accumulation by hand", "loop.py --by-hand 4", "do not divide the loss", config=True),
+    _program(
+        "batches of a number of tokens",
+        "tokens.py",
+        options="--zero-stages 1 --finals 2 --max-trials 6",
+        config=True,
+    ),
+    _program("a cross-validation", "loop.py --folds 4 --epochs 1", config=True),
+    _program(
+        "three steps",
+        "loop.py --rows 24 --epochs 1",
+        fails=Failure(2, ("the script ended after 3 optimizer steps",)),
+        config=True,
+    ),
+    _program("a folder that must be new", "loop.py --out made", config=True),
+)
