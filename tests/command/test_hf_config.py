@@ -16,7 +16,6 @@ import pytest
 
 from dsat.command import hf_config
 from dsat.command.ds_config import BATCH_KEYS
-from dsat.errors import UserInputError
 
 AUTO = {"enabled": "auto"}
 
@@ -75,27 +74,6 @@ def test_a_file_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "mamba2", "use_cache": 1, "use_cache": 0, "limit": Infinity}')
     assert hf_config.find(str(tmp_path)) == hf_config.find(str(path)) == path
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("{", "not valid JSON"),
-        ("[]", "mapping"),
-        ("{}", "model_type"),
-        ('{"model_type": "llama", "quantization_config": {"bits": 4}}', "quantized"),
-        (None, "no such file"),
-    ],
-)
-def test_what_cannot_be_predicted_is_refused(
-    text: str | None, problem: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "model.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(UserInputError, match=problem) as caught:
-        hf_config.find(str(path))
-    assert str(path) in str(caught.value)
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

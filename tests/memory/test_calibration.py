@@ -30,14 +30,6 @@ def observed(micro_batch: int, excess: float, context: float = 0) -> Observation
     return observation
 
 
-def test_a_constant_and_a_slope_are_found_again() -> None:
-    found = calibrate([observed(m, 32 + 0.5 * m, context=500) for m in (1, 8, 32)], USUAL)
-    assert found.fixed_bytes == pytest.approx(32 * MIB, rel=0.05)
-    assert found.bytes_per_sample == pytest.approx(0.5 * MIB, rel=0.05)
-    assert found.added_bytes(64) == pytest.approx(64 * MIB, rel=0.05)
-    assert found.context_bytes == 500 * MIB
-
-
 @pytest.mark.parametrize("excesses", [{8: 30}, {1: 40, 16: 20}])
 def test_one_micro_batch_and_a_falling_excess_give_a_constant(excesses: dict[int, int]) -> None:
     found = calibrate([observed(size, excess) for size, excess in excesses.items()], USUAL)

@@ -150,18 +150,6 @@ def test_parameters_are_flattened_on_the_host_where_the_device_has_no_room() -> 
         assert (predicted >= 400 * MIB) == (limit > 400 or not on_device)
 
 
-def test_what_trials_used_corrects_the_rest() -> None:
-    memory = model(simulated(1, 10, 0))
-    shape = memory.shape(config(1), {})
-    before = {m: memory.predicted_bytes(shape, m) for m in (1, 16, 32)}
-    for micro_batch in (1, 16):
-        peaks = {p: round(shape.peak(p, micro_batch)) + 200 * MIB for p in PHASES}
-        memory.learn(shape, micro_batch, used(peaks))
-    for micro_batch, was in before.items():
-        now = memory.predicted_bytes(shape, micro_batch)
-        assert now == pytest.approx(was + 200 * MIB, rel=1e-3)
-
-
 def test_the_margin_shrinks_with_the_first_trial() -> None:
     memory = model(simulated(1, 10, 0))
     shape = memory.shape(config(1), {})

@@ -69,16 +69,6 @@ def test_pairs_go_on_until_the_budget_is_spent_if_nothing_is_certain() -> None:
 # -- what fails
 
 
-def test_the_next_takes_the_place_of_a_pick_that_fails_or_trains_differently() -> None:
-    finals = Finals(OWN, [leader(2), leader(3), leader(4)], trials=12)
-    finals.record(0.0)
-    finals.record(0.5)
-    finals.disqualify()
-    assert finals.pairs == []
-    assert play(finals, {3: None, 4: 1.4}, noise=0.001) == "o3o44o"
-    assert finals.pick is not None and finals.pick.trial_id == 4 and finals.is_better
-
-
 @pytest.mark.parametrize(
     ("gain", "order"), [(1.4, "o22o"), (0.8, "o22o"), (1.6, "o2"), (0.6, "o2")]
 )

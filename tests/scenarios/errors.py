@@ -172,6 +172,13 @@ _FILES: list[tuple[str, str | bytes, str]] = [
     ("ds.json", '{"a":' * 20_000, "deeply"),
     ("ds.json", "zero_optimization:\n  stage: 1\n", f"{ZERO} mapping"),
 ]
+# Configurations of models that cannot be predicted, and words of the message.
+_MODELS: dict[str, str] = {
+    "{": "JSON",
+    "[]": "mapping",
+    "{}": "model_type",
+    '{"model_type": "llama", "quantization_config": {"bits": 4}}': "quantized",
+}
 # What is wrong in the words alone: the place and other words of the message.
 _WORDS: list[tuple[str, str, str]] = [
     ("", "", "required"),
@@ -206,18 +213,25 @@ _WORDS: list[tuple[str, str, str]] = [
     ("model --max-slots 1 --devices 2 -- python train.py", "--max-slots", "2 devices"),
     ("model --max-trials 1 -- train.py", "", "--max-trials 1 2"),
     (f"asha --devices 1 -- deepspeed --num_gpus 2 {SCRIPT}", "", "2 1"),
+    *(
+        (f"tune --dry-run python3 {bad} {SCRIPT}", "", f"{bad} hides dsat")
+        for bad in "-I -E".split()
+    ),
     ("asha deepspeed.yaml . --search overlap_comm --keep overlap_comm", "", "overlap_comm --keep"),
     ("model --search overlap -- python train.py", "", "--search 'overlap'"),
     ("model --search packing -- python train.py", "", "packing tokens_per_second"),
     ("model --vary --dry-run -- t.py", "", "--vary argument"),
     ("model --vary optim -- t.py", "", "--vary 'optim'"),
+    ("model --vary optim= -- t.py", "", "--vary 'optim='"),
+    ("model --vary --=1 -- t.py", "", "--vary '--=1'"),
+    ("model --vary gradient_checkpointing=some -- t.py", "", "--vary 'some'"),
     ("asha --arg-mapping batch -- t.py", "", "--arg-mapping 'batch' KEY=FLAG"),
     (f"asha --arg-mapping {MICRO}=--batch -- {SCRIPT}", "--arg-mapping", "--batch"),
     (f"asha --arg-mapping {MICRO}=--bacth -- {SCRIPT} --batch 2", "--arg-mapping", "--batch"),
     ("model --engine nowhere -- train.py", "", "--engine nowhere local slurm"),
     ("model --trial-timeout soon -- t.py", "", "--trial-timeout 'soon' 90s"),
     ("model --slot-memory 1023KiB -- t.py", "", "--slot-memory '1023KiB' 24GiB"),
-    ("model --slot-memory 80 -- t.py", "", "--slot-memory '80' 24GiB"),
+    ("model --slot-memory 80 -- t.py", "", "--slot-memory '80' 80GiB"),
     ("model --run-dir train.py/run -- python train.py", "", "train.py: folder"),
     ("model --resume -- python train.py", "--resume", "dsat_runs/train-*"),
     ("model --resume --run-dir empty -- python train.py", "empty", "run"),
@@ -279,6 +293,9 @@ def mistakes() -> Iterator[Mistake]:
         yield Mistake(line, "", _words(words), {"hosts": hosts})
     for name, content, words in _FILES:
         yield Mistake(experiment, name, _words(words), {name: content})
+    for text, words in _MODELS.items():
+        line, model = "estimate --model model.json", {"model.json": text}
+        yield Mistake(line, "model.json", _words(words), model)
     for bad in ("many", "0", "1.5", ""):
         flag = f"--per_device_train_batch_size={bad}"
         line = f"model --dry-run -- train.py --deepspeed ds.json --output_dir out {flag}"

@@ -126,8 +126,10 @@ def test_pairs_are_looked_at_a_few_times_only(tmp_path: Path) -> None:
 def test_a_machine_that_slows_down_steadily_favours_neither(tmp_path: Path, drift: float) -> None:
     effects = faster(1, 1.2)
     _, told = tuned(tmp_path, *FIXED, "--finals", 8, drift=drift, run_sd=0.001, effects=effects)
-    finals = told.json["finals"]
-    assert finals["gain"]["ratio"] == pytest.approx(1.2, rel=0.02)
+    gain = told.json["finals"]["gain"]
+    assert gain["low"] < 1.2 < gain["high"]
+    # Of an odd number of pairs one has no other that was slowed down the other way round.
+    assert gain["ratio"] == pytest.approx(1.2, rel=max(0.02, drift / 2))
     order = [row["stage"] for row in of_kind(told, "final")]
     assert order[:4] in ([0, 1, 1, 0], [1, 0, 0, 1])
 

@@ -110,11 +110,3 @@ def test_devices_of_several_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -
         prepare.prepared(wanted),
     ):
         pass
-
-
-@pytest.mark.parametrize("option", ["-I", "-E", "-S"])
-def test_a_python_that_hides_dsat_is_refused(option: str) -> None:
-    command = ("python3", option, *SCRIPT)
-    wanted = Settings(method="random", command=command, engine="local", dry_run=True)
-    with pytest.raises(UserInputError, match=f"{option} hides dsat"), prepare.prepared(wanted):
-        pass
