@@ -13,7 +13,6 @@ from dsat.command import ds_config
 from dsat.memory import host
 from dsat.memory.predictor import Basis, MemoryModel, fits_host
 from dsat.search import cards as known
-from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values import format as fmt
 from dsat.values import parallelism
 from dsat.values.table import Table
@@ -75,7 +74,7 @@ def fewest(
         for strategy in among:
             config = configuration(strategy, cards)
             shape = model.shape(config, {})
-            most = int(min(model.largest(shape), float(LARGEST_MICRO_BATCH)))
+            most = int(model.largest(shape))
             if most >= 1:
                 needed = host.of_host(facts, config, shape.host_bytes, cards)
                 choices.append(Choice(size, cards, strategy, most, needed))

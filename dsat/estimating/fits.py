@@ -19,7 +19,6 @@ from dsat.memory.strategies import COMPARED, with_strategy
 from dsat.prepare.simulated_model import SimulatedModel, simulate
 from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.protocol import Question
-from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values import format as fmt
 from dsat.values import slow
 from dsat.values.trial import BatchTriple
@@ -170,7 +169,7 @@ def fit(settings: EstimateSettings) -> Fit:
         saved_bytes=saved_bytes,
         host_limit=settings.host_memory if host_limit is None else host_limit,
         fits=memory.fits(shape, batch.micro_batch),
-        largest=int(min(memory.largest(shape), LARGEST_MICRO_BATCH)),
+        largest=int(memory.largest(shape)),
         saved_by_checkpointing=saved,
     )
     return replace(found, fits=found.fits and found.fits_host)

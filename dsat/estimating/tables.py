@@ -25,7 +25,6 @@ from dsat.memory.strategies import compared, with_strategy
 from dsat.prepare.simulated_model import SimulatedModel, simulate
 from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.protocol import Question
-from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values import format as fmt
 from dsat.values import slow
 from dsat.values.table import Table
@@ -286,7 +285,7 @@ def _line(
         shape = model.shape(config, {})
         host_bytes = host.of_host(facts, config, shape.host_bytes, slots)
         has_room = fits_host(host_bytes, limit)
-        most = min(model.largest(shape), float(LARGEST_MICRO_BATCH)) if has_room else 0.0
+        most = model.largest(shape) if has_room else 0.0
         largest[size] = int(most)
         if length is not None:
             longest[size] = int(most * length)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsat.memory.predictor import Basis, MemoryModel, Shape
-from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
@@ -65,7 +64,7 @@ class Forecast:
         lines = []
         for branch in self._space.branches:
             settings = branch.settings(0)
-            largest = int(min(self.largest(settings), LARGEST_MICRO_BATCH))
+            largest = int(self.largest(settings))
             smallest = self._space.micro_batches[0]
             shape, _ = self._shapes_of(settings)
             needed = self.model.predicted_bytes(shape, smallest)

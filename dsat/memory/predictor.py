@@ -19,6 +19,7 @@ from dsat.memory.calibration import Calibration, Observation, asked_bytes, calib
 from dsat.memory.closed_form import Line
 from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED, MemoryEstimate
 from dsat.memory.facts import ModelFacts, bucket_size
+from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values import parallelism
 from dsat.values.codec import Recorded
 from dsat.values.outcome import MemoryUse, ModelProfile, Outcome, OutcomeKind
@@ -304,7 +305,7 @@ class MemoryModel:
         return needed * self._margin(shape.strategy) <= self.limit_bytes
 
     def largest(self, shape: Shape) -> float:
-        """The largest micro batch that fits, as a real number; 0 if not even one sample does."""
+        """The largest micro batch that fits and may be tried, a real number; 0 if none does."""
         if not self.fits_host(shape):
             return 0.0
         room = self.limit_bytes / self._margin(shape.strategy) - self._context_bytes
@@ -318,7 +319,7 @@ class MemoryModel:
             for line in shape.highest
         )
         largest = min(line.largest_within(room) for line in corrected)
-        return largest if largest >= 1 else 0.0
+        return min(largest, float(LARGEST_MICRO_BATCH)) if largest >= 1 else 0.0
 
     def learn(self, shape: Shape, micro_batch: int, outcome: Outcome) -> None:
         """Correct later predictions by a trial's outcome."""

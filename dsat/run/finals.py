@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from dsat.run.comparison import REPORTED, Comparison, Gain, margin_of_single_runs
 from dsat.values import student
 
-# With 1 % of noise from run to run, seven pairs see a gain of 3 % nearly always, with 2 % in half
-# of all runs. They take 30 % of the search's time at most, but for the least.
+# With 1 % of noise from run to run, seven pairs see a gain of 3 % nearly always, with 2 % in three
+# of five runs. They take 30 % of the search's time at most, but for the least.
 MOST_TRIALS, LEAST_TRIALS = 15, 5
 _UNCLEAR = 7  # whatever they cost: three pairs and a run with the own batch, if two are not enough
 SHARE, MOST_COST = 0.25, 0.30

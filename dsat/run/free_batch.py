@@ -15,7 +15,6 @@ from dsat.run.strategies import make_space
 from dsat.search.base import Observation, Problem, Source
 from dsat.search.predictions import Configurations, Predictions, locate_points
 from dsat.search.threads import in_one_thread
-from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.space.knobs import KNOB_NAMES
 from dsat.space.locate import Point
 from dsat.space.plan import Plan
@@ -53,7 +52,7 @@ def predict(run: Run) -> FreeBatch | None:
     forecast = Forecast(basis, plan, profile, space)
     forecast.learn(own.overrides, own.script_args, run.outcomes[own.id])
     settings = space.branches[0].settings(0)
-    most = min(forecast.largest(settings), LARGEST_MICRO_BATCH)
+    most = forecast.largest(settings)
     sizes = [2**power for power in range(1 + int(math.log2(max(1, most))))]
     batches = [space.batch(size, settings) for size in sizes]
     tried = [Observation(Point(0, 0, b.micro_batch), b, None) for b in batches]
