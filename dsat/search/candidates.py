@@ -27,12 +27,14 @@ _FEW = 24  # up to this number, all micro batches are compared
 _NEAR_THE_EDGE = (1.0, 0.95, 0.87)
 _NEAR_THE_BEST = (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25)
 _OCTAVES = 2  # below the smallest of these that are compared: the best moves further down
+_TILE = 8  # samples: with tokens of any number, whole tiles of matrix units
 _MOST_SETTINGS = 12  # of a branch; with 24, no replayed search finds anything better
-# Only their ratios count: the scale is learned. Standard deviation of what a strategy, a setting
-# and a switch of the script make of a step beside what the physical model predicts.
-STRATEGY_SD, SETTING_SD, SWITCH_SD = 0.04, 0.02, 0.2
+# Only their ratios count: the scale is learned. Without whole tiles, replays end 0.1 points lower.
+# Standard deviation of what a strategy, a setting, a switch of the script and whole tiles make of a
+# step beside what the physical model predicts.
+STRATEGY_SD, SETTING_SD, SWITCH_SD, _TILES_SD = 0.04, 0.02, 0.2, 0.02
 _ALONE_SD = 0.1  # of what other trials on the machine make of a step
-_STRATEGY, _ALONE = "strategy", "alone"  # names of traits
+_STRATEGY, _WHOLE_TILES, _ALONE = "strategy", "whole tiles", "alone"  # names of traits
 _FIRST, _ANY_OTHER = "first", "any other"  # values of a switch
 
 
@@ -42,7 +44,7 @@ def select_positions(
     """Return which micro batches are compared, as positions in the allowed ones, ascending.
 
     They are powers of two with one step between, up to twice the largest given size and down to a
-    quarter of the smallest, and some where memory ends and beside the best.
+    quarter of the smallest, and multiples of 8 where memory ends and beside the best.
 
     Args:
         micro_batches: the allowed ones, ascending.
@@ -56,8 +58,9 @@ def select_positions(
     first = max(0, math.floor(math.log2(least)) - _OCTAVES)
     octaves = range(first, math.ceil(math.log2(most)) + 1)
     sizes = [part * 2.0**octave for octave in octaves for part in (1.0, 1.5)]
-    sizes += [part * edge for edge in edges for part in _NEAR_THE_EDGE]
-    sizes += [part * size for size in best for part in _NEAR_THE_BEST]
+    near = [part * edge for edge in edges for part in _NEAR_THE_EDGE]
+    near += [part * size for size in best for part in _NEAR_THE_BEST]
+    sizes += near + [size // _TILE * _TILE for size in near if size > 2 * _TILE]
     found = {bisect.bisect_right(micro_batches, size) - 1 for size in sizes if size <= most}
     return sorted(position for position in found if position >= 0) or [0]
 
@@ -100,6 +103,7 @@ class Settings:
         for strategy in space.strategies:
             add(_STRATEGY, strategy.name, STRATEGY_SD)
         for is_so in (False, True):
+            add(_WHOLE_TILES, str(is_so), _TILES_SD)
             add(_ALONE, str(is_so), _ALONE_SD)
         for branch in space.branches:
             for key, values in branch.knobs:
@@ -152,11 +156,12 @@ class Settings:
                     traits[self._traits[trait]] = 1.0
         return Row(work(self._job, strategy, settings), traits, values)
 
-    def with_trial(self, traits: Array, is_alone: Array) -> Array:
-        """Return traits of configurations that run alone or not, (n, traits)."""
+    def with_trial(self, traits: Array, micro_batch: Array, is_alone: Array) -> Array:
+        """Return traits of configurations with these micro batches, alone or not, (n, traits)."""
         found: Array = traits.copy()
-        found[:, self._traits[_ALONE, str(True)]] = is_alone
-        found[:, self._traits[_ALONE, str(False)]] = ~is_alone
+        for key, is_so in ((_WHOLE_TILES, micro_batch % _TILE == 0), (_ALONE, is_alone)):
+            found[:, self._traits[key, str(True)]] = is_so
+            found[:, self._traits[key, str(False)]] = ~is_so
         return found
 
     def promising(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -226,7 +227,7 @@ class Chooser:
         if not is_open.any():
             return None
         rows, columns = np.nonzero(is_open)
-        points = self._points(branch, indexes, rows, size_at[columns])
+        points = self._points(branch, indexes, rows, size_at[columns], edges)
         fits = np.log(known.runs.fits(branch, configurations.octaves(points)))
         sound = np.log([known.runs.runs(settings.row(branch, n).values) for n in indexes])
         for row, number in enumerate(indexes):
@@ -237,14 +238,23 @@ class Chooser:
         return points, np.full(len(points), branch), numbers, fits + sound[rows]
 
     def _points(
-        self, branch: int, numbers: Sequence[int], where: Array, micro_batch: Array
+        self,
+        branch: int,
+        numbers: Sequence[int],
+        where: Any,
+        micro_batch: Array,
+        edges: Sequence[float] | None = None,
     ) -> Points:
         """Return n configurations of a branch; see `Configurations.points`."""
-        known, gas = self.configurations, np.ones(len(where))
+        known, settings = self.configurations, self.configurations.settings
+        if edges is None:
+            edges = [known.edge(branch, number) for number in numbers]
+        gas, space = np.ones(len(where)), known.problem.space
         for position, number in enumerate(numbers):
-            here, settings = where == position, known.settings.of(branch, number)
-            gas[here] = known.problem.space.accumulation(micro_batch[here], settings)
-        return known.points([(branch, number) for number in numbers], where, micro_batch, gas)
+            here = where == position
+            gas[here] = space.accumulation(micro_batch[here], settings.of(branch, number))
+        rows = [settings.row(branch, number) for number in numbers]
+        return known.points(rows, where, micro_batch, gas, edges)
 
 
 class TooDear(Exception):

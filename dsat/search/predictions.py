@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dsat.search.base import Memory, Observation, Problem, Source, largest_micro_batch
-from dsat.search.candidates import Settings
+from dsat.search.candidates import Row, Settings
 from dsat.search.feasibility import Ended, Feasibility
 from dsat.search.normal import Array
 from dsat.search.speed import Points, Posterior, Prior
@@ -106,38 +106,40 @@ class Configurations:
 
     def points(
         self,
-        keys: Sequence[tuple[int, int]],
-        where: Array,
+        rows: Sequence[Row],
+        where: Any,
         micro_batch: Array,
         gas: Array,
+        edges: Sequence[float],
         neighbours: Any = 0,
     ) -> Points:
         """Return n configurations.
 
         Args:
-            keys: branch and number of settings.
+            rows: settings.
             where: position of each configuration's settings among them, (n,).
             micro_batch, gas: of each, (n,).
+            edges: the largest micro batches of the settings.
             neighbours: trials at the same time, of each, (n,).
         """
-        rows = [self.settings.row(*key) for key in keys]
-        edges = np.array([self.edge(*key) for key in keys])
-        work = np.array([row.work for row in rows]).reshape(len(rows), len(COLUMNS))
-        traits = np.array([row.traits for row in rows]).reshape(
-            len(rows), len(self.settings.effects)
-        )
+        count, num_traits = len(rows), len(self.settings.effects)
+        work = np.array([row.work for row in rows]).reshape(count, len(COLUMNS))
+        traits = np.array([row.traits for row in rows]).reshape(count, num_traits)
         size = np.asarray(micro_batch, float)
         return Points(
             work=work[where],
             micro_batch=size,
             gas=np.asarray(gas, float),
-            room=(edges[where] - size) * self.sample_part,
-            traits=self.settings.with_trial(traits[where], np.full(len(size), neighbours) == 0),
+            room=(np.array(edges)[where] - size) * self.sample_part,
+            traits=self.settings.with_trial(
+                traits[where], size, np.full(len(size), neighbours) == 0
+            ),
         )
 
     def alone(self, points: Points) -> Points:
         """Return configurations as if nothing ran beside them."""
-        traits = self.settings.with_trial(points.traits, np.ones(len(points), bool))
+        is_alone = np.ones(len(points), bool)
+        traits = self.settings.with_trial(points.traits, points.micro_batch, is_alone)
         return replace(points, traits=traits)
 
     def log_work(self, points: Points) -> Array:
@@ -275,9 +277,10 @@ def locate_points(known: Configurations, located: Sequence[tuple[Point, Observat
     keys = list(dict.fromkeys((point.branch, point.index) for point, _ in located))
     place = {key: number for number, key in enumerate(keys)}
     return known.points(
-        keys,
+        [known.settings.row(*key) for key in keys],
         np.array([place[point.branch, point.index] for point, _ in located], int),
         np.array([each.batch.micro_batch for _, each in located], float),
         np.array([each.batch.gas for _, each in located], float),
+        [known.edge(*key) for key in keys],
         np.array([each.neighbours for _, each in located], int),
     )
