@@ -90,7 +90,7 @@ class Estimate:
             *_pinning(lines),
             *_failures(lines),
             "",
-            f"The fewest GPUs of each size, by {sources}, with 5 % free:",
+            "The fewest GPUs of each size, with 5 % free:",
             "",
         ]
         return "\n".join([*text, *fewest_cards.table(self.cards)])
