@@ -15,6 +15,7 @@ from benchmarks.gpu import first_minutes
 from benchmarks.gpu.first_minutes import CUT, DONE, STEPS
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_all_that_it_started() -> None:
     words = ["bash", "-c", "(sleep 1000 & sleep 1000) & echo ready; wait"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
@@ -27,6 +28,7 @@ def test_a_process_ends_with_all_that_it_started() -> None:
     assert not any(_lives(each) for each in started)
 
 
+@pytest.mark.slow
 def test_processes_of_a_step_that_ended_by_itself_end() -> None:
     words = ["bash", "-c", "sleep 1000 >/dev/null & echo $!"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:

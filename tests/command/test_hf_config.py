@@ -107,6 +107,7 @@ def hub() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_downloaded_once(hub: str, tmp_path: Path) -> None:
     code = "import sys; from dsat.command import hf_config; print(hf_config.find(sys.argv[1]))"
 

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from dsat.determined_cluster import upload
 from tests.test_layers import _import_graph, _sources
 
@@ -50,6 +52,7 @@ def _third_party(text: str) -> Iterator[str]:
             yield node.module.split(".")[0]
 
 
+@pytest.mark.slow
 def test_nothing_else_is_imported() -> None:
     sources = _sources()
     graph = _import_graph(sources)
@@ -80,6 +83,7 @@ assert {place!r} in dsat.__file__
 """
 
 
+@pytest.mark.slow
 def test_the_search_of_the_runner_needs_neither_torch_nor_deepspeed(tmp_path: Path) -> None:
     """The image of a 0-slot container may be a small one."""
     upload.lay_out({}, "{}", tmp_path)

@@ -49,6 +49,7 @@ def uploaded(master: StandIn, model: Path, *includes: Path) -> set[str]:
 WHOLE = {"data/big.bin", "data/small.txt", "lib/net.py", "train.py"}
 
 
+@pytest.mark.slow
 def test_the_model_folder_without_what_determined_leaves_out(
     master: StandIn, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

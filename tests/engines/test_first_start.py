@@ -138,6 +138,7 @@ def test_what_a_daemon_started_for_a_command_ends_with_it(place: Path) -> None:
         daemon.kill()
 
 
+@pytest.mark.slow
 def test_what_its_training_waits_for_is_told(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,6 +63,7 @@ def test_devices_of_several_kinds_are_refused(kinds: list[tuple[str, int]], choi
         check_kinds(Host(found))
 
 
+@pytest.mark.slow
 def test_devices_are_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that asks a stuck driver does not come back."""
     monkeypatch.setattr(machine, "_FIND_LIMIT_S", 0.3)
@@ -169,6 +170,7 @@ def test_a_device_error_is_tried_again_once_and_the_second_ends_the_run(
 # -- hosts that are lost
 
 
+@pytest.mark.slow
 def test_a_host_that_is_lost_takes_its_slots_along(hosts: ScriptedHosts, engine_of: Make) -> None:
     engine, hosts.holds = engine_of(3, 8), True
     engine.launch(trial_of(1))
@@ -187,6 +189,7 @@ def test_a_host_that_is_lost_takes_its_slots_along(hosts: ScriptedHosts, engine_
         [engine.poll(1) for _ in range(3)]
 
 
+@pytest.mark.slow
 def test_no_simulation_is_waited_for_after_the_first_host_is_lost(
     hosts: ScriptedHosts, engine_of: Make, tmp_path: Path
 ) -> None:

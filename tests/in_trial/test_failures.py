@@ -173,6 +173,7 @@ def test_a_line_of_dsats_own_is_told_so() -> None:
     assert str(Path(failures.__file__).parent) in found.detail
 
 
+@pytest.mark.slow
 def test_torch_below_the_modes_of_a_simulation_is_the_scripts() -> None:
     def initialize(**_: object) -> None:
         torch.tensor(1.0, dtype=torch.bfloat16).view(torch.uint8)

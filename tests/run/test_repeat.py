@@ -54,6 +54,7 @@ def test_it_is_repeated_once_in_long_runs_without_finals(
     assert all(trial.id == 5 for trial in repeats)
 
 
+@pytest.mark.slow
 def test_noise_is_taken_for_a_gain_less_often() -> None:
     """It is in 72 of the first 100 runs without the repeat, and in 31 with it."""
     claims = sum((found := run(sd=0.2, seed=s)).best is not found.baseline for s in range(40))

@@ -106,6 +106,7 @@ def test_where_memory_is_no_line_it_is_simulated_where_it_ends() -> None:
         assert 0.85 * 4 * GIB < needed.peak < 4 * GIB
 
 
+@pytest.mark.slow
 def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
