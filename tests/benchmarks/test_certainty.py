@@ -11,7 +11,6 @@ from benchmarks.winners_curse import MOST_WORSE, WORLDS, Row, two_errors
 pytestmark = pytest.mark.nightly
 RUNS = 100
 LEAST_HELD = 0.93
-SHORT = "a search without finals claims that the luckiest measurement is better (7 of 10 runs)"
 CORRELATED = "20 steps do not show how far each is like the one before (85 %)"
 
 
@@ -42,7 +41,6 @@ def test_the_reported_gain_is_the_true_one(
 
 
 @pytest.mark.parametrize("name", ["nothing to gain, runs 2 %", "steps 5 %, runs 5 %"])
-@pytest.mark.xfail(strict=False, reason=SHORT)
 def test_nothing_better_seldom_replaces_it_in_seven_trials(name: str) -> None:
     row = _row(name, "asha", RUNS, max_trials=7)
     claimed = row.mean(lambda result: result.claimed and result.true <= 1)
@@ -52,7 +50,7 @@ def test_nothing_better_seldom_replaces_it_in_seven_trials(name: str) -> None:
 @pytest.mark.parametrize(
     "noise",
     [
-        pytest.param(noise, marks=pytest.mark.xfail(strict=False, reason=CORRELATED))
+        pytest.param(noise, marks=pytest.mark.xfail(strict=True, reason=CORRELATED))
         if noise.correlation > 0.9
         else noise
         for noise in NOISES
