@@ -124,8 +124,10 @@ def by_formula(facts: ModelFacts) -> Answer:
 
 
 def failing_in(stages: set[int], other: Answer) -> Answer:
-    """An answer, but for some ZeRO stages torch's own error, injected: that of a model which uses
-    an operator that has no implementation on fake tensors."""
+    """Inject torch's error for an operator without an implementation on fake tensors.
+
+    Other ZeRO stages get another answer.
+    """
 
     def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
         if of_config(request["config"]).stage in stages:

@@ -146,7 +146,7 @@ def test_a_configured_cluster_takes_experiments(monkeypatch: pytest.MonkeyPatch)
         place = found("trials run on", address)
     assert place.state == OK and place.found.startswith("this machine for a command; ")
     assert place.found.endswith(f"the cluster at {address} for an experiment file")
-    # Nobody listens there any more, or it is no address at all.
+    # Nobody listens there any more, or DET_MASTER is mistyped.
     for nowhere in (address, f"https://{address}", "http://", "localhost:x", "http://[::1:8"):
         assert "cannot be reached" in found("trials run on", nowhere).problem
 

@@ -173,7 +173,7 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
 def _learns_positions(model: Any, number: float) -> bool:
     """Return whether a model has a table of so many positions; OPT's has two rows more."""
     of_tokens = None
-    # transformers raises it for models without token embeddings, such as those of audio.
+    # transformers raises it for models without token embeddings (Wav2Vec2).
     with contextlib.suppress(NotImplementedError):
         of_tokens = model.get_input_embeddings()
     return any(

@@ -223,14 +223,8 @@ def hide_secrets_in_values(value: Any, names: tuple[str, ...] = ()) -> Any:
             return hide_secrets_in_words(value)
         return [hide_secrets_in_values(inner, names) for inner in value]
     is_text_or_number = isinstance(value, (str, int)) and not isinstance(value, bool)
-    if (
-        value
-        and is_text_or_number
-        and (
-            any(is_secret(name, str(value)) for name in names)
-            or is_secret(".".join(names[-2:]), str(value))
-        )
-    ):
+    denoting = (*names, ".".join(names[-2:]))
+    if value and is_text_or_number and any(is_secret(name, str(value)) for name in denoting):
         return HIDDEN
     return hide_secrets(value) if isinstance(value, str) else value
 

@@ -265,7 +265,7 @@ def test_a_model_with_hooks_can_be_pickled_and_copied(clock: Clock, calls_model:
     def loop() -> None:
         for _ in range(5):
             loss = (engine.module if calls_model else engine.forward)(torch.zeros(4, 2))
-            # Scripts copy models so, for an average of weights or for other processes.
+            # Scripts pickle a model for other processes, and copy it for an average of weights.
             copies = (pickle.loads(pickle.dumps(engine.module)), copy.deepcopy(engine.module))
             with torch.no_grad():
                 for each in called if evaluates else copies:

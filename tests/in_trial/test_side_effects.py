@@ -87,7 +87,7 @@ note(
     dir_fd=os.unlink in os.supports_dir_fd,
     signature=list(inspect.signature(os.unlink).parameters),
     read=Store().read(__file__).read() == Path(__file__).read_text(),
-    # A pool of processes passes functions so.
+    # A pool of processes pickles the functions that it passes on.
     pickled=[pickle.loads(pickle.dumps(f)) is f for f in FUNCTIONS],
     copied=[copy.deepcopy(f) is f for f in FUNCTIONS],
 )

@@ -49,7 +49,7 @@ class UserFiles:
             return False
 
     def add_scratch(self, folder: Path) -> None:
-        """Count a folder of dsat, such as that of a simulation's messages, as the trial's."""
+        """Let the trial write to another folder of dsat: a simulation's messages."""
         self._others.append(folder.resolve())
 
     def is_scratch(self, path: Path) -> bool:
