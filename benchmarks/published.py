@@ -4,7 +4,7 @@
 
 A table of docs/predicting.md. A model whose layers are published is simulated; of others the
 closed form tells what their sizes decide. Published are peaks of what torch has allocated, if
-nothing else is said.
+nothing else is said. Rows that cannot be right are printed, and not counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks import common
 from dsat.command import entrypoint, experiment
 from dsat.memory import closed_form
+from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.facts import ModelFacts
 from dsat.prepare.simulated_model import start_engine
 from dsat.prepare.source import Source
@@ -39,19 +40,22 @@ _LORA = ModelFacts(8_190_735_360 + _ADAPTERS, _ADAPTERS, 4096 * 16, 0.0, 0.0, 0.
 
 @dataclass(frozen=True)
 class Row:
-    """A published peak of a model that is simulated.
+    """A published size of a model that is simulated.
 
     Attributes:
         source: where it was published.
+        what: was measured: a key of `_SIZES`.
         config: the DeepSpeed configuration.
         slots: data-parallel ranks.
         measured_gib: what was published.
         command: trains the model, in `FOLDER`.
         note: what of the configuration is not published.
         needs: module of DeepSpeed that came with what the configuration asks for.
+        not_counted: why the row cannot be right, or is of something else.
     """
 
     source: str
+    what: str
     config: Mapping[str, Any]
     slots: int
     measured_gib: float
@@ -59,11 +63,13 @@ class Row:
     micro_batch: int
     note: str
     needs: str
+    not_counted: str
 
     def predicted(self) -> int:
-        """Return the predicted peak of steps in bytes.
+        """Return the prediction in bytes.
 
-        The copy of all parameters that DeepSpeed makes at start-up, if there is room, is left out.
+        Peaks of steps are without the copy of all parameters that DeepSpeed makes at start-up, if
+        there is room.
 
         Raises:
             SimulationUnavailable: it cannot be simulated here.
@@ -83,7 +89,14 @@ class Row:
             [found] = simulator.estimates([Question(whole, self.micro_batch, self.slots)])
         if isinstance(found, str):
             raise SimulationUnavailable(found)
-        return max(found.forward, found.backward, found.step)
+        return _SIZES[self.what](found, self.slots)
+
+
+_SIZES: Mapping[str, Callable[[MemoryEstimate, int], int]] = {
+    "steps": lambda found, _: max(found.forward, found.backward, found.step),
+    "start-up": lambda found, _: found.init,
+    "host": lambda found, ranks: found.host * ranks,
+}
 
 
 def _is_there(module: str) -> bool:
@@ -112,7 +125,7 @@ def main() -> None:
         except SimulationUnavailable as reason:
             print(f"{row.source}: {reason}", file=sys.stderr)
             continue
-        _print(row.source, "peak", row.slots, row.measured_gib, predicted, row.note)
+        _print(row.source, row.what, row.slots, row.measured_gib, predicted, row.note)
     lora = "deepspeedai/DeepSpeed#8029, Qwen3-8B with LoRA"
     if word in lora:
         config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
