@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dsat.values.codec import Recorded
@@ -56,7 +56,7 @@ class MeterSpec(KnownBefore, Recorded):
             host_slots=host_slots,
             profile=trial.profiles,
             measures=measures,
-            **trial.known_before(),
+            **{each.name: getattr(trial, each.name) for each in fields(KnownBefore)},
         )
 
     def complete_from(self, engine: Any) -> MeterSpec:

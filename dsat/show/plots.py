@@ -12,6 +12,7 @@ from typing import Any
 from dsat.show import step_parts
 from dsat.show.view import RunView, TrialView
 from dsat.values import format as fmt
+from dsat.values.objective import METRICS
 from dsat.values.trial import TrialKind
 
 Rows = Sequence[Mapping[str, Any]]
@@ -139,7 +140,7 @@ def _number(field: str, title: str | None = None, **more: Any) -> Spec:
 def _metric(view: RunView) -> Spec:
     """The axis of the metric, with 15G instead of 15,000,000,000."""
     metric = view.plan.metric
-    return _number("value", f"{metric} ({fmt.unit(metric)})", axis={"format": "~s"})
+    return _number("value", f"{metric} ({METRICS[metric].unit})", axis={"format": "~s"})
 
 
 def _bars(field: str) -> Spec:
