@@ -22,8 +22,7 @@ class PastRun:
     """A run, read from its folder.
 
     Attributes:
-        is_running: a process is working on it.
-        changed_s: time of the last change, in seconds since the epoch.
+        changed_s: time of the last change, since the epoch.
     """
 
     folder: Path
@@ -33,7 +32,6 @@ class PastRun:
 
     @property
     def trials(self) -> Path:
-        """Folder of its trials."""
         below = self.folder / TRIALS_FOLDER
         return below if below.is_dir() else self.folder
 
@@ -46,7 +44,7 @@ class PastRun:
 
 
 def folders(above: Path | None = None) -> list[Path]:
-    """Return the folders of runs and results in another one (`dsat_runs`), the newest first."""
+    """Return folders with runs or results in another folder (`dsat_runs`), newest first."""
     candidates = [] if above is None else [above]
     below = RUNS_FOLDER if above is None else above
     candidates += sorted(below.iterdir()) if below.is_dir() else []
@@ -58,12 +56,11 @@ def _is_of_run(folder: Path) -> bool:
 
 
 def has_journal(folder: Path) -> bool:
-    """Return whether a folder has a journal; results of a search on a cluster have none."""
+    """Return whether a folder has a journal; searches on a cluster leave none."""
     return os.path.isfile(folder / FILE_NAME)
 
 
 def _changed_s(folder: Path) -> float:
-    """Return the time of the last change, in seconds since the epoch."""
     return (folder / (FILE_NAME if has_journal(folder) else SUMMARY_FILE)).stat().st_mtime
 
 
@@ -93,10 +90,9 @@ def load(path: Path | None = None) -> PastRun:
 
 
 def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
-    """Return all runs right below a folder, the newest first, and why others cannot be read.
+    """Return all runs directly in a folder, newest first, and why others cannot be read.
 
-    Raises:
-        UserInputError: there is no such folder.
+    Raises UserInputError if there is no such folder.
     """
     if above is not None and not above.is_dir():
         raise UserInputError("is not a folder", where=str(above))
@@ -110,11 +106,7 @@ def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
 
 
 def find(path: Path | None) -> Path:
-    """Return the folder of a run; see `load`.
-
-    Raises:
-        UserInputError: there is no such run.
-    """
+    """Return the folder of a run; see `load`. Raises UserInputError if there is none."""
     if path is None:
         newest = folders()
         if not newest:
@@ -132,7 +124,7 @@ def find(path: Path | None) -> Path:
 
 
 def results_to_json(folder: Path) -> dict[str, Any]:
-    """Return the results of a folder without a journal for programs."""
+    """Return the results of a folder without a journal."""
     config = folder / BEST_CONFIG_FILE
     return {
         "run_dir": str(folder),

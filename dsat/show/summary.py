@@ -20,10 +20,9 @@ def write_files(view: RunView, folder: Path, train_line: str | None) -> None:
 
 
 def texts(view: RunView, train_line: str | None) -> dict[str, str]:
-    """Return the texts of the result files by their names.
+    """Return the texts of the result files by name.
 
-    Args:
-        train_line: a command that trains with the best configuration, if one is known.
+    `train_line` is a command that trains with the best configuration, if known.
     """
     outcome = view.best_outcome
     found = {}
