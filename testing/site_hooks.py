@@ -18,6 +18,7 @@ PAGES = {
     "changelog.md": "CHANGELOG.md",
     "benchmarks.md": "benchmarks/RESULTS.md",
     "examples.md": "examples/README.md",
+    "gpu.md": "benchmarks/gpu/README.md",
 }
 PICTURES = {"RESULTS.svg": "benchmarks/RESULTS.svg"}
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")

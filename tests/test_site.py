@@ -19,8 +19,6 @@ from dsat.show.settings import READ_ONLY
 from dsat.tuning.settings import Settings
 from testing.browser import chromium
 
-pytestmark = pytest.mark.nightly
-
 ROOT = Path(__file__).parents[1]
 
 
@@ -41,6 +39,7 @@ def browser() -> Iterator[Any]:
         yield driver
 
 
+@pytest.mark.slow
 def test_it_loads_nothing_from_elsewhere_and_has_every_option(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 25
@@ -52,6 +51,7 @@ def test_it_loads_nothing_from_elsewhere_and_has_every_option(site: Path) -> Non
         assert all(own.flags[-1] in options for own in options_of(settings))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("width", [1400, 390])
 def test_no_page_is_wider_than_the_window(site: Path, browser: Any, width: int) -> None:
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}

@@ -27,7 +27,7 @@ from dsat.show.settings import (
     WatchSettings,
 )
 from dsat.show.view import RunView
-from dsat.values.text import MOST_OF_A_LOG, printable
+from dsat.values.text import printable
 from dsat.values.trial import Trial
 
 
@@ -45,12 +45,7 @@ def read_only(settings: ReadOnlySettings) -> int:
 
 
 def _show(settings: ShowSettings) -> None:
-    folder = past_runs.find(settings.run)
-    if not past_runs.has_journal(folder) and not settings.trials and settings.trial is None:
-        results = past_runs.results_to_json(folder)
-        _print(results if settings.json else None, [printable(results["summary"], MOST_OF_A_LOG)])
-        return
-    past = past_runs.load(folder)
+    past = past_runs.load(settings.run)
     run = past.run
     if settings.trial is not None:
         trial = _trial(run, settings.trial)

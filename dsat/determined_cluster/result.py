@@ -10,12 +10,12 @@ import base64
 import binascii
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsat.determined_cluster.job import Job
-from dsat.run.run import Run
+from dsat.run.events import EVENT_START, VALUES_OF
 from dsat.show import summary
 from dsat.show.view import RunView
 from dsat.values.text import hide_secrets_in_values, printable
@@ -34,18 +34,23 @@ def to_json(view: RunView, *, over: bool) -> dict[str, Any]:
     return shown
 
 
-def files(run: Run) -> dict[str, str]:
-    """Return the texts of the result files by their names.
+def events_to_json(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events of a run for the log: without secrets, and without the plan.
 
-    The configuration is not among them: logs are no place for its secrets. `best_config` makes it.
+    The plan has the user's configuration. `restore_events` takes it from the job.
     """
-    found = summary.texts(RunView.build(run), None)
-    return {name: text for name, text in found.items() if name != summary.BEST_CONFIG_FILE}
+    found: list[dict[str, Any]] = [dict(each) for each in events if each["event"] in VALUES_OF]
+    for each in found:
+        if each["event"] == EVENT_START:
+            del each["plan"]
+    hidden: list[dict[str, Any]] = hide_secrets_in_values(found)
+    return hidden
 
 
-def best_config(job: Job, result: Mapping[str, Any]) -> str:
-    """Return the text of the best configuration, for a result that has a best trial."""
-    return json.dumps(job.plan.config(result["best"]["overrides"]), indent=2) + "\n"
+def restore_events(events: Sequence[Mapping[str, Any]], job: Job) -> list[dict[str, Any]]:
+    """Return the events of a journal; the inverse of `events_to_json`."""
+    plan = {"plan": job.plan.to_json()}
+    return [{**each, **plan} if each["event"] == EVENT_START else {**each} for each in events]
 
 
 def to_lines(result: Mapping[str, Any]) -> list[str]:

@@ -39,7 +39,7 @@ from dsat.determined_cluster.master import (
 )
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.determined_cluster.waiting import StateWatch, long_poll
-from dsat.run.journal import FILE_NAME, read_events
+from dsat.run.journal import FILE_NAME, read_events, to_text
 from dsat.run.run import Run
 from dsat.show import summary
 from dsat.show.view import RunView
@@ -187,8 +187,7 @@ class Runner:
         with self._context.checkpoint.store_path(metadata) as (path, _):
             text = json.dumps({"experiment_id": self.experiment_id})
             (path / _EXPERIMENT_FILE).write_text(text, encoding="utf-8")
-            lines = [json.dumps(event, separators=(",", ":")) + "\n" for event in events]
-            write_atomically(path / FILE_NAME, "".join(lines))
+            write_atomically(path / FILE_NAME, to_text(events))
             summary.write_files(RunView.build(self._run), path, None)
 
     def _load(self, storage_id: str) -> None:
@@ -283,7 +282,7 @@ class Runner:
             say(line)
         found = {**result.to_json(view, over=over), "stop_reason": reason}
         found["search_experiment_id"] = self._experiment_id
-        found["files"] = result.files(self._run)
+        found["events"] = result.events_to_json(self._search.journal.events)
         if self._job.run_full_experiment and over and view.best:
             try:
                 found["full_run_experiment_id"] = self._train(view.best.trial)

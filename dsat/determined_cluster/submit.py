@@ -7,7 +7,7 @@ import json
 import logging
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,16 @@ from dsat.determined_cluster.master import Master
 from dsat.determined_cluster.select_master import Choice, choose
 from dsat.errors import UserInputError
 from dsat.prepare import source
+from dsat.run.journal import FILE_NAME, to_text
+from dsat.run.run import Run
 from dsat.show import summary
+from dsat.show.view import RunView
 from dsat.space.plan import BY_FORMULA, BY_SIMULATION
 from dsat.tuning import run_folders
 from dsat.tuning.dry_run import describe_search
 from dsat.tuning.plans import make_plan
 from dsat.tuning.preparation import apply_section, check_max_slots, searcher_of_full_run
+from dsat.tuning.run_folders import ENGINE
 from dsat.tuning.settings import Settings
 from dsat.values import memory_size
 from dsat.values.files import write_atomically
@@ -198,17 +202,16 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
         left_over = clients.end_search_of(master, number)
         if left_over is not None:
             _log.info("ended the trials of the search, experiment %d, too", left_over)
-    files = found.pop("files", {})
+    events, run_dir = found.pop("events", []), None
     try:
         with clients.explain_errors(master.address):
-            if not files:
+            if events:
+                its_job = Job.from_json(json.loads(master.file(number, job.JOB_FILE)))
+                run_dir = _write_run(result.restore_events(events, its_job), name)
+            else:
                 _log_checkpoint(master, number)
-            elif found["best"]:
-                submitted_job = Job.from_json(json.loads(master.file(number, job.JOB_FILE)))
-                files[summary.BEST_CONFIG_FILE] = result.best_config(submitted_job, found)
     except UserInputError as error:  # the search has ended nevertheless
         _log.warning("%s", error)
-    run_dir = _write_files(files, name) if files else None
     return replace(submitted, state=state, result=found, run_dir=run_dir)
 
 
@@ -220,11 +223,12 @@ def _log_checkpoint(master: Master, number: int) -> None:
         _log.info("Its newest checkpoint has the best configuration so far: %s", det)
 
 
-def _write_files(files: Mapping[str, str], name: str) -> Path:
+def _write_run(events: Sequence[Mapping[str, Any]], name: str) -> Path:
+    """Write the journal and the result files into a new folder of runs."""
     with contextlib.ExitStack() as locks:
         folder = run_folders.choose(Settings(method=""), name, locks)
-        for file, text in files.items():
-            write_atomically(folder / Path(file).name, text)
+        write_atomically(folder / FILE_NAME, to_text(events))
+        summary.write_files(RunView.build(Run(events)), folder, None)
     _log.info("Result files: %s", folder)
     return folder
 
@@ -270,6 +274,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         info={
             "name": experiment.name,
             "dsat": __version__,
+            ENGINE: "determined",
             "machine": f"Determined cluster {choice.master}, {count(slots, 'slot')} per trial",
         },
         config=job.remove_secrets(experiment.config),
@@ -327,7 +332,7 @@ def _log_how_to_follow(master: Master, number: int) -> None:
     _log.info("Follow it: dsat watch %d, or %s", number, master.url(number))
     _log.info("End it, and its trials: %s experiment cancel %d", det, number)
     _log.info(
-        "Its result: best_ds_config.json and summary.md, which dsat watch writes here at the end, "
-        "and in the latest checkpoint of experiment %d",
+        "Its result: a folder in dsat_runs, which dsat watch writes here at the end; and files "
+        "in the latest checkpoint of experiment %d",
         number,
     )

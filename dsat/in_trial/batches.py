@@ -26,7 +26,7 @@ _ASSUMED_FULL = (
 )
 UNCOUNTED = (
     "the samples that the script feeds cannot be counted, because no tensor has the micro batch as "
-    f"its first or second dimension (packed sequences, perhaps): {_ASSUMED_FULL}"
+    f"its first or second dimension (its loader packs, or counts tokens): {_ASSUMED_FULL}"
 )
 UNSEEN = (
     "the samples that the script feeds cannot be counted, because it calls neither the engine nor "

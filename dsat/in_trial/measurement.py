@@ -29,7 +29,7 @@ CONSTANT_ACCUMULATION = (
     "each optimizer step takes {taken} micro batches, as with your own configuration, although "
     "gradient_accumulation_steps is {gas} instead of {own}: accumulation is a constant of the "
     "script. Take it from the configuration, or from an option of the script with --arg-mapping "
-    "gradient_accumulation_steps=--ITS-OPTION, or keep your micro batch (--min-micro-batch, "
+    "gradient_accumulation_steps=--FLAG, or keep your micro batch (--min-micro-batch, "
     "--max-micro-batch)"
 )
 SHORT_BATCHES = (

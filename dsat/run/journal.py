@@ -46,10 +46,10 @@ class Journal:
         sync_folder(path.parent)
 
     def append(self, event: Mapping[str, Any]) -> None:
-        """Write one event, and wait until it is on disk."""
-        line = json.dumps(event, separators=(",", ":"), allow_nan=False)
+        """Write one event and wait until it is on disk."""
+        line = to_text([event])
         with self._named_in_errors():
-            self._file.write(line.encode() + b"\n")
+            self._file.write(line.encode())
             self._sync()
 
     def close(self) -> None:
@@ -86,6 +86,12 @@ class MemoryJournal:
 
     def append(self, event: Mapping[str, Any]) -> None:
         self.events.append(json.loads(json.dumps(event, allow_nan=False)))
+
+
+def to_text(events: Iterable[Mapping[str, Any]]) -> str:
+    """Return the text of a journal, or of its next lines."""
+    lines = (json.dumps(each, separators=(",", ":"), allow_nan=False) for each in events)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:

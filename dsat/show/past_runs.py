@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dsat.engines.trial_folder import TRIALS_FOLDER
 from dsat.errors import JournalError, UserInputError
@@ -14,7 +12,6 @@ from dsat.run.folder_lock import is_locked
 from dsat.run.history import read_run
 from dsat.run.journal import FILE_NAME, RUNS_FOLDER
 from dsat.run.run import Run
-from dsat.show.summary import BEST_CONFIG_FILE, SUMMARY_FILE
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class PastRun:
 
 
 def folders(above: Path | None = None) -> list[Path]:
-    """Return folders with runs or results in another folder (`dsat_runs`), newest first."""
+    """Return the folders of runs in another one (`dsat_runs`), the newest first."""
     candidates = [] if above is None else [above]
     below = RUNS_FOLDER if above is None else above
     candidates += sorted(below.iterdir()) if below.is_dir() else []
@@ -52,16 +49,12 @@ def folders(above: Path | None = None) -> list[Path]:
 
 
 def _is_of_run(folder: Path) -> bool:
-    return has_journal(folder) or os.path.isfile(folder / SUMMARY_FILE)
-
-
-def has_journal(folder: Path) -> bool:
-    """Return whether a folder has a journal; searches on a cluster leave none."""
     return os.path.isfile(folder / FILE_NAME)
 
 
 def _changed_s(folder: Path) -> float:
-    return (folder / (FILE_NAME if has_journal(folder) else SUMMARY_FILE)).stat().st_mtime
+    """Return the time of the last change, in seconds since the epoch."""
+    return (folder / FILE_NAME).stat().st_mtime
 
 
 def load(path: Path | None = None) -> PastRun:
@@ -75,12 +68,6 @@ def load(path: Path | None = None) -> PastRun:
         JournalError: its journal is damaged.
     """
     folder = find(path)
-    if not has_journal(folder):
-        raise UserInputError(
-            "has no journal: its search ran on a cluster",
-            where=str(folder),
-            hint=f"`dsat show {folder}` prints its summary.",
-        )
     run = read_run(folder / FILE_NAME)
     if not run.has_begun:
         raise UserInputError("has not begun yet", where=str(folder))
@@ -121,13 +108,3 @@ def find(path: Path | None) -> Path:
     raise UserInputError(
         "is no run", where=str(path), hint="`dsat runs` lists those that there are."
     )
-
-
-def results_to_json(folder: Path) -> dict[str, Any]:
-    """Return the results of a folder without a journal."""
-    config = folder / BEST_CONFIG_FILE
-    return {
-        "run_dir": str(folder),
-        "summary": (folder / SUMMARY_FILE).read_text(encoding="utf-8"),
-        "best_ds_config": json.loads(config.read_text()) if config.is_file() else None,
-    }

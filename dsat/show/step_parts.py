@@ -45,8 +45,8 @@ def _more_workers(tried: Sequence[str]) -> str:
     if tried:
         return f"more worker processes may help: list higher values of {tried[0]} with --vary"
     return (
-        "give the data loader more worker processes (num_workers), or do less work per sample. To "
-        "search a flag of your script for it: --vary --num_workers=0,4,8"
+        "give the data loader more worker processes (num_workers), or do less work per sample. If "
+        "your script has a flag for them, --vary --FLAG=0,4,8 searches it"
     )
 
 

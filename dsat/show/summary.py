@@ -14,24 +14,17 @@ SUMMARY_FILE = "summary.md"
 
 
 def write_files(view: RunView, folder: Path, train_line: str | None) -> None:
-    """Write the best configuration, its metrics and `summary.md` into the run's folder."""
-    for name, text in texts(view, train_line).items():
-        write_atomically(folder / name, text)
-
-
-def texts(view: RunView, train_line: str | None) -> dict[str, str]:
-    """Return the texts of the result files by name.
+    """Write the best configuration, its metrics and `summary.md` into the run's folder.
 
     `train_line` is a command that trains with the best configuration, if known.
     """
     outcome = view.best_outcome
-    found = {}
     if view.best is not None:
         assert outcome is not None and outcome.metrics is not None
         metrics = {"trial": view.best.trial.name, **outcome.metrics.to_json()}
-        found[BEST_CONFIG_FILE] = json.dumps(view.best_config, indent=2) + "\n"
-        found[BEST_METRICS_FILE] = json.dumps(metrics, indent=2) + "\n"
-    return {**found, SUMMARY_FILE: markdown(view, train_line)}
+        for name, value in ((BEST_CONFIG_FILE, view.best_config), (BEST_METRICS_FILE, metrics)):
+            write_atomically(folder / name, json.dumps(value, indent=2) + "\n")
+    write_atomically(folder / SUMMARY_FILE, markdown(view, train_line))
 
 
 def markdown(view: RunView, train_line: str | None) -> str:

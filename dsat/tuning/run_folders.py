@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dsat.errors import UserInputError
+from dsat.errors import JournalError, UserInputError
 from dsat.run import history
 from dsat.run.folder_lock import FolderLock
 from dsat.run.journal import FILE_NAME, RUNS_FOLDER, read_events
@@ -23,6 +23,7 @@ from dsat.tuning.settings import Settings
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import OutcomeKind
 
+ENGINE = "engine"  # key of a journal's info: what ran the trials, if not this machine
 _log = logging.getLogger(__name__)
 
 
@@ -42,15 +43,16 @@ def check(settings: Settings, name: str) -> Path | None:
     folder = settings.run_dir
     if folder is None and settings.resume:
         stem = _stem(name)
-        numbers = [n for n in _numbers(stem) if (RUNS_FOLDER / f"{stem}-{n}" / FILE_NAME).exists()]
+        numbers = [n for n in _numbers(stem) if _can_resume(RUNS_FOLDER / f"{stem}-{n}")]
         if not numbers:
             raise UserInputError(
                 f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume"
             )
         folder = RUNS_FOLDER / f"{stem}-{max(numbers)}"
-    elif folder is not None and (folder / FILE_NAME).exists() is not settings.resume:
-        if settings.resume:
-            raise UserInputError("holds no run to resume", where=str(folder))
+    elif folder is not None and settings.resume:
+        if not _can_resume(folder):
+            raise UserInputError("holds no run to resume on this machine", where=str(folder))
+    elif folder is not None and (folder / FILE_NAME).exists():
         raise UserInputError(
             "already holds a run",
             where=str(folder),
@@ -65,6 +67,16 @@ def check(settings: Settings, name: str) -> Path | None:
     made = RUNS_FOLDER if folder is None else folder
     check_can_be_made(made, "Name another folder by --run-dir.")
     return folder
+
+
+def _can_resume(folder: Path) -> bool:
+    """Return whether a folder holds a run of this machine; a damaged journal is reported later."""
+    if not (folder / FILE_NAME).exists():
+        return False
+    try:
+        return ENGINE not in history.read_run(folder / FILE_NAME).info
+    except JournalError:
+        return True
 
 
 def check_can_be_made(folder: Path, hint: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dsat.run.journal import FILE_NAME
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 from testing.master.made_up import Ending
 from testing.on_cluster import (
@@ -72,6 +73,30 @@ def test_a_whole_search(method: str, tmp_path: Path) -> None:
             assert fact in told.err
 
 
+def test_a_clusters_run_is_a_run_like_others(tmp_path: Path) -> None:
+    """Its folder is shown, compared and exported; another machine does not continue it."""
+    with quick_cluster(tmp_path) as there:
+        found, other = (
+            json.loads(there.search("pretend", *OPTIONS, "--json", method=method).out)
+            for method in ("model", "random")
+        )
+        folder = found["run_dir"]
+        shown = json.loads(there.dsat("show", folder, "--json").out)
+        same = ("trials", "gain", "best_value", "own_value", "best_ds_config", "stop_reason")
+        assert {key: shown[key] for key in same} == {key: found[key] for key in same}
+        assert shown["state"] == "finished"
+        assert json.loads(there.dsat("compare", folder, other["run_dir"], "--json").out)
+        listed = json.loads(there.dsat("runs", "--json").out)
+        assert {row["run_dir"] for row in listed} == {folder, other["run_dir"]}
+        assert there.dsat("show", folder, "--trial", found["best"]["name"]).status == 0
+        assert there.dsat("export", folder, "--to", "csv", "--output", "rows.csv").status == 0
+        journal = (there.home / folder / FILE_NAME).read_text()
+        for where in ((), ("--run-dir", folder)):
+            refused = there.search("pretend", "--engine", "local", "--resume", *where)
+            assert refused.status == 2, refused
+        assert (there.home / folder / FILE_NAME).read_text() == journal
+
+
 def test_trials_get_their_whole_configuration_and_what_varies_is_plotted(tmp_path: Path) -> None:
     with quick_cluster(tmp_path) as there:
         told = there.search("pretend", *OPTIONS, "--json")
@@ -132,13 +157,15 @@ def test_no_secret_is_told(tmp_path: Path) -> None:
     with quick_cluster(tmp_path) as there:
         told = there.search(program, *OPTIONS, "--max-trials", 4, "--json")
         assert told.status == 0, told
-        written = there.home / json.loads(told.out)["run_dir"] / "best_ds_config.json"
+        folder = there.home / json.loads(told.out)["run_dir"]
+        written = folder / "best_ds_config.json"
         ours = [line for line in there.said.splitlines() if "[dsat" in line]
         for text in (told.out, told.err, *ours, str(there.result())):
             assert SECRET not in text and "pw9" not in text
         for path in (written, there.files() / "best_ds_config.json"):
             assert json.loads(path.read_text())["monitor"]["wandb_token"] == SECRET
-        assert written.stat().st_mode & 0o777 == 0o600
+        for path in (written, folder / FILE_NAME):
+            assert path.stat().st_mode & 0o777 == 0o600
         given = there.master.experiment(SEARCH).config
         assert given["environment"]["environment_variables"] == [f"HF_TOKEN={SECRET}"]
 

@@ -300,7 +300,7 @@ def test_a_search_on_a_cluster(three: RayCluster, tmp_path: Path) -> None:
     words = search_of(run_dir, three, "--max-trials", 2)
     told = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_WITHIN_S)
     assert told.returncode == 0, told.stdout + told.stderr
-    assert "tuning on free parts of a Ray cluster, 1 CPU of 3 nodes" in told.stdout
+    assert "tuning on free parts of a Ray cluster, 1 CPU of 3 nodes" in told.stderr
     assert "3 hosts (" in told.stdout and "each with 1 CPU core" in told.stdout
     run = run_of(run_dir)
     assert run.best is not None

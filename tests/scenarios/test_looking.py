@@ -194,20 +194,14 @@ def test_folders_are_numbered_and_the_newest_goes_on(copied: User) -> None:
     assert copied.types(*words).json["run_dir"] == "dsat_runs/train-5"
 
 
-def test_results_without_a_journal_are_shown_and_never_written(copied: User) -> None:
-    """A search on a cluster leaves such a folder."""
+def test_results_without_a_journal_are_never_written(copied: User) -> None:
+    """A search on a cluster left such a folder in the last release."""
     results = copied.folder / "dsat_runs" / "train-5"
     results.mkdir()
     for name in ("summary.md", "best_ds_config.json", "best_ds_metrics.json"):
         shutil.copy(copied.folder / "dsat_runs" / "train-1" / name, results)
     before = {path: path.read_bytes() for path in results.iterdir()}
-    shown = copied.types("show", "train-5")
-    assert shown.status == 0 and shown.out.strip() == (results / "summary.md").read_text().strip()
-    as_json = copied.types("show", "train-5", "--json").json
-    assert as_json["best_ds_config"] == json.loads(before[results / "best_ds_config.json"])
-    listed = copied.types("runs")
-    assert listed.status == 0 and "dsat_runs/train-5: has no journal" in listed.err
-    assert copied.types("compare", "train-1", "train-5").status == 2
+    assert copied.types("show", "train-5").status == 2
     words = ["model", *copied.words("--max-trials", 14)[1:]]
     words = [word for word in words if word not in ("--run-dir", "run")]
     at = words.index("--json")
