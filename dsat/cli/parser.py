@@ -113,7 +113,6 @@ def split(words: Sequence[str], options: Iterable[Option]) -> tuple[list[str], l
 
 
 def _target(words: Sequence[str], is_experiment: bool) -> dict[str, Any]:
-    """Return the settings of the target; empty without one."""
     if not is_experiment:
         return {"command": tuple(words)} if words else {}
     config = Path(words[0])
@@ -226,7 +225,6 @@ def options_of_command(name: str) -> list[Option]:
 
 
 def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add a command's options, and its argument or the description of its target."""
     options = options_of_command(name)
     if name in READ_ONLY:
         if (declared := READ_ONLY[name].argument) is not None:
@@ -271,8 +269,6 @@ def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
 
 
 def _argparse_type(option: Option) -> Callable[[str], Any]:
-    """Return a reader whose errors argparse shows."""
-
     def convert(text: str) -> Any:
         try:
             return option.read(text)

@@ -93,10 +93,8 @@ def _find_on_hub(model: str) -> Path:
 def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the user's DeepSpeed configuration with usual values.
 
-    Args:
-        dtype: of the parameters (bf16, fp16 or fp32), unless the user's configuration enables one.
-        given: the user's configuration. Usual values replace "auto", except in the sizes that
-            `fill_in_buckets` fills in.
+    These replace "auto", except in the sizes of `fill_in_buckets`. `dtype` (bf16, fp16 or fp32)
+    applies unless the user's configuration enables one.
     """
     enabled = [name for name in _PRECISIONS if (given.get(name) or {}).get("enabled") is True]
     usual: dict[str, Any] = {
@@ -123,8 +121,7 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 def fill_in_buckets(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
     """Replace "auto" sizes by those that a Trainer computes from the hidden size.
 
-    Args:
-        hidden_size: of the model; None leaves them to DeepSpeed's defaults.
+    With None, DeepSpeed's defaults apply.
     """
     sizes = {} if hidden_size is None else {k: f(hidden_size) for k, f in _BY_HIDDEN_SIZE.items()}
     return configs.completed(config, {"zero_optimization": sizes})

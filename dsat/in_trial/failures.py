@@ -99,7 +99,7 @@ _LIBRARIES = ("<", f"{Path(os.__file__).parent}{os.sep}")
 
 
 def classify(error: BaseException) -> OutcomeKind:
-    """Classify an exception by its type and message, and by those that it was raised from."""
+    """Classify an exception by its type, message and causes."""
     chain = list(_chain(error))
     if any(isinstance(link, Diverged) for link in chain):
         return OutcomeKind.DIVERGED
@@ -126,10 +126,7 @@ def outcome(error: BaseException) -> Outcome:
 
 
 def message(error: BaseException) -> str:
-    """Describe an exception in one line.
-
-    An error that dsat itself raised is named as such: it is not the script's.
-    """
+    """Describe an exception in one line. An error of dsat is named as such."""
     for link in _chain(error):
         if isinstance(link, (Diverged, InvalidTrial)):
             return str(link)
@@ -162,7 +159,7 @@ def classify_text(text: str) -> OutcomeKind:
 def user_traceback(error: BaseException) -> str:
     """Return the traceback as if the user's program had been started directly.
 
-    Of an error inside dsat it is the whole traceback.
+    For an error inside dsat, return the whole traceback.
     """
     if _is_of_dsat(error):
         return "".join(traceback.format_exception(error))
@@ -180,9 +177,9 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _is_of_dsat(error: BaseException) -> bool:
-    """Return True if an unclassified error is dsat's own, not one of a call that it forwarded.
+    """Return whether an unclassified error is dsat's own, not of a call that it forwarded.
 
-    The innermost frame of dsat or the script decides: a library fails for whoever called it.
+    The innermost frame of dsat or the script decides: a library fails for its caller.
     """
     if isinstance(error, (SystemExit, KeyboardInterrupt, DsatError)):
         return False
@@ -198,7 +195,7 @@ def _is_of_dsat(error: BaseException) -> bool:
 
 
 def _memory_kind(error: BaseException) -> OutcomeKind | None:
-    """Return which memory ran out; None if the error is about something else."""
+    """Return which memory ran out; None for other errors."""
     of_cpu = OutcomeKind.HOST_OOM if _uses_cuda() else OutcomeKind.OOM
     if isinstance(error, MemoryError):
         return of_cpu
@@ -234,7 +231,7 @@ def _uses_cuda() -> bool:
 
 
 def _is_nearly_full() -> bool:
-    """Return True if the device has no memory left, neither free nor kept by torch for reuse."""
+    """Return whether the device has no memory left, neither free nor cached by torch."""
     if not _uses_cuda():
         return False
     torch = sys.modules["torch"]

@@ -21,8 +21,7 @@ _log = logging.getLogger(__name__)
 def all_options(method: str | None = None, engines: Iterable[str] = ()) -> Iterator[Option]:
     """Yield the options of a search with a method, or with any.
 
-    Args:
-        engines: registered by the user.
+    `engines` are those that the user registered.
     """
     for declared in options_of(Settings):
         if declared.name == "engine":
@@ -56,8 +55,8 @@ def make_settings(
     """Make the settings of a search.
 
     Args:
-        values: from the user, by the names of settings; options of searches and places by keyword.
-        given: the word that the user wrote for each value.
+        values: from the user, by name of setting; options of searches and places by keyword.
+        given: the user's word for each value.
         keeps_batch: use the defaults of `dsat tune`: throughput at the user's global batch.
         search_options: arguments of a registered search without declared options.
 

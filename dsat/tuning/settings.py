@@ -59,7 +59,6 @@ class Settings(Target):
     """The settings of a search.
 
     Attributes:
-        method: a name of `dsat.search.SEARCHES`.
         search_options: the method's options, by parameter of the search.
         place_options: the user's options of the place of the hosts, by keyword.
         given: what the user wrote for a setting (a flag, a keyword, a key of the `autotuning`
@@ -359,7 +358,6 @@ class Settings(Target):
         return self.given.get(setting) or _FLAGS[setting]
 
     def trial_options(self, own_micro_batch: int) -> TrialOptions:
-        """Return how trials are measured."""
         return TrialOptions(
             timeout_s=self.trial_timeout_s,
             start_step=self.start_profile_step,

@@ -13,11 +13,6 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 _MOST_OF_A_MESSAGE = 400
 
 
-def unit(name: str) -> str:
-    """Return the unit of a metric."""
-    return METRICS[name].unit
-
-
 def metric(name: str, value: float | None, digits: int = 4) -> str:
     """Return a metric's value with its unit; a dash for None."""
     declared = METRICS[name]
@@ -43,7 +38,7 @@ def change(name: str, before: float | None, after: float | None) -> str:
     number, _, its_unit = first.partition(" ")
     if its_unit and second.endswith(f" {its_unit}"):
         first = number
-    return f"{f'{name} ' if unit(name) == 'ms' else ''}{first} -> {second}"
+    return f"{f'{name} ' if METRICS[name].unit == 'ms' else ''}{first} -> {second}"
 
 
 def memory(size_bytes: float | None) -> str:
