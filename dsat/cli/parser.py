@@ -35,7 +35,7 @@ TUNES: Mapping[str, str] = {
     RUN: "tune, then train with the best configuration",
 }
 METHODS = (*TUNES, *PREDICTS, *READ_ONLY, *SEARCHES)
-_DRY_RUN = "--dry-run"
+_SURELY_OURS = ("--dry-run", "--max-trials")  # which few scripts have
 _EPILOG = f"""\
 Short forms: dsat {"|".join(SEARCHES)} = dsat tune --method NAME, with
 the FLOPS_per_gpu metric and a free global batch size, as in Determined's dsat.
@@ -58,15 +58,18 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
     parser = build_parser(name)
     if name not in METHODS and _is_program(name):
         parser.error(f"to tune a command: dsat {TUNE} {name} ...")
+    if name and not name.startswith("-") and name not in METHODS:
+        parser.error(f"there is no command {name!r}. {did_you_mean(name, METHODS)}".strip())
     if name in READ_ONLY or name not in METHODS:
         values = vars(parser.parse_args(argv))
         return _look_settings(parser, values), CommandLine(name, tuple(words))
     options = options_of_command(name)
     is_separated = "--" in words
     words, target_words = split(words, options)
-    if _DRY_RUN in target_words and not is_separated and not names_experiment(target_words[0]):
-        parser.error(f"{_DRY_RUN} comes before the command: dsat {name} {_DRY_RUN} ...")
     is_experiment = bool(target_words) and names_experiment(target_words[0])
+    ours = [flag for flag in _SURELY_OURS if flag in target_words]
+    if ours and not is_separated and not is_experiment:
+        parser.error(f"{ours[0]} comes before the command: dsat {name} {ours[0]} ...")
     if is_experiment:
         is_folder = len(target_words) > 1 and not target_words[1].startswith("-")
         end = 2 if is_folder else 1

@@ -252,18 +252,15 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
     }
     total, micro, gas = (given.get(key) for key in BATCH_KEYS)
     if total is None and micro is None:
+        problem = "neither train_batch_size nor train_micro_batch_size_per_gpu is given"
         hint = 'Add one of them, for example "train_micro_batch_size_per_gpu": 1.'
         if AUTO in (config.get(key) for key in BATCH_KEYS):
+            problem = 'the batch size is "auto", which only the Trainer and accelerate replace'
             hint = (
-                'The value of "auto" is set in the script: write the number of '
-                "train_micro_batch_size_per_gpu in its place, or give "
+                "Write the number of train_micro_batch_size_per_gpu, or give "
                 "--per_device_train_batch_size and --deepspeed on the command line."
             )
-        raise UserInputError(
-            "neither train_batch_size nor train_micro_batch_size_per_gpu is given",
-            where=where,
-            hint=hint,
-        )
+        raise UserInputError(problem, where=where, hint=hint)
     if micro is None:
         micro = (total or 0) // ((gas or 1) * counted)
     if gas is None:

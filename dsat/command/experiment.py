@@ -12,7 +12,7 @@ from ruamel.yaml.comments import TaggedScalar
 from ruamel.yaml.error import YAMLError
 
 from dsat.command import document, ds_config, value_lists
-from dsat.command.ds_config import CONFIG_KEY, DSAT_SWITCHES_KEY, OVERWRITE_KEY
+from dsat.command.ds_config import CONFIG_KEY, DSAT_SWITCHES_KEY, OVERWRITE_KEY, did_you_mean
 from dsat.errors import UserInputError
 from dsat.values.trial import BatchTriple
 
@@ -65,6 +65,14 @@ _TRUTHS = {
 # Where in an experiment's configuration the user's own overrides are.
 OVERRIDES = f"hyperparameters.{OVERWRITE_KEY}"
 _SLOTS = "resources.slots_per_trial"
+# Keys of an experiment configuration (Determined 0.37, experiment configuration reference).
+_KEYS = (
+    "bind_mounts checkpoint_policy checkpoint_storage data debug description entrypoint "
+    "environment hyperparameters integrations labels log_policies max_restarts "
+    "min_checkpoint_period min_validation_period name optimizations perform_initial_validation "
+    "profiling project records_per_epoch reproducibility resources scheduling_unit searcher "
+    "workspace"
+).split()
 
 
 def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experiment:
@@ -82,10 +90,13 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
         )
     data = read_mapping(config)
     where = str(config)
+    for key in data.keys() - set(_KEYS):  # a later Determined may know it
+        if hint := did_you_mean(key, _KEYS, 0.8).strip():
+            raise UserInputError(f"there is no key {key!r}", where=where, hint=hint)
     entrypoint = data.get("entrypoint")
     if not isinstance(entrypoint, (str, list)) or not entrypoint:
         raise UserInputError(
-            "there is no entrypoint",
+            f"must be a command, not {entrypoint!r}" if entrypoint else "there is no entrypoint",
             where=f"{where}: entrypoint",
             hint='Add one, for example "entrypoint: deepspeed train.py".',
         )

@@ -70,7 +70,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _find_on_hub(model: str) -> Path:
     """Return the config.json of a model on the Hub, from the local cache or the network."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     where = f"--model {model}"
     missing = UserInputError("there is no such file or folder", where=where)
@@ -81,6 +81,12 @@ def _find_on_hub(model: str) -> Path:
         return Path(cached if isinstance(cached, str) else hf_hub_download(model, CONFIG_FILE))
     except HFValidationError:  # it is a path
         raise missing from None
+    except LocalEntryNotFoundError:
+        raise UserInputError(
+            "is no file or folder, and the Hugging Face Hub cannot be reached",
+            where=where,
+            hint="Give the path of a config.json.",
+        ) from None
     except OSError as error:  # of the Hub and of the network, too
         reason = str(error).strip().partition("\n")[0]
         raise UserInputError(

@@ -87,7 +87,7 @@ class Job(Recorded):
 
 
 def remove_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration for the job file."""
+    """Return a configuration without its secrets, for the job file."""
     found = {key: value for key, value in config.items() if key not in _SECRETS}
     storage = config.get(_STORAGE)
     if isinstance(storage, Mapping):

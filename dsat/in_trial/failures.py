@@ -80,6 +80,7 @@ _ADVICE = {
     "has neither `hidden_size` nor": _AUTO,
     "input_value='auto'": _AUTO,
     "exists and is not empty": _SAME_FOLDER,
+    "'auto'": 'Only the Trainer and accelerate replace "auto" in a configuration: write the value',
 }
 unwritten: set[Path] = set()  # files that the script takes for written
 _DSAT = f"{Path(__file__).parents[1]}{os.sep}"
@@ -136,11 +137,12 @@ def message(error: BaseException) -> str:
             size = re.search(r"tried to allocate (\d+) bytes", str(link))
             if size is not None:
                 return f"out of memory: tried to allocate {readable(int(size[1]))}"
-    said = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
-    advice = [advice for text, advice in _ADVICE.items() if text in str(error)]
-    if isinstance(error, FileExistsError) and _SAME_FOLDER not in advice:
-        advice.append(_SAME_FOLDER)
-    said = ". ".join([said.rstrip("."), *advice]) if advice else said
+    first = " ".join(map(str.strip, lines[: 2 if lines[0].endswith(":") else 1]))
+    said = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    advice = next((advice for text, advice in _ADVICE.items() if text in str(error)), "")
+    if not advice and isinstance(error, FileExistsError):
+        advice = _SAME_FOLDER
+    said = f"{said.rstrip('.')}. {advice}" if advice else said
     missing = error.filename if isinstance(error, FileNotFoundError) else None
     if isinstance(missing, (str, bytes)) and Path(os.fsdecode(missing)).resolve() in unwritten:
         said += ". dsat did not write it: models are not saved in trials"

@@ -148,7 +148,10 @@ def read(target: Target) -> Source:
         _check_options(program)
         check_config_path(experiment, program)
         return Source(experiment, program)
-    folder = Path.cwd()
+    folder, command = Path.cwd(), tuple(entrypoints.drop_autotuning(target.command))
+    if command != target.command:
+        _log.info("note: --autotuning is left out of your command: dsat tunes in its place")
+        target = replace(target, command=command)
     try:
         program = entrypoints.parse(target.command, folder)
     except UnknownStart:

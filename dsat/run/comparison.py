@@ -12,6 +12,7 @@ from dsat.values import student
 # Confidence of what is reported. The number of pairs depends on what they showed, so that an
 # interval of 97.5 % of a fixed number holds in 95 % of runs (`benchmarks/winners_curse.py`).
 REPORTED, CLEAR = 0.975, 0.99
+_WIDEST = 100.0  # upper by lower end of an interval that is shown
 # With up to this number of pairs, earlier runs count towards the spread, unless they differ from
 # the pairs at this confidence.
 _FEW, _DIFFERENT = 3, 0.95
@@ -68,6 +69,11 @@ class Gain:
     @classmethod
     def of_log(cls, mean: float, margin: float) -> Gain:
         return cls(math.exp(mean), math.exp(mean - margin), math.exp(mean + margin))
+
+    @property
+    def is_unknown(self) -> bool:
+        """Return whether the interval is too wide for its figures to mean anything."""
+        return self.high > _WIDEST * self.low
 
 
 def _squares_beside_drift(values: Sequence[float]) -> float:

@@ -45,9 +45,9 @@ class GridSearch(Search):
     options: ClassVar[Mapping[str, Option]] = {
         "num_micro_batches": search_option(
             "--num-micro-batches",
-            "leave a setting after N micro batches that ran: the smallest first where only some "
-            "are allowed, as divisors of --train-batch-size are, else from the largest power of "
-            "two that should fit (default: all)",
+            "try at most N micro batches of each setting that run (default: all). They begin with "
+            "the smallest where only divisors of --train-batch-size are allowed, else with the "
+            "largest power of two that should fit",
             kind=at_least(1),
             metavar="N",
         ),

@@ -82,9 +82,10 @@ def _warn_of_noise(run: Run, found: Gain | None) -> Iterator[str]:
             f"other programs may have used the machine. {_QUIETER}"
         )
     elif found is not None and found.high > _UNSURE * found.low:
+        interval = f"may be anything from {found.low:.2f}x to {found.high:.2f}x"
         yield (
-            f"the gain may be anything from {found.low:.2f}x to {found.high:.2f}x, because runs of "
-            f"the same configuration differ much. {_QUIETER} More pairs help too (--finals, with "
+            f"the gain {'is not known' if found.is_unknown else interval}, because runs of the "
+            f"same configuration differ much. {_QUIETER} More pairs help too (--finals, with "
             "enough --max-trials)."
         )
 

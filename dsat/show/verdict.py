@@ -125,6 +125,8 @@ def gain(run: Run) -> Gain | None:
 
 def say_gain(found: Gain) -> str:
     """Write a gain as `1.42x (1.38 to 1.46)`, with a third digit for narrow intervals."""
+    if found.is_unknown:
+        return f"{found.ratio:.2f}x (too noisy to tell)"
     digits = 2 if found.high - found.low >= 0.02 else 3
     low, ratio, high = (f"{value:.{digits}f}" for value in (found.low, found.ratio, found.high))
     return f"{ratio}x ({low} to {high})"

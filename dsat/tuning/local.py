@@ -233,7 +233,7 @@ def _train(engine: LocalEngine, best: Trial) -> None:
             if trial_id != FULL_RUN_ID:
                 continue
             if outcome.kind is OutcomeKind.OK:
-                _log.info("trained; checkpoints and reports in %s", folder)
+                _log.info("trained; its output is in %s", folder)
                 return
             raise SearchFailed(
                 f"{outcome.describe('the full-length run')}. Its log is {folder / 'stderr.log'}.",

@@ -127,7 +127,8 @@ def _prepare(
 ) -> Prepared:
     began_s = time.monotonic()
     if orphans := leftovers.end_orphans():
-        _log.info("ended %d processes that an earlier dsat has left", len(orphans))
+        pids = ", ".join(map(str, orphans))
+        _log.info("ended processes that a killed dsat left: %s", pids)
     source, first = sources.read(settings), None
     section, settings = apply_section(settings, source.experiment, source.program.config_path)
     _check_results(section)

@@ -90,4 +90,6 @@ def outcome(result: Outcome, metric_name: str) -> str:
     value = metric(metric_name, result.metrics.value(metric_name))
     if result.metrics.num_steps <= 2:
         return f"{value} (too few steps for an interval)"
+    if result.metrics.ci95 > 1:
+        return f"{value} (too noisy for an interval)"
     return f"{value} (±{percent(result.metrics.ci95)} over {result.metrics.num_steps} steps)"
