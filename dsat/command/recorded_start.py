@@ -114,7 +114,7 @@ def recognise_program(
     """Return the program that the ranks of a command run."""
     check_one_training(ranks)
     first = min(ranks, key=lambda rank: rank.rank)
-    needs_command = _why_not_by_themselves(first)
+    needs_command = _why_only_command(first)
     program = (
         _make_seen_program(first)
         if needs_command
@@ -152,7 +152,7 @@ def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[in
     return () if is_shared or (len(ranks) == 1 and set(bound) == set(cores)) else tuple(bound)
 
 
-def _why_not_by_themselves(first: RankStart) -> str:
+def _why_only_command(first: RankStart) -> str:
     """Return why only the command can start a rank; empty if dsat can, too."""
     if made := _why_made(first):
         return made

@@ -225,7 +225,7 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
             values = _with_first(_own_value(knob, config), values)
         if len(values) > 1 or not knob.divides_slots:
             knobs.append((knob.key, values))
-    knobs = _of_parallelism(knobs, space)
+    knobs = _with_parallelism(knobs, space)
     names = {knob.key for knob in KNOBS}
     for key, listed in freedom.choices.items():
         has_it = key == GAS or strategy.stage >= (3 if key == "offload_param" else 1)
@@ -256,7 +256,7 @@ def _matters(name: str, situation: Situation, freedom: Freedom) -> bool:
     return (situation.on_device or not known.on_device) and (offloads or not known.offloading)
 
 
-def _of_parallelism(
+def _with_parallelism(
     knobs: Sequence[tuple[str, tuple[Any, ...]]], space: Space
 ) -> list[tuple[str, tuple[Any, ...]]]:
     """Return the knobs with sizes that leave whole samples to whole groups of devices.
