@@ -35,7 +35,7 @@ TUNES: Mapping[str, str] = {
     RUN: "tune, then train with the best configuration",
 }
 METHODS = (*TUNES, *PREDICTS, *READ_ONLY, *SEARCHES)
-_SURELY_OURS = ("--dry-run", "--max-trials")  # which few scripts have
+_DRY_RUN = "--dry-run"
 _EPILOG = f"""\
 Short forms: dsat {"|".join(SEARCHES)} = dsat tune --method NAME, with
 the FLOPS_per_gpu metric and a free global batch size, as in Determined's dsat.
@@ -58,8 +58,8 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
     parser = build_parser(name)
     if name not in METHODS and _is_program(name):
         parser.error(f"to tune a command: dsat {TUNE} {name} ...")
-    if name and not name.startswith("-") and name not in METHODS:
-        parser.error(f"there is no command {name!r}. {did_you_mean(name, METHODS)}".strip())
+    if name not in METHODS and (hint := did_you_mean(name, METHODS).strip()):
+        parser.error(f"there is no command {name!r}. {hint}")
     if name in READ_ONLY or name not in METHODS:
         values = vars(parser.parse_args(argv))
         return _look_settings(parser, values), CommandLine(name, tuple(words))
@@ -67,9 +67,10 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
     is_separated = "--" in words
     words, target_words = split(words, options)
     is_experiment = bool(target_words) and names_experiment(target_words[0])
-    ours = [flag for flag in _SURELY_OURS if flag in target_words]
-    if ours and not is_separated and not is_experiment:
-        parser.error(f"{ours[0]} comes before the command: dsat {name} {ours[0]} ...")
+    if not is_separated and not is_experiment:
+        if _DRY_RUN in target_words:
+            parser.error(f"{_DRY_RUN} comes before the command: dsat {name} {_DRY_RUN} ...")
+        _note_options_of_command(target_words, options)
     if is_experiment:
         is_folder = len(target_words) > 1 and not target_words[1].startswith("-")
         end = 2 if is_folder else 1
@@ -88,6 +89,15 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
     except UserInputError as error:
         parser.error(str(error))
     return settings, CommandLine(name, tuple(words), tuple(target_words), is_experiment)
+
+
+def _note_options_of_command(words: Sequence[str], options: Iterable[Option]) -> None:
+    """Say which words of the user's command look like options of dsat."""
+    ours = {flag for each in options if each.group is Group.FIRST for flag in each.flags}
+    for word in words:
+        if word.startswith("--") and word.partition("=")[0] in ours:
+            note = f"note: {word} goes to your command. Options of dsat come before it."
+            print(note, file=sys.stderr)
 
 
 def split(words: Sequence[str], options: Iterable[Option]) -> tuple[list[str], list[str]]:
