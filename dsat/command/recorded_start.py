@@ -82,8 +82,8 @@ class RankStart(Recorded):
         is_told = str(self.size) in map(self.env.get, _IN_ALL)  # and not by the script itself
         if _why_made(self) or not is_told:
             return self.size
-        told = [self.env[name] for name in _ON_THIS_NODE if self.env.get(name, "").isdigit()]
-        return min(self.size, int(told[0])) if told else self.size
+        local_sizes = [self.env[name] for name in _ON_THIS_NODE if self.env.get(name, "").isdigit()]
+        return min(self.size, int(local_sizes[0])) if local_sizes else self.size
 
 
 def check_one_training(ranks: Sequence[RankStart]) -> None:

@@ -132,10 +132,12 @@ def _ask(questions: str) -> dict[str, Any] | None:
     """Ask DeepSpeed in another process; None without an answer."""
     try:
         with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
-            asked, answer = (Path(folder) / name for name in ("questions.json", "answer.json"))
-            asked.write_text(questions, encoding="utf-8")
+            questions_path, answer = (
+                Path(folder) / name for name in ("questions.json", "answer.json")
+            )
+            questions_path.write_text(questions, encoding="utf-8")
             done = subprocess.run(  # noqa: S603
-                [sys.executable, "-m", _PROGRAM, str(asked), str(answer)],
+                [sys.executable, "-m", _PROGRAM, str(questions_path), str(answer)],
                 cwd=folder,  # without modules that would be taken for others
                 # A device is not needed, and may hang.
                 env=variables_with_dsat({"DS_ACCELERATOR": "cpu"}),

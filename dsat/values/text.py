@@ -168,7 +168,9 @@ def shell_line(words: Iterable[str]) -> str:
     The shell reports an error if such a variable is not set.
     """
     return " ".join(
-        f"{shlex.quote(shown) if shown else ''}{_required_variable(name)}" if name else shlex.quote(shown)
+        f"{shlex.quote(shown) if shown else ''}{_required_variable(name)}"
+        if name
+        else shlex.quote(shown)
         for shown, name in _hidden(words)
     )
 
