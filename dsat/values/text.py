@@ -97,7 +97,6 @@ def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
     """Return a text that is safe to print and store, with secrets hidden.
 
     Args:
-        text: untrusted text.
         most: maximum number of characters; a longer text keeps its beginning and end.
     """
     if len(text) <= most:
@@ -169,7 +168,9 @@ def shell_line(words: Iterable[str]) -> str:
     The shell reports an error if such a variable is not set.
     """
     return " ".join(
-        f"{shlex.quote(shown) if shown else ''}{_asked_for(name)}" if name else shlex.quote(shown)
+        f"{shlex.quote(shown) if shown else ''}{_required_variable(name)}"
+        if name
+        else shlex.quote(shown)
         for shown, name in _hidden(words)
     )
 
@@ -178,10 +179,10 @@ def assignment(name: str, value: str, origin: str = "your command") -> str:
     """Return a shell's assignment of a variable; a secret must be set in the shell."""
     shown = f"{name}={value}"
     is_open = hide_secrets(shown) == shown and not (value and is_secret(name, value))
-    return f"{name}={shlex.quote(value) if is_open else _asked_for(name, origin)}"
+    return f"{name}={shlex.quote(value) if is_open else _required_variable(name, origin)}"
 
 
-def _asked_for(name: str, origin: str = "your command") -> str:
+def _required_variable(name: str, origin: str = "your command") -> str:
     variable = re.sub(r"\W", "_", name.lstrip("-"))
     return f'"${{{variable if variable.isupper() else variable.upper()}:?as in {origin}}}"'
 
@@ -207,7 +208,6 @@ def hide_secrets_in_values(value: Any, names: tuple[str, ...] = ()) -> Any:
     """Return a JSON value with `***` in place of anything that looks like a secret.
 
     Args:
-        value: any JSON value.
         names: the keys on the path to it; any of them may denote a secret.
     """
     if isinstance(value, Mapping):
@@ -230,8 +230,6 @@ def hide_secrets_in_values(value: Any, names: tuple[str, ...] = ()) -> Any:
 
 
 def _escape(text: str) -> str:
-    return _UNPRINTABLE.sub(_escaped, text)
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape", "surrogatepass").decode()
+    return _UNPRINTABLE.sub(
+        lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text
+    )

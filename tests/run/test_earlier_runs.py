@@ -23,6 +23,7 @@ from dsat.search import (
     usual_options,
 )
 from dsat.search.base import Source
+from dsat.show.view import RunView
 from dsat.space.plan import Plan
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
@@ -62,6 +63,18 @@ def test_what_was_measured_is_not_measured_again_and_costs_no_trials() -> None:
     assert all((t.overrides, t.script_args) not in known for t in launched)
     assert len(second.trials) == 16 == second.most_trials
     assert second.baseline is not None and second.baseline.id in second.earlier
+
+
+def test_finals_that_are_not_needed_are_counted_beside_earlier_trials() -> None:
+    def own_is_best(trial: Trial) -> Outcome:
+        return replace(measure(trial), metrics=ran(1000 if trial.id == 0 else 1).metrics)
+
+    first, _ = run(PLAN, measured=own_is_best)
+    second, launched = run(replace(PLAN, finals=2), first, measured=own_is_best)
+    assert second.best is second.baseline and second.finals is None
+    assert len(launched) == 6 and len(second.earlier) == 8
+    [line] = [fact for fact in RunView.build(second).facts if fact.startswith("trials: ")]
+    assert line == "trials: 14; 2 reserved for finals, not needed"
 
 
 def test_the_flag_of_a_fixed_batch_is_known_from_earlier_runs() -> None:
