@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from pytest import MonkeyPatch, mark
 
 from dsat.simulation.rank_views import RankViews
 
@@ -23,8 +23,8 @@ def _gathered(flat: torch.Tensor) -> torch.Tensor:
     return torch.cat([row.narrow(0, 1, size - 1) for row in rows])
 
 
-@mark.parametrize("numbers", [70, 71, 76, 4])
-def test_sizes_are_those_of_plain_torch(monkeypatch: MonkeyPatch, numbers: int) -> None:
+@pytest.mark.parametrize("numbers", [70, 71, 76, 4])
+def test_sizes_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch, numbers: int) -> None:
     flat = torch.arange(numbers)
     sizes, joined = [len(part) for part in _parts(flat)], torch.cat(_parts(flat))
     gathered = _gathered(torch.arange(70))
@@ -39,7 +39,7 @@ def test_sizes_are_those_of_plain_torch(monkeypatch: MonkeyPatch, numbers: int) 
     assert len(set(map(id, parts))) < RANKS
 
 
-def test_other_views_stay_apart(monkeypatch: MonkeyPatch) -> None:
+def test_other_views_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of the same size, of which there is not one for each rank, are different tensors."""
     for name in ("narrow", "numel", "__getitem__"):
         monkeypatch.setattr(torch.Tensor, name, getattr(torch.Tensor, name))
