@@ -28,7 +28,7 @@ def counting_library(folder: Path) -> Path:
 def real_peaks(
     library: Path, model: str, config: Mapping[str, Any], slots: int, timeout_s: float = 600
 ) -> dict[str, int]:
-    """Peak bytes of rank 0 by phase, for a model of `programs/memory`.
+    """Peak bytes of a rank by phase, the largest of all ranks, for a model of `programs/memory`.
 
     Raises:
         RuntimeError: the run failed; with the end of its log.
@@ -51,7 +51,7 @@ def measured(
     *,
     timeout_s: float,
 ) -> dict[str, int]:
-    """Peak bytes of rank 0 of a script by phase.
+    """Peak bytes of a rank of a script by phase, the largest of all ranks.
 
     Raises:
         RuntimeError: the run failed; with the end of its log.
@@ -74,11 +74,15 @@ def measured(
     ]
     logs = [rank.communicate(timeout=timeout_s)[0] for rank in ranks]
     _remove_buffers(environment["MASTER_PORT"])
-    for line in logs[0].splitlines():
-        if line.startswith("PEAKS "):
-            peaks: dict[str, int] = json.loads(line[len("PEAKS ") :])
-            return peaks
-    raise RuntimeError(logs[0][-2000:])
+    found: list[dict[str, int]] = [
+        json.loads(line[len("PEAKS ") :])
+        for log in logs
+        for line in log.splitlines()
+        if line.startswith("PEAKS ")
+    ]
+    if len(found) < slots:
+        raise RuntimeError(logs[0][-2000:])
+    return {phase: max(peaks[phase] for peaks in found) for phase in found[0]}
 
 
 def _remove_buffers(port: str) -> None:

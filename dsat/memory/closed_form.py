@@ -174,11 +174,11 @@ def _stage_1_or_2(s: Setup) -> _Parts:
     if s.offload_optimizer:
         resident, init = size * (total + largest), size * (total + s.shard)
         if not in_fp32:
-            # The host takes the gradients of each bucket, after their norm in fp64. Those of rank 0
-            # come last, unless it has all of them.
+            # The host takes the gradients of each bucket, after their norm in fp64; from the last
+            # rank while activations are there.
             flattened = size * min(trained, s.bucket) if s.slots > 1 else 0
             taken = bucket + max(8 * largest, flattened)
-            reduction = 0 if s.slots > 1 or s.reduces_last else taken
+            reduction = 0.0 if s.reduces_last else taken
             return _Parts(init, resident, 0, bucket, taken, 0, reduction, flat=flat)
     else:
         resident = size * total + s.state_bytes * s.shard
@@ -192,12 +192,16 @@ def _stage_1_or_2(s: Setup) -> _Parts:
     step = (2 * size + s.cast_bytes) * s.shard if size == 2 else 8 * s.shard
     if s.shard < 2 * largest and s.slots > 1:
         step += size * largest
-    if s.gas == 1:
-        return _Parts(init, resident, 0, bucket, gradients, step, flat=flat)
-    if stage == 2:
-        return _Parts(init, resident, size * s.shard, bucket, gradients, step, flat=flat)
+    # The last rank takes memory for its gradients with its first bucket, unless all are there.
+    first = size * max(s.shard, largest)
+    if stage == 1 and s.buckets == 1:
+        first = 0.0
+    if s.gas == 1 or stage == 2:
+        held = size * s.shard if s.gas > 1 else 0.0
+        reduction = bucket + first if first else 0.0
+        return _Parts(init, resident, held, bucket, gradients, step, reduction, flat=flat)
     held = size * trained + bucket
-    return _Parts(init, resident, held, 0, gradients - held, step, flat=flat)
+    return _Parts(init, resident, held, 0, gradients - held, step, first, flat=flat)
 
 
 def _stage_3(s: Setup) -> _Parts:

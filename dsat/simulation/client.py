@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from dsat.memory import closed_form
-from dsat.memory.estimate import MOST_TOKENS, MemoryEstimate
+from dsat.memory.estimate import MOST_TOKENS, PHASES, MemoryEstimate
 from dsat.memory.facts import ModelFacts
 from dsat.simulation import protocol
 from dsat.simulation.protocol import Question, ScriptFacts
 from dsat.values.step_trace import ModelTrace, StepTrace
+from dsat.values.zero_strategy import of_config
 
 # Large enough for activations, and not gradients, to decide the peak of the backward pass: samples
 # of two micro batches, and fewer of so long ones that they would have more tokens.
@@ -136,9 +139,16 @@ class Simulator:
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[int, MemoryEstimate | str]]:
         """Yield the number of a question with its answer, as `estimates` returns it, on arrival."""
-        for answer in self._answers(questions):
-            failed, number = answer.get("failed"), int(answer["number"])
-            yield number, failed or MemoryEstimate.from_json(answer["estimate"])
+        asked = [(n, rank) for n, each in enumerate(questions) for rank in _ranks(each)]
+        waiting = collections.Counter(number for number, _ in asked)
+        largest: dict[int, MemoryEstimate | str] = {}
+        for answer in self._answers([questions[n]._replace(rank=rank) for n, rank in asked]):
+            number, _ = asked[int(answer["number"])]
+            found = answer.get("failed") or MemoryEstimate.from_json(answer["estimate"])
+            largest[number] = _larger(found, largest.get(number, found))
+            waiting[number] -= 1
+            if not waiting[number]:
+                yield number, largest[number]
 
     def trace_each(
         self, questions: Sequence[Question]
@@ -259,6 +269,24 @@ class Simulator:
             workspace_bytes=self._workspace_bytes,
         )
         return {**whole._asdict(), "number": number, "timeout_s": self._timeout_s}
+
+
+def _ranks(question: Question) -> Iterable[int]:
+    """Return the ranks that may need most.
+
+    Only in stages 1 and 2 they differ. The first rank has the first layers' parameters, with their
+    gradients at the end of the backward pass; the last one takes memory for all of its gradients
+    at the beginning, when all activations are there.
+    """
+    return {0, question.slots - 1} if of_config(question.config).stage in (1, 2) else (0,)
+
+
+def _larger(one: MemoryEstimate | str, other: MemoryEstimate | str) -> MemoryEstimate | str:
+    """Return the larger of each phase, or why there is none."""
+    if isinstance(one, str) or isinstance(other, str):
+        return one if isinstance(one, str) else other
+    sizes = (*PHASES, "host_pinned", "host_pageable")
+    return replace(one, **{name: max(getattr(one, name), getattr(other, name)) for name in sizes})
 
 
 def _of_activations(config: Mapping[str, Any]) -> dict[str, Any]:

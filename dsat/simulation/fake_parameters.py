@@ -192,11 +192,14 @@ class FakeParameters:
         self._undo.enter_context(mock.patch.object(place, name, new))
 
     def _replace_zero_init(self) -> None:
-        """Make `zero.Init` only take note: it would leave the script with empty parameters."""
+        """Make `zero.Init` only take note: it would leave the script with empty parameters.
+
+        Also if it is not enabled: the script decides that by the stage, which is now 0.
+        """
         module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
 
-        def note(*_: Any, enabled: bool = True, **__: Any) -> None:
-            self._opened_zero_init |= enabled
+        def note(*_: Any, **__: Any) -> None:
+            self._opened_zero_init = True
 
         def nothing(*_: Any) -> None: ...
 

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from dsat.simulation import named_cuda
 from dsat.simulation.attention import attention
 from dsat.simulation.fake_parameters import is_scripts
+from dsat.simulation.rank_views import RankViews
 from dsat.simulation.storage_tracker import StorageTracker
 from dsat.simulation.versions import collectives
 from dsat.values.zero_strategy import of_config
@@ -74,7 +75,7 @@ class _NoOperator:
         return lambda *args, **_: None if tracker is None else tracker.ran_compiled(args)
 
 
-def apply(tracker: StorageTracker, device_type: str) -> None:
+def apply(tracker: StorageTracker, device_type: str, ranks: int) -> None:
     """Apply the patches, for the rest of the process."""
     from deepspeed.accelerator import get_accelerator
 
@@ -100,6 +101,7 @@ def apply(tracker: StorageTracker, device_type: str) -> None:
     functional.scaled_dot_product_attention = attention
     _patch_moves(tracker, device_type)
     skip_triton_kernels()
+    RankViews(ranks).install()
     named_cuda.forget_the_real_one()
 
 
@@ -167,15 +169,15 @@ def forget_process_groups() -> None:
     importlib.reload(sys.modules["deepspeed.utils.groups"])
 
 
-def make_process_group(size: int, device_type: str) -> None:
-    """A process group of so many ranks whose collectives do nothing; this is rank 0."""
+def make_process_group(size: int, device_type: str, rank: int = 0) -> None:
+    """Make a process group of some size, as one of its ranks; its collectives do nothing."""
     import torch.distributed
 
     # Registers the backend.
     fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     store = fake.FakeStore()
     torch.distributed.Backend.backend_capability[FAKE_GROUP] = ["cpu", "cuda", device_type]
-    torch.distributed.init_process_group(FAKE_GROUP, store=store, rank=0, world_size=size)
+    torch.distributed.init_process_group(FAKE_GROUP, store=store, rank=rank, world_size=size)
     collectives.take_fake_tensors()
 
 

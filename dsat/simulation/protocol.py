@@ -30,6 +30,7 @@ class Question(NamedTuple):
         switches: of the model, beside the simulator's own.
         activations_only: the model's passes alone.
         traced: kernels and collectives are recorded.
+        rank: is simulated.
         as_cpu: the ranks run on a CPU. The simulator sets this and `workspace_bytes`.
         workspace_bytes: what cuBLAS takes on a device while it multiplies.
     """
@@ -40,6 +41,7 @@ class Question(NamedTuple):
     switches: Mapping[str, Any] = {}
     activations_only: bool = False
     traced: bool = False
+    rank: int = 0
     as_cpu: bool = False
     workspace_bytes: int = 0
 

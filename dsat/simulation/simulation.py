@@ -56,7 +56,7 @@ class _FakeDevice:
             mode.__enter__()
 
     def _prepare_process(self) -> None:
-        slots = str(self._candidate.slots)
+        slots, rank = self._candidate.slots, self._candidate.rank
         logging.disable(logging.WARNING)
         torch.set_num_threads(1)
         # Autograd's threads of a device do not survive a fork, and there is nothing to be parallel.
@@ -71,10 +71,11 @@ class _FakeDevice:
             fake_device.register()
             fake_device.install(fake_device.FakeAccelerator(self.tracker))
             Autocast(fake_device.DEVICE_TYPE).install()
-        patches.apply(self.tracker, self._device)
+        patches.apply(self.tracker, self._device, slots)
         transformers_masks.decide_by_values(self._values.knows)
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=slots, LOCAL_SIZE=slots)
-        patches.make_process_group(self._candidate.slots, self._device)
+        ranks = {"WORLD_SIZE": str(slots), "LOCAL_SIZE": str(slots), "RANK": str(rank)}
+        os.environ.update(ranks, LOCAL_RANK="0")
+        patches.make_process_group(slots, self._device, rank)
 
     def trace(self, module: torch.nn.Module) -> dict[str, Any]:
         """Return the trace as a part of the result; nothing if none is wanted."""
