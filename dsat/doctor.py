@@ -40,7 +40,6 @@ class Finding:
         state: "ok"; "warning" if trials run, but something else does not work; "fails" if no trial
             can run.
         problem: what does not work, and why; empty if everything works.
-        remedy: a command or a step that fixes it.
     """
 
     part: str
@@ -168,12 +167,11 @@ def _operators_without_nvcc() -> list[str]:
 
 
 def _cuda_of_torch() -> str:
-    """Return the CUDA version of torch; empty without CUDA."""
     return _read_module("torch", "version.py").get("cuda") or ""
 
 
 def _read_module(package: str, name: str) -> dict[str, Any]:
-    """Return the variables of a package's file without importing the package."""
+    """Run a file of a package without importing the package; return its variables."""
     try:
         return runpy.run_path(str(_file_of(package, name)))
     except OSError:

@@ -59,7 +59,6 @@ class SearchFailed(DsatError):
     """No configuration of a run could be measured, or the full-length training failed.
 
     Args:
-        message: what happened, in one line.
         detail: the script's own traceback or the end of its log; may be empty.
     """
 
@@ -80,7 +79,6 @@ class InvalidTrial(DsatError):
     """Inside a trial: the script did not follow the trial's configuration.
 
     Args:
-        message: what happened, in one line.
         smaller_may_run, most_samples, fixed_batch, batch_flag: see `Outcome`.
     """
 

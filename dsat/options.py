@@ -39,7 +39,6 @@ class Kind:
     Attributes:
         read: converts a word of the command line, or a value of Python, to the setting's value.
             Raises ValueError for others.
-        metavar: the placeholder of a value in `--help`.
         collect: combines the values of options that take several.
     """
 
@@ -68,19 +67,13 @@ class Option:
     """An option of the command line, and a keyword argument of the Python API.
 
     Attributes:
-        flags: on the command line, the long one last.
         help: its text in `--help`, the reference and the API's docstring.
-        kind: None for a flag without a value.
-        default: in the form that a user writes.
+        default: as a user writes it.
         metavar: the placeholder of a value in `--help`; by default the kind's.
         choices: all values that are allowed, if they are few.
         many: takes one value or more.
-        goes_with: flag of the option that it needs.
-        excludes: flags of options that it cannot be combined with.
-        group: its heading in `--help`.
-        shell_only: not an argument of the Python API.
+        excludes: flags of options that exclude it.
         old: earlier names, which work but are not documented.
-        name: field of the settings class.
     """
 
     flags: tuple[str, ...]
@@ -99,7 +92,6 @@ class Option:
 
     @property
     def keyword(self) -> str:
-        """The argument of the Python API: the words of the long flag."""
         return _keyword(self.flags[-1])
 
     @property
@@ -114,19 +106,19 @@ class Option:
 
     @property
     def has_plain_default(self) -> bool:
-        """True if the help should name the default."""
+        """Return whether the help should append the default."""
         is_value = self.default not in (None, False) and not self.many
         return is_value and "(default" not in self.help
 
     @property
     def help_text(self) -> str:
-        """The help with the default, for people."""
+        """The help with the default."""
         default = str(self.default).replace("%", "%%")
         return self.help + (f" (default: {default})" if self.has_plain_default else "")
 
     @property
     def initial(self) -> Any:
-        """The setting's value if the user gives none."""
+        """The setting's default value."""
         if self.kind is None or self.default is None:
             return self.default
         if self.many:
@@ -134,7 +126,7 @@ class Option:
         return self.kind.read(self.default)
 
     def takes(self, word: str) -> bool:
-        """Return whether a word is a further value, not the begin of the user's command."""
+        """Return whether a word is a further value, rather than the user's command."""
         if not self.many or self.kind in (None, PATH, SWITCH):  # any word may be a path
             return False
         try:

@@ -58,15 +58,19 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
     parser = build_parser(name)
     if name not in METHODS and _is_program(name):
         parser.error(f"to tune a command: dsat {TUNE} {name} ...")
+    if name not in METHODS and (hint := did_you_mean(name, METHODS).strip()):
+        parser.error(f"there is no command {name!r}. {hint}")
     if name in READ_ONLY or name not in METHODS:
         values = vars(parser.parse_args(argv))
         return _look_settings(parser, values), CommandLine(name, tuple(words))
     options = options_of_command(name)
     is_separated = "--" in words
     words, target_words = split(words, options)
-    if _DRY_RUN in target_words and not is_separated and not names_experiment(target_words[0]):
-        parser.error(f"{_DRY_RUN} comes before the command: dsat {name} {_DRY_RUN} ...")
     is_experiment = bool(target_words) and names_experiment(target_words[0])
+    if not is_separated and not is_experiment:
+        if _DRY_RUN in target_words:
+            parser.error(f"{_DRY_RUN} comes before the command: dsat {name} {_DRY_RUN} ...")
+        _note_options_of_command(target_words, options)
     if is_experiment:
         is_folder = len(target_words) > 1 and not target_words[1].startswith("-")
         end = 2 if is_folder else 1
@@ -85,6 +89,15 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
     except UserInputError as error:
         parser.error(str(error))
     return settings, CommandLine(name, tuple(words), tuple(target_words), is_experiment)
+
+
+def _note_options_of_command(words: Sequence[str], options: Iterable[Option]) -> None:
+    """Say which words of the user's command look like options of dsat."""
+    ours = {flag for each in options if each.group is Group.FIRST for flag in each.flags}
+    for word in words:
+        if word.startswith("--") and word.partition("=")[0] in ours:
+            note = f"note: {word} goes to your command. Options of dsat come before it."
+            print(note, file=sys.stderr)
 
 
 def split(words: Sequence[str], options: Iterable[Option]) -> tuple[list[str], list[str]]:
@@ -113,7 +126,6 @@ def split(words: Sequence[str], options: Iterable[Option]) -> tuple[list[str], l
 
 
 def _target(words: Sequence[str], is_experiment: bool) -> dict[str, Any]:
-    """Return the settings of the target; empty without one."""
     if not is_experiment:
         return {"command": tuple(words)} if words else {}
     config = Path(words[0])
@@ -226,7 +238,6 @@ def options_of_command(name: str) -> list[Option]:
 
 
 def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add a command's options, and its argument or the description of its target."""
     options = options_of_command(name)
     if name in READ_ONLY:
         if (declared := READ_ONLY[name].argument) is not None:
@@ -271,8 +282,6 @@ def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
 
 
 def _argparse_type(option: Option) -> Callable[[str], Any]:
-    """Return a reader whose errors argparse shows."""
-
     def convert(text: str) -> Any:
         try:
             return option.read(text)

@@ -11,7 +11,8 @@ from typing import Any
 from dsat import doctor
 from dsat.cli import output
 from dsat.cli.exit_status import EXIT_FAILED, EXIT_OK
-from dsat.determined_cluster import submit
+from dsat.determined_cluster.select_master import choose
+from dsat.engines.places import AUTO
 from dsat.errors import UserInputError
 from dsat.run.journal import RUNS_FOLDER
 from dsat.run.run import Run
@@ -57,7 +58,7 @@ def _show(settings: ShowSettings) -> None:
     view = RunView.build(run)
     if settings.trials:
         rows = [each.to_json() for each in view.trials] if settings.json else None
-        _print(rows, terminal.list_trials(view))
+        _print(rows, [view.trial_table() if view.trials else "No trial has begun."])
     else:
         told = {**view.to_json(past.folder), "state": past.state} if settings.json else None
         _print(told, terminal.describe_run(view, past.folder, past.state))
@@ -111,7 +112,7 @@ def _watch(settings: WatchSettings) -> None:
 
 
 def _doctor(settings: DoctorSettings) -> int:
-    findings = doctor.examine(submit.configured_master())
+    findings = doctor.examine(choose(AUTO, fits=True).master)
     if settings.json:
         found = [vars(each) for each in findings]
         output.print_json({"state": doctor.worst(findings), "findings": found})

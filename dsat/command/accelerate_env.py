@@ -53,7 +53,7 @@ def make_parallelism_variables(
 ) -> dict[str, str]:
     """Return variables by which accelerate 1.12 and newer divide each sequence among devices.
 
-    A Trainer whose arguments have a `parallelism_config` does not look at them.
+    A Trainer whose arguments have a `parallelism_config` ignores them.
     """
     shared = parallelism.of_config(config)
     if shared.sequence == 1:

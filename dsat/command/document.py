@@ -34,9 +34,7 @@ def read_text(path: Path) -> str:
 def copy_as_json(data: Any, at: str = "") -> Any:
     """Return a copy of a value as JSON has it: keys are text, and no two places share a value.
 
-    Raises:
-        ValueError: JSON cannot hold it, as a date or NaN. The message says where.
-        RecursionError: it is nested too deeply.
+    Raises ValueError, with the place, for what JSON cannot hold, and RecursionError.
     """
     try:
         return json.loads(json.dumps(data, allow_nan=False))
@@ -55,7 +53,6 @@ def check_size(data: Any) -> None:
 
 
 def _count(data: Any, known: dict[int, int]) -> int:
-    """Return the number of values of a document, in time that aliases of YAML do not multiply."""
     if not isinstance(data, (list, dict)):
         return 1
     if id(data) not in known:

@@ -131,10 +131,10 @@ _SIZES = """
 
 
 def check_sections(config: Mapping[str, Any], *, where: str) -> None:
-    """Check the form of what dsat reads; DeepSpeed's own models check all the rest.
+    """Check the form of what dsat reads; DeepSpeed's own models check the rest.
 
-    Raises:
-        UserInputError: a section is not a mapping, a size not an integer, or the stage unknown.
+    Raises UserInputError for a section that is no mapping, a size that is no integer, or an unknown
+    stage.
     """
     for path in _SECTIONS:
         value = at(config, path)
@@ -156,10 +156,9 @@ def check_stage(stage: Any, *, where: str) -> None:
 
 
 def whole_number(value: Any, where: str, *, least: int = 1) -> int:
-    """Return an integer; JSON's `5e8` is one too.
+    """Return an integer of at least `least`; JSON's `5e8` is one too.
 
-    Raises:
-        UserInputError: it is not an integer, or less than `least`.
+    Raises UserInputError for others.
     """
     number = int(value) if isinstance(value, float) and value.is_integer() else value
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
@@ -232,12 +231,12 @@ def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> N
 
 
 def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> BatchTriple:
-    """Derive the batch sizes (`DeepSpeedConfig._set_batch_related_parameters`).
+    """Derive the batch sizes on a trial's devices.
+
+    As `DeepSpeedConfig._set_batch_related_parameters`.
 
     Args:
         config: a DeepSpeed configuration; null and "auto" count as not given.
-        slots: of a trial.
-        where: the file to name in errors.
 
     Raises:
         UserInputError: all are missing, one is not a positive integer, or they contradict each
@@ -253,18 +252,15 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
     }
     total, micro, gas = (given.get(key) for key in BATCH_KEYS)
     if total is None and micro is None:
+        problem = "neither train_batch_size nor train_micro_batch_size_per_gpu is given"
         hint = 'Add one of them, for example "train_micro_batch_size_per_gpu": 1.'
         if AUTO in (config.get(key) for key in BATCH_KEYS):
+            problem = 'the batch size is "auto", which only the Trainer and accelerate replace'
             hint = (
-                'The value of "auto" is set in the script: write the number of '
-                "train_micro_batch_size_per_gpu in its place, or give "
+                "Write the number of train_micro_batch_size_per_gpu, or give "
                 "--per_device_train_batch_size and --deepspeed on the command line."
             )
-        raise UserInputError(
-            "neither train_batch_size nor train_micro_batch_size_per_gpu is given",
-            where=where,
-            hint=hint,
-        )
+        raise UserInputError(problem, where=where, hint=hint)
     if micro is None:
         micro = (total or 0) // ((gas or 1) * counted)
     if gas is None:
@@ -285,10 +281,7 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
 def did_you_mean(word: object, known: Iterable[str], likeness: float = 0.6) -> str:
     """Suggest the most similar known word in a sentence; empty if none is similar.
 
-    Args:
-        word: the unknown word.
-        known: all known words.
-        likeness: the least similarity, up to 1 (`difflib.SequenceMatcher.ratio`).
+    `likeness` is the least similarity, up to 1 (`difflib.SequenceMatcher.ratio`).
     """
     import difflib
 
@@ -301,9 +294,9 @@ _TYPES = {"float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
 
 
 def data_types(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the types of the model and of its accumulated gradients (`fp16`, `bf16`, `fp32`).
+    """Return the types (fp16, bf16, fp32) of the model and of its accumulated gradients.
 
-    As `get_data_types` in runtime/engine.py. None where the script decides.
+    As `get_data_types` in runtime/engine.py. None if the script decides.
     """
     said = {name: at(config, f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16")}
     model = next((name for name, enabled in said.items() if enabled is True), None)

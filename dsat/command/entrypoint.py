@@ -68,21 +68,19 @@ class Entrypoint(Recorded):
     """A Python program and how a launcher would start it.
 
     Attributes:
-        script: a path, relative to the model folder; empty if `module` or `trial_class` is given.
+        script: path relative to the model folder; empty with `module` or `trial_class`.
         module: as after `python3 -m`.
         trial_class: `module:Class` of a Determined Trial.
-        args: the program's own arguments.
-        python_options: options of the interpreter itself.
         env: assignments in front of the command.
-        launcher: `DEEPSPEED` or `TORCHRUN`; empty if there is none, or after the command was run.
-        slots: the number of ranks that the command names, if any.
-        takes_hf_flags: it accepts every flag of transformers' TrainingArguments.
+        launcher: `DEEPSPEED` or `TORCHRUN`; empty without, or once the command was run.
+        slots: number of ranks that the command names; None if it names none.
+        takes_hf_flags: whether it accepts every flag of transformers' TrainingArguments.
         launch: the launcher's choice of machines, devices and cores.
-        interpreter: Python of the ranks; empty if it also runs dsat.
+        interpreter: Python of the ranks; empty if it is dsat's own.
         started_by: the user's command; empty for an entrypoint.
         started_in: the command's working folder; empty if it was not run.
-        needs_command: why each trial has to run the user's command again; empty if its ranks can be
-            started by themselves.
+        needs_command: why each trial must run the user's command again; empty if its ranks can be
+            started directly.
     """
 
     script: str = ""
@@ -115,14 +113,9 @@ class Entrypoint(Recorded):
         *,
         batch_flag: str = "",
     ) -> Entrypoint:
-        """Return this program with the arguments and variables of another configuration.
+        """Return this program with another configuration, whose file is `path`.
 
-        Args:
-            path: of the configuration's file.
-            config: the whole configuration.
-            switches: values of the script's switches.
-            arg_mappings: the user's.
-            batch_flag: flag that also gets the micro batch, if any.
+        `batch_flag` is a flag that also gets the micro batch.
         """
         args = script_args.adapt_to_trial(
             self.args
@@ -145,7 +138,7 @@ class Entrypoint(Recorded):
         )
 
     def command(self) -> list[str]:
-        """The program as a plain command, without a launcher."""
+        """Return the program as a plain command, without a launcher."""
         if self.trial_class:
             program = ["-m", "determined.exec.harness", self.trial_class]
         elif self.module:
@@ -159,8 +152,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
     """Parse an entrypoint.
 
     Args:
-        entrypoint: as in the experiment configuration: a command line or a list of arguments.
-        model_dir: the folder of its script.
+        entrypoint: command line or list of arguments, as in the experiment configuration.
 
     Raises:
         UserInputError: it is empty, needs a shell, or has an unknown form.
@@ -209,8 +201,7 @@ def take_assignments(words: list[str]) -> dict[str, str]:
 def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
     """Return whether the script parses its arguments into TrainingArguments or a subclass.
 
-    Other parsers refuse unknown flags, and so does a script that reads its TrainingArguments from a
-    file.
+    Other parsers refuse unknown flags, as do scripts that read TrainingArguments from a file.
     """
     args = program.args
     has_flags = script_args.looks_like_hf(args) or script_args.value_of(args, "--output_dir")
@@ -224,10 +215,6 @@ def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
     """Return whether a command is a script that spawns its own ranks.
 
     A script that reads its rank is started by a launcher instead.
-
-    Args:
-        command: that `parse` understands.
-        model_dir: the folder of its script.
     """
     words = list(command)
     take_assignments(words)
@@ -247,7 +234,7 @@ def parse_python_words(words: Sequence[str]) -> Entrypoint:
 
 
 def split_interpreter(words: Sequence[str]) -> tuple[Sequence[str], list[str]]:
-    """Split the words after `python` into the interpreter's own options and the rest."""
+    """Split the words after `python` into the interpreter's options and the rest."""
     end = 0
     while end < len(words) and words[end].startswith("-") and words[end] not in ("-c", "-m", "-"):
         end += 2 if words[end] in ("-W", "-X") else 1
@@ -259,7 +246,6 @@ def _source(script: Path) -> str:
 
 
 def _program(words: Sequence[str]) -> Entrypoint:
-    """A script or `-m MODULE`, and its arguments."""
     if words[0] == "-m":
         return Entrypoint(module=words[1], args=tuple(words[2:]))
     return Entrypoint(script=words[0], args=tuple(words[1:]))
@@ -367,7 +353,6 @@ def _torchrun(words: list[str]) -> Entrypoint:
 def _launched(
     launcher: str, words: list[str], switches: frozenset[str]
 ) -> tuple[dict[str, str], Entrypoint]:
-    """Return a launcher's own options, and the program that it starts."""
     options: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0].startswith("-"):

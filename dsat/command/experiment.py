@@ -12,7 +12,7 @@ from ruamel.yaml.comments import TaggedScalar
 from ruamel.yaml.error import YAMLError
 
 from dsat.command import document, ds_config, value_lists
-from dsat.command.ds_config import CONFIG_KEY, DSAT_SWITCHES_KEY, OVERWRITE_KEY
+from dsat.command.ds_config import CONFIG_KEY, DSAT_SWITCHES_KEY, OVERWRITE_KEY, did_you_mean
 from dsat.errors import UserInputError
 from dsat.values.trial import BatchTriple
 
@@ -22,19 +22,15 @@ class Experiment:
     """The experiment to tune.
 
     Attributes:
-        path: the experiment configuration, or the file that replaces it.
+        path: file of the experiment configuration, or what replaces it.
         name: shown, and part of the run folder's name.
-        config: the whole experiment configuration.
-        model_dir: where the training script is.
-        includes: further files and folders that the script needs beside it.
-        entrypoint: as written: a command line or a list of arguments.
+        includes: other files and folders that the script needs.
+        entrypoint: command line or list of arguments, as written.
         hparams: `hyperparameters`, with plain values for Determined's `{type: const}`.
         ds_config: the DeepSpeed configuration, with the first value of every list.
         ds_config_name: its name in errors.
         overrides: the user's own `overwrite_deepspeed_args`, without lists.
         choices: lists of values in both configurations, by setting.
-        slots_per_trial: `resources.slots_per_trial`.
-        env: `environment.environment_variables`.
         arg_mappings: flags of the script that repeat a setting, by setting.
     """
 
@@ -69,18 +65,21 @@ _TRUTHS = {
 # Where in an experiment's configuration the user's own overrides are.
 OVERRIDES = f"hyperparameters.{OVERWRITE_KEY}"
 _SLOTS = "resources.slots_per_trial"
+# Keys of an experiment configuration (Determined 0.37, experiment configuration reference).
+_KEYS = (
+    "bind_mounts checkpoint_policy checkpoint_storage data debug description entrypoint "
+    "environment hyperparameters integrations labels log_policies max_restarts "
+    "min_checkpoint_period min_validation_period name optimizations perform_initial_validation "
+    "profiling project records_per_epoch reproducibility resources scheduling_unit searcher "
+    "workspace"
+).split()
 
 
 def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experiment:
     """Read and check the user's files.
 
-    Args:
-        config: the experiment configuration, yaml or json.
-        model_dir: the folder with the training script.
-        includes: further files and folders that the script needs beside it.
-
-    Raises:
-        UserInputError: something is missing, cannot be read or contradicts itself.
+    `includes` are other files and folders that the script needs. Raises UserInputError if something
+    is missing, unreadable or contradictory.
     """
     for path in (model_dir, *includes):
         if not path.exists():
@@ -91,10 +90,13 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
         )
     data = read_mapping(config)
     where = str(config)
+    for key in data.keys() - set(_KEYS):  # a later Determined may know it
+        if hint := did_you_mean(key, _KEYS, 0.8).strip():
+            raise UserInputError(f"there is no key {key!r}", where=where, hint=hint)
     entrypoint = data.get("entrypoint")
     if not isinstance(entrypoint, (str, list)) or not entrypoint:
         raise UserInputError(
-            "there is no entrypoint",
+            f"must be a command, not {entrypoint!r}" if entrypoint else "there is no entrypoint",
             where=f"{where}: entrypoint",
             hint='Add one, for example "entrypoint: deepspeed train.py".',
         )
@@ -140,12 +142,8 @@ def make_experiment(
 ) -> Experiment:
     """Make an experiment of a command and a DeepSpeed configuration.
 
-    Args:
-        command: as it would be typed.
-        name: shown, and part of the run folder's name.
-        folder: the current folder of the command.
-        config: a file of the DeepSpeed configuration, or its content.
-        config_name: the name of a content in errors.
+    The configuration is a file, or its content with a name for errors. `folder` is the current
+    folder of the command, and `name` is part of the run folder's name.
     """
     if isinstance(config, Path):
         path, where, content = config, str(config), ds_config.read(config)
@@ -219,10 +217,7 @@ def trial_hparams(
 ) -> dict[str, Any]:
     """Return the hyperparameters of a trial, which `dsat.get_ds_config_from_hparams` applies.
 
-    Args:
-        hparams: the user's, with their overrides.
-        overrides: the trial's changes of the user's configuration.
-        switches: values of script switches that have no flag.
+    `overrides` are the trial's changes, `switches` values of script switches without a flag.
     """
     own = hparams.get(OVERWRITE_KEY) or {}
     found = {**hparams, OVERWRITE_KEY: ds_config.merge(own, overrides)}
@@ -283,7 +278,6 @@ def _constant(value: Any, where: str) -> Any:
 def _ds_config(
     value: Any, model_dir: Path, includes: Sequence[Path], where: str
 ) -> tuple[dict[str, Any], str]:
-    """Return a DeepSpeed configuration and its name in errors."""
     key = f"{where}: hyperparameters.{CONFIG_KEY}"
     if isinstance(value, Mapping):
         return dict(value), key

@@ -70,7 +70,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _find_on_hub(model: str) -> Path:
     """Return the config.json of a model on the Hub, from the local cache or the network."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     where = f"--model {model}"
     missing = UserInputError("there is no such file or folder", where=where)
@@ -81,6 +81,12 @@ def _find_on_hub(model: str) -> Path:
         return Path(cached if isinstance(cached, str) else hf_hub_download(model, CONFIG_FILE))
     except HFValidationError:  # it is a path
         raise missing from None
+    except LocalEntryNotFoundError:
+        raise UserInputError(
+            "is no file or folder, and the Hugging Face Hub cannot be reached",
+            where=where,
+            hint="Give the path of a config.json.",
+        ) from None
     except OSError as error:  # of the Hub and of the network, too
         reason = str(error).strip().partition("\n")[0]
         raise UserInputError(
@@ -93,10 +99,8 @@ def _find_on_hub(model: str) -> Path:
 def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the user's DeepSpeed configuration with usual values.
 
-    Args:
-        dtype: of the parameters (bf16, fp16 or fp32), unless the user's configuration enables one.
-        given: the user's configuration. Usual values replace "auto", except in the sizes that
-            `fill_in_buckets` fills in.
+    These replace "auto", except in the sizes of `fill_in_buckets`. `dtype` (bf16, fp16 or fp32)
+    applies unless the user's configuration enables one.
     """
     enabled = [name for name in _PRECISIONS if (given.get(name) or {}).get("enabled") is True]
     usual: dict[str, Any] = {
@@ -123,8 +127,7 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 def fill_in_buckets(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
     """Replace "auto" sizes by those that a Trainer computes from the hidden size.
 
-    Args:
-        hidden_size: of the model; None leaves them to DeepSpeed's defaults.
+    With None, DeepSpeed's defaults apply.
     """
     sizes = {} if hidden_size is None else {k: f(hidden_size) for k, f in _BY_HIDDEN_SIZE.items()}
     return configs.completed(config, {"zero_optimization": sizes})

@@ -59,10 +59,9 @@ class Form:
     """Kind of file with training arguments for a framework.
 
     Attributes:
-        marks: keys that identify the kind; words in one mark must all be present.
-        micro_batch: key of the micro batch size.
-        fields: keys for fields of TrainingArguments; empty if all fields have their own names.
-        opposites: keys with the inverted value of a field, by field.
+        marks: keys that identify the kind; all words of a mark must be present.
+        fields: keys for fields of TrainingArguments; empty if all fields keep their names.
+        opposites: by field, the key with its inverted value.
     """
 
     marks: tuple[str, ...]
@@ -104,11 +103,10 @@ class Answer:
     """The best configuration.
 
     Attributes:
-        path: of its file; copies of the user's own files are written beside it.
-        config: what is in it.
+        path: file of the best configuration; copies of the user's files are written beside it.
         switches: values of fields of TrainingArguments.
-        in_arguments: the script's arguments name the DeepSpeed configuration.
-        by_accelerate: accelerate passes the DeepSpeed configuration to the script.
+        in_arguments: whether the script's arguments name the DeepSpeed configuration.
+        by_accelerate: whether accelerate passes the DeepSpeed configuration to the script.
     """
 
     path: Path
@@ -118,7 +116,6 @@ class Answer:
     by_accelerate: bool = False
 
     def values(self, form: Form) -> dict[str, Any]:
-        """Return batch sizes and switches by the keys of a kind of file."""
         sizes = {form.micro_batch: self.config.get(_MICRO_BATCH), _GAS: self.config.get(_GAS)}
         found = {key: value for key, value in sizes.items() if isinstance(value, int)}
         keys = {form.key_of(name): value for name, value in self.switches.items()}
@@ -132,8 +129,7 @@ class Answer:
 def rewritten(words: Sequence[str], folder: Path, answer: Answer) -> Rewriting | None:
     """Return a command with copies of the configuration files that it names.
 
-    Returns:
-        None if no argument, file or launcher takes the DeepSpeed configuration.
+    None if no argument, file or launcher takes the DeepSpeed configuration.
     """
     found = Rewriting(list(words), folder, answer)
     found.rewrite()
@@ -141,17 +137,16 @@ def rewritten(words: Sequence[str], folder: Path, answer: Answer) -> Rewriting |
 
 
 def form_of_training(words: Sequence[str], folder: Path) -> Form | None:
-    """Return the kind of the file in a command that sets the batch sizes; None without one."""
+    """Return the kind of the command's file that sets batch sizes; None without one."""
     forms = (_form_of(_load(folder / _value(word))) for word in words if _is_file(word, folder))
     return next(filter(None, forms), None)
 
 
 class Rewriting:
-    """A command that trains with the best configuration, and the files that it names.
+    """A command that trains with the best configuration.
 
-    Attributes:
-        copies: texts of the rewritten files, by name.
-        takes_config: an argument, a file or the launcher takes the DeepSpeed configuration.
+    `copies` are the texts of its files by name; `takes_config` says whether an argument, a file or
+    the launcher takes the DeepSpeed configuration.
     """
 
     def __init__(self, words: list[str], folder: Path, answer: Answer) -> None:
@@ -162,7 +157,6 @@ class Rewriting:
         self._names: dict[Path, str] = {}
 
     def rewrite(self) -> None:
-        """Rewrite the words, one by one."""
         forms = [self._replace(position) for position in range(len(self.words))]
         for form in filter(None, forms):
             self._override(form)
@@ -207,7 +201,7 @@ class Rewriting:
         return str(self._answer.path.parent / name), form
 
     def _name_of_copy(self, path: Path) -> str:
-        """Return a file's name, numbered if another file has the same name."""
+        """Return a file's name, numbered if another file has it."""
         others = {name for own, name in self._names.items() if own != path}
         numbered = (f"{path.stem}-{number}{path.suffix}" for number in itertools.count(2))
         names = itertools.chain([path.name], numbered)
@@ -293,7 +287,6 @@ def _is_of_accelerate(data: Any) -> bool:
 
 
 def _form_of(data: Any) -> Form | None:
-    """Return the kind of a file with training arguments; None for other files."""
     if not isinstance(data, dict) or _is_of_accelerate(data):
         return None
     return next(
@@ -318,7 +311,7 @@ def _files(text: str) -> YAML:
 
 
 def _load(path: Path) -> Any:
-    """Return the content of a file with its comments; None if it cannot be read."""
+    """Return the content of a file, with comments; None if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
         return json.loads(text) if path.suffix == ".json" else _files(text).load(text)

@@ -34,20 +34,20 @@ class Launch:
     """Machines, devices and cores that a launcher's command chooses for its ranks.
 
     Attributes:
-        hosts: names of a hostfile's machines, with the positions of the devices to use there (all
-            if empty); empty if the command names no hostfile.
-        ssh_port: of these machines, if the command names one.
-        master_address: at which the ranks meet, if the command names it for these machines.
-        nodes: number of machines, where their names come from elsewhere.
-        takes_all: a rank is started on every device.
-        devices, not_devices: positions of the machine's devices to use, or not to use; all if both
-            are empty.
-        binds_cores: each rank is bound to its share of the processor cores.
-        core_list: the cores that are shared out; all of the machine's if empty.
-        passes_local_rank: `--local_rank=N` is added to the arguments.
-        batch_in_file: a file that the command names holds the batch sizes; the answer is a copy.
-        config_is_word: the argument of the DeepSpeed configuration names no file: the script looks
-            it up, or DeepSpeed decodes it.
+        hosts: names of a hostfile's machines with positions of devices (empty for all); empty
+            without a hostfile.
+        ssh_port: ssh port of these machines; None for the configured one.
+        master_address: address where ranks of these machines meet; empty if not named.
+        nodes: number of machines, if their names come from elsewhere.
+        takes_all: whether a rank starts on every device.
+        devices, not_devices: positions of the devices to use, or not to use; all if both are empty.
+        binds_cores: whether each rank is bound to a share of the processor cores.
+        core_list: cores to share; empty for all of the machine's.
+        passes_local_rank: whether `--local_rank=N` is added to the arguments.
+        batch_in_file: whether a file of the command sets the batch sizes; the result is a copy of
+            it.
+        config_is_word: whether the argument of the DeepSpeed configuration is no path: the script
+            looks it up, or DeepSpeed decodes it.
     """
 
     hosts: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -65,7 +65,7 @@ class Launch:
 
 
 def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
-    """Return the devices that DeepSpeed's launcher is given, if any, and its other choices."""
+    """Return the number of devices that DeepSpeed's launcher gets, and its other choices."""
     launch = Launch(
         binds_cores="--bind_cores_to_rank" in options,
         core_list=cores(options.get("--bind_core_list", "")),
@@ -93,10 +93,9 @@ def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
 
 
 def read_torchrun_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
-    """Return the devices that torchrun is given, if any, and its machines.
+    """Return the number of devices that torchrun gets, and its machines.
 
-    Raises:
-        UserInputError: the number of machines is not fixed.
+    Raises UserInputError if the number of machines is not fixed.
     """
     given = options.get("--nnodes", "1")
     least, _, most = given.partition(":")
@@ -115,8 +114,7 @@ def read_torchrun_options(options: Mapping[str, str]) -> tuple[int | None, Launc
 def exported(folder: Path) -> dict[str, str]:
     """Return variables that DeepSpeed's launcher exports to the machines of a hostfile.
 
-    Args:
-        folder: where it is started; ranks import modules from there.
+    Ranks import modules from the folder where it is started.
     """
     path = [str(folder.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = {"PYTHONPATH": os.pathsep.join(path)}
@@ -134,8 +132,7 @@ def exported(folder: Path) -> dict[str, str]:
 def read(path: Path) -> dict[str, int | None]:
     """Return the machines of a hostfile (`NAME slots=N`) with their devices; empty without it.
 
-    Raises:
-        UserInputError: it names a machine twice, or a line has another form.
+    Raises UserInputError for another form, or a machine named twice.
     """
     found: dict[str, int | None] = {}
     if not path.is_file():
@@ -159,11 +156,9 @@ def read(path: Path) -> dict[str, int | None]:
 def chosen(
     path: Path, machines: Mapping[str, int | None], options: Mapping[str, str]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the chosen machines, each with the positions of its devices; none for all.
+    """Return the chosen machines with positions of devices; empty positions for all.
 
-    Raises:
-        UserInputError: an option names a missing machine or device, or the numbers of devices
-            differ.
+    Raises UserInputError for a missing machine or device, and for unequal machines.
     """
     there = {name: tuple(range(n or 0)) for name, n in machines.items()}
     included = _filter(path, there, options, "--include", "-i")
@@ -199,10 +194,9 @@ def chosen(
 
 
 def devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
-    """Return positions of this machine's devices from `NAME[:SLOT[,SLOT ..]]`, if given.
+    """Return positions of this machine's devices from `NAME[:SLOT[,SLOT ..]]`.
 
-    Raises:
-        UserInputError: it is not of this form, or names several machines.
+    Raises UserInputError for another form, or for several machines.
     """
     for name in names:
         given = options.get(name, "")
@@ -220,10 +214,8 @@ def devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
 def cores(given: str) -> tuple[int, ...]:
     """Parse `--bind_core_list`: ascending numbers and ranges, such as `0,2-4`.
 
-    As `parse_range_list` of deepspeed/utils/numa.py (0.19.8).
-
-    Raises:
-        UserInputError: it is not of this form.
+    As `parse_range_list` of deepspeed/utils/numa.py (0.19.8). Raises UserInputError for another
+    form.
     """
     found: list[int] = []
     for part in given.split(",") if given else ():
@@ -240,10 +232,9 @@ def cores(given: str) -> tuple[int, ...]:
 
 
 def count(options: Mapping[str, str], *names: str) -> int | None:
-    """Return the first positive number among these options; None without one.
+    """Return the first positive number among options; None without one.
 
-    Raises:
-        UserInputError: one is not a number.
+    Raises UserInputError if one is not a number.
     """
     given = [(name, options[name]) for name in names if name in options]
     for name, text in given:

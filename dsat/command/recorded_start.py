@@ -51,15 +51,12 @@ class RankStart(Recorded):
     """Start of one process of a command that called `deepspeed.initialize`.
 
     Attributes:
-        rank, size: from its launcher; 0 and 1 without one.
-        forked: a Python process forked it, without starting an interpreter.
-        executable: its interpreter.
+        rank, size: by its launcher; 0 and 1 without one.
+        forked: whether a Python process forked it, without starting an interpreter.
         prefix: of its environment (`sys.prefix`).
-        version: of Python.
         command: the interpreter with its options, the program and its arguments.
         argv: `sys.argv` of the process, or of the process that spawned it.
-        cwd: its working folder.
-        env: its variables at its start, with devices that it chose later.
+        env: variables at its start, and devices that it chose later.
         cores: that the process could use when it began.
         config: what it passed to `deepspeed.initialize`.
         config_problem: why `config` cannot be written as JSON.
@@ -81,7 +78,7 @@ class RankStart(Recorded):
 
     @property
     def local_size_of_launcher(self) -> int:
-        """Number of ranks on this machine; all ranks if the launcher does not say."""
+        """Number of ranks on this machine; of all ranks if unknown."""
         is_told = str(self.size) in map(self.env.get, _IN_ALL)  # and not by the script itself
         if _why_made(self) or not is_told:
             return self.size
@@ -90,7 +87,7 @@ class RankStart(Recorded):
 
 
 def check_one_training(ranks: Sequence[RankStart]) -> None:
-    """Raise UserInputError unless the processes are the ranks of one training on one machine."""
+    """Raise UserInputError unless the processes are one training's ranks on this machine."""
     numbers = [rank.rank for rank in ranks]
     size = ranks[0].size
     if len(set(numbers)) < len(numbers) or any(rank.size != size for rank in ranks):
@@ -146,9 +143,9 @@ def recognise_program(
 
 
 def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[int, ...]:
-    """Return the cores that DeepSpeed's launcher bound the ranks to, in the order of the ranks.
+    """Return the cores to which DeepSpeed's launcher bound the ranks, by rank.
 
-    None without `--bind_cores_to_rank`.
+    Empty without `--bind_cores_to_rank`.
     """
     bound = [core for rank in sorted(ranks, key=lambda rank: rank.rank) for core in rank.cores]
     is_shared = len(set(bound)) < len(bound)
@@ -156,7 +153,7 @@ def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[in
 
 
 def _why_not_by_themselves(first: RankStart) -> str:
-    """Return why only the command can start a process; empty if dsat can start it too."""
+    """Return why only the command can start a rank; empty if dsat can, too."""
     if made := _why_made(first):
         return made
     _, program = split_interpreter(first.command[1:])
@@ -175,7 +172,7 @@ def _why_made(rank: RankStart) -> str:
 
 
 def _make_seen_program(first: RankStart) -> Entrypoint:
-    """Return the program and arguments of a process that only its command can start."""
+    """Return program and arguments of a process that only its command can start."""
     _, program = split_interpreter(first.command[1:])
     if program[:1] == ["-m"]:
         return Entrypoint(module=program[1], args=tuple(program[2:]))
@@ -185,7 +182,7 @@ def _make_seen_program(first: RankStart) -> Entrypoint:
 
 
 def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that a command adds, except those that launchers set."""
+    """Return variables that a command adds, except those of launchers."""
     return {
         name: value
         for name, value in has.items()
@@ -197,9 +194,9 @@ def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, s
 
 
 def _chosen_devices(ranks: Sequence[RankStart], given: Mapping[str, str]) -> dict[str, str]:
-    """Return variables by which the command itself chooses the machine's devices.
+    """Return variables by which the command itself chooses devices.
 
-    Launchers do not count that give each rank one device, or number the devices from 0 (DeepSpeed).
+    Launchers do not count if they give each rank one device, or number devices from 0 (DeepSpeed).
     """
     numbered = ",".join(map(str, range(len(ranks)))) if "CROSS_SIZE" in ranks[0].env else None
     found = {}

@@ -41,15 +41,13 @@ class _Place:
     """One occurrence of a flag.
 
     Attributes:
-        flag: index of the flag itself.
-        value: index of its value: the same for `--flag=value`, None for a bare flag.
+        value: index of its value: that of the flag for `--flag=value`, None for a bare flag.
     """
 
     flag: int
     value: int | None
 
     def read(self, args: Sequence[str]) -> str:
-        """Return the value; "" for a bare flag."""
         if self.value is None:
             return ""
         return args[self.value].partition("=")[2] if self.value == self.flag else args[self.value]
@@ -74,10 +72,8 @@ def rewrite(
     bare switch is kept for True and removed for False.
 
     Args:
-        args: of the script.
-        values: by the keys of `mappings`.
         mappings: the flag of each key, with its leading dashes.
-        add: also give flags that the user did not.
+        add: whether to add flags that are missing.
 
     Raises:
         UserInputError: a value is a whole section, which no flag can hold.
@@ -147,9 +143,9 @@ def is_on(args: Sequence[str], flag: str) -> bool:
 
 
 def config_flag(args: Sequence[str]) -> str | None:
-    """Return the flag that names the DeepSpeed configuration, if there is one.
+    """Return the flag that names the DeepSpeed configuration; None if there is none.
 
-    `--deepspeed` is a switch in plain DeepSpeed scripts and takes a file in Hugging Face's.
+    `--deepspeed` is a switch in plain DeepSpeed scripts, and takes a file in Hugging Face's.
     """
     if value_of(args, "--deepspeed_config"):
         return "--deepspeed_config"
@@ -171,10 +167,6 @@ def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str
     """Return the flags that follow a trial: the user's own, and those of TrainingArguments.
 
     The Trainer's batch size flags mean the same in scripts without a Trainer.
-
-    Args:
-        args: of the script.
-        given: the user's `arg_mappings`.
     """
     is_hf = looks_like_hf(args)
     found = {key: flag for key, flag in HF_BATCH_FLAGS.items() if is_hf or _places(args, flag)}
@@ -187,8 +179,7 @@ def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str
 def checked(mappings: Mapping[str, str], args: Sequence[str], *, where: str) -> dict[str, str]:
     """Check the user's mappings, and spell each flag as in the arguments (dashes or underscores).
 
-    Raises:
-        UserInputError: a flag is not among the arguments, and no Trainer knows it.
+    Raises UserInputError for a flag that is not among the arguments, and that no Trainer knows.
     """
     given = {_plain(flag): flag for flag in (arg.partition("=")[0] for arg in args)}
     words = {_plain(arg.partition("=")[0]): arg.partition("=")[0] for arg in args if "=" in arg}
@@ -210,10 +201,7 @@ def checked(mappings: Mapping[str, str], args: Sequence[str], *, where: str) -> 
 
 
 def setting(config: Mapping[str, Any], key: str) -> Any:
-    """Return a setting by its dotted path, or by its name in any section.
-
-    None if there is no such setting.
-    """
+    """Return a setting by its dotted path, or by its name in any section; None if missing."""
     found = at(config, key)
     if found is not None:
         return found
@@ -231,12 +219,7 @@ def adapt_to_trial(
 ) -> tuple[str, ...]:
     """Return the arguments of a script under a trial's configuration.
 
-    Args:
-        args: the user's own.
-        config: the trial's whole DeepSpeed configuration.
-        switches: the trial's values of the script's own switches.
-        given: the user's `arg_mappings`.
-        add: also give the flags of TrainingArguments that the user did not.
+    `given` are the user's `arg_mappings`; `add` adds flags of TrainingArguments that are missing.
     """
     mappings = mappings_for(args, given)
     values = {key: setting(config, key) for key in mappings if key not in switches}
@@ -255,12 +238,8 @@ def batch_from_args(
 ) -> dict[str, Any]:
     """Replace "auto" batch sizes by values of the script's flags.
 
-    The Trainer's flags have defaults. Unknown sizes stay "auto".
-
-    Args:
-        config: the user's DeepSpeed configuration.
-        args: of their script.
-        given: their `arg_mappings`.
+    The Trainer's flags have defaults. Unknown sizes stay "auto". `given` are the user's
+    `arg_mappings`.
     """
     mappings, found = mappings_for(args, given), dict(config)
     is_given = isinstance(config.get(BATCH_KEYS[0]), int)  # from which the others follow

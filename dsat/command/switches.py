@@ -57,14 +57,15 @@ class Switch:
     """A switch that dsat knows.
 
     Attributes:
-        reason: why it is worth trying, in one line.
-        values: to try besides the script's own value. Empty where the rank finds them.
-        field: it is a field of TrainingArguments, and a flag of scripts that parse these.
-        code: the line that sets it in a script, with `{value}` for the value.
-        on_request: it changes what is computed, or seldom helps: only with `--search`.
-        on_device: it matters on accelerators only.
-        offloading: it matters with offloading only.
-        memory: it changes the memory of the model's activations.
+        values: values to try besides the script's own; empty if the rank finds them.
+        field: whether it is a field of TrainingArguments, and so a flag of scripts that parse
+            these.
+        code: line that sets it in a script, with `{value}` for the value.
+        on_request: whether it needs `--search`, because it changes what is computed or seldom
+            helps.
+        on_device: whether it matters on accelerators only.
+        offloading: whether it matters with offloading only.
+        memory: whether it changes the memory of activations.
         metric: the only metric under which its trials compare; any if empty.
     """
 
@@ -142,8 +143,8 @@ def is_switch(name: str) -> bool:
 def is_set_by_script(name: str) -> bool:
     """Return whether a running script can still set a switch.
 
-    By then flags are parsed, and libraries have read most variables. NCCL and CUDA read theirs at
-    their first use.
+    By then flags are parsed, and libraries have read most variables; NCCL and CUDA read theirs at
+    first use.
     """
     if name.startswith(VARIABLE):
         return name in SWITCHES or name.startswith(f"{VARIABLE}NCCL_")
@@ -151,36 +152,28 @@ def is_set_by_script(name: str) -> bool:
 
 
 def affects_memory(name: str) -> bool:
-    """Return whether a switch changes the memory of activations, as far as is known."""
+    """Return whether a switch is known to change the memory of activations."""
     return name in SWITCHES and SWITCHES[name].memory
 
 
 def field_of(name: str) -> str | None:
-    """Return the field of TrainingArguments that a switch sets, if it sets one."""
+    """Return the field of TrainingArguments that a switch sets; None if it sets none."""
     if name.startswith(ARGUMENT):
         return name.removeprefix(ARGUMENT)
     return name if name in SWITCHES and SWITCHES[name].field else None
 
 
 def is_of_code(name: str, found: Mapping[str, ScriptSwitch]) -> bool:
-    """Return whether the script's own code, not an argument, sets a field of TrainingArguments.
-
-    Args:
-        name: of the switch.
-        found: all switches of the script.
-    """
+    """Return whether the script's code, not an argument, sets a field of TrainingArguments."""
     in_arguments = any(switch.in_arguments for switch in found.values())
     is_field = name in found and field_of(name) is not None
     return is_field and in_arguments and not found[name].in_arguments
 
 
 def flag_of(name: str, given: Iterable[str], *, takes_hf_flags: bool) -> str | None:
-    """Return the script's flag for a switch, with its dashes; None if it has none.
+    """Return the script's flag for a switch; None if it has none.
 
-    Args:
-        name: of the switch.
-        given: the script's arguments.
-        takes_hf_flags: the script parses TrainingArguments, so their fields are flags.
+    `takes_hf_flags`: the script parses TrainingArguments, so their fields are flags.
     """
     if name.startswith("--"):
         return name
@@ -194,14 +187,14 @@ def flag_of(name: str, given: Iterable[str], *, takes_hf_flags: bool) -> str | N
 
 
 def flag_values(flag: str, value: Any) -> dict[str, Any]:
-    """Return the flags for a value of a switch; some ways of checkpointing need two."""
+    """Return the flags for a value of a switch; some kinds of checkpointing need two."""
     if flag in CHECKPOINTING_FLAGS and isinstance(value, str):
         return {flag: True, f"{flag}_kwargs": json.dumps(checkpointing(value))}
     return {flag: value}
 
 
 def fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of TrainingArguments, as a file has them, for values of switches."""
+    """Return fields of TrainingArguments, in the form of a file, for values of switches."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         field = field_of(name)
@@ -235,10 +228,9 @@ def instruction(name: str, value: Any, *, in_arguments: bool) -> str:
 
 
 def checkpointing(value: str) -> dict[str, Any]:
-    """Return the keyword arguments of a way of gradient checkpointing.
+    """Return the keyword arguments of a kind of gradient checkpointing.
 
-    Raises:
-        ValueError: the way is unknown.
+    Raises ValueError if it is unknown.
     """
     layers = re.fullmatch("every_([2-9])_layers", value)
     if layers:
@@ -290,7 +282,7 @@ def parse(text: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def write(name: str, values: Any) -> str:
-    """Write a switch with a value, or several, as a user would."""
+    """Write a switch with one or several values, as a user would."""
     values = values if isinstance(values, (list, tuple)) else [values]
     said = [str(v).lower() if isinstance(v, bool) else str(v) for v in values]
     return f"{name}={','.join(said)}"

@@ -99,7 +99,6 @@ def _zero_values(key: str, value: Any, where: str) -> list[Any] | None:
 
 
 def _options(key: str, item: Any, where: str) -> list[Any]:
-    """Return the values of one item of a list."""
     if isinstance(item, Mapping):
         return _product(item, where) or [dict(item)]
     if isinstance(item, list):
@@ -115,7 +114,6 @@ def _options(key: str, item: Any, where: str) -> list[Any]:
 
 
 def _product(section: Mapping[str, Any], where: str) -> list[dict[str, Any]] | None:
-    """Return all combinations of a section's lists; None if it has none."""
     listed = {}
     for key, value in section.items():
         options = _zero_values(key, value, f"{where}.{key}")

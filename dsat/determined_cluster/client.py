@@ -31,7 +31,7 @@ _LATE = 2  # further requests after the end: the last lines may come later
 
 
 def check_installed(master: str) -> None:
-    """Raise UserInputError if determined is not installed, or has no custom searches."""
+    """Raise UserInputError unless determined is installed with custom searches."""
     if importlib.util.find_spec("determined") is None:
         problem = "determined is not installed, and tuning on a cluster needs it"
     elif importlib.util.find_spec("determined.searcher") is None:
@@ -44,10 +44,9 @@ def check_installed(master: str) -> None:
 
 
 def connect(address: str, say: Callable[[str], None]) -> Master:
-    """Log in to a master that can run custom searches.
+    """Log in to a master that supports custom searches.
 
-    Raises:
-        UserInputError: the address, the credentials or the version is not right.
+    Raises UserInputError for a wrong address, wrong credentials or an unsupported version.
     """
     with silence_determined():
         from determined.experimental import Determined
@@ -71,7 +70,7 @@ def follow(
     """Print the search runner's lines until its end.
 
     Returns:
-        The state (one of `OVER`) and the result, see `result.to_json`; empty if it printed none.
+        Its state (one of `OVER`) and its result, see `result.to_json`; empty if it printed none.
     """
     shown, state, late = 0, "", 0
     while True:
@@ -93,7 +92,7 @@ def follow(
 
 
 def end_search_of(master: Master, runner_id: int) -> int | None:
-    """End the experiment of a search whose runner is gone, if it still runs; return its id."""
+    """End a running search whose runner is gone; return its experiment, None if it has ended."""
     with explain_errors(master.address):
         found = master.find(search_tag(runner_id))
         state = "DELETED" if found is None else state_name(found.state)

@@ -34,7 +34,6 @@ class ClusterEngine:
     Args:
         runner_id: experiment of the search runner; request ids derive from it and the seed.
         read_log: returns the log of a trial, by its number in the search.
-        clock: seconds, for the time that trials take.
     """
 
     def __init__(
@@ -102,19 +101,19 @@ class ClusterEngine:
     # -- towards the master
 
     def take_operations(self) -> list[Operation]:
-        """Return the operations to post, in this order; each one once."""
+        """Return new operations to post, in order."""
         operations, self._operations = self._operations, []
         return operations
 
     def request_id(self, trial_id: int) -> str:
-        """Return a trial's request id, the same in every process of the same search."""
+        """Return a trial's request id, the same in every process of a search."""
         key = f"dsat:{self._runner_id}:{self._job.plan.seed}:{trial_id}"
         return str(uuid.uuid5(uuid.NAMESPACE_URL, key))
 
     # -- events
 
     def adopt(self, trial: Trial, outcome: Outcome | None = None) -> None:
-        """Register a trial as launched, perhaps by an earlier process that knew its outcome."""
+        """Register a trial that an earlier process launched."""
         self._known.add(trial.id)
         self._trial_by_request[self.request_id(trial.id)] = trial.id
         if outcome is None:
@@ -123,24 +122,24 @@ class ClusterEngine:
             self._comparable(outcome)
 
     def validated(self, request_id: str, metric: Any) -> None:
-        """Close a trial that completed its operation; it would go on otherwise."""
+        """Close a trial that completed its operation, because it would go on."""
         trial_id = self._running_trial(request_id)
         if trial_id is not None:
             self._end(trial_id, trial_result.from_metric(metric))
             self._operations.append({CLOSE: {"requestId": request_id}})
 
     def exited(self, request_id: str, *, canceled: bool) -> None:
-        """Record a trial that failed for good or was canceled; the master closes it."""
+        """Record a trial that failed or was canceled; the master closes it."""
         trial_id = self._running_trial(request_id)
         if trial_id is None:
             return
         if canceled:
-            self._end(trial_id, trial_result.canceled_outcome())
+            self._end(trial_id, Outcome(OutcomeKind.CANCELED, message="by a user of the cluster"))
         else:
             self._end(trial_id, trial_result.from_log(self._read_log(trial_id), failed=True))
 
     def closed(self, request_id: str) -> None:
-        """Record the end of a trial that ended by itself, without a report."""
+        """Record a trial that ended by itself, without a report."""
         trial_id = self._running_trial(request_id)
         if trial_id is not None:
             self._end(trial_id, trial_result.from_log(self._read_log(trial_id), failed=False))

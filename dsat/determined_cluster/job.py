@@ -62,10 +62,7 @@ class Job(Recorded):
     """Input of the search runner.
 
     Attributes:
-        info: for people, into the journal's first line.
         config: the user's experiment configuration without possible secrets.
-        hparams: as in `Experiment`.
-        trial: how trials are measured.
         max_slots: that trials may use at once, if limited.
     """
 
@@ -80,12 +77,9 @@ class Job(Recorded):
 
     @property
     def num_slots(self) -> int:
-        """Return the slots that trials may use at once."""
+        """Devices that trials may use at the same time."""
         slots = self.max_concurrent_trials * self.plan.slots_per_trial
         return slots if self.max_slots is None else min(slots, self.max_slots)
-
-    def to_text(self) -> str:
-        return json.dumps(self.to_json(), indent=1) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Job:
@@ -93,7 +87,7 @@ class Job(Recorded):
 
 
 def remove_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration for the job file."""
+    """Return a configuration without its secrets, for the job file."""
     found = {key: value for key, value in config.items() if key not in _SECRETS}
     storage = config.get(_STORAGE)
     if isinstance(storage, Mapping):
@@ -114,7 +108,6 @@ def restore_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dic
 
 
 def _secrets_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `remove_secrets` leaves out."""
     found = {key: config[key] for key in _SECRETS if key in config}
     environment = config.get("environment")
     if isinstance(environment, Mapping):
@@ -126,7 +119,7 @@ def _secrets_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def runner_config(
     user: Experiment, plan: Plan, *, max_restarts: int, changes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the `single` experiment of the search runner; the user's `changes` override it."""
+    """Return the `single` experiment of the search runner, with the user's changes."""
     config = {key: value for key, value in user.config.items() if key not in _OF_TRAINING}
     storage = config.get(_STORAGE)
     if isinstance(storage, Mapping) and storage.get("save_trial_latest") == 0:
@@ -163,22 +156,22 @@ def runner_config(
 
 
 def describe_state(state: str) -> str:
-    """Return a master's name for an experiment's state, for people."""
+    """Return a master's name for an experiment's state, in words."""
     return _STATES.get(state, state.lower())
 
 
 def search_tag(runner_id: int) -> str:
-    """Return the start of the custom experiment's description."""
+    """Return the begin of the description of the trials' experiment."""
     return f"(#{runner_id}) generated"
 
 
 def full_run_tag(runner_id: int) -> str:
-    """Return the start of the full-length run's description."""
+    """Return the begin of the description of the full-length run."""
     return f"(#{runner_id}) best of the search"
 
 
 def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `custom` experiment of the trials; `runner` is the runner's own configuration."""
+    """Return the `custom` experiment of the trials, by the runner's own configuration."""
     config = _user_config(job, search_tag(runner_id), runner)
     config["labels"] = _labels(config, job.info["name"])
     if job.max_slots is not None:
@@ -209,14 +202,14 @@ def full_run_config(
 
 
 def _labels(config: Mapping[str, Any], name: str) -> list[str]:
-    """Return labels by which both experiments of a search are found in the web UI."""
+    """Return labels by which the web UI finds both experiments of a search."""
     return list(dict.fromkeys([*(config.get("labels") or []), LABEL, name]))
 
 
 def _as_constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with mappings of ours and DeepSpeed's as constants.
+    """Return hyperparameters with mappings of dsat and DeepSpeed as constants.
 
-    The master would take DeepSpeed's sections with a `type` (optimizer, scheduler) for ranges.
+    The master would take sections with a `type` (optimizer, scheduler) for ranges.
     """
     sections = (ds_config.CONFIG_KEY, ds_config.OVERWRITE_KEY, ds_config.DSAT_SWITCHES_KEY)
     return {
@@ -237,9 +230,9 @@ def _user_config(job: Job, tag: str, runner: Mapping[str, Any]) -> dict[str, Any
 
 
 def _varied_ranges(plan: Plan) -> dict[str, Any]:
-    """Return types and ranges of what varies between trials, for the plots of the web UI.
+    """Return types and ranges of what varies among trials, for the web UI's plots.
 
-    They leave out constants, and a nested DeepSpeed configuration counts as one.
+    The plots omit constants, and a nested configuration counts as one.
     """
     space = make_space(plan)
     strategies = {of_config(plan.base_config), *space.strategies, *rungs(plan)}
@@ -258,7 +251,7 @@ def _varied_ranges(plan: Plan) -> dict[str, Any]:
 
 
 def varied_values(trial: Trial) -> dict[str, Any]:
-    """Return a trial's values of the hyperparameters that vary, for the plots of the web UI."""
+    """Return a trial's values of what varies among trials, for the web UI's plots."""
     return {
         "strategy": trial.strategy,
         "stage": trial.stage,

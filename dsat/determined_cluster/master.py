@@ -44,7 +44,6 @@ class Master:
 
     @classmethod
     def from_task(cls, say: Callable[[str], None]) -> Master:
-        """Return the session of a container that the master itself started."""
         from determined.experimental import client
 
         client._require_singleton(lambda: None)()
@@ -59,7 +58,7 @@ class Master:
         return str(self.session.master)
 
     def url(self, experiment_id: int) -> str:
-        """Return the address of an experiment in the web UI."""
+        """Return the web UI's address of an experiment."""
         return f"{self.address}/det/experiments/{experiment_id}"
 
     def version(self) -> tuple[int, int] | None:
@@ -69,9 +68,9 @@ class Master:
         return None if found is None else (int(found[1]), int(found[2]))
 
     def ask(self, request: Callable[[], T]) -> T:
-        """Return a request's answer, waiting for an unreachable master, as `retry_limit_s` says.
+        """Return a request's answer; wait for an unreachable master, see `retry_limit_s`.
 
-        The request must do no harm if it is made twice.
+        The request must be harmless if made twice.
         """
         waited_s: dict[str, float] = {}  # by problem
         pause_s = 1.0
@@ -92,10 +91,10 @@ class Master:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def create(self, config: Mapping[str, Any], folder: Path, includes: Sequence[Path] = ()) -> int:
-        """Create an experiment, once; return its id.
+        """Create an experiment; return its id.
 
-        The master reads YAML in a way of its own, in which a text `no` has to be quoted. JSON it
-        reads as everybody does.
+        The configuration is passed as JSON, because the master's YAML differs (a text `no` must be
+        quoted).
         """
         with silence_determined(), tempfile.TemporaryDirectory() as above:
             path = Path(above) / "experiment.json"
@@ -104,7 +103,7 @@ class Master:
         return int(made.id)
 
     def find(self, tag: str) -> Any:
-        """Return the experiment whose description begins with a tag; None if there is none."""
+        """Return the experiment whose description begins with a tag; None without."""
         from determined.common.api import bindings, read_paginated
 
         def page(offset: int) -> Any:
@@ -123,10 +122,10 @@ class Master:
     def find_or_create(
         self, tag: str, config: Mapping[str, Any], model_dir: Path, includes: Sequence[Path]
     ) -> int:
-        """Return the experiment whose description begins with a tag; create it if there is none.
+        """Return the experiment whose description begins with a tag; create it if missing.
 
-        A runner that died between creating an experiment and saving its id must not create a second
-        one; nor must one whose request was answered by a dropped connection.
+        Neither a runner that died before saving the id, nor a dropped connection, must create a
+        second one.
         """
 
         def attempt() -> int:
@@ -161,7 +160,7 @@ class Master:
         return base64.b64decode(answer.file or "").decode()
 
     def newest_checkpoint(self, experiment_id: int) -> str | None:
-        """Return the UUID of an experiment's newest checkpoint; None if it has none."""
+        """Return the UUID of an experiment's newest checkpoint; None without."""
         from determined.common.api import bindings
 
         answer = self.ask(
@@ -183,32 +182,29 @@ class Master:
         return answer.experiment
 
     def kill(self, experiment_id: int) -> None:
-        """End an experiment; do nothing if there is none."""
+        """End an experiment, if it exists."""
         from determined.common.api import bindings, errors
 
         with contextlib.suppress(errors.NotFoundException):
             self.ask(lambda: bindings.post_KillExperiment(self.session, id=experiment_id))
 
     def cancel(self, experiment_id: int) -> None:
-        """Cancel an experiment, whose processes may come to their end."""
+        """Cancel an experiment; its processes may finish."""
         from determined.common.api import bindings
 
         self.ask(lambda: bindings.post_CancelExperiment(self.session, id=experiment_id))
 
     def describe(self, experiment_id: int, text: str) -> None:
-        """Set an experiment's description."""
         self.ask(lambda: self._determined.get_experiment(experiment_id).set_description(text))
 
     def trials(self, experiment_id: int) -> list[Any]:
-        """Return the trials of an experiment."""
         return self.ask(lambda: list(self._determined.get_experiment(experiment_id).iter_trials()))
 
 
 def read_trial_log(master: Master, experiment_id: int, trial_id: int) -> Sequence[str]:
-    """Return dsat's own lines, which may be far above the end, and the last lines.
+    """Return dsat's lines, which may be far above the end, and the last lines of a trial's log.
 
-    Args:
-        trial_id: number of the trial in the search.
+    The trial is named by its number in the search.
     """
     trials = master.trials(experiment_id)
     trial: Any = next((each for each in trials if _id_in_search(each) == trial_id), None)
@@ -270,14 +266,14 @@ def _is_internal(error: BaseException) -> bool:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return what the master does."""
+    """Return what is wrong with the master."""
     if is_unreachable(error):
         return UNREACHABLE
     return "the master answers with an error" if _is_internal(error) else "the master refuses"
 
 
 def describe_request(error: BaseException) -> str:
-    """Return what the master does, and why."""
+    """Return what is wrong with the master, and why."""
     return f"{describe_failure(error)}: {describe_error(error)}"
 
 

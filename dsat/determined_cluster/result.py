@@ -54,7 +54,7 @@ def restore_events(events: Sequence[Mapping[str, Any]], job: Job) -> list[dict[s
 
 
 def to_lines(result: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a log that hold a result."""
+    """Return a result as lines of a log."""
     packed = zlib.compress(json.dumps(result, separators=(",", ":")).encode(), level=9)
     text = base64.b64encode(packed).decode()
     parts = [text[start : start + _LONGEST_PART] for start in range(0, len(text), _LONGEST_PART)]
@@ -62,7 +62,7 @@ def to_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def from_lines(lines: Iterable[str]) -> dict[str, Any]:
-    """Return the last whole result of a log; empty if there is none."""
+    """Return the last complete result in a log; empty without."""
     parts: list[str] = []
     result: dict[str, Any] = {}
     for line in lines:
@@ -97,10 +97,9 @@ def text_lines(view: RunView) -> list[str]:
 
 
 def description(own: str, view: RunView, reason: str | None, *, canceled: bool = False) -> str:
-    """Return the runner's description at its end, after the user's own.
+    """Return the runner's description at its end.
 
-    Args:
-        reason: why the search ended; None if it was canceled or ended from outside.
+    `reason` says why the search ended; None if it was canceled or ended from outside.
     """
     found = view.verdict.headline if view.best is not None else "nothing was measured"
     if reason is not None and view.best is None:

@@ -61,7 +61,6 @@ class Runner:
 
     Args:
         runner_id, folder: the runner's own experiment, and its context.
-        context: determined's, of `core.init`.
         operation: the runner's own, by which its experiment shows progress.
     """
 
@@ -89,11 +88,7 @@ class Runner:
         return self._search.run
 
     def run(self, checkpoint: str | None) -> None:
-        """Run the search to its end.
-
-        Args:
-            checkpoint: the latest checkpoint of an earlier process, to continue from.
-        """
+        """Run the search to its end; continue from a checkpoint, if given."""
         if checkpoint is not None:
             self._load(checkpoint)
             say(f"continuing with experiment {self.experiment_id}")
@@ -134,10 +129,9 @@ class Runner:
         return answer.searcherEvents or []
 
     def _next_events(self) -> Sequence[Any]:
-        """Return the answer to a long poll; a pause or a cancel does not wait for it.
+        """Return the answer to a long poll.
 
-        Raises:
-            Preempted: the runner is to leave.
+        Raises Preempted on pause and cancellation, without waiting for it.
         """
 
         def check() -> None:
@@ -265,8 +259,8 @@ class Runner:
     def _complete(self, refusal: str | None = None) -> None:
         """Print and report the result.
 
-        A search that failed cancels its own experiment: a web UI would show it as completed
-        otherwise, and the master would restart a runner that fails.
+        A failed search cancels its experiment: otherwise the web UI would show it as completed, or
+        the master restart the runner.
         """
         run, value = self._run, self._run.best_value
         failed = run.best is None and (self._search.over or refusal is not None)
@@ -281,7 +275,7 @@ class Runner:
             self._operation.report_completed(value if value is not None else 0.0)
 
     def _print_result(self, *, canceled: bool = False, refusal: str | None = None) -> None:
-        """Print the result, or the best so far, and put it into the description."""
+        """Print the result, or the best so far, and set the description."""
         view, over = RunView.build(self._run), self._search.over
         reason = view.stop_reason or refusal
         for line in result.text_lines(view):
@@ -301,7 +295,7 @@ class Runner:
         self._master.describe(self._runner_id, text)
 
     def _train(self, best: Trial) -> int:
-        """Submit the full-length run, once; return its number."""
+        """Submit the full-length run once; return its experiment."""
         for event in self._search.journal.events:
             if event["event"] == EVENT_FULL_RUN:
                 return int(event["experiment_id"])

@@ -39,13 +39,8 @@ _BY_USER = ("EXITED_REASON_USER_CANCELED", "EXITED_REASON_USER_REQUESTED_STOP")
 class ClusterSearch:
     """Decides which operations answer each event of the master.
 
-    Args:
-        engine: fresh; it adopts the trials in `events`.
-        events: the journal of an earlier process, to continue from.
-        clock: seconds since the epoch, for the time between the deaths of a runner.
-
-    Attributes:
-        journal: the runner's checkpoints make it durable.
+    It continues from `events`, the journal of an earlier process. `clock` is in seconds since the
+    epoch, since it also counts between processes.
     """
 
     def __init__(
@@ -84,7 +79,6 @@ class ClusterSearch:
 
     @property
     def over(self) -> bool:
-        """Return whether the search came to its own end."""
         return self.run.stop_reason is not None
 
     @property
@@ -142,7 +136,7 @@ class ClusterSearch:
 
 
 def _last_event_s(events: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the time of an earlier process's last event; None if it paused, or there was none."""
+    """Return the time of an earlier process's last event; None if it paused, or without."""
     for event in reversed(events):
         if event["event"] == EVENT_PAUSED:
             return None

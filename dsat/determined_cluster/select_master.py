@@ -23,10 +23,9 @@ class Choice:
 
 
 def choose(engine: str, *, fits: bool) -> Choice:
-    """Decide by the option, then by the configuration of determined.
+    """Decide by `--engine`, then by determined's configuration.
 
-    Args:
-        fits: a cluster can run it.
+    `fits`: a cluster can run the target.
     """
     if engine in PROVIDERS:
         return Choice(None, f"--engine {engine}")
@@ -57,7 +56,7 @@ def _configured() -> Choice | None:
 
 
 def _logins() -> dict[str, str]:
-    """Return users by master, from determined's own file; empty if it cannot be read."""
+    """Return users by master from determined's own file; empty if unreadable."""
     try:
         masters = json.loads(auth_file().read_text(encoding="utf-8")).get("masters", {})
         return {

@@ -23,7 +23,6 @@ from dsat.determined_cluster import job, result, upload
 from dsat.determined_cluster.job import Job
 from dsat.determined_cluster.master import Master
 from dsat.determined_cluster.select_master import Choice, choose
-from dsat.engines.places import AUTO
 from dsat.errors import UserInputError
 from dsat.prepare import source
 from dsat.run.journal import FILE_NAME, to_text
@@ -54,11 +53,8 @@ class Submission:
     """Input of a submission to the master.
 
     Attributes:
-        master, reason: see `Choice`.
-        name: of the user's experiment.
-        config: of the search runner's experiment.
-        files: what trials find in their folder, by relative path.
-        script: the user's, among them.
+        files: files in the trials' folder, by relative path.
+        script: the user's script, one of them.
     """
 
     master: str
@@ -92,9 +88,9 @@ class Submitted:
 
     Attributes:
         experiment_id, url: of the search runner.
-        state: how it ended, as the master calls it; None while it goes on.
-        result: what it found, if it came to an end: see `result.to_json`.
-        interrupted: Ctrl-C ended the following of its log, not the search.
+        state: how it ended, in the master's words; None while it runs.
+        result: result if it has ended; see `result.to_json`.
+        interrupted: whether Ctrl-C ended the following of its log (not the search).
         run_dir: the folder on this machine that holds the result files.
     """
 
@@ -107,13 +103,12 @@ class Submitted:
 
     @property
     def has_result(self) -> bool:
-        """Return whether the search came to its end and found something."""
         is_over = self.state == "COMPLETED" and bool(self.result.get("over"))
         return is_over and self.result.get("best") is not None
 
     @property
     def failure(self) -> str:
-        """Return why there is no result, with the best so far."""
+        """Why there is no result, with the best so far."""
         best = self.result.get("best")
         if best is None:
             why = self.result.get("stop_reason") or "no configuration was measured"
@@ -126,16 +121,10 @@ class Submitted:
         return {**where, "run_dir": run_dir, **self.result}
 
 
-def configured_master() -> str | None:
-    """Return the address of the cluster that `--engine auto` takes; None for this machine."""
-    return choose(AUTO, fits=True).master
-
-
 def select_place(settings: Settings) -> Choice:
     """Choose between a cluster and this machine.
 
-    Raises:
-        UserInputError: something is for this machine only.
+    Raises UserInputError for options that the cluster does not support.
     """
     local_only = [name for name in _LOCAL_ONLY if getattr(settings, name)]
     found = choose(settings.engine, fits=not settings.command)
@@ -163,7 +152,8 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
     master = clients.connect(ready.master, _log.info)
     _log.info(ready.place)
     with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
-        upload.lay_out(ready.files, ready.job.to_text(), Path(folder), ready.script)
+        text = json.dumps(ready.job.to_json(), indent=1) + "\n"
+        upload.lay_out(ready.files, text, Path(folder), ready.script)
         with clients.explain_errors(ready.master):
             number = master.create(ready.config, Path(folder))
     submitted = Submitted(number, master.url(number))
@@ -175,7 +165,7 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
 
 
 def follow(experiment_id: int) -> Submitted:
-    """Follow a search that was submitted before to its end."""
+    """Follow a submitted search to its end."""
     choice = choose("determined", fits=True)
     assert choice.master is not None
     clients.check_installed(choice.master)
@@ -226,7 +216,7 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
 
 
 def _log_checkpoint(master: Master, number: int) -> None:
-    """Name the checkpoint that has the results of a runner that could not print them."""
+    """Log which checkpoint has the results, if the runner could not print them."""
     uuid = master.newest_checkpoint(number)
     if uuid is not None:
         det = f"det -m {master.address} checkpoint download {uuid}"
@@ -244,7 +234,7 @@ def _write_run(events: Sequence[Mapping[str, Any]], name: str) -> Path:
 
 
 def prepare(settings: Settings, choice: Choice) -> Submission:
-    """Read and check all that you gave."""
+    """Read and check the user's input."""
     assert choice.master is not None
     clients.check_installed(choice.master)
     import determined  # noqa: F401  # it knows whether this is a trial
@@ -313,10 +303,9 @@ def _check_mappings(settings: Settings) -> None:
 
 
 def _with_max_slots(settings: Settings, experiment: experiments.Experiment, slots: int) -> Settings:
-    """Return the settings with the slots that trials may use at once, if they are limited.
+    """Return the settings with the limit on the trials' devices.
 
-    Raises:
-        UserInputError: they are fewer than a trial needs.
+    Raises UserInputError if a trial needs more.
     """
     where, limit = None, settings.max_slots
     if limit is None and (given := ds_config.at(experiment.config, _MAX_SLOTS)) is not None:

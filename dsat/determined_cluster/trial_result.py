@@ -40,8 +40,7 @@ def from_metric(metric: Any) -> Outcome:
 def from_log(messages: Sequence[str], *, failed: bool) -> Outcome:
     """Return the outcome of a trial that ended without a report.
 
-    Args:
-        failed: whether the master calls it failed; it may also just have come to an end.
+    If it is not `failed` by the master, it may just have come to its end.
     """
     lines = [line for message in messages for line in _without_prefix(message)]
     plain = [line for line in lines if LOG_MARK not in line and ATTACHED_MARK not in line]
@@ -109,13 +108,8 @@ def _with_advice(outcome: Outcome, text: str) -> Outcome:
     )
 
 
-def canceled_outcome() -> Outcome:
-    """Return the outcome of a trial that a person ended."""
-    return Outcome(OutcomeKind.CANCELED, message="by a user of the cluster")
-
-
 def _reports(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the ranks' reports in the log of the trial's last run."""
+    """Return the ranks' reports in a log, of the trial's last run."""
     found = []
     for line in lines:
         _, mark, text = line.partition(LOG_MARK)
@@ -128,13 +122,11 @@ def _reports(lines: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _without_prefix(message: str) -> list[str]:
-    """Return the lines of a log message without the master's prefix."""
     _, bars, text = message.partition("|| ")
     return (text if bars else message).splitlines()
 
 
 def _last_exception(lines: Sequence[str]) -> str:
-    """Return the last exception's type and message; empty if there is none."""
     for line in reversed(lines):
         found = _EXCEPTION.match(_without_rank(line))
         if found:
@@ -143,7 +135,6 @@ def _last_exception(lines: Sequence[str]) -> str:
 
 
 def _last_traceback(lines: Sequence[str]) -> list[str]:
-    """Return the last traceback; empty if there is none."""
     starts = [n for n, line in enumerate(lines) if _without_rank(line).startswith(_TRACEBACK)]
     if not starts:
         return []

@@ -34,10 +34,9 @@ Ignore = Callable[[str, list[str]], "set[str]"]
 
 
 def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]:
-    """Return all that trials find in their folder, this package left out.
+    """Return all files in the trials' folder except this package.
 
-    Raises:
-        UserInputError: two of them would have the same name.
+    Raises UserInputError if two have the same name.
     """
     root = model_dir.resolve()  # as the ignore rule's folder, too
     found = dict(_walk(root, Path(), _ignored(root)))
@@ -64,10 +63,9 @@ def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]
 
 
 def check_size(found: Files, limit_bytes: int = LIMIT_BYTES) -> int:
-    """Return the context's bytes.
+    """Return the context's size in bytes.
 
-    Raises:
-        UserInputError: they are too many; the largest files are named.
+    Raises UserInputError, with the largest files, if it is too large.
     """
     sizes = Counter({target: source.stat().st_size for target, source in found.items()})
     total = sizes.total() + sum(source.stat().st_size for source in _package().values())
@@ -83,10 +81,9 @@ def check_size(found: Files, limit_bytes: int = LIMIT_BYTES) -> int:
 
 
 def check_script(found: Files, where: Path, program: Entrypoint) -> None:
-    """Check that the user's code uses dsat; warn if some of it cannot be read here.
+    """Check that the user's code uses dsat; warn if some of it cannot be read.
 
-    Raises:
-        UserInputError: it does not: on a cluster its trials could not be measured.
+    Raises UserInputError if it does not, because its trials could not be measured.
     """
     imported = [_imports(source) for source in found.values() if source.suffix == ".py"]
     names = {name for each in imported for name in each or ()}
@@ -108,16 +105,14 @@ def check_script(found: Files, where: Path, program: Entrypoint) -> None:
 
 
 def _sources(program: Entrypoint) -> set[Path]:
-    """Return the files of which one is the program's."""
     module = (program.module or program.trial_class.partition(":")[0]).replace(".", "/")
     return {Path(program.script), Path(f"{module}.py"), Path(module, "__main__.py")}
 
 
 def _imports(source: Path) -> set[str] | None:
-    """Return the modules that a source imports, and what it imports from them.
+    """Return the modules that a source imports, and the names from them.
 
-    Returns:
-        None if it does not parse: it may be of another version of Python.
+    None if it does not parse, as for another version of Python.
     """
     try:
         with warnings.catch_warnings():
@@ -135,8 +130,7 @@ def _imports(source: Path) -> set[str] | None:
 def lay_out(found: Files, job: str, folder: Path, script: Path = Path()) -> None:
     """Lay out the search runner's context in an empty folder.
 
-    Args:
-        script: the user's, in the model folder. Python looks for packages beside it.
+    dsat is also put beside the user's script, where Python looks for packages.
     """
     package = _package()
     if script.parent != Path() and not script.is_absolute():
@@ -152,7 +146,7 @@ def lay_out(found: Files, job: str, folder: Path, script: Path = Path()) -> None
 
 
 def _ignored(root: Path) -> Ignore:
-    """Return the rule by which names are left out: determined's own, and earlier runs."""
+    """Return the rule of ignored names: determined's own, and earlier runs."""
     from determined.common import detignore as determined_ignore
 
     with warnings.catch_warnings():
@@ -162,9 +156,9 @@ def _ignored(root: Path) -> Ignore:
 
 
 def _package() -> dict[Path, Path]:
-    """Return this package, and in its spare folder wrapt, which an image may lack.
+    """Return this package with wrapt, which an image may lack, in its spare folder.
 
-    Its compiled part is left out: it is another one for each version of Python.
+    wrapt's compiled part is left out, because it depends on the version of Python.
     """
     own = _walk(_OURS, Path(), lambda parent, names: {n for n in names if n == "__pycache__"})
     sources = Path(str(wrapt.__file__)).parent.glob("*.py")

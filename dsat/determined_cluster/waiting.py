@@ -32,9 +32,8 @@ def long_poll(
     """Return the answer to a request that the master may answer late.
 
     Args:
-        ask: makes the request.
         check: called meanwhile; raises an exception to leave without an answer.
-        is_idle: whether the experiment is paused or ended, which only a new request is told.
+        is_idle: whether the experiment is paused or ended; only a new request learns that.
     """
     poll, was_idle = _in_background(ask), False
     while True:
@@ -48,7 +47,7 @@ def long_poll(
 
 
 def _in_background(ask: Callable[[], T]) -> Future[T]:
-    """Make a request in a thread that ends with the process, even if abandoned."""
+    """Make a request in a daemon thread, even if it is abandoned."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -62,7 +61,7 @@ def _in_background(ask: Callable[[], T]) -> Future[T]:
 
 
 class StateWatch:
-    """State of the trials' experiment, by `ask`, and a line in the log if they wait for long."""
+    """Tracks the state of the trials' experiment, and logs long waits."""
 
     def __init__(
         self,

@@ -13,14 +13,14 @@ class Engine(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """Slots that trials may use at once; fewer once some have failed."""
+        """Devices that trials may use at once; fewer once some have failed."""
         ...
 
     def launch(self, trial: Trial) -> None:
-        """Start a trial; there are free slots, unless some have just failed.
+        """Start a trial; devices are free, unless some have just failed.
 
         Raises:
-            EngineError: nothing can be run at all.
+            EngineError: nothing can run at all.
         """
         ...
 
@@ -28,7 +28,7 @@ class Engine(Protocol):
         """Return trials that ended since the last call, each once; wait for one if there is none.
 
         Raises:
-            EngineError: there never will be one, since too few slots still work.
+            EngineError: none can end any more, because too few devices work.
         """
         ...
 

@@ -21,17 +21,8 @@ _log = logging.getLogger(__name__)
 class Agents:
     """Supervisors of all hosts, started once the user's own command has ended.
 
-    Their imports would disturb it.
-
-    Args:
-        builder: of starts.
-        hosts: where.
-        own: the user's own command, if it runs already.
-
-    Attributes:
-        own: that command, until it has ended.
-        has_begun: there are supervisors of all hosts.
-        supervisors: of the command, or of all hosts.
+    Their imports would disturb its measurement. `own` is that command until it has ended;
+    `supervisors` are its own, or those of all hosts.
     """
 
     def __init__(
@@ -49,10 +40,9 @@ class Agents:
             self.supervisors = own.supervisors
 
     def begin(self, method: StartMethod) -> str:
-        """Start the supervisors of all hosts, if there are none yet.
+        """Start the supervisors of all hosts, unless they run.
 
-        Returns:
-            Why ranks cannot be forked; empty if they can be, or were started otherwise.
+        Returns why ranks cannot be forked; empty if they can be, or start otherwise.
         """
         self.end_command()
         if self.has_begun:
@@ -76,27 +66,24 @@ class Agents:
         return self._warm_up() if self.has_begun else ""
 
     def end_command(self) -> None:
-        """End the user's own command."""
         own, self.own = self.own, None
         if own is not None:
             own.close()
 
     def send(self, requests: Mapping[int, Mapping[str, Any]]) -> None:
-        """Send requests to hosts."""
         for host, request in requests.items():
             self.supervisors.send(host, request)
 
     def remove_locks(self, *, any_running: bool) -> None:
-        """Remove locks of compilers that ended processes have left.
+        """Remove compiler locks that ended processes left.
 
-        Args:
-            any_running: trials go on; their compilers are seen if they run here.
+        With trials running on other hosts (`any_running`), whose compilers cannot be seen, do
+        nothing.
         """
         if len(self._hosts) == 1 or not any_running:
             self._locks.remove()
 
     def close(self) -> None:
-        """End all processes."""
         self.end_command()
         self.supervisors.close()
 

@@ -19,7 +19,6 @@ from dsat.engines.agent.supervisor import GRACE_AFTER_FAILURE_S
 from dsat.engines.agents import Agents
 from dsat.engines.machines.hosts import Host, disable_segments
 from dsat.engines.own_command import OwnCommand
-from dsat.engines.rank_settings import offloads
 from dsat.engines.retries import Retries, RetryReason
 from dsat.engines.running import ActivityLog, Running, find_overdue
 from dsat.engines.slots import DeviceErrors, Slots
@@ -37,6 +36,7 @@ from dsat.in_trial.adapters.user_files import read_created
 from dsat.in_trial.rank_files import MODULES_FILE, result_file
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
+from dsat.values.zero_strategy import of_config
 
 _log = logging.getLogger(__name__)
 _SIMULATION_POLL_S = 0.05
@@ -50,13 +50,9 @@ class LocalEngine:
     """Engine that runs trials as processes of this machine or of several.
 
     Args:
-        experiment: what to run.
-        program: its entrypoint, taken apart.
-        hosts: where, with equally many slots each; simulations run on the first. Several must share
-            the run's folder and the model's.
-        folder: of the run.
-        options: how trials are run and measured.
-        own: the user's own command, which runs already and becomes the first trial.
+        hosts: hosts with equal numbers of devices; simulations run on the first. Several hosts must
+            share the run's folder and the model's.
+        own: the user's own command, already running, which becomes the first trial.
     """
 
     def __init__(
@@ -93,13 +89,13 @@ class LocalEngine:
 
     @property
     def num_slots(self) -> int:
-        """Slots that work; of one trial if each runs the user's command, one after the other."""
+        """Devices that work; those of one trial if trials run the user's command one by one."""
         usable = self._slots.usable
         return min(usable, self._slots.needed) if self.needs_command else usable
 
     @property
     def needs_command(self) -> str:
-        """Reason why trials run the user's whole command again; empty if they do not."""
+        """Why trials run the user's whole command again; empty if they do not."""
         if self._retries.method is not StartMethod.COMMAND:
             return ""
         reason = self._builder.program.needs_command
@@ -119,12 +115,9 @@ class LocalEngine:
         self._start_waiting()
 
     def train(self, trial: Trial) -> Path:
-        """Start a full-length, unmeasured run with a trial's configuration.
+        """Start a full-length, unmeasured run with a trial's configuration; return its folder.
 
         Its outcome comes from `poll` under the id `FULL_RUN_ID`.
-
-        Returns:
-            The run's folder.
         """
         run = self._builder.run
         folder, number = run / "full", 2
@@ -136,14 +129,10 @@ class LocalEngine:
         return folder
 
     def start_simulation_server(self, messages: Path, script_args: Mapping[str, Any]) -> Path:
-        """Start the script for simulations of its model; uses no slot.
+        """Start the script for simulations of its model, on no device.
 
-        Args:
-            messages: folder for questions and answers.
-            script_args: switches of the script, as a trial has them.
-
-        Returns:
-            A file that says, once it exists, why there will be no simulations (`message` in it).
+        Returns a file that says, once it exists, why there will be no simulations (`message` in
+        it). Questions and answers go through the folder `messages`.
         """
         start = self._builder.simulation(messages, script_args)
         self._begin_trials()
@@ -153,7 +142,7 @@ class LocalEngine:
         return start.folder / result_file(0)
 
     def has_simulation_server(self) -> bool:
-        """Return whether the simulation server runs, or is yet to begin."""
+        """Return whether the simulation server runs or is about to."""
         if not self._closed:
             self._wait(0.0)
         waiting = any(start.trial.id == SIMULATION_ID for start in self._waiting)
@@ -162,7 +151,7 @@ class LocalEngine:
     def stop_simulation_server(self) -> None:
         """End the simulation server, and wait until nothing of it is left.
 
-        It may hold memory of the device, and another one has the same folder.
+        It may hold device memory, and the next one uses the same folder.
         """
         self.cancel(SIMULATION_ID)
         while SIMULATION_ID in self._running and not self._closed:
@@ -177,7 +166,7 @@ class LocalEngine:
         return ended
 
     def cancel(self, trial_id: int) -> None:
-        """End a trial that runs; its outcome will be CANCELED unless it was faster."""
+        """End a running trial; its outcome is CANCELED unless it ended first."""
         self._waiting = [start for start in self._waiting if start.trial.id != trial_id]
         if trial_id in self._running:
             self._running[trial_id].canceled = True
@@ -194,7 +183,7 @@ class LocalEngine:
             self._closed = True
 
     def import_modules_of(self, folder: Path) -> None:
-        """Preload the modules that the user's script imported in the trial of a folder."""
+        """Preload the modules that the user's script imported in a trial's folder."""
         path = folder / MODULES_FILE
         if self._retries.method is StartMethod.FORKED and path.exists():
             modules = json.loads(path.read_text())
@@ -211,11 +200,10 @@ class LocalEngine:
         self._retries.note_warm_up(self._agents.begin(self._retries.method))
 
     def _start_waiting(self) -> None:
-        """Start waiting trials in order, as long as there are free slots."""
         while self._waiting and not self._devices.failure:
             start = self._waiting[0]
             # An optimizer on the host needs its cores and memory for itself.
-            on_host = offloads(self._builder.config_of(start))
+            on_host = of_config(self._builder.config_of(start)).offloads
             alone = start.alone or (on_host and not self._hosts[0].machine.is_cpu)
             shares = self._slots.find_room(start, self._running.values(), alone=alone)
             if shares is None:
@@ -233,7 +221,7 @@ class LocalEngine:
             self._agents.send(requests)
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait for the end of a trial, at most this long; `poll` returns it."""
+        """Wait for the end of a trial, with a time limit."""
         deadline, before = time.monotonic() + timeout_s, len(self._ended)
         while len(self._ended) == before:
             if not self._running:
@@ -262,12 +250,10 @@ class LocalEngine:
                 break
 
     def _end(self, running: Running, *, grace_s: float) -> None:
-        """Kill the ranks of a trial after a grace period."""
         request = {"op": "kill", "trial": running.trial.id, "grace_s": grace_s}
         self._agents.send(dict.fromkeys(running.running_hosts, request))
 
     def _handle_end_of_ranks(self, host: int, message: Mapping[str, Any]) -> None:
-        """Handle the end of a trial's ranks on a host."""
         running = self._running[message["trial"]]
         running.ended[host] = message
         if not running.running_hosts:
@@ -279,7 +265,7 @@ class LocalEngine:
             self._end(running, grace_s=LINGER_S)
 
     def _lose(self, host: int, reason: str) -> None:
-        """Continue without a host; end the trials that had ranks there."""
+        """Continue without a host, and end the trials on it."""
         line = self._slots.lose(host, reason)
         _log.warning("%s", line)
         self._lost.append(line)
@@ -296,7 +282,7 @@ class LocalEngine:
                 self._handle_end_of_trial(running)
 
     def _handle_end_of_trial(self, running: Running) -> None:
-        """Report that a trial has ended; there is no outcome if it runs again."""
+        """Report the outcome of a trial, unless it runs again."""
         del self._running[running.trial.id]
         self._created += read_created(running.folder)
         if not self._running:  # another trial may be about to use them
@@ -347,7 +333,7 @@ class LocalEngine:
 def _methods(
     program: Entrypoint, options: LocalOptions, hosts: Sequence[Host]
 ) -> list[StartMethod]:
-    """Return the methods by which ranks may be started, the first one first."""
+    """Return the possible methods to start ranks, in order of preference."""
     if program.needs_command:
         return [StartMethod.COMMAND]
     command = [StartMethod.COMMAND] if program.started_in and len(hosts) == 1 else []
@@ -358,7 +344,7 @@ def _methods(
 
 
 def _rename_to_trial(folder: Path) -> None:
-    """Give the folder of a trial that ran again the name that trials' folders have."""
+    """Rename the folder of a repeated trial to the usual name."""
     home = folder.with_name(folder.name.removesuffix(_AGAIN))
     if home != folder:
         left = home.rename(home.with_name(f"{home.name}-lost"))

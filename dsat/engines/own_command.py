@@ -42,24 +42,19 @@ _OWN = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
 
 
 class OwnCommand:
-    """The first start of the user's command, begun when this is made.
+    """First run of the user's command, started by the constructor.
 
     An engine takes it over as its first trial.
 
     Args:
-        command: the program with its arguments, as a person types it.
-        cwd: its working folder.
-        timeout_s: limit until its ranks are there.
-        options: of the measurement; None ends the ranks as soon as they are recorded.
-        ranks: so many processes of the command, with the variables of a launcher; None for a
-            command that starts its ranks itself.
+        command: the program with its arguments, as typed.
+        timeout_s: time limit until its ranks have started.
+        options: measurement options; None ends the ranks as soon as they are recorded.
+        ranks: number of processes of the command to start, with a launcher's variables; None if the
+            command starts its ranks itself.
 
     Attributes:
         env: environment of the command, without the hook.
-        folder: logs, records and results.
-        running: the trial.
-        supervisors: of this machine.
-        activities: what it does for long.
     """
 
     def __init__(
@@ -138,7 +133,6 @@ class OwnCommand:
         return self._recorded
 
     def is_of(self, trial: Trial) -> bool:
-        """Return whether the command trains with the batch sizes of a trial."""
         config = self._recorded[0].config or {} if self._recorded else {}
         is_first = trial.id == _OWN.id and trial.kind is TrialKind.BASELINE
         return is_first and all(
@@ -148,7 +142,7 @@ class OwnCommand:
         )
 
     def become(self, start: Start, config: Mapping[str, Any]) -> Running:
-        """Become the trial of a start, which has a configuration.
+        """Become a trial, which has a configuration.
 
         Its folder is a link to this command's until that has ended.
         """
@@ -159,7 +153,7 @@ class OwnCommand:
         return self.running
 
     def move_files(self) -> None:
-        """Move the files of the command, which has ended, to the trial's folder."""
+        """Move the files of the ended command to the trial's folder."""
         folder = self.running.folder
         remove_hook(self.folder)
         shutil.rmtree(self._records, ignore_errors=True)
@@ -167,7 +161,6 @@ class OwnCommand:
         shutil.move(self.folder, folder)
 
     def close(self) -> None:
-        """End all processes, and remove the folder."""
         self.supervisors.close()
         self._locks.remove()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -185,7 +178,7 @@ class OwnCommand:
             self.running.ended[_HERE] = message
 
     def _failure(self, ranks: Sequence[RankStart]) -> DsatError:
-        """Return the error of a command whose ranks did not all reach the training."""
+        """Return the error of a command whose ranks did not all begin to train."""
         log = trial_result.log_tail(self.folder)
         # The command may have written its log to a file.
         report = next(iter(trial_result.read_reports(self.folder, 0.0)), None)

@@ -8,7 +8,7 @@ from typing import Any
 from dsat.command.entrypoint import Entrypoint
 from dsat.engines.machines.hosts import Share
 from dsat.engines.machines.machine import Machine
-from dsat.values.zero_strategy import NONE, of_config
+from dsat.values.zero_strategy import of_config
 
 # Otherwise memory is lost between blocks, and runs out before what is allocated says so. The name
 # is understood by all versions of torch; the newer one goes before it where both are set.
@@ -17,13 +17,10 @@ _ALLOCATOR_VARIABLES = {*_ALLOCATOR_SETTINGS, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP
 
 
 def make_command_settings(machine: Machine, given: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that memory and speed depend on, for a command that starts its ranks.
+    """Return variables that affect memory and speed, for a command that starts its ranks.
 
-    The number of threads is its launcher's affair, but on a CPU, whose slots are cores.
-
-    Args:
-        machine: where it runs.
-        given: variables that are set already.
+    On a CPU, whose slots are cores, they include the number of threads; elsewhere the launcher
+    decides that.
     """
     settings = {"OMP_NUM_THREADS": "1"} if machine.is_cpu else {}
     if machine.expandable_segments and not _ALLOCATOR_VARIABLES & given.keys():
@@ -38,15 +35,10 @@ def make_rank_settings(
     ranks: int,
     given: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return variables that memory and speed depend on, for ranks that dsat starts.
+    """Return variables that affect memory and speed, for ranks that dsat starts.
 
-    Args:
-        machine: where the ranks run.
-        program: what they run, with its launcher's habits.
-        config: their DeepSpeed configuration.
-        ranks: their number on a host.
-        given: variables that are set already; the user's choice stays, but on a CPU, whose slots
-            are cores.
+    The variables that the user set (`given`) stay, except on a CPU, whose slots are cores. `ranks`
+    is their number on a host.
     """
     settings = make_command_settings(machine, given)
     sharers = _sharers(machine, config, ranks)
@@ -57,7 +49,7 @@ def make_rank_settings(
         settings["OMP_NUM_THREADS"] = str(len(share))
     elif "OMP_NUM_THREADS" not in given:
         as_torchrun = not program.launch.passes_local_rank
-        if as_torchrun and ranks > 1 and not offloads(config):
+        if as_torchrun and ranks > 1 and not of_config(config).offloads:
             settings["OMP_NUM_THREADS"] = "1"
         elif sharers > 1:
             settings["OMP_NUM_THREADS"] = str(max(1, machine.threads // sharers))
@@ -67,7 +59,7 @@ def make_rank_settings(
 def binding_options(
     machine: Machine, program: Entrypoint, config: Mapping[str, Any], ranks: int
 ) -> list[str]:
-    """Return options of DeepSpeed's launcher that bind ranks to as many cores as in a trial."""
+    """Return options of DeepSpeed's launcher that bind ranks to as many cores as in trials."""
     sharers, own = _sharers(machine, config, ranks), sorted(program.launch.core_list)
     if sharers > ranks:
         among = _shared_cores(machine, program)
@@ -96,35 +88,24 @@ def find_cores(
 
 
 def select_cores(cores: Sequence[int], place: int, sharers: int) -> list[int]:
-    """Select adjacent cores for one of several ranks.
+    """Select adjacent cores for one of several ranks that share them.
 
-    So a rank's cores are in one NUMA node if there are as many ranks in each, and its memory is
-    there as well, since Linux takes it from the node that first touches it.
-
-    Args:
-        cores: of the rank's host.
-        place: of the rank among those that share them.
-        sharers: number of ranks that share them.
+    If each NUMA node has as many ranks, a rank's cores are in one node, and so is its memory, since
+    Linux allocates it on the node that first touches it. `place` is the rank's position among the
+    sharers.
     """
     share = max(1, len(cores) // sharers)
     place %= max(1, len(cores) // share)  # more ranks than cores: some share one
     return list(cores[place * share : (place + 1) * share])
 
 
-def offloads(config: Mapping[str, Any]) -> bool:
-    """Return whether a DeepSpeed configuration offloads anything."""
-    strategy = of_config(config)
-    return (strategy.offload_optimizer, strategy.offload_param) != (NONE, NONE)
-
-
 def _shared_cores(machine: Machine, program: Entrypoint) -> Sequence[int]:
-    """The cores that the user's launcher shares out among ranks."""
     return program.launch.core_list or machine.cores
 
 
 def _sharers(machine: Machine, config: Mapping[str, Any], ranks: int) -> int:
-    """Return the number of ranks of all concurrent trials that share the cores.
+    """Return the number of ranks, of all concurrent trials, that share the cores.
 
-    The optimizer of a trial that offloads runs on the cores, and the trial has them alone.
+    A trial that offloads has the cores alone, because its optimizer runs on them.
     """
-    return ranks if offloads(config) else machine.num_slots
+    return ranks if of_config(config).offloads else machine.num_slots

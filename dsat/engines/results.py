@@ -40,7 +40,7 @@ _KILLED_FOR_MEMORY = "was killed with SIGKILL, most likely because the host ran 
 def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
     """Return the outcome of a run whose ranks have all ended.
 
-    The ranks' reports count, not how the processes ended: one may still fail at its exit.
+    The ranks' reports decide, not their exit statuses: a process may still fail at its exit.
     """
     folder = running.folder
     duration_s = round(time.monotonic() - running.began_s, 3)
@@ -67,9 +67,9 @@ def status_of(running: Running) -> int:
 
 
 def _failure(running: Running, reports: list[Outcome]) -> Outcome:
-    """Return the outcome of a run that did not measure everything and ended by itself.
+    """Return the outcome of a run that ended by itself before it was measured.
 
-    Out of memory on any rank explains the failure of the others; else the first to fail does.
+    Out of memory on any rank explains the failure of the others; else the first failure counts.
     """
     out_of_memory = [outcome for outcome in reports if outcome.kind is OutcomeKind.OOM]
     if out_of_memory:
@@ -105,7 +105,6 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
 
 
 def _read_command_outcome(running: Running, reports: list[Outcome]) -> Outcome:
-    """Return the outcome of the user's whole command."""
     folder, status = running.folder, status_of(running)
     number = _signal_of_rank(
         read_end(folder / log_files(0)[1]), 0 if all(running.collect_by_rank("killed")) else status
@@ -127,11 +126,11 @@ def _read_command_outcome(running: Running, reports: list[Outcome]) -> Outcome:
 
 
 def _signal_of_rank(log: Sequence[str], status: int) -> int | None:
-    """Return the signal that ended the first rank that failed; None if none did.
+    """Return the signal that ended the first failed rank; None if none did.
 
     Args:
-        log: lines of the command's standard error, its launcher's among them.
-        status: of the command: minus a signal, as a shell says that, or modulo 256.
+        log: lines of standard error, including the launcher's.
+        status: of the command: minus a signal, or as a shell encodes that, or modulo 256.
     """
     for line in log:
         if found := _EXIT_OF_RANK.search(line):
@@ -144,7 +143,7 @@ def _signal_of_rank(log: Sequence[str], status: int) -> int | None:
 
 
 def read_reports(folder: Path, duration_s: float) -> list[Outcome]:
-    """Return the failures that ranks reported, the first to fail first."""
+    """Return the failures that ranks reported, the earliest first."""
     found = []
     for path in folder.glob(result_file("*")):
         outcome = _read(path)
@@ -156,7 +155,6 @@ def read_reports(folder: Path, duration_s: float) -> list[Outcome]:
 
 
 def _read(path: Path) -> Outcome | None:
-    """Read an outcome from a file; None if there is none."""
     try:
         return Outcome.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError):
@@ -166,11 +164,8 @@ def _read(path: Path) -> Outcome | None:
 def log_tail(folder: Path, cross_rank: int = 0) -> str:
     """Return the end of the standard error of a trial's ranks on a host.
 
-    A launcher's report that they failed, which may be longer than theirs, is left out.
-
-    Args:
-        folder: of the trial.
-        cross_rank: the host's number among those of the trial.
+    A launcher's report of their failure, which may be longer than theirs, is left out. `cross_rank`
+    is the position of the host in the trial.
     """
     lines = read_end(folder / log_files(cross_rank)[1])
     launchers = next((n for n, line in enumerate(lines) if line.startswith(_OF_LAUNCHERS)), None)

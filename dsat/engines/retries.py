@@ -66,14 +66,10 @@ class RetryReason(enum.Enum):
 
 
 class Retries:
-    """Decide which trials run again, each once, and by which method ranks are started.
+    """Decides which failed trials run again, each once, and by which method ranks start.
 
-    Args:
-        methods: that are possible, in the order in which they are tried.
-
-    Attributes:
-        method: by which ranks are started now.
-        failure: of the methods before it.
+    `methods` come in order of preference; `method` is the present one, and `failure` why those
+    before it failed.
     """
 
     def __init__(self, methods: Sequence[StartMethod]) -> None:
@@ -142,9 +138,9 @@ class Retries:
     def _next_method(self, running: Running, outcome: Outcome) -> StartMethod | None:
         """Return the next method to start the ranks of a failed trial; None without a reason.
 
-        Any error of the very first trial is tried again so, because some libraries cannot be
-        forked; later on, only what CUDA says about forks. What fails before the engine where the
-        user's command did not is left to the command.
+        Any error of the very first trial is retried, because some libraries cannot be forked;
+        later, only CUDA's errors about forks. If a rank fails before the engine where the user's
+        command did not, the command runs again.
         """
         if outcome.kind is not OutcomeKind.ERROR:
             return None
@@ -156,7 +152,7 @@ class Retries:
         return StartMethod.FRESH if StartMethod.FRESH in later and (of_fork or is_first) else None
 
     def _is_first(self, running: Running) -> bool:
-        """Return whether nothing has shown yet that ranks which dsat starts can train."""
+        """Return whether no rank that dsat started has trained yet."""
         has_command = self._methods[-1] is StartMethod.COMMAND
         return running.trial.profiles or (has_command and not self._is_proven)
 

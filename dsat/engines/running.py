@@ -22,10 +22,9 @@ _log = logging.getLogger(__name__)
 
 
 class ListeningClock:
-    """Seconds during which this process was able to listen: it was neither stopped nor busy.
+    """Counts the seconds in which this process could listen: neither stopped nor busy.
 
-    Args:
-        most_s: the most that the time between two readings counts.
+    The time between two readings counts `most_s` at most.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -34,7 +33,6 @@ class ListeningClock:
         self._now_s = 0.0
 
     def now_s(self) -> float:
-        """Return the seconds so far."""
         read_s = time.monotonic()
         self._now_s += min(read_s - self._read_s, self._most_s)
         self._read_s = read_s
@@ -43,16 +41,16 @@ class ListeningClock:
 
 @dataclass
 class Running:
-    """A trial that runs.
+    """A running trial.
 
     Attributes:
-        shares: its slots of each host.
+        shares: its devices on each host.
         method: by which its ranks were started.
-        alone: no other trial may run on its hosts.
-        clock: its time limit counts by it.
-        beside: another trial ran at the same time.
-        ended: what the supervisors of hosts reported of its ranks' end, by host.
-        lost: which host it lost, and how; empty if it has all.
+        alone: whether its hosts run no other trial.
+        clock: measures its time limit.
+        beside: whether another trial ran at the same time.
+        ended: reports of supervisors on the end of its ranks, by host.
+        lost: which host it lost, and how; empty if none.
     """
 
     start: Start
@@ -81,16 +79,15 @@ class Running:
 
     @property
     def running_hosts(self) -> set[int]:
-        """Hosts on which ranks still run."""
         return self.hosts - self.ended.keys()
 
     def collect_by_rank(self, what: str) -> list[Any]:
-        """Return what supervisors reported of each rank: `statuses` or `killed`."""
+        """Return what supervisors reported for each rank: `statuses` or `killed`."""
         return [each for share in self.shares for each in self.ended[share.index][what]]
 
 
 def find_overdue(running: Collection[Running], limit_s: float) -> tuple[list[Running], float]:
-    """Mark and return overdue trials; also return the time left to the others."""
+    """Mark and return overdue trials; also return the time left for the others."""
     overdue, left_s = [], [math.inf]
     for each in running:
         if each.timed_out or each.trial.id in (FULL_RUN_ID, SIMULATION_ID):
@@ -122,9 +119,9 @@ class ActivityLog:
 
 
 def _slow_activities(running: Collection[Running]) -> Iterator[tuple[str, str, float]]:
-    """Yield slow activities of trials with their duration.
+    """Yield slow activities of trials, with the trial's name and the duration.
 
-    Each behind its trial's name; the user's own command, which begins the run, has none.
+    The user's own command, which begins the run, has no name.
     """
     for each in running:
         path = each.folder / ACTIVITY_FILE

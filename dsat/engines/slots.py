@@ -15,13 +15,10 @@ _MAX_DEVICE_ERRORS = 2
 
 
 class Slots:
-    """Slots of hosts that have equally many.
+    """Slots of hosts with equal numbers.
 
-    A trial has slots of one host, or, if it needs more than a host has, whole hosts.
-
-    Attributes:
-        needed: by each trial.
-        lost: why hosts are not used any more, by host.
+    A trial gets slots of one host, or whole hosts if it needs more. `needed` is the number per
+    trial; `lost` says by host why it is not used any more.
     """
 
     def __init__(self, hosts: Sequence[Host], needed: int) -> None:
@@ -33,7 +30,6 @@ class Slots:
 
     @property
     def usable(self) -> int:
-        """Number of slots that trials can use at once."""
         left = len(self._hosts) - len(self.lost)
         if self.needed > self._per_host:  # whole hosts
             return left * self._per_host // self.needed * self.needed
@@ -44,10 +40,7 @@ class Slots:
     ) -> tuple[Share, ...] | None:
         """Reserve slots for a trial; return None without room.
 
-        Args:
-            start: the trial.
-            running: other trials.
-            alone: no other trial may run on its hosts.
+        With `alone`, no other trial may run on its hosts.
         """
         if start.simulation_folder is not None:
             return (Share(0, self._hosts[0], ()),)
@@ -78,7 +71,6 @@ class Slots:
         return shares
 
     def give_back(self, shares: Sequence[Share]) -> None:
-        """Free the slots of a trial that ended."""
         for share in shares:
             if share.index not in self.lost:
                 self._free[share.index] |= set(share.slots)
@@ -106,18 +98,13 @@ class Slots:
 
 
 class DeviceErrors:
-    """Counter of consecutive device errors; the second ends the run.
-
-    Attributes:
-        failure: why the run ends; empty as long as it does not.
-    """
+    """Counts consecutive device errors; the second ends the run, for the reason in `failure`."""
 
     def __init__(self) -> None:
         self._count = 0
         self.failure = ""
 
     def note(self, outcome: Outcome) -> None:
-        """Count the device error of an ended trial."""
         self._count = 0 if outcome.ok else self._count + is_of_device(outcome)
         if self._count == _MAX_DEVICE_ERRORS:
             self.failure = f"a device failed twice: {outcome.message}"

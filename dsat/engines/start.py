@@ -31,11 +31,7 @@ class StartMethod(enum.Enum):
 class LocalOptions:
     """Options of running and measuring trials.
 
-    Attributes:
-        trial: what holds for the trials of any engine.
-        cold: start each rank as a fresh Python process.
-        seed: `trial_seed` of Determined scripts.
-        imported: modules that forked ranks find imported beside what trials need.
+    `imported` are modules to import before forking ranks, besides those that trials need.
     """
 
     trial: TrialOptions
@@ -49,11 +45,11 @@ class Start:
     """A requested start; it may have to wait for slots.
 
     Attributes:
-        meter: what is measured; None in a run that is not.
-        simulation_folder: where simulations of the script are asked for, if they are.
-        own_ranks: of the run's first trial, the user's command as it is: processes of the command
-            that dsat starts, 0 if it starts its ranks itself; None for all other trials.
-        alone: no other trial may run at all, because it failed beside others.
+        meter: what to measure; None for a run that is not measured.
+        simulation_folder: folder of questions if the script only runs for simulations.
+        own_ranks: for the run's first trial, the user's unchanged command: the number of processes
+            to start, 0 if the command starts its ranks itself. None for all other trials.
+        alone: no other trial may run at all, because this one failed beside others.
     """
 
     trial: Trial
@@ -69,11 +65,9 @@ class Start:
 
 
 def make_simulation_trial(own: Parallelism, script_args: Mapping[str, Any]) -> Trial:
-    """Return a trial by which the script's model is simulated, on a single rank.
+    """Return a trial, on a single rank, by which the script's model is simulated.
 
-    Args:
-        own: of the user's configuration.
-        script_args: switches of the script.
+    `own` is the parallelism of the user's configuration.
     """
     batch = BatchTriple(CAPTURED_MICRO_BATCH, CAPTURED_MICRO_BATCH, 1)
     alone = {} if own == DATA_ONLY else DATA_ONLY.settings

@@ -37,7 +37,6 @@ from dsat.engines.trial_folder import (
     COMMAND_FILE,
     PACKAGES_FOLDER,
     TRIALS_FOLDER,
-    assignments,
     log_files,
 )
 from dsat.in_trial import hook
@@ -56,7 +55,7 @@ from dsat.in_trial.rank_files import (
 )
 from dsat.values import parallelism
 from dsat.values.files import PRIVATE_FOLDER, remove, write_atomically
-from dsat.values.text import hide_secrets_in_words
+from dsat.values.text import assignment, hide_secrets_in_words
 from dsat.values.trial import Trial
 
 # How long processes may go on after the trial's end.
@@ -76,13 +75,7 @@ class StartBuilder:
     """Builder of starts, with what all trials of a run share.
 
     Attributes:
-        experiment: what is run.
         program: its entrypoint, taken apart.
-        run: folder of the run.
-        cwd: folder that trials run in.
-        options: how trials are run and measured.
-        slots: of each trial.
-        host_slots: of each host.
     """
 
     experiment: Experiment
@@ -101,7 +94,7 @@ class StartBuilder:
         return Start(trial, self.run / TRIALS_FOLDER / trial.name, meter)
 
     def simulation(self, messages: Path, script_args: Mapping[str, Any]) -> Start:
-        """Return the start of the script for simulations of its model."""
+        """Return the start of the script for simulations."""
         own = parallelism.of_config(self.experiment.base_config)
         trial = make_simulation_trial(own, script_args)
         return Start(trial, self.run / "simulation", None, messages)
@@ -115,10 +108,7 @@ class StartBuilder:
     ) -> Mapping[int, Mapping[str, Any]]:
         """Write a trial's folder; return the requests that start its ranks, by host.
 
-        Args:
-            start: the trial.
-            shares: its slots of each host, in the order of their ranks.
-            method: how its ranks are started.
+        `shares` come in the order of their ranks.
         """
         folder = start.folder
         config, program = self.config_of(start), self.program
@@ -153,10 +143,8 @@ class _Plan:
     """One start of a trial's ranks.
 
     Attributes:
-        builder: what all trials share.
-        program: the entrypoint with the trial's own configuration.
-        config: its DeepSpeed configuration.
-        ports: of the first host, three of them.
+        program: entrypoint with the trial's configuration.
+        ports: three ports of the first host.
     """
 
     builder: StartBuilder
@@ -211,7 +199,7 @@ class _Plan:
         )
 
     def requests(self) -> dict[int, dict[str, Any]]:
-        """Return the requests to the supervisors by host."""
+        """Return the requests to supervisors, by host."""
         trial_folder.make_hook(self._folder)
         found, is_full_run = {}, self.start.trial.id == FULL_RUN_ID
         for cross_rank, share in enumerate(self.shares):
@@ -237,7 +225,7 @@ class _Plan:
         return found
 
     def changes(self) -> dict[str, Any]:
-        """Return the changed arguments and variables of a command, compared with its first run."""
+        """Return changed arguments and variables, compared with the command's first run."""
         before, wanted = self.builder.program, self.program
         names = [n for n, value in before.env.items() if wanted.env.get(n) != value]
         changed = {n: value for n, value in wanted.env.items() if before.env.get(n) != value}
@@ -249,7 +237,7 @@ class _Plan:
         }
 
     def command_text(self) -> str:
-        """Return the user's command as a person can paste it into a shell, for each rank."""
+        """Return the command of each rank for a shell."""
         change = f"cd {shlex.quote(str(self._cwd))}"
         words = self._command(0) if self._is_command else self.program.command()
         shown = shlex.join(hide_secrets_in_words(words))
@@ -261,7 +249,8 @@ class _Plan:
         texts = []
         for rank in range(1 if self._is_command else self._ranks):
             command = shlex.join(hide_secrets_in_words(self._command(rank)))
-            env = assignments(self.environment(rank))
+            variables = sorted(self.environment(rank).items())
+            env = [assignment(n, v) for n, v in variables if os.environ.get(n) != v]
             hooked = f"PYTHONPATH={shlex.quote(str(self._folder / HOOK_FOLDER))}"
             hooked += f'"${{PYTHONPATH:+:$PYTHONPATH}}":{shlex.quote(str(self._packages))}'
             line = " ".join(["env", *env, hooked, command])
@@ -270,7 +259,7 @@ class _Plan:
         return "\n".join([*lines, change, " &\n".join(texts)]) + "\n"
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return all variables of a rank or of the user's command, except those of the hook."""
+        """Return the variables of a rank or of the user's command, without the hook's."""
         builder, share = self.builder, self.shares[rank // self._ranks_per_host]
         is_command = self._is_command
         env = {
@@ -330,7 +319,7 @@ class _Plan:
         }
 
     def _process(self, share: Share, local: int, first: int) -> dict[str, Any]:
-        """Return a process of a request: its variables, cores and command."""
+        """Return one process of a request."""
         env = self.environment(first + local)
         if self.method is not StartMethod.FORKED:
             paths = [str(self._folder / HOOK_FOLDER), env.get("PYTHONPATH"), str(self._packages)]
@@ -345,7 +334,6 @@ class _Plan:
         }
 
     def _command(self, rank: int) -> list[str]:
-        """Return the words of a process."""
         if self._is_command:
             name, *words = self.program.started_by
             return [shutil.which(name) or name, *words]
@@ -380,7 +368,7 @@ class _Plan:
 
     @property
     def _machine(self) -> Machine:
-        """Machine of any host, for properties that all hosts share."""
+        """The machine of any host; all are alike."""
         return self.shares[0].host.machine
 
     @property

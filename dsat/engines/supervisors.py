@@ -58,12 +58,9 @@ _Inbox = queue.Queue[tuple[int, dict[str, Any] | None]]
 
 
 class Supervisors:
-    """Start a supervisor on each host, and talk with all of them.
+    """Starts a supervisor on each host, and exchanges messages with all of them.
 
-    Args:
-        hosts: where.
-        folder: of the run.
-        env: the user's own variables, for modules that are imported in advance.
+    `env` are the user's variables, for modules that are imported in advance.
     """
 
     def __init__(self, hosts: Sequence[Host], folder: Path, *, env: Mapping[str, str]) -> None:
@@ -75,7 +72,7 @@ class Supervisors:
         self._start(range(len(hosts)))
 
     def send(self, host: int, request: Mapping[str, Any]) -> None:
-        """Send a request to a host without waiting; nothing if it is lost, as `receive` says."""
+        """Send a request to a host without waiting; ignore lost hosts."""
         if host in self._clients:
             if request.get("port"):
                 leftovers.note_port(self._folder, request["port"])
@@ -101,12 +98,7 @@ class Supervisors:
     def check_files(self, folder: Path, files: Sequence[Path]) -> None:
         """Check that all hosts share the run's folder, and have the same files as this machine.
 
-        Args:
-            folder: that trials run in.
-            files: that they use.
-
-        Raises:
-            EngineError: a host does not.
+        Raises EngineError if not.
         """
         token = secrets.token_hex()
         seen = self._folder / f".seen-{token[:8]}"
@@ -134,16 +126,10 @@ class Supervisors:
                     )
 
     def warm_up(self, modules: Sequence[str] = ()) -> str:
-        """Import the modules that ranks need; no trial may be running.
+        """Import the modules that ranks need, and `modules`; no trial may be running.
 
-        If a supervisor can no longer fork afterwards, all are started again without `modules`.
-
-        Args:
-            modules: to import besides.
-
-        Returns:
-            Why no ranks can be forked even with only torch and DeepSpeed imported; empty if they
-            can be.
+        If a supervisor can no longer fork afterwards, all restart without `modules`. Returns why
+        ranks cannot be forked even so; empty if they can be.
         """
         reason = ""
         own = [(*WARM_MODULES, *modules)] if modules else []
@@ -163,7 +149,7 @@ class Supervisors:
         return reason
 
     def close(self) -> None:
-        """End the supervisors and everything that they started; does nothing twice."""
+        """End the supervisors and everything that they started."""
         for client in self._clients.values():
             client.ask_to_end()
         try:
@@ -190,7 +176,6 @@ class Supervisors:
             self._clients[number] = _Client(number, self._hosts[number], log, env, self._inbox)
 
     def _read(self, timeout_s: float) -> _Messages:
-        """Read messages, as `receive` returns them."""
         found: _Messages = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -207,7 +192,7 @@ class Supervisors:
     def _ping(self) -> _Messages:
         """Ask hosts for signs of life; give up those that left too many requests unanswered.
 
-        Requests are counted, not seconds: a process that is stopped or busy hears nobody.
+        Requests are counted, not seconds, because a stopped or busy process hears nobody.
         """
         most = SILENT_AFTER_S / PING_EVERY_S
         silent = [host for host, client in self._clients.items() if client.unanswered >= most]
@@ -219,16 +204,15 @@ class Supervisors:
         return lost
 
     def _abandon(self, host: int, reason: str) -> tuple[int, dict[str, Any]]:
-        """Give up a host that does not answer; return its last message.
+        """Give up a silent host; return its last message.
 
-        Its supervisor ends its trials as soon as it sees the end of its requests.
+        Its supervisor ends its trials when it sees the end of its requests.
         """
         self._clients[host].kill()
         self._drop(host)
         return host, {"event": LOST, "reason": reason}
 
     def _drop(self, host: int) -> str:
-        """Remove a lost host; return how its supervisor ended."""
         client = self._clients.pop(host)
         client.ask_to_end()
         status = client.wait_for_end()
@@ -238,12 +222,10 @@ class Supervisors:
     def _ask(
         self, requests: Mapping[int, Mapping[str, Any]], limit_s: float
     ) -> dict[int, dict[str, Any]]:
-        """Return the answers of all hosts; other messages are kept for `receive`.
+        """Return the answers of all hosts; keep other messages for `receive`.
 
-        A host that is lost gives none. One that takes too long while others answer is given up.
-
-        Raises:
-            EngineError: all take too long.
+        A lost host gives none, and one that is slower than others is given up. Raises EngineError
+        if all are too slow.
         """
         kept: _Messages = []
         answers: dict[int, dict[str, Any]] = {}
@@ -293,19 +275,14 @@ class _Client:
         threading.Thread(target=self._read, args=(number, inbox), daemon=True).start()
 
     def send(self, request: Mapping[str, Any]) -> None:
-        """Send a request; nothing happens if the supervisor is gone."""
         self._requests.put(request)
 
     def ask_to_end(self) -> None:
-        """Make the supervisor end with everything that it started."""
+        """Make the supervisor end, with everything that it started."""
         self._requests.put(None)
 
     def wait_for_end(self) -> int:
-        """Wait for the end of a supervisor; terminate and kill it if necessary.
-
-        Returns:
-            Its exit status.
-        """
+        """Wait for the end of the supervisor, insisting if necessary; return its exit status."""
         for insist, limit_s in (
             (self._process.terminate, _END_LIMIT_S),
             (self._process.kill, _TERMINATE_LIMIT_S),

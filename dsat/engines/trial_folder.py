@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import wrapt
@@ -14,7 +14,6 @@ import dsat
 from dsat.command.experiment import Experiment
 from dsat.in_trial import hook
 from dsat.in_trial.hook import HOOK_FOLDER, SPARE_FOLDER
-from dsat.values.text import assignment
 
 COMMAND_FILE = "cmd.txt"
 PACKAGES_FOLDER = "packages"
@@ -41,11 +40,7 @@ def remove_hook(folder: Path) -> None:
 
 
 def remove_empty(folders: Sequence[str]) -> list[str]:
-    """Remove folders that hold nothing, those that were created last first.
-
-    Returns:
-        Those that stay, without the folders in them.
-    """
+    """Remove empty folders, the last created first; return the outermost of those that stay."""
     for name in reversed(folders):
         with contextlib.suppress(OSError):  # it holds something, or is gone
             os.rmdir(name)
@@ -68,7 +63,7 @@ def read_end(log: Path) -> list[str]:
 
 
 def working_folder(experiment: Experiment, folder: Path) -> Path:
-    """Return the model folder, or one that shows it together with the includes."""
+    """Return the model folder, or one with links to its files and the includes."""
     if not experiment.includes:
         return experiment.model_dir
     together = folder / "context"
@@ -78,12 +73,3 @@ def working_folder(experiment: Experiment, folder: Path) -> Path:
         if not link.is_symlink():
             link.symlink_to(path.resolve())
     return together
-
-
-def assignments(env: Mapping[str, str]) -> list[str]:
-    """Return a shell's assignments of variables that differ from this process's."""
-    return [
-        assignment(name, value)
-        for name, value in sorted(env.items())
-        if os.environ.get(name) != value
-    ]

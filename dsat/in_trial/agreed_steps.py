@@ -19,15 +19,12 @@ class AgreedStep:
     """An optimizer step over all ranks.
 
     Attributes:
-        number: counted from 1.
-        ms: latency, then the phases; the slowest rank's.
+        ms: latency, then the phases, of the slowest rank.
         samples, tokens: the mean over the ranks; NaN if unknown.
-        data_ms: wait for data loaders, of the rank that waited longest.
-        elements: the most that a rank was fed.
-        is_short: a rank lacked samples.
-        compiled: torch compiled something on a rank.
-        evaluated: the model was called outside of training on a rank.
-        micro_steps: the most of a rank; 0 if unknown.
+        data_ms: longest wait of a rank for data loaders.
+        elements: largest number of elements that a rank was fed.
+        evaluated: whether a rank called the model outside of training.
+        micro_steps: largest number of a rank; 0 if unknown.
     """
 
     number: int
@@ -45,7 +42,7 @@ class AgreedStep:
 def agree(
     steps: Sequence[StepMarks], ranks: Ranks, clock: Clock, spec: MeterSpec
 ) -> list[AgreedStep]:
-    """Agree with the other ranks on steps that all of them made; a collective call."""
+    """Agree with the other ranks on steps that all made; a collective call."""
     own = [
         [
             *marks.milliseconds(clock),
@@ -68,12 +65,12 @@ def agree(
 
 
 def usual_micro_steps(full: Sequence[AgreedStep]) -> int:
-    """Return how many micro batches most full steps took; 0 if that is not known."""
+    """Return the number of micro batches of most full steps; 0 if unknown."""
     return statistics.mode(step.micro_steps for step in full)
 
 
 def tokens_error(steps: Sequence[AgreedStep]) -> float | None:
-    """Return the relative standard error of the tokens per sample; None if it is not known."""
+    """Return the relative standard error of the tokens per sample; None if unknown."""
     count = len(steps)
     tokens = sum(step.tokens for step in steps)
     if count < 2 or math.isnan(tokens) or not tokens:
@@ -86,8 +83,8 @@ def tokens_error(steps: Sequence[AgreedStep]) -> float | None:
 def times_of(steps: Sequence[AgreedStep]) -> StepTimes:
     """Return the step times.
 
-    A step may be an accident if it spent its time inside its phases with no more work than usual:
-    waiting for data is the script's own, and longer sequences are more work.
+    A step may be an accident if it spent most of its time in its phases without more work than
+    usual. Waiting for data is the script's own, and longer sequences are more work.
     """
     usual = statistics.median(step.elements for step in steps)
     may_be_accident = [

@@ -49,11 +49,9 @@ class Ranks:
         self._engine = engine
 
     def maximum(self, values: list[float]) -> list[float]:
-        """Return the elementwise maximum."""
         return self._reduced(values, "MAX")[0]
 
     def mean(self, values: list[float]) -> list[float]:
-        """Return the elementwise mean."""
         total, ranks = self._reduced(values, "SUM")
         return [value / ranks for value in total]
 
@@ -64,7 +62,6 @@ class Ranks:
         return [flat[i : i + width] for i in range(0, len(flat), width)]
 
     def _reduced(self, values: list[float], how: str) -> tuple[list[float], int]:
-        """Return the reduced values and the number of ranks."""
         import torch
         import torch.distributed as dist
 

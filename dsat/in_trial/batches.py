@@ -71,7 +71,6 @@ class Fed:
     Attributes:
         rows: samples; None if they cannot be counted.
         tokens: on whatever device they were counted; None if there are none.
-        elements: of all tensors, the padding included.
     """
 
     rows: int | None
@@ -91,16 +90,13 @@ class BatchCounter:
     `attention_mask` of the same shape masks do not count.
 
     Args:
-        micro_batch: the trial's.
-        own: that of the user's own configuration, if it is known.
-        known: the dimension of the samples by the tensor's place, from the profile trial.
+        own: micro batch of the user's own configuration; None if unknown.
+        known: dimension of the samples by tensor's place, from the profile trial.
         fed_before: `fed_instead` of the profile trial.
 
     Attributes:
-        dimensions: of the samples, by place, where the first call leaves no doubt.
-        fed_instead: see `ModelProfile`.
-        fixed_batch, batch_flag: see `Outcome`.
-        warning: about the first call; None if it can be counted.
+        dimensions: dimension of the samples by place, where the first call is unambiguous.
+        warning: about the first call; None if it was counted.
     """
 
     def __init__(
@@ -124,11 +120,7 @@ class BatchCounter:
         self.warning: str | None = None
 
     def count(self, values: Iterable[Any]) -> Fed:
-        """Count one call; does not wait for an asynchronous device.
-
-        Args:
-            values: the arguments of the forward pass; see `LeafFinder`.
-        """
+        """Count one call, by the arguments of the forward pass; does not wait for a device."""
         leaves = self._finder.find(values)
         shapes = {place: _shape(leaf) for place, leaf in leaves.items()}
         if self._carriers is None:
@@ -146,7 +138,7 @@ class BatchCounter:
     def lengths(
         self, module: Any, maximum: Callable[[list[float]], list[float]], *, parts: int = 1
     ) -> SequenceLengths | None:
-        """Return the lengths of sequences, each shared by `parts` slots; a collective call."""
+        """Return the lengths of sequences, shared by `parts` devices; a collective call."""
         own = [-math.inf, 0.0, 0.0]
         if self._lengths:
             own = [-min(self._lengths), max(self._lengths), float(longest_of(module))]
@@ -196,7 +188,7 @@ class BatchCounter:
         return {}
 
     def _refusal(self, rows: int) -> InvalidTrial:
-        """Record a fixed batch size of the script; return the error of a trial."""
+        """Record a fixed batch size of the script; return the trial's error."""
         self.fixed_batch = rows
         self.batch_flag = find_batch_flag(sys.argv[1:], rows, TRIAL.script_options)
         advice = _ADVICE_WITH_FLAG.format(flag=self.batch_flag) if self.batch_flag else _ADVICE
@@ -216,7 +208,7 @@ class BatchCounter:
         """Return whether the rows are certainly those of the user's own micro batch.
 
         Twice the trial's micro batch may be pairs (a chosen and a rejected answer), unless the
-        profile trial, with another micro batch, had as many rows as that.
+        profile trial had the same rows with another micro batch.
         """
         if own == self._micro_batch:
             return False
@@ -228,7 +220,7 @@ class BatchCounter:
         return self._known.get(place, 0)
 
     def _tokens(self, leaves: Leaves) -> tuple[Any, int | None]:
-        """Tokens, and the length of the longest sequences; None where samples share a row."""
+        """Return tokens, and the longest length; None for samples that share a row."""
         import torch
 
         named = {place: leaf for place, leaf in leaves.items() if _name(place) == "input_ids"}
@@ -263,10 +255,9 @@ class LeafFinder:
         self._without_tensors: set[str] = set()  # places
 
     def find(self, values: Iterable[Any]) -> Leaves:
-        """Return all tensors that have a dimension, by their places (`1.input_ids`).
+        """Return all tensors with dimensions, by their places (`1.input_ids`).
 
-        Containers, dataclasses and other objects that hold tensors are searched. Named arguments
-        are to be given as a mapping.
+        Containers, dataclasses and other objects are searched. Named arguments come as a mapping.
         """
         found: dict[str, torch.Tensor] = {}
         for place, value in enumerate(values):
@@ -274,7 +265,7 @@ class LeafFinder:
         return found
 
     def _search(self, value: Any, place: str, depth: int, found: dict[str, torch.Tensor]) -> int:
-        """Add the tensors in a value; return the number of values that were looked at."""
+        """Add the tensors in a value; return the number of values visited."""
         if value is None or type(value) in (int, float, bool, str):
             return 1
         import torch
@@ -296,11 +287,9 @@ class LeafFinder:
 
 
 def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -> str:
-    """Return the script's flag for its batch size, which has the value `fed`; empty without.
+    """Return the script's flag for its batch size, which has the value `fed`; empty if none.
 
-    Args:
-        args: of the command line.
-        options: flags that the script declares, with their defaults.
+    `options` are flags that the script declares, with their defaults.
     """
     given = {}
     for word, after in zip(args, [*args[1:], ""], strict=False):
@@ -316,7 +305,6 @@ def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the named parts of a container or an object; empty for other values."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, (list, tuple)):

@@ -52,9 +52,9 @@ _MAY_BE_HELD = 0.1  # of a device: contexts and what else is small
 
 
 def wait_for_memory(accelerator: Any, index: int) -> None:
-    """Wait while a device gets memory back from a process that has ended.
+    """Wait while a device regains memory from a process that has ended.
 
-    Memory that does not come back within a few seconds is another program's.
+    Memory that does not return within a few seconds belongs to another program.
     """
     if accelerator.device_name() != "cuda":
         return
@@ -77,7 +77,7 @@ def wait_for_memory(accelerator: Any, index: int) -> None:
 
 
 def limit_allocator(accelerator: Any, limit_bytes: int | None, index: int) -> None:
-    """Make the allocator of a CUDA device refuse more than a slot may use."""
+    """Make the allocator of a CUDA device refuse more than a limit."""
     if limit_bytes is None or accelerator.device_name() != "cuda":
         return
     import torch
@@ -89,12 +89,9 @@ def limit_allocator(accelerator: Any, limit_bytes: int | None, index: int) -> No
 class MemoryWatch:
     """Peaks of the device's allocator and of the resident set, by phase.
 
-    Args:
-        before: the process when there was no model yet.
-
     Attributes:
         has_allocator: the device runs beside the host, with memory of its own.
-        counts_data: on processor cores, what is allocated counts against a device's memory.
+        counts_data: whether allocations on processor cores count against a memory limit.
     """
 
     counts_data: ClassVar[bool] = False
@@ -119,7 +116,7 @@ class MemoryWatch:
             self._peaks[kind, phase] = max(value, self._peaks.get((kind, phase), 0))
 
     def note_measured_steps(self) -> None:
-        """Add the peak since the last reset, of an unknown phase, to the phase with the largest."""
+        """Add the peak since the last reset to the phase with the largest peak."""
         for kind, value in self._read().items():
             peaks = {key: peak for key, peak in self._peaks.items() if key[0] == kind}
             largest = max(peaks, key=lambda key: peaks[key])
@@ -170,7 +167,6 @@ class ProcessMemory:
     """Memory that this process holds.
 
     Attributes:
-        rss_bytes: the resident set.
         data_bytes: the data segment, which `RLIMIT_DATA` limits: private writable mappings.
     """
 

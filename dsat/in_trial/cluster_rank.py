@@ -59,13 +59,10 @@ def spec_for_hparams(meter: MeterSpec, trial_id: int, runner_id: int) -> dict[st
 
 
 def attach(hparams: Mapping[str, Any] | None) -> Task | None:
-    """Return the cluster's trial that this process is a rank of, prepared at the first call.
+    """Return the cluster's trial that this process is a rank of; prepare it at the first call.
 
-    Args:
-        hparams: the trial's hyperparameters; those of the local engine name no such trial.
-
-    Raises:
-        InvalidTrial: a switch cannot be set any more.
+    The hyperparameters of the local engine name no such trial. Raises InvalidTrial if a switch can
+    no longer be set.
     """
     global _attached, _has_switches
     if not hparams:
@@ -85,10 +82,9 @@ def attach(hparams: Mapping[str, Any] | None) -> Task | None:
 
 
 def _use_switches(hparams: Mapping[str, Any], task: Task | None) -> None:
-    """Use the trial's values of the script's switches; a trial also records what can be switched.
+    """Apply the trial's values of the script's switches; in a trial, also record the switches.
 
-    Raises:
-        InvalidTrial: CUDA has read its variables already.
+    Raises InvalidTrial if CUDA has already read its variables.
     """
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -120,7 +116,7 @@ def _use_switches(hparams: Mapping[str, Any], task: Task | None) -> None:
 
 
 class Task:
-    """One rank of a trial, whose chief watches the search runner."""
+    """One rank of a trial; the chief also watches the search runner."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
@@ -130,7 +126,7 @@ class Task:
         self._report_completed: Callable[[Any], None] | None = None
 
     def watch(self) -> None:
-        """Report a failure of this process, and end it when it takes too long."""
+        """Report a failure of this process, and end it at the time limit."""
         TRIAL.on_uncaught = lambda error: self._log(self.measured() or self.failed(error))
         atexit.register(self._report_at_exit)
         timer = threading.Timer(self.meter.spec.options.timeout_s, self._give_up)
@@ -140,17 +136,14 @@ class Task:
     # -- outcomes
 
     def measured(self) -> Outcome | None:
-        """Return the outcome, if anything was measured."""
         found = self.meter.outcome
         return None if found is None else self._add_facts(found)
 
     def failed(self, error: BaseException) -> Outcome:
-        """Return the outcome of a rank that ends with an exception."""
         found = self._add_facts(failures.outcome(error))
         return replace(found, message=f"rank {_rank()}: {found.message}")
 
     def ended(self) -> Outcome:
-        """Return the outcome of a script that came to its own end."""
         return self.measured() or self._add_facts(failures.outcome(self.meter.shortfall))
 
     def _add_facts(self, outcome: Outcome) -> Outcome:
@@ -168,7 +161,7 @@ class Task:
     # -- reports
 
     def follow(self, core_context: Any, op: Any, steps_completed: int) -> None:
-        """Report for the script if it completes the operation by itself, at its own end."""
+        """Report at the script's end if it completes the operation by itself."""
         if core_context.distributed.rank != 0 or self._report_completed is not None:
             return
         self._report_completed = op.report_completed
@@ -180,7 +173,7 @@ class Task:
         op.report_completed = report_completed
 
     def report(self, core_context: Any, op: Any, outcome: Outcome, steps_completed: int) -> None:
-        """Report an outcome as the chief: metrics that the web UI plots, and the searcher's own."""
+        """Report an outcome as the chief: metrics for the web UI, and the searcher metric."""
         if core_context.distributed.rank != 0 or self._reported:
             return
         metrics = numbers(outcome, measures=self.meter.spec.measures)
@@ -193,14 +186,14 @@ class Task:
         self._reported = True
 
     def stay_until_closed(self) -> None:
-        """Wait until the search runner has closed the trial, or is gone."""
+        """Wait until the search runner closed the trial, or is gone."""
         if self._reported and self.runner is not None:
             self.runner.stay_until_closed()
 
     def report_failure(
         self, core_context: Any, op: Any, error: BaseException, steps_completed: int
     ) -> None:
-        """Report a failure which another attempt would only repeat."""
+        """Report a failure that another attempt would repeat."""
         outcome = self.failed(error)
         if outcome.kind in _WOULD_REPEAT:
             self.report(core_context, op, outcome, steps_completed)
@@ -226,9 +219,9 @@ class Task:
 
 
 def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
-    """Return the values of an outcome that can be plotted.
+    """Return values of an outcome that can be plotted.
 
-    A profile has none of the metric that is searched, with which it would rank among the trials.
+    A profile omits the searched metric, because it would otherwise rank among the trials.
     """
     part = outcome.metrics if measures else outcome.profile
     found: dict[str, Any] = {} if part is None else part.to_json()
@@ -236,7 +229,7 @@ def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
 
 
 def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
-    """Format an outcome as one line of the trial's log, with the end of its detail."""
+    """Format an outcome as one line of a log, with the end of its detail."""
     detail = outcome.detail[-_LONGEST_LINE_BYTES:]
     while True:
         short = replace(outcome, detail=detail, step_ms=())
@@ -249,9 +242,9 @@ def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
 
 
 def _report_progress(op: Any) -> None:
-    """Have the master show the search's progress.
+    """Make the master show the search's progress.
 
-    It records that only when a trial reports its own (0.37, `master/internal/experiment.go`).
+    It records progress only when a trial reports (0.37, `master/internal/experiment.go`).
     """
     from determined.common.api import errors
 

@@ -27,9 +27,9 @@ def uncompiled_parts(module: Any) -> Iterator[Any]:
 
 
 def steps_until_planned() -> int:
-    """Return the optimizer step at which DeepCompile makes its last plan; 0 if none is to come.
+    """Return the optimizer step of DeepCompile's last plan; 0 if none is to come.
 
-    It profiles the first steps and compiles anew with the result: in stage 3 at the sixth step
+    It profiles the first steps and compiles again: in stage 3 at the sixth step
     (deepspeed/compile/init_z3.py and backend.py, 0.19.8).
     """
     backend: Any = sys.modules.get("deepspeed.compile.backend")

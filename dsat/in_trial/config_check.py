@@ -37,7 +37,7 @@ class Problem:
     """A setting that DeepSpeed does not accept.
 
     Attributes:
-        path: the keys that lead to it, with dots between them; empty for the whole.
+        path: dotted path; empty for the whole configuration.
     """
 
     path: str
@@ -57,8 +57,8 @@ class _Section(dict[str, Any]):
     """Mapping that records which keys are read.
 
     Attributes:
-        defaults: by key, the value that the reader takes if it is missing.
-        is_open: a reader took all keys, as models do, which check them.
+        defaults: by key, the reader's default.
+        is_open: whether a reader took all keys, as models do, which check them.
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
@@ -101,8 +101,8 @@ class _Section(dict[str, Any]):
 def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
     """Check a configuration by DeepSpeed itself; "auto" counts as unset.
 
-    Each key is read by itself, so that the place of a problem is known, then all of them together
-    if it is a whole configuration and not only a part of one.
+    Each key is read alone, to find the place of a problem; then all together, if it is a whole
+    configuration.
     """
     found = Verdict()
     kept = _without_auto(config)
@@ -133,7 +133,7 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
 
 
 def default(path: str) -> Any:
-    """Return the default of a setting, None if JSON has no word for it."""
+    """Return the default of a setting; None if JSON cannot represent it."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     top, _, rest = path.partition(".")
@@ -150,7 +150,7 @@ def default(path: str) -> Any:
 
 
 def _of_parallelism(path: str) -> int:
-    """Return the default size of a parallelism, where this DeepSpeed supports it: 1."""
+    """Return the default size of a parallelism, 1, if this DeepSpeed supports it."""
     package = "sequence_parallel" if path == SEQUENCE_SIZE else "tensor_parallel"
     if importlib.util.find_spec(f"deepspeed.runtime.{package}") is None:
         raise KeyError(path)
@@ -170,7 +170,7 @@ def _read(config: Mapping[str, Any]) -> tuple[_Section, Exception | None]:
 
 
 def _is_of_model(error: Exception) -> bool:
-    """Tell keys and types that a model refuses from conditions on several settings."""
+    """Return whether a model refuses a key or type, rather than a combination."""
     from pydantic import ValidationError
 
     return isinstance(error, ValidationError) and error.errors()[0]["type"] not in _BY_HAND
@@ -188,7 +188,7 @@ def _problem_of_model(key: str, error: Any, version: str) -> Problem:
 
 
 def _slip(section: _Section, keys: Iterable[str], path: str, version: str) -> Problem | None:
-    """Return the first key that DeepSpeed ignores and that is nearly one that it reads."""
+    """Return the first ignored key that nearly is one that DeepSpeed reads."""
     for key in keys:
         value = dict.get(section, key)
         if key in section.defaults:
@@ -205,7 +205,6 @@ def _slip(section: _Section, keys: Iterable[str], path: str, version: str) -> Pr
 
 
 def _names(title: str, path: Iterable[Any]) -> list[str]:
-    """Return the settings of a model by its name, or of one inside it."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
     models = _subclasses(DeepSpeedConfigModel)
@@ -215,7 +214,6 @@ def _names(title: str, path: Iterable[Any]) -> list[str]:
 
 
 def _model_at(model: Any, path: Iterable[Any]) -> Any:
-    """Return the model inside a model at a path, or None."""
     for key in path:
         annotation = _field(model, str(key)).annotation
         kinds = [annotation, *typing.get_args(annotation)]
@@ -246,7 +244,7 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(error: Exception) -> str:
-    """Return an objection as one line."""
+    """Return an error as one line."""
     from pydantic import ValidationError
 
     text = str(error) or type(error).__name__

@@ -41,11 +41,9 @@ class Passed:
 def register_for_initialize(
     before: Callable[[dict[str, Any]], None], after: Callable[[Any], None] = lambda engine: None
 ) -> None:
-    """Register functions that each call of `deepspeed.initialize` runs, in this order.
+    """Register functions that each call of `deepspeed.initialize` runs, in order.
 
-    Args:
-        before: takes the arguments by name, and may change them.
-        after: takes the engine.
+    `before` takes and may change the arguments by name; `after` takes the engine.
     """
     TRIAL.calls.before_engine.append(before)
     TRIAL.calls.after_engine.append(after)
@@ -54,10 +52,9 @@ def register_for_initialize(
 def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> None:
     """Make engines that train use a trial's configuration, which the file holds.
 
-    A configuration is kept that has all `overrides`, the settings that the trial decides.
-    A second engine whose configuration is not that of the first keeps its own: it is another
-    model's, and only one configuration is tuned. If its batch sizes are those of the first it gets
-    the trial's, since both are fed the same micro batches.
+    A configuration that has all `overrides` is kept. A second engine with another configuration
+    than the first keeps its own: it is another model's, and only one is tuned. If its batch sizes
+    are those of the first, it gets the trial's, since both are fed the same micro batches.
     """
     first: list[dict[str, Any]] = []
 
@@ -83,7 +80,7 @@ def replace(
 ) -> None:
     """Replace the configuration that a call passes by the trial's.
 
-    Values "auto" of the new one are taken from the old.
+    Its "auto" values are taken from the old one.
     """
     if passed.name == _BY_ATTRIBUTE:
         arguments["args"].deepspeed_config = str(path)
@@ -98,8 +95,7 @@ def replace(
 def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any], *, but_for: Any = None) -> bool:
     """Return whether a configuration has every setting of `overrides`, section by section.
 
-    Args:
-        but_for: a value that agrees with any, such as "auto".
+    A value equal to `but_for`, such as "auto", agrees with any.
     """
     for key, wanted in overrides.items():
         value = config.get(key)
@@ -112,9 +108,9 @@ def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any], *, but_for: 
 
 
 def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
-    """Return the configuration in the arguments of `deepspeed.initialize`, by name.
+    """Return the configuration in the arguments of `deepspeed.initialize`.
 
-    None if there is none, if there are two (DeepSpeed refuses that) or if it cannot be read.
+    None if there is none, if there are two (DeepSpeed refuses that), or if it cannot be read.
     """
     # Of two arguments DeepSpeed takes the first and ignores the other.
     found = [(name, arguments[name]) for name in _BY_ARGUMENT if arguments.get(name) is not None]
@@ -127,9 +123,9 @@ def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
 
 
 def drop_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of `deepspeed.initialize` by name, without any configuration in them.
+    """Return arguments of `deepspeed.initialize` without a configuration.
 
-    DeepSpeed writes the rank into the script's own `args`, which stay otherwise as they are.
+    DeepSpeed writes the rank into the script's own `args`, which stay unchanged otherwise.
     """
     found = {name: value for name, value in arguments.items() if name not in _BY_ARGUMENT}
     if getattr(found.get("args"), _BY_ATTRIBUTE, None) is not None:
@@ -188,7 +184,6 @@ def _names_what_to_train(arguments: Mapping[str, Any]) -> bool:
 
 
 def _content(value: Any) -> dict[str, Any] | None:
-    """Read a configuration as DeepSpeed does: a dict, or the path of a file."""
     if isinstance(value, dict):
         return value
     try:

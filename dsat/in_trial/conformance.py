@@ -19,7 +19,7 @@ ULYSSES = (
 
 
 def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
-    """Check the arguments of `deepspeed.initialize`, of whose consequences DeepSpeed complains.
+    """Check the arguments of `deepspeed.initialize`, before DeepSpeed fails less clearly.
 
     Raises:
         InvalidTrial: there is another number of ranks than slots (0 if that is not known yet), or

@@ -80,6 +80,7 @@ _ADVICE = {
     "has neither `hidden_size` nor": _AUTO,
     "input_value='auto'": _AUTO,
     "exists and is not empty": _SAME_FOLDER,
+    "'auto'": 'Only the Trainer and accelerate replace "auto" in a configuration: write the value',
 }
 unwritten: set[Path] = set()  # files that the script takes for written
 _DSAT = f"{Path(__file__).parents[1]}{os.sep}"
@@ -99,7 +100,7 @@ _LIBRARIES = ("<", f"{Path(os.__file__).parent}{os.sep}")
 
 
 def classify(error: BaseException) -> OutcomeKind:
-    """Classify an exception by its type and message, and by those that it was raised from."""
+    """Classify an exception by its type, message and causes."""
     chain = list(_chain(error))
     if any(isinstance(link, Diverged) for link in chain):
         return OutcomeKind.DIVERGED
@@ -126,10 +127,7 @@ def outcome(error: BaseException) -> Outcome:
 
 
 def message(error: BaseException) -> str:
-    """Describe an exception in one line.
-
-    An error that dsat itself raised is named as such: it is not the script's.
-    """
+    """Describe an exception in one line. An error of dsat is named as such."""
     for link in _chain(error):
         if isinstance(link, (Diverged, InvalidTrial)):
             return str(link)
@@ -139,11 +137,12 @@ def message(error: BaseException) -> str:
             size = re.search(r"tried to allocate (\d+) bytes", str(link))
             if size is not None:
                 return f"out of memory: tried to allocate {readable(int(size[1]))}"
-    said = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
-    advice = [advice for text, advice in _ADVICE.items() if text in str(error)]
-    if isinstance(error, FileExistsError) and _SAME_FOLDER not in advice:
-        advice.append(_SAME_FOLDER)
-    said = ". ".join([said.rstrip("."), *advice]) if advice else said
+    first = " ".join(map(str.strip, lines[: 2 if lines[0].endswith(":") else 1]))
+    said = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    advice = next((advice for text, advice in _ADVICE.items() if text in str(error)), "")
+    if not advice and isinstance(error, FileExistsError):
+        advice = _SAME_FOLDER
+    said = f"{said.rstrip('.')}. {advice}" if advice else said
     missing = error.filename if isinstance(error, FileNotFoundError) else None
     if isinstance(missing, (str, bytes)) and Path(os.fsdecode(missing)).resolve() in unwritten:
         said += ". dsat did not write it: models are not saved in trials"
@@ -162,7 +161,7 @@ def classify_text(text: str) -> OutcomeKind:
 def user_traceback(error: BaseException) -> str:
     """Return the traceback as if the user's program had been started directly.
 
-    Of an error inside dsat it is the whole traceback.
+    For an error inside dsat, return the whole traceback.
     """
     if _is_of_dsat(error):
         return "".join(traceback.format_exception(error))
@@ -180,9 +179,9 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _is_of_dsat(error: BaseException) -> bool:
-    """Return True if an unclassified error is dsat's own, not one of a call that it forwarded.
+    """Return whether an unclassified error is dsat's own, not of a call that it forwarded.
 
-    The innermost frame of dsat or the script decides: a library fails for whoever called it.
+    The innermost frame of dsat or the script decides: a library fails for its caller.
     """
     if isinstance(error, (SystemExit, KeyboardInterrupt, DsatError)):
         return False
@@ -198,7 +197,7 @@ def _is_of_dsat(error: BaseException) -> bool:
 
 
 def _memory_kind(error: BaseException) -> OutcomeKind | None:
-    """Return which memory ran out; None if the error is about something else."""
+    """Return which memory ran out; None for other errors."""
     of_cpu = OutcomeKind.HOST_OOM if _uses_cuda() else OutcomeKind.OOM
     if isinstance(error, MemoryError):
         return of_cpu
@@ -234,7 +233,7 @@ def _uses_cuda() -> bool:
 
 
 def _is_nearly_full() -> bool:
-    """Return True if the device has no memory left, neither free nor kept by torch for reuse."""
+    """Return whether the device has no memory left, neither free nor cached by torch."""
     if not _uses_cuda():
         return False
     torch = sys.modules["torch"]

@@ -20,7 +20,7 @@ class GradientNorm:
         self._is_over = False
 
     def before_step(self) -> None:
-        """Compute the norm in stage 0, where a step clears the gradients."""
+        """Compute the norm in stage 0, before the step clears the gradients."""
         engine = self._engine
         if self._is_over or engine.zero_optimization_stage() > 0 or engine.fp16_enabled():
             return
@@ -28,7 +28,7 @@ class GradientNorm:
             self._norm = _total_norm(engine.module.parameters())
 
     def after_step(self, *, skipped: bool) -> None:
-        """Take the norm that DeepSpeed computed in an optimizer step."""
+        """Read the norm that DeepSpeed computed in the step."""
         if self._is_over:
             return
         self._is_over = True
@@ -38,7 +38,7 @@ class GradientNorm:
             self._norm = self._engine.get_global_grad_norm()
 
     def _is_misreported(self) -> bool:
-        """Return whether DeepSpeed reports a norm scaled as in fp16, which is not used."""
+        """Return whether DeepSpeed reports a norm scaled for fp16, which is not in use."""
         scale = getattr(self._engine.optimizer, "cur_scale", 1.0)
         return scale != 1.0 and not self._engine.fp16_enabled()
 

@@ -46,7 +46,7 @@ class _Process:
         }
 
     def change_arguments(self) -> None:
-        """Replace arguments and variables that the first run had by those of the trial."""
+        """Replace the first run's arguments and variables by the trial's."""
         path = self._folder / _CHANGES_FILE
         if not path.exists():  # it was started with them, or is as the user has it
             return
@@ -69,7 +69,7 @@ class _Process:
         begin(self._folder, is_alone=self._is_alone)
 
     def watch_end(self) -> None:
-        """Report how a rank ends, even if that is before it imports DeepSpeed."""
+        """Report how a rank ends, even before it imports DeepSpeed."""
         if not self._is_rank:
             return
         from dsat.in_trial.adapters.trial import TRIAL
@@ -78,7 +78,7 @@ class _Process:
         atexit.register(lambda: self._this_rank().finish())
 
     def watch_imports(self) -> None:
-        """Adapt modules as soon as the program imports them."""
+        """Prepare a rank as soon as the program imports DeepSpeed."""
         import wrapt
 
         names = ["deepspeed", "transformers"]  # its lazy package, before any module that is adapted
@@ -88,7 +88,7 @@ class _Process:
             wrapt.register_post_import_hook(self._begin, name)
 
     def _leave_children_alone(self) -> None:
-        """Have no process that a rank starts run this hook."""
+        """Hide this hook from processes that a rank starts."""
         entries = os.environ["PYTHONPATH"].split(os.pathsep)
         kept = [entry for entry in entries if Path(entry) != self._folder / HOOK_FOLDER]
         os.environ["PYTHONPATH"] = os.pathsep.join(kept)

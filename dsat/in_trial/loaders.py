@@ -20,13 +20,13 @@ _read: Counter[Kind] = Counter()  # batches, since the training's engine was mad
 
 
 def note(loader: Any) -> None:
-    """Note how many batches a loader makes in advance that is iterated."""
+    """Record how many batches an iterated loader prepares in advance."""
     global _in_store
     _in_store = max(_in_store, loader.num_workers * (loader.prefetch_factor or 0))
 
 
 def begin_epoch(loader: Any, iterator: Any) -> None:
-    """Count an epoch of a loader, whose batches its iterator returns."""
+    """Count an epoch of a loader, by its iterator."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     if "dsat_kind" not in loader.__dict__:  # to ask a script's own sampler may cost much
@@ -55,12 +55,12 @@ def count_batch(iterator: Any) -> None:
 
 
 def batches_in_store() -> int:
-    """Return the most batches that a loader of this process has made in advance."""
+    """Return the largest number of batches that a loader prepared in advance."""
     return _in_store
 
 
 def waited_s() -> float:
-    """Return the seconds that this process has waited for batches of its loaders so far."""
+    """Return the seconds that this process has waited for batches."""
     return _waited_s
 
 
@@ -92,7 +92,7 @@ def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
 
 
 def _kind_of(batch_sampler: Any) -> Kind | None:
-    """Return the batch size and number of samples of a loader; None for data without a length."""
+    """Return batch size and number of samples of a loader; None if it has no length."""
     from torch.utils.data import BatchSampler
 
     size: Any = getattr(batch_sampler, "batch_size", None)

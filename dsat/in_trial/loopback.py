@@ -19,9 +19,9 @@ _ANY_PORT = 9
 
 
 def choose_interface() -> None:
-    """Give gloo the interface that leads to rank 0, if that is on another host.
+    """Make gloo use the interface that leads to rank 0, if that is on another host.
 
-    By itself it takes that of the host's own name, in some /etc/hosts loopback.
+    By default it uses that of the host's own name, which in some /etc/hosts is loopback.
     """
     master = os.environ.get("MASTER_ADDR", ADDRESS)
     if not is_loopback(master) and (name := interface_to(master)):
@@ -29,13 +29,10 @@ def choose_interface() -> None:
 
 
 def open_store(make: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
-    """Make a store that listens on loopback where the other ranks look for it, and nowhere else.
+    """Make a store that listens on loopback only, if the other ranks look for it there.
 
     torch's own listens on all interfaces (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp),
-    but takes a socket that listens already.
-
-    Args:
-        make: torch's class of stores.
+    but accepts a socket that already listens.
     """
     options = {**options, **dict(zip(_POSITIONAL, args, strict=False))}
     host, port = options.get("host_name"), options.get("port")
@@ -50,7 +47,7 @@ def open_store(make: Callable[..., Any], args: Any, options: dict[str, Any]) -> 
 
 
 def interface_to(address: str) -> str:
-    """Return the name of the interface by which this host reaches an address; empty if unknown."""
+    """Return the interface by which this host reaches an address; empty if unknown."""
     import psutil
 
     own = own_address(address)
@@ -61,7 +58,7 @@ def interface_to(address: str) -> str:
 
 
 def own_address(other: str) -> str:
-    """Return this host's address by which another one reaches it; empty if unknown."""
+    """Return this host's address as seen by another one; empty if unknown."""
     with (
         contextlib.suppress(OSError),
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,

@@ -29,11 +29,11 @@ _WHAT_TO_DO = (
 
 @dataclass
 class _Step:
-    """Results of one optimizer step: tensors, or numbers once they are read; None if unknown.
+    """Results of one optimizer step: tensors until they are read, then numbers; None if unknown.
 
     Attributes:
-        loss: the sum over the micro steps; once it is read, their mean over all ranks.
-        applied: False if fp16 skipped it because of an overflow.
+        loss: sum over the micro steps; after reading, their mean over all ranks.
+        applied: False if fp16 skipped the step.
     """
 
     loss: Any
@@ -45,9 +45,8 @@ class LossWatch:
     """Records the losses of `engine.backward(loss)`, or of the script's own `loss.backward()`.
 
     Args:
-        engine: DeepSpeed's.
-        is_whole: each rank has the whole model, or an equal share of each parameter.
-        micro_batch: samples of the first loss, to recognise one over pairs of them; 0 for not.
+        is_whole: whether each rank has the whole model, or an equal share of each parameter.
+        micro_batch: samples of the first loss, to recognise one over pairs; 0 to skip that.
     """
 
     def __init__(self, engine: Any, *, is_whole: bool = True, micro_batch: int = 0) -> None:
@@ -65,8 +64,7 @@ class LossWatch:
     def add_engine_loss(self, loss: Any, *, scaled_by_script: bool) -> None:
         """Record the loss of `engine.backward`.
 
-        Args:
-            scaled_by_script: the script has divided it by the accumulation steps itself.
+        `scaled_by_script`: the script divided it by the accumulation steps.
         """
         self._add(loss, self._engine.gradient_accumulation_steps() if scaled_by_script else 1)
 
@@ -80,7 +78,7 @@ class LossWatch:
             self._ignoring -= 1
 
     def add_script_loss(self, tensors: Any) -> None:
-        """Record the loss of a backward pass that the script began itself."""
+        """Record the loss of a backward pass that the script started."""
         import torch
 
         # A checkpoint has a backward pass of its own inside of one.
@@ -97,23 +95,18 @@ class LossWatch:
             self._scaled = (scaled, loss)
 
     def begin_step(self) -> None:
-        """Take gradients before the engine's `step`, which may clear them."""
+        """Read gradients before the engine's `step`, which may clear them."""
         if self._gradients is not None:
             self._gradients.before_step()
 
     def end_step(self, *, micro_steps: int, applied: bool) -> None:
-        """End an optimizer step."""
         self._steps.append(_Step(self._sum, micro_steps or self.count, applied))
         self._sum, self.count = None, 0
         if self._gradients is not None:
             self._gradients.after_step(skipped=not applied)
 
     def read(self, mean_over_ranks: Callable[[list[float]], list[float]]) -> None:
-        """Fetch the losses of new steps; a collective call.
-
-        Args:
-            mean_over_ranks: the elementwise mean over all ranks, the same on each.
-        """
+        """Read the losses of new steps; a collective call."""
         new = self._steps[self._num_read :]
         if not new:
             return
@@ -130,7 +123,6 @@ class LossWatch:
         self._check()
 
     def curve(self) -> TrainingCurve:
-        """Return the first and the last of the steps that were read."""
         count = self._num_read
         kept = [i for i in range(count) if i < FIRST_STEPS or i >= count - LAST_STEPS]
         return TrainingCurve(
@@ -144,7 +136,7 @@ class LossWatch:
         )
 
     def _check(self) -> None:
-        """Raise Diverged if a step was made of a loss that is not finite, or several skipped."""
+        """Raise Diverged if a step used a loss that is not finite, or several were skipped."""
         known = [(i, step) for i, step in enumerate(self._steps, 1) if step.loss is not None]
         latest = [step.loss for _, step in known[-_LOST_STEPS:]]
         lost = len(latest) == _LOST_STEPS and not any(map(math.isfinite, latest))
@@ -171,14 +163,14 @@ class LossWatch:
 
 
 def is_training(engine: Any) -> bool:
-    """Return whether a call of an engine's model is one of training."""
+    """Return whether a call of an engine's model is training."""
     import torch
 
     return bool(torch.is_grad_enabled() and engine.training)
 
 
 def is_in_backward() -> bool:
-    """Return whether autograd is in the midst of a backward pass."""
+    """Return whether a backward pass is running."""
     import torch
 
     return bool(torch._C._current_graph_task_id() != -1)

@@ -68,9 +68,9 @@ class Measurement:
     """Measurement of one engine; makes the same decisions on all ranks.
 
     Attributes:
-        outcome: the measurement so far; equal on every rank but for warnings and profile.
-        is_complete: nothing more needs to be measured.
-        steps_seen: optimizer steps of the script, skipped ones included.
+        outcome: measurement so far; equal on all ranks except for warnings and profile.
+        is_complete: whether nothing more needs to be measured.
+        steps_seen: optimizer steps of the script, including skipped ones.
     """
 
     def __init__(
@@ -96,10 +96,9 @@ class Measurement:
         self._early: deque[StepMarks] = deque()  # the last steps before the first that is measured
 
     def take(self, marks: StepMarks, skipped: bool) -> None:
-        """Handle a finished optimizer step.
+        """Process a finished optimizer step.
 
-        Args:
-            skipped: by fp16 because of an overflow, which makes it cheaper than a real one.
+        `skipped`: fp16 skipped it, so it was cheaper than a real one.
         """
         self.steps_seen += 1
         marks.number = self.steps_seen
@@ -120,10 +119,10 @@ class Measurement:
                 self._check()
 
     def finish(self) -> None:
-        """Use the last steps of a script that came to its own end before its device was warm.
+        """Use the last steps of a script that ended before its device was warm.
 
-        Does nothing if something was measured, or if even the steps that are always wanted are
-        missing. Called on all ranks, if on any; they then make the same steps.
+        Does nothing if something was measured, or if too few steps were made. If called, it is
+        called on all ranks.
         """
         if self.outcome is not None or not self._spec.measures:
             return
@@ -150,7 +149,6 @@ class Measurement:
     # -- number of steps
 
     def _plan_warm_up(self, marks: StepMarks, applied: int) -> None:
-        """Decide which step is the first that is measured."""
         last_ms = self._recorder.clock.ms(marks.begin, marks.end)
         own = [float(self._missing_warm_up(marks, applied, last_ms)), last_ms]
         more, slowest_ms = self._ranks.maximum(own)
@@ -161,7 +159,7 @@ class Measurement:
         self._recorder.restart()
 
     def _missing_warm_up(self, marks: StepMarks, applied: int, last_ms: float) -> int:
-        """Remaining steps until data loaders, DeepCompile and the device run as they will."""
+        """Return remaining steps until data loaders, DeepCompile and device are steady."""
         prepared = loaders.batches_in_store()
         in_store = math.ceil(prepared / max(1, marks.micro_steps))
         used_up = int(LONGEST_STORE_S * 1e3 / max(last_ms, 1e-3))
@@ -177,9 +175,10 @@ class Measurement:
         return min(max(0, math.ceil(steps)), MAX_EXTRA_STEPS)
 
     def _affordable(self, wanted: int, step_s: float) -> int:
-        """Number of the wanted steps that may be measured, at least one.
+        """Return how many of the wanted steps may be measured, at least one.
 
-        The fewest may take three times as long: one or two steps give no confidence interval.
+        The fewest may take three times the limit, since one or two steps give no confidence
+        interval.
         """
         longest_s = self._spec.longest_s
         if longest_s is None or wanted * step_s <= longest_s:
@@ -188,7 +187,7 @@ class Measurement:
         return max(int(longest_s / step_s), fewest, 1)
 
     def _next_check_after(self, usable: int, measured_s: float, metrics: Metrics) -> int | None:
-        """Return the number of steps to have before the next check; None if these are enough."""
+        """Return the number of steps before the next check; None if these are enough."""
         seen, step_s = len(self._steps), measured_s / usable
         most = self._affordable(self._spec.options.max_steps, step_s)
         limit = most + MAX_EXTRA_STEPS
@@ -248,7 +247,7 @@ class Measurement:
             raise InvalidTrial(CONSTANT_ACCUMULATION.format(taken=taken, gas=gas, own=own.gas))
 
     def _usable(self, agreed: list[AgreedStep], *, is_last: bool) -> list[AgreedStep]:
-        """Return the full steps in which nothing was compiled; none if more steps may have some."""
+        """Return full steps without compilation; none if further steps may be without."""
         spec = self._spec
         full = [step for step in agreed if not step.is_short]
         if not full:
@@ -273,7 +272,7 @@ class Measurement:
         return found or full
 
     def _drop_evaluated(self, steps: list[AgreedStep]) -> list[AgreedStep]:
-        """Leave out steps with an evaluation, if these are rare; else it is a part of training."""
+        """Leave out steps with an evaluation if they are rare; else it is part of training."""
         found = [step for step in steps if not step.evaluated]
         if len(found) == len(steps) or (len(steps) - len(found)) * RAREST > len(steps):
             return steps
@@ -281,7 +280,6 @@ class Measurement:
         return found
 
     def _metrics(self, steps: Sequence[AgreedStep], times: StepTimes) -> Metrics:
-        """Return the metrics of steps, accidents left out."""
         spec = self._spec
         kept = [step for i, step in enumerate(steps) if i not in times.accidents]
         count, taken_s = len(kept), times.mean * len(kept) / 1e3
@@ -334,7 +332,7 @@ class Measurement:
         )
 
     def _most_samples(self) -> int | None:
-        """Return the largest micro batch of which an epoch has enough for an optimizer step."""
+        """Return the largest micro batch for which an epoch has enough samples."""
         gas = self._spec.gas
         of_epoch, _ = loaders.samples(self._spec.micro_batch, self.steps_seen * gas)
         return None if of_epoch is None else max(1, of_epoch // gas)

@@ -25,11 +25,11 @@ MALLOC_VARIABLES = {
 
 
 def limit_memory(budget_bytes: int) -> None:
-    """Let this process allocate only so much more than it has now.
+    """Limit what this process may allocate beyond what it has now.
 
-    The limit is on the data segment (private writable mappings), which makes torch's CPU allocator
-    fail as a device's would. The C library is made to return tensors to the system at once, so that
-    no holes in its heap count, and to have one heap: a further one reserves 128 MiB for a moment.
+    The limit is on the data segment (private writable mappings), so torch's CPU allocator fails as
+    a device's would. malloc is configured to return tensors to the system at once, so holes in its
+    heap do not count, and to use one heap, because another one briefly reserves 128 MiB.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -52,15 +52,15 @@ def limit_memory(budget_bytes: int) -> None:
 
 
 def limit_to_host() -> None:
-    """Let an allocation fail that is far beyond the host's memory, before the kernel kills a rank.
+    """Make allocations far beyond the host's memory fail, before the kernel kills a rank.
 
-    Buffers that DeepSpeed reserves and hardly writes are not far beyond it.
+    Buffers that DeepSpeed reserves but hardly writes stay within the limit.
     """
     limit_data(host_memory.available_bytes() + _RESERVED_BYTES)
 
 
 def limit_data(more_bytes: int) -> tuple[int, int]:
-    """Limit the data segment to so much more than it has now; return the soft and hard limits."""
+    """Limit growth of the data segment; return the soft and hard limits."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     limit = ProcessMemory.now().data_bytes + more_bytes
     limit = limit if most == resource.RLIM_INFINITY else min(limit, most)

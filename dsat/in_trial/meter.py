@@ -66,15 +66,13 @@ class Meter:
     """Follows `forward`, `backward` and `step` of engines, and measures the first that trains.
 
     Args:
-        spec: what to measure.
-        on_complete: called with the outcome before `TrialComplete` is raised.
-        on_step: called after each optimizer step with how many there were.
+        on_complete: receives the outcome before `TrialComplete` is raised.
+        on_step: receives the number of optimizer steps after each one.
 
     Attributes:
         device_name: as in `ModelProfile`; None before the script calls `deepspeed.initialize`.
-        warnings: messages for the user, as keys.
-        switches: of the script, which are part of its profile.
-        has_trainable_engine: there is an engine that may train.
+        switches: the script's switches, for its profile.
+        has_trainable_engine: whether an engine that may train exists.
     """
 
     def __init__(
@@ -100,12 +98,10 @@ class Meter:
         self._measurement: Measurement | None = None
 
     def warn(self, text: str) -> None:
-        """Add a message for the user although the trial runs."""
         self.warnings[text] = None
 
     @property
     def steps_seen(self) -> int:
-        """Number of optimizer steps of the engine that is measured."""
         return 0 if self._measurement is None else self._measurement.steps_seen
 
     @property
@@ -116,12 +112,11 @@ class Meter:
 
     @property
     def losses(self) -> LossWatch | None:
-        """The losses of the engine that is measured."""
         return None if self._engine is None else self._recorder.losses
 
     @property
     def shortfall(self) -> InvalidTrial:
-        """Reason why nothing was measured, if the script came to its own end."""
+        """Reason why nothing was measured before the script's end."""
         if not self.has_trainable_engine:
             return InvalidTrial(
                 "the script ended without calling deepspeed.initialize with an optimizer"
@@ -138,14 +133,14 @@ class Meter:
         )
 
     def finish(self) -> None:
-        """Use the steps of a script that came to its own end; see `Measurement`."""
+        """Use the steps of a script that came to its end; see `Measurement`."""
         if self._measurement is not None and self._failed is None:
             self._measurement.finish()
 
     def watch(self, engine: Any) -> None:
-        """Measure an engine from its first training step on, if it is the first to make one.
+        """Measure an engine, if it is the first to make a training step.
 
-        A reference model may have an optimizer too, since it shares the configuration.
+        A reference model may have an optimizer too, because it shares the configuration.
         """
         # A dummy at stage 3, and in bf16 at stage 0 (DeepSpeedEngine.__init__, since before 0.14).
         if getattr(engine, "basic_optimizer", None) is None:
@@ -156,11 +151,7 @@ class Meter:
         adapters.adapt_engine(engine)
 
     def attach(self, engine: Any, *, first_step: int = 1) -> None:
-        """Measure an engine, whose methods are wrapped.
-
-        Args:
-            first_step: the first optimizer step that may be measured.
-        """
+        """Measure an engine whose methods are wrapped, from an optimizer step on."""
         spec = self.spec.complete_from(engine)
         check_engine(engine, spec)
         start = max(first_step, spec.options.start_step)
@@ -180,7 +171,7 @@ class Meter:
     def call(
         self, engine: Any, name: str, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Call the engine's method for a phase, and record it if the engine is measured."""
+        """Call the engine's method for a phase; record it if the engine is measured."""
         if name in self._inside:
             return original(*args, **kwargs)
         if self._is_ended:

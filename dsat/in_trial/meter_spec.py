@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dsat.values.codec import Recorded
@@ -18,12 +18,11 @@ class MeterSpec(KnownBefore, Recorded):
     """Measurement to make, and facts to expect.
 
     Attributes:
-        options: what holds for all trials of the run.
-        micro_batch, gas, stage, slots, parallelism: what the engine must turn out to use; micro
-            batch 0 for what it does.
-        host_slots: slots that share the host, those of other trials included.
-        profile: count parameters, FLOPs and activations in the first step.
-        measures: the figures are for comparing; False where the profile alone is wanted.
+        micro_batch, gas, stage, slots, parallelism: what the engine must use; with micro batch 0,
+            whatever it uses.
+        host_slots: slots of the host, including those of other trials.
+        profile: whether the first step counts parameters, FLOPs and activations.
+        measures: whether figures are compared; False if only the profile is needed.
     """
 
     options: TrialOptions
@@ -40,7 +39,6 @@ class MeterSpec(KnownBefore, Recorded):
     def build(
         cls, trial: Trial, options: TrialOptions, *, slots: int, host_slots: int = 1
     ) -> MeterSpec:
-        """Return the measurement of a trial."""
         measures = trial.kind is not TrialKind.PROFILE
         if not measures:
             # One step is enough. Peaks are those of the second, since an optimizer's moments are
@@ -56,11 +54,11 @@ class MeterSpec(KnownBefore, Recorded):
             host_slots=host_slots,
             profile=trial.profiles,
             measures=measures,
-            **trial.known_before(),
+            **{each.name: getattr(trial, each.name) for each in fields(KnownBefore)},
         )
 
     def complete_from(self, engine: Any) -> MeterSpec:
-        """Return the specification with an engine's batch sizes and stage, if it has none."""
+        """Return the specification with the engine's batch sizes and stage, if it lacks them."""
         if self.micro_batch:
             return self
         own = engine.train_micro_batch_size_per_gpu()

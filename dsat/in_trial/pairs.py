@@ -13,9 +13,9 @@ _PARAMETER = "AccumulateGrad"
 def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
     """Return whether a loss multiplies outputs of all pairs of samples.
 
-    Such a loss has a product of two computed matrices (not parameters) with a row and a column for
-    each sample of the micro batch, or two (two views); of one rank or of all. There may be more
-    columns, for hard negatives.
+    Its graph has a product of two computed matrices (not parameters) with a row and a column for
+    each sample of the micro batch of one or all ranks, or two (two views). Hard negatives may add
+    columns.
     """
     waiting = deque([getattr(loss, "grad_fn", None)])
     known: set[Any] = set()
@@ -33,7 +33,7 @@ def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
 
 
 def _size_of_product(node: Any) -> tuple[int, int] | None:
-    """Return the rows and columns of a product of two matrices that are no parameters."""
+    """Return rows and columns of a product of two matrices that are not parameters."""
     name = node.name()
     if not name.startswith(("MmBackward", "BmmBackward")):
         return None
@@ -50,7 +50,7 @@ def _size_of_product(node: Any) -> tuple[int, int] | None:
 
 
 def _is_parameter(node: Any) -> bool:
-    """Return whether a node is a parameter, perhaps seen otherwise."""
+    """Return whether a node is a parameter, or a view of one."""
     while node is not None and node.name().startswith(_VIEWS):
         node = node.next_functions[0][0]
     return node is None or node.name().endswith(_PARAMETER)

@@ -15,7 +15,7 @@ _entered: set[str] = set()
 
 
 def note_autocast(device: str) -> None:
-    """Note the precision in which a script autocasts from now on."""
+    """Record the precision in which a script autocasts from now on."""
     import torch
 
     if torch.is_autocast_enabled(device):
@@ -33,7 +33,7 @@ def find(engine: Any) -> str:
 
 
 def _name_dtype(dtype: Any) -> str:
-    """Return the type that weights are computed in: bf16 for quantised ones."""
+    """Return the type that weights are computed in; bf16 for quantised ones."""
     import torch
 
     if dtype is torch.float16:

@@ -34,8 +34,7 @@ def prepare(
 ) -> Meter | None:
     """Adapt the libraries that a script uses to the trial.
 
-    Returns:
-        The meter, which calls `on_complete` and `on_step`; None if the script is not measured.
+    Returns the meter, which calls `on_complete` and `on_step`; None if the script is not measured.
     """
     import torch
 
@@ -73,9 +72,9 @@ def prepare(
 
 
 def prevent_side_effects(spec: RankSpec) -> None:
-    """Have engines of a trial report nothing; a full-length run may.
+    """Make engines of a trial report nothing; a full-length run may report.
 
-    The recorder of the configuration that the script passes comes first.
+    The recorder of the script's configuration must come first.
     """
     TRIAL.is_simulated = spec.simulation_folder is not None
     if not spec.is_full_run:
@@ -83,12 +82,10 @@ def prevent_side_effects(spec: RankSpec) -> None:
 
 
 def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
-    """Return the imported modules of installed packages, in order, if they may be imported early.
+    """Return imported modules of installed packages, in order, that may be imported early.
 
-    Some packages import most of theirs only when they are used.
-
-    Returns:
-        Nothing if the program set environment variables, which may be for these modules.
+    Some packages import most modules only when they are used. If the program set environment
+    variables, return none, because they may be for these modules.
     """
     changed = {key for key, value in os.environ.items() if before.get(key) != value}
     if any(not key.startswith(_SET_BY_LIBRARIES) for key in changed):

@@ -28,7 +28,6 @@ class ModelProfiler:
 
     Attributes:
         flops_per_sample: forward and backward, without recomputation; 0 until they are counted.
-        switches: of the script.
     """
 
     def __init__(self, engine: Any, spec: MeterSpec) -> None:
@@ -58,7 +57,7 @@ class ModelProfiler:
             self._hooks = None
 
     def finish_micro_steps(self, count: int) -> None:
-        """End the counting after so many micro steps: more than one if the script accumulates."""
+        """End the counting after this many micro steps; more than one if the script accumulates."""
         if self._counting and not self._done:
             self._flops.__exit__(None, None, None)
             of_slot = self._flops.get_total_flops() / (self._spec.micro_batch * count)
@@ -66,7 +65,7 @@ class ModelProfiler:
         self._counting, self._done = False, self._done or self._counting
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note a tensor that autograd keeps for the backward pass."""
+        """Record a tensor that autograd keeps for the backward pass."""
         import torch
 
         parameter = torch.nn.Parameter
@@ -100,7 +99,7 @@ class ModelProfiler:
         )
 
     def _whole_size(self, parameter: Any) -> int:
-        """Elements of a parameter that ZeRO and AutoTP have divided (module_inject/layers.py)."""
+        """Return the elements of a parameter before ZeRO and AutoTP (module_inject/layers.py)."""
         size = int(getattr(parameter, "ds_numel", parameter.numel()))
         is_divided = getattr(parameter, "tensor_model_parallel", False)
         return size * self._spec.parallelism.tensor if is_divided else size
@@ -114,7 +113,7 @@ class ModelProfiler:
 
 
 def _storages_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Addresses and bytes of a tensor's storages: jagged tensors, for example, have several."""
+    """Yield addresses and bytes of a tensor's storages; jagged tensors have several."""
     import torch
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -127,7 +126,7 @@ def _storages_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 
 def device_name(accelerator: Any, index: int | None = None) -> str:
-    """Return the driver's name of the slot, by default the present one; empty for a CPU."""
+    """Return the driver's name of a device, by default the current one; empty for a CPU."""
     import torch
 
     module = getattr(torch, accelerator.device_name(), None)
@@ -163,7 +162,7 @@ def _own_optimizer(optimizer: Any) -> OwnOptimizer:
 
 
 def _part_of_host(sharers: int) -> int:
-    """Return the host memory in bytes for each of several processes like this one."""
+    """Return the host memory in bytes for each of several such processes."""
     import psutil
 
     own = psutil.Process().memory_info().rss

@@ -57,9 +57,8 @@ _IS_ENDED_WITHIN_S = 30.0
 def begin(folder: Path, start: Mapping[str, Any], *, is_rank: bool) -> None:
     """Prepare this process to be a rank of the trial in the folder; does nothing twice.
 
-    Args:
-        start: see `start_record.install`.
-        is_rank: the supervisor started this process as a rank.
+    `start` is described in `start_record.install`; `is_rank` says that the supervisor started the
+    rank.
     """
     if TRIAL.rank is not None:
         return
@@ -82,7 +81,7 @@ def get_rank(folder: Path) -> Rank:
 
 
 def run_forked(folder: Path, command: Sequence[str]) -> NoReturn:
-    """Run a command of Python's in this fork of the supervisor, as a rank; never returns."""
+    """Run a Python command in this fork of the supervisor, as a rank."""
     TRIAL.rank = rank = Rank(folder, is_rank=True, is_forked=True)
     try:
         import numpy
@@ -103,18 +102,16 @@ def run_forked(folder: Path, command: Sequence[str]) -> NoReturn:
 
 
 def _report_unmeasured(folder: Path, error: BaseException) -> None:
-    """Report an error before `deepspeed.initialize`, which the command may write to a file."""
+    """Report an error before `deepspeed.initialize`, which the command may log elsewhere."""
     if not any(folder.glob(result_file("*"))):
         write_outcome(folder, rank_and_size()[0], failures.outcome(error))
 
 
 class Rank:
-    """A process that is or may be a rank.
+    """A process that is or may become a rank.
 
-    Args:
-        folder: of the trial.
-        is_rank: it is one; otherwise once it calls `deepspeed.initialize`.
-        is_forked: from the supervisor, which has imported torch and DeepSpeed.
+    Without `is_rank`, it becomes one when it calls `deepspeed.initialize`. With `is_forked`, the
+    supervisor has imported torch and DeepSpeed.
     """
 
     def __init__(self, folder: Path, *, is_rank: bool, is_forked: bool = False) -> None:
@@ -137,8 +134,7 @@ class Rank:
     def prepare(self, start: Mapping[str, Any] | None = None) -> None:
         """Adapt DeepSpeed and the other libraries of the script.
 
-        Args:
-            start: of this process, which is recorded if the run's first trial asks for it.
+        `start` is recorded if the run's first trial asks for it.
         """
         if "deepspeed" not in sys.modules:  # it may be transformers that was imported first
             self._progress.set_activity("importing torch and DeepSpeed")
@@ -177,7 +173,7 @@ class Rank:
         self._known, self._env = set(sys.modules), dict(os.environ)
 
     def fail(self, error: BaseException) -> None:
-        """Report the error with which this process ends."""
+        """Report the error that ends this process."""
         self._leave_if_complete()
         if isinstance(error, SystemExit) and error.code in (None, 0):
             self.finish()
@@ -192,7 +188,7 @@ class Rank:
             self._end(replace(found, before_engine=True))
 
     def finish(self) -> None:
-        """Report that the script of a rank ended before enough was measured."""
+        """Report that a rank's script ended before enough was measured."""
         self._leave_if_complete()
         if not self.is_rank or self._spec.is_full_run:
             return
@@ -212,7 +208,7 @@ class Rank:
     def _outcome_of(self, error: BaseException) -> Outcome:
         """Return the outcome of a process that ends with an error.
 
-        multiprocessing, Hydra and others catch an error, and end the process with `sys.exit`.
+        multiprocessing, Hydra and others catch the error, and end the process with `sys.exit`.
         """
         if not isinstance(error, SystemExit):
             return failures.outcome(error)
@@ -230,9 +226,10 @@ class Rank:
         return self._pid == os.getpid()
 
     def _has_begun(self) -> bool:
-        """Return whether the configuration may be to blame for an error of now.
+        """Return whether the configuration may be to blame for the present error.
 
-        Whatever the user's own is: without a launcher DeepSpeed looks for MPI's package.
+        With the user's own start, DeepSpeed may fail for another reason: it looks for MPI's
+        package.
         """
         import torch.distributed as dist
 
@@ -240,7 +237,7 @@ class Rank:
         return self._has_engine and (not self._spec.own or may_train or dist.is_initialized())
 
     def _has_ranks(self) -> bool:
-        """Return whether a rank began to train, or failed before its launcher did."""
+        """Return whether some rank began to train, or failed before its launcher did."""
         begun = (self._folder / PORTS_FILE).exists()
         return begun or any(self._folder.glob(result_file("*")))
 
@@ -266,7 +263,6 @@ class Rank:
             self._progress.count(steps)
 
     def note_exit(self, stop: SystemExit) -> None:
-        """Note that the script ends with `sys.exit`."""
         self._exit = stop
 
     def _complete(self, outcome: Outcome) -> None:
@@ -289,7 +285,7 @@ class Rank:
             write_atomically(self._folder / MODULES_FILE, json.dumps(names))
 
     def _end(self, outcome: Outcome) -> None:
-        """Report an outcome, and end the process if it is a measured rank."""
+        """Report an outcome; end the process if it is a measured rank."""
         self._report(outcome)
         number, _ = rank_and_size()
         if self._is_forked and not outcome.ok:
@@ -305,13 +301,13 @@ class Rank:
 
 
 def _is_of_signal(error: BaseException) -> bool:
-    """Return whether an error says that another process was killed, as a launcher's does."""
+    """Return whether an error says that a signal killed another process, as of a launcher."""
     status = error.returncode if isinstance(error, subprocess.CalledProcessError) else 0
     return status < 0
 
 
 def outcome_of_ended(meter: Meter) -> Outcome:
-    """Return the outcome of a script that came to its own end before enough was measured."""
+    """Return the outcome of a script that ended before enough was measured."""
     try:
         meter.finish()
     except InvalidTrial as error:
@@ -322,7 +318,6 @@ def outcome_of_ended(meter: Meter) -> Outcome:
 
 
 def _adapt_to_machine(spec: RankSpec) -> RankSpec:
-    """Return the specification with the threads and devices of this process."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if not spec.own:
         is_given = not spec.threads and given.isdigit()  # torch may have read it in the parent
@@ -341,7 +336,7 @@ def _adapt_to_machine(spec: RankSpec) -> RankSpec:
 
 
 def _limit(budget_bytes: int) -> None:
-    """Limit this process's memory once DeepSpeed's own late imports are done (deepspeed 0.19.8)."""
+    """Limit this process's memory, after DeepSpeed's own late imports (deepspeed 0.19.8)."""
     importlib.import_module("torch._inductor.compile_fx")
     limit_memory(budget_bytes)
 

@@ -37,10 +37,8 @@ class LocalTask:
     """Answers to the questions of a script of Determined's about its task.
 
     Attributes:
-        trial_id, slots: of the trial.
         hparams: hyperparameters, `deepspeed_config` and `overwrite_deepspeed_args` among them.
-        experiment_config: the whole experiment configuration.
-        length: of the one searcher operation, in the script's own unit.
+        length: length of the only searcher operation, in the script's unit.
         seed: `info.trial.trial_seed`.
         ports: two free ports for the chief's broadcasts.
         devices: identifiers of the slots' devices; empty on a CPU.
@@ -67,17 +65,14 @@ class RankSpec(Recorded):
     """Specification of a trial's ranks; in `trial.json`.
 
     Attributes:
-        trial: with its own folders for swapping.
-        program: the entrypoint, its configuration path already the trial's own; no variables.
-        task: what a script of Determined's asks for.
-        meter: what to measure; None in a full-length run, which is not measured.
-        cpu_memory_bytes: if given, what the rank may allocate on top of what it has imported.
-        threads: of each rank, if the machine's slots are processor cores.
-        simulation_folder: of messages, if the run is only for simulations of its model.
-        own: the script runs as the user has it; batch sizes and devices are those that it takes.
-        is_command: the user's whole command runs, and starts the ranks.
-        defaults_local_rank: no launcher passes `--local_rank` to the ranks, of which there are
-            several.
+        program: entrypoint with the trial's configuration, without variables.
+        meter: what to measure; None in a full-length run.
+        cpu_memory_bytes: memory that a rank may allocate beyond its imports; None for no limit.
+        threads: threads of each rank on processor cores; else None.
+        simulation_folder: folder of messages if the script runs only for simulations.
+        own: whether the script runs unchanged, with its own batch sizes and devices.
+        is_command: whether the user's whole command runs, and starts the ranks.
+        defaults_local_rank: whether several ranks get no `--local_rank` from a launcher.
     """
 
     trial: Trial
@@ -93,7 +88,6 @@ class RankSpec(Recorded):
 
     @classmethod
     def read(cls, folder: Path) -> RankSpec:
-        """Read the specification of the trial in a folder."""
         return cls.from_json(json.loads((folder / SPEC_FILE).read_text(encoding="utf-8")))
 
     @property
@@ -108,7 +102,7 @@ def result_file(rank: int | str) -> str:
 
 
 def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:
-    """Report the outcome of a rank; a measurement, the same on all of them, is rank 0's."""
+    """Write the outcome of a rank; rank 0 writes measurements, which are equal on all."""
     if outcome.ok and rank != 0:
         return
     path = folder / (METRICS_FILE if outcome.ok else result_file(rank))
@@ -125,8 +119,7 @@ def read_steps(folder: Path) -> int | None:
 class Progress:
     """Progress files of a trial; errors in writing them are ignored.
 
-    Args:
-        folder: of the trial; None if another rank writes the files.
+    The folder is None if another rank writes them.
     """
 
     def __init__(self, folder: Path | None) -> None:

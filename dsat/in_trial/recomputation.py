@@ -24,7 +24,7 @@ _IS_ON = ("is_activation_checkpointing", "is_gradient_checkpointing")
 
 
 def switch(model: Any, wanted: bool | str) -> bool:
-    """Set activation checkpointing; return False if a model has none."""
+    """Set activation checkpointing; return False if the model has none."""
     inside: set[int] = set()
     for module, (enable, disable, off) in _switchable(model):
         if id(module) in inside:  # switched with the module that contains it
@@ -65,7 +65,7 @@ def _switchable(model: Any) -> Iterator[tuple[Any, tuple[str, str, dict[str, boo
 def _keep_gradients_flowing(module: Any) -> None:
     """Make outputs of frozen embeddings require gradients, as transformers does for LoRA.
 
-    Checkpointed layers pass on no gradient where no input requires one.
+    Otherwise checkpointed layers pass on no gradient, because no input requires one.
     """
     enable = getattr(module, "enable_input_require_grads", None)
     frozen = not all(parameter.requires_grad for parameter in module.parameters())

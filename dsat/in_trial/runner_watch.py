@@ -37,7 +37,7 @@ class RunnerWatch:
         threading.Thread(target=self._run, name="runner-watch", daemon=True).start()
 
     def look(self) -> str:
-        """Return the runner's state, empty if it is unknown; end the experiment if it is gone."""
+        """Return the runner's state, empty if unknown; end the experiment if it is gone."""
         try:
             state = str(self._master.experiment_state(self._runner_id))
             if state in _GONE:
@@ -54,7 +54,7 @@ class RunnerWatch:
         return state
 
     def stay_until_closed(self) -> None:
-        """Wait, after the trial's report, until it is closed, or that will not be soon."""
+        """Wait until the trial is closed, or will not be soon."""
         began_s = time.monotonic()
         next_look_s = began_s + _EVERY_S
         while time.monotonic() - began_s < _LONGEST_STAY_S and not self._is_closed():
@@ -124,8 +124,7 @@ def _name_of(state: Any) -> str:
 def start(runner_id: int) -> RunnerWatch | None:
     """Watch the runner of the trial that this process is the chief of.
 
-    Returns:
-        The watch; None if the master cannot be asked.
+    None if the master is unreachable.
     """
     import determined
 

@@ -44,11 +44,10 @@ class ScriptSwitches:
 
     Args:
         wanted: the trial's values, by name.
-        on_cpu: the slots are processor cores.
-        deep_compiles: the trial's own settings switch DeepCompile on.
+        deep_compiles: whether the trial's settings enable DeepCompile.
 
     Attributes:
-        found: what can be switched, with the script's own values.
+        found: switches of the script, with its own values first.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class ScriptSwitches:
     # -- the model and its engine
 
     def before_engine(self, arguments: Mapping[str, Any]) -> None:
-        """Switch the model that the script passes to `deepspeed.initialize` for training.
+        """Switch the model that the script passes to `deepspeed.initialize`.
 
         Raises:
             InvalidTrial: a switch is one of arguments that the script does not have.
@@ -113,21 +112,21 @@ class ScriptSwitches:
         switch_model(model, wanted)
 
     def after_engine(self, engine: Any) -> None:
-        """Compile the model of an engine, if the trial needs it and nobody has."""
+        """Compile the engine's model, if the trial needs it and it is not compiled."""
         is_wanted = self._wanted.get(COMPILE) is True and not self._has_arguments
         if (is_wanted or self._deep_compiles) and not engine.is_compiled:
             engine.compile()
 
 
 def cores_of_this_rank() -> int:
-    """Return the cores that this rank may use: its own, or a share of those of all ranks."""
+    """Return the number of cores of this rank: its own, or a share of those of all ranks."""
     is_bound = os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())  # by the launcher
     sharers = 1 if is_bound else local_size()
     return len(host_cores.usable()) // sharers
 
 
 def _find_in_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the switches among the fields of `TrainingArguments`, their own values first."""
+    """Return switches among the fields of `TrainingArguments`, with their own values first."""
     own = _checkpointing_of(args)
     others: list[Any] = [not own]
     # A Trainer that has the newer name knows `every_n_layers`. Those of TRL score and generate with
@@ -157,10 +156,9 @@ def _find_in_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def find_in_model(model: Any, *, may_flash: bool) -> dict[str, tuple[Any, ...]]:
-    """Return the switches of a library's model, their own values first.
+    """Return the switches of a library's model, with their own values first.
 
-    Args:
-        may_flash: flash attention runs here if it is installed.
+    `may_flash`: flash attention works here if it is installed.
     """
     found: dict[str, tuple[Any, ...]] = {}
     own = recomputation.is_on(model)
@@ -203,7 +201,7 @@ def switch_model(model: Any, wanted: Mapping[str, Any]) -> None:
 
 
 def _find_attention_part(model: Any) -> Any:
-    """Return the outermost model of transformers that can change its attention kernel."""
+    """Return the outermost transformers model that can change its attention kernel."""
     for module in model.modules():
         can_set = getattr(module, "_can_set_attn_implementation", None)
         if callable(getattr(module, "set_attn_implementation", None)) and callable(can_set):
@@ -212,7 +210,7 @@ def _find_attention_part(model: Any) -> Any:
 
 
 def _use_liger(model: Any) -> None:
-    """Put Liger's kernels into a model of transformers, as its Trainer does."""
+    """Use Liger's kernels in a transformers model, as the Trainer does."""
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
     except ImportError as error:
@@ -226,7 +224,7 @@ def _checkpointing_of(args: Any) -> bool:
 
 
 def _set_checkpointing(args: Any, value: Any) -> None:
-    """Switch gradient checkpointing on in one of its ways, or off."""
+    """Enable gradient checkpointing in one of its ways, or disable it."""
     name = known.NEWER_CHECKPOINTING
     if not hasattr(args, name):
         name = CHECKPOINTING
@@ -239,5 +237,5 @@ def _set_checkpointing(args: Any, value: Any) -> None:
 
 
 def _text(value: Any) -> Any:
-    """Return a member of an enumeration as its value."""
+    """Return the value of an enumeration's member."""
     return getattr(value, "value", value)

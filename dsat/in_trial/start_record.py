@@ -27,9 +27,8 @@ _SPAWNED = "--multiprocessing-fork"  # of a process that multiprocessing starts 
 def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
     """Write a record of the first run when this process calls `deepspeed.initialize` to train.
 
-    Args:
-        start: of the process: pid, argv, cwd, cores and env at that time.
-        waits: the process does not train then, but waits to be ended.
+    `start` has pid, argv, cwd, cores and env at the process's start. With `waits`, the process then
+    waits to be ended instead of training.
     """
     records = folder / RECORDS_FOLDER
     written: list[Path] = []
@@ -55,7 +54,7 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
 def _describe_process(
     folder: Path, start: Mapping[str, Any], config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Fields of `RankStart`."""
+    """Return the fields of a `RankStart`."""
     rank, size = rank_and_size()
     # A script may choose its devices itself, before it imports torch.
     chosen = {name: os.environ[name] for name in VISIBLE if name in os.environ}
@@ -81,7 +80,7 @@ def _describe_process(
 
 
 def _drop_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, str]:
-    """Variables as they would be without dsat's folders in `PYTHONPATH`, with whole paths there."""
+    """Return variables without dsat's folders in `PYTHONPATH`, whose entries become absolute."""
     found = dict(env)
     entries = found.pop("PYTHONPATH", "").split(os.pathsep)
     paths = [Path(cwd, entry) for entry in entries if entry]
@@ -90,7 +89,7 @@ def _drop_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, str]
 
 
 def _drop_filled_batch(config: dict[str, Any]) -> dict[str, Any]:
-    """Drop the global batch size if accelerate has filled it in: it follows from the others."""
+    """Drop the global batch size if accelerate computed it from the others."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "accelerate.accelerator":

@@ -25,13 +25,10 @@ class StepMarks:
 
     Attributes:
         number: of the step, counted from 1; 0 until it is made.
-        calls: contents of each call of the model.
-        losses: number of losses that backward passes began with.
-        compiled: torch compiled something meanwhile.
-        evaluated: the model was called outside of training meanwhile.
-        backward_began: where the script's own backward pass began, if one is under way.
+        losses: number of losses that began backward passes.
+        evaluated: whether the model was called outside of training.
+        backward_began: begin of the script's own backward pass, if one is running.
         waited_before_s, waited_s: seconds of waiting for data loaders, before this step and in it.
-        phases: beginnings and ends.
     """
 
     begin: Any
@@ -59,7 +56,7 @@ class StepMarks:
         return min(seen, default=0)
 
     def is_full(self, spec: MeterSpec) -> bool:
-        """Return False if a micro step or a sample is missing, as at the end of an epoch."""
+        """Return whether no micro step and no sample is missing, as at the end of an epoch."""
         enough = self.micro_steps == 0 or self.micro_steps >= spec.gas
         rows = [call.rows for call in self.calls if call.rows is not None]
         return enough and all(count >= spec.micro_batch for count in rows)
@@ -72,13 +69,13 @@ class StepMarks:
         return fed * self.micro_steps / len(self.calls)
 
     def tokens(self) -> float:
-        """Tokens of all calls; NaN if those of one of them are not known."""
+        """Return the tokens of all calls; NaN if unknown for one of them."""
         if not self.calls or any(call.tokens is None for call in self.calls):
             return math.nan
         return float(sum(float(call.tokens) for call in self.calls))
 
     def milliseconds(self, clock: Clock) -> list[float]:
-        """Return latency, the phases' sums, and the wait for data that no phase hides."""
+        """Return latency, sums of the phases, and the wait for data outside of phases."""
         sums = [sum(clock.ms(a, b) for a, b in self.phases[phase]) for phase in PHASES]
         latency = clock.ms(self.begin, self.end)
         # An asynchronous device may still be computing while the host waits.
@@ -103,14 +100,11 @@ class StepRecorder:
     """Recorder of the optimizer steps of one engine.
 
     Args:
-        engine: a DeepSpeed engine.
-        spec: what to measure.
-        before: memory of the process when there was no model yet.
-        warn: takes messages for the user.
-        take: takes the marks of each optimizer step, and whether fp16 skipped it.
+        before: memory of the process before the model was built.
+        take: receives the marks of each optimizer step, and whether fp16 skipped it.
 
     Attributes:
-        notes_memory: peaks are assigned to phases, which costs time; until the warm-up is over.
+        notes_memory: whether peaks are recorded by phase, which costs time; during warm-up only.
     """
 
     def __init__(
@@ -149,12 +143,12 @@ class StepRecorder:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Return whether the device runs beside the host, and has clocks that need warming up."""
+        """Return whether the device runs beside the host, with clocks that need a warm-up."""
         return self.memory.has_allocator
 
     @property
     def has_own_boundary(self) -> bool:
-        """Return whether the script says itself which micro batch ends an optimizer step."""
+        """Return whether the script itself sets the accumulation boundary."""
         return getattr(self._engine, "_is_gradient_accumulation_boundary", None) is not None
 
     def restart(self) -> None:
@@ -162,7 +156,6 @@ class StepRecorder:
         self.marks = StepMarks(begin=self.clock.mark())
 
     def forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the engine's `forward`."""
         if not is_training(self._engine):
             self.marks.evaluated = True
             return original(*args, **kwargs)
@@ -178,7 +171,6 @@ class StepRecorder:
         return result
 
     def backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the engine's `backward`."""
         if self.profiler is not None:
             self.profiler.leave_forward()
         loss = args[0] if args else kwargs.get("loss")
@@ -210,7 +202,7 @@ class StepRecorder:
         return result
 
     def follow_evaluations(self) -> None:
-        """Note calls of the model itself, outside of training, as for generation."""
+        """Record calls of the model outside of training, as for generation."""
 
         def before(*_: Any) -> None:
             if not (self._in_forward or is_training(self._engine) or is_in_backward()):
@@ -222,7 +214,7 @@ class StepRecorder:
                 part.register_forward_pre_hook(hook)
 
     def follow_module(self) -> None:
-        """Record the calls of a script that calls the model itself, and never the engine."""
+        """Record calls of a script that calls the model itself, never the engine."""
 
         def before(_: Any, args: Any, kwargs: Any) -> None:
             if not self._in_forward and is_training(self._engine) and not is_in_backward():
@@ -234,7 +226,7 @@ class StepRecorder:
         self._calls_engine = False
 
     def observed(self, ranks: Ranks, spec: MeterSpec) -> dict[str, Any]:
-        """Return fields of an `Outcome`: what was observed beside the times; a collective call."""
+        """Return fields of an `Outcome` besides the times; a collective call."""
         self.memory.note_measured_steps()
         profile = None if self.profiler is None else self.profiler.result()
         if profile is not None:
@@ -268,7 +260,7 @@ class StepRecorder:
         self._forward_began = None
 
     def _close_backward(self) -> None:
-        """End the backward pass of a script that calls loss.backward(), if one is under way."""
+        """End the script's own backward pass, if one is running."""
         if self.marks.backward_began is not None:
             self._end_phase("backward", self.marks.backward_began)
             self.marks.backward_began = None

@@ -52,9 +52,8 @@ def summarize(values: Sequence[float], may_be_accident: Sequence[bool] | None = 
     """Return the mean of step times, with an interval that holds for autocorrelated steps.
 
     Args:
-        values: of consecutive steps, positive.
-        may_be_accident: of each, whether nothing in the training explains that it took long (more
-            tokens, say, or waiting for data); by default all.
+        may_be_accident: whether nothing in the training explains a long step (more tokens, say, or
+            waiting for data); by default True for all.
     """
     accidents = _accidents(values, may_be_accident or [True] * len(values))
     kept = [value for i, value in enumerate(values) if i not in accidents]
@@ -122,7 +121,7 @@ def steps_wanted(count: int, ci95: float, most: int) -> int:
 
 
 def _accidents(values: Sequence[float], may_be: Sequence[bool]) -> list[int]:
-    """Steps far beyond the others, if they are rare."""
+    """Return positions of steps far beyond the others, if they are rare."""
     median = statistics.median(values)
     spread = 1.4826 * statistics.median([abs(value - median) for value in values])
     bound = median + max(_FAR * spread, _FAR_AT_LEAST * median)

@@ -30,10 +30,10 @@ def acquired(
     """Acquire hosts where trials run, and release them afterwards.
 
     Args:
-        engine: name of a place. Engines that are not places see this machine.
-        program: may name devices.
-        given: options of the place, by keyword.
-        in_use: variables of memory in use before the command began, if it runs already.
+        engine: name of a place; other engines get this machine.
+        program: its launcher may choose devices.
+        in_use: variables of `accelerators.variables_of_memory_in_use`, from before the command
+            began.
     """
     program = program or Entrypoint()
     launch = program.launch
@@ -53,7 +53,6 @@ def acquired(
 
 
 def _names(positions: Sequence[int], variables: Mapping[str, str]) -> list[str]:
-    """Return the names of devices at positions among the visible ones."""
     chosen = find_chosen_devices(VISIBLE, variables)
     return [chosen[n] if n < len(chosen) else str(n) for n in positions]
 
@@ -82,7 +81,7 @@ def check_equal(hosts: Sequence[Host]) -> None:
 
 
 def check_kinds(host: Host) -> None:
-    """Raise UserInputError if a host has devices of several kinds."""
+    """Raise UserInputError if a host has different kinds of devices."""
     machine = host.machine
     groups = machine.devices_by_kind()
     if len(groups) > 1:
@@ -99,7 +98,7 @@ def check_kinds(host: Host) -> None:
 def extend_slots(hosts: Sequence[Host], slots: int) -> tuple[Host, ...]:
     """Return hosts with enough devices for a trial.
 
-    On a CPU a trial may have more ranks than its quota has cores.
+    On a CPU, a trial may have more ranks than its quota has cores.
     """
     share = -(-slots // len(hosts))
     return tuple(replace(host, machine=host.machine.extend(share)) for host in hosts)
@@ -116,7 +115,7 @@ def describe(hosts: Sequence[Host]) -> str:
 
 
 def all_slots(hosts: Sequence[Host], program: Entrypoint) -> int:
-    """Return the devices that a launcher uses without a number: all of its machines."""
+    """Return the devices that a launcher without a number uses: all of its machines'."""
     launch, machine = program.launch, hosts[0].machine
     if machine.is_cpu and program.launcher == DEEPSPEED and not launch.hosts:
         return _numa_ranks()
@@ -124,7 +123,7 @@ def all_slots(hosts: Sequence[Host], program: Entrypoint) -> int:
 
 
 def _numa_ranks(nodes: Path = Path("/sys/devices/system/node")) -> int:
-    """Return the ranks that DeepSpeed's launcher starts on a CPU: one for each NUMA node.
+    """Return the ranks that DeepSpeed's launcher starts on a CPU: one per NUMA node.
 
     As `CPU_Accelerator.device_count` of DeepSpeed 0.19.8, which asks numactl.
     """

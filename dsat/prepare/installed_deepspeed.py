@@ -38,8 +38,7 @@ class _Question:
     """A configuration to check.
 
     Attributes:
-        place: the file, and the keys that lead to the configuration in it.
-        whole: it is a whole configuration, not a part.
+        place: file, and path of keys in it.
         own: the user's configuration, whose unknown keys are allowed; None allows all.
     """
 
@@ -50,16 +49,11 @@ class _Question:
 
 
 def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
-    """Check the user's configuration, their overrides and the values that they list.
+    """Check the user's configuration, overrides and listed values by the installed DeepSpeed.
 
-    Another process asks DeepSpeed, whose import takes seconds. Without DeepSpeed, or if trials run
-    with another one, everything passes.
-
-    Returns:
-        DeepSpeed's defaults of its knobs, by path; empty if it is not asked.
-
-    Raises:
-        UserInputError: DeepSpeed refuses a key, a type, a value or the whole.
+    A separate process asks DeepSpeed, whose import takes seconds. Without DeepSpeed, or if trials
+    use another one, everything passes. Returns DeepSpeed's defaults of its knobs by path, empty if
+    it is not asked. Raises UserInputError for a refused key, type, value or whole.
     """
     questions = list(_questions(experiment))
     answer = None if program.interpreter else _answer(questions)
@@ -86,7 +80,6 @@ def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
 
 
 def _questions(experiment: Experiment) -> Iterator[_Question]:
-    """Yield the user's configuration, their overrides and each listed value."""
     name, own, overrides = experiment.ds_config_name, experiment.ds_config, experiment.overrides
     yield _Question(name, _asked_of(own), whole=not overrides)
     if overrides:
@@ -98,12 +91,12 @@ def _questions(experiment: Experiment) -> Iterator[_Question]:
 
 
 def _asked_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the sections that dsat checks itself."""
+    """Drop sections that dsat checks itself."""
     return {key: value for key, value in config.items() if key not in (AUTOTUNING, *BATCH_KEYS)}
 
 
 def _answer(questions: Sequence[_Question]) -> dict[str, Any] | None:
-    """Return DeepSpeed's answer, cached or new; None without one."""
+    """Return DeepSpeed's answer, from the cache or anew; None without one."""
     stamp = _stamp()
     if stamp is None:
         return None
@@ -121,7 +114,7 @@ def _answer(questions: Sequence[_Question]) -> dict[str, Any] | None:
 
 
 def _stamp() -> str | None:
-    """Return an identifier of the installed DeepSpeed; None if it is missing."""
+    """Return an identifier of the installed DeepSpeed; None without it."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
         return None

@@ -32,13 +32,9 @@ def version(name: str) -> str | None:
 
 
 def check(also: str | None = None) -> None:
-    """Check that torch and DeepSpeed are in this environment, in versions that trials work with.
+    """Check that torch and DeepSpeed are installed in supported versions, and `also`.
 
-    Args:
-        also: a further package, of any version.
-
-    Raises:
-        UserInputError: they are not.
+    Raises UserInputError if not.
     """
     needed = {each.name: each.specifier for each in requirements()}
     problems = {}

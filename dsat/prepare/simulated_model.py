@@ -63,7 +63,7 @@ class SimulatedModel:
 
     @classmethod
     def build(cls, name: str, config: Mapping[str, Any], simulator: Simulator) -> SimulatedModel:
-        """Return a model; complete its configuration with what the script passes."""
+        """Complete the configuration with what the script passes."""
         script = simulator.script
         whole = hf_config.fill_in_buckets(config, script.hidden_size)
         optimizer = {"optimizer": dict(script.optimizer)} if script.optimizer else {}
@@ -110,11 +110,9 @@ def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
 
 
 def start_engine(source: Source, folder: Path, timeout_s: float) -> LocalEngine:
-    """Return an engine that runs a script for simulations, on this machine.
+    """Return an engine that runs a script for simulations, with its log in a folder.
 
-    Args:
-        folder: for its log.
-        timeout_s: limit for the script to reach its first training step.
+    The script must reach its first training step within `timeout_s`.
     """
     experiment = source.experiment
     return LocalEngine(
@@ -141,9 +139,7 @@ def warn_of_length(settings: ModelSettings, script: ScriptFacts) -> None:
 def name_of(model: str, path: Path) -> str:
     """Return the name of a model: of its file, its folder or its Hub id, or else its type.
 
-    Args:
-        model: a word of the user, see `hf_config.find`.
-        path: of its configuration.
+    `model` is the user's word for it, see `hf_config.find`.
     """
     if path.name != hf_config.CONFIG_FILE:
         return path.stem

@@ -41,8 +41,7 @@ class Source:
     """An experiment, or a command as one.
 
     Attributes:
-        unknown: `PROGRAM` or `CONFIG`, if only a run of the command shows it; else empty.
-        ds_config: from `--ds-config`.
+        unknown: `PROGRAM` or `CONFIG` if only a run of the command shows it; else empty.
     """
 
     experiment: Experiment
@@ -52,7 +51,7 @@ class Source:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The user's own command; empty if an experiment is tuned."""
+        """The user's command; empty for an experiment."""
         return self.program.started_by
 
     def can_run_first(self) -> bool:
@@ -70,20 +69,20 @@ class Source:
         )
 
     def first_run(self, options: TrialOptions, slots: int | None) -> OwnCommand:
-        """Start the user's command as the first trial; a plain script has `slots` ranks."""
+        """Start the user's command as the first trial, a plain script with `slots` ranks."""
         ranks = self._ranks(slots)
         return OwnCommand(
             self.command, Path.cwd(), timeout_s=options.timeout_s, options=options, ranks=ranks
         )
 
     def _ranks(self, slots: int | None) -> int | None:
-        """Return the ranks of a plain script; None if the command starts them itself."""
+        """Return the ranks of a plain script; None if the command starts them."""
         program = self.program
         is_plain = self.unknown != PROGRAM and not program.launcher
         return (slots or 1) if is_plain else None
 
     def run_to_training(self, timeout_s: float, slots: int | None = None) -> Source:
-        """Run the command up to its training; return this with its program and configuration."""
+        """Run the command up to its training; return its program and configuration."""
         _log.info("running `%s` up to its training", shlex.join(self.command))
         # On several hosts the script alone shows its configuration.
         launch = self.program.launch
@@ -102,7 +101,7 @@ class Source:
             run.close()
 
     def complete_from_record(self, run: OwnCommand) -> Source:
-        """Return this with the program and configuration that a running command shows."""
+        """Return the program and configuration that a running command shows."""
         ranks, cores = run.ranks(), os.sched_getaffinity(0)
         program, own = (
             recorded_start.recognise_program(ranks, self.command, run.env, cores),
@@ -126,7 +125,7 @@ class Source:
         return _make_from_start(self, ranks, program)
 
     def slots_per_trial(self, given: int | None, available: int) -> int:
-        """Return the devices of a trial: as given, or from the user's files."""
+        """Return the devices of a trial, by an option or by the user's files."""
         program = self.program
         if not self.command:
             slots = given or self.experiment.slots_per_trial
@@ -149,7 +148,10 @@ def read(target: Target) -> Source:
         _check_options(program)
         check_config_path(experiment, program)
         return Source(experiment, program)
-    folder = Path.cwd()
+    folder, command = Path.cwd(), tuple(entrypoints.drop_autotuning(target.command))
+    if command != target.command:
+        _log.info("note: --autotuning is left out of your command: dsat tunes in its place")
+        target = replace(target, command=command)
     try:
         program = entrypoints.parse(target.command, folder)
     except UnknownStart:
@@ -220,7 +222,6 @@ def check_config_path(experiment: Experiment, program: Entrypoint) -> None:
 
 
 def _mark_word(program: Entrypoint, folder: Path) -> Entrypoint:
-    """Mark a program whose configuration argument is a word, not a path."""
     named = program.config_path
     if named is None or os.path.isfile(folder / named):
         return program
@@ -249,7 +250,6 @@ def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) ->
 
 
 def _unknown(target: Target) -> Source:
-    """Return the source of a command whose script only a run shows."""
     command = _command_of(target, is_known=False)
     program = Entrypoint(started_by=command)
     experiment = experiments.make_experiment(target.command, Path(command[0]).name, Path.cwd(), {})
@@ -287,7 +287,6 @@ def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
 
 
 def _make_from_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -> Source:
-    """Return the source of a recorded command, with the configuration of its training."""
     first = min(ranks, key=lambda rank: rank.rank)
     folder, name = Path(first.cwd), _name(program)
     words = list(program.started_by)
@@ -318,7 +317,7 @@ def _make_from_start(source: Source, ranks: Sequence[RankStart], program: Entryp
 
 
 def _filled_in(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the values that the script set for "auto" sizes of its file."""
+    """Return the values that the script set for "auto" sizes."""
     _, *sizes = ds_config.BATCH_KEYS  # the global one follows
     left = [key for key in sizes if own.get(key) == ds_config.AUTO]
     found = {key: (passed or {}).get(key) for key in [*left, SEQUENCE_SIZE]}
@@ -326,7 +325,6 @@ def _filled_in(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict
 
 
 def _recognised(program: Entrypoint) -> str:
-    """Describe the ranks of a recorded command."""
     ranks = f"{program.slots} ranks" if program.slots != 1 else "1 rank"
     if program.needs_command:
         return (

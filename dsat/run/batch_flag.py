@@ -9,17 +9,17 @@ from dsat.values.trial import Trial
 
 
 class BatchFlag:
-    """The flag that a script takes its micro batch from, once a trial has shown it.
+    """The script's flag for its micro batch, once a trial has shown it.
 
-    Such a trial fed the value of that flag whatever its configuration was.
+    Such a trial fed the flag's value, whatever its configuration was.
 
     Args:
         outcomes: of the run so far, by trial id.
 
     Attributes:
-        name: of the flag, which later trials get; empty if there is none.
-        refusal: message of a trial with the flag that could not be measured, after which none gets
-            it (the script may feed another batch nevertheless, or have a constant accumulation).
+        name: flag that later trials get; empty if there is none.
+        refusal: message of a trial with the flag that could not be measured; no later trial gets
+            it. The script may feed another batch all the same, or have a constant accumulation.
     """
 
     def __init__(self, outcomes: Mapping[int, Outcome]) -> None:
@@ -27,7 +27,6 @@ class BatchFlag:
         self._outcomes = outcomes
 
     def update(self, trial: Trial, outcome: Outcome, own_micro_batch: int) -> None:
-        """Process the outcome of a trial."""
         is_refused = outcome.kind is OutcomeKind.INVALID and not outcome.smaller_may_run
         if trial.batch_flag and is_refused and not self.refusal:
             self.refusal = outcome.message
@@ -39,7 +38,7 @@ class BatchFlag:
             self.name = outcome.batch_flag
 
     def supersedes(self, trial: Trial) -> bool:
-        """Return whether a trial failed for want of the flag, and may run again with it."""
+        """Return whether a trial failed because it lacked the flag, and may run again with it."""
         outcome = self._outcomes.get(trial.id)
         fed_another = outcome is not None and not outcome.ok and outcome.fixed_batch is not None
         return fed_another and bool(self.name) and not trial.batch_flag

@@ -12,6 +12,7 @@ from dsat.values import student
 # Confidence of what is reported. The number of pairs depends on what they showed, so that an
 # interval of 97.5 % of a fixed number holds in 95 % of runs (`benchmarks/winners_curse.py`).
 REPORTED, CLEAR = 0.975, 0.99
+_WIDEST = 100.0  # upper by lower end of an interval that is shown
 # With up to this number of pairs, earlier runs count towards the spread, unless they differ from
 # the pairs at this confidence.
 _FEW, _DIFFERENT = 3, 0.95
@@ -29,16 +30,10 @@ class Variation:
 
     Attributes:
         sd: standard deviation of the logarithm of a run's value.
-        freedom: degrees of freedom behind it.
     """
 
     sd: float
     freedom: int
-
-    @classmethod
-    def from_runs(cls, first: float, second: float) -> Variation:
-        """Return the variation by two runs of one configuration, by their logarithms."""
-        return cls(abs(second - first) / math.sqrt(2), 1)
 
 
 def margin_of_single_runs(
@@ -46,12 +41,11 @@ def margin_of_single_runs(
 ) -> float:
     """Return the half-width of the 95 % interval of the difference of two runs, in logarithms.
 
-    It is as wide as the best of several needs (Bonferroni). The error
-    within a run leaves out what differs from run to run.
+    It is wide enough for the best of several (Bonferroni), and includes run-to-run variation,
+    which the error within a run lacks.
 
     Args:
         errors: standard errors of both, by the steps of each.
-        tried: number of configurations that ran.
         measured: run-to-run variation; None if it was not measured.
     """
     freedom, squares = _PRIOR_FREEDOM, _PRIOR_FREEDOM * _PRIOR_SD**2
@@ -76,23 +70,21 @@ class Gain:
     def of_log(cls, mean: float, margin: float) -> Gain:
         return cls(math.exp(mean), math.exp(mean - margin), math.exp(mean + margin))
 
+    @property
+    def is_unknown(self) -> bool:
+        """Return whether the interval is too wide for its figures to mean anything."""
+        return self.high > _WIDEST * self.low
+
 
 def _squares_beside_drift(values: Sequence[float]) -> float:
-    """Return the sum of the squares by which values differ from a straight line."""
+    """Return the sum of squared residuals from a straight line."""
     slope, start = statistics.linear_regression(range(len(values)), values)
     return sum((value - start - slope * at) ** 2 for at, value in enumerate(values))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of pairs of runs, as logarithms of values of which the larger is better.
-
-    Attributes:
-        mean: of the differences within the pairs.
-        standard_error: of `mean`.
-        freedom: degrees of freedom behind `standard_error`.
-        noise: the standard deviation of one run of one configuration.
-    """
+    """Result of pairs of runs, as logarithms; larger is better."""
 
     mean: float
     standard_error: float
@@ -105,11 +97,11 @@ class Comparison:
     ) -> Comparison:
         """Compare the second of each pair with the first.
 
-        Differences and sums of the pairs spread by as much, but that a steady drift of the machine
-        changes the sums. Up to three pairs show little of it: the user's own configuration counts
-        too, by its runs and that of the search, and for a single pair that of the search's choice
-        as well. But the first trial of a run may be far off all others: beside three pairs it
-        counts unless it differs significantly (Bancroft, Annals of Mathematical Statistics 15
+        Differences and sums of the pairs have the same spread, but a steady drift of the machine
+        changes the sums. Three pairs or fewer say little of it, so the search's run of the user's
+        own configuration counts too; with a single pair, also that of the search's choice. The
+        first trial of a run may be far off all others, so with three pairs it counts only unless
+        it differs significantly (Bancroft, Annals of Mathematical Statistics 15
         (1944)).
         """
         count = len(pairs)
@@ -144,20 +136,20 @@ class Comparison:
 
     @property
     def variation(self) -> Variation:
-        """The measured variation from run to run."""
+        """The run-to-run variation."""
         return Variation(self.noise, self.freedom)
 
     @property
     def is_better(self) -> bool:
-        """True if the second is better with 95 % confidence."""
+        """Return whether the second configuration is better with 95 % confidence."""
         return self.mean > self.margin
 
     def is_clear(self, least: float | None) -> bool:
-        """Return whether one of them is better with 99 % confidence, or no gain is worth it.
+        """Return whether either is better with 99 % confidence, or no gain is worth it.
 
         Args:
-            least: the logarithm of a gain that is worth something; None to find out which is
-                better, however little.
+            least: logarithm of the least gain that is worth it; None to find out which is better,
+                however little.
         """
         margin = student.half_width(CLEAR, self.freedom) * self.standard_error
         return abs(self.mean) > margin or (least is not None and self.mean + margin < least)

@@ -33,11 +33,7 @@ _HOPELESS_AFTER = 4  # failures of the first trials
 
 @dataclass(frozen=True)
 class BeginFinals:
-    """The finals are next.
-
-    Attributes:
-        event: that begins them.
-    """
+    """The finals are next."""
 
     event: Mapping[str, Any]
 
@@ -46,16 +42,10 @@ Step = Trial | BeginFinals | Wait | Stop
 
 
 class Decisions:
-    """The decisions of a run, phase by phase: the user's own configuration, the search, the finals.
+    """Decides the trials of a run: the user's own configuration, the search, the finals.
 
     Decisions follow from the run, which is the fold of its journal. Nothing is decided twice: a run
     continues by applying the events of its journal.
-
-    Args:
-        plan: what is tuned.
-
-    Attributes:
-        run: the run so far.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -68,7 +58,6 @@ class Decisions:
         self._next: Step | None = None
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Apply an event of the journal."""
         self._next, flag = None, self.run.batch_flag.name
         self.run.apply(event)
         if event["event"] in (EVENT_EARLIER, EVENT_PROPOSED) and event["trial"].profiles:
@@ -85,7 +74,7 @@ class Decisions:
                 self._trials = TrialFactory(self.plan, self.run)
 
     def pop_skipped(self) -> list[str]:
-        """Return, once, the names of configurations that were predicted not to fit."""
+        """Return, once, the names of configurations that were skipped as too large."""
         search = self._searching
         if search is None:
             return []
@@ -150,7 +139,7 @@ class Decisions:
 
     @property
     def _due_repeat(self) -> Trial | None:
-        """The user's own configuration, if it is to be measured a second time now, alone."""
+        """The user's own configuration, if it is to be measured a second time now."""
         run, own = self.run, self.run.baseline
         if own is None or run.value(own) is None or run.repeat is not None or self._reserved:
             return None
@@ -171,7 +160,6 @@ class Decisions:
 
     @property
     def _reserved(self) -> int:
-        """Number of trials that are reserved for the finals."""
         most = self.run.most_trials - count_finals(self.run)
         return finals.reserved(most, self.plan.finals)
 
@@ -190,7 +178,7 @@ class Decisions:
 
     @property
     def _plan_of_search(self) -> Plan:
-        """The plan, with one micro batch only if trials showed that the script feeds no other."""
+        """The plan; with one micro batch only, if the script feeds no other."""
         outcomes = self.run.outcomes.values()
         fixed = next((each.fixed_batch for each in outcomes if each.fixed_batch), None)
         if fixed is None or self.run.batch_flag.name:
@@ -206,7 +194,6 @@ class Decisions:
 
     @property
     def failure(self) -> str | None:
-        """The reason that the model could not be profiled, or None."""
         return self._profiling.failure
 
     @property
@@ -217,12 +204,11 @@ class Decisions:
 
     @property
     def search_began(self) -> bool:
-        """Return whether the search has begun."""
         return self._profiling.over and not self.needs_memory_basis
 
     @property
     def forecast(self) -> Forecast | None:
-        """Predicted memory, if it is predicted, from when the search begins."""
+        """Memory predictions of the search; None without, or before it begins."""
         search = self._search
         return None if search is None else search.forecast
 
@@ -237,7 +223,7 @@ class Decisions:
 
 
 def _is_hopeless(run: Run) -> bool:
-    """Return whether the first trials all failed in a way that no other configuration avoids."""
+    """Return whether the first trials all failed in ways that other configurations would too."""
     tried = [o for i, o in run.outcomes.items() if run.trials[i].kind in SEARCHED]
     failed = [o for o in tried if o.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID)]
     final = sum(not outcome.smaller_may_run for outcome in failed)

@@ -62,11 +62,7 @@ _TIMES_S = range(253_402_214_400)  # up to a day before the year 10000: others a
 
 
 def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode the values of a journal's event; the inverse is `encode`.
-
-    Raises:
-        DecodeError: a value is missing, of another type, or no date.
-    """
+    """Decode the values of an event; the inverse is `encode`."""
     kinds = VALUES_OF.get(decode(str, line["event"], "event"), {})
     values = dict(line)
     for key, kind in {**kinds, **_VALUES_OF_ALL}.items():
@@ -82,10 +78,6 @@ def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def raise_as_corrupt_journal(number: int, name: str = "the journal") -> Iterator[None]:
     """Raise what goes wrong while an event is decoded or applied as a corrupt journal.
-
-    Args:
-        number: of the event, from 1.
-        name: of the file.
 
     Raises:
         JournalError: a value is damaged, or the event does not fit those before it.

@@ -22,17 +22,17 @@ from dataclasses import dataclass
 from dsat.run.comparison import REPORTED, Comparison, Gain, margin_of_single_runs
 from dsat.values import student
 
-# With 1 % of noise from run to run, seven pairs see a gain of 3 % nearly always, with 2 % in three
-# of five runs. They take 30 % of the search's time at most, but for the least.
+# Seven pairs detect a gain of 3 % nearly always at 1 % of run-to-run noise, and in three of five
+# runs at 2 %. Beyond the least, finals take at most 30 % of the search's time.
 MOST_TRIALS, LEAST_TRIALS = 15, 5
-_UNCLEAR = 7  # whatever they cost: three pairs and a run with the own batch, if two are not enough
+_UNCLEAR = 7  # always allowed: three pairs, and a run with the user's global batch
 SHARE, MOST_COST = 0.25, 0.30
-# Trials of a run; one pair in a short one, none in a shorter one: the user's own, one to compare.
+# Trials of a run: shorter ones than the first have one pair, shorter ones than the second none.
 SHORT_RUN, LEAST_RUN = 12, 4
 _PAIR = 2
 
-# Numbers of pairs after which they are judged, besides the end of the budget. One pair is enough
-# for a gain (or a loss) that is clearly large: how large exactly, no decision depends on.
+# Numbers of pairs at which they are judged, besides the end of the budget. One pair is enough for a
+# gain or loss that is clearly large.
 FIRST_LOOK, _LARGE = 1, math.log(1.5)
 _LOOKS = (FIRST_LOOK, 2, 3, 5, 8, 13, 21, 34, 55)
 _LEAST_ERROR = 0.003  # no run resolves a smaller difference
@@ -40,11 +40,9 @@ _MEMORY_STEP = math.log(1.05)  # what uses less by a smaller factor uses as much
 
 
 def reserved(max_trials: int, asked: int | None = None) -> int:
-    """Return the number of trials reserved for the finals; 0 for no finals.
+    """Return the number of trials reserved for the finals; 0 for none.
 
-    Args:
-        max_trials: of the whole run.
-        asked: what the user wants; by default a share of them.
+    `asked` is the user's limit, or None for a share of all trials.
     """
     if asked is not None:
         return min(asked, max(0, max_trials - 3))  # their own, perhaps a profile, one to compare
@@ -54,13 +52,10 @@ def reserved(max_trials: int, asked: int | None = None) -> int:
 
 
 def budget(max_trials: int, searched: int, asked: int | None = None, *, cost: float) -> int:
-    """Return the number of trials for the finals of a search, with those that it left over.
+    """Return the number of trials for the finals of a search, including those it left over.
 
     Args:
-        max_trials: of the whole run.
-        searched: trials that the search used.
-        asked: what the user wants.
-        cost: of a trial of the finals, as a part of the search's time.
+        cost: cost of a trial of the finals, as a fraction of the search's time.
     """
     most, left = reserved(max_trials, asked), max_trials - searched
     if asked is None and most:
@@ -71,16 +66,15 @@ def budget(max_trials: int, searched: int, asked: int | None = None, *, cost: fl
 
 @dataclass(frozen=True)
 class Contestant:
-    """A configuration as the search has seen it.
+    """A configuration as the search measured it.
 
     Attributes:
-        trial_id: of the trial that is to be run again.
-        log_value: of what it measured, larger is better.
-        standard_error: of `log_value`, by one run.
-        train_batch_size: its global batch.
-        memory_bytes: the most that a slot used; None if that is not known.
-        changes: settings in which it differs from the user's own configuration.
-        predicted: of what it measured, by the search's model of speed; the same for all without.
+        trial_id: trial that would be run again.
+        log_value: logarithm of the measured value; larger is better.
+        standard_error: standard error of `log_value`, by one run.
+        memory_bytes: peak memory of a device; None if unknown.
+        changes: number of settings that differ from the user's own configuration.
+        predicted: `log_value` by the search's model of speed; equal for all without a model.
     """
 
     trial_id: int
@@ -93,7 +87,7 @@ class Contestant:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Sort key among equally fast configurations, the smallest first."""
+        """Sort key among equally fast configurations."""
         memory = round(math.log(self.memory_bytes) / _MEMORY_STEP) if self.memory_bytes else 0
         return self.train_batch_size, memory, self.changes
 
@@ -101,10 +95,10 @@ class Contestant:
 def rank_by_expectation(
     tried: Collection[Contestant], *, indifference: float = 0.0
 ) -> list[Contestant]:
-    """Return configurations in the order in which they are worth a comparison with the own.
+    """Rank configurations by how worthwhile a comparison with the user's own is.
 
-    First the smallest of those that are expected to be slower than the fastest by no more than
-    what is worth nothing, then the others by what is expected of them.
+    First the smallest of those expected to be within `indifference` of the fastest, then the others
+    by expected value.
     """
     expected = dict(zip(tried, _expect_again(list(tried)), strict=True))
     level = max(expected.values()) - math.log1p(indifference)
@@ -118,9 +112,9 @@ def rank_by_expectation(
 def _expect_again(contestants: Sequence[Contestant]) -> list[float]:
     """Return the expected logarithm of each value on a re-run.
 
-    What one of many noisy measurements is above its prediction is mostly noise: each is drawn to
-    that, the more the less they differ from theirs beyond their own errors. How much they do is
-    estimated by the moments (DerSimonian and Laird, Controlled Clinical Trials 7 (1986)).
+    A noisy measurement above its prediction is mostly luck, so each is shrunk towards its
+    prediction. The less the measurements differ beyond their own errors, the more they shrink
+    (DerSimonian and Laird, Controlled Clinical Trials 7 (1986)).
     """
     values = [c.log_value - c.predicted for c in contestants]
     variances = [max(c.standard_error, _LEAST_ERROR) ** 2 for c in contestants]
@@ -151,33 +145,28 @@ class Role(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Turn:
-    """The next run of the finals; `trial_id` is the leader's trial that is run again."""
+    """The next run of the finals; `trial_id` is the leader's trial to run again."""
 
     role: Role
     trial_id: int | None = None
 
 
 class Finals:
-    """Decides who runs next, and in the end who won. Runs one at a time.
+    """Decides which configuration runs next, and in the end which one won. One runs at a time.
 
     Args:
-        own: the user's own configuration.
-        candidates: the best first; each takes the place of the one before when that has failed or
-            trains differently.
-        trials: how many runs there may be.
-        indifference: a gain that is not worth a larger global batch, as a fraction.
-        least_gain: pairs end early if the gain is surely below it, as a fraction; None if not.
-        same_batch: trial ids of the candidates beside which another configuration is to be run,
-            with the user's own global batch, since they have another.
-        first_look: after so many pairs they are judged first.
+        candidates: best first; each replaces the one before if that fails or trains differently.
+        trials: number of runs allowed.
+        indifference: gain, as a fraction, below which a larger global batch is not worth it.
+        least_gain: pairs end early once the gain is surely below this fraction; None for never.
+        same_batch: trial ids of candidates with another global batch than the user's. Beside them,
+            another configuration runs with the user's.
+        first_look: number of pairs at the first judgement.
 
     Attributes:
-        pick: the candidate that is compared with the user's own configuration; None if all have
-            failed.
-        turn: who runs next; None when the finals are over.
-        with_same_batch: `same_batch`.
-        pairs: logarithms of what the user's own configuration and the pick reached.
-        used: runs so far.
+        pick: candidate that is compared with the user's own configuration; None if all failed.
+        turn: next run; None when the finals are over.
+        pairs: logarithms of the values of the user's own configuration and the pick.
     """
 
     def __init__(
@@ -218,11 +207,11 @@ class Finals:
 
     @property
     def own_failed(self) -> bool:
-        """Tell whether the user's own configuration failed when it was run again."""
+        """Return whether re-running the user's own configuration failed."""
         return self._own_failures >= 2
 
     def mean_log_value(self, trial_id: int) -> float | None:
-        """Return the mean over the pairs of what a trial reached; None if it is in no pair.
+        """Return the mean over the pairs for a trial; None if it is in no pair.
 
         The gain is the ratio of two such values.
         """
@@ -233,7 +222,7 @@ class Finals:
 
     @property
     def comparison(self) -> Comparison | None:
-        """Comparison of the pick with the user's own configuration; None before a pair."""
+        """Comparison of the pick with the user's own configuration; None without a pair."""
         if not self.pairs or self.pick is None:
             return None
         before = (self.own.log_value, self.pick.log_value)
@@ -241,13 +230,13 @@ class Finals:
 
     @property
     def is_better(self) -> bool:
-        """True if the pick is better than the user's own configuration with 95 % confidence."""
+        """Return whether the pick is better with 95 % confidence."""
         comparison = self.comparison
         return comparison is not None and comparison.is_better
 
     @property
     def is_worth_it(self) -> bool:
-        """True if the pick is better, and by enough to justify its global batch."""
+        """Return whether the pick is better, by enough to justify its global batch."""
         comparison = self.comparison
         if comparison is None or self.pick is None or not self.is_better:
             return False
@@ -310,7 +299,7 @@ class Finals:
                 self.pick = self._surely_better()
 
     def _surely_better(self) -> Contestant | None:
-        """Return the first candidate whose own trial shows that it is better, if there is one."""
+        """Return the first candidate that the search measured as surely better, if any."""
 
         def least(candidate: Contestant) -> float:
             errors = candidate.standard_error, self.own.standard_error
@@ -324,14 +313,14 @@ class Finals:
         self._queue = []
 
     def _choose(self) -> None:
-        """Compare the next candidate, if there are any and a pair of trials."""
+        """Compare the next candidate, if one and a pair of trials are left."""
         if self._candidates and self._trials - self.used >= _PAIR:
             self.pick = self._candidates.pop(0)
             self._same_batch_due = self.pick.trial_id in self.with_same_batch
             self._next_pair()
 
     def _decided(self) -> bool:
-        """Check at a few fixed numbers of pairs if they are enough."""
+        """Return whether the pairs are enough; True only at a few fixed numbers of pairs."""
         if self.own_failed:
             return True
         comparison, count = self.comparison, len(self.pairs)

@@ -30,7 +30,7 @@ class FinalsPhase:
     def begin(
         self, reason: str, predicted: Callable[[Trial], float | None]
     ) -> dict[str, Any] | None:
-        """The event that begins the finals; None if there is nothing to decide, or no room.
+        """Return the event that begins the finals; None without a choice or without room.
 
         Args:
             reason: why the search is over.
@@ -65,21 +65,21 @@ class FinalsPhase:
         }
 
     def _one_of_each_strategy(self, ranked: list[int]) -> list[int]:
-        """Return the leader and its reserves: what fails in one strategy may run in another."""
+        """Return leader and reserves: if one strategy fails, another may run."""
         first: dict[str, int] = {}
         for trial_id in ranked:
             first.setdefault(self._run.trials[trial_id].strategy, trial_id)
         return list(dict.fromkeys([*first.values(), *ranked]))[: 1 + _RESERVES]
 
     def _cost(self, own: Trial, leader: Trial) -> float:
-        """Return the cost of a trial of the finals, as a part of the search's time."""
+        """Return the cost of a trial of the finals, as a fraction of the search's time."""
         outcomes = self._run.outcomes
         took_s = sum(outcome.duration_s for outcome in outcomes.values())
         of_both_s = outcomes[own.id].duration_s + outcomes[leader.id].duration_s
         return of_both_s / 2 / took_s if took_s else 1 / len(outcomes)
 
     def next_trial(self) -> Trial | None:
-        """Return the trial to start next, which counts as started; None to wait for an outcome."""
+        """Return the trial to start next; None to wait for an outcome."""
         run = self._run
         assert run.finals is not None and run.baseline is not None
         turn = run.finals.turn
@@ -103,10 +103,11 @@ class FinalsPhase:
     def _with_own_batch(
         self, pick: Trial
     ) -> tuple[dict[str, Any], BatchTriple, dict[str, Any]] | None:
-        """Return the configuration to compare at the user's own global batch.
+        """Return the configuration to compare at the user's global batch.
 
-        The best that the search found there; else the pick's settings, with gradient accumulation
-        if need be. None if the pick has that batch, or nothing but the own configuration has.
+        It is the best that the search measured there; else the pick's settings, with gradient
+        accumulation if necessary. None if the pick has that batch, or if only the user's own
+        configuration has.
         """
         plan, run = self._plan, self._run
         own = plan.own_batch
@@ -136,10 +137,10 @@ class FinalsPhase:
 
 
 def contenders(run: Run) -> list[Trial]:
-    """Return the trials of the search that finals may compare with the user's own configuration.
+    """Return trials of the search that the finals may compare with the user's own.
 
-    While that is the best, only those whose interval holds a gain that is worth something, by the
-    steps of both, and those that ran beside more trials than it.
+    If the user's own is the best, these are only trials whose interval includes a worthwhile gain,
+    and those that ran beside more trials than it.
     """
     tried = [trial for trial in searched(run) if run.plan.admits(trial.batch)]
     if run.leader is not run.baseline:

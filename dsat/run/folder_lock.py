@@ -74,7 +74,7 @@ def _lock(descriptor: int) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Check for a process that works in a folder, by trying its lock for a moment."""
+    """Return whether a process works in a folder, by trying its lock for a moment."""
     try:
         with open(folder / MARK_FILE, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -86,7 +86,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _holder(descriptor: int) -> str:
-    """` (process 71 on host, since 10:31:02)`; empty if the file does not say."""
+    """Return ` (process 71 on host, since 10:31:02)`; empty if the file does not say."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         told: dict[str, Any] = json.loads(os.pread(descriptor, 4096, 0))
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told["since_s"]))

@@ -40,7 +40,7 @@ def leaves_nothing_to_trade(plan: Plan) -> bool:
 
 @in_one_thread
 def predict(run: Run) -> FreeBatch | None:
-    """Predict the best micro batch that fits; None if none is faster, or nothing is known."""
+    """Predict the fastest micro batch that fits; None if none is faster, or nothing is known."""
     own, objective = run.baseline, run.plan.objective
     if run.profile is None or own is None or objective.smaller_is_better or run.value(own) is None:
         return None

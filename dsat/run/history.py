@@ -30,12 +30,7 @@ def read_run(path: Path) -> Run:
 
 
 def difference(run: Run, plan: Plan, info: Mapping[str, Any]) -> str | None:
-    """Return why an earlier run's measurements do not count for a plan; None if they do.
-
-    Args:
-        run: the earlier run, which has begun.
-        plan, info: of the run that is to use them.
-    """
+    """Return why an earlier run's measurements do not count for a plan; None if they do."""
     was = _conditions(run.plan, plan, run.info)
     now = _conditions(plan, run.plan, info)
     for name in dict.fromkeys([*was, *now]):
@@ -50,7 +45,7 @@ def difference(run: Run, plan: Plan, info: Mapping[str, Any]) -> str | None:
 
 
 def _conditions(plan: Plan, other: Plan, info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything by which a measurement depends on more than its configuration."""
+    """Return what a measurement depends on besides its configuration."""
     return {
         "slots_per_trial": plan.slots_per_trial,
         "slot_memory_bytes": plan.slot_memory_bytes,
@@ -61,10 +56,9 @@ def _conditions(plan: Plan, other: Plan, info: Mapping[str, Any]) -> dict[str, A
 
 @dataclass(frozen=True)
 class Measured:
-    """A trial of an earlier run that holds for a new plan too.
+    """A trial of an earlier run that a new plan can use.
 
-    Attributes:
-        neighbours: the most trials that ran beside it.
+    `neighbours` is the largest number of trials that ran at the same time.
     """
 
     trial: Trial
@@ -73,9 +67,10 @@ class Measured:
 
 
 def reusable_trials(runs: Iterable[Run], plan: Plan, info: Mapping[str, Any]) -> list[Measured]:
-    """Return the trials of earlier runs that hold for a plan too, in their order.
+    """Return trials of earlier runs that a plan can use, in order.
 
-    Failures for another reason than memory are repeated. Finals repeat other trials.
+    Failures other than out of memory are repeated. Finals are left out, because they repeat other
+    trials.
     """
     return [
         Measured(trial, outcome, run.neighbours.get(trial.id, 0))

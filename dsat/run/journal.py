@@ -27,9 +27,6 @@ class Journal:
     Args:
         path: the file; made if it is missing, its folder must exist.
 
-    Attributes:
-        events: what was in the file when it was opened.
-
     Raises:
         JournalError: a line in the middle is damaged, or a newer dsat wrote the file.
     """
@@ -79,13 +76,15 @@ class Journal:
 
 
 class MemoryJournal:
-    """A journal without a file, for what others make durable; it too keeps what JSON keeps."""
+    """A journal without a file, for callers that make it durable themselves.
+
+    It keeps events as JSON would.
+    """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
         self.events: list[dict[str, Any]] = [dict(event) for event in events]
 
     def append(self, event: Mapping[str, Any]) -> None:
-        """Append one event."""
         self.events.append(json.loads(json.dumps(event, allow_nan=False)))
 
 
@@ -96,11 +95,7 @@ def to_text(events: Iterable[Mapping[str, Any]]) -> str:
 
 
 def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
-    """Parse the content of a journal; whoever folds the events checks their values.
-
-    Args:
-        content: the whole file; its last line may be torn.
-        name: the file to name in errors.
+    """Parse the content of a journal; the caller checks the values of events.
 
     Returns:
         The events, and how many bytes of the content hold them.
@@ -135,5 +130,5 @@ def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a journal that another process may be writing; takes no lock."""
+    """Return the events of a journal without a lock; another process may be writing it."""
     return parse(path.read_bytes(), str(path))[0]

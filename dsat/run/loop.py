@@ -46,12 +46,8 @@ def drive(
     Trials that were interrupted, and so have no outcome, are run again first.
 
     Args:
-        tuner: decides.
-        engine: runs the trials.
-        observers: follow the run.
-        max_slots: the most of the engine's slots to use at once.
-        max_concurrent_trials: the most trials to run at once.
-        survey: finds what the tuner predicts memory from, if it waits for that.
+        max_slots: limit on the engine's devices in use.
+        survey: finds the basis of memory predictions, if the tuner waits for it.
     """
     run, per_trial = tuner.run, tuner.plan.slots_per_trial
     most = max_concurrent_trials * per_trial

@@ -15,11 +15,10 @@ from dsat.values.zero_strategy import Strategy, of_config
 
 
 class ProfilePhase:
-    """The user's own configuration; if it fails, the smallest micro batch until a trial ran.
+    """The user's own configuration; if it fails, the smallest micro batch until a trial runs.
 
     Attributes:
-        profile: of the model, once it is known.
-        failure: why it cannot be profiled, once that is known.
+        failure: why the model cannot be profiled; None as long as it may be.
     """
 
     def __init__(self, plan: Plan, trials: TrialFactory) -> None:
@@ -39,7 +38,6 @@ class ProfilePhase:
 
     @property
     def over(self) -> bool:
-        """Return whether the model is profiled."""
         return self.profile is not None
 
     def make_space(self, plan: Plan) -> Space:
@@ -51,18 +49,18 @@ class ProfilePhase:
         return strategies.make_space(plan, self.profile, rung=self._rung, only=only)
 
     def next_trial(self) -> Trial | None:
-        """Return the trial to start next; None to wait for an outcome. It changes nothing."""
+        """Return the trial to start next; None to wait for an outcome."""
         own = self._plan.own_batch
         if self._own_is_next:
             return self._trials.make(TrialKind.BASELINE, own.config(), own, self._plan.switches)
         return None if self._next_micro_batch is None else self._trial(self._next_micro_batch)
 
     def begin(self) -> None:
-        """Enter that the next trial began."""
+        """Note that the next trial began."""
         self._own_is_next, self._next_micro_batch = False, None
 
     def update(self, trial: Trial, outcome: Outcome) -> None:
-        """Process the outcome of a trial of this phase, which the run holds already."""
+        """Process the outcome of a trial of this phase."""
         profile = outcome.profile
         if not outcome.ok or profile is None:
             if trial.kind is TrialKind.BASELINE and self._may_fit_smaller(outcome):
@@ -86,7 +84,7 @@ class ProfilePhase:
             self._keeps_micro_batch = strategies.keeps_micro_batch(self._plan, outcome)
 
     def _may_fit_smaller(self, outcome: Outcome) -> bool:
-        """Decide whether the smallest micro batch may train where the user's own failed."""
+        """Return whether the smallest micro batch may train where the user's own failed."""
         own = self._plan.own_batch
         if outcome.kind is OutcomeKind.INVALID:
             return outcome.smaller_may_run and own.micro_batch > self._smallest_micro_batch
@@ -95,7 +93,7 @@ class ProfilePhase:
         return own.config() != self._overrides(self._smallest_micro_batch)
 
     def _on_failure(self, trial: Trial, outcome: Outcome) -> None:
-        """Profiles again in another way, or gives up."""
+        """Choose another way to profile the model, or give up."""
         smallest, own = self._smallest_micro_batch, self._plan.own_batch.micro_batch
         if outcome.before_engine and outcome.kind is OutcomeKind.ERROR:
             # Other configurations would fail too.
@@ -126,15 +124,15 @@ class ProfilePhase:
             self.failure = outcome.describe(name_of_trial(trial))
 
     def _begin_again(self) -> None:
-        """Try the smallest micro batch first, in another way."""
+        """Begin with the smallest micro batch again, in another strategy."""
         self._tried.clear()
         self._next_micro_batch = self._smallest_micro_batch
 
     def _is_refused(self, outcome: Outcome) -> bool:
         """Return whether DeepSpeed itself failed at stage 0.
 
-        Some calls are forbidden there that the other stages allow: `loss.backward()` in the place
-        of the engine's own.
+        It forbids some calls there that other stages allow, such as `loss.backward()` instead of
+        the engine's.
         """
         return of_config(self._plan.base_config).stage == 0 and _is_deepspeeds(outcome.detail)
 
@@ -152,7 +150,7 @@ class ProfilePhase:
         return self._trials.make(TrialKind.PROFILE, overrides, batch, plan.switches)
 
     def _overrides(self, micro_batch: int) -> dict[str, Any]:
-        """Overrides of a profile trial in the strategy that is tried now."""
+        """Return overrides of a profile trial in the present strategy."""
         if self._rung >= 0:
             strategy = self._ladder[self._rung]
         else:
@@ -161,12 +159,12 @@ class ProfilePhase:
 
 
 def name_of_trial(trial: Trial) -> str:
-    """Name of one of the first trials in messages."""
+    """Return what messages call one of the first trials."""
     own = trial.kind is TrialKind.BASELINE
     return "your own configuration" if own else "the profile trial"
 
 
 def _is_deepspeeds(traceback: str) -> bool:
-    """Return whether it was raised in DeepSpeed's own code."""
+    """Return whether an error was raised in DeepSpeed's code."""
     frames = [line for line in traceback.splitlines() if line.startswith('  File "')]
     return bool(frames) and "/deepspeed/" in frames[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,37 +19,32 @@ from dsat.values import hazards
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Trial, TrialKind
 
-TIMES_THE_OWN = 20.0  # steps of the user's own configuration: a trial may measure for as long
+TIMES_THE_OWN = 20.0  # a trial may measure for this many steps of the user's own configuration
 
 
 class Run:
-    """A pure function of the events applied so far.
+    """The state of a run: the fold of its journal's events.
 
     Attributes:
-        has_begun: there was the first event.
-        plan: from the first event on.
-        info: facts for people from the journal's first line (name, versions, machine).
-        trials, outcomes: by trial id, in the order of the events.
-        earlier: ids of the trials that earlier runs have measured; they cost nothing.
-        baseline: the trial of the user's own configuration.
-        repeat: the trial that measures it a second time, in a run without finals.
-        leader: the trial with the best value of the search among those that keep to the plan.
-        finals: the runs that decide, once the search is over; None if there are none.
-        training: compares the losses of trials.
-        batch_flag: of the script, which trials get with their micro batch.
-        repeated: the trial that a trial of the finals, or a repeat, runs again, by trial id.
-        profiled: end of the trial that profiled the model, once it is known.
-        disqualified: why a leader cannot win although it ran, by its trial id.
-        same_batch_final: the one with the user's own global batch, if another one is the best.
-        search_ended: why the search was over when the finals began.
-        converged: that was another reason than the number of trials.
-        memory_basis: what memory is predicted from.
-        skipped: names of configurations that were not launched since they would not have fitted.
-        stop_reason: None while the run goes on or after it was interrupted.
-        paused: it was interrupted, and did not go on since.
-        neighbours: the most trials that ran beside a trial at once, by its trial id.
-        running_s: wall time from the command's start to the last event, pauses left out.
-        ended_s: that time when a trial ended, by trial id.
+        has_begun: whether there was a first event; `plan` is missing before.
+        info: name, versions and machine, from the journal's first line.
+        earlier: ids of trials that were taken from earlier runs; they cost nothing.
+        repeat: second trial of the user's own configuration, in a run without finals.
+        leader: best trial of the search that keeps to the plan's batch sizes.
+        finals: finals after the search; None without.
+        training: comparison of losses.
+        batch_flag: the script's flag for its micro batch.
+        repeated: by trial id of a final or repeat, the trial that it runs again.
+        profiled: outcome of the trial that profiled the model.
+        disqualified: by trial id, why a leader cannot win although it ran.
+        same_batch_final: final at the user's global batch, if the leader has another.
+        search_ended: why the search ended; None before the finals began.
+        converged: whether it ended for another reason than the number of trials.
+        skipped: names of configurations that were predicted not to fit.
+        stop_reason: why the run ended; None while it runs or if it was interrupted.
+        paused: whether it was interrupted and did not continue.
+        neighbours: by trial id, the largest number of trials at the same time.
+        running_s: wall time without pauses, from the command's start to the last event.
         ended_at_s: seconds since the epoch when a trial ended; None if the journal does not say.
     """
 
@@ -94,7 +90,7 @@ class Run:
                     ds_config.check_sections(config, where=event["trial"].name)
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Folds one event in, its values as they are; a kind that is not known is skipped."""
+        """Apply one event; unknown kinds are skipped."""
         kind = event["event"]
         self.paused = kind == events.EVENT_PAUSED
         self.running_s += event.get("elapsed_s", 0.0)
@@ -200,7 +196,6 @@ class Run:
             self.repeated[trial.id] = turn.trial_id
 
     def _check_training(self, finals: Finals) -> None:
-        """Disqualify a pick that trains differently from the user's own configuration."""
         if finals.pick is None:
             return
         assert self.baseline is not None
@@ -213,7 +208,7 @@ class Run:
             finals.disqualify()
 
     def contestant(self, trial: Trial, predicted: float | None = None) -> Contestant:
-        """Make a contestant of the finals from a trial that ran, and what a model predicts."""
+        """Return a trial that ran as a contestant of the finals."""
         outcome, value, variation = self.outcomes[trial.id], self.value(trial), self.variation
         if value is None or outcome.metrics is None:
             raise ValueError(f"trial {trial.id} was not measured")
@@ -230,10 +225,9 @@ class Run:
         )
 
     def changes(self, trial: Trial) -> dict[str, tuple[Any, Any]]:
-        """Return the differences from the user's own configuration, batch sizes left out.
+        """Return settings that differ from the user's own configuration, except batch sizes.
 
-        Returns:
-            Both values by the setting's name: `zero_optimization.stage`; None where it is absent.
+        By dotted path, the user's value and the trial's; None where it is not set.
         """
         key = trial.id, self.profiled is not None  # the profile lists the script's switches
         if key not in self._changes:
@@ -251,8 +245,8 @@ class Run:
     def best(self) -> Trial | None:
         """Trial of the recommended configuration.
 
-        The finals' winner. Before their end the best of what is surely better than the user's own,
-        if the pairs so far do not say otherwise.
+        It is the finals' winner. Before their end, it is the best that surely beats the user's own,
+        unless the pairs so far say otherwise.
         """
         finals, own = self.finals, self.baseline
         if finals is None or not finals.over:
@@ -300,7 +294,7 @@ class Run:
 
     @property
     def best_outcome(self) -> Outcome | None:
-        """Outcome of the best configuration: the median of its runs in the finals, if any."""
+        """Outcome of the best configuration; see `typical_outcome`."""
         return None if self.best is None else typical_outcome(self, self.best)
 
     @property
@@ -322,12 +316,12 @@ class Run:
 
     @property
     def most_trials(self) -> int:
-        """The most trials that the run may have, those of earlier runs included."""
+        """Number of trials allowed, including those from earlier runs."""
         return self.plan.max_trials + len(self.earlier)
 
     @property
     def longest_s(self) -> float | None:
-        """For how many seconds a trial may measure; None for as long as it takes."""
+        """Time limit of a measurement in seconds; None for no limit."""
         longest_s, own = self.plan.longest_s, self.baseline and self.outcomes.get(self.baseline.id)
         if longest_s is None:
             return None
@@ -337,22 +331,20 @@ class Run:
 
     @property
     def profile(self) -> ModelProfile | None:
-        """Profile of the model, once it is known."""
         return None if self.profiled is None else self.profiled.profile
 
     @property
     def running(self) -> list[Trial]:
-        """Trials that were proposed and have no outcome."""
         return list(self._running.values())
 
     def value(self, trial: Trial) -> float | None:
-        """The objective's value of a trial; None unless it ran."""
+        """Return the objective's value of a trial; None unless it ran."""
         outcome = self.outcomes.get(trial.id)
         return None if outcome is None else outcome.value(self._objective)
 
 
 def _variation_of_repeat(run: Run) -> Variation | None:
-    """Return the variation by two equal runs of the user's own configuration, if there are."""
+    """Return the variation between two equal runs of the user's own configuration, if any."""
     own, again = run.baseline, run.repeat
     if own is None or again is None or run.neighbours[own.id] != run.neighbours[again.id]:
         return None
@@ -360,7 +352,7 @@ def _variation_of_repeat(run: Run) -> Variation | None:
     if first is None or second is None:
         return None
     log_value = run.plan.objective.log_value
-    return Variation.from_runs(log_value(first), log_value(second))
+    return Variation(abs(log_value(second) - log_value(first)) / math.sqrt(2), 1)
 
 
 def searched(run: Run) -> list[Trial]:
@@ -381,7 +373,7 @@ def final_value(run: Run, trial: Trial) -> float | None:
 def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
     """Return the median of a trial's runs in the finals; its own outcome without any.
 
-    A search that goes on after finals does not count their runs, until the next ones begin.
+    A search that continues after finals ignores their runs until the next finals begin.
     """
     repeated = run.repeated.items() if run.finals is not None else ()
     finals = [i for i, again in repeated if again == trial.id]
@@ -391,7 +383,7 @@ def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
 
 
 def own_switches(run: Run) -> dict[str, Any]:
-    """Return the script's own values of its switches, as far as they are known."""
+    """Return the script's own values of its switches."""
     found = {} if run.profile is None else run.profile.switches
     return {
         **{name: switch.values[0] for name, switch in found.items()},

@@ -55,9 +55,7 @@ class Finding:
     """Result of a comparison.
 
     Attributes:
-        agreement: of the losses.
-        reason: empty where they agree.
-        of_gradients: the losses of the first step agree, and the gradients differ.
+        of_gradients: whether the losses of the first step agree but its gradients differ.
     """
 
     agreement: Agreement
@@ -76,10 +74,9 @@ def compare(
 
     Args:
         own: of its runs, in any order; two are needed.
-        other: of another configuration, on the same seed and data.
-        precision: one of `PRECISIONS`: what the configuration says of the forward pass. What the
-            trainings were seen to compute in counts where it is coarser.
-        same_batch: both have the same global batch.
+        other: curve of another configuration, with the same seed and data.
+        precision: number format by the configuration, one of `PRECISIONS`. If the trainings
+            computed in a coarser one, that counts.
     """
     if not same_batch:
         return _unknown("the global batch size differs")
@@ -151,7 +148,7 @@ def _gradient_difference(
 def precision_of(config: Mapping[str, Any]) -> str:
     """Return the number format of a DeepSpeed configuration: bf16, fp16 or fp32.
 
-    Where the script decides ("auto") it is fp32, the finest: trainings tell what they computed in.
+    If the script decides ("auto"), it is fp32; trainings record the format that they used.
     """
     model, _ = ds_config.data_types(config)
     if model in ("bf16", "fp16"):
@@ -185,7 +182,7 @@ def _unknown(reason: str) -> Finding:
 
 
 def _losses(curve: TrainingCurve) -> dict[int, float]:
-    """By step, up to the first that fp16 skipped: from there on steps do not correspond."""
+    """Return losses by step, up to the first skipped by fp16: later steps do not correspond."""
     found: dict[int, float] = {}
     for step, loss in zip(curve.steps, curve.losses, strict=True):
         if loss is None or not math.isfinite(loss) or step in curve.skipped:
@@ -195,7 +192,7 @@ def _losses(curve: TrainingCurve) -> dict[int, float]:
 
 
 def _least_scale(curves: Sequence[Mapping[int, float]]) -> float:
-    """Return the smallest scale that differences of losses are compared with."""
+    """Return the smallest scale for differences of losses."""
     losses = [loss for curve in curves for loss in curve.values()]
     usual = statistics.median(map(abs, losses))
     return max(usual, _TERMS) if min(losses) <= _CANCELS_BELOW * usual else 0.0

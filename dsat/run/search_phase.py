@@ -40,20 +40,11 @@ _MOST_REPEATED = 1000  # proposals in a row of what is known, after which a sear
 
 
 class SearchPhase:
-    """The search of a run: what to measure next.
+    """Decides what the search measures next.
 
     Everything is computed from the run, so a search continues wherever its journal is read.
-
-    Args:
-        plan: what is tuned.
-        run: the run so far, its model profiled.
-        trials: makes its trials.
-        space: what may be tried.
-        basis: what memory is predicted from; None to predict none.
-
-    Attributes:
-        forecast: predicted memory, if it is predicted.
-        skipped: names of configurations that were predicted not to fit since the last decision.
+    `skipped` has the names of configurations that were predicted not to fit since the last
+    decision.
     """
 
     def __init__(
@@ -88,13 +79,13 @@ class SearchPhase:
                 yield replace(made, batch_flag=trial.batch_flag), each
 
     def predicted(self, trial: Trial) -> float | None:
-        """Return the logarithm of a trial's value that the search predicts."""
+        """Return the search's predicted logarithm of a trial's value."""
         location = self._observations.location(trial)
         return None if location is None else self._search.predicted(location.point)
 
     @in_one_thread
     def propose(self) -> Trial | Wait | Stop:
-        """Return the next trial, or why there is none. It changes nothing."""
+        """Return the next trial, or why there is none."""
         self._update_predictions()
         for _ in range(_MOST_REPEATED):
             answer = self._search.propose(self._observations.list_all(), self._context)
@@ -110,12 +101,12 @@ class SearchPhase:
     def _trial(
         self, settings: Mapping[str, Any], micro_batch: int, proposal: Proposal
     ) -> Trial | None:
-        """Make a trial; None if an equal one is known, which answers the proposal."""
+        """Make a trial; None if an equal trial answers the proposal."""
         batch = self._space.batch(micro_batch, settings)
         overrides, script_args = overrides_for(settings, batch), self._space.script_args(settings)
         known = self._trials.equal_trial(overrides, script_args)
         if known is not None:
-            self._observations.add_equal(proposal, known)
+            self._observations.equal.append((proposal, known))
             return None
         return self._make(overrides, batch, script_args, proposal)
 
@@ -139,7 +130,7 @@ class SearchPhase:
         )
 
     def _update_predictions(self) -> None:
-        """Correct predictions by the trials that have ended since the last call."""
+        """Correct predictions by trials that ended since the last call."""
         ended = list(self._run.outcomes.items())
         for trial_id, outcome in ended[self._learned :]:
             trial = self._run.trials[trial_id]
@@ -163,11 +154,7 @@ class SearchPhase:
 
 @dataclass(frozen=True)
 class _Memory:
-    """Predicted memory, as a search asks for it.
-
-    Attributes:
-        skip: called with what is not to be launched.
-    """
+    """Predicted memory, as a search asks for it; `skip` takes what is not to be launched."""
 
     forecast: Forecast
     space: Space
@@ -191,11 +178,7 @@ class _Observations:
         self._plan, self._run = plan, run
         self._locator = Locator(space)
         self._known: dict[int, Observation] = {}
-        self._equal: list[tuple[Proposal, int]] = []
-
-    def add_equal(self, proposal: Proposal, trial_id: int) -> None:
-        """Answer a proposal by a trial of an equal configuration."""
-        self._equal.append((proposal, trial_id))
+        self.equal: list[tuple[Proposal, int]] = []  # proposals, and the trials that answer them
 
     def list_all(self) -> list[Observation]:
         """Return all observations, in the order in which trials began."""
@@ -203,7 +186,7 @@ class _Observations:
         trials = [t for t in run.trials.values() if t.kind in _SOURCES]
         trials = [trial for trial in trials if not run.batch_flag.supersedes(trial)]
         found = [self._observe(trial) for trial in trials]
-        for proposal, trial_id in self._equal:
+        for proposal, trial_id in self.equal:
             observed = self._observe(run.trials[trial_id])
             found.append(
                 replace(

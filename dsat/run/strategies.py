@@ -37,9 +37,9 @@ _SOME_MODEL = ModelFacts(
 
 
 def searched(plan: Plan) -> tuple[Strategy, ...]:
-    """The strategies to search when the user's own fits.
+    """Return the strategies to search if the user's own fits.
 
-    Offloading is as the user configured it, unless they want it searched: it only ever costs time
+    Offloading stays as the user configured it, unless they ask to search it: it only costs time
     when the model fits without it.
     """
     strategies = [of_config(plan.base_config, stage) for stage in plan.searched_stages]
@@ -64,7 +64,7 @@ def rungs(plan: Plan) -> tuple[Strategy, ...]:
 
 
 def divisions(plan: Plan) -> list[Parallelism]:
-    """Return the ways to divide slots that may be tried, the user's own and the least first."""
+    """Return the ways to divide devices, the user's own first, then by group size."""
     space = make_space(plan, only=(of_config(plan.base_config),))
     found = [plan.parallelism(each) for each in space.branches[0].of_each_parallelism()]
     return sorted(found, key=lambda each: (each != plan.parallelism(), each.shared))
@@ -76,7 +76,7 @@ def profile_overrides(
     """Return the overrides of the profile trial with a strategy.
 
     Args:
-        shared: how slots share samples; as in the user's own configuration if it is not given.
+        shared: parallelism; by default the user's.
     """
     base, own = plan.base_config, plan.parallelism()
     shared = shared or own
@@ -92,12 +92,6 @@ def profile_overrides(
     return overrides_for(settings, batch)
 
 
-def searched_from(plan: Plan, rung: int) -> tuple[Strategy, ...]:
-    """The strategies to search when rung number `rung` of `rungs` was the first that fitted."""
-    found = rungs(plan)
-    return tuple(s for s in found[rung:] if s.offload_optimizer != NVME or s is found[rung])
-
-
 def make_space(
     plan: Plan,
     profile: ModelProfile | None = None,
@@ -105,16 +99,19 @@ def make_space(
     *,
     only: Sequence[Strategy] = (),
 ) -> Space:
-    """Return the space that a plan searches; settings of the user's own are not part of it.
+    """Return the space that a plan searches, without the settings that the user fixed.
 
     Args:
-        plan: what is tuned.
-        profile: of the model, once it is known.
-        rung: of the ladder, if the user's own strategy does not fit.
-        only: if given, these strategies.
+        profile: None before the model is profiled.
+        rung: of the ladder, if the user's own strategy does not fit; else -1.
     """
+    ladder = rungs(plan)[rung:] if rung >= 0 else ()
+    left = [s for s in ladder if s.offload_optimizer != NVME or s is ladder[0]]
+    roomy_bucket = None  # a sixteenth of a device's memory
+    if profile is not None:
+        roomy_bucket = profile.slot_memory_bytes // (16 * profile.param_bytes)
     return Space(
-        strategies=only or (searched(plan) if rung < 0 else searched_from(plan, rung)),
+        strategies=only or left or searched(plan),
         micro_batches=plan.allowed_micro_batches,
         slots=plan.slots_per_trial,
         gas=plan.own_batch.gas,
@@ -123,16 +120,16 @@ def make_space(
         freedom=plan,
         num_params=None if profile is None else profile.num_params,
         heads=0 if profile is None else profile.attention_heads or 0,
-        roomy_bucket=None if profile is None else _roomy_bucket(profile),
+        roomy_bucket=roomy_bucket,
         moves_to_host=profile is not None and profile.optimizer.moves_to_host,
         found_switches={} if profile is None else _comparable(plan, profile),
     )
 
 
 def keeps_micro_batch(plan: Plan, outcome: Outcome) -> bool:
-    """Return whether a trial's loss is over pairs of samples, and the global batch stays.
+    """Return whether the micro batch is kept, because the loss compares samples.
 
-    Then the user's own micro batch is a part of the training.
+    It is if the global batch stays too: the micro batch is then part of the training.
     """
     is_kept = plan.train_batch_size == plan.own_batch.train_batch_size and not plan.micro_batches
     is_kept = is_kept and plan.own_batch.micro_batch in plan.allowed_micro_batches
@@ -144,11 +141,6 @@ def _comparable(plan: Plan, profile: ModelProfile) -> dict[str, ScriptSwitch]:
     metrics = {name: SWITCHES[name].metric for name in profile.switches if name in SWITCHES}
     found = profile.switches.items()
     return {n: s for n, s in found if metrics.get(n, "") in ("", plan.metric)}
-
-
-def _roomy_bucket(profile: ModelProfile) -> int:
-    """Elements of a bucket that takes a sixteenth of a slot's memory."""
-    return profile.slot_memory_bytes // (16 * profile.param_bytes)
 
 
 def _may_use(plan: Plan, strategy: Strategy) -> bool:

@@ -21,12 +21,12 @@ OWN_IS_WRONG = f"Likely wrong is {_OWN}"
 
 
 def training_of(plan: Plan, trial: Trial) -> hazards.Training:
-    """Return what decides whether a trial meets a known fault of DeepSpeed."""
+    """Return the facts that decide whether a trial meets a known fault of DeepSpeed."""
     return training_with(plan.config(trial.overrides), trial.batch.gas, plan)
 
 
 def training_with(config: Mapping[str, Any], gas: int, plan: Plan) -> hazards.Training:
-    """Return the same for a configuration with an accumulation."""
+    """Return the same facts for a configuration."""
     is_open = ds_config.data_types(config)[0] is None  # the script decides, and may take bf16
     return hazards.Training(
         config,
@@ -39,11 +39,9 @@ def training_with(config: Mapping[str, Any], gas: int, plan: Plan) -> hazards.Tr
 
 
 class TrainingCheck:
-    """Comparison of the losses of trials.
+    """Compares the losses of trials.
 
-    Args:
-        trials, outcomes: of a run, by trial id.
-        repeated: the trial that a trial of the finals runs again, by trial id.
+    `repeated` has, by trial id of a final, the trial that it runs again.
     """
 
     def __init__(
@@ -56,12 +54,11 @@ class TrainingCheck:
 
     @property
     def reported_version(self) -> str | None:
-        """The version of DeepSpeed that trials have reported; None if none has."""
+        """DeepSpeed's version by the trials' reports; None if none has reported it."""
         curves = [each.training for each in self._outcomes.values() if each.training]
         return next((c.deepspeed_version for c in curves if c.deepspeed_version), None)
 
     def compare(self, plan: Plan, own: Trial, trial: Trial) -> Finding:
-        """Compare the training of a trial with the user's own configuration."""
         own_curves = self._curves(own)
         precision = same_training.precision_of(plan.config({}))
         same_batch = trial.batch.train_batch_size == own.batch.train_batch_size
@@ -82,14 +79,10 @@ class TrainingCheck:
         changes: Callable[[Trial], Mapping[str, Any]],
         version: str | None = None,
     ) -> str | None:
-        """Return why a pick that trains differently cannot win; None if it does not.
+        """Return why a pick that trains differently cannot win; None if it may.
 
         Args:
-            plan: what is tuned.
-            own: the trial of the user's own configuration.
-            pick: the other one.
             changes: the settings in which a trial differs from the user's own, with both values.
-            version: of DeepSpeed, if it is known.
         """
         finding = self.compare(plan, own, pick)
         if not finding.differs:
@@ -108,10 +101,10 @@ class TrainingCheck:
         return f"{reason}. What differs: {said}"
 
     def _compare_uncounted(self, own: Trial, pick: Trial) -> str | None:
-        """Return why samples that were not counted cannot be compared; None if they can.
+        """Return why trials whose samples were not counted cannot be compared; None if they can.
 
-        The throughput takes each micro batch for full. Where the data loader makes batches of its
-        own (of so many tokens, say), a larger micro batch then only seems faster.
+        Throughput assumes full micro batches. If the data loader forms its own batches (by tokens,
+        say), a larger micro batch only seems faster.
         """
         its, yours = self._uncounted_tokens(pick), self._uncounted_tokens(own)
         if not its or not yours or max(its, yours) <= _MOST_APART * min(its, yours):
@@ -122,7 +115,7 @@ class TrainingCheck:
         )
 
     def _uncounted_tokens(self, trial: Trial) -> float:
-        """Return the tokens per sample of a trial whose samples were not counted; 0 if unknown."""
+        """Return tokens per sample if samples were not counted; 0 if unknown."""
         outcome = self._outcomes[trial.id]
         metrics = outcome.metrics
         if metrics is None or UNCOUNTED not in outcome.warnings or metrics.throughput <= 0:
@@ -130,7 +123,7 @@ class TrainingCheck:
         return (metrics.tokens_per_second or 0.0) / metrics.throughput
 
     def _likely_wrong(self, plan: Plan, own: Trial, pick: Trial, version: str | None) -> str:
-        """Return which of two trials has wrong gradients, by known faults or other strategies."""
+        """Return which of two trials has wrong gradients, by known faults or other trials."""
         pair = {_OWN: own, "this configuration": pick}
         by_fault = {
             name: found[0].describe(version or "")
@@ -159,7 +152,6 @@ class TrainingCheck:
         return f"Likely wrong is {wrong}: trials of other strategies agree with {right}"
 
     def _curves(self, trial: Trial) -> list[TrainingCurve]:
-        """Return the training curves of a trial and of its runs in the finals."""
         ids = [trial.id, *(i for i, again in self._repeated.items() if again == trial.id)]
         curves = [self._outcomes[i].training for i in ids if i in self._outcomes]
         return [curve for curve in curves if curve is not None]

@@ -24,10 +24,10 @@ _SEARCH, _SEARCH_S = 15.0, 60.0
 
 
 class TrialCosts:
-    """Predictions of how long trials take, and which would take too long.
+    """Predicts how long trials take, and which would take too long.
 
-    A trial takes the steps before those that are measured, these, and some time besides (the start
-    of the script, making the engine).
+    A trial consists of steps before the measured ones, the measured ones, and a constant for
+    starting the script and building the engine.
     """
 
     def __init__(self, plan: Plan, run: Run) -> None:
@@ -42,7 +42,6 @@ class TrialCosts:
         self._micro_steps: dict[Strategy, dict[int, float]] = defaultdict(dict)
 
     def update(self, trial: Trial, outcome: Outcome) -> None:
-        """Update with the duration of a trial."""
         strategy = of_config(self._plan.config(trial.overrides))
         if trial.kind is not TrialKind.FINAL and trial.id not in self._run.earlier:
             self._spent_s += self._cost_s(strategy, trial, outcome)
@@ -55,10 +54,10 @@ class TrialCosts:
         self._micro_steps[strategy][trial.batch.micro_batch] = step_s / trial.batch.gas
 
     def _cost_s(self, strategy: Strategy, trial: Trial, outcome: Outcome) -> float:
-        """Return a trial's share of the time that the search takes.
+        """Return a trial's share of the search's time.
 
-        A failure counts no more than its predicted time: a rank that hangs until its time limit is
-        no measure of the trials to come.
+        A failure counts no more than its predicted time, because a hanging rank says nothing about
+        later trials.
         """
         duration_s = outcome.duration_s
         if outcome.metrics is None and self._steps:
@@ -66,13 +65,13 @@ class TrialCosts:
         return duration_s / (1 + self._run.neighbours.get(trial.id, 0))
 
     def trial_s(self, step_s: Any) -> Any:
-        """Seconds of whole trials, by the seconds of their optimizer steps (also an array)."""
+        """Return seconds of whole trials, for seconds of their steps (also an array)."""
         if not self._steps:
             return (self._warm_up_steps + self._least_steps) * step_s
         return statistics.median(self._besides_s) + self._steps_of(step_s) * step_s
 
     def _steps_of(self, step_s: Any) -> Any:
-        """Return the steps of whole trials; long ones are measured in fewer."""
+        """Return the steps of whole trials; slow ones are measured in fewer."""
         longest_s = self._run.longest_s
         usual = statistics.median(self._steps) - self._warm_up_steps
         if longest_s is None:
@@ -83,13 +82,12 @@ class TrialCosts:
         return self._warm_up_steps + np.maximum(1.0, measured)
 
     def are_too_long(self, step_s: Any) -> Any:
-        """Return which trials would exceed the time limit, by the seconds of their steps."""
         longest_s = self._run.longest_s
         most_s = math.inf if longest_s is None else max(TOO_LONG_S, longest_s) / self._least_steps
         return np.asarray(step_s) > most_s
 
     def are_unaffordable(self, step_s: Any) -> Any:
-        """Return which trials cost more than a verdict may take, by the seconds of their steps.
+        """Return which trials cost more than a verdict may, for seconds of their steps.
 
         A verdict on a configuration needs further runs of it in the finals.
         """
@@ -98,7 +96,7 @@ class TrialCosts:
 
     @property
     def left_s(self) -> float:
-        """Seconds that the search may still take."""
+        """Seconds left for the search."""
         return max(_SEARCH * self._own_s, _SEARCH_S) - self._spent_s
 
     @property
@@ -108,10 +106,10 @@ class TrialCosts:
         return own.duration_s if own and own.ok else math.inf
 
     def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
-        """Return about the fewest seconds of an optimizer step; 0 if nothing is known.
+        """Return a lower estimate of the seconds of a step; 0 if nothing is known.
 
-        Micro steps of more samples take longer, and less for each sample, until the slot is full;
-        from there on the time grows as it did last.
+        Larger micro batches take longer, but less per sample, until the device is full. Beyond
+        that, time grows as it did last.
         """
         known = sorted(self._micro_steps[strategy].items())
         if not known:

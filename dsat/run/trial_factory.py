@@ -19,11 +19,9 @@ _LIMITED = (TrialKind.SEARCH, TrialKind.FINAL, TrialKind.REPEAT)
 
 
 class TrialFactory:
-    """Makes the trials of a run, for all of its phases: numbered and named one after the other.
+    """Makes the trials of a run, numbered and named in order.
 
-    Args:
-        plan: what is tuned.
-        run: the run so far; a trial is to be entered there before the next one is made.
+    A trial must be entered into the run before the next one is made.
     """
 
     def __init__(self, plan: Plan, run: Run) -> None:
@@ -42,15 +40,9 @@ class TrialFactory:
         proposal: Proposal | None = None,
         predicted_bytes: int | None = None,
     ) -> Trial:
-        """The run's next trial.
+        """Return the run's next trial.
 
-        Args:
-            kind: what it is for.
-            overrides: laid over the user's DeepSpeed configuration, batch sizes among them.
-            batch: these batch sizes.
-            script_args: switches of the script.
-            proposal: of the search, if it is one.
-            predicted_bytes: of one slot, if memory is predicted.
+        `overrides` include its batch sizes; `proposal` is the search's.
         """
         strategy = self.strategy(overrides)
         profile = self._run.profile
@@ -76,7 +68,7 @@ class TrialFactory:
         )
 
     def _own_steps(self) -> StepFacts | None:
-        """Return what trials compare of the user's own steps: its accumulation."""
+        """Return the accumulation of the user's own steps, for trials to compare."""
         own = self._run.baseline
         outcome = None if own is None else self._run.outcomes.get(own.id)
         curve = None if outcome is None else outcome.training
@@ -84,7 +76,6 @@ class TrialFactory:
         return None if facts is None else StepFacts(facts.gas, facts.micro_steps)
 
     def strategy(self, overrides: Mapping[str, Any]) -> Strategy:
-        """The strategy of a configuration."""
         return of_config(self._plan.config(overrides))
 
     def fingerprint(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
@@ -99,7 +90,7 @@ class TrialFactory:
     def equal_trial(
         self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]
     ) -> int | None:
-        """Return the id of an equal trial, the baseline or one of the search; None if none is."""
+        """Return the id of an equal trial, baseline or search; None if there is none."""
         for trial in list(self._run.trials.values())[self._indexed :]:
             if trial.kind in SEARCHED and not self._run.batch_flag.supersedes(trial):
                 digest = self.fingerprint(trial.overrides, trial.script_args)
@@ -114,7 +105,7 @@ class TrialFactory:
         return {} if value is None or not METRICS[metric].has_interval else {metric: value}
 
     def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
-        """Return `z1_gas1_tmbspg3`, as DeepSpeed's autotuner does; in use, with a digest."""
+        """Return `z1_gas1_tmbspg3`, as DeepSpeed's autotuner does; with a digest if taken."""
         stem = name_of(strategy, batch)
         if kind is TrialKind.FINAL:
             stem = f"{kind.value}{count_finals(self._run) + 1}_{stem}"
@@ -133,5 +124,5 @@ def name_of(strategy: Strategy, batch: BatchTriple) -> str:
 
 
 def count_finals(run: Run) -> int:
-    """Return the number of trials of these and earlier finals."""
+    """Return the number of trials of all finals so far."""
     return sum(trial.kind is TrialKind.FINAL for trial in run.trials.values())

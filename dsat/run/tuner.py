@@ -32,19 +32,16 @@ class Tuner:
     changes a decision.
 
     Args:
-        plan: what to tune. Must agree with the plan in `events`, but for the number of trials and
-            the finals.
-        journal: takes new events.
-        info: for people, into the journal's first line.
-        events: those of an earlier tuner, to continue from.
+        plan: what to tune. It must agree with the plan in `events`, except for the number of trials
+            and the finals.
+        events: journal of an earlier tuner, to continue from.
         clock: seconds, monotonic; for displayed durations alone.
-        time_of_day: seconds since the epoch, for the dates of events; without it they have none.
-        last_event_s: since when time counts, by this clock, if it is not from now on: the last of
-            `events`, or the start of the command.
+        time_of_day: seconds since the epoch, for dates of events; None for no dates.
+        last_event_s: time of the last event, or of the command's start, by `clock`; None for now.
 
     Attributes:
-        plan: of the run; of an earlier tuner's, with this one's number of trials.
-        decisions: those that follow from the events so far.
+        plan: what to tune. It must agree with the plan in `events`, except for the number of trials
+            and the finals.
 
     Raises:
         JournalMismatch: the plan in `events` is another one.
@@ -75,7 +72,6 @@ class Tuner:
         self._continue(plan, info or {})
 
     def _continue(self, plan: Plan, info: Mapping[str, Any]) -> None:
-        """Begin the run, or continue an earlier tuner's."""
         if not self.run.has_begun:
             start = {"event": journaled.EVENT_START, "schema": SCHEMA_VERSION}
             self._append({**start, "plan": self.plan, "info": dict(info)})
@@ -87,11 +83,10 @@ class Tuner:
 
     @property
     def run(self) -> Run:
-        """The run so far."""
         return self.decisions.run
 
     def next_trials(self, free_slots: int) -> list[Trial]:
-        """Return trials to start now, as many as there is room and something to try for."""
+        """Return trials to start now; fewer if devices or candidates run out."""
         self._reuse_earlier()
         trials: list[Trial] = []
         while free_slots >= self.plan.slots_per_trial:
@@ -107,11 +102,11 @@ class Tuner:
         return trials
 
     def reuse(self, earlier: Sequence[Measured]) -> None:
-        """Use trials of earlier runs, which hold for this one too."""
+        """Use the trials of earlier runs."""
         self._earlier = earlier
 
     def _reuse_earlier(self) -> None:
-        """Enter the trials of this run that earlier runs have measured."""
+        """Enter trials that earlier runs measured already."""
         is_last = False
         while self._earlier and not is_last:
             is_last = self.decisions.search_began
@@ -132,14 +127,14 @@ class Tuner:
         return not self.run.running and self.decisions.stop_reason is not None
 
     def record(self, trial_id: int, outcome: Outcome) -> None:
-        """Enter the outcome of a trial; a second outcome of the same trial is ignored."""
+        """Enter the outcome of a trial; ignore a second outcome of the same trial."""
         assert trial_id in self.run.trials, trial_id
         if trial_id not in self.run.outcomes:
             event = {"event": journaled.EVENT_FINISHED, "trial_id": trial_id}
             self._append({**event, "outcome": outcome})
 
     def set_memory_basis(self, basis: Basis) -> None:
-        """Enter what memory is predicted from, and begin the search."""
+        """Enter the basis of memory predictions, and begin the search."""
         assert self.decisions.needs_memory_basis
         self._append({"event": journaled.EVENT_MEMORY_BASIS, "basis": basis})
 
@@ -151,7 +146,7 @@ class Tuner:
             self._append({"event": journaled.EVENT_STOPPED, "reason": reason})
 
     def pause(self) -> None:
-        """Record that the run was interrupted, and so the time since the last event."""
+        """Record that the run was interrupted."""
         self._append({"event": journaled.EVENT_PAUSED})
 
     def _append(self, event: Mapping[str, Any]) -> None:

@@ -20,27 +20,28 @@ SEARCHES: dict[str, type[Search]] = {
     "gridsearch": GridSearch,
 }
 
-_GIVEN_BY_RUNS = {"self", "problem"}
+_SET_BY_RUNS = {"self", "problem"}
 
 
 def options_of(method: str) -> Mapping[str, Option]:
     """Return the options of a search by the parameters that take their values.
 
-    None if it is unknown. A subclass does not inherit them: its constructor may take others.
+    An unknown search has none. A subclass inherits none, since its constructor may differ.
     """
     found: Mapping[str, Option] = vars(SEARCHES.get(method, Search)).get("options", {})
     return found
 
 
 def usual_options(method: str) -> dict[str, Any]:
-    """Return the values that the options of a search have if nobody gives them."""
+    """Return the values that the options of a search have by default."""
     return {name: option.initial for name, option in options_of(method).items()}
 
 
 def parameters_of(method: str) -> set[str]:
-    """Return the parameters of a search's constructor for its user.
+    """Return the parameters of a search's constructor that its user can set.
 
-    A constructor with `**options` has those of the next one above it too, a mixin's among them.
+    If the constructor has `**options`, those of the next one in the method resolution order are
+    included.
     """
     found: set[str] = set()
     unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -50,7 +51,7 @@ def parameters_of(method: str) -> set[str]:
             found |= {one.name for one in own if one.kind not in unnamed}
             if all(one.kind is not one.VAR_KEYWORD for one in own):
                 break
-    return found - _GIVEN_BY_RUNS
+    return found - _SET_BY_RUNS
 
 
 __all__ = [

@@ -31,10 +31,10 @@ from dsat.space.locate import Point
 from dsat.values.objective import Objective
 from dsat.values.outcome import OutcomeKind
 
-_DRAWS = 4096  # settings that are drawn in one decision until some fit
-_STEP_UP = 4  # a trial has at most so many times the samples of the largest that ran
-_WORTH_DOUBLING = math.log(1.05)  # growth of the rate for each doubling of the micro batch
-_BEYOND = 4  # searched beyond where growth has ended, because slow growth adds up
+_DRAWS = 4096  # settings drawn in one decision until some fit
+_STEP_UP = 4  # largest step of the micro batch, times the largest that ran
+_WORTH_DOUBLING = math.log(1.05)  # least growth of the rate per doubling of the micro batch
+_BEYOND = 4  # times the micro batch where growth ended, because slow growth adds up
 
 
 @dataclass
@@ -42,14 +42,11 @@ class Arm:
     """One choice of settings, and the micro batches that are still open.
 
     Attributes:
-        branch, index: the settings' place in the space.
-        settings: flat, without the micro batch.
         sizes: allowed micro batches, ascending; `lo` and `hi` are positions in them.
         hi, lo: the open range, both ends included; empty if `lo > hi`.
-        number: position among the arms that the search began; None before.
-        observed: its trials, in their order.
+        number: position among the arms that the search began; None before that.
         best, best_size: best value of the objective, and its micro batch.
-        latest: when its latest trial began, as a position among all observations.
+        latest: position of its latest trial among all observations.
     """
 
     branch: int
@@ -67,12 +64,12 @@ class Arm:
 
     @property
     def ours(self) -> list[Observation]:
-        """The trials that the search made of it."""
+        """Trials of the arm that the search proposed."""
         return [each for each in self.observed if each.arm is not None]
 
     @property
     def trials(self) -> int:
-        """Number of trials that the search made of it and that have ended."""
+        """Number of finished trials that the search proposed."""
         return sum(each.outcome is not None for each in self.ours)
 
     @property
@@ -82,9 +79,9 @@ class Arm:
     def observe(self, observation: Observation, objective: Objective) -> None:
         """Narrow the open range by a trial of these settings.
 
-        A success raises the lower end: more samples that fit are expected to be as fast. Running
-        out of memory, data or time lowers the upper end. A second time-out, or any other failure of
-        a trial of the search, closes the arm.
+        A success raises the lower end, because more samples that fit are expected to be as fast.
+        Running out of memory, data or time lowers the upper end. A second timeout, or any other
+        failure of a trial of the search, closes the arm.
         """
         size, outcome = observation.batch.micro_batch, observation.outcome
         is_ours = observation.arm is not None
@@ -112,7 +109,7 @@ class Arm:
         """Propose a micro batch, by its position.
 
         Args:
-            note: facts that the search needs to know of the trial later.
+            note: facts for later decisions, recorded with the trial.
         """
         return Proposal(Point(self.branch, self.index, self.sizes[position]), self.number, note)
 
@@ -124,8 +121,8 @@ class _Branch:
     Attributes:
         largest_ran: the largest micro batch that ran; 0 if none did.
         least_failed: the smallest micro batch that ran out of memory.
-        at_smallest: number of trials that did so with the smallest allowed micro batch.
-        drawn: numbers of the settings that the search has begun.
+        at_smallest: number of trials that ran out of memory with the smallest allowed micro batch.
+        drawn: numbers of the settings that the search began.
     """
 
     largest_ran: int = 0
@@ -135,25 +132,21 @@ class _Branch:
 
     @property
     def failures(self) -> int:
-        """Number of settings that do not fit at all, while none runs."""
+        """Number of settings that do not fit at all; 0 once something ran."""
         return 0 if self.largest_ran else self.at_smallest
 
 
 class Arms:
-    """The arms of a search, as the observations leave them.
+    """Arms of a search, computed from the observations.
 
     Args:
-        problem: what is searched.
         observations: all trials, in the order in which they began.
-        context: predictions of memory and of durations.
         range_factor: multiplies the largest micro batch that is predicted to fit.
         sizes: micro batches to try; by default all that the space allows.
 
     Attributes:
-        begun: the arms that the search began, by their numbers.
-        branches: memory of each strategy.
-        is_anything_running: a trial has not ended.
-        rng: of the decision.
+        begun: the arms that the search began, by number.
+        rng: random numbers of this decision.
     """
 
     def __init__(
@@ -178,7 +171,7 @@ class Arms:
         limits = [each.most_samples for each in outcomes if each.most_samples is not None]
         self._most_samples: float = min(limits, default=math.inf)
         self._timed_out = [math.inf for _ in self.branches]  # the least of each strategy
-        self._largest = math.inf  # that ran with any settings, while more samples are faster
+        self._largest = math.inf  # micro batch that ran, while more samples are faster
         if problem.ramp:
             self._limit_growth(observations)
         for position, observation in enumerate(filter(_is_inside, observations)):
@@ -237,12 +230,12 @@ class Arms:
 
     @property
     def all(self) -> list[Arm]:
-        """All arms of which there is a trial, those of other sources first, then by number."""
+        """All arms with a trial; those of other sources first, then by number."""
         return sorted(self._arms.values(), key=lambda a: -1 if a.number is None else a.number)
 
     @property
     def ready(self) -> list[Arm]:
-        """The begun arms of which no trial runs and something is open, by their numbers."""
+        """Begun arms without a running trial that have micro batches left, by number."""
         begun = [arm for arm in self.all if arm.number is not None]
         return [arm for arm in begun if not arm.is_running and self.is_open(arm)]
 
@@ -253,14 +246,14 @@ class Arms:
     def middle(self, arm: Arm) -> int | None:
         """Return the middle of the open positions; None if there is none.
 
-        What is predicted not to fit, or to take too long, closes all above it.
+        A position that is predicted not to fit, or to take too long, closes all above it.
         """
         return self.pick(arm, lambda: (arm.lo + arm.hi) // 2)
 
     def pick(self, arm: Arm, choose: Callable[[], int]) -> int | None:
         """Return the first allowed position that a function chooses among the open ones.
 
-        Where the arm is open far beyond what ran, it is the next step from that.
+        If the arm is open far beyond what ran, return the next step up instead.
         """
         step = self._next_step(arm) if arm.lo <= arm.hi else -1
         while arm.lo <= arm.hi:
@@ -271,7 +264,7 @@ class Arms:
         return None
 
     def _next_step(self, arm: Arm) -> int:
-        """Return the position of a step from what ran; -1 where an arm is not open so far."""
+        """Return the position of the next step up from what ran; -1 if steps set no limit."""
         end, largest = arm.sizes[arm.hi], self._largest
         failed = min(self.branches[arm.branch].least_failed, self._timed_out[arm.branch])
         is_safe = math.isinf(failed)
@@ -280,7 +273,7 @@ class Arms:
         return -1
 
     def allows(self, arm: Arm, position: int) -> bool:
-        """Return whether a micro batch is predicted to fit and to take no longer than allowed."""
+        """Return whether a micro batch is predicted to fit, and to be fast enough."""
         memory, costs, size = self._context.memory, self._context.costs, arm.sizes[position]
         if memory is not None and not memory.fits(arm.settings, size):
             return False
@@ -298,7 +291,7 @@ class Arms:
         batch come last.
 
         Args:
-            among: numbers of the branches to draw from; by default all.
+            among: numbers of the branches to draw from; all by default.
 
         Returns:
             None if all were drawn, or none fits.
@@ -326,11 +319,10 @@ class Arms:
         return None
 
     def begin(self, arm: Arm) -> None:
-        """Give an arm the next number."""
         self._number(arm, max(self.begun, default=-1) + 1)
 
     def arm(self, branch: int, index: int) -> Arm:
-        """Return the arm of some settings, made at its first use."""
+        """Return the arm of some settings; make it at its first use."""
         arm = self._arms.get((branch, index))
         if arm is None:
             settings = self.problem.space.branches[branch].settings(index)
@@ -344,7 +336,7 @@ class Arms:
         return largest_micro_batch(self.problem, self._context.memory, settings)
 
     def _highest(self, settings: Mapping[str, Any]) -> int:
-        """Return the highest position that settings should allow; -1 if none is."""
+        """Return the highest position that is expected to fit; -1 if none is."""
         largest = self.largest(settings)
         if self._context.memory is not None and largest < self._sizes[0]:
             return -1
@@ -361,18 +353,18 @@ class Arms:
             self.branches[arm.branch].drawn.add(arm.index)
 
     def finish(self) -> Wait | Stop:
-        """Return what to do if there is no arm to continue or to begin."""
+        """Return `Wait` or `Stop` if there is no arm to continue or to begin."""
         return Wait() if self.is_anything_running else Stop(EXHAUSTED)
 
 
 def _is_inside(observation: Observation) -> bool:
-    """Return whether an observation is of a configuration of the space, finals left out."""
+    """Return whether an observation is in the space and not a final."""
     is_final = observation.source is Source.FINAL
     return observation.point is not None and observation.is_exact and not is_final
 
 
 def _undrawn(count: int, drawn: Collection[int], rng: np.random.Generator) -> int:
-    """Draw one of 0..count-1 that was not drawn, 0 first."""
+    """Draw a number below `count` that was not drawn; 0 first."""
     if not drawn:
         return 0
     if count > 2 * len(drawn):

@@ -48,13 +48,11 @@ class Observation:
     """A configuration that was measured, or is being measured.
 
     Attributes:
-        point: its place in the space, or the nearest point; None if its strategy is not searched.
-        batch: its batch sizes.
+        point: point in the space, or the nearest one; None if its strategy is not searched.
         outcome: how the trial ended; None while it runs.
-        source: why it was measured.
-        is_exact: it is `point` itself. Otherwise a setting or a batch size differs.
-        is_admitted: its batch sizes keep to the user's constraints.
-        neighbours: trials that ran on the machine at the same time.
+        is_exact: whether it is `point` itself; otherwise a setting or a batch size differs.
+        is_admitted: whether its batch sizes keep to the user's constraints.
+        neighbours: largest number of trials that ran on the machine at the same time.
         arm: number that the search gave to its settings; None if the search did not propose it.
         note: facts that the search recorded with it, such as its rung.
     """
@@ -75,9 +73,8 @@ class Proposal:
     """The next configuration to try.
 
     Attributes:
-        point: the configuration.
         arm: number of its settings among those that the search has tried; see `Observation`.
-        note: facts that the search needs to know of the trial later; recorded with it.
+        note: facts for later decisions, recorded with the trial.
     """
 
     point: Point
@@ -92,11 +89,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Stop:
-    """The search is over.
-
-    Attributes:
-        reason: why, for people.
-    """
+    """The search is over, for a reason in words."""
 
     reason: str = EXHAUSTED
 
@@ -105,27 +98,27 @@ class Costs(Protocol):
     """Predicted durations of trials."""
 
     def trial_s(self, step_s: Any) -> Any:
-        """Return the seconds of whole trials, by the seconds of their steps (also an array)."""
+        """Return the seconds of whole trials for seconds of their steps (also an array)."""
 
     @property
     def left_s(self) -> float:
         """Seconds that the search may still take."""
 
     def are_too_long(self, step_s: Any) -> Any:
-        """Return which trials would exceed the time limit, by the seconds of their steps."""
+        """Return which trials would exceed the time limit, for seconds of their steps."""
 
     def are_unaffordable(self, step_s: Any) -> Any:
-        """Return which trials cost more than a verdict may take, by the seconds of their steps."""
+        """Return which trials cost more than a verdict may, for seconds of their steps."""
 
     def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
-        """Return a lower bound of the seconds of a step; 0 if nothing is known."""
+        """Return a lower bound of the seconds of a step; 0 if unknown."""
 
 
 class Memory(Protocol):
     """Predicted memory of configurations."""
 
     def largest(self, settings: Mapping[str, Any]) -> float:
-        """Return the largest micro batch of some settings that fits; 0 if none does."""
+        """Return the largest micro batch that fits with some settings; 0 if none does."""
 
     def fits(self, settings: Mapping[str, Any], micro_batch: int) -> bool:
         """Return whether a configuration may be launched."""
@@ -149,10 +142,7 @@ class Problem:
     """Definition of a search: model, metric, space and seed.
 
     Attributes:
-        profile: of the model.
-        objective: the metric to optimise.
-        space: every configuration that may be tried.
-        seed: of every random choice.
+        seed: seed of every random choice.
         ramp: raise micro batches step by step, as long as more samples are faster.
     """
 
@@ -193,7 +183,6 @@ class Search(abc.ABC):
 
         Args:
             observations: all trials, in the order in which they began.
-            context: what is predicted of others.
 
         Returns:
             A point that is none of the exact observations, or why there is none.
@@ -202,8 +191,8 @@ class Search(abc.ABC):
     def predicted(self, point: Point) -> float | None:
         """Return the predicted logarithm of a value, up to a constant; larger is better.
 
-        Returns:
-            The same for all without a model of speed; None if the model does not know the point.
+        Searches without a model of speed return the same for all points. None if the model does not
+        know the point.
         """
         return 0.0
 
@@ -215,8 +204,6 @@ def stop_without_new_best(
 
     Args:
         patience: number of trials without a new best; None for no limit.
-        observations: all trials.
-        objective: the metric to optimise.
     """
     best, since = None, 0
     for each in observations:
@@ -237,7 +224,7 @@ def largest_micro_batch(
 ) -> float:
     """Return the largest micro batch that settings should allow; 0 if none.
 
-    Without predictions it is what activations alone would fill a device with.
+    Without predictions, the memory that activations take decides.
     """
     profile = problem.profile
     if memory is not None:

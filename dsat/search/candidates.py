@@ -47,8 +47,7 @@ def select_positions(
     quarter of the smallest, and multiples of 8 where memory ends and beside the best.
 
     Args:
-        micro_batches: the allowed ones, ascending.
-        edges: where memory should end.
+        edges: micro batches at which memory should end.
         best: the micro batch of the best so far; without one, sizes from 1 on are compared.
     """
     if len(micro_batches) <= _FEW:
@@ -67,12 +66,11 @@ def select_positions(
 
 @dataclass(frozen=True)
 class Row:
-    """Settings as the models of speed and of failures take them.
+    """Settings in the form that the models of speed and failures use.
 
     Attributes:
-        work: of `step_time.work`.
-        traits: which values they and their strategy have; see `Points`.
-        values: the name and the value of each, as text.
+        work: see `step_time.work`.
+        traits: 1 for each value that settings and strategy have, else 0; see `Points`.
     """
 
     work: Array
@@ -85,7 +83,7 @@ class Settings:
 
     Attributes:
         effects: standard deviation of the difference that each trait makes, (traits,).
-        is_switch: which of them act on the whole step, (traits,).
+        is_switch: whether each trait acts on the whole step, (traits,).
     """
 
     def __init__(self, space: Space, job: Job) -> None:
@@ -130,14 +128,12 @@ class Settings:
         ]
 
     def of(self, branch: int, index: int) -> Mapping[str, Any]:
-        """Return the settings number `index` of a branch."""
         found = self._settings.get((branch, index))
         if found is None:
             found = self._settings[branch, index] = self._space.branches[branch].settings(index)
         return found
 
     def row(self, branch: int, index: int) -> Row:
-        """Return the settings number `index` of a branch as the models take them."""
         found = self._rows.get((branch, index))
         if found is None:
             found = self._rows[branch, index] = self._make_row(
@@ -157,7 +153,7 @@ class Settings:
         return Row(work(self._job, strategy, settings), traits, values)
 
     def with_trial(self, traits: Array, micro_batch: Array, is_alone: Array) -> Array:
-        """Return traits of configurations with these micro batches, alone or not, (n, traits)."""
+        """Return traits for micro batches, and for trials that ran alone or not, (n, traits)."""
         found: Array = traits.copy()
         for key, is_so in ((_WHOLE_TILES, micro_batch % _TILE == 0), (_ALONE, is_alone)):
             found[:, self._traits[key, str(True)]] = is_so
@@ -170,9 +166,9 @@ class Settings:
         """Return numbers of settings: the first, the best, and the likeliest changes of the best.
 
         Args:
-            branch: position of the branch.
             best: settings of the best so far, of this branch or of another.
-            predict: logarithms of seconds of settings by their numbers, and the uncertainty.
+            predict: returns logarithms of seconds by the numbers of settings, and their
+                uncertainty.
             closed: numbers of settings with which nothing is left to try.
         """
         whole = self._space.branches[branch]

@@ -13,11 +13,11 @@ from typing import Any
 from dsat.errors import UserInputError
 
 _GIB = 2**30
-MEMORY_PART = 0.85  # of the memory's bandwidth that elementwise kernels reach
-_OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # slower ones of the same name
-_OF_ANY = re.compile(r"nvidia|amd|instinct|geforce|sxm\d*|hbm\w*")  # of drivers
-_OF_MANY = re.compile(r"\d+gb|pcie|rtx|nvl")  # which name no card on their own
-_PCIE_PART, _NETWORK_PART = 0.88, 0.9  # of the specification, that copies and collectives reach
+MEMORY_PART = 0.85  # fraction of the memory bandwidth that elementwise kernels reach
+_OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # slower variants of a name
+_OF_ANY = re.compile(r"nvidia|amd|instinct|geforce|sxm\d*|hbm\w*")  # words of drivers
+_OF_MANY = re.compile(r"\d+gb|pcie|rtx|nvl")  # words that name no card alone
+_PCIE_PART, _NETWORK_PART = 0.88, 0.9  # fractions that copies and collectives reach
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,21 @@ class Card:
     """Rates and memory of a card, and of its links.
 
     Attributes:
-        memory_bytes: of the card.
-        flops: dense peak in FLOP/s, by the bytes of an element.
-        matmul, attention: parts of the peak that matrix products of a training and attention reach.
+        flops: dense peak in FLOP/s, by bytes of an element.
+        matmul, attention: fractions of the peak that matrix products and attention reach in
+            trainings.
         memory_bandwidth: peak in bytes/s.
         link_bandwidth: bytes/s of a large collective in one host.
         pcie_bandwidth: bytes/s between card and host.
         network_bandwidth: bytes/s of a card to other hosts.
         per_host: cards of a usual host.
-        host_cores, host_bandwidth: physical cores of a usual host, and the peak of its memory in
-            bytes/s, for each of its cards.
+        host_cores, host_bandwidth: physical cores of a usual host per card, and peak bytes/s of its
+            memory per card.
         kernel_s: seconds of the shortest kernel.
-        launch_s: seconds in which Python and torch call one operator.
-        protocols: of collectives, of which the fastest is taken: part of the bandwidth, seconds of
-            a hop in a host, and between hosts (NCCL, src/graph/tuning.cc: rings of LL, LL128 and
-            Simple).
+        launch_s: seconds that Python and torch take to call one operator.
+        protocols: protocols of collectives, of which the fastest is used: fraction of the
+            bandwidth, seconds of a hop inside a host, and between hosts (NCCL, src/graph/tuning.cc:
+            rings of LL, LL128 and Simple).
     """
 
     name: str
@@ -63,7 +63,7 @@ class Card:
     )
 
     def peak(self, itemsize: int) -> float:
-        """Return the peak for elements of so many bytes, or of the next larger size there is."""
+        """Return the peak for elements of this size in bytes, or of the next larger size."""
         sizes = sorted(self.flops)
         return self.flops[next((size for size in sizes if size >= itemsize), sizes[-1])]
 
@@ -74,7 +74,7 @@ def find(name: str) -> Card:
     Raises:
         UserInputError: the table has no such card.
     """
-    found = _named(name)
+    found = of_device(name)
     if found is None:
         raise UserInputError(
             f"unknown card {name}; known cards: {', '.join(table())}",
@@ -84,12 +84,10 @@ def find(name: str) -> Card:
 
 
 def of_device(name: str) -> Card | None:
-    """Return the card of a driver's name for a device; None if it is not in the table."""
-    return _named(name) if name else None
+    """Return the card of a device; None if it is not in the table.
 
-
-def _named(name: str) -> Card | None:
-    """Return the card whose name has all of its words in another one, or the other way round."""
+    All words of the one name are in the other.
+    """
     known, wanted = table(), _words(name)
     words = {key: _words(key) for key in known}
     inside = [
@@ -113,7 +111,7 @@ def table() -> dict[str, Card]:
 
 
 def _words(name: str) -> frozenset[str]:
-    """`NVIDIA A100-SXM4-80GB` without its marks; `80G` is `80gb`."""
+    """Split a name into words; `80G` becomes `80gb`."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     return frozenset(re.sub(r"^(\d+)gi?b?$", r"\1gb", word) for word in words)
 
@@ -123,7 +121,7 @@ def _plain(name: str) -> str:
 
 
 def _card(name: str, entry: Mapping[str, Any]) -> Card:
-    """Return a card of its entry in the file, where bandwidths are in 10^9 bytes/s."""
+    """Convert an entry of the file, where bandwidths are in 10^9 bytes/s."""
     return Card(
         name=name,
         memory_bytes=int(entry["memory_gib"] * _GIB),

@@ -16,12 +16,12 @@ from dsat.search.predictions import Configurations, Predictions
 from dsat.search.speed import Points
 from dsat.space.locate import Point
 
-# "Replays" are those of `benchmarks/replay.py` with the constant changed: medians of two seeds over
-# all tables, as parts of the best.
+# "Replays" are runs of `benchmarks/replay.py` with the constant changed: medians of two seeds over
+# all tables, as fractions of the best.
 # Gain, as a logarithm, for which first trials of strategies wait where time is short. If they never
 # do, one replay ends at 92.6 % and not at 97.4 %.
 _LEAST = math.log(0.01)
-# Power of the chance to fit: a trial without memory is worse than a dull one. With 1, replays run
+# Power of the chance to fit: running out of memory is worse than a small gain. With 1, replays run
 # out of memory 16 times and not 14, and the worst ends at 96.5 % and not at 97.2 %.
 _CAUTION = 1.5
 # Penalty of a failed first trial of a strategy, after which predictions leave more room everywhere.
@@ -32,7 +32,7 @@ _MOST_UNKNOWN = 0.7  # of the logarithm of a step: a trial may take half of what
 # trial. Without this, searches with 10 % of noise take up to 23 trials and find nothing better;
 # with 8, up to 16 at 3 and 6 % of noise in place of 14, and find nothing better either.
 _USUAL_LENGTH = 6
-_TIE = 1e-9  # scores that differ by less are equal: the first of them is chosen
+_TIE = 1e-9  # scores that differ by less are equal; the first is chosen
 # Trials of a strategy until one has run. With 1, the worst seeds of replays end at 99.2 % in the
 # mean, and not at 99.35 %.
 _RETRIES = 3
@@ -43,13 +43,12 @@ class Candidates:
     """Configurations to compare, as arrays of one length n.
 
     Attributes:
-        points: as the model of speed takes them.
-        branch, index: of their settings.
-        log_runs: logarithm of the chance to run.
-        gain, sd: predicted logarithm of the gain over the best so far, and by how much a trial will
-            move that.
-        cost: of a trial, in seconds where they are known.
-        usual_cost: that of the best so far.
+        branch, index: positions of their settings.
+        log_runs: logarithm of the probability to run.
+        gain, sd: predicted logarithm of the gain over the best so far, and how much a trial will
+            change it.
+        cost: cost of a trial, in seconds if they are known.
+        usual_cost: cost of a trial of the best so far.
     """
 
     points: Points
@@ -72,8 +71,8 @@ class Choice:
     """The next configuration.
 
     Attributes:
-        expected: largest expected gain of any candidate, as a logarithm; infinite while a strategy
-            was not measured.
+        expected: largest expected gain of any candidate, as a logarithm; infinite while some
+            strategy is not measured.
     """
 
     point: Point
@@ -82,12 +81,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Chooser:
-    """Choice of the next trial by all that was tried.
+    """Choice of the next trial from all observations.
 
     Attributes:
-        configurations: that may be tried.
-        costs: of trials; None if they are not known.
-        stops: it ends where nothing affordable is left.
+        costs: costs of trials; None if unknown.
+        stop_when: as in `ModelSearch`; 0 keeps trials that cost more than a verdict may.
     """
 
     configurations: Configurations
@@ -126,7 +124,7 @@ class Chooser:
         return Choice(Point(*map(int, place)), math.inf if first.any() else math.exp(expected))
 
     def _find_unopened(self, observations: Sequence[Observation]) -> set[int]:
-        """Branches without offloading whose first trial is to come, or failed for its size."""
+        """Return branches without offloading that have not run, after few attempts."""
         found = set()
         for branch, strategy in enumerate(self.configurations.problem.space.strategies):
             own = [
@@ -140,7 +138,7 @@ class Chooser:
         return found
 
     def _find_urgent(self, candidates: Candidates, worth: Array, first: Array) -> Array:
-        """Return which promise more than first trials, and cannot be afforded beside them."""
+        """Return candidates that promise more than first trials, but are too dear after them."""
         if self.costs is None:
             return np.zeros(len(worth), bool)
         branch, cost = candidates.branch, candidates.cost
@@ -150,7 +148,6 @@ class Chooser:
         return better
 
     def list_candidates(self, known: Predictions) -> Candidates | None:
-        """Return all configurations to compare that may be tried."""
         branches = range(len(self.configurations.problem.space.branches))
         parts = [self._compare_branch(branch, known) for branch in branches]
         found = [part for part in parts if part is not None]

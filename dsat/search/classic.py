@@ -25,13 +25,7 @@ from dsat.search.base import (
 
 
 class ArmSearch(Search):
-    """A search over arms.
-
-    Args:
-        problem: what is searched.
-        search_range_factor: multiplies the largest micro batch that is predicted to fit, up to
-            which is searched.
-    """
+    """A search over arms."""
 
     ramps = True
 
@@ -53,7 +47,7 @@ class ArmSearch(Search):
 
 
 class BinarySearch(ArmSearch):
-    """Bisects each arm to its end; one that is over makes room for a newly drawn one."""
+    """Bisects each arm to its end, then draws a new one."""
 
     summary = "bisects the micro batch of randomly drawn configurations"
     options: ClassVar[Mapping[str, Option]] = {"search_range_factor": RANGE_FACTOR}
@@ -74,7 +68,6 @@ class ASHASearch(ArmSearch):
     the one with the most trials.
 
     Args:
-        max_rungs: number of rungs.
         min_trials: trials until the first rung is completed (`r` of the paper).
         divisor: growth of resources and thinning of arms from rung to rung (`eta`).
         early_stopping: the smallest rate of early stopping (`s`).
@@ -158,7 +151,7 @@ class ASHASearch(ArmSearch):
         return rungs
 
     def _promote(self, arms: Arms, rungs: Mapping[int, int]) -> int | None:
-        """Return the number of the arm to promote, from the highest rung first."""
+        """Return the arm to promote, from the highest rung first."""
         for rung in reversed(range(len(self._resources) - 1)):
             for number in self._best_of(arms, rungs, rung):
                 if rungs[number] == rung:
@@ -178,7 +171,8 @@ class ASHASearch(ArmSearch):
             )
         ]
         loss = self.problem.objective.loss
-        ranked = sorted((loss(best), n) for n in completed if (best := arms.begun[n].best))
+        bests = [(arms.begun[number].best, number) for number in completed]
+        ranked = sorted((loss(best), number) for best, number in bests if best is not None)
         return [number for _, number in ranked[: len(completed) // self._divisor]]
 
 
@@ -191,7 +185,7 @@ class RandomSearch(ArmSearch):
     micro batch of its branch.
 
     Args:
-        trials_per_config: the most trials of one choice of settings.
+        trials_per_config: maximum number of trials of one arm.
         early_stopping: end the search after this number of trials without a new best.
     """
 
@@ -235,10 +229,10 @@ class RandomSearch(ArmSearch):
         return arms.finish() if drawn is None else self._draw_near_middle(arms, drawn)
 
     def _draw_near_middle(self, arms: Arms, arm: Arm) -> Proposal | Wait | Stop:
-        """Propose an open position that is drawn around the middle.
+        """Propose an open position, drawn around the middle.
 
-        A new arm starts above the best micro batch of its branch; the largest that should fit is
-        worth a trial with any settings.
+        A new arm starts above the best micro batch of its branch, because the largest micro batch
+        is worth a trial with any settings.
         """
         loss = self.problem.objective.loss
         own = [each for each in arms.all if each.branch == arm.branch and each.best is not None]

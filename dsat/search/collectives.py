@@ -38,7 +38,7 @@ from dsat.values.step_trace import (
 REDUCE = "reduce"
 ALL_TO_ALL = "alltoall"  # begins torch's names of it
 _STAGE_0_BUCKET = 5e8  # elements of its all-reduces
-_GATHERS = 32  # of a model that is larger than what stays live, beside full prefetch buckets
+_GATHERS = 32  # gathers of a large model besides those of full prefetch buckets
 
 # Part of the bandwidth, seconds of a hop inside a host, and of one between hosts.
 Protocol = tuple[float, float, float]
@@ -51,8 +51,7 @@ class Network:
     Attributes:
         link_bandwidth: bytes/s of a large collective inside a host.
         network_bandwidth: bytes/s of a rank to other hosts.
-        per_host: ranks of a host.
-        protocols: of collectives; the fastest is used.
+        per_host: ranks per host.
     """
 
     link_bandwidth: float
@@ -61,7 +60,7 @@ class Network:
     protocols: tuple[Protocol, ...]
 
     def seconds(self, collectives: Collectives) -> tuple[float, float]:
-        """Return the seconds of collectives by bandwidth, and by latency.
+        """Return the seconds of collectives due to bandwidth, and due to latency.
 
         A ring passes each byte through every rank. Its latency grows with the number of ranks, that
         of NCCL's tree with the logarithm of the number of hosts (NCCL, src/graph/tuning.cc).
@@ -85,10 +84,10 @@ class Network:
         return min(map(spent, self.protocols), key=sum)
 
     def _moved_s(self, collectives: Collectives, inside: int, hosts: int) -> float:
-        """Return the seconds in which a part of all bytes passes from each rank to each other one.
+        """Return the seconds that the bytes take by bandwidth alone.
 
-        Args:
-            inside, hosts: ranks of a host, of which the last may have fewer, and their number.
+        `inside` is the number of ranks per host (the last host may have fewer), `hosts` the number
+        of hosts.
         """
         ranks, bandwidth = collectives.ranks, self.link_bandwidth
         if collectives.kind.startswith(ALL_TO_ALL):  # every rank has one network port
@@ -113,10 +112,8 @@ def of_step(
     """List the collectives of the last micro step and of each one before it.
 
     Args:
-        stage: of ZeRO.
-        settings: of the ZeRO section, with DeepSpeed's defaults for what is not set.
-        ranks: that share the optimizer's state.
-        params, trainable: numbers of parameters.
+        settings: the ZeRO section; DeepSpeed's defaults where it is not set.
+        ranks: ranks that share the optimizer's state.
         itemsize: bytes of a parameter and of a gradient.
         hpz: ranks of a secondary partition of the parameters (`zero_hpz_partition_size`).
     """
@@ -158,7 +155,6 @@ def of_step(
 
 
 def _reduction(stage: int, settings: Mapping[str, Any]) -> str:
-    """Return the collective that reduces gradients."""
     scatters = settings.get("reduce_scatter", True) is not False
     if stage == 3:
         whole = not scatters and settings.get("contiguous_gradients", True) is not False
@@ -169,10 +165,10 @@ def _reduction(stage: int, settings: Mapping[str, Any]) -> str:
 
 
 def _kept_live(settings: Mapping[str, Any], params: float) -> float:
-    """Return the part of the parameters that the backward pass finds gathered.
+    """Return the fraction of parameters that are still gathered when the backward pass begins.
 
-    A parameter stays while there is room among the live ones, or if it is used again soon: the last
-    one of the forward pass at once, the first one after all others were used twice.
+    A parameter stays gathered while there is room among the live ones, or if it is used again soon:
+    the last one of the forward pass at once, the first one after all others were used twice.
     """
     live, reuse = (
         float(value) if isinstance(value := settings.get(name), (int, float)) else 1e9
@@ -187,9 +183,8 @@ def columns(
     """Return the columns of `step_time.work` that collectives decide.
 
     Args:
-        collectives: of the last micro step of a step, and of each one before it.
-        network: that carries them.
-        unit_s: of latencies (`Hardware.latency_s`).
+        collectives: of the last micro step, and of each one before it.
+        unit_s: unit of latencies (`Hardware.latency_s`).
     """
     of_micro_step: dict[bool, defaultdict[str, float]] = {
         is_last: defaultdict(float) for is_last in (True, False)

@@ -25,7 +25,7 @@ _NEAR, _CONFIRMED = -0.4, 0.3
 # Once memory has ended earlier than predicted, it may end this many times further below: each
 # failure more than doubles the next step down, which leaves a wrong prediction in a few trials.
 _SURPRISED = 2.0
-_LEAST = 1e-9  # chance
+_LEAST = 1e-9  # smallest probability
 _HANG_WEIGHT = 4.0  # failures of another kind, since it takes a trial's whole time limit
 _UNSOUND = {
     OutcomeKind.ERROR,
@@ -38,12 +38,10 @@ _UNSOUND = {
 
 @dataclass(frozen=True)
 class Ended:
-    """A trial that ended.
+    """A finished trial.
 
     Attributes:
-        strategy: its position among the strategies.
-        values: of its settings.
-        octaves: of its micro batch above the largest that is predicted to fit.
+        octaves: log2 of its micro batch over the largest that is predicted to fit.
     """
 
     strategy: int
@@ -53,23 +51,22 @@ class Ended:
 
     @property
     def is_too_large(self) -> bool:
-        """A smaller micro batch may run: there is too little memory, time or data."""
+        """Return whether a smaller micro batch may run: memory, time or data were too short."""
         kind = self.outcome.kind
         too_slow = kind is OutcomeKind.TIMEOUT
         return kind.is_out_of_memory or too_slow or self.outcome.smaller_may_run
 
 
 class Feasibility:
-    """Chance of a configuration to run, by the end of memory and by failures of settings.
+    """Probability that a configuration runs, from the end of memory and from failures.
 
     The largest micro batch that fits is expected near its prediction, between those that ran and
     those that did not. Both bounds are kept by strategy, relative to the prediction.
 
     Args:
-        ended: trials in their order.
-        count: number of strategies.
-        predicted: whether micro batches are compared with a prediction, or with a bound from above.
-        on_device: whether slots have memory of their own, which can be predicted better.
+        predicted: whether micro batches are compared with a prediction, or only with an upper
+            bound.
+        on_device: whether devices have memory of their own, which is easier to predict.
     """
 
     def __init__(
@@ -94,7 +91,7 @@ class Feasibility:
         self._center, self._scale = center, scale
 
     def _bound(self, each: Ended) -> None:
-        """Narrow the range in which memory ends; the latest trial is right."""
+        """Narrow the range in which memory ends; of contradicting trials, the latest is right."""
         at, octaves = each.strategy, each.octaves
         if each.outcome.ok:
             self._ran[at] = max(self._ran[at], octaves)
@@ -104,7 +101,7 @@ class Feasibility:
             self._ran[at] = min(self._ran[at], octaves - 1e-3)
 
     def _blame(self, each: Ended) -> None:
-        """Blame a failure on the values that have never run; if all have, on any of them."""
+        """Blame a failure on values that have never run; if all have, on any of them."""
         kind, values = each.outcome.kind, each.values
         if each.outcome.ok or kind.is_out_of_memory:
             self._sound.update(values)
@@ -117,7 +114,7 @@ class Feasibility:
                 self._unsound[value] += blame / max(1, len(suspects))
 
     def fits(self, strategy: int, octaves: Array) -> Array:
-        """Return the chance to have enough memory, (n,), by octaves above what is predicted."""
+        """Return the probability to have enough memory, (n,), for octaves above the prediction."""
         low, high, here = (
             0.5 + np.arctan((at - self._center) / self._scale) / math.pi
             for at in (self._ran[strategy], self._failed[strategy], octaves)
@@ -126,10 +123,10 @@ class Feasibility:
         return chance
 
     def runs(self, values: Values) -> float:
-        """Return the chance to run but for memory: that of the worst of the values."""
+        """Return the probability to run if memory suffices: that of the worst value."""
         return min(map(self._is_sound, values), default=1.0) if self._unsound else 1.0
 
     def _is_sound(self, value: tuple[str, str]) -> float:
-        """Return the chance of one value; of one that never ran it falls fast."""
+        """Return the probability of one value; it falls fast for a value that never ran."""
         ran, failed = self._sound[value], self._unsound.get(value, 0.0)
         return (1 + ran) / (1 + ran + failed) if ran else 1 / (1 + (2 * failed) ** 2)

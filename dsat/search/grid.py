@@ -24,15 +24,15 @@ from dsat.search.base import (
 
 
 class GridSearch(Search):
-    """Goes through the branches as listed, and through the settings of each, its defaults first.
+    """Tries every strategy in order, and all settings of each, defaults first.
 
-    With each settings, a short list of micro batches is tried from its smallest on. Of a range,
-    the powers of two (times its step) are: first the largest that should fit, then doubled while
-    that runs, then halved from there. Nothing above what ran out of memory or out of time is tried,
-    nothing more after another failure.
+    For each choice of settings it tries a short list of micro batches, the smallest first. From a
+    range it takes powers of two (times its step): first the largest that should fit, then doubled
+    while that runs, then halved. It tries nothing above a failure by memory or time, and nothing
+    after another failure.
 
-    Settings are independent of each other: while a trial of one runs, the next one is begun. A
-    branch whose settings all run out of memory lets the others go first.
+    While a trial of some settings runs, the next settings begin. A branch whose settings all run
+    out of memory comes after the others.
 
     Args:
         num_micro_batches: continue with the next settings after this number of micro batches that
@@ -45,9 +45,9 @@ class GridSearch(Search):
     options: ClassVar[Mapping[str, Option]] = {
         "num_micro_batches": search_option(
             "--num-micro-batches",
-            "leave a setting after N micro batches that ran: the smallest first where only some "
-            "are allowed, as divisors of --train-batch-size are, else from the largest power of "
-            "two that should fit (default: all)",
+            "try at most N micro batches of each setting that run (default: all). They begin with "
+            "the smallest where only divisors of --train-batch-size are allowed, else with the "
+            "largest power of two that should fit",
             kind=at_least(1),
             metavar="N",
         ),
@@ -89,7 +89,7 @@ class GridSearch(Search):
         return self._begin(arms, progress)
 
     def _begin(self, arms: Arms, progress: Sequence[_Progress]) -> Proposal | Wait | Stop:
-        """Begin the next settings of the branch with the fewest memory failures."""
+        """Begin the next settings of the branch that ran out of memory least often."""
         for number in sorted(range(len(progress)), key=lambda n: arms.branches[n].failures):
             if self._is_over(progress[number]):
                 continue
@@ -123,7 +123,7 @@ class GridSearch(Search):
         return max(0, bisect.bisect_right(self._sizes, max(1, int(largest))) - 1)
 
     def _progress(self, observations: Sequence[Observation]) -> list[_Progress]:
-        """Return the best of each branch, and the trials since then."""
+        """Return the best value of each branch, and the number of trials since."""
         found = [_Progress() for _ in self.problem.space.branches]
         for each in observations:
             if each.point is None or each.arm is None or each.outcome is None:
@@ -149,7 +149,7 @@ class _Progress:
 
 
 def _grid(micro_batches: Sequence[int]) -> Sequence[int]:
-    """Return the micro batches to try: of a range, powers of two times its step."""
+    """Return the micro batches to try; from a range, powers of two times its step."""
     if not isinstance(micro_batches, range) or not micro_batches:
         return micro_batches
     sizes = []

@@ -29,12 +29,12 @@ class ModelSearch(Search):
     """Try the most promising configuration, by models that every outcome corrects.
 
     It begins with the first settings of each strategy, at about the largest micro batch that is
-    predicted to fit, but none that only takes longer by the model.
-    Each further proposal has the largest expected gain over the best so far, weighted by its chance
-    to run, for each second that it takes. What runs counts as measured, with its predicted time.
+    predicted to fit and to be worth its time. Each further proposal has the largest expected gain
+    over the best so far, weighted by its probability to run, per second that it takes. Running
+    trials count as measured, with their predicted times.
 
     Args:
-        stop_when: end the search when every strategy without offloading was measured and no trial
+        stop_when: end the search once every strategy without offloading was measured and no trial
             is expected to gain more than this, as a fraction; 0 for never.
         early_stopping: end the search after this number of trials without a new best.
     """

@@ -18,14 +18,11 @@ _LOG_GAIN = np.log(_Z * _CDF + _PDF)
 
 
 def log_expected_gain(mean: Array, sd: Array) -> Array:
-    """The logarithm of E[max(0, x)] for a normal x: expected improvement, if x is the improvement.
+    """Return the logarithm of E[max(0, x)] for a normal x: the expected improvement.
 
     Jones, Schonlau and Welch, J. Global Optimization 13 (1998).
     """
     z = mean / sd
     gain = np.interp(z, _Z, _LOG_GAIN)
-    return np.log(sd) + np.where(z > _Z[-1], np.log(np.maximum(z, 1.0)), gain + _beyond(z))
-
-
-def _beyond(z: Array) -> Any:
-    return -(np.minimum(z, -_REACH) ** 2 - _REACH**2) / 2
+    beyond = (np.minimum(z, -_REACH) ** 2 - _REACH**2) / 2
+    return np.log(sd) + np.where(z > _Z[-1], np.log(np.maximum(z, 1.0)), gain - beyond)

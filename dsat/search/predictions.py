@@ -28,11 +28,8 @@ class History:
     """Trials of one choice of settings.
 
     Attributes:
-        sizes: micro batches.
-        ran: the largest that ran.
-        below: smaller ones alone may be tried.
-        timeouts: number of trials that took too long.
-        abandoned: it failed in a way that no other micro batch would avoid.
+        below: micro batch from which on nothing may be tried.
+        abandoned: whether it failed in a way that no other micro batch would avoid.
     """
 
     sizes: set[int] = field(default_factory=set)
@@ -55,21 +52,14 @@ class History:
         return not self.abandoned and micro_batch < self.below and micro_batch not in self.sizes
 
     def admits_any(self, micro_batches: Sequence[int]) -> bool:
-        """Check for one that may be tried; they ascend."""
+        """Return whether any of some ascending micro batches may be tried."""
         smaller = itertools.takewhile(lambda size: size < self.below, micro_batches)
         return not self.abandoned and any(size not in self.sizes for size in smaller)
 
 
 @dataclass(frozen=True)
 class Configurations:
-    """The configurations of a problem, as the models take them.
-
-    Attributes:
-        problem: what is searched.
-        settings: of its space, by their numbers.
-        prior: of the speed.
-        memory: predicts memory; None if nothing is predicted.
-    """
+    """The configurations of a problem, in the form that the models use."""
 
     problem: Problem
     settings: Settings
@@ -86,12 +76,12 @@ class Configurations:
 
     @cached_property
     def sample_part(self) -> float:
-        """Part of the memory that a sample takes."""
+        """Fraction of the device's memory that a sample takes."""
         profile = self.problem.profile
         return max(1, profile.activation_bytes_per_sample) / profile.slot_memory_bytes
 
     def edge(self, branch: int, index: int) -> float:
-        """The largest micro batch that should fit; in the middle between it and the next."""
+        """Return the largest micro batch that should fit, plus 0.5."""
         found = self._edges.get((branch, index))
         if found is None:
             settings = self.settings.of(branch, index)
@@ -101,7 +91,7 @@ class Configurations:
 
     @cached_property
     def _edges(self) -> dict[tuple[int, int], float]:
-        """Known edges; predictions of memory change from one decision to the next."""
+        """Cache of `edge`, for one decision: predictions of memory change from one to the next."""
         return {}
 
     def points(
@@ -116,11 +106,9 @@ class Configurations:
         """Return n configurations.
 
         Args:
-            rows: settings.
-            where: position of each configuration's settings among them, (n,).
-            micro_batch, gas: of each, (n,).
-            edges: the largest micro batches of the settings.
-            neighbours: trials at the same time, of each, (n,).
+            where: position of each configuration's settings in `rows`, (n,).
+            micro_batch, gas: of each configuration, (n,).
+            neighbours: trials that ran at the same time, (n,).
         """
         count, num_traits = len(rows), len(self.settings.effects)
         work = np.array([row.work for row in rows]).reshape(count, len(COLUMNS))
@@ -137,19 +125,19 @@ class Configurations:
         )
 
     def alone(self, points: Points) -> Points:
-        """Return configurations as if nothing ran beside them."""
+        """Return configurations as if nothing ran at the same time."""
         is_alone = np.ones(len(points), bool)
         traits = self.settings.with_trial(points.traits, points.micro_batch, is_alone)
         return replace(points, traits=traits)
 
     def log_work(self, points: Points) -> Array:
-        """Return the offset between the logarithms of a rate and a time, (n,)."""
+        """Return the logarithm of a rate plus that of its time, (n,); 0 for times."""
         groups = points.work[:, COLUMNS.index("data_parallel")]
         work: Array = np.log(points.micro_batch * points.gas * groups)
         return np.zeros(len(work)) if self.problem.objective.smaller_is_better else work
 
     def octaves(self, points: Points) -> Array:
-        """Octaves of the micro batches above the largest that should fit."""
+        """Return log2 of the micro batches over the largest that should fit."""
         edges = points.room / self.sample_part + points.micro_batch
         octaves: Array = np.log2(points.micro_batch) - np.log2(np.maximum(edges, 0.5))
         return octaves
@@ -157,18 +145,15 @@ class Configurations:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What is known of all configurations.
+    """Predictions for all configurations.
 
     Attributes:
-        configurations: of the problem.
-        speed: predicted times.
-        runs: which configurations run.
-        histories: what was tried of each choice of settings, by branch and index.
-        measured: what was measured.
-        measured_points: the same for the model of speed, as if each had run alone.
-        running: what is being measured, for the same.
-        lacking: micro batches and accumulation steps from which on data are lacking.
-        log_unit: logarithm of the seconds of the unit of `speed`; None before anything ran.
+        histories: past trials of each choice of settings, by branch and index.
+        measured: points that were measured.
+        measured_points: the same in the form of the model of speed, as if each had run alone.
+        running: running trials in that form.
+        lacking: micro batches and accumulation steps from which on data are too few.
+        log_unit: logarithm of the seconds of one unit of `speed`; None before anything ran.
     """
 
     configurations: Configurations
@@ -183,7 +168,6 @@ class Predictions:
 
     @classmethod
     def fit(cls, known: Configurations, observations: Sequence[Observation]) -> Predictions:
-        """Fit predictions to all trials."""
         problem, settings = known.problem, known.settings
         located = [
             (each.point, each)
@@ -239,29 +223,29 @@ class Predictions:
         )
 
     def seconds(self, log_s: Array) -> Array | None:
-        """Seconds of steps whose times are predicted; None before anything was measured."""
+        """Return the seconds of predicted steps; None before anything was measured."""
         return None if self.log_unit is None else np.exp(log_s + self.log_unit)
 
     def log_rate(self, points: Points) -> Array:
-        """Return the predicted logarithms of the objective, larger is better, (n,)."""
+        """Return predicted logarithms of the objective, (n,); larger is better."""
         rates: Array = self.configurations.log_work(points) - self.speed.predict(points)[0]
         return rates
 
     @cached_property
     def measured_rates(self) -> Array:
-        """Predicted logarithms of what was measured, which noise misleads less, (n,)."""
+        """Predicted logarithms of what was measured, (n,), less noisy than the measurements."""
         return self.log_rate(self.measured_points)
 
     @cached_property
     def incumbent(self) -> tuple[Points, float] | None:
-        """The best so far by the model, and the logarithm of its rate."""
+        """The best configuration so far by the model, and the logarithm of its rate."""
         if not self.measured:
             return None
         best = int(np.argmax(self.measured_rates))
         return self.measured_points.only(np.array([best])), float(self.measured_rates[best])
 
     def best_settings(self, branch: int) -> Mapping[str, Any]:
-        """The settings of the best that was measured of a branch, or else of any."""
+        """Return the best measured settings of a branch; of any, if it has none."""
         if not self.measured:
             return {}
         rates = self.measured_rates.copy()
@@ -273,7 +257,7 @@ class Predictions:
 
 
 def locate_points(known: Configurations, located: Sequence[tuple[Point, Observation]]) -> Points:
-    """Return what was tried, with the batch sizes that it had."""
+    """Return the trials that were made, with their batch sizes."""
     keys = list(dict.fromkeys((point.branch, point.index) for point, _ in located))
     place = {key: number for number, key in enumerate(keys)}
     return known.points(

@@ -2,13 +2,13 @@
 
     log t = log(physical model) + residual + noise
 
-The physical model (`dsat.search.step_time`) has a handful of learned factors. What it does not know
-is one Gaussian process over strategy, micro batch and settings: two configurations differ the more,
-the more they have that is different. Measurements of one configuration differ by their own
-intervals and by what runs vary. How large residuals and that noise are is what makes the
-measurements most likely, so that noise is not mistaken for something to be found.
+The physical model (`dsat.search.step_time`) has a handful of learned factors. The
+residual is one Gaussian process over strategy, micro batch and settings: the more two
+configurations differ, the more their residuals may. Measurements of one configuration differ by
+their own intervals and by run-to-run variation. The sizes of residuals and noise are those that
+make the measurements most likely, so noise is not mistaken for a gain.
 
-The fit is that of Gauss-Newton on all measurements; it keeps no state.
+Every fit is a Gauss-Newton fit to all measurements; it keeps no state.
 
 numpy only: the container of Determined's search runner has no SciPy.
 """
@@ -43,9 +43,8 @@ class Points:
     """Configurations, as arrays of one length n.
 
     Attributes:
-        work: of `step_time.work`, (n, columns).
         micro_batch, gas: samples of a micro step and micro steps of a step.
-        room: memory that is predicted to be left, as a fraction.
+        room: memory that is predicted to be left, as a fraction of the device's.
         traits: 1 for each value that a configuration has, of strategy and settings, (n, values).
     """
 
@@ -59,12 +58,10 @@ class Points:
         return len(self.micro_batch)
 
     def only(self, kept: Array) -> Points:
-        """Return those at some positions."""
         return Points(*(getattr(self, name)[kept] for name in self.__dataclass_fields__))
 
     @classmethod
     def join(cls, parts: Sequence[Points]) -> Points:
-        """Return all of several, one after the other."""
         return cls(
             *(
                 np.concatenate([getattr(part, name) for part in parts])
@@ -75,7 +72,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Scales:
-    """Sizes of what the physical model does not know, times what is expected."""
+    """Learned scales, times the prior's standard deviations."""
 
     residual: float = 1.0
     switch: float = 1.0
@@ -104,17 +101,16 @@ class Differences:
 
 @dataclass(frozen=True)
 class Prior:
-    """What is believed before any measurement.
+    """The model before any measurement.
 
     Attributes:
-        hardware: of each slot.
         effects: standard deviation of the difference that each trait makes, (values,).
         is_switch: whether a trait acts on the whole step, as switches of a script do, (values,).
         factors: mean and standard deviation of the logarithms of the learned factors.
-        level_sd: standard deviation of all residuals; no difference is much larger. Ten times as
-            much changes no replay by 0.1 points.
-        growth_sd: of the part by which each doubling of the micro batch makes steps longer. Without
-            it, replays end 0.1 points lower.
+        level_sd: standard deviation of all residuals, which bounds differences. Ten times as much
+            changes no replay by 0.1 points.
+        growth_sd: standard deviation of the change of a step per doubling of the micro batch.
+            Without it, replays end 0.1 points lower.
     """
 
     hardware: Hardware
@@ -159,7 +155,7 @@ class Prior:
         return covariance
 
     def variances(self, points: Points, scales: Scales) -> Array:
-        """Return the variances of the residuals of n configurations, (n,)."""
+        """Return the prior variances of residuals, (n,)."""
         growth = scales.residual * self.growth_sd * np.log2(points.micro_batch)
         variances: Array = self.level_sd**2 + growth**2
         return variances
@@ -181,8 +177,6 @@ class Measurements:
     """Measured configurations.
 
     Attributes:
-        prior: what is believed of them.
-        points: n configurations, which may be equal.
         log_s: logarithms of their seconds, up to a constant, (n,).
         error: standard errors of `log_s` by their own intervals, (n,).
     """
@@ -214,11 +208,10 @@ class Posterior:
     """Seconds of configurations after n measurements.
 
     Attributes:
-        theta: logarithms of the learned factors.
-        scales: of what is not known.
+        scales: learned scales.
         slopes: derivatives of the logarithms by the physical model, (n, factors).
         root: inverse of the Cholesky factor of the covariance, (n, n).
-        weights: solution for what the prior mispredicted, (n,).
+        weights: solution for the prior's errors, (n,).
     """
 
     measured: Measurements
@@ -230,7 +223,7 @@ class Posterior:
 
     @classmethod
     def before(cls, prior: Prior) -> Posterior:
-        """Return what is known before any measurement."""
+        """Return the model before any measurement."""
         width, traits = len(step_time.COLUMNS), len(prior.effects)
         work, sizes = np.zeros((0, width)), np.zeros(0)
         none = Points(work, sizes, sizes, sizes, np.zeros((0, traits)))
@@ -238,7 +231,7 @@ class Posterior:
 
     @property
     def run_sd(self) -> float:
-        """Standard deviation of measurements from run to run, as a fraction."""
+        """Run-to-run standard deviation, as a fraction."""
         return RUN_SD * self.scales.noise
 
     @property
@@ -251,8 +244,7 @@ class Posterior:
         """Predict the natural logarithm of the seconds.
 
         Args:
-            points: n configurations.
-            reference: one more; the uncertainty is of the difference to it.
+            reference: one more configuration; the uncertainty is that of the difference to it.
 
         Returns:
             Mean and standard deviation, both (n,).
@@ -268,7 +260,7 @@ class Posterior:
         return mean[:-1], np.sqrt(np.maximum(variance, 1e-12))
 
     def _project(self, points: Points) -> tuple[Array, Array, Array, Array]:
-        """Return mean, variance, slopes, and the part that the measurements explain, (n, m)."""
+        """Return mean, variance, slopes, and the part explained by measurements, (n, m)."""
         prior, priors = self.measured.prior, self.measured.prior.variance
         mean, slopes = prior.physical(self.theta, points)
         differences = prior.compare(self.measured.points, points)
@@ -279,7 +271,7 @@ class Posterior:
         return mean + residuals.T @ self.weights, variance, slopes, known
 
     def beside(self, points: Points) -> Posterior:
-        """Return the posterior as if n configurations had been measured as predicted."""
+        """Return the posterior as if configurations had been measured as predicted."""
         known = self.measured
         both = Measurements(
             known.prior,
@@ -294,7 +286,7 @@ def fit(prior: Prior, points: Points, log_s: Array, error: Array) -> Posterior:
     """Fit to measurements.
 
     Args:
-        points: n configurations that were measured, none or one or more times.
+        points: n measured configurations; some may be equal.
         log_s: natural logarithms of their seconds, up to a constant, (n,).
         error: standard errors of `log_s` by their own intervals, (n,).
     """
@@ -367,13 +359,12 @@ def _find_factors(measured: Measurements, theta: Array, scales: Scales) -> Array
 
 
 def _linearize(measured: Measurements, theta: Array) -> tuple[Array, Array]:
-    """Return the slopes of the factors, and by how much the prior mispredicts along them."""
+    """Return the slopes of the factors, and the prior's errors along them."""
     predicted, slopes = measured.prior.physical(theta, measured.points)
     return slopes, measured.log_s - predicted + slopes @ (theta - measured.prior.mean)
 
 
 def _condition(measured: Measurements, theta: Array, scales: Scales) -> Posterior:
-    """Return the posterior by the physical model's slopes at some factors."""
     slopes, apart = _linearize(measured, theta)
     covariance = measured.covariance(scales) + (slopes * measured.prior.variance) @ slopes.T
     root = np.linalg.inv(np.linalg.cholesky(covariance))

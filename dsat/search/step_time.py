@@ -47,18 +47,18 @@ class Hardware:
     Only ratios matter once a trial has been measured.
 
     Attributes:
-        flops: that matrix products reach, half of the peak.
+        flops: FLOP/s that matrix products reach, half of the peak.
         memory_bandwidth: bytes/s of the slot's memory.
         link_bandwidth: bytes/s of a collective inside of a host.
         network_bandwidth: bytes/s of a slot to other hosts.
         protocols: of collectives, as of `dsat.search.collectives.Network`.
         pcie_bandwidth: bytes/s between the slot and its host.
         host_memory_bandwidth: bytes/s of the host's memory, for each slot.
-        launch_s: seconds in which the host launches the kernels of a micro step.
+        launch_s: seconds that the host takes to launch the kernels of a micro step.
         latency_s: unit of the latencies of collectives.
-        filling: rows of matrix products whose time a micro step takes beside that of its own,
-            because the last wave of tiles is not full.
-        edge: part by which micro steps are slower where no memory is left.
+        filling: rows of matrix products whose time a micro step takes in addition, because the last
+            wave of tiles is not full.
+        edge: fraction by which micro steps slow down when no memory is left.
     """
 
     flops: float = 156e12
@@ -94,12 +94,10 @@ class Job:
     """A model and the slots that train it.
 
     Attributes:
-        params, trainable: numbers of parameters.
         param_bytes: of one in the forward pass.
         flops_per_sample: of a forward and a backward pass.
-        slots: of a trial.
         parallelism: by the user's own configuration.
-        slots_per_host: if they are on several hosts; 0 if they are on one.
+        slots_per_host: devices per host if there are several hosts; else 0.
         hardware: of each slot, as far as it is known.
     """
 
@@ -114,7 +112,6 @@ class Job:
 
     @property
     def network(self) -> Network:
-        """The links among its slots."""
         hardware = self.hardware
         return Network(
             hardware.link_bandwidth,
@@ -124,7 +121,7 @@ class Job:
         )
 
     def divided(self, shared: Parallelism) -> Job:
-        """Return the part of a slot whose layers AutoTP divides; its slots are those of ZeRO."""
+        """Return one rank's share under tensor parallelism; `slots` becomes the ZeRO group size."""
         return replace(
             self,
             params=self.params / shared.tensor,
@@ -136,7 +133,7 @@ class Job:
 
     @classmethod
     def of_profile(cls, profile: ModelProfile, *, slots: int, slots_per_host: int = 0) -> Job:
-        """Return the job of a profiled model; slots without a host are processor cores."""
+        """Return the job of a profiled model; without a device, on processor cores."""
         card = cards.of_device(profile.device_name)
         if card is not None:
             hardware = hardware_of(card, profile.param_bytes)
@@ -192,8 +189,8 @@ COLUMNS = (
     "data_parallel",  # groups of slots that have samples of their own
 )
 
-# Learned factors, and mean and standard deviation of the prior of their logarithms. Times that were
-# counted are right within a factor of two or so, but for what the hardware is.
+# Learned factors, with mean and standard deviation of their logarithms before any measurement.
+# Apart from the hardware's speed, counted times are right within a factor of about two.
 FACTORS: Mapping[str, tuple[float, float]] = {
     "compute": (0.0, 5.0),  # on all times: what hardware it is
     "overhead": (0.0, 1.0),  # on what a micro step takes whatever its samples
@@ -217,10 +214,7 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     What tensor and sequence parallelism pass among slots is not counted: it is learned from trials.
 
     Args:
-        job: the model and its slots.
-        strategy: the ZeRO stage and where state is kept.
-        settings: by their names in a proposal; those that are missing or "auto" have DeepSpeed's
-            defaults.
+        settings: by their names in a proposal; DeepSpeed's defaults for missing or "auto" ones.
     """
     found = dict.fromkeys(COLUMNS, 0.0)
     shared = of_settings(settings, job.parallelism)
@@ -266,7 +260,7 @@ def acts_on_whole_step(setting: str) -> bool:
 
 
 def _recomputed(checkpointing: Any) -> float:
-    """Return the factor of FLOPs: a forward pass more, of all layers or of every second."""
+    """Return the factor of FLOPs: one more forward pass, of all layers or of every second."""
     if checkpointing == EVERY_SECOND:
         return 7 / 6
     return 1.0 if checkpointing in (None, False) else 4 / 3
@@ -275,7 +269,7 @@ def _recomputed(checkpointing: Any) -> float:
 def _add_offloading(
     found: dict[str, float], strategy: Strategy, sharded: float, gradient_bytes: float, job: Job
 ) -> None:
-    """Move the optimizer's work to the host and add what passes between slot and host."""
+    """Move the optimizer's work to the host, and add the transfers between host and device."""
     slow = _NVME_TIMES if NVME in (strategy.offload_optimizer, strategy.offload_param) else 1.0
     if strategy.offload_optimizer != NONE:
         found["host_optimizer"] = slow * _ADAM_BYTES * sharded
@@ -292,10 +286,8 @@ def seconds(
     """Predict the seconds of n optimizer steps, (n,) or (m, n).
 
     Args:
-        hardware: what a slot does in a second.
         theta: logarithms of the learned factors, (number of factors,), or of several such, which
             give several times, (number of factors, m, 1).
-        work: of `work`, (n, number of columns).
         micro_batch, gas: samples of a micro step and micro steps of a step, (n,).
         room: memory that is predicted to be left, as a fraction, (n,).
     """
@@ -339,6 +331,6 @@ def seconds(
 
 
 def _larger(one: Array, other: Array) -> Array:
-    """Return the maximum of positive numbers, smooth where they are about as large."""
+    """Return the maximum of positive numbers, smooth where they are similar."""
     apart, product = one - other, _SMOOTH * one * other
     return np.asarray((one + other + np.sqrt(apart**2 + 4 * product)) / 2)

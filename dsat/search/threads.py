@@ -1,7 +1,7 @@
 """Linear algebra in one thread.
 
-The matrices of a search are so small that the threads of a BLAS wait for each other most of the
-time, and while they wait they keep the cores busy that trials are being measured on.
+The matrices of a search are so small that BLAS threads mostly wait for each other, and waiting
+threads keep busy the cores on which trials are measured.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dsat.values.zero_strategy import of_config
 
 
 def advise_batch(run: Run) -> list[str]:
-    """Say why the micro batch was not searched, and how to have it searched."""
+    """Explain why the micro batch was not searched, and how to change that."""
     plan = run.plan
     own = plan.own_batch
     fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
@@ -77,7 +77,6 @@ def advise_learning_rate(run: Run) -> list[str]:
 
 
 def _scale_schedule(run: Run, ratio: float) -> list[str]:
-    """Scale the scheduler's lengths to the same number of samples."""
     parameters = ds_config.at(run.plan.base_config, "scheduler.params") or {}
     lengths = {
         key: value

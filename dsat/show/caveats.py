@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from dsat.in_trial import batches
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
@@ -29,8 +29,6 @@ def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) ->
     """Yield the warnings.
 
     Args:
-        run: so far.
-        best: the recommended configuration.
         outcome: its median outcome.
         found: the gain of the finals, if they are over.
     """
@@ -58,7 +56,7 @@ def trains_wrongly(run: Run) -> bool:
 
 
 def _warn_of_faults(run: Run, best: Trial) -> Iterator[str]:
-    """Yield warnings of known faults of DeepSpeed that the recommendation meets."""
+    """Warn of known faults of DeepSpeed that affect the recommendation."""
     version, training = run.deepspeed_version, training_of(run.plan, best)
     for fault in hazards.find(version, training, hazards.GRADIENTS, hazards.SLOW):
         yield f"{fault.describe(version or '')}."
@@ -71,34 +69,35 @@ def _name_excluded(run: Run) -> Iterator[str]:
 
 
 def _warn_of_noise(run: Run, found: Gain | None) -> Iterator[str]:
-    """Yield a warning if measurements are too uncertain to compare."""
+    """Warn if measurements are too uncertain to compare."""
     compared = [each for each in (run.baseline, run.leader) if each]
-    noise = max(0.0, *_intervals(run, compared), _median(_intervals(run, run.trials.values())))
+    noise = max(
+        0.0,
+        *_intervals(run, compared),
+        statistics.median(_intervals(run, run.trials.values()) or [0.0]),
+    )
     if found is None and noise > _NOISY:
         yield (
             f"measurements are uncertain by ±{fmt.percent(noise)}, so smaller gains go unseen: "
             f"other programs may have used the machine. {_QUIETER}"
         )
     elif found is not None and found.high > _UNSURE * found.low:
+        interval = f"may be anything from {found.low:.2f}x to {found.high:.2f}x"
         yield (
-            f"the gain may be anything from {found.low:.2f}x to {found.high:.2f}x, because runs of "
-            f"the same configuration differ much. {_QUIETER} More pairs help too (--finals, with "
+            f"the gain {'is not known' if found.is_unknown else interval}, because runs of the "
+            f"same configuration differ much. {_QUIETER} More pairs help too (--finals, with "
             "enough --max-trials)."
         )
 
 
 def _intervals(run: Run, trials: Iterable[Trial]) -> list[float]:
-    """Return the half-widths of the 95 % intervals of the trials that were measured."""
+    """Return the half-widths of 95 % intervals of the measured trials."""
     outcomes = (run.outcomes.get(trial.id) for trial in trials)
     return [outcome.metrics.ci95 for outcome in outcomes if outcome and outcome.metrics]
 
 
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else 0.0
-
-
 def _warn_of_drift(run: Run) -> Iterator[str]:
-    """Yield a warning if the user's own configuration changed its speed during the run."""
+    """Warn if the user's own configuration changed its speed during the run."""
     own = run.baseline
     first = None if own is None else run.value(own)
     again = [
@@ -121,7 +120,7 @@ def _warn_of_drift(run: Run) -> Iterator[str]:
 
 
 def _warn_of_steps(run: Run) -> Iterator[str]:
-    """Yield warnings if measured steps included other work than training."""
+    """Warn if measured steps included other work than training."""
     other = run.leader if run.best is run.baseline else run.best
     ended = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
     curves = (None if outcome is None else outcome.training for outcome in ended)
@@ -146,7 +145,7 @@ def _warn_of_steps(run: Run) -> Iterator[str]:
 
 
 def _warn_of_samples(run: Run, best: Outcome) -> Iterator[str]:
-    """Yield warnings about the counting of samples, of the best and of the user's own."""
+    """Warn about how samples were counted, in the best and in the user's own."""
     own = None if run.baseline is None else run.outcomes.get(run.baseline.id)
     for text in dict.fromkeys([*best.warnings, *(() if own is None else own.warnings)]):
         if batches.is_about(text):
@@ -154,7 +153,7 @@ def _warn_of_samples(run: Run, best: Outcome) -> Iterator[str]:
 
 
 def _warn_of_lengths(run: Run, best: Trial) -> Iterator[str]:
-    """Yield a warning if one of the compared configurations was fed longer samples."""
+    """Warn if the compared configurations were fed samples of different lengths."""
     finals, own, compared = run.finals, run.baseline, best
     if best is own and finals is not None and finals.pick is not None:
         compared = run.trials[finals.pick.trial_id]
@@ -186,7 +185,7 @@ def _tokens_per_sample(outcome: Outcome | None) -> tuple[float, float]:
 
 
 def _warn_of_optimizer(run: Run, best: Trial) -> Iterator[str]:
-    """Yield a warning if the optimizer may compute other updates than in the user's stage."""
+    """Warn if the optimizer may compute other updates than in the user's stage."""
     own = of_config(run.plan.base_config).stage
     if run.profile is None or run.profile.optimizer.by_element or bool(own) == bool(best.stage):
         return

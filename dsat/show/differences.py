@@ -35,11 +35,9 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting with the user's own value and the trial's; None where it is not set.
+    """A setting with the user's value and the trial's; None where it is not set.
 
-    Attributes:
-        key: dotted, as in the configuration.
-        default: DeepSpeed's value where it is not set; None if that is not known.
+    `key` is its dotted path, and `default` DeepSpeed's value if it is not set; None if unknown.
     """
 
     key: str
@@ -49,7 +47,6 @@ class Difference:
 
     @property
     def texts(self) -> tuple[str, str]:
-        """Both values as text."""
         first, second = (
             fmt.setting(self.default if value is None else value) or "(not set)"
             for value in (self.own, self.its)
@@ -69,7 +66,7 @@ class Difference:
 def differences(plan: Plan, trial: Trial, switches: Mapping[str, Any]) -> list[Difference]:
     """Return the differences, stage and batch sizes first, without secrets.
 
-    A setting that is not set and one that has DeepSpeed's default are the same.
+    A setting that is not set equals one with DeepSpeed's default.
     """
     own = _settings({**plan.config(plan.own_batch.config()), **switches})
     its = _settings({**plan.config(trial.overrides), **switches, **trial.script_args})

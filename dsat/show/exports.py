@@ -54,7 +54,7 @@ def to_csv(view: RunView, output: Path, name: str) -> None:
 
 
 def to_parquet(view: RunView, output: Path, name: str) -> None:
-    """Write the same table in columns; settings whose values are of several types as text."""
+    """Write the same table by columns; settings with several types of values become text."""
     import pyarrow
     import pyarrow.parquet
 
@@ -160,12 +160,9 @@ def to_tensorboard(view: RunView, output: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class Exporter:
-    """An export, as `dsat export --to` offers it.
+    """An export of `dsat export --to`.
 
-    Attributes:
-        write: takes a run, the file or folder to write, and the run's name.
-        suffix: of the file or folder.
-        package: to install; empty if it needs none.
+    `write` takes the view of a run, the file or folder to write, and the run's name.
     """
 
     write: Callable[[RunView, Path, str], None]
@@ -186,10 +183,7 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
     """Write a run for another tool.
 
     Args:
-        view: of the run.
-        to: a name of `EXPORTERS`.
-        output: file or folder to make.
-        name: of the study or experiment.
+        name: name of the study or experiment.
 
     Raises:
         UserInputError: `output` exists, or the tool is not installed.
@@ -219,19 +213,18 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
 
 
 def _compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:
-    """Yield the finished trials except the profile, whose speed is not comparable."""
+    """Yield finished trials except the profile, whose speed is not comparable."""
     for each in sorted(view.ended, key=lambda each: each.ended_s or 0.0):
         if each.trial.kind is not TrialKind.PROFILE and each.outcome is not None:
             yield each, each.outcome
 
 
 def _ended_at_s(each: TrialView) -> float:
-    """Return when a trial ended, in seconds since the epoch."""
     return each.ended_at_s or each.ended_s or 0.0
 
 
 def _decision(view: RunView) -> dict[str, Any]:
-    """Return the verdict and its values, which come from the finals."""
+    """Return the verdict and its values."""
     found = {
         "metric": view.plan.metric,
         "verdict": "\n".join(view.verdict.lines),
@@ -254,7 +247,7 @@ def _params(each: TrialView) -> dict[str, Any]:
 
 
 def _distributions(view: RunView) -> dict[str, optuna.distributions.BaseDistribution]:
-    """Return the distribution of each setting: a range for batch sizes, else the tried values."""
+    """Return the distribution of each setting: a range for batch sizes, else tried values."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     values: dict[str, list[Any]] = {}

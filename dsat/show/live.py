@@ -22,10 +22,9 @@ _LAST_TRIALS = 12
 
 
 class LiveView(Observer):
-    """Prints lines, and on a terminal a table of the trials while they run.
+    """Prints lines, and on a terminal also a table of running trials.
 
-    Args:
-        stream: standard error by default; standard output is for results.
+    The stream is standard error by default, because standard output is for results.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -38,12 +37,10 @@ class LiveView(Observer):
         self._shown: object = None
 
     def follow(self, folder: Path, trials: Path) -> None:
-        """Show a run that begins."""
         self._folder, self._trials = folder, trials
 
     @property
     def is_live(self) -> bool:
-        """True if a table is shown during a search or a simulation."""
         return self._live is not None
 
     def __enter__(self) -> LiveView:
@@ -84,7 +81,7 @@ class LiveView(Observer):
             return
         self._shown = cells, lines
         bar = RichTable.grid()  # a bar by itself does not end its line
-        bar.add_row(ProgressBar(total=view.plan.max_trials, completed=len(view.ended), width=60))
+        bar.add_row(ProgressBar(total=run.most_trials, completed=len(view.ended), width=60))
         table = terminal.rich_table(
             Table(("trial", "result"), cells, names=("trial",)), self._console.width
         )

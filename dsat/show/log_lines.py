@@ -26,11 +26,7 @@ class Kind(enum.Enum):
 
 
 class Narrator(Observer):
-    """Log lines of the events of a run.
-
-    Args:
-        say: takes each line.
-    """
+    """Writes log lines on the events of a run."""
 
     def __init__(self, say: Callable[[Kind, str], None]) -> None:
         self._say = say
@@ -43,7 +39,7 @@ class Narrator(Observer):
             self._say(Kind.TRIAL, text)
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        """Say new warnings, then the result; of a profile trial, the model's facts."""
+        """Log new warnings, then the result; of a profile trial, facts about the model."""
         new = [text for text in dict.fromkeys(outcome.warnings) if text not in self._warned]
         self._warned.update(new)
         for text in new:
@@ -59,7 +55,7 @@ class Narrator(Observer):
             self._say(Kind.RUN, f"note: {flag} follows the micro batch from now on")
 
     def began(self, run: Run, forecast: Forecast | None) -> None:
-        """Say the memory that each strategy needs."""
+        """Log the memory that each strategy needs."""
         if forecast is not None:
             for text in forecast.describe():
                 self._say(Kind.RUN, text)

@@ -13,7 +13,7 @@ from dsat.values.outcome import Outcome
 def used_bytes(run: Run, outcome: Outcome) -> int | None:
     """Return the peak memory of a device, as predictions count it; None if not measured.
 
-    Without `--slot-memory` the driver's context and the libraries count as well.
+    Without `--slot-memory`, the driver's context and libraries are included.
     """
     memory = outcome.memory
     if memory is None or not memory.peak:
@@ -24,7 +24,7 @@ def used_bytes(run: Run, outcome: Outcome) -> int | None:
 def longest_sequence(run: Run) -> tuple[int, str] | None:
     """Return the longest expected sequence in tokens, and its source; None without sequences.
 
-    It is `--max-seq-length`; or the model's maximum, if lengths varied; or the longest one seen.
+    It is `--max-seq-length`; else the model's maximum if lengths varied; else the longest one seen.
     """
     seen = [o.sequences for o in run.outcomes.values() if o.sequences is not None]
     if not seen:
@@ -41,8 +41,8 @@ def longest_sequence(run: Run) -> tuple[int, str] | None:
 def memory_warning(run: Run) -> list[str]:
     """Return a sentence if the best configuration may not fit at the longest sequence.
 
-    Activations grow in proportion to the length, as they do with the micro batch, whose bytes per
-    sample the memory model knows. (Attention that keeps its scores needs more than that.)
+    Activations grow with the length as with the micro batch, whose bytes per sample the memory
+    model knows. (Attention that keeps its scores needs more.)
     """
     best, outcome, profile = run.best, run.best_outcome, run.profile
     expected = longest_sequence(run)

@@ -26,20 +26,14 @@ _VEGA_LITE = "6.1"
 
 
 def write_page(view: RunView, folder: Path, train_line: str) -> None:
-    """Write the page into a run's folder.
-
-    Args:
-        train_line: the command that trains with the best configuration.
-    """
+    """Write the page into a run's folder, with the command that trains the best configuration."""
     write_atomically(folder / PAGE_FILE, html(view, TRIALS_FOLDER, train_line))
 
 
 def html(view: RunView, folders: str, train_line: str) -> str:
     """Return the page's text.
 
-    Args:
-        folders: where trials have their folders, relative to the page; empty for no links to them.
-        train_line: the command that trains with the best configuration.
+    `folders` is the place of trials' folders relative to the page, empty for no links to them.
     """
     return render("page.html", watch="", **parts(view, folders, train_line))
 
@@ -51,7 +45,7 @@ def watch_html(view: RunView, folder: str) -> str:
 
 
 def watch_parts(view: RunView, train_line: str) -> dict[str, Any]:
-    """Return the report without its page: `html`, and `specs` of its plots."""
+    """Return the report without its page: `html`, and the `specs` of its plots."""
     if not view.trials:
         return {"html": "<p>No trial has begun.</p>", "specs": []}
     values = parts(view, "", train_line)
@@ -60,7 +54,7 @@ def watch_parts(view: RunView, train_line: str) -> dict[str, Any]:
 
 
 def render(which: str, /, **values: Any) -> str:
-    """Render a template with its values, the style and Vega."""
+    """Render a template with values, style and Vega."""
     common = {"css": template("page.css"), "script": template("page.js"), "vega": _vega()}
     text: str = _compiled(which).render({**common, **values})
     return text
@@ -68,7 +62,6 @@ def render(which: str, /, **values: Any) -> str:
 
 @cache
 def _compiled(which: str) -> Any:
-    """Compile a template once."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -100,7 +93,7 @@ def parts(view: RunView, folders: str, train_line: str) -> dict[str, Any]:
 
 @cache
 def _vega() -> str:
-    """Vega, Vega-Lite and vega-embed as one script; empty without vl-convert."""
+    """Return Vega, Vega-Lite and vega-embed as one script; empty without vl-convert."""
     try:
         import vl_convert
     except (ImportError, NameError):  # the latter after an import that Ctrl-C has ended half way

@@ -19,8 +19,7 @@ class PastRun:
     """A run, read from its folder.
 
     Attributes:
-        is_running: a process is working on it.
-        changed_s: time of the last change, in seconds since the epoch.
+        changed_s: time of the last change, since the epoch.
     """
 
     folder: Path
@@ -30,7 +29,6 @@ class PastRun:
 
     @property
     def trials(self) -> Path:
-        """Folder of its trials."""
         below = self.folder / TRIALS_FOLDER
         return below if below.is_dir() else self.folder
 
@@ -79,10 +77,9 @@ def load(path: Path | None = None) -> PastRun:
 
 
 def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
-    """Return all runs right below a folder, the newest first, and why others cannot be read.
+    """Return all runs directly in a folder, newest first, and why others cannot be read.
 
-    Raises:
-        UserInputError: there is no such folder.
+    Raises UserInputError if there is no such folder.
     """
     if above is not None and not above.is_dir():
         raise UserInputError("is not a folder", where=str(above))
@@ -96,11 +93,7 @@ def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
 
 
 def find(path: Path | None) -> Path:
-    """Return the folder of a run; see `load`.
-
-    Raises:
-        UserInputError: there is no such run.
-    """
+    """Return the folder of a run; see `load`. Raises UserInputError if there is none."""
     if path is None:
         newest = folders()
         if not newest:

@@ -12,6 +12,7 @@ from typing import Any
 from dsat.show import step_parts
 from dsat.show.view import RunView, TrialView
 from dsat.values import format as fmt
+from dsat.values.objective import METRICS
 from dsat.values.trial import TrialKind
 
 Rows = Sequence[Mapping[str, Any]]
@@ -25,12 +26,12 @@ _FORMATS = {"ms": ".3~r", "value": ".4~s"}
 
 
 def make_plots(view: RunView) -> list[Spec]:
-    """Return title, text for those who cannot see it, and specification of each plot with data."""
+    """Return title, alternative text and specification of each plot with data."""
     return [plot for plot in (_throughput(view), _step_times(view)) if plot is not None]
 
 
 def _throughput(view: RunView) -> Spec | None:
-    """The metric over the micro batch: a line for each strategy, out of memory marked."""
+    """Plot the metric over the micro batch, a line per strategy; mark out of memory."""
     shown = [_row(each) for each in view.trials if each.trial.kind is not TrialKind.PROFILE]
     if not shown:
         return None
@@ -47,7 +48,8 @@ def _throughput(view: RunView) -> Spec | None:
         scale={"type": "log", "base": 2},
         axis={"values": powers if len(powers) > 1 else sizes},
     )
-    y = _metric(view)
+    metric = view.plan.metric  # 15G, not 15,000,000,000
+    y = _number("value", f"{metric} ({METRICS[metric].unit})", axis={"format": "~s"})
     interval = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}
     names = sorted({str(row["strategy"]) for row in (*ran, *lost)})
     look = _coloured("strategy", names)
@@ -57,7 +59,7 @@ def _throughput(view: RunView) -> Spec | None:
     cross = {"type": "text", "text": "✕", "size": 14, "baseline": "middle"}
     at_the_foot = {"value": {"expr": "height - 8"}}
     return _plot(
-        f"{view.plan.metric} over the micro batch",
+        f"{metric} over the micro batch",
         "One point for each trial with its 95 % interval, a line through the best of each "
         "strategy; ✕ marks trials that ran out of memory.",
         320,
@@ -74,7 +76,7 @@ def _throughput(view: RunView) -> Spec | None:
 
 
 def _step_times(view: RunView) -> Spec | None:
-    """Time of an optimizer step by part, per sample, so that batches compare."""
+    """Plot the parts of an optimizer step per sample, so that batches compare."""
     rows = []
     for each in view.ranked[:_MOST_BARS]:
         metrics = each.outcome and each.outcome.metrics
@@ -86,7 +88,7 @@ def _step_times(view: RunView) -> Spec | None:
                 for order, (part, time) in enumerate(zip(step_parts.PARTS, times, strict=True))
             ]
     encoding = {
-        "y": _bars("name"),
+        "y": {"field": "name", "type": "nominal", "sort": None, "title": "trial"},
         "x": _number("ms", "ms per sample", stack=True),
         "color": _nominal("part", step_parts.PARTS),
         "order": _number("order"),
@@ -136,17 +138,6 @@ def _number(field: str, title: str | None = None, **more: Any) -> Spec:
     return found if title is None else {**found, "title": title}
 
 
-def _metric(view: RunView) -> Spec:
-    """The axis of the metric, with 15G instead of 15,000,000,000."""
-    metric = view.plan.metric
-    return _number("value", f"{metric} ({fmt.unit(metric)})", axis={"format": "~s"})
-
-
-def _bars(field: str) -> Spec:
-    title = {"name": "trial"}.get(field, field)
-    return {"field": field, "type": "nominal", "sort": None, "title": title}
-
-
 def _nominal(field: str, domain: Sequence[str]) -> Spec:
     colours = [COLOURS[number % len(COLOURS)] for number in range(len(domain))]
     scale = {"domain": list(domain), "range": colours}
@@ -155,7 +146,7 @@ def _nominal(field: str, domain: Sequence[str]) -> Spec:
 
 
 def _coloured(field: str, domain: Sequence[str]) -> Spec:
-    """Colours and shapes under one legend."""
+    """Return colours and shapes under one legend."""
     colour = _nominal(field, domain)
     shapes = [_SHAPES[number % len(_SHAPES)] for number in range(len(domain))]
     return {
@@ -165,7 +156,7 @@ def _coloured(field: str, domain: Sequence[str]) -> Spec:
 
 
 def _tips(*fields: str) -> list[Spec]:
-    """Return the fields of a tooltip, with no more decimals than are known."""
+    """Return the fields of a tooltip, with meaningful decimals."""
     return [
         {"field": field, "format": _FORMATS[field]} if field in _FORMATS else {"field": field}
         for field in fields

@@ -27,8 +27,8 @@ class Status(Recorded):
     """State of a running search that is not in the journal.
 
     Attributes:
-        num_slots: devices that trials may use at once.
-        at_once: trials of the search that may run at a time.
+        num_slots: devices that trials may use at the same time.
+        at_once: trials of the search that may run at the same time.
         train_line: the command that trains with the best configuration; empty without one.
     """
 
@@ -37,7 +37,6 @@ class Status(Recorded):
     train_line: str = ""
 
     def write(self, folder: Path) -> None:
-        """Write it into a run's folder."""
         write_atomically(folder / STATUS_FILE, json.dumps(self.to_json()))
 
     @classmethod
@@ -79,11 +78,8 @@ def doing(trial_folder: Path) -> str:
 def time_left(run: Run, at_once: int) -> str | None:
     """Estimate the time of all remaining trials; None before enough trials have ended.
 
-    The range is from the lower to the upper quartile of recent trials.
-
-    Args:
-        run: a running search.
-        at_once: how many trials of the search run at a time; those of the finals run alone.
+    The range spans the lower to the upper quartile of recent trials. `at_once` trials of the search
+    run at the same time; finals run alone.
     """
     took = [
         outcome.duration_s

@@ -24,7 +24,6 @@ class ReadOnlySettings:
     """Options of a read-only command.
 
     Attributes:
-        summary: one line for `--help`.
         argument: field of the command's argument, and how argparse declares it; None if it takes
             none.
     """
@@ -36,11 +35,7 @@ class ReadOnlySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowSettings(ReadOnlySettings):
-    """Options of `dsat show`.
-
-    Attributes:
-        run: None for the newest one.
-    """
+    """Options of `dsat show`; no run means the newest."""
 
     summary = "print the verdict of a run, or its trials"
     argument = ("run", _NEWEST)
@@ -73,11 +68,7 @@ class CompareSettings(ReadOnlySettings):
 
 @dataclass(frozen=True, kw_only=True)
 class RunsSettings(ReadOnlySettings):
-    """Options of `dsat runs`.
-
-    Attributes:
-        folder: whose runs are listed; None for `dsat_runs`.
-    """
+    """Options of `dsat runs`; no folder means `dsat_runs`."""
 
     summary = "list runs, newest first"
     argument = (
@@ -89,11 +80,7 @@ class RunsSettings(ReadOnlySettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(ReadOnlySettings):
-    """Options of `dsat export`.
-
-    Attributes:
-        run: None for the newest one.
-    """
+    """Options of `dsat export`; no run means the newest."""
 
     summary = "export a run to Optuna, MLflow, TensorBoard, CSV or Parquet"
     argument = ("run", _NEWEST)
@@ -116,9 +103,7 @@ class ExportSettings(ReadOnlySettings):
 class WatchSettings(ReadOnlySettings):
     """Options of `dsat watch`.
 
-    Attributes:
-        run: None for the newest run; the number of an experiment that searches on a Determined
-            cluster.
+    The run may be the number of an experiment on a Determined cluster; none means the newest.
     """
 
     summary = "serve the report of a run as a page that refreshes itself"
@@ -130,7 +115,7 @@ class WatchSettings(ReadOnlySettings):
 
     @property
     def experiment(self) -> int | None:
-        """Number of an experiment on a Determined cluster; None for a run on this machine."""
+        """Number of an experiment on a cluster; None for a run on this machine."""
         name = "" if self.run is None else str(self.run)
         return int(name) if name.isdecimal() and not Path(name).exists() else None
 

@@ -30,7 +30,6 @@ def advice(run: Run) -> list[str]:
 
 
 def _advise_on_data(run: Run, own: Metrics, best: Metrics) -> Iterator[str]:
-    """Advise if the user's step, or the best's, waits long for data."""
     names = dict.fromkeys(name for trial in run.trials.values() for name in trial.script_args)
     tried = [name for name in names if _WORKERS in name]
     share, its = own.data / own.latency, best.data / best.latency
@@ -52,7 +51,6 @@ def _more_workers(tried: Sequence[str]) -> str:
 
 
 def _advise_on_optimizer(run: Run, best: Metrics) -> Iterator[str]:
-    """Advise if the optimizer step on the host is long."""
     assert run.best is not None
     share, strategy = best.step / best.latency, of_config(run.plan.config(run.best.overrides))
     if share < _OPTIMIZER or strategy.offload_optimizer == NONE:

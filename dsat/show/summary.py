@@ -16,8 +16,7 @@ SUMMARY_FILE = "summary.md"
 def write_files(view: RunView, folder: Path, train_line: str | None) -> None:
     """Write the best configuration, its metrics and `summary.md` into the run's folder.
 
-    Args:
-        train_line: a command that trains with the best configuration, if one is known.
+    `train_line` is a command that trains with the best configuration, if known.
     """
     outcome = view.best_outcome
     if view.best is not None:

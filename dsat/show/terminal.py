@@ -42,7 +42,7 @@ def console(stream: Any) -> Console:
 
 
 def show(stream: Any, parts: Iterable[Part]) -> None:
-    """Print parts of an output; a `str` is not wrapped."""
+    """Print parts of an output; text is not wrapped."""
     into = console(stream)
     for each in parts:
         if isinstance(each, str):
@@ -65,7 +65,7 @@ def rich_table(table: Table, width: int) -> RichTable:
 
 
 def _width(table: Table) -> int:
-    """Return the columns of the terminal that a table takes, with long texts folded."""
+    """Return the terminal columns of a table, with long texts folded."""
     columns = zip(table.headings, *table.rows, strict=True)
     widths = (max(map(cell_len, cells)) for cells in columns)
     folded = (
@@ -91,11 +91,6 @@ def describe_run(view: RunView, folder: Path, state: str) -> list[Part]:
         *describe_result(view),
         *(str(path) for path in files if path.exists()),
     ]
-
-
-def list_trials(view: RunView) -> list[Part]:
-    """Return the table of all trials."""
-    return [view.trial_table() if view.trials else Text("No trial has begun.")]
 
 
 def describe_trial(run: Run, trial: Trial, folder: Path) -> list[Part]:
@@ -161,8 +156,7 @@ def list_runs(rows: Sequence[tuple[str, str, float, int, RunView]]) -> list[Part
     """Return a list of runs.
 
     Args:
-        rows: name, state, time of the last change (seconds since the epoch), the most trials, and
-            the run.
+        rows: name, state, last change (seconds since the epoch), allowed trials, and view.
     """
     headings = ("run", "state", "method", "trials", "best", "gain", "last change")
     cells = []
@@ -193,7 +187,7 @@ def _describe_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[Part]
 
 
 def _describe_memory(memory: MemoryUse) -> Iterator[Part]:
-    """Yield a table of the memory by phase; processor cores have no allocator of their own."""
+    """Yield a table of the memory by phase; CPU cores have no allocator of their own."""
     known = {
         "tensors": memory.allocated_bytes,
         "reserved by the allocator": memory.reserved_bytes,
@@ -222,12 +216,10 @@ def _measured(metrics: Metrics) -> list[tuple[str, str]]:
 
 
 def _changes(run: Run, trial: Trial) -> list[tuple[str, str, str]]:
-    """Return settings with the user's own value and the trial's, as text."""
     return [(each.key, *each.texts) for each in differences(run.plan, trial, own_switches(run))]
 
 
 def _tails(folder: Path) -> Iterator[Part]:
-    """Yield the last lines of a trial's logs."""
     for path in (folder / name for name in log_files(0)):
         if lines := read_end(path)[-_LAST_LINES:]:
             yield Text(f"the last lines of {path}:")
@@ -235,7 +227,6 @@ def _tails(folder: Path) -> Iterator[Part]:
 
 
 def _column(view: RunView) -> dict[str, str]:
-    """Return one column of a comparison."""
     best = view.best
     return {
         "method": view.plan.method,
@@ -260,7 +251,7 @@ def _settings(view: RunView, each: TrialView) -> dict[str, Any]:
 
 
 def _caveats(views: Views) -> list[str]:
-    """Return reasons why the runs may not be comparable."""
+    """Return reasons why runs may not be comparable."""
     plans = [view.plan for view in views.values()]
     differing: dict[str, set[Any]] = {
         "They optimised different metrics: their best values cannot be compared.": {

@@ -33,11 +33,10 @@ class GainView:
     """Gain of the best configuration over the user's own.
 
     Attributes:
-        ratio: from the finals, or else from single measurements of the search. None if one of the
-            two was not measured.
-        text: the same with its interval, or with `unconfirmed`.
-        own_value: value of the objective for the user's configuration; see `run.final_value`.
-        finals: comparison of the finals for programs; None without one.
+        ratio: from the finals, else from single measurements; None if either is missing.
+        text: the ratio with its interval, or with `unconfirmed`.
+        own_value: the objective's value of the user's configuration; see `run.final_value`.
+        finals: comparison of the finals for programs; None without.
     """
 
     ratio: float | None
@@ -47,7 +46,6 @@ class GainView:
 
     @classmethod
     def build(cls, run: Run) -> GainView:
-        """Return the gain of a run as it is now."""
         found, once, finals = gain(run), search_gain(run), _finals_json(run)
         own = None if run.baseline is None else final_value(run, run.baseline)
         if run.best is not None and run.best is run.baseline:
@@ -62,12 +60,8 @@ class Verdict:
     """Verdict of a run: one or two sentences in each field, or none.
 
     Attributes:
-        headline: the gain and what to do.
         changed: the most important settings that change, with both values.
-        confidence: how certain the gain is, and why.
-        advice: on the global batch and the learning rate, if they change; on the script, and on
-            where its time goes.
-        warnings: what may be wrong, and what to do.
+        advice: on batch, learning rate, script, and where time goes.
     """
 
     headline: str
@@ -78,7 +72,7 @@ class Verdict:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """All of it, each line with its label."""
+        """All lines, with labels."""
         labelled = {"Changed": self.changed, "Confidence": self.confidence}
         return (
             self.headline,
@@ -131,6 +125,8 @@ def gain(run: Run) -> Gain | None:
 
 def say_gain(found: Gain) -> str:
     """Write a gain as `1.42x (1.38 to 1.46)`, with a third digit for narrow intervals."""
+    if found.is_unknown:
+        return f"{found.ratio:.2f}x (too noisy to tell)"
     digits = 2 if found.high - found.low >= 0.02 else 3
     low, ratio, high = (f"{value:.{digits}f}" for value in (found.low, found.ratio, found.high))
     return f"{ratio}x ({low} to {high})"
@@ -186,7 +182,6 @@ def _headline(run: Run, best: Trial) -> str:
 
 
 def _why_keep(run: Run) -> str:
-    """Say why the user's own configuration is the best."""
     finals, trial = run.finals, _rival(run)
     found = run.gain_of(trial)
     if finals is not None and finals.over:
@@ -219,7 +214,7 @@ def _searched(run: Run) -> list[Outcome]:
 
 
 def _describe_failures(run: Run) -> list[str]:
-    """Return the most frequent failure if no trial of the search ran."""
+    """Return the most frequent failure, if no trial of the search ran."""
     searched = _searched(run)
     if not searched or any(outcome.ok for outcome in searched):
         return []
@@ -231,7 +226,7 @@ def _describe_failures(run: Run) -> list[str]:
 
 
 def _why_no_gain(run: Run) -> str:
-    """Say why there is no ratio to the user's own configuration."""
+    """Explain why there is no ratio to the user's own configuration."""
     own, first = run.baseline, next(iter(run.trials.values()))
     ended = run.outcomes.get(first.id)
     if own in (None, first) and ended is not None and ended.kind.is_out_of_memory:
@@ -255,7 +250,7 @@ def _changed(run: Run, best: Trial) -> str:
 
 
 def _confidence(run: Run, best: Trial) -> Iterator[str]:
-    """Yield sentences on the evidence for the gain or for the user's configuration."""
+    """Yield sentences on the evidence."""
     finals = run.finals
     if finals is None or not finals.over:
         if search_gain(run) is not None and any(outcome.ok for outcome in _searched(run)):
@@ -287,7 +282,6 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
 
 
 def _how_often(run: Run, best: Trial) -> str:
-    """Say how often both configurations were measured before the finals are over."""
     pairs = 0 if run.finals is None else len(run.finals.pairs)
     if pairs:
         return f"low, with {fmt.count(pairs, 'pair')} of the finals so far."
@@ -297,7 +291,7 @@ def _how_often(run: Run, best: Trial) -> str:
 
 
 def _no_finals(run: Run) -> str:
-    """Say why no finals confirm the search, and what to do."""
+    """Explain why no finals confirm the search, and what to do."""
     if run.finals is not None:
         return "The finals are not over."
     if run.plan.finals == 0:
@@ -315,7 +309,7 @@ def _no_finals(run: Run) -> str:
 
 
 def _batch_advice(run: Run, best: Trial) -> list[str]:
-    """Return the gain at the user's global batch size, if the best has another one."""
+    """Return the gain at the user's global batch size, if the best has another."""
     own = run.plan.own_batch.train_batch_size
     if best.batch.train_batch_size == own or run.baseline is None:
         return []
@@ -325,7 +319,7 @@ def _batch_advice(run: Run, best: Trial) -> list[str]:
 
 
 def _steps_per_epoch(run: Run, best: Trial) -> str:
-    """Return `steps per epoch 100 -> 2`; nothing if the data's size is unknown."""
+    """Return `steps per epoch 100 -> 2`; empty if the data's size is unknown."""
     counts = []
     for trial in (run.baseline, best):
         outcome = None if trial is None else run.outcomes.get(trial.id)

@@ -27,11 +27,10 @@ class TrialView:
     """A trial with its outcome.
 
     Attributes:
-        result: one line on how it ended, or `running`, or `interrupted` with the run.
+        result: how it ended, or `running`, or `interrupted`.
         value: of the objective; None if it was not measured, and for the profile trial.
         used_bytes: peak of a device, comparable with the prediction.
         settings: changed settings by dotted path, with batch sizes, without secrets.
-        ended_s: time since the run's start.
         ended_at_s: time since the epoch; None if the journal does not say.
     """
 
@@ -47,7 +46,6 @@ class TrialView:
 
     @classmethod
     def build(cls, run: Run, trial: Trial, *, is_best: bool | None = None) -> TrialView:
-        """Return the view of one trial of a run; `is_best` may be given to save time."""
         outcome = run.outcomes.get(trial.id)
         unfinished = "interrupted" if run.paused else "running"
         return cls(
@@ -64,7 +62,6 @@ class TrialView:
 
     @property
     def is_own(self) -> bool:
-        """True for the user's own configuration."""
         return self.trial.kind is TrialKind.BASELINE
 
     @property
@@ -74,7 +71,7 @@ class TrialView:
 
     @property
     def changes(self) -> str:
-        """Its settings besides stage and batch sizes, as one line."""
+        """Settings besides stage and batch sizes, in one line."""
         left_out = {*BATCH_KEYS, "zero_optimization.stage"}
         return ", ".join(
             f"{key.removeprefix('zero_optimization.')}={fmt.setting(value)}"
@@ -84,7 +81,6 @@ class TrialView:
 
     @property
     def took_s(self) -> float | None:
-        """Time from the launch to the outcome."""
         return None if self.outcome is None else self.outcome.duration_s
 
     def to_json(self) -> dict[str, Any]:
@@ -107,7 +103,7 @@ class TrialView:
 
 @dataclass(frozen=True)
 class StageView:
-    """Results of the search with one ZeRO stage and offloading (`z2_offload`)."""
+    """Results of the search with one strategy (`z2_offload`)."""
 
     strategy: str
     trials: int
@@ -122,11 +118,8 @@ class RunView:
 
     Attributes:
         info: name, versions and machine, from the journal's first line.
-        own_switches: the script's own values of its switches.
         best_value: of the objective; see `run.final_value`.
-        best_outcome: of a typical run of the best.
         facts: what was tuned and measured, where, for how long, and why the run stopped.
-        warnings: of all trials, each once.
     """
 
     info: Mapping[str, Any]
@@ -147,7 +140,6 @@ class RunView:
 
     @classmethod
     def build(cls, run: Run) -> RunView:
-        """Return the view of a run as it is now."""
         best, own = run.best, run.baseline
         warnings = dict.fromkeys(w for o in run.outcomes.values() for w in o.warnings)
         trials = {
@@ -184,23 +176,20 @@ class RunView:
 
     @property
     def profile(self) -> ModelProfile | None:
-        """Profile of the model, once it is known."""
         found = (view.outcome.profile for view in self.ended if view.outcome)
         return next((profile for profile in found if profile is not None), None)
 
     @property
     def ended(self) -> list[TrialView]:
-        """Trials that have ended."""
         return [view for view in self.trials if view.outcome is not None]
 
     @property
     def ranked(self) -> list[TrialView]:
-        """Trials that were measured, the best first."""
+        """Measured trials, the best first."""
         loss, ran = self.plan.objective.loss, [t for t in self.trials if t.value is not None]
         return sorted(ran, key=lambda view: loss(view.value or 0.0))
 
     def stage_table(self) -> Table:
-        """Return the results by stage."""
         headings = ("stage", "trials", "out of memory", "failed", "best of the search")
         rows = [
             (
@@ -243,7 +232,6 @@ class RunView:
         )
 
     def to_json(self, folder: Path) -> dict[str, Any]:
-        """Return the result for programs; `best`, `baseline` and `trials` are single trials."""
         return {
             "run_dir": str(folder),
             "metric": self.plan.metric,
@@ -308,20 +296,19 @@ def _facts(run: Run) -> Iterator[str]:
 
 
 def _trial_counts(run: Run) -> str:
-    """Return the number of trials by kind, and of those not needed."""
+    """Return the number of trials by kind, and of reserved ones that were not needed."""
     kinds = [run.trials[trial_id].kind for trial_id in run.outcomes]
     finals = kinds.count(TrialKind.FINAL)
     parts = [str(len(kinds))]
     if finals:
         parts = [f"{len(kinds)} ({len(kinds) - finals} of the search, {finals} of the finals)"]
-    left = run.plan.max_trials - len(kinds)
+    left = run.most_trials - len(kinds)
     if left > 0 and not finals and str(run.stop_reason).startswith("the budget of"):
         parts.append(f"{left} reserved for finals, not needed")
     return "; ".join(parts)
 
 
 def _best_line(run: Run, best: Trial, outcome: Outcome) -> str:
-    """Return the best trial with its value and its tokens per second."""
     metric, value = run.plan.metric, run.best_value
     text = fmt.outcome(outcome, metric)
     if value != outcome.value(run.plan.objective):  # a mean of the finals
@@ -334,7 +321,7 @@ def _best_line(run: Run, best: Trial, outcome: Outcome) -> str:
 
 
 def _memory_errors(run: Run) -> Iterator[float]:
-    """Yield relative errors of predicted memory, for trials with exact measurements."""
+    """Yield relative errors of predicted memory, where it was measured exactly."""
     for trial in run.trials.values():
         outcome = run.outcomes.get(trial.id)
         if trial.predicted_bytes is None or outcome is None or not outcome.ok:

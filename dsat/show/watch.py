@@ -50,7 +50,6 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Address of the page."""
         return f"http://{LOOPBACK}:{self.server_address[1]}/"
 
 
@@ -111,7 +110,7 @@ def _status_line(past: PastRun, status: progress.Status | None) -> str:
 
 
 def _version(folder: Path) -> tuple[int, ...]:
-    """Return a value that changes with the journal, the status file or the lock."""
+    """Return a value that changes with journal, status file or lock."""
     journal, status = (folder / FILE_NAME).stat(), folder / progress.STATUS_FILE
     written_ns = status.stat().st_mtime_ns if status.exists() else 0
     return journal.st_size, journal.st_mtime_ns, written_ns, is_locked(folder)

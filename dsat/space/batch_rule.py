@@ -16,12 +16,10 @@ class BatchRule:
     """The user's constraints on batch sizes.
 
     Attributes:
-        slots_per_trial: slots of every trial.
         data_parallel: the largest data-parallel size of a trial; 0 for all of its slots.
         own_batch: the batch sizes of the user's own configuration.
         train_batch_size: if given, the exact global batch of every configuration.
         divisible_by: micro batches are multiples of this.
-        micro_batches: if given, only these micro batches.
         min_micro_batch, max_micro_batch: bounds on the micro batch, both allowed.
         max_train_batch_size: if given, gradient accumulation fills the global batch up to this.
     """
@@ -38,7 +36,7 @@ class BatchRule:
 
     @property
     def most_groups(self) -> int:
-        """The largest number of samples that a micro step of single samples has."""
+        """Samples of a micro step with micro batch 1, at most."""
         return self.data_parallel or self.slots_per_trial
 
     @property
@@ -61,7 +59,7 @@ class BatchRule:
         )
 
     def admits(self, batch: BatchTriple) -> bool:
-        """Tell whether batch sizes keep to the user's constraints."""
+        """Return whether batch sizes keep to the user's constraints."""
         if self.train_batch_size not in (None, batch.train_batch_size):
             return False
         largest = self.max_train_batch_size
@@ -70,7 +68,7 @@ class BatchRule:
         return batch.micro_batch % self.divisible_by == 0
 
     def _micro_batches_of(self, train_batch_size: int) -> set[int]:
-        """Return the micro batches of which whole numbers make a global batch."""
+        """Return the micro batches that divide a global batch."""
         per_slot, rest = divmod(train_batch_size, self.most_groups)
         most = 0 if rest else min(math.isqrt(per_slot), LARGEST_MICRO_BATCH)
         small = [d for d in range(1, most + 1) if per_slot % d == 0]

@@ -19,10 +19,9 @@ class Situation:
 
     Attributes:
         cpu_adam: an offloaded optimizer will be DeepSpeedCPUAdam.
-        on_device: slots have memory of their own, and queues of kernels to be kept filled.
-        bf16: the model is trained in bf16.
-        slots_per_host: of a trial over several hosts; 0 if it is on one.
-        heads: of the model's attention; 0 if they are not known.
+        on_device: the devices have memory of their own, and launch kernels asynchronously.
+        slots_per_host: devices per host if a trial needs several hosts; else 0.
+        heads: attention heads of the model; 0 if unknown.
     """
 
     strategy: Strategy
@@ -43,7 +42,7 @@ class Situation:
 
     @property
     def steps_on_host(self) -> bool:
-        """Tell whether DeepSpeedCPUAdam makes the optimizer's steps."""
+        """Return whether DeepSpeedCPUAdam computes the optimizer step."""
         return self.strategy.offload_optimizer == CPU and self.cpu_adam
 
 
@@ -82,16 +81,15 @@ class Knob:
         key: in `zero_optimization`, or one that begins with a section of `TOP_SECTIONS`; a dot
             leads into a section.
         values: DeepSpeed's default first.
-        stages: the ZeRO stages that read it.
-        reason: why it is worth trying, in one line.
-        when: the condition under which it can matter in them.
-        elements: the values count parameters, so that all beyond the model's size are alike.
-        unasked: the condition under which it is searched without `--search` or a list of values:
-            never, if it changes what is computed, or has an effect in some scripts only.
-        divides_slots: the values are numbers of slots, and must divide those of a trial.
-        is_later: it came after runs that are resumed without it, and whose trials' names are
-            digests of configurations without its default. Searched unasked only where the
-            installed DeepSpeed is known to have it.
+        stages: ZeRO stages that read it.
+        when: condition under which it can have an effect in these stages.
+        elements: values count parameters, so those beyond the model's size are equivalent.
+        unasked: condition for searching it without `--search`; never for knobs that change what is
+            computed, or that few scripts feel.
+        divides_slots: values are numbers of devices, which must divide those of a trial.
+        is_later: added after the last release. Older runs resume without it, and their trial names
+            are digests without its default. Searched by default only if the installed DeepSpeed has
+            it.
     """
 
     key: str
@@ -106,13 +104,13 @@ class Knob:
 
     @property
     def path(self) -> str:
-        """The keys that lead to it from the top of a configuration, with dots between them."""
+        """Dotted path from the top of a configuration."""
         is_top = self.key.partition(".")[0] in (*TOP_SECTIONS, *TOP_LEVEL)
         return self.key if is_top else f"zero_optimization.{self.key}"
 
     @property
     def is_on_request(self) -> bool:
-        """Tell whether it is searched with `--search` only."""
+        """Return whether it is searched with `--search` only."""
         return self.unasked is _never
 
     def usable(self, situation: Situation) -> tuple[Any, ...]:
@@ -152,7 +150,7 @@ _OVERLAP_REASON = "hides reductions behind the backward pass, for a second bucke
 BUCKETS = (5 * 10**8, *(n * 10**m for m in range(6, 9) for n in (1, 5) if (n, m) != (5, 8)))
 BUCKETS += (10**9, 5 * 10**9)
 
-# Where a setting is read, and that it does nothing on one slot, was seen in deepspeed 0.19.8:
+# Where DeepSpeed 0.19.8 reads a setting, and why it does nothing on one device:
 # runtime/utils.py:1012 (allgather), runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py:780,1673,
 # runtime/zero/parameter_offload.py, runtime/zero/partition_parameters.py:74,1559. The buckets' and
 # switches' values are those of Determined's DeepSpeed Autotune 0.37 (DEFAULT_ZERO_SEARCH_SPACE).
@@ -359,11 +357,10 @@ KNOB_NAMES = tuple(dict.fromkeys((*(k.key for k in KNOBS), *SECTIONS, *SWITCHES)
 
 
 def defaults(stage: int, *, later: bool = False) -> dict[str, Any]:
-    """Return DeepSpeed's defaults in a stage for settings of `zero_optimization`.
+    """Return DeepSpeed's defaults of `zero_optimization` in a stage.
 
-    Args:
-        stage: of ZeRO.
-        later: those of knobs that came later, in place of the others; see `Knob`.
+    Those of knobs that came later are returned instead of the others if `later` is set; see
+    `Knob.is_later`.
     """
     own = [k for k in KNOBS if stage in k.stages and k.is_later is later]
     own = [k for k in own if k.path == f"zero_optimization.{k.key}" and "." not in k.key]
@@ -371,7 +368,7 @@ def defaults(stage: int, *, later: bool = False) -> dict[str, Any]:
 
 
 def smallest_buckets(*, fixed: Collection[str], stage: int) -> dict[str, int]:
-    """Return the bucket sizes that need the least memory, but for those the user chose."""
+    """Return the bucket sizes that need the least memory, except those that the user chose."""
     return {
         knob.key: min(knob.values)
         for knob in KNOBS

@@ -28,7 +28,6 @@ class Point:
     Attributes:
         branch: position of its strategy in `Space.branches`.
         index: number of its settings in the branch; see `Branch.settings`.
-        micro_batch: samples per device and micro step.
     """
 
     branch: int
@@ -62,8 +61,6 @@ class Locator:
 
         Args:
             overrides: laid over the user's DeepSpeed configuration.
-            script_args: switches of the script.
-            batch: batch sizes of the trial.
 
         Returns:
             None if the space has no branch for its strategy.
@@ -100,7 +97,7 @@ class Locator:
 
     @functools.cache  # noqa: B019  (a locator lives as long as its run)
     def _digits(self, number: int) -> tuple[tuple[Mapping[str, Any], ...], ...]:
-        """Return what each value of each knob of a branch sets, by paths of a configuration."""
+        """Return what each value of each knob of a branch sets, by path."""
         branch = self._space.branches[number]
         found = []
         for stride, (_, values) in zip(branch.strides, branch.knobs, strict=True):
@@ -131,7 +128,7 @@ class Locator:
 
 
 def _differences(flat: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return of each mapping the values that not all of them have, missing ones included."""
+    """Return the values by which mappings differ; `_OTHER` for a missing one."""
     paths = dict.fromkeys(path for each in flat for path in each)
     differing = [
         path for path in paths if any(each.get(path) != flat[0].get(path) for each in flat[1:])
@@ -145,7 +142,6 @@ def canonical_config(config: Mapping[str, Any], *, num_params: int | None = None
     Defaults of ZeRO are filled in, and parallelism of size 1 is left out.
 
     Args:
-        config: a whole configuration.
         num_params: if given, buckets that the model cannot fill become alike.
     """
     found = dict(config)

@@ -14,9 +14,9 @@ GAS = "gradient_accumulation_steps"
 SEQUENTIAL = "stage3_allgather_sequential"
 FORCE = "zero_force_ds_cpu_optimizer"
 GATHER = "stage3_gather_16bit_weights_on_model_save"
-# Settings of a proposal that are no keys of `zero_optimization`.
+# Settings of a proposal outside of `zero_optimization`.
 TOP_LEVEL = (FORCE, SEQUENCE_SIZE)
-# Sections beside `zero_optimization` that settings of a proposal lead into.
+# Other sections that a proposal may set.
 TOP_SECTIONS = ("activation_checkpointing", "bf16", "compile", "tensor_parallel")
 
 
@@ -43,11 +43,6 @@ def overrides_for(settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, 
     return {"zero_optimization": zero, **overrides} if zero else overrides
 
 
-def script_args_for(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the switches of the script itself that a trial sets."""
-    return {key: value for key, value in settings.items() if is_switch(key)}
-
-
 def strategy_settings(
     strategy: Strategy,
     config: Mapping[str, Any],
@@ -60,8 +55,6 @@ def strategy_settings(
     Offloading that the user configured is switched off where a stage has none.
 
     Args:
-        strategy: of the trial.
-        config: the user's own.
         nvme_path: where offloading to NVMe may write.
         moves_to_host: of the optimizer; see `OwnOptimizer`.
     """

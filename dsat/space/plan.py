@@ -33,7 +33,7 @@ _LABELS = {
     "measured.device": "device",
 }
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
-LONGEST_S = 20.0  # what `Plan.longest_s` usually is
+LONGEST_S = 20.0  # the usual `Plan.longest_s`
 _ABSENT = "not given"
 
 
@@ -56,21 +56,19 @@ class Plan(Recorded, BatchRule, Freedom):
 
     Attributes:
         method: a name of `dsat.search.SEARCHES`.
-        search_options: that search's own options.
-        max_trials: the most trials of the run, the profile trial included.
-        zero_stages: the ZeRO stages to search.
-        faulty_stages: those of them that the installed DeepSpeed trains wrongly, or not at all.
-        slot_memory_bytes: if given, what a slot may use at most.
+        max_trials: number of trials allowed, the profile trial included.
+        faulty_stages: stages that the installed DeepSpeed trains wrongly, or not at all; not
+            searched.
+        slot_memory_bytes: memory limit of a device; None for all that it has.
         memory_model: how memory is predicted, one of `MEMORY_MODELS`.
-        max_seq_length: the longest sequence of the data, in tokens, if the user gave it.
-        finals: how many trials there may be after the search to decide between its leaders and the
-            user's own configuration; None for a share of `max_trials`.
-        indifference: the gain, as a fraction, that a larger global batch is not worth.
+        max_seq_length: longest sequence of the data in tokens; None if the user did not say.
+        finals: trials for the finals; None for a share of `max_trials`.
+        indifference: gain, as a fraction, below which a larger global batch is not worth it.
         ramp: raise micro batches step by step from the user's own, as long as that is worth it.
-        longest_s: a trial may measure for so many seconds, or for as long as 20 of the user's own
-            optimizer steps take; None for as long as it takes.
-        measured: what is run and how it is measured (entrypoint, hyperparameters, steps, and the
-            device if it is known): results are comparable only while it stays the same.
+        longest_s: time limit of a trial's measurement in seconds, or 20 of the user's own optimizer
+            steps if these take longer; None for no limit.
+        measured: program, measured steps and device. Results are comparable only while they stay
+            the same.
     """
 
     method: str
@@ -95,7 +93,7 @@ class Plan(Recorded, BatchRule, Freedom):
 
     @property
     def searched_stages(self) -> tuple[int, ...]:
-        """The ZeRO stages to search that train as they should."""
+        """The ZeRO stages to search, without faulty ones."""
         return tuple(stage for stage in self.zero_stages if stage not in self.faulty_stages)
 
     def config(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +108,7 @@ class Plan(Recorded, BatchRule, Freedom):
     def difference(self, earlier: Plan) -> str | None:
         """Return the first difference to an earlier plan, `FIELD was X, now Y`, or None.
 
-        Fields that only end a run may differ, and those that it keeps.
+        Fields that only end a run may differ.
         """
         mine = {**self.to_json(), "measured": self.measured_beside(earlier)}
         theirs = {**earlier.to_json(), "measured": earlier.measured_beside(self)}

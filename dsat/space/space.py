@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsat.command import ds_config
-from dsat.command.switches import ATTENTION, SWITCHES
+from dsat.command.switches import ATTENTION, SWITCHES, is_switch
 from dsat.space.knobs import BUCKETS, KNOBS, PARALLELISM, Knob, Situation
-from dsat.space.overrides import GAS, script_args_for, strategy_settings
+from dsat.space.overrides import GAS, strategy_settings
 from dsat.values import parallelism
 from dsat.values.outcome import ScriptSwitch
 from dsat.values.parallelism import SEQUENCE_SIZE, Parallelism
@@ -28,7 +28,8 @@ class Branch:
 
     Attributes:
         base: settings that all of its configurations have; flat, as in a proposal.
-        knobs: what differs, DeepSpeed's default (or the user's own choice) first.
+        knobs: names and values of what is searched; DeepSpeed's default (or the user's value)
+            first.
     """
 
     strategy: Strategy
@@ -37,17 +38,17 @@ class Branch:
 
     @property
     def count(self) -> int:
-        """The number of its settings."""
+        """Number of settings."""
         return math.prod(len(values) for _, values in self.knobs)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """The step in the number of settings from one value of a knob to the next."""
+        """Distance between the numbers of settings that differ by one value, for each knob."""
         counts = [len(values) for _, values in self.knobs]
         return tuple(math.prod(counts[:position]) for position in range(len(counts)))
 
     def of_each_parallelism(self) -> list[dict[str, Any]]:
-        """Return settings of each way to divide slots; their other knobs have their first value."""
+        """Return the first settings of each way to divide the devices."""
         sizes = (*PARALLELISM, _BOTH_SIZES)
         for (key, values), stride in zip(self.knobs, self.strides, strict=True):
             if key in sizes:
@@ -70,15 +71,14 @@ class Freedom:
     Attributes:
         base_config: the user's DeepSpeed configuration with their own overrides laid over it.
         tune, fix: settings that the user freed, or wants left alone.
-        choices: values that they listed, by setting; these and no others are tried.
-        switches: switches of the script that its arguments show, with the user's own value.
-        listed_switches: values of further ones, the user's own first if it is known: those that the
-            user lists, and those of the launcher.
-        nvme_path: where offloading to NVMe may write.
-        offload_helps: whether slots have memory of their own, which offloading relieves.
-        slots_per_host: of a trial over several hosts; 0 if it is on one.
-        defaults: what the DeepSpeed that runs the trials takes for knobs that are not given, by
-            their paths; a missing knob is unsupported. Empty if unknown.
+        choices: the only values to try, by setting.
+        switches: switches of the script that its arguments show, with the user's value.
+        listed_switches: values of further switches, from the user or the launcher; the script's own
+            first, None if unknown.
+        offload_helps: whether devices have memory of their own, which offloading relieves.
+        slots_per_host: devices per host if a trial needs several hosts; else 0.
+        defaults: the installed DeepSpeed's defaults of its knobs, by path; a knob that is missing
+            here is unsupported. Empty if unknown.
     """
 
     base_config: Mapping[str, Any] = field(default_factory=dict)
@@ -93,15 +93,15 @@ class Freedom:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def parallelism(self, settings: Mapping[str, Any] | None = None) -> Parallelism:
-        """Return the division of slots by some settings, or else by the user's configuration."""
+        """Return the parallelism of settings; where they set none, the user's."""
         return parallelism.of_settings(settings or {}, parallelism.of_config(self.base_config))
 
     @property
     def fixed(self) -> tuple[str, ...]:
         """Settings of `zero_optimization` that are not searched.
 
-        They are those that the user chose by hand ("auto" excepted) and did not free, and those
-        that they fixed.
+        They are those that the user chose ("auto" excepted) and did not release, and those of
+        `--keep`.
         """
         zero = self.base_config.get("zero_optimization") or {}
         freed = {"stage", *self.tune, *self.choices}
@@ -116,18 +116,16 @@ class Space:
     """Every configuration that may be tried: strategy x knob values x micro batch.
 
     Attributes:
-        strategies: the strategies to search.
-        micro_batches: allowed micro batches, ascending.
-        slots: of a trial.
-        gas: gradient accumulation steps, unless a global batch decides them.
-        train_batch_size: if given, gas makes every batch exactly this.
-        max_train_batch_size: if given, gas makes every batch as large as this lets it be.
-        freedom: what of the settings may be chosen.
-        num_params: sizes that the model could never fill are left out.
-        found_switches: switches that the script turned out to have, with their values.
-        heads: of the model's attention; 0 if they are not known.
-        roomy_bucket: elements that a bucket may have without crowding a slot; the first settings
-            of a branch have no larger one, whatever DeepSpeed's default.
+        slots: devices of a trial.
+        gas: gradient accumulation steps, unless a global batch size decides them.
+        train_batch_size: exact global batch size; None if it is free.
+        max_train_batch_size: accumulation fills the global batch up to this size; None for no
+            filling.
+        num_params: parameters of the model, beyond which sizes are equivalent; None if unknown.
+        found_switches: switches found in the script, with their values.
+        heads: attention heads of the model; 0 if unknown.
+        roomy_bucket: elements of the largest bucket in the first settings of a branch; None for
+            DeepSpeed's default.
         moves_to_host: of the optimizer; see `OwnOptimizer`.
     """
 
@@ -146,28 +144,29 @@ class Space:
 
     @functools.cached_property
     def levers(self) -> dict[str, tuple[Any, ...]]:
-        """Values of the script's switches that are searched; see `levers`."""
+        """Values of the script's switches that are searched, by name."""
         return levers(self.freedom, self.found_switches)
 
     def script_args(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the switches that a trial sets: those that differ from the script's own."""
         own = {name: values[0] for name, values in self.levers.items()}
-        found = script_args_for(settings)
-        return {n: value for n, value in found.items() if n not in own or value != own[n]}
+        return {
+            name: value
+            for name, value in settings.items()
+            if is_switch(name) and (name not in own or value != own[name])
+        }
 
     @functools.cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """The settings of each strategy."""
         return tuple(_branch(strategy, self) for strategy in self.strategies)
 
     def batch(self, micro_batch: int, settings: Mapping[str, Any] | None = None) -> BatchTriple:
-        """Return the batch sizes of a micro batch, with settings that may name gas."""
         shared = self.freedom.parallelism(settings)
         gas = self.accumulation(micro_batch, settings)
         return BatchTriple.on(self.slots, shared, micro_batch=micro_batch, gas=gas)
 
     def accumulation(self, micro_batch: Any, settings: Mapping[str, Any] | None = None) -> Any:
-        """Return the accumulation steps of a micro batch (also an array), as `batch` does."""
+        """Return the accumulation steps for a micro batch, or for an array of them."""
         step = micro_batch * self.freedom.parallelism(settings).data(self.slots)
         if self.train_batch_size is not None:
             return self.train_batch_size // step
@@ -191,11 +190,7 @@ class Space:
 def levers(freedom: Freedom, found: Mapping[str, ScriptSwitch]) -> dict[str, tuple[Any, ...]]:
     """Return the values of the script's switches to search, its own first.
 
-    Those of `Freedom.switches` are not among them, unless values of theirs are listed.
-
-    Args:
-        freedom: what the user frees and fixes.
-        found: switches that the script turned out to have.
+    Switches of `Freedom.switches` are included only if their values are listed.
     """
     values = {n: s.values for n, s in found.items() if n not in freedom.switches}
     for name, listed in freedom.listed_switches.items():
@@ -219,7 +214,7 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
         slots_per_host=freedom.slots_per_host,
         heads=space.heads,
     )
-    # The most promising first: a search compares the changes that come first.
+    # The most promising first, because a search compares the first changes only.
     knobs = [(n, v) for n, v in space.levers.items() if _matters(n, situation, freedom)]
     for knob in KNOBS:
         if not _is_searched(knob, situation, freedom):
@@ -244,7 +239,7 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
 
 
 def _is_lever(name: str, values: Sequence[Any], freedom: Freedom) -> bool:
-    """Return whether a switch is searched in any strategy."""
+    """Return whether a switch is searched in some strategy."""
     known = SWITCHES.get(name)
     if len(values) < 2 or not _is_free(name, freedom):
         return False
@@ -264,11 +259,12 @@ def _matters(name: str, situation: Situation, freedom: Freedom) -> bool:
 def _of_parallelism(
     knobs: Sequence[tuple[str, tuple[Any, ...]]], space: Space
 ) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return the knobs with sizes that leave whole samples to whole groups of slots.
+    """Return the knobs with sizes that leave whole samples to whole groups of devices.
 
-    Two of them become one. Both above 1 are left out: AutoTP replaces the groups that Ulysses
-    passes (`_configure_tensor_parallel_states` of runtime/engine.py, deepspeed 0.19.8). Ulysses
-    works in the attention kernel that the model has, so that no other is tried beside it.
+    Two parallelisms become one knob. Combining them is impossible: AutoTP replaces the groups that
+    Ulysses passes (`_configure_tensor_parallel_states` of runtime/engine.py, deepspeed 0.19.8).
+    With Ulysses, the attention kernel is not searched, because Ulysses works inside the model's
+    own.
     """
     sizes = {key: values for key, values in knobs if key in PARALLELISM}
     if not sizes:
@@ -309,7 +305,7 @@ def _is_free(key: str, freedom: Freedom) -> bool:
 
 
 def _makes_cpu_adam(config: Mapping[str, Any]) -> bool:
-    """Tell whether DeepSpeed makes its own Adam for an offloaded optimizer (engine.py, 0.19.8)."""
+    """Return whether DeepSpeed builds its own Adam when offloading (engine.py, 0.19.8)."""
     optimizer = config.get("optimizer") or {}
     parameters = optimizer.get("params") or {}
     kind = str(optimizer.get("type", "")).lower()
@@ -326,14 +322,13 @@ def _own_value(knob: Knob, config: Mapping[str, Any]) -> Any:
 
 
 def _with_first(first: Any, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the values with a given one first, if it is not None."""
     if first is None:
         return tuple(values)
     return (first, *(value for value in values if value != first))
 
 
 def _useful_values(knob: Knob, situation: Situation, space: Space) -> tuple[Any, ...]:
-    """Return the values worth trying: of sizes beyond the model only the smallest."""
+    """Return the values worth trying: of sizes beyond the model, only the smallest."""
     values = _with_first(space.freedom.defaults.get(knob.path), knob.usable(situation))
     num_params, roomy_bucket = space.num_params, space.roomy_bucket
     if num_params is not None and knob.elements:

@@ -25,14 +25,9 @@ _HEADINGS = ("tuning_space", "num_experiments", "best_metric_val", "best_exp_nam
 def write_files(view: RunView, results_dir: Path, exps_dir: Path | None, command: str) -> None:
     """Write the results, and descriptions of the experiments if a folder is given.
 
-    Without a successful trial, no configuration and no command are written.
-
-    Args:
-        results_dir, exps_dir: made if they are missing; other files in them are left alone.
-        command: shell command that trains with `results_dir / OPTIMAL_CONFIG_FILE`.
-
-    Raises:
-        UserInputError: a folder cannot be made or written into.
+    Without a successful trial, no configuration and no command are written. `command` is a shell
+    command that trains with `OPTIMAL_CONFIG_FILE`. Raises UserInputError if a folder cannot be made
+    or written to.
     """
     files = {results_dir / SUMMARY_FILE: summary_text(view)}
     if view.best_config is not None:
@@ -62,7 +57,7 @@ def write_files(view: RunView, results_dir: Path, exps_dir: Path | None, command
 
 
 def summary_text(view: RunView) -> str:
-    """Return the table of tuning spaces, and the time and trials they took.
+    """Return the table of tuning spaces, with time and number of trials.
 
     A space is a ZeRO stage with its offloading (`z1`, `z2_offload`); `global` is all of them. The
     profile trial does not count.

@@ -47,10 +47,10 @@ class Section:
     Attributes:
         settings: values of settings of a search, by name.
         search_options: values of options of the method, by name.
-        keys: the keys in the file, by the names of both.
+        keys: full keys in the file, by the names of both.
         results_dir, exps_dir: folders of DeepSpeed's result files and descriptions of experiments;
             None if the section names none.
-        notes: a line for the user on each key that is accepted but has no effect.
+        notes: messages about accepted keys without effect.
     """
 
     settings: Mapping[str, Any]
@@ -89,12 +89,8 @@ class Section:
 # -- values
 
 
-def _read_from_zero(value: Any, where: str) -> int:
-    return whole_number(value, where, least=0)
-
-
 def _number_or_none(value: Any, where: str) -> int | None:
-    return _read_from_zero(value, where) or None
+    return whole_number(value, where, least=0) or None
 
 
 def _trials(value: Any, where: str) -> int:
@@ -188,17 +184,9 @@ KEYS = frozenset({*_SETTINGS, *_SEARCH_OPTIONS, *_FOLDERS, *_CHECKED})
 
 
 def read(config: Mapping[str, Any], *, where: str) -> Section | None:
-    """Read the `autotuning` section of a DeepSpeed configuration; null counts as not given.
+    """Read the `autotuning` section of a DeepSpeed configuration; None if missing or disabled.
 
-    Args:
-        config: the DeepSpeed configuration.
-        where: the file to name in errors.
-
-    Returns:
-        None if there is no section, or if it is not enabled.
-
-    Raises:
-        UserInputError: a key is unknown, or a value is impossible.
+    Null values count as missing. Raises UserInputError for unknown keys and impossible values.
     """
     section, place = config.get(AUTOTUNING), f"{where}: {AUTOTUNING}"
     if section is None:

@@ -8,13 +8,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The words of a command line of dsat.
+    """The words of a dsat command.
 
-    Attributes:
-        name: of the command.
-        options: words of its options.
-        target: the user's command, or the experiment's configuration and folder.
-        is_experiment: which of the two it is.
+    `target` is the user's command, or the configuration and folder of an experiment.
     """
 
     name: str
@@ -31,7 +27,7 @@ class CommandLine:
         return self.words(*words, *(word for word in more if word not in given))
 
     def words(self, *more: str) -> list[str]:
-        """Return its words with further options."""
+        """Return the words of the command, with further options."""
         if self.is_experiment:
             return [self.name, *self.target, *self.options, *more]
         return [self.name, *self.options, *more, *self.target]

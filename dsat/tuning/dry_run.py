@@ -27,7 +27,7 @@ def describe_plan(ready: Prepared) -> Iterator[str]:
         yield f"fixed by your configuration: {', '.join(fixed)}"
     ladder = "; ".join(strategy.label for strategy in rungs(plan))
     if ladder:
-        yield f"if your strategy runs out of memory, the first run tries in this order: {ladder}"
+        yield f"if your configuration runs out of memory, these are tried in its place: {ladder}"
     own, groups = plan.own_batch, plan.parallelism().groups(plan.slots_per_trial)
     yield (
         f"your own batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "

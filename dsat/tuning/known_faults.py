@@ -16,16 +16,14 @@ _log = logging.getLogger(__name__)
 def drop_faulty_stages(plan: Plan, version: str | None, *, is_listed: bool) -> Plan:
     """Remove stages from a plan whose training is wrong or fails in a DeepSpeed version.
 
-    Args:
-        plan: what is tuned.
-        version: of DeepSpeed; None if it is unknown.
-        is_listed: the user named the stages, so none is removed.
+    If the user named the stages (`is_listed`), none is removed.
     """
     config, gas = plan.config({}), plan.own_batch.gas
     own = hazards.find(version, training_with(config, gas, plan), *hazards.KINDS)
+    known = version or ""
     for fault in own:
         whose = "may have" if fault.unseen else "has"
-        _log.warning("your own configuration %s a known fault: %s", whose, _said(fault, version))
+        _log.warning("your own configuration %s a known fault: %s", whose, fault.describe(known))
     stage = of_config(config).stage
     accumulates = gas if plan.train_batch_size is None else max(gas, 2)
     faulty = []
@@ -35,10 +33,6 @@ def drop_faulty_stages(plan: Plan, version: str | None, *, is_listed: bool) -> P
         found = hazards.find(version, training, hazards.GRADIENTS, hazards.FAILS)
         certain = [fault for fault in found if not fault.unseen]
         if certain and other != stage and not is_listed:
-            _log.warning("stage %d is not searched: %s", other, _said(certain[0], version))
+            _log.warning("stage %d is not searched: %s", other, certain[0].describe(known))
             faulty.append(other)
     return replace(plan, faulty_stages=tuple(faulty))
-
-
-def _said(fault: hazards.Hazard, version: str | None) -> str:
-    return fault.describe(version or "")

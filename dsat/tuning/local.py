@@ -77,7 +77,6 @@ class LocalSearch:
 
     @property
     def trials(self) -> Path:
-        """Folder of the trials' folders."""
         return self.folder / TRIALS_FOLDER
 
     def search(self, *observers: Observer) -> None:
@@ -111,7 +110,7 @@ class LocalSearch:
         )
 
     def status(self) -> Status:
-        """Return the state of the running search that is not in the journal."""
+        """Return the state of the running search that the journal lacks."""
         ready, settings = self.ready, self.ready.settings
         slots = ready.num_slots if self._engine is None else self._engine.num_slots
         slots = min(slots, settings.max_slots or slots)
@@ -123,7 +122,6 @@ class LocalSearch:
         return Status(slots, max(1, at_once), line)
 
     def _has_work(self) -> bool:
-        """Return whether trials or a training remain."""
         if not self._tuner.finished:
             return True
         self._tuner.stop()
@@ -146,14 +144,12 @@ class LocalSearch:
         best = self.run.best
         if not self.ready.settings.run_full_experiment or best is None or self.interrupted:
             return
-        engine = _local(self._engine)
-        if engine is None:
+        if not isinstance(self._engine, LocalEngine):
             raise UserInputError("needs the local engine", where="--run-full-experiment")
-        _train(engine, best)
+        _train(self._engine, best)
 
 
 def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner:
-    """Return the tuner of a run, whose journal is closed with the others."""
     journal = opened.enter_context(Journal(folder / FILE_NAME))
     return Tuner(
         ready.plan,
@@ -207,16 +203,11 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
     )
 
 
-def _local(engine: Engine | None) -> LocalEngine | None:
-    """Return the local engine; None if it is another one."""
-    return engine if isinstance(engine, LocalEngine) else None
-
-
 def _survey(ready: Prepared, engine: Engine | None, tuner: Tuner) -> Basis:
     """Return the basis of memory predictions: simulations where possible."""
-    profile, engine = tuner.run.profile, _local(engine)
+    profile = tuner.run.profile
     assert profile is not None
-    if engine is None:
+    if not isinstance(engine, LocalEngine):
         why_not = "only the local engine simulates a script"
     elif engine.needs_command:
         why_not = "a script is simulated only where its ranks can be started by themselves"
@@ -242,7 +233,7 @@ def _train(engine: LocalEngine, best: Trial) -> None:
             if trial_id != FULL_RUN_ID:
                 continue
             if outcome.kind is OutcomeKind.OK:
-                _log.info("trained; checkpoints and reports in %s", folder)
+                _log.info("trained; its output is in %s", folder)
                 return
             raise SearchFailed(
                 f"{outcome.describe('the full-length run')}. Its log is {folder / 'stderr.log'}.",
@@ -275,7 +266,6 @@ def _failure(run: Run, trials: Path) -> DsatError:
 
 
 def _blame(trial: Trial, outcome: Outcome) -> str:
-    """Say whether the script or dsat caused an error, if that is known."""
     if INSIDE_DSAT in outcome.message:
         return " Please report it, with the traceback, as a bug of dsat."
     if not outcome.detail or trial.kind is TrialKind.SEARCH:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dsat.command.entrypoint import drop_autotuning
 from dsat.engines import places
 from dsat.errors import UserInputError
 from dsat.options import OWN, Option, options_of
@@ -15,14 +13,14 @@ from dsat.search import SEARCHES, parameters_of, usual_options
 from dsat.search import options_of as options_of_search
 from dsat.tuning.settings import DEFAULT_METHOD, Settings
 
-_log = logging.getLogger(__name__)
+# Of `dsat tune` and `dsat.tune`; the seeds' methods have those of their ancestors.
+_DEFAULTS_OF_TUNE = {"metric": "throughput", "train_batch_size": OWN}
 
 
 def all_options(method: str | None = None, engines: Iterable[str] = ()) -> Iterator[Option]:
     """Yield the options of a search with a method, or with any.
 
-    Args:
-        engines: registered by the user.
+    `engines` are those that the user registered.
     """
     for declared in options_of(Settings):
         if declared.name == "engine":
@@ -30,6 +28,8 @@ def all_options(method: str | None = None, engines: Iterable[str] = ()) -> Itera
         elif declared.name == "method":
             if method is None:
                 yield replace(declared, choices=tuple(SEARCHES))
+        elif method is None and declared.name in _DEFAULTS_OF_TUNE:
+            yield replace(declared, default=_DEFAULTS_OF_TUNE[declared.name])
         else:
             yield declared
     yield from places.options()
@@ -56,8 +56,8 @@ def make_settings(
     """Make the settings of a search.
 
     Args:
-        values: from the user, by the names of settings; options of searches and places by keyword.
-        given: the word that the user wrote for each value.
+        values: from the user, by name of setting; options of searches and places by keyword.
+        given: the user's word for each value.
         keeps_batch: use the defaults of `dsat tune`: throughput at the user's global batch.
         search_options: arguments of a registered search without declared options.
 
@@ -65,10 +65,6 @@ def make_settings(
         UserInputError: values do not go together.
     """
     left = dict(values)
-    command = left.get("command", ())
-    left["command"] = tuple(drop_autotuning(command))
-    if left["command"] != tuple(command):
-        _log.info("note: --autotuning is left out of your command: dsat tunes in its place")
     method = left.get("method", DEFAULT_METHOD)
     if method not in SEARCHES:
         raise UserInputError(
@@ -93,9 +89,8 @@ def make_settings(
         )
     of_places = {one.keyword: left.pop(one.keyword, None) for one in places.options()}
     if keeps_batch:
-        left.setdefault("metric", "throughput")
-        if "max_train_batch_size" not in left:
-            left.setdefault("train_batch_size", OWN)
+        is_limited = "max_train_batch_size" in left
+        left = {**_DEFAULTS_OF_TUNE, **({"train_batch_size": None} if is_limited else {}), **left}
     return Settings(
         **left,
         search_options={**own, **(search_options or {})},

@@ -41,9 +41,8 @@ def make_plan(
     """Make the plan of a search.
 
     Args:
-        slots: of a trial.
+        slots: devices of a trial.
         args: of the script, which may contain batch sizes.
-        device: name of a device; empty if unknown.
         known: fields of `Plan` that hosts, script and DeepSpeed decide: `switches`,
             `listed_switches`, `offload_helps`, `slots_per_host` and `defaults`.
     """
@@ -85,7 +84,7 @@ def make_plan(
 
 
 def check(settings: Settings) -> None:
-    """Raise UserInputError for settings that are wrong whatever the script and the devices."""
+    """Raise UserInputError for settings that no script and no device could make right."""
     _knobs_of(settings, {})
     _check_metric(settings)
     given = settings.train_batch_size
@@ -95,7 +94,6 @@ def check(settings: Settings) -> None:
 
 
 def _values(settings: Settings, of: type) -> dict[str, Any]:
-    """Return the settings that are fields of a dataclass."""
     names = {field.name for field in dataclasses.fields(of)}
     return {name: value for name, value in vars(settings).items() if name in names}
 
@@ -137,7 +135,7 @@ def _data_parallel(
 ) -> int:
     """Return `BatchRule.data_parallel`.
 
-    With a global batch, all data-parallel sizes divide it and the largest one.
+    With a global batch, all data-parallel sizes must divide it.
     """
     largest = parallelism.of_config(base).data(slots)
     if any(key in tuned for key in PARALLELISM):
@@ -146,7 +144,7 @@ def _data_parallel(
 
 
 def _measured(settings: Settings, experiment: Experiment, device: str) -> dict[str, Any]:
-    """Return the program and the measured steps, which a resumed run must share."""
+    """Return program and measured steps, which must not change when a run resumes."""
     program = {
         "entrypoint": experiment.entrypoint,
         "hparams": _other_hparams(experiment),
@@ -198,7 +196,7 @@ def find_launcher_switches(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
 def _knobs_of(
     settings: Settings, defaults: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the knobs of `--search` and `--keep`, with `all` expanded."""
+    """Return the settings of `--search` and `--keep`, with `all` expanded."""
     missing = {k.key for k in KNOBS if defaults and k.path not in defaults}
     absent = sorted(missing & set(settings.tune))
     if absent and set(settings.tune) != set(KNOB_NAMES):
@@ -221,7 +219,7 @@ def _knobs_of(
 
 
 def _other_hparams(experiment: Experiment) -> dict[str, Any]:
-    """Return the hyperparameters without the DeepSpeed configuration, which the plan holds."""
+    """Return the hyperparameters except the DeepSpeed configuration."""
     inline = not isinstance(experiment.hparams[ds_config.CONFIG_KEY], str)
     left_out = {ds_config.OVERWRITE_KEY, *([ds_config.CONFIG_KEY] if inline else [])}
     return {name: value for name, value in experiment.hparams.items() if name not in left_out}
@@ -291,7 +289,7 @@ def _name_without_effect(settings: Settings, plan: Plan) -> str:
     """Name the settings of `--search` that cannot be searched."""
     searched = set(re.findall(r"[\w.]+", " ".join(make_space(plan).describe())))
     of_deepspeed = {knob.key for knob in KNOBS}
-    names = [n for n in settings.tune if n in of_deepspeed and not searched.intersection({n})]
+    names = [n for n in settings.tune if n in of_deepspeed and n not in searched]
     if not names:
         return ""
     return (
@@ -301,7 +299,7 @@ def _name_without_effect(settings: Settings, plan: Plan) -> str:
 
 
 def notes(settings: Settings, plan: Plan) -> list[str]:
-    """Return lines on what a user may not expect of a plan."""
+    """Return notes on a plan that may surprise a user."""
     return [
         note for note in (_kept_batch(settings, plan), _name_without_effect(settings, plan)) if note
     ]

@@ -49,8 +49,8 @@ class Prepared:
     """Everything known before a run begins.
 
     Attributes:
-        line: the command line; None if the search was started from Python.
-        hosts: where trials run; this machine is first if it is one of them.
+        line: command line; None if started from Python.
+        hosts: hosts of trials; this machine comes first if it is one of them.
         section: the `autotuning` section of the user's DeepSpeed configuration, if any.
         first: the user's own command, already running as the first trial.
         began_s: start of the preparation and of the run's wall time, by `time.monotonic`.
@@ -68,21 +68,19 @@ class Prepared:
 
     @property
     def machine(self) -> Machine:
-        """The machine of every host; all are equal."""
+        """The machine of any host; all are equal."""
         return self.hosts[0].machine
 
     @property
     def num_slots(self) -> int:
-        """Number of devices of all hosts."""
         return self.machine.num_slots * len(self.hosts)
 
     @property
     def notes(self) -> list[str]:
-        """Lines on what a user may not expect of the plan."""
         return plans.notes(self.settings, self.plan)
 
     def after(self, run: Run) -> Prepared:
-        """Adapt the start of trials to what the trials of a run have shown."""
+        """Adapt the start of trials to what earlier trials of the run have shown."""
         shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
         settings, hosts, program = self.settings, self.hosts, self.program
         if FRESH_PROCESSES_ONLY in shown:
@@ -129,7 +127,7 @@ def _prepare(
 ) -> Prepared:
     began_s = time.monotonic()
     if orphans := leftovers.end_orphans():
-        _log.info("ended %d processes that an earlier dsat has left", len(orphans))
+        _log.info("ended processes that a killed dsat left: %s", orphans)
     source, first = sources.read(settings), None
     section, settings = apply_section(settings, source.experiment, source.program.config_path)
     _check_results(section)
@@ -224,10 +222,9 @@ def _check_mappings(settings: Settings, program: Entrypoint) -> dict[str, str]:
 def apply_section(
     settings: Settings, experiment: Experiment, config_path: str | None
 ) -> tuple[Section | None, Settings]:
-    """Read the `autotuning` section, and return the settings with its defaults.
+    """Read the `autotuning` section; return it, and the settings with its defaults.
 
-    Args:
-        config_path: of the DeepSpeed configuration in the user's command, if it names one.
+    `config_path` is that of the DeepSpeed configuration in the user's command, if any.
     """
     where = config_path or experiment.ds_config_name
     section = autotuning_section.read(experiment.ds_config, where=where)
@@ -235,7 +232,7 @@ def apply_section(
 
 
 def _check_results(section: Section | None) -> None:
-    """Check the folders of an `autotuning` section, which files are written into at the end."""
+    """Check that the folders of an `autotuning` section can be written to."""
     for folder in (section.results_dir, section.exps_dir) if section is not None else ():
         if folder is not None:
             run_folders.check_can_be_made(folder, "Name another folder in the section.")
@@ -262,7 +259,7 @@ def _check_packages(settings: Settings, source: Source) -> None:
 def _is_recorded(settings: Settings, source: Source, engine: str) -> bool:
     """Return whether a run begins by recording the user's command on this machine.
 
-    So does a resumed run, to see how ranks start and what the script sets for `auto`.
+    A resumed run does so too, to see how ranks start and what the script sets for `auto`.
     """
     if settings.dry_run:
         return False
@@ -272,7 +269,7 @@ def _is_recorded(settings: Settings, source: Source, engine: str) -> bool:
 def _choose_slots(
     settings: Settings, source: Source, hosts: Sequence[Host]
 ) -> tuple[Source, tuple[Host, ...], int]:
-    """Return the source with checked argument mappings, the hosts, and a trial's devices."""
+    """Return the source with checked argument mappings, the hosts, and the devices of a trial."""
     program, available = source.program, all_slots(hosts, source.program)
     if settings.run_full_experiment and program.trial_class and not source.command:
         searcher_of_full_run(source.experiment, "metric", "max_length")

@@ -80,7 +80,7 @@ def _can_resume(folder: Path) -> bool:
 
 
 def check_can_be_made(folder: Path, hint: str) -> None:
-    """Raise UserInputError if a folder is not there and cannot be made, or cannot be written to."""
+    """Raise UserInputError if a folder cannot be made or written to."""
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
         problem = "may not be written to" if os.path.isdir(there) else "is not a folder"
@@ -92,7 +92,6 @@ def _stem(name: str) -> str:
 
 
 def _numbers(stem: str) -> list[int]:
-    """Return the numbers of all runs with a name."""
     return [
         int(suffix)
         for path in RUNS_FOLDER.glob(f"{glob.escape(stem)}-*")
@@ -115,10 +114,10 @@ def _new_folder(stem: str) -> Path:
 
 
 def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]:
-    """Return the earlier runs in a folder, whose trials may be reused.
+    """Return earlier runs in a folder, whose trials may be reused.
 
-    The journal of a run with errors to retry is set aside, as is that of an unfinished run whose
-    script or software changed. A new journal begins, and reuses the trials that still count.
+    The journal is set aside if the run has errors to retry, or if it is unfinished and its script
+    or software changed. A new journal then reuses the trials that still count.
     """
     journal = folder / FILE_NAME
     if journal.exists():
@@ -136,7 +135,11 @@ def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]
                 )
             else:
                 _log.info("trials that failed are run again")
-    return [history.read_run(path) for path in _set_aside_in(folder)]
+    aside = sorted(
+        folder.glob(f"{Path(FILE_NAME).stem}-*.jsonl"),
+        key=lambda path: (len(path.name), path.name),  # by number
+    )
+    return [history.read_run(path) for path in aside]
 
 
 def _set_aside(journal: Path) -> None:
@@ -148,14 +151,7 @@ def _set_aside(journal: Path) -> None:
     write_atomically(journal, "")
 
 
-def _set_aside_in(folder: Path) -> list[Path]:
-    """Return the journals that were set aside, by their numbers."""
-    found = folder.glob(f"{Path(FILE_NAME).stem}-*.jsonl")
-    return sorted(found, key=lambda path: (len(path.name), path.name))
-
-
 def _is_over(run: Run, plan: Plan) -> bool:
-    """Return whether a run has a result and no trials left."""
     stopped = run.stop_reason is not None
     decided = run.finals is not None or plan.finals == run.plan.finals
     return stopped and decided and run.best is not None and plan.max_trials <= run.plan.max_trials
@@ -164,8 +160,8 @@ def _is_over(run: Run, plan: Plan) -> bool:
 def _has_errors_to_retry(run: Run) -> bool:
     """Return whether a run without a result, or without finals, has errors to retry.
 
-    If some trial ran, failures of other kinds would only repeat (refused by DeepSpeed, time-outs,
-    memory, a loss that is not finite).
+    If some trial ran, other kinds of failures would repeat: refusals by DeepSpeed, timeouts, out of
+    memory, a loss that is not finite.
     """
     kinds = {outcome.kind for outcome in run.outcomes.values()}
     if run.best is None:

@@ -59,7 +59,6 @@ class Settings(Target):
     """The settings of a search.
 
     Attributes:
-        method: a name of `dsat.search.SEARCHES`.
         search_options: the method's options, by parameter of the search.
         place_options: the user's options of the place of the hosts, by keyword.
         given: what the user wrote for a setting (a flag, a keyword, a key of the `autotuning`
@@ -109,8 +108,8 @@ class Settings(Target):
         kind=at_least(0),
         group=Group.SEARCH,
         help="at most N trials for the finals, which re-run the best configuration and yours in "
-        "turns (default: 7, or up to 15 while they take at most 30 %% of the search's time. 1 in "
-        "4 of --max-trials are kept for them: 2 from 4 to 11, none below. 0: no finals)",
+        "turns (default: 7; up to 15 while they take less than 30 %% of the search's time; at "
+        "most a quarter of --max-trials, so 2 for 4 to 11 and none below 4. 0: no finals)",
     )
     seed: int = option(
         "--random-seed",
@@ -359,7 +358,6 @@ class Settings(Target):
         return self.given.get(setting) or _FLAGS[setting]
 
     def trial_options(self, own_micro_batch: int) -> TrialOptions:
-        """Return how trials are measured."""
         return TrialOptions(
             timeout_s=self.trial_timeout_s,
             start_step=self.start_profile_step,

@@ -54,7 +54,7 @@ def line(ready: Prepared, run: Run, folder: Path) -> str:
 
 
 def find_program(name: str) -> str:
-    """Return a program's name, or its path where the PATH leads to another environment."""
+    """Return a program's name; its path if PATH leads to another environment."""
     here, found = Path(sys.executable).parent, shutil.which(name)
     if not (here / name).exists():
         return name
@@ -65,9 +65,7 @@ def find_program(name: str) -> str:
 def text(ready: Prepared, run: Run, config: Path) -> str | None:
     """Return the command that trains with the best configuration in the model's folder.
 
-    Returns:
-        None if only dsat can train with it: a switch has no flag, or the script needs Determined or
-        several hosts.
+    None if only dsat can: a switch has no flag, or training needs Determined or several hosts.
     """
     ready, best = ready.after(run), run.best
     slots, needs_task = ready.plan.slots_per_trial, "determined" in str(ready.experiment.entrypoint)
@@ -87,7 +85,7 @@ def text(ready: Prepared, run: Run, config: Path) -> str | None:
 
 
 def write_own_files(ready: Prepared, run: Run, folder: Path) -> None:
-    """Write copies of the user's configuration files, if any, with the best configuration."""
+    """Write copies of the user's configuration files, with the best configuration."""
     if run.best is None:
         return
     config = folder / summary.BEST_CONFIG_FILE
@@ -115,7 +113,6 @@ def _own_form(ready: Prepared, run: Run, best: Trial, path: Path) -> Rewriting |
 def _base_words(
     ready: Prepared, best: Trial, config: Mapping[str, Any], path: Path
 ) -> list[str] | None:
-    """Return the command with the arguments of the best trial; None if it takes none."""
     program, mappings = ready.program, ready.experiment.arg_mappings
     tuned = program.use_config(
         str(path.resolve()), config, best.script_args, mappings, batch_flag=best.batch_flag
@@ -130,7 +127,7 @@ def _base_words(
 
 
 def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
-    """Return whether some change of the best has no flag, file, variable or launcher option."""
+    """Return whether the best changes something without flag, file, variable or option."""
     own, program = own_switches(run), ready.program
     if switches.OF_CODE.keys() & set(run.outcomes[best.id].warnings):
         return True
@@ -173,7 +170,7 @@ def _launcher(ready: Prepared, program: Entrypoint, best: Mapping[str, Any]) -> 
 
 
 def _script(program: Entrypoint) -> list[str]:
-    """Return the script or module as words of a launcher's command."""
+    """Return a script or module as words of a launcher's command."""
     if program.python_options:
         no_python = "--no_python" if program.launch.passes_local_rank else "--no-python"
         script = ["-m", program.module] if program.module else [program.script]
@@ -191,10 +188,10 @@ def _own_command(program: Entrypoint) -> tuple[dict[str, str], list[str]]:
 
 
 def runs_own_command(program: Entrypoint, slots: int) -> bool:
-    """Return whether the printed command is the user's own one, with other arguments.
+    """Return whether the printed command is the user's own, with other arguments.
 
-    Otherwise it is a launcher with the script. The own command must start as many ranks as a trial
-    has, and take the arguments at its end or from a file.
+    Otherwise it is a launcher with the script. The user's command must start as many ranks as a
+    trial has, and take the arguments at its end or from a file.
     """
     _, command = _own_command(program)
     if program.needs_command or not command:
@@ -220,9 +217,9 @@ def _ends_with(command: Sequence[str], args: tuple[str, ...]) -> bool:
 
 
 def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list[str]:
-    """Return words before a command that reproduce a trial's conditions on a CPU.
+    """Return words before a command that reproduce the conditions of trials on a CPU.
 
-    One thread per rank, the same cores, and with a memory limit the same settings of malloc.
+    These are one thread per rank, the same cores, and malloc's settings under a memory limit.
     """
     if not machine.is_cpu:
         return []
@@ -235,7 +232,7 @@ def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list
 
 
 def _variables(ready: Prepared, best: Trial, config: Mapping[str, Any]) -> list[str]:
-    """Return shell assignments for variables of trials that differ from the shell's."""
+    """Return shell assignments of variables that trials have and this shell lacks."""
     machine, program, slots = ready.machine, ready.program, ready.plan.slots_per_trial
     given = {**os.environ, **ready.experiment.env, **program.env}
     own = _own_command(program)[0] if runs_own_command(program, slots) else program.env

@@ -25,7 +25,6 @@ class DecodeError(ValueError):
 
     Args:
         where: the path to it (`outcome.metrics.latency`).
-        problem: what is wrong with it.
     """
 
     def __init__(self, where: str, problem: str) -> None:
@@ -36,7 +35,6 @@ class Recorded:
     """Base of dataclasses that are stored as JSON."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields as a JSON object."""
         data: dict[str, Any] = encode(self)
         return data
 
@@ -65,8 +63,6 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
 
     Args:
         kind: type annotation of the value; a union must be of one type and None.
-        data: as returned by `json.loads`.
-        where: path of the value, for errors.
 
     Raises:
         DecodeError: the data are not of this type.

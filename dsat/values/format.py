@@ -13,11 +13,6 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 _MOST_OF_A_MESSAGE = 400
 
 
-def unit(name: str) -> str:
-    """Return the unit of a metric."""
-    return METRICS[name].unit
-
-
 def metric(name: str, value: float | None, digits: int = 4) -> str:
     """Return a metric's value with its unit; a dash for None."""
     declared = METRICS[name]
@@ -43,7 +38,7 @@ def change(name: str, before: float | None, after: float | None) -> str:
     number, _, its_unit = first.partition(" ")
     if its_unit and second.endswith(f" {its_unit}"):
         first = number
-    return f"{f'{name} ' if unit(name) == 'ms' else ''}{first} -> {second}"
+    return f"{f'{name} ' if METRICS[name].unit == 'ms' else ''}{first} -> {second}"
 
 
 def memory(size_bytes: float | None) -> str:
@@ -95,4 +90,6 @@ def outcome(result: Outcome, metric_name: str) -> str:
     value = metric(metric_name, result.metrics.value(metric_name))
     if result.metrics.num_steps <= 2:
         return f"{value} (too few steps for an interval)"
+    if result.metrics.ci95 > 1:
+        return f"{value} (too noisy for an interval)"
     return f"{value} (±{percent(result.metrics.ci95)} over {result.metrics.num_steps} steps)"

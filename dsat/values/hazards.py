@@ -20,15 +20,7 @@ GRADIENTS, NORM, SLOW, FAILS = KINDS = ("gradients", "norm", "slow", "fails")
 
 @dataclass(frozen=True)
 class Training:
-    """Facts about a training that decide which known faults affect it.
-
-    Attributes:
-        config: DeepSpeed configuration.
-        stage, precision: ZeRO stage; fp32, fp16 or bf16.
-        gas: gradient accumulation steps.
-        ranks: number of ranks.
-        on_cpu: whether ranks run on CPU cores.
-    """
+    """Facts about a training that decide which known faults affect it."""
 
     config: Mapping[str, Any]
     stage: int
@@ -43,17 +35,15 @@ class Hazard:
     """A fault of some DeepSpeed versions.
 
     Attributes:
-        name: what it concerns.
-        versions: that have it, as a specifier.
+        versions: versions that have it, as a specifier.
         kind: wrong `GRADIENTS`, only their `NORM` is reported wrongly, `SLOW` or `FAILS`.
-        stages, precisions: in which it is met; any precision if there are none.
-        effect: what goes wrong.
+        stages, precisions: where it occurs; any precision if empty.
         good: the first version known to be without it.
         sources: threads, `owner/name#number`.
-        accumulates, several_ranks, on_cpu: it needs accumulation, several ranks, processor cores.
-        setting: path and value in the configuration that it needs.
-        unseen: a further condition, which no configuration shows.
-        checked: what dsat's own trainings with such versions have shown.
+        accumulates, several_ranks, on_cpu: needs accumulation, several ranks, processor cores.
+        setting: path and value of the setting that it needs.
+        unseen: a further condition, which the configuration does not show.
+        checked: results of dsat's own trainings with such versions.
         pair_s: seconds that each pair of trained parameters adds to a backward pass.
     """
 
@@ -86,7 +76,7 @@ class Hazard:
 
     @property
     def condition(self) -> str:
-        """The condition, for people."""
+        """Description of the condition."""
         parts = [f"stage{'s' * (len(self.stages) > 1)} {', '.join(map(str, self.stages))}"]
         parts += self.precisions
         parts += ["gradient accumulation"] * self.accumulates
@@ -132,7 +122,7 @@ def find(version: str | None, training: Training, *kinds: str) -> list[Hazard]:
 
 
 def unaffected_version(found: Iterable[Hazard]) -> str:
-    """Return the earliest version of the table, from those without some faults on, with none."""
+    """Return the earliest version without any known fault, from those without some faults on."""
     least = max((Version(h.good) for h in found), default=Version("0"))
     known = sorted({Version(h.good) for h in table()})
     return str(next((v for v in known if v >= least and not of_version(str(v))), known[-1]))

@@ -14,7 +14,6 @@ class Metric:
 
     Attributes:
         unit: printed after a value.
-        larger_is_better: the direction.
         has_interval: whether its relative confidence interval equals that of the latency.
         of_time: whether it is a time, or work per time, which the model search can predict.
         has_prefix: whether large values get a prefix, as in `1.2 TFLOP/s`.

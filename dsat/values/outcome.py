@@ -54,7 +54,6 @@ class Metrics(Recorded):
         throughput: samples/s over all devices.
         latency, forward, backward, step: ms per optimizer step, summed over its micro steps.
         FLOPS_per_gpu: model FLOP/s per device without recomputation; None if not counted.
-        num_steps: number of optimizer steps measured.
         ci95: half-width of the 95 % confidence interval of `latency`, as a fraction of it.
         accidents: number of outliers, which the figures above exclude: steps that something else
             on the host slowed down.
@@ -88,7 +87,6 @@ class Metrics(Recorded):
         return self if self.ci95 >= least else replace(self, ci95=least)
 
     def value(self, metric: str) -> float | None:
-        """Return the value of one of `METRIC_NAMES`."""
         number: float | None = getattr(self, metric)
         return number
 
@@ -179,10 +177,9 @@ class ModelProfile(Recorded):
         device_name: as the driver names the device; empty if it has no name.
         fed_instead: `micro_batch` of this trial, and the `rows` that all inputs had instead; empty
             if they had `micro_batch` rows, or differed from each other.
-        switches: of the script, by name.
         parallelism: of the trial that measured these facts.
         attention_heads: None if the model's configuration has no such field.
-        optimizer: the one passed to the engine.
+        optimizer: the one that the script passes to DeepSpeed.
     """
 
     num_params: int
@@ -234,9 +231,10 @@ class TrainingCurve:
             None for a step without a loss.
         skipped: steps that fp16 skipped because of an overflow.
         precision: the coarsest number format in use, one of `PRECISIONS`; empty if unknown.
-        facts: about these steps; None in older journals.
+        facts: facts about these steps; None in older journals.
         gradient_norm: of the first step, over all parameters, before clipping; None if unknown.
-        compares_samples: the first loss is over pairs of samples, so it depends on the micro batch.
+        compares_samples: whether the first loss is over pairs of samples, so that it depends on the
+            micro batch.
         deepspeed_version: installed where the trial ran; empty if unknown.
     """
 

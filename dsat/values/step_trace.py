@@ -25,7 +25,6 @@ class Kernels:
             tensors; `transfer` for copies between host and device.
         itemsize: bytes of an element of the result.
         flops, bytes: mean per call: FLOPs executed, and bytes of all inputs and outputs.
-        count: number of calls.
     """
 
     phase: str
@@ -44,11 +43,9 @@ class Collectives:
     Attributes:
         phase, last: as for `Kernels`.
         kind: `all_gather`, `reduce_scatter`, `all_reduce`, or torch's name of another collective.
-        ranks: size of the group.
         stride: distance between neighbouring ranks of the group.
         overlapped: whether it runs on a separate stream, concurrently with the kernels.
         bytes: of the whole gathered or reduced tensors, summed over all calls.
-        count: number of calls.
     """
 
     phase: str
@@ -66,7 +63,6 @@ class StepTrace(Recorded):
     """One optimizer step of one rank.
 
     Attributes:
-        micro_batch, slots: of the simulated configuration.
         parameters: number of trainable parameter tensors; DeepSpeed hooks each of them.
         model_flops: of a micro step, forward and backward, without recomputation.
     """
@@ -80,14 +76,15 @@ class StepTrace(Recorded):
 
     def bytes_of(self, kind: str, phases: Sequence[str], *, last: bool = True) -> float:
         """Return the bytes moved by kernels of a kind in the given phases."""
-        return sum(k.bytes * k.count for k in self._of(kind, phases, last))
+        return sum(
+            k.bytes * k.count
+            for k in self.kernels
+            if k.kind == kind and k.phase in phases and k.last == last
+        )
 
     def launches(self, phases: Sequence[str]) -> int:
         """Return the number of device kernels in the given phases of the last micro step."""
         return sum(k.count for k in self.kernels if k.last and k.phase in phases and k.kind != HOST)
-
-    def _of(self, kind: str, phases: Sequence[str], last: bool) -> list[Kernels]:
-        return [k for k in self.kernels if k.kind == kind and k.phase in phases and k.last == last]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ class Table:
     optional: Sequence[str] = ()
 
     def without(self, heading: str) -> Table:
-        """Return the table without one of its columns."""
         at = self.headings.index(heading)
         rows = [[*row[:at], *row[at + 1 :]] for row in self.rows]
         return replace(self, headings=[*self.headings[:at], *self.headings[at + 1 :]], rows=rows)

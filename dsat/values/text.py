@@ -97,7 +97,6 @@ def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
     """Return a text that is safe to print and store, with secrets hidden.
 
     Args:
-        text: untrusted text.
         most: maximum number of characters; a longer text keeps its beginning and end.
     """
     if len(text) <= most:
@@ -207,7 +206,6 @@ def hide_secrets_in_values(value: Any, names: tuple[str, ...] = ()) -> Any:
     """Return a JSON value with `***` in place of anything that looks like a secret.
 
     Args:
-        value: any JSON value.
         names: the keys on the path to it; any of them may denote a secret.
     """
     if isinstance(value, Mapping):
@@ -230,8 +228,6 @@ def hide_secrets_in_values(value: Any, names: tuple[str, ...] = ()) -> Any:
 
 
 def _escape(text: str) -> str:
-    return _UNPRINTABLE.sub(_escaped, text)
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape", "surrogatepass").decode()
+    return _UNPRINTABLE.sub(
+        lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text
+    )

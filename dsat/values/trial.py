@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from dsat.values.codec import Recorded
@@ -33,8 +33,6 @@ class BatchTriple:
     Attributes:
         train_batch_size: samples of an optimizer step: micro batch x gas x data-parallel size.
         micro_batch: samples per data-parallel group of devices and micro step.
-        gas: gradient accumulation steps.
-        parallelism: how the trial's devices share samples.
     """
 
     train_batch_size: int
@@ -99,7 +97,6 @@ class KnownBefore:
 
     Attributes:
         flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
-        batch_dimensions, fed_instead: see `ModelProfile`.
         to_beat: the metric and its best value so far; empty if there is none, or if the metric has
             no interval. A trial that is clearly worse ends its measurement early.
         longest_s: time limit of the measurement in seconds; None for no limit.
@@ -112,10 +109,6 @@ class KnownBefore:
     to_beat: Mapping[str, float] = field(default_factory=dict)
     longest_s: float | None = None
     own_steps: StepFacts | None = None
-
-    def known_before(self) -> dict[str, Any]:
-        """Return these facts by name."""
-        return {each.name: getattr(self, each.name) for each in fields(KnownBefore)}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ class Strategy:
     """A ZeRO stage, and where optimizer states and parameters are stored.
 
     Attributes:
-        stage: 0 to 3.
         offload_optimizer: `none`, `cpu` or `nvme`; from stage 1 on.
         offload_param: likewise, in stage 3 only.
     """

@@ -279,7 +279,7 @@ def search_of(run_dir: Path, cluster: RayCluster, *options: object, slots: int =
 
 def assert_nothing_is_left(run_dir: Path) -> None:
     wait_until(lambda: not processes_of(run_dir), "the end of all processes", 20)
-    assert buffers_of(run_dir) == []
+    wait_until(lambda: not buffers_of(run_dir), "the removal of their buffers", 20)
 
 
 def wait_for_end_of(pids: Sequence[int]) -> None:

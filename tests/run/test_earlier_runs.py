@@ -23,6 +23,7 @@ from dsat.search import (
     usual_options,
 )
 from dsat.search.base import Source
+from dsat.show.view import RunView
 from dsat.space.plan import Plan
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
@@ -52,6 +53,18 @@ def run(
 
 
 PLAN = replace(plan_of("random", max_trials=8), finals=0, search_options=usual_options("random"))
+
+
+def test_finals_that_are_not_needed_are_counted_beside_earlier_trials() -> None:
+    def own_is_best(trial: Trial) -> Outcome:
+        return replace(measure(trial), metrics=ran(1000 if trial.id == 0 else 1).metrics)
+
+    first, _ = run(PLAN, measured=own_is_best)
+    second, launched = run(replace(PLAN, finals=2), first, measured=own_is_best)
+    assert second.best is second.baseline and second.finals is None
+    assert len(launched) == 6 and len(second.earlier) == 8
+    [line] = [fact for fact in RunView.build(second).facts if fact.startswith("trials: ")]
+    assert line == "trials: 14; 2 reserved for finals, not needed"
 
 
 def test_the_flag_of_a_fixed_batch_is_known_from_earlier_runs() -> None:

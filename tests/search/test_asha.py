@@ -47,7 +47,12 @@ def test_asha_promotes_the_best_half() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "values"), [("throughput", (50, 1, 20, 30)), ("latency", (10, 99, 30, 20))]
+    ("metric", "values"),
+    [
+        ("throughput", (50, 1, 20, 30)),
+        ("latency", (10, 99, 30, 20)),
+        ("step", (0, 99, 30, 20)),  # a value of 0 is one
+    ],
 )
 def test_asha_ranks_by_the_best_value_of_a_lineage(metric: str, values: tuple[int, ...]) -> None:
     first, last, *others = values  # the last of lineage 0 is the worst of all

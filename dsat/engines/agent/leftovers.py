@@ -7,7 +7,6 @@ import glob
 import hashlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import time
@@ -35,15 +34,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def end_processes(run: Path) -> list[int]:
     """End processes of a run on this machine, and return them.
 
-    Only for the process that holds the run's lock, and has ended its own supervisors.
-
-    Args:
-        run: folder of the run.
+    The caller holds the run's lock, and has ended its own supervisors.
     """
     run = run.resolve()
     ended: set[int] = set()
     for _ in range(_ROUNDS):
-        found = _processes_of(run)
+        processes = _own_processes()
+        found = {p.pid for p, variables in processes if variables.get(RUN_VARIABLE) == str(run)}
         if not found:
             break
         for pid in found:
@@ -58,16 +55,16 @@ def end_processes(run: Path) -> list[int]:
 
 
 def owner_mark() -> dict[str, str]:
-    """Return the variable by which every process that dsat starts names this process.
+    """Return the variable that names this process in all processes that dsat starts.
 
-    With it goes where its number counts: the start of the machine, and the namespace.
+    It includes where the process number counts: boot of the machine, and PID namespace.
     """
     process = psutil.Process()
     return {OWNER_VARIABLE: f"{_place_of(process.pid)} {process.pid} {process.create_time()}"}
 
 
 def end_orphans() -> list[int]:
-    """End processes on this machine that dsat started and whose dsat is gone; return them."""
+    """End processes that a dead dsat on this machine started; return them."""
     ended = set()
     for process, variables in _own_processes():
         with contextlib.suppress(psutil.Error, OSError, ValueError):
@@ -81,7 +78,7 @@ def end_orphans() -> list[int]:
 
 
 def _is_process(pid: int, created_s: float) -> bool:
-    """Return whether a process is there that began at that time."""
+    """Return whether the process that began at a time still runs."""
     try:
         return abs(psutil.Process(pid).create_time() - created_s) < _SAME_TIME_S
     except psutil.NoSuchProcess:
@@ -89,17 +86,12 @@ def _is_process(pid: int, created_s: float) -> bool:
 
 
 def _place_of(pid: int) -> str:
-    """Return the start of the machine and the namespace of processes that a process is in."""
+    """Return the boot and the PID namespace of a process."""
     return f"{_BOOT_ID.read_text().strip()} {os.readlink(f'/proc/{pid}/ns/pid')}"
 
 
-def _processes_of(run: Path) -> set[int]:
-    found = _own_processes()
-    return {p.pid for p, variables in found if variables.get(RUN_VARIABLE) == str(run)}
-
-
 def _own_processes() -> Iterator[tuple[psutil.Process, Mapping[str, str]]]:
-    """Yield this user's processes but for this one and those above it, with their variables."""
+    """Yield this user's processes with their variables, except this one and its ancestors."""
     above = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -111,19 +103,16 @@ def _own_processes() -> Iterator[tuple[psutil.Process, Mapping[str, str]]]:
 
 
 def note_port(run: Path, port: int) -> None:
-    """Note a port that a trial is about to use, for `end_processes` of a later process."""
+    """Note a port of a trial, for `end_processes` of a later process."""
     with open(run / _PORTS_FILE, "a", encoding="ascii") as file:
         file.write(f"{port}\n")
 
 
 def unlink_shared_memory(file: Path, *ports: int) -> None:
-    """Remove buffers that DeepSpeed's CPU backend never unlinks: 66 MiB a rank.
+    """Remove buffers of 66 MiB per rank that DeepSpeed's CPU backend never unlinks.
 
-    The port of a trial is in their names (csrc/cpu/comm/shm.cpp).
-
-    Args:
-        file: with a port in each line; it may be missing, and scripts may write to it.
-        ports: further ones.
+    Their names contain the trial's port (csrc/cpu/comm/shm.cpp). Ports are read from the lines of
+    `file`, which may be missing and which scripts may write to.
     """
     lines = [str(port) for port in ports]
     with contextlib.suppress(OSError, ValueError):
@@ -139,10 +128,10 @@ def unlink_shared_memory(file: Path, *ports: int) -> None:
 
 
 def choose_swap_folders(config: Mapping[str, Any], run: Path, trial: str) -> dict[str, Any]:
-    """Return settings by which a DeepSpeed configuration swaps to a folder of the trial's own.
+    """Return settings that make a DeepSpeed configuration swap to a folder of the trial's own.
 
-    DeepSpeed removes the folder that it swaps to when it starts (deepspeed 0.19.8,
-    runtime/swap_tensor/partitioned_param_swapper.py), although other trials may be using it.
+    DeepSpeed empties its swap folder when it starts, although other trials may use it (deepspeed
+    0.19.8, runtime/swap_tensor/partitioned_param_swapper.py).
     """
     # Folders of runs may have the same name in two projects.
     place = f"{socket.gethostname()}:{run.resolve()}"
@@ -160,26 +149,19 @@ def swap_folders(config: Mapping[str, Any]) -> list[str]:
 
 
 def _find_nvme_sections(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the sections that offload to NVMe."""
     zero = config.get("zero_optimization") or {}
     found = [(section, zero.get(section)) for section in _OFFLOADED]
     return [(s, o) for s, o in found if isinstance(o, dict) and o.get("device") == "nvme"]
 
 
 def make_folders(folders: Sequence[str]) -> list[Path]:
-    """Make swap folders on this host; return those that were not there before."""
+    """Make swap folders on this host; return the new ones."""
     made = []
     for folder in map(Path, folders):
         with contextlib.suppress(OSError):  # DeepSpeed's own message says more
             folder.mkdir(parents=True)
             made.append(folder)
     return made
-
-
-def remove_folders(folders: Sequence[Path]) -> None:
-    """Remove swap folders."""
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- locks
@@ -205,14 +187,13 @@ class CompilerLocks:
                 )
 
     def remove(self) -> None:
-        """Remove locks that were made since this began, by processes that have ended."""
+        """Remove locks that were made since this object, by processes that have ended."""
         for path, made_ns in self._times_ns().items():
             if made_ns != self._first.get(path) and not _is_open(path):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
     def _times_ns(self) -> dict[Path, int]:
-        """Return when each lock of this user's was made."""
         times = {}
         for path in sorted(self._folder.glob("**/lock")):
             with contextlib.suppress(OSError):

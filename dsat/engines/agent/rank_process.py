@@ -21,7 +21,7 @@ FOR_DSAT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an attribute of this process, where the system is Linux."""
+    """Set an attribute of this process, on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
@@ -37,10 +37,7 @@ def become_rank(
 
     Args:
         request: to launch a trial; see `dsat.engines.agent.supervisor`.
-        rank: its entry in the request.
-        leader: of the trial's process group; 0 for this process.
-        parent: the supervisor's process ID.
-        descriptors: of the supervisor, which are closed.
+        leader: process group of the trial; 0 for a new one.
     """
     status = 1
     try:
@@ -84,7 +81,7 @@ def become_rank(
 
 
 def _execute(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    """Become a program, as if a shell had started it."""
+    """Replace this process by a program, as a shell would."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
         signal.signal(number, signal.SIG_DFL)
     try:

@@ -41,6 +41,7 @@ import json
 import math
 import os
 import selectors
+import shutil
 import signal
 import sys
 import time
@@ -93,13 +94,13 @@ class _Group:
     descendants: set[int] = field(default_factory=set)
 
     def remove_leftovers(self) -> None:
-        """Remove shared memory and swap folders of ranks that have ended."""
         leftovers.unlink_shared_memory(Path(self.folder, PORTS_FILE), self.port)
-        leftovers.remove_folders(self.swap)
+        for folder in self.swap:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Supervisor:
-    """Event loop, single-threaded on purpose."""
+    """Single-threaded event loop, since a process with threads cannot fork safely."""
 
     def __init__(self) -> None:
         self._groups: dict[int, _Group] = {}
@@ -234,7 +235,7 @@ class Supervisor:
             self._end(group, grace_s)
 
     def _finish(self, group: _Group) -> None:
-        """Answer that a trial has ended."""
+        """Answer that a trial has ended, after removing what it left."""
         del self._groups[group.trial]
         _kill_until_gone(lambda: group.descendants | self._strays(group))
         group.remove_leftovers()
@@ -248,7 +249,7 @@ class Supervisor:
         self._answer(ended)
 
     def _end(self, group: _Group, grace_s: float) -> None:
-        """Kill a trial after a grace, in which it may end by itself."""
+        """Kill a trial after a grace period, in which it may end by itself."""
         if grace_s <= 0:
             self._kill(group)
         else:
@@ -264,7 +265,7 @@ class Supervisor:
                 self._kill(group)
 
     def _has_stuck_rank(self) -> bool:
-        """Return whether a rank was killed a while ago, and is still there."""
+        """Return whether a rank survives although it was killed long ago."""
         killed_at_s = [g.killed_at for g in self._groups.values() if g.killed_at is not None]
         return min(killed_at_s, default=math.inf) + _STUCK_AFTER_S <= time.monotonic()
 
@@ -277,7 +278,7 @@ class Supervisor:
         _kill_until_gone(lambda: group.descendants | self._strays(group), until)
 
     def _strays(self, ended: _Group) -> set[int]:
-        """Return processes that an ended trial left to this process, their subreaper."""
+        """Return orphans of an ended trial, which this subreaper inherited."""
         ranks = {pid for group in (ended, *self._groups.values()) for pid in group.pids}
         strays = _descendants([os.getpid()], recursive=False) - ranks - self._helpers
         if self._groups:  # which may have left some as well
@@ -321,21 +322,17 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _kill_all(pids: Collection[int]) -> None:
-    """Kill processes."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _kill_until_gone(find: Callable[[], set[int]], until: float = math.inf) -> None:
-    """Kill processes, and wait until nothing of them is left; not for long if they are stuck.
+    """Kill processes, and wait until they are gone; not for long if they are stuck.
 
-    Python's resource trackers end by themselves, once they have unlinked the shared memory of the
-    others: ranks leave without their own clean-up.
-
-    Args:
-        find: the processes, also those that only the end of others has left to this one.
-        until: when also trackers are killed.
+    Python's resource trackers end by themselves once they have unlinked the others' shared memory,
+    because ranks leave without clean-up. They are killed at `until`. `find` also returns processes
+    that appear only when others end.
     """
     tracked_until = min(until, time.monotonic() + _TRACKED_WITHIN_S)
     deadline, left = time.monotonic() + _GONE_WITHIN_S, set[int]()
@@ -351,7 +348,7 @@ def _kill_until_gone(find: Callable[[], set[int]], until: float = math.inf) -> N
 
 
 def _is_gone(pid: int) -> bool:
-    """Return True if a process has ended; reap it if it is this one's child."""
+    """Return whether a process has ended; reap it if it is a child."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] != 0
     except ChildProcessError:

@@ -29,10 +29,9 @@ _THREADS_END_WITHIN_S = 2.0
 
 
 def warm_up(modules: Sequence[str], device: Mapping[str, str]) -> str:
-    """Import modules; return why the process can no longer fork ranks, empty if it can.
+    """Import modules; return why ranks can no longer be forked, empty if they can.
 
     Args:
-        modules: to import.
         device: variables by which a process sees one device.
     """
     adapters.install()
@@ -64,7 +63,7 @@ def warm_up(modules: Sequence[str], device: Mapping[str, str]) -> str:
 
 
 class _Starters:
-    """Modules whose import has started threads; a context manager around the imports."""
+    """Context manager that records which imports start threads."""
 
     def __init__(self) -> None:
         self._modules: dict[threading.Thread, str] = {}
@@ -84,19 +83,18 @@ class _Starters:
         self._class.start = self._start
 
     def note_native(self, module: str) -> None:
-        """Note whether the import of a module has left more threads."""
+        """Record a module if its import left more threads."""
         before, self._count = self._count, _num_threads()
         if self._count > before:
             self._native.append(module)
 
     def described(self) -> str:
-        """Return the modules that started the running threads."""
         found = [module for thread, module in self._modules.items() if thread.is_alive()]
         return ", ".join(dict.fromkeys(filter(None, found or self._native))) or "a library"
 
 
 def _importing_module() -> str:
-    """Return the module that is being imported, and so calls this; empty without one."""
+    """Return the module whose import calls this; empty without one."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "<module>":
         frame = frame.f_back
@@ -106,7 +104,7 @@ def _importing_module() -> str:
 def _check_fork_safe(accelerator: str, device: Mapping[str, str]) -> str:
     """Return why a forked process cannot use a device; empty if it can.
 
-    An import may spoil it unseen: asking for the number of devices is enough.
+    Imports may break that silently; asking for the number of devices is enough.
     """
     if accelerator == "cpu" or "torch" not in sys.modules:
         return ""
@@ -137,7 +135,7 @@ def _probe_device(accelerator: str, device: Mapping[str, str]) -> NoReturn:
 
 
 def _threads_end(threads_before: int) -> bool:
-    """Return whether there are soon no more threads than before."""
+    """Return whether additional threads end soon."""
     deadline = time.monotonic() + _THREADS_END_WITHIN_S
     while _num_threads() > threads_before:
         if time.monotonic() > deadline:
@@ -147,7 +145,7 @@ def _threads_end(threads_before: int) -> bool:
 
 
 def _num_threads() -> int:
-    """Count the threads of this process, without those that end and begin again around a fork."""
+    """Count the threads of this process, except those that stop around a fork."""
     tasks = Path("/proc/self/task")
     count = 0
     for task in tasks.iterdir() if tasks.is_dir() else [tasks]:

@@ -107,7 +107,7 @@ class _Device:
 
     @classmethod
     def of(cls, accelerator: Any, index: int, device: str) -> _Device:
-        """Look at a device; raises RuntimeError if it does not answer."""
+        """Inspect a device; raises RuntimeError if it does not answer."""
         total, taken, name = int(accelerator.total_memory(index)), 0, accelerator.device_name()
         if name == "cuda":
             import torch
@@ -128,7 +128,7 @@ class _Device:
 
 
 def variables_of_memory_in_use() -> dict[str, str]:
-    """Return variables that tell a later look how much memory of NVIDIA's devices is in use now."""
+    """Return variables that record how much memory of NVIDIA's devices is in use now."""
     try:
         told = subprocess.run(  # noqa: S603
             _USED_MEMORY, capture_output=True, text=True, check=True, timeout=_ANSWER_LIMIT_S
@@ -141,10 +141,10 @@ def variables_of_memory_in_use() -> dict[str, str]:
 
 
 def has_nvml() -> bool:
-    """Return whether NVIDIA's management library is there.
+    """Return whether NVIDIA's management library is installed.
 
     Without it torch crashes at its first expandable segment (torch 2.15: `get_fabric_access` in
-    c10/cuda/PeerToPeerAccess.cpp calls a null pointer). Some containers have none.
+    c10/cuda/PeerToPeerAccess.cpp calls a null pointer). Some containers lack it.
     """
     return has_library("libnvidia-ml.so.1")
 
@@ -161,7 +161,7 @@ def find_chosen_devices(
 
 
 def _invisible(accelerator: str, device: str) -> str:
-    """Say that a chosen device is not shown by the driver."""
+    """Return why a chosen device is not shown by the driver."""
     if device.startswith("MIG-"):
         return f"{accelerator} {device} is left out: CUDA gives a process one MIG device"
     return f"{accelerator} {device} is left out: there is none, or one before it is not there"

@@ -15,14 +15,12 @@ UNSEEN = Machine("", "", (), (), 0)
 
 @dataclass(frozen=True)
 class Host:
-    """A host on which dsat starts processes, and holds their three pipes.
+    """A host on which dsat starts processes through three pipes.
 
     Attributes:
-        machine: its slots; none before its accelerators are looked at.
+        machine: its devices; none before they are inspected.
         name: for people; empty if it is the only one.
-        prefix: words before a command that run it there; none for this machine.
-        address: by which ranks on other hosts reach it.
-        is_here: whether this process runs on it.
+        prefix: words before a command that run it there; empty for this machine.
         call: calls that run a command there, see `Reach`; None where the prefix does.
     """
 
@@ -35,12 +33,11 @@ class Host:
 
     @property
     def reach(self) -> Reach:
-        """The runner of commands on the host."""
         return self.call or self.prefix
 
 
 def disable_segments(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Return hosts whose ranks do not use expandable segments of torch's allocator."""
+    """Return hosts whose ranks do without expandable segments of torch's allocator."""
     return tuple(
         replace(host, machine=replace(host.machine, expandable_segments=False)) for host in hosts
     )
@@ -48,11 +45,11 @@ def disable_segments(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 @dataclass(frozen=True)
 class Share:
-    """Slots of a host that a trial gets.
+    """Devices of a host that a trial uses.
 
     Attributes:
-        index: of the host among all that there are.
-        slots: numbers of the host's slots; none if a script is only run for simulations.
+        index: position of the host among all hosts.
+        slots: numbers of the devices; none if a script only runs for simulations.
     """
 
     index: int

@@ -49,20 +49,18 @@ class Machine:
 
     Attributes:
         accelerator: DeepSpeed's name of it (`cuda`, `cpu`, `xpu`, ...).
-        device_name: of the devices, for people.
-        devices: one entry per slot: its value for the visible-devices variable, or the processor
-            core of a CPU slot.
+        device_name: name of the devices, for people.
+        devices: one entry per slot: the device's value for the visible-devices variable, or a
+            processor core.
         visible_devices: environment variables that choose devices; none on a CPU.
-        memory_bytes: of the smallest device; on a CPU of the whole host, or its processes' share.
-        device_memory_bytes: of each device, where there are any.
-        device_names: of each device, where there are any.
-        expandable_segments: whether torch's allocator can use them.
-        left_out: why other devices are no slots, for people.
-        warnings: further messages on the slots, for people.
-        software: versions that must be the same on all hosts of a run.
-        cores: processor cores that its processes may use, the first hardware thread of each.
-        threads: hardware threads that they may use at once.
-        allowed: as `devices`, of all CPU slots; a quota of processor time may leave fewer.
+        memory_bytes: memory of the smallest device; on a CPU, of the host, or the share of it that
+            processes may use.
+        expandable_segments: whether torch's allocator supports them.
+        left_out: reasons why other devices are not used.
+        software: versions, which must be equal on all hosts of a run.
+        cores: processor cores that processes may use, the first hardware thread of each.
+        threads: hardware threads that processes may use at once.
+        allowed: like `devices`, all cores; a quota of processor time may leave fewer.
     """
 
     accelerator: str
@@ -82,9 +80,9 @@ class Machine:
 
     @property
     def has_quota(self) -> bool:
-        """Return whether a quota of processor time, and not the cores, limits the CPU slots.
+        """Return whether a quota of processor time limits the CPU slots, rather than the cores.
 
-        It names no cores: other containers may have a quota of the same ones.
+        A quota names no cores; other containers may have one of the same cores.
         """
         return len(self.allowed) > self.threads
 
@@ -97,24 +95,24 @@ class Machine:
         return len(self.devices)
 
     def variables_of(self, slots: Sequence[int]) -> dict[str, str]:
-        """Return variables by which a process sees the devices of some slots and no others."""
+        """Return variables that limit a process to the devices of some slots."""
         return {
             variable: ",".join(self.devices[slot] for slot in slots)
             for variable in self.visible_devices
         }
 
     def devices_of(self, slots: Sequence[int]) -> list[str]:
-        """Return the devices of some slots; empty for a machine that was not inspected."""
+        """Return the devices of some slots; none for a machine that was not inspected."""
         return [self.devices[slot] for slot in slots if slot < len(self.devices)]
 
     def extend(self, count: int) -> Machine:
-        """Return the machine with more CPU slots, if only a quota of time limits them."""
+        """Return the machine with more CPU slots, if only a quota limits them."""
         if not self.has_quota or self.num_slots < self.threads:
             return self
         return replace(self, devices=self.allowed[: max(count, self.num_slots)])
 
     def at(self, positions: Sequence[int]) -> Machine:
-        """Return the machine with only the devices at some positions; all by default."""
+        """Return the machine with only the devices at some positions; all without positions."""
         names = dict(enumerate(self.devices))
         return self.only([names.get(n, str(n)) for n in positions], ())
 
@@ -122,8 +120,8 @@ class Machine:
         """Return the machine with only some of its devices.
 
         Args:
-            wanted: of `devices`; all if there are none.
-            without: devices that are left out.
+            wanted: devices to keep; empty for all.
+            without: devices to leave out.
 
         Raises:
             UserInputError: there are no such devices, or none are left.
@@ -160,7 +158,6 @@ class Machine:
         return found
 
     def describe(self) -> str:
-        """Describe the devices for people."""
         kind = _KINDS.get(self.accelerator, f"{self.accelerator} device")
         plural = "" if self.num_slots == 1 else "s"
         sizes = sorted(set(self.device_memory_bytes)) or [self.memory_bytes]
@@ -170,19 +167,15 @@ class Machine:
 
 
 def are_close(*sizes: int) -> bool:
-    """Return whether memories may be of devices of one kind.
+    """Return whether memory sizes may be of devices of one kind.
 
-    They differ by the part that firmware keeps.
+    Firmware keeps a part that varies.
     """
     return min(sizes) >= (1 - _EQUAL_WITHIN) * max(sizes)
 
 
 def find_machine(variables: Mapping[str, str] | None = None) -> Machine:
-    """Inspect the slots of this machine.
-
-    Args:
-        variables: of the process that looks; by default this one's.
-    """
+    """Inspect this machine, in a process with the given variables."""
     [machine] = find_machines({"this machine": ()}, variables)
     return machine
 
@@ -196,7 +189,7 @@ def has_no_accelerator() -> bool:
     """Return True if there is certainly no accelerator, without importing torch.
 
     Each kind needs a driver's library, its device files, or a package that extends torch (deepspeed
-    0.19.8: accelerator/real_accelerator.py). If any of these exists, only torch and DeepSpeed know.
+    0.19.8: accelerator/real_accelerator.py). If any exists, only torch and DeepSpeed know.
     """
     chosen = os.environ.get("DS_ACCELERATOR")
     if chosen:
@@ -221,11 +214,9 @@ def has_library(name: str) -> bool:
 def find_machines(
     reaches: Mapping[str, Reach], variables: Mapping[str, str] | None = None
 ) -> list[Machine]:
-    """Inspect the slots of several machines in parallel.
+    """Inspect several machines in parallel, by processes with the given variables.
 
-    Args:
-        reaches: how commands run on a machine, by the machine's name.
-        variables: of the commands; by default this process's.
+    `reaches` says by name how commands run on a machine.
     """
     looks = [_Look.begin(reach, variables) for reach in reaches.values()]
     deadline = time.monotonic() + _FIND_LIMIT_S
@@ -251,7 +242,7 @@ def _machine(name: str, answer: dict[str, Any] | str) -> Machine:
 
 @dataclass(frozen=True)
 class _Look:
-    """Process that inspects the slots of a machine; it may initialize the accelerator."""
+    """Process that inspects a machine; it may initialize the accelerator."""
 
     process: Any
     errors: IO[bytes]
@@ -283,7 +274,7 @@ class _Look:
         return (named or lines)[-1]
 
     def end(self) -> None:
-        """Kill the process, which may be stuck in the driver, beyond the reach of signals."""
+        """Kill the process; signals may not reach it inside a driver."""
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1)
@@ -307,10 +298,10 @@ def machine_of_cores() -> Machine:
 
 
 def physical_cores() -> list[int]:
-    """Return the cores that this process may use, without the further hardware threads of each.
+    """Return one hardware thread of each core that this process may use.
 
-    The DeepSpeed launcher counts cores so (`get_numactl_cmd` of deepspeed/utils/numa.py, 0.19.8):
-    two ranks on two threads of one core would slow each other down.
+    The DeepSpeed launcher counts cores so (`get_numactl_cmd` of deepspeed/utils/numa.py, 0.19.8),
+    since two ranks on threads of one core would slow each other down.
     """
     first_of: dict[str, int] = {}
     for core in sorted(os.sched_getaffinity(0)):

@@ -18,10 +18,9 @@ _KILLED_WITHIN_S = 5.0
 
 
 def variables_with_dsat(own: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with which a Python process finds dsat, and nothing in its folder.
+    """Return variables with which a Python process finds dsat, and no modules in its folder.
 
-    Args:
-        own: beside those of this process.
+    `own` are added to those of this process.
     """
     env = {**os.environ, **own}
     path = [*filter(None, [env.get("PYTHONPATH")]), str(Path(__file__).resolve().parents[3])]
@@ -34,10 +33,10 @@ def spawn(
     """Start a command on a host, with pipes for its standard input and output.
 
     Args:
-        reach: of the host.
-        command: with an absolute path.
-        env: its variables; by default this process's.
-        errors: receives its standard error.
+        reach: how the host is reached.
+        command: words, the program by its absolute path.
+        env: variables of the command; this process's by default.
+        errors: file for its standard error.
     """
     if callable(reach):
         return RemoteProcess(reach, command, dict(os.environ if env is None else env), errors)
@@ -48,7 +47,7 @@ def spawn(
 
 
 class RemoteProcess:
-    """A command on a host that is reached by calls; has the interface of `subprocess.Popen`."""
+    """A command on a host that is reached by calls, with the interface of `subprocess.Popen`."""
 
     def __init__(
         self, call: Callable[..., Any], command: Sequence[str], env: dict[str, str], errors: Any
@@ -66,14 +65,13 @@ class RemoteProcess:
         threading.Thread(target=self._relay_input, args=(requests,), daemon=True).start()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; return the exit status."""
         self._reader.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return self.returncode
 
     def kill(self) -> None:
-        """Kill the command; a host that does not answer meanwhile is lost."""
+        """Kill the command; give up a host that does not answer."""
         threading.Thread(target=self._request_kill, daemon=True).start()
         self._reader.join(_KILLED_WITHIN_S)
         if self.returncode is None:

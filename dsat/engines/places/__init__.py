@@ -30,7 +30,7 @@ def options() -> list[Option]:
 
 
 def given_options(values: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return the values of places' options that the user set, by keyword.
+    """Return the values of the places' options that the user set, by keyword.
 
     Raises:
         UserInputError: one is not for the chosen place.

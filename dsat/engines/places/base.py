@@ -17,11 +17,10 @@ class Environment:
     """Facts by which a provider detects that dsat runs in its place.
 
     Attributes:
-        variables: of this process.
-        hostfile: machines that the command's launcher is given, with positions of their devices;
-            no positions for all.
-        ssh_port: of these machines, if the launcher is given one.
-        master_address: of the first of them, if the launcher is given one.
+        hostfile: machines of the launcher's hostfile, with positions of their devices; empty
+            positions for all.
+        ssh_port: ssh port of these machines; None for the configured one.
+        master_address: address of the first of them; empty if the launcher names none.
     """
 
     variables: Mapping[str, str]
@@ -34,12 +33,9 @@ class Provider(NamedTuple):
     """A place where hosts come from.
 
     Attributes:
-        detect: whether `--engine auto` takes this place.
-        acquire: reserves hosts for the time of a context; the one that this process runs on comes
-            first. Called with the values of the options that the user gave, by keyword. Raises
-            UserInputError if dsat cannot be used there like this, EngineError if the place gives
-            no hosts.
-        options: of its own.
+        acquire: reserves hosts for the duration of a context, the one of this process first. Takes
+            the values of the user's options by keyword. Raises UserInputError if dsat cannot be
+            used there like this, EngineError if there are no hosts.
     """
 
     detect: Callable[[Environment], bool]
@@ -48,11 +44,11 @@ class Provider(NamedTuple):
 
 
 def place_option(flag: str, help: str, **attributes: Any) -> Option:
-    """An option of one place; see `Option`."""
+    """Declare an option of one place; see `Option`."""
     return Option((flag,), help, group=Group.PLACE, **attributes)
 
 
 def inspect_machines(hosts: Sequence[Host]) -> list[Host]:
-    """Look at the accelerators of all hosts, at the same time."""
+    """Inspect the accelerators of all hosts in parallel."""
     machines = find_machines({host.name: host.reach for host in hosts})
     return [replace(host, machine=each) for host, each in zip(hosts, machines, strict=True)]

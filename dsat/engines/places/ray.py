@@ -48,7 +48,7 @@ def detect(environment: Environment) -> bool:
 
 @contextlib.contextmanager
 def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
-    """Reserve everything that is free of a cluster, or the part of it that the user requests."""
+    """Reserve everything that is free in a cluster, or the part that the user requests."""
     wanted = given.get("gpus_per_node")
     kind, slots = parse_slots(wanted) if wanted else ("", None)
     address = given.get("ray_address")
@@ -71,17 +71,10 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
 def reserved(
     address: str | None, nodes: int | None = None, slots: int | None = None, kind: str = ""
 ) -> Iterator[list[Host]]:
-    """Reserve equal parts of nodes, until the context or this process ends.
+    """Reserve equal parts of nodes until the context or this process ends; yield the nodes.
 
-    Args:
-        address: of the cluster; None for the one that Ray finds by itself, or else this machine.
-        nodes, slots, kind: resources to reserve; see `choose`.
-
-    Yields:
-        The nodes; the one that this process runs on comes first.
-
-    Raises:
-        EngineError: the cluster is not reached, or has nothing free.
+    The node of this process comes first. `address` None means the cluster that Ray finds by itself,
+    or this machine. Raises EngineError if there is no cluster, or nothing free in it.
     """
     import ray
 
@@ -102,7 +95,7 @@ def reserved(
 
 
 def _reserve(nodes: int | None, slots: int | None, kind: str) -> tuple[Parts, Any]:
-    """Reserve resources; return them with Ray's group of them."""
+    """Reserve resources; return them with Ray's placement group."""
     import ray
     from ray._private.state import available_resources_per_node  # the only source by node
     from ray.util.placement_group import placement_group
@@ -128,7 +121,7 @@ def _reserve(nodes: int | None, slots: int | None, kind: str) -> tuple[Parts, An
 
 
 def _start_actors(parts: Parts, group: Any) -> list[Host]:
-    """Start an actor in each part; return their nodes, the one of this process first."""
+    """Start an actor in each part; return their nodes, that of this process first."""
     import ray
     from ray.util.placement_group import placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -13,20 +13,19 @@ _CPU, _KIND = "CPU", "accelerator_type:"
 
 
 class NodeResources(NamedTuple):
-    """Amounts of each of Ray's resources that a node has, and that are free."""
+    """Total and free amounts of a node's Ray resources."""
 
     total: Mapping[str, float]
     free: Mapping[str, float]
 
     @property
     def kind(self) -> str:
-        """Kind of the node's accelerators, such as A100."""
         named = [name for name in self.total if name.startswith(_KIND)]
         return "".join(named[:1]).removeprefix(_KIND)
 
 
 class Parts(NamedTuple):
-    """Equal parts of nodes; without Ray's name of an accelerator, slots are processor cores."""
+    """Equal parts of nodes; without an accelerator's name, slots are processor cores."""
 
     nodes: int
     accelerator: str
@@ -36,7 +35,7 @@ class Parts(NamedTuple):
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Resources to reserve on each node; a bit of a kind selects nodes of that kind."""
+        """Resources to reserve on each node; a tiny amount of a kind selects such nodes."""
         kind = {_KIND + self.kind: 0.001} if self.kind else {}
         amounts = {_CPU: self.cpus, self.accelerator: self.slots} | kind
         return {name: amount for name, amount in amounts.items() if name and amount}
@@ -59,13 +58,12 @@ def parse_slots(text: str) -> tuple[str, int]:
 def choose(
     nodes: Sequence[NodeResources], count: int | None, slots: int | None, kind: str = ""
 ) -> Parts | None:
-    """Return equal parts of the nodes that have as much free as the freest one; None without.
+    """Return equal parts of the nodes with as much free as the freest one; None if none fits.
 
     Args:
-        nodes: of the cluster.
-        count: of the nodes to reserve; None for all that have enough.
-        slots: of each node; None for as many as the freest node has. If both are given, the parts
-            are returned even if they are not free: an autoscaler may bring them.
+        count: number of nodes; None for all that have enough.
+        slots: slots of each node; None for as many as the freest node has. If `count` is given too,
+            the parts need not be free, because an autoscaler may add nodes.
         kind: of accelerators; by default that of the freest node.
     """
     there = [name for name in _ACCELERATORS if any(node.total.get(name, 0) >= 1 for node in nodes)]

@@ -31,11 +31,10 @@ def _end_with_parent(pid: int) -> None:
 
 
 class NodeActor:
-    """Run commands on a node; the methods are called from several threads.
+    """Runs commands on a node; its methods are called from several threads.
 
-    Args:
-        cores: number of processor cores for the commands, which leave the node's accelerators
-            alone; None for all cores, and the devices that Ray assigns to this process.
+    With `cores`, commands run on that many processor cores and leave accelerators alone; None gives
+    them all cores and the devices that Ray assigns to this process.
     """
 
     def __init__(self, cores: int | None) -> None:
@@ -68,7 +67,7 @@ class NodeActor:
         return stdout.read(65536)
 
     def write(self, number: int, data: bytes) -> None:
-        """Write to a command's input; without data, end it."""
+        """Write to a command's input; end it if there are no data."""
         stdin = self._commands[number][0].stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):  # it reads no more
@@ -78,7 +77,7 @@ class NodeActor:
                 data = data[stdin.write(data) or 0 :]
 
     def wait(self, number: int) -> tuple[int, bytes]:
-        """Return the exit status and the standard error of a command, once it has ended."""
+        """Wait for the end of a command; return its exit status and standard error."""
         process, errors = self._commands[number]
         with process, errors:
             status = process.wait()
@@ -86,7 +85,6 @@ class NodeActor:
             return status, errors.read()
 
     def kill(self, number: int) -> None:
-        """Kill a command."""
         pid = self._commands[number][0].pid
         with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
             for child in file.read().split():

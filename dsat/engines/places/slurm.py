@@ -70,11 +70,9 @@ class Allocation:
     """Nodes that `salloc`, `sbatch` or `srun` allocated to this process.
 
     Attributes:
-        job: its number.
-        nodes: in Slurm's own short form, such as gpu[01-04].
-        count: number of nodes.
-        cpus: of each node, in Slurm's short form, such as 32(x2).
-        node: that this process runs on; empty outside of the allocation, as after `salloc`.
+        nodes: in Slurm's short form, such as gpu[01-04].
+        cpus: processors of each node in Slurm's short form, such as 32(x2).
+        node: node of this process; empty outside of the allocation, as after `salloc`.
     """
 
     job: str
@@ -110,7 +108,7 @@ class Allocation:
 
     @property
     def is_this_machine(self) -> bool:
-        """Return whether the allocation is one node, on which this process runs."""
+        """Return whether the allocation is only the node of this process."""
         return self.count == 1 and bool(self.node)
 
     def find_nodes(self) -> list[Host]:
@@ -157,10 +155,10 @@ class Allocation:
         return found
 
     def _prefix(self, node: str, cpus: int, gres: Mapping[str, str]) -> tuple[str, ...]:
-        """Words that start a step with everything that the job has on a node, beside other steps.
+        """Return the words that start a step with all of the job's resources on a node.
 
-        A command there misses the variables that would be srun's own options. A job that asked for
-        a number of GPUs over all nodes (`--gpus`) has none for a step that does not name its own.
+        It runs beside other steps. The command lacks variables that srun would take for options. A
+        job with a number of GPUs over all nodes (`--gpus`) gives none to a step without a number.
         """
         return (
             "env",
@@ -181,11 +179,7 @@ class Allocation:
 
 
 def _ask(*command: str) -> str:
-    """Return the output of one of Slurm's commands.
-
-    Raises:
-        EngineError: there is no such command, or it fails.
-    """
+    """Return the output of one of Slurm's commands; raise EngineError if it is missing or fails."""
     name = command[0]
     if shutil.which(name) is None:
         raise EngineError(f"there is no {name} here, which is a command of Slurm's")

@@ -36,7 +36,7 @@ def detect(environment: Environment) -> bool:
 
 @contextlib.contextmanager
 def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
-    """Return the machines of that hostfile."""
+    """Return the machines of the launcher's hostfile."""
     positions = environment.hostfile
     if not positions:
         raise UserInputError(
@@ -66,15 +66,10 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
 
 
 def reach(names: Sequence[str], port: int | None) -> list[Host]:
-    """Return the hosts of these names; the one that this process runs on comes first.
+    """Return the hosts of a hostfile's names; the one of this process comes first.
 
-    Args:
-        names: as the user has written them.
-        port: of their ssh servers; None for the one that ssh is configured for.
-
-    Raises:
-        UserInputError: ssh is missing, does not reach one without a question, this machine is
-            named twice, or ranks on the others cannot reach one.
+    Raises UserInputError if ssh is missing or asks a question, if this machine is named twice, or
+    if ranks on other hosts cannot reach one.
     """
     if shutil.which("ssh") is None:
         raise UserInputError("needs ssh, which is not installed", where="--hostfile")
@@ -114,10 +109,9 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
 
 
 def _identities(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return an identity of each host; raise UserInputError if ssh needs a password for one.
+    """Return an identity of each host, from commands behind a prefix.
 
-    Args:
-        prefixes: words before a command line that run it on a host, by the host's name.
+    Raises UserInputError if ssh needs a password.
     """
     begun = {
         name: subprocess.Popen(  # noqa: S603
@@ -158,9 +152,9 @@ def _identities(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 
 def _way_to(name: str, port: int | None) -> tuple[str, bool]:
-    """Return the address that ssh resolves a name to, and whether it certainly is the host's.
+    """Return the address that ssh resolves a name to, and whether it is certainly the host's.
 
-    Another port may be forwarded to another host, and a proxy has addresses of its own.
+    Another port may be forwarded to another host, and a proxy has its own address.
     """
     try:
         configured = subprocess.run(  # noqa: S603

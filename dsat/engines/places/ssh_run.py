@@ -41,7 +41,6 @@ def ssh_to(name: str, port: int | None) -> list[str]:
 
 
 def _run(name: str, port: int | None, command: Sequence[str]) -> int:
-    """Run a command on a host; return its exit status."""
     begin = "exec " + shlex.join([sys.executable, "-I", "-S", "-c", _BEGIN])
     process = subprocess.Popen([*ssh_to(name, port), begin], stdin=subprocess.PIPE, bufsize=0)  # noqa: S603
     assert process.stdin is not None

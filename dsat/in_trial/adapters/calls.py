@@ -20,11 +20,8 @@ class Adapter(NamedTuple):
     """Function or method of a library, and the wrapper that is called instead.
 
     Attributes:
-        module: that defines it.
-        attribute: its name there, with that of its class.
         wrapper: what is called; the first line of its docstring describes it for users.
         versions: of the library that have it; empty for all that are supported.
-        phases: in which the wrapper is called.
     """
 
     module: str
@@ -40,7 +37,7 @@ class Adapter(NamedTuple):
 
 
 class Original:
-    """The function that an adapter stands for; calls it."""
+    """The adapted function, which may be called."""
 
     __slots__ = ("function", "name")
 
@@ -54,8 +51,7 @@ class Original:
 def entrance(adapter: Adapter, owner: Any = None) -> Callable[..., Any]:
     """Return a wrapper for `wrapt` that calls an adapter's, or passes the call on.
 
-    Args:
-        owner: the object whose attribute the function is, if it is not a class's.
+    `owner` is the object that has the function, if it is not a class.
     """
     wrapper, phases, name = adapter.wrapper, frozenset(adapter.phases), adapter.name
 

@@ -35,7 +35,7 @@ def get_cluster_info(
 
 
 def _check_version() -> None:
-    """Raise InvalidTrial if determined is of a version that works otherwise."""
+    """Raise InvalidTrial for an unsupported version of determined."""
     import determined
 
     version, (first, last) = determined.__version__, _SUPPORTED

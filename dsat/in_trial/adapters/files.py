@@ -138,7 +138,6 @@ def save(name: str, position: int) -> Callable[..., Any]:
 def _call_with(
     original: Original, name: str, position: int, value: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Call a function with another value for an argument."""
     if name in kwargs:
         return original(*args, **{**kwargs, name: value})
     return original(*args[:position], value, *args[position + 1 :], **kwargs)

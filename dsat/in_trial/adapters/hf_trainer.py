@@ -37,14 +37,12 @@ class TrainerSettings:
     """Settings that the Trainer of a trial must use.
 
     Attributes:
-        trial: None where the script itself uses the trial's configuration, as on a cluster.
-        config_path: of the trial's DeepSpeed configuration; None leaves the script's own, with its
-            batch sizes.
-        switches: sets the trial's switches of the script.
-        max_steps: optimizer steps that a measured trial must be ready to make; None in a
-            full-length run.
-        batch_in_file: the script has its batch sizes from a file, of which the user gets a copy.
-        on_cpu: the slots are processor cores.
+        trial: None if the script itself uses the trial's configuration, as on a cluster.
+        config_path: file of the trial's DeepSpeed configuration; None keeps the script's own, with
+            its batch sizes.
+        max_steps: optimizer steps that a trial's training loop must allow; None in a full-length
+            run.
+        batch_in_file: whether a file sets the script's batch sizes, so the user gets a copy of it.
     """
 
     trial: Trial | None
@@ -67,8 +65,7 @@ class TrainerSettings:
 def prepare(args: Any, settings: TrainerSettings) -> list[str]:
     """Set the fields of `TrainingArguments` that a trial decides, before they are checked.
 
-    Returns:
-        Warnings about settings of the script's own that were replaced.
+    Returns warnings about settings of the script that were replaced.
     """
     if settings.max_steps is not None:
         _keep_short(args, settings.max_steps)
@@ -118,14 +115,14 @@ def _keep_short(args: Any, max_steps: int) -> None:
 
 
 def _scheduled_steps(config: Mapping[str, Any]) -> int | None:
-    """The length of training in the configuration itself, with which the Trainer must agree."""
+    """Return the training length of the configuration, with which the Trainer must agree."""
     scheduler = config.get("scheduler") or {}
     total = (scheduler.get("params") or {}).get("total_num_steps")
     return total if isinstance(total, int) else None
 
 
 def _share_sequences(args: Any, slots: int) -> list[str]:
-    """Set the size in the script's own `ParallelismConfig`; without one, variables set it."""
+    """Set the size in the script's own `ParallelismConfig`; without one, variables do."""
     own = getattr(args, "parallelism_config", None)
     if own is None or own.sp_size == slots:
         return []

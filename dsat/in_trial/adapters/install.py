@@ -64,12 +64,10 @@ def install() -> None:
 
 
 def begin(folder: Path, *, is_alone: bool = False) -> None:
-    """Have the adapters act for the trial in a folder, which may have no specification yet.
+    """Activate the adapters for the trial in a folder, which may lack a specification yet.
 
-    In the first run a process does not know whether it is a rank.
-
-    Args:
-        is_alone: the user's command has no launcher.
+    During the first run, a process does not know whether it is a rank. `is_alone` means that the
+    user's command has no launcher.
     """
     install()
     if TRIAL.folder is not None:
@@ -119,7 +117,7 @@ def adapt_models() -> None:
 
 
 def owner_of(adapter: Adapter, module: ModuleType) -> tuple[Any, str]:
-    """Return the module or the class that has a function, None without it; and the name there."""
+    """Return the module or class that has a function, or None; and the function's name in it."""
     above, _, name = adapter.attribute.rpartition(".")
     return (getattr(module, above, None) if above else module), name
 

@@ -17,7 +17,7 @@ from dsat.in_trial.adapters.trial import IN_TRIALS
 
 
 def _in_trials(module: str, attribute: str, wrapper: Wrapper, versions: str = "") -> Adapter:
-    """Return a row of a function that is as ever in a full-length run."""
+    """Return a row that is inactive in a full-length run."""
     return Adapter(module, attribute, wrapper, versions, IN_TRIALS)
 
 

@@ -30,11 +30,10 @@ class Calls:
     """Functions that adapters call for a trial.
 
     Attributes:
-        before_engine: take the arguments of `deepspeed.initialize` by name, and may change them.
-        after_engine: take the engine that it returns.
-        make_engine: takes `deepspeed.initialize` and its arguments in its place, to simulate.
+        before_engine: take and may change the arguments of `deepspeed.initialize`, by name.
+        make_engine: replaces `deepspeed.initialize` in simulations; takes it and its arguments.
         before_model: called once, before the script builds its first model.
-        around_compilations: contexts of a compilation of DeepSpeed's, by the operator's name.
+        around_compilations: contexts around DeepSpeed's compilations; take the operator's name.
     """
 
     before_engine: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
@@ -51,20 +50,16 @@ class RunningTrial:
 
     Attributes:
         phase: decides which adapters act.
-        folder: of the trial; None without one, as on a cluster.
-        files: the `UserFiles` that the trial must leave; None in a full-length run.
-        is_simulated: tensors may be fake, and none is written.
-        calls: what adapters call for the trial.
-        warn: takes messages for the user.
-        config: the trial's DeepSpeed configuration; None leaves the script's own.
+        folder: folder of the trial; None on a cluster.
+        files: `UserFiles` that the trial protects; None in a full-length run.
+        is_simulated: whether tensors may be fake, so none is written.
+        config: the trial's DeepSpeed configuration; None keeps the script's own.
         rank: the `Rank` that this process is or may become.
         on_uncaught: takes the exception that ends the process.
-        meter: the `Meter` of the engine.
         trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
-        task: the `LocalTask` of which determined answers.
+        task: the `LocalTask` by which determined answers.
         script_options: flags that the script declares, with their defaults.
-        local_rank: the default of `--local_rank`.
-        is_alone: the user's command has no launcher, and Lightning may start ranks.
+        is_alone: whether the user's command has no launcher, so Lightning may start ranks.
     """
 
     def __init__(self) -> None:
@@ -85,7 +80,6 @@ class RunningTrial:
         self.is_alone = False
 
     def say(self, text: str) -> None:
-        """Print a message to the trial's log, once."""
         if text not in _said:
             _said.add(text)
             print(f"dsat: {text}", file=sys.stderr)

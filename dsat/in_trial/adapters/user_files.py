@@ -31,7 +31,7 @@ _CACHE_VARIABLES = tuple(
 
 
 class UserFiles:
-    """Files that are older than the trial in a folder, and what is written in place of them."""
+    """Files that are older than the trial in a folder, and what is written instead of them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
@@ -42,7 +42,6 @@ class UserFiles:
         self._removed: set[Path] = set()  # for the script, which are there as before
 
     def is_older(self, path: Path) -> bool:
-        """Return whether a file or folder is older than the trial."""
         try:
             return os.lstat(path).st_ctime_ns < self._began_ns
         except OSError:
@@ -53,7 +52,7 @@ class UserFiles:
         self._others.append(folder.resolve())
 
     def is_scratch(self, path: Path) -> bool:
-        """Return whether a path is the trial's, new and temporary, a cache's or the kernel's."""
+        """Return whether a path is the trial's, new and temporary, in a cache, or the kernel's."""
         known = (self._folder, *self._others, *_KERNEL_FOLDERS, *_caches())
         if any(map(path.is_relative_to, known)):
             return True
@@ -63,7 +62,7 @@ class UserFiles:
         return first not in self._there or first.startswith("torchinductor_")
 
     def is_to_stay(self, given: Any) -> bool:
-        """Return whether a path is the user's, holds some that is, or was not written."""
+        """Return whether a path is the user's, contains such a path, or was not written."""
         path = absolute(given)
         if path is None or self.is_scratch(path):
             return False
@@ -75,14 +74,14 @@ class UserFiles:
         return any(self.is_older(Path(at, n)) for at, dirs, files in inside for n in dirs + files)
 
     def note_created(self, given: Any) -> None:
-        """Note that the script has created a folder, which the engine removes if it stays empty."""
+        """Record a folder that the script creates; the engine removes it if it stays empty."""
         path = absolute(given)
         if path is not None and not self.is_scratch(path):
             with open(self._folder / CREATED_FILE, "a", encoding="utf-8") as file:
                 file.write(json.dumps(str(path)) + "\n")
 
     def is_left_by_a_trial(self, given: Any) -> bool:
-        """Return whether another trial of the run created a folder, and this one did not yet."""
+        """Return whether another trial of the run, but not this one, created a folder."""
         path = str(absolute(given))
         others = [at for at in self._folder.parent.iterdir() if at != self._folder]
         return path not in read_created(self._folder) and any(
@@ -90,18 +89,18 @@ class UserFiles:
         )
 
     def remove(self, given: Any) -> None:
-        """Note that the script has removed a path, which dsat kept."""
+        """Record that the script removed a path, although dsat kept it."""
         path = absolute(given)
         if path is not None:
             self._removed.add(path)
 
     def is_removed(self, given: Any) -> bool:
-        """Return whether a path, or a folder above it, is there only because it was to stay."""
+        """Return whether a path, or a folder above it, exists only because dsat kept it."""
         path = absolute(given)
         return path is not None and not self._removed.isdisjoint({path, *path.parents})
 
     def move(self, source: Any, target: Any) -> None:
-        """Note that a path that is to stay was to be moved, or that one was to be replaced."""
+        """Record that a protected path was to be moved or replaced."""
         old, new = absolute(source), absolute(target)
         if old is None or new is None:
             return
@@ -114,11 +113,7 @@ class UserFiles:
             os.unlink(old)
 
     def instead_of(self, given: Any, mode: str) -> Any:
-        """Return the path to open for one that the script opens: a stand-in of an older file.
-
-        Args:
-            mode: as of `open`.
-        """
+        """Return the path to open for one that the script opens: a copy if the file is older."""
         path = absolute(given)
         if path is None:
             return given
@@ -145,7 +140,7 @@ class UserFiles:
 
 
 def read_created(folder: Path) -> list[str]:
-    """Return the folders that a trial's script has created outside of the trial's folder."""
+    """Return the folders that a trial's script created outside of the trial's folder."""
     try:
         lines = (folder / CREATED_FILE).read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
@@ -162,15 +157,15 @@ def absolute(path: Any) -> Path | None:
 
 
 def _caches() -> list[Path]:
-    """Return the folders of libraries' caches; a script may set the variables at any time."""
+    """Return the cache folders of libraries; a script may set the variables at any time."""
     named = [Path(os.environ[name]) for name in _CACHE_VARIABLES if os.environ.get(name)]
     return [*(home() / name for name in _CACHE_FOLDERS), *named]
 
 
 def _note_begin(folder: Path, temporary: Path) -> tuple[int, frozenset[str]]:
-    """Return when the trial began, and what was in the temporary folder then.
+    """Return when the trial began, and the contents of the temporary folder at that time.
 
-    The first process of a trial notes it for the others of the host.
+    The first process of a trial records them for the others of the host.
     """
     file = folder / _BEGAN_FILE.format(host=os.uname().nodename)
     own = file.with_suffix(f".{os.getpid()}")
