@@ -161,6 +161,7 @@ def ds_config(user: User, **changes: Any) -> None:
         ({"train_micro_batch_size_per_gpu": 2}, (), ("train_micro_batch_size_per_gpu",)),
         (None, ("--divisor", 4), ("divisor", "4")),
         (None, ("-z", 1, 2), ("stages",)),
+        (None, ("--switch", "torch_compile=False,True"), ("false,true",)),
         (None, ("--start-profile-step", 2), ("steps",)),
     ],
 )
