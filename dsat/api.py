@@ -314,9 +314,9 @@ def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
     submitted = submit.submit(ready, detach=settings.detach)
     if submitted.state is not None and not submitted.has_result:
         raise SearchFailed(f"{submitted.failure}; see {submitted.url}")
-    told = submitted.result
+    summary = submitted.result
     return _result(
-        {"metric": settings.metric, **told},
+        {"metric": settings.metric, **summary},
         run_dir=submitted.run_dir,
         interrupted=submitted.interrupted,
         url=submitted.url,
@@ -343,15 +343,15 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
         )
 
 
-def _result(told: Mapping[str, Any], *, run_dir: Path | None, **known: Any) -> Result:
+def _result(summary: Mapping[str, Any], *, run_dir: Path | None, **known: Any) -> Result:
     """Make a result from a summary, which may lack fields."""
     same = "metric best best_value baseline gain stop_reason wall_s".split()
     return Result(
-        **{name: told[name] for name in same if name in told},
-        best_config=told.get("best_ds_config"),
-        trials=tuple(told.get("trials", ())),
-        warnings=tuple(told.get("warnings", ())),
-        verdict="\n".join(told.get("verdict", ())),
+        **{name: summary[name] for name in same if name in summary},
+        best_config=summary.get("best_ds_config"),
+        trials=tuple(summary.get("trials", ())),
+        warnings=tuple(summary.get("warnings", ())),
+        verdict="\n".join(summary.get("verdict", ())),
         run_dir=None if run_dir is None else run_dir.absolute(),
         **known,
     )

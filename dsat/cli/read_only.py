@@ -60,8 +60,8 @@ def _show(settings: ShowSettings) -> None:
         rows = [each.to_json() for each in view.trials] if settings.json else None
         _print(rows, [view.trial_table() if view.trials else "No trial has begun."])
     else:
-        told = {**view.to_json(past.folder), "state": past.state} if settings.json else None
-        _print(told, terminal.describe_run(view, past.folder, past.state))
+        document = {**view.to_json(past.folder), "state": past.state} if settings.json else None
+        _print(document, terminal.describe_run(view, past.folder, past.state))
 
 
 def _compare(settings: CompareSettings) -> None:
@@ -70,8 +70,8 @@ def _compare(settings: CompareSettings) -> None:
         raise UserInputError("a run is named twice", where="compare")
     views = {name: RunView.build(past.run) for name, past in loaded.items()}
     folders = {name: past.folder for name, past in loaded.items()}
-    told = terminal.comparison_to_json(views, folders) if settings.json else None
-    _print(told, terminal.compare_runs(views))
+    document = terminal.comparison_to_json(views, folders) if settings.json else None
+    _print(document, terminal.compare_runs(views))
 
 
 def _list(settings: RunsSettings) -> None:
@@ -83,7 +83,7 @@ def _list(settings: RunsSettings) -> None:
     if not found and not settings.json:
         return
     views = [(past, RunView.build(past.run)) for past in found]
-    told = [
+    document = [
         view.to_json(past.folder) | {"state": past.state, "changed_s": past.changed_s}
         for past, view in views
     ]
@@ -91,7 +91,7 @@ def _list(settings: RunsSettings) -> None:
         (str(past.folder), past.state, past.changed_s, past.run.most_trials, view)
         for past, view in views
     ]
-    _print(told if settings.json else None, terminal.list_runs(rows))
+    _print(document if settings.json else None, terminal.list_runs(rows))
 
 
 def _export(settings: ExportSettings) -> None:
@@ -135,8 +135,8 @@ def _trial(run: Run, name: str) -> Trial:
     return named[0]
 
 
-def _print(told: Any, shown: list[Any]) -> None:
-    if told is not None:
-        output.print_json(told)
+def _print(document: Any, shown: list[Any]) -> None:
+    if document is not None:
+        output.print_json(document)
         return
     terminal.show(sys.stdout, shown)

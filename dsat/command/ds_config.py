@@ -298,9 +298,9 @@ def data_types(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
 
     As `get_data_types` in runtime/engine.py. None if the script decides.
     """
-    said = {name: at(config, f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16")}
-    model = next((name for name, enabled in said.items() if enabled is True), None)
-    if model is None and AUTO not in said.values():
+    flags = {name: at(config, f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16")}
+    model = next((name for name, enabled in flags.items() if enabled is True), None)
+    if model is None and AUTO not in flags.values():
         model = "fp32"
     kept = str(at(config, "data_types.grad_accum_dtype")).removeprefix("torch.")
     kept = _TYPES.get(kept, kept)

@@ -57,10 +57,10 @@ class Experiment:
 
 # What the master (go-yaml 2) takes for a truth without quotes.
 _TRUTHS = {
-    said: truth
+    spelling: truth
     for truth, words in ((True, "y yes on true"), (False, "n no off false"))
     for word in words.split()
-    for said in (word, word.capitalize(), word.upper())
+    for spelling in (word, word.capitalize(), word.upper())
 }
 # Where in an experiment's configuration the user's own overrides are.
 OVERRIDES = f"hyperparameters.{OVERWRITE_KEY}"

@@ -185,8 +185,9 @@ def chosen(
     for name in others:
         if len(found[name]) != len(found[first]):
             raise UserInputError(
-                f"{path} gives {_said(found[first])} of {first} and {_said(found[name])} of "
-                f"{name}: trials on unequal machines cannot be compared",
+                f"{path} gives {_slots_text(found[first])} of {first} and "
+                f"{_slots_text(found[name])} of {name}: trials on "
+                "unequal machines cannot be compared",
                 where=_WHERE,
                 hint="Choose equally many of each, with slots=N, --include or --num_gpus.",
             )
@@ -276,5 +277,5 @@ def _filter(
     return found
 
 
-def _said(slots: tuple[int, ...]) -> str:
+def _slots_text(slots: tuple[int, ...]) -> str:
     return f"{len(slots)} slots" if slots else "all slots"

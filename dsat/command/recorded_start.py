@@ -82,8 +82,8 @@ class RankStart(Recorded):
         is_told = str(self.size) in map(self.env.get, _IN_ALL)  # and not by the script itself
         if _why_made(self) or not is_told:
             return self.size
-        told = [self.env[name] for name in _ON_THIS_NODE if self.env.get(name, "").isdigit()]
-        return min(self.size, int(told[0])) if told else self.size
+        local_sizes = [self.env[name] for name in _ON_THIS_NODE if self.env.get(name, "").isdigit()]
+        return min(self.size, int(local_sizes[0])) if local_sizes else self.size
 
 
 def check_one_training(ranks: Sequence[RankStart]) -> None:
@@ -114,7 +114,7 @@ def recognise_program(
     """Return the program that the ranks of a command run."""
     check_one_training(ranks)
     first = min(ranks, key=lambda rank: rank.rank)
-    needs_command = _why_not_by_themselves(first)
+    needs_command = _why_only_command(first)
     program = (
         _make_seen_program(first)
         if needs_command
@@ -152,7 +152,7 @@ def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[in
     return () if is_shared or (len(ranks) == 1 and set(bound) == set(cores)) else tuple(bound)
 
 
-def _why_not_by_themselves(first: RankStart) -> str:
+def _why_only_command(first: RankStart) -> str:
     """Return why only the command can start a rank; empty if dsat can, too."""
     if made := _why_made(first):
         return made

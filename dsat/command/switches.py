@@ -284,8 +284,8 @@ def parse(text: Any) -> tuple[str, tuple[Any, ...]]:
 def write(name: str, values: Any) -> str:
     """Write a switch with one or several values, as a user would."""
     values = values if isinstance(values, (list, tuple)) else [values]
-    said = [str(v).lower() if isinstance(v, bool) else str(v) for v in values]
-    return f"{name}={','.join(said)}"
+    words = [str(v).lower() if isinstance(v, bool) else str(v) for v in values]
+    return f"{name}={','.join(words)}"
 
 
 def _plain(text: str) -> Any:

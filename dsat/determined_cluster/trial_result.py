@@ -44,10 +44,10 @@ def from_log(messages: Sequence[str], *, failed: bool) -> Outcome:
     """
     lines = [line for message in messages for line in _without_prefix(message)]
     plain = [line for line in lines if LOG_MARK not in line and ATTACHED_MARK not in line]
-    return _with_advice(_of_lines(lines, plain, failed=failed), "\n".join(plain))
+    return _with_advice(_outcome_of_lines(lines, plain, failed=failed), "\n".join(plain))
 
 
-def _of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: bool) -> Outcome:
+def _outcome_of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: bool) -> Outcome:
     found = _reports(lines)
     for data in found:
         if data["kind"] == OutcomeKind.OK.value:

@@ -192,12 +192,12 @@ class OwnCommand:
                 problem += f" in all of its ranks, but in {len(ranks)} of {ranks[0].size}"
                 problem += f". Are the others on another node? {ONE_NODE.rstrip('.')}"
         elif status := trial_result.status_of(self.running):
-            said = next(filter(trial_result.ERROR.match, reversed(log.splitlines())), "")
-            if not said and report is not None:
-                said, log = report.message, report.detail
+            message = next(filter(trial_result.ERROR.match, reversed(log.splitlines())), "")
+            if not message and report is not None:
+                message, log = report.message, report.detail
             problem = f"ended with exit status {status} before it called deepspeed.initialize"
             problem += " in all of its ranks" if ranks else ""
-            problem += f": {said.rstrip('.')}" if said else ""
+            problem += f": {message.rstrip('.')}" if message else ""
         else:
             problem = (
                 "ended without a call of deepspeed.initialize. Name a DeepSpeed configuration in "

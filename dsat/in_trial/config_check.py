@@ -138,7 +138,7 @@ def default(path: str) -> Any:
 
     top, _, rest = path.partition(".")
     if path in (TENSOR_SIZE, SEQUENCE_SIZE):
-        return _of_parallelism(path)
+        return _default_parallelism(path)
     if top == "zero_optimization":
         *sections, key = rest.split(".")
         found = _field(_model_at(DeepSpeedZeroConfig, sections), key).get_default()
@@ -149,7 +149,7 @@ def default(path: str) -> Any:
     return found if isinstance(found, (bool, int, float, str)) else None
 
 
-def _of_parallelism(path: str) -> int:
+def _default_parallelism(path: str) -> int:
     """Return the default size of a parallelism, 1, if this DeepSpeed supports it."""
     package = "sequence_parallel" if path == SEQUENCE_SIZE else "tensor_parallel"
     if importlib.util.find_spec(f"deepspeed.runtime.{package}") is None:

@@ -146,8 +146,8 @@ def attention_heads(module: Any) -> int | None:
 def _own_optimizer(optimizer: Any) -> OwnOptimizer:
     """Describe an optimizer that DeepSpeed wraps.
 
-    For the host accelerate (1.15: `map_pytorch_optim_to_deepspeed`) has equivalents of a few, and
-    takes Adam for all others.
+    When offloading, accelerate (1.15: `map_pytorch_optim_to_deepspeed`) replaces a few optimizers
+    by equivalents, and all others by Adam.
     """
     import torch
 

@@ -81,16 +81,16 @@ def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
 
 def _questions(experiment: Experiment) -> Iterator[_Question]:
     name, own, overrides = experiment.ds_config_name, experiment.ds_config, experiment.overrides
-    yield _Question(name, _asked_of(own), whole=not overrides)
+    yield _Question(name, _part_for_deepspeed(own), whole=not overrides)
     if overrides:
-        yield _Question(f"{experiment.path}: {OVERRIDES}", _asked_of(overrides), own=own)
-        yield _Question(name, _asked_of(experiment.base_config), whole=True)
+        yield _Question(f"{experiment.path}: {OVERRIDES}", _part_for_deepspeed(overrides), own=own)
+        yield _Question(name, _part_for_deepspeed(experiment.base_config), whole=True)
     for key, values in experiment.choices.items():
         if key not in BATCH_KEYS:
             yield from (_Question(name, {"zero_optimization": {key: value}}) for value in values)
 
 
-def _asked_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def _part_for_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Drop sections that dsat checks itself."""
     return {key: value for key, value in config.items() if key not in (AUTOTUNING, *BATCH_KEYS)}
 
@@ -132,10 +132,12 @@ def _ask(questions: str) -> dict[str, Any] | None:
     """Ask DeepSpeed in another process; None without an answer."""
     try:
         with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
-            asked, answer = (Path(folder) / name for name in ("questions.json", "answer.json"))
-            asked.write_text(questions, encoding="utf-8")
+            questions_path, answer = (
+                Path(folder) / name for name in ("questions.json", "answer.json")
+            )
+            questions_path.write_text(questions, encoding="utf-8")
             done = subprocess.run(  # noqa: S603
-                [sys.executable, "-m", _PROGRAM, str(asked), str(answer)],
+                [sys.executable, "-m", _PROGRAM, str(questions_path), str(answer)],
                 cwd=folder,  # without modules that would be taken for others
                 # A device is not needed, and may hang.
                 env=variables_with_dsat({"DS_ACCELERATOR": "cpu"}),

@@ -79,7 +79,7 @@ class Projection:
         name: of the experiment, the script or the model.
         count: number of cards that the user asks about.
         network_bandwidth: bytes/s of a card to other hosts.
-        parameters: number of parameters.
+        parameters, trained: number of all parameters, and of the trained ones.
         sequence_length: tokens of a sample; None if samples are not sequences.
         recomputes: `on`, `off`, or None where activation checkpointing is as the script has it.
         own: the user's configuration on each number of cards.
@@ -95,6 +95,7 @@ class Projection:
     count: int
     network_bandwidth: float
     parameters: int
+    trained: int
     sequence_length: int | None
     recomputes: str | None
     own: tuple[Row, ...]
@@ -135,6 +136,7 @@ class Projection:
             "cards_per_host": self.card.per_host,
             "network_gbit": self.network_bandwidth * 8e-9,
             "parameters": self.parameters,
+            "trained_parameters": self.trained,
             "sequence_length": self.sequence_length,
             "activation_checkpointing": self.recomputes,
             "own": [json_of(row) for row in self.own],
@@ -154,9 +156,11 @@ class Projection:
 def summary(shown: Projection) -> str:
     """Return the model, the cards, and the time and cost if the user asks for them."""
     card, asked = shown.card, shown.best.get(shown.count)
+    trained = f" ({shown.trained:,} trained)" if shown.trained < shown.parameters else ""
     text = [
-        f"{shown.name}: {shown.parameters:,} parameters on {card.name}, {card.per_host} per host, "
-        f"{shown.network_bandwidth * 8e-9:.0f} usable Gbit/s for each between hosts."
+        f"{shown.name}: {shown.parameters:,} parameters{trained} on {card.name}, "
+        f"{card.per_host} per host, {shown.network_bandwidth * 8e-9:.0f} usable Gbit/s for each "
+        "between hosts."
     ]
     if asked is not None:
         text += _training(shown, asked[0])

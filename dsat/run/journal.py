@@ -78,7 +78,7 @@ class Journal:
 class MemoryJournal:
     """A journal without a file, for callers that make it durable themselves.
 
-    It keeps events as JSON would.
+    Events are copied through JSON, as in a file.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:

@@ -44,7 +44,7 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
     """
     strategies = [of_config(plan.base_config, stage) for stage in plan.searched_stages]
     if any(section in plan.tune for section in _SECTIONS):
-        strategies += [s for s in LADDER if _may_use(plan, s) and _only_what_is_asked(plan, s)]
+        strategies += [s for s in LADDER if _may_use(plan, s) and _offloads_as_asked(plan, s)]
     return tuple(dict.fromkeys(strategies))
 
 
@@ -159,7 +159,7 @@ def _may_use(plan: Plan, strategy: Strategy) -> bool:
     return True
 
 
-def _only_what_is_asked(plan: Plan, strategy: Strategy) -> bool:
+def _offloads_as_asked(plan: Plan, strategy: Strategy) -> bool:
     own = of_config(plan.base_config, strategy.stage)
     return all(
         wanted in (NONE, own.offloading[section]) or section in plan.tune

@@ -52,7 +52,7 @@ def _throughput(view: RunView) -> Spec | None:
     y = _number("value", f"{metric} ({METRICS[metric].unit})", axis={"format": "~s"})
     interval = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}
     names = sorted({str(row["strategy"]) for row in (*ran, *lost)})
-    look = _coloured("strategy", names)
+    look = _colours_of_strategies(names)
     colour = {"color": look["color"]}
     tips = {"tooltip": _tips("name", "shown", "changes")}
     best = {"condition": {"test": "datum.best", "value": _BEST}, "value": None}
@@ -145,9 +145,9 @@ def _nominal(field: str, domain: Sequence[str]) -> Spec:
     return {"field": field, "type": "nominal", "scale": scale, "legend": legend}
 
 
-def _coloured(field: str, domain: Sequence[str]) -> Spec:
-    """Return colours and shapes under one legend."""
-    colour = _nominal(field, domain)
+def _colours_of_strategies(domain: Sequence[str]) -> Spec:
+    """Return colours and shapes of the strategies, under one legend."""
+    colour = _nominal("strategy", domain)
     shapes = [_SHAPES[number % len(_SHAPES)] for number in range(len(domain))]
     return {
         "color": colour,

@@ -218,8 +218,8 @@ def _describe_failures(run: Run) -> list[str]:
     searched = _searched(run)
     if not searched or any(outcome.ok for outcome in searched):
         return []
-    said = Counter(fmt.outcome(outcome, run.plan.metric) for outcome in searched)
-    [(most, count)] = said.most_common(1)
+    endings = Counter(fmt.outcome(outcome, run.plan.metric) for outcome in searched)
+    [(most, count)] = endings.most_common(1)
     if len(searched) == 1:
         return [f"the only other configuration did not run: {most}"]
     return [f"none of the {len(searched)} other configurations ran; {count} of them: {most}"]

@@ -16,7 +16,7 @@ from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.simulation.client import SimulationHost, SimulationUnavailable, Simulator
 from dsat.simulation.protocol import Question
 from dsat.space.plan import Plan
-from dsat.space.space import levers
+from dsat.space.space import searched_switches
 from dsat.values import slow
 from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import of_config
@@ -74,7 +74,7 @@ def of_run(
                     )
                     variants.append(own)
                     variants += _of_levers(
-                        simulator, configs[0], switches, levers(plan, profile.switches)
+                        simulator, configs[0], switches, searched_switches(plan, profile.switches)
                     )
             except SimulationUnavailable as error:
                 if not variants:

@@ -92,7 +92,7 @@ class Locator:
 
     @functools.cached_property
     def _own_switches(self) -> dict[str, Any]:
-        own = {name: values[0] for name, values in self._space.levers.items()}
+        own = {name: values[0] for name, values in self._space.searched_switches.items()}
         return {**self._space.freedom.switches, **own}
 
     @functools.cache  # noqa: B019  (a locator lives as long as its run)

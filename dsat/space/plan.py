@@ -135,12 +135,12 @@ def first_difference(was: Any, now: Any) -> tuple[list[str], str, str]:
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         for key in dict.fromkeys([*was, *now]):
             if key not in was or key not in now:
-                return [key], _said(was.get(key, _ABSENT)), _said(now.get(key, _ABSENT))
+                return [key], _value_text(was.get(key, _ABSENT)), _value_text(now.get(key, _ABSENT))
             if was[key] != now[key]:
                 path, *values = first_difference(was[key], now[key])
                 return [key, *path], values[0], values[1]
-    return [], _said(was), _said(now)
+    return [], _value_text(was), _value_text(now)
 
 
-def _said(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

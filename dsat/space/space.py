@@ -143,13 +143,13 @@ class Space:
     moves_to_host: bool = False
 
     @functools.cached_property
-    def levers(self) -> dict[str, tuple[Any, ...]]:
+    def searched_switches(self) -> dict[str, tuple[Any, ...]]:
         """Values of the script's switches that are searched, by name."""
-        return levers(self.freedom, self.found_switches)
+        return searched_switches(self.freedom, self.found_switches)
 
     def script_args(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the switches that a trial sets: those that differ from the script's own."""
-        own = {name: values[0] for name, values in self.levers.items()}
+        own = {name: values[0] for name, values in self.searched_switches.items()}
         return {
             name: value
             for name, value in settings.items()
@@ -187,7 +187,9 @@ class Space:
         ]
 
 
-def levers(freedom: Freedom, found: Mapping[str, ScriptSwitch]) -> dict[str, tuple[Any, ...]]:
+def searched_switches(
+    freedom: Freedom, found: Mapping[str, ScriptSwitch]
+) -> dict[str, tuple[Any, ...]]:
     """Return the values of the script's switches to search, its own first.
 
     Switches of `Freedom.switches` are included only if their values are listed.
@@ -200,7 +202,7 @@ def levers(freedom: Freedom, found: Mapping[str, ScriptSwitch]) -> dict[str, tup
             values[name] = _with_first(own, others)
         else:
             values[name] = listed
-    return {name: its for name, its in values.items() if _is_lever(name, its, freedom)}
+    return {name: its for name, its in values.items() if _is_switch_searched(name, its, freedom)}
 
 
 def _branch(strategy: Strategy, space: Space) -> Branch:
@@ -215,7 +217,7 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
         heads=space.heads,
     )
     # The most promising first, because a search compares the first changes only.
-    knobs = [(n, v) for n, v in space.levers.items() if _matters(n, situation, freedom)]
+    knobs = [(n, v) for n, v in space.searched_switches.items() if _matters(n, situation, freedom)]
     for knob in KNOBS:
         if not _is_searched(knob, situation, freedom):
             continue
@@ -225,20 +227,20 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
             values = _with_first(_own_value(knob, config), values)
         if len(values) > 1 or not knob.divides_slots:
             knobs.append((knob.key, values))
-    knobs = _of_parallelism(knobs, space)
+    knobs = _with_parallelism(knobs, space)
     names = {knob.key for knob in KNOBS}
     for key, listed in freedom.choices.items():
         has_it = key == GAS or strategy.stage >= (3 if key == "offload_param" else 1)
         if key not in names and has_it:
             knobs.append((key, tuple(listed)))
     for switch, own in freedom.switches.items():
-        if _is_free(switch, freedom) and switch not in space.levers:
+        if _is_free(switch, freedom) and switch not in space.searched_switches:
             knobs.append((switch, (own, not own)))
     base = strategy_settings(strategy, config, freedom.nvme_path, moves_to_host=space.moves_to_host)
     return Branch(strategy, base, tuple(knobs))
 
 
-def _is_lever(name: str, values: Sequence[Any], freedom: Freedom) -> bool:
+def _is_switch_searched(name: str, values: Sequence[Any], freedom: Freedom) -> bool:
     """Return whether a switch is searched in some strategy."""
     known = SWITCHES.get(name)
     if len(values) < 2 or not _is_free(name, freedom):
@@ -256,7 +258,7 @@ def _matters(name: str, situation: Situation, freedom: Freedom) -> bool:
     return (situation.on_device or not known.on_device) and (offloads or not known.offloading)
 
 
-def _of_parallelism(
+def _with_parallelism(
     knobs: Sequence[tuple[str, tuple[Any, ...]]], space: Space
 ) -> list[tuple[str, tuple[Any, ...]]]:
     """Return the knobs with sizes that leave whole samples to whole groups of devices.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -287,7 +286,7 @@ def _kept_batch(settings: Settings, plan: Plan) -> str:
 
 def _name_without_effect(settings: Settings, plan: Plan) -> str:
     """Name the settings of `--search` that cannot be searched."""
-    searched = set(re.findall(r"[\w.]+", " ".join(make_space(plan).describe())))
+    searched = {key for branch in make_space(plan).branches for key, _ in branch.knobs}
     of_deepspeed = {knob.key for knob in KNOBS}
     names = [n for n in settings.tune if n in of_deepspeed and n not in searched]
     if not names:

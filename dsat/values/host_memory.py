@@ -16,16 +16,16 @@ _V1 = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
 
 def total_bytes() -> int:
     """Return the total memory in bytes."""
-    return min([_of_host("MemTotal"), *(limit for limit, _ in _limits())])
+    return min([_meminfo_bytes("MemTotal"), *(limit for limit, _ in _limits())])
 
 
 def available_bytes() -> int:
     """Return the memory in bytes that can be allocated without swapping."""
     rooms = [max(0, limit - used) for limit, used in _limits()]
-    return min([_of_host("MemAvailable"), *rooms])
+    return min([_meminfo_bytes("MemAvailable"), *rooms])
 
 
-def _of_host(name: str) -> int:
+def _meminfo_bytes(name: str) -> int:
     text = (control_groups.PROC / "meminfo").read_text()
     sizes = dict(line.split(":") for line in text.splitlines())
     return int(sizes[name].split()[0]) * 1024
@@ -39,9 +39,9 @@ def _limits() -> Iterator[tuple[int, int]]:
             with contextlib.suppress(OSError, ValueError):  # `max` is no number
                 most = int((folder / limit).read_text())
                 used = int((folder / usage).read_text())
-                yield most, used - _of_stat(folder / "memory.stat", given_up)
+                yield most, used - _stat_bytes(folder / "memory.stat", given_up)
 
 
-def _of_stat(path: Path, name: str) -> int:
+def _stat_bytes(path: Path, name: str) -> int:
     text = path.read_text() if path.is_file() else ""
     return int(dict(line.split() for line in text.splitlines()).get(name, 0))

@@ -168,7 +168,9 @@ def shell_line(words: Iterable[str]) -> str:
     The shell reports an error if such a variable is not set.
     """
     return " ".join(
-        f"{shlex.quote(shown) if shown else ''}{_asked_for(name)}" if name else shlex.quote(shown)
+        f"{shlex.quote(shown) if shown else ''}{_required_variable(name)}"
+        if name
+        else shlex.quote(shown)
         for shown, name in _hidden(words)
     )
 
@@ -177,10 +179,10 @@ def assignment(name: str, value: str, origin: str = "your command") -> str:
     """Return a shell's assignment of a variable; a secret must be set in the shell."""
     shown = f"{name}={value}"
     is_open = hide_secrets(shown) == shown and not (value and is_secret(name, value))
-    return f"{name}={shlex.quote(value) if is_open else _asked_for(name, origin)}"
+    return f"{name}={shlex.quote(value) if is_open else _required_variable(name, origin)}"
 
 
-def _asked_for(name: str, origin: str = "your command") -> str:
+def _required_variable(name: str, origin: str = "your command") -> str:
     variable = re.sub(r"\W", "_", name.lstrip("-"))
     return f'"${{{variable if variable.isupper() else variable.upper()}:?as in {origin}}}"'
 

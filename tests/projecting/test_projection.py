@@ -38,14 +38,26 @@ def test_what_a_training_takes_has_three_digits_whatever_it_is(
     row = Row(Strategy(1), 10, 10, 1, time, 2**30, True, 100.0, 0.4)
     card = cards.find("H100")
     shown = Projection(
-        "tiny", card, 10, 1e9, 10**6, 1000, "on", (), {10: (row,)}, {}, tokens=tokens, price=price
+        "tiny",
+        card,
+        10,
+        1e9,
+        10**6,
+        10**6,
+        1000,
+        "on",
+        (),
+        {10: (row,)},
+        {},
+        tokens=tokens,
+        price=price,
     )
     assert said in summary(shown)
 
 
 def test_one_gpu_is_not_plural() -> None:
-    shown = Projection("m", cards.find("H100"), 1, 1e9, 10**9, 512, "off", (), {}, {})
-    assert "fits 1 GPU." in summary(shown)
+    shown = Projection("m", cards.find("H100"), 1, 1e9, 10**9, 10**6, 512, "off", (), {}, {})
+    assert "fits 1 GPU." in summary(shown) and "(1,000,000 trained)" in summary(shown)
 
 
 def test_the_fastest_strategy_has_a_reason() -> None:
@@ -56,7 +68,7 @@ def test_the_fastest_strategy_has_a_reason() -> None:
         time = StepTime(step_s, 0.1, 2.0, dict(zip(NAMES, seconds, strict=True)))
         rows.append(Row(Strategy(stage), 8, 4, 2, time, 1, True, 64 / step_s, 0.4))
     card = cards.find("H100")
-    shown = Projection("m", card, 8, 1e9, 10**6, 512, "off", (), {8: tuple(rows)}, {})
+    shown = Projection("m", card, 8, 1e9, 10**6, 10**6, 512, "off", (), {8: tuple(rows)}, {})
     same, why = comparison(shown)
     assert "global batch of 64 samples of 512 tokens" in same and "checkpointing off" in same
     assert "50 ms" in why and "80 ms of them in communication" in why

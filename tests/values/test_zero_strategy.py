@@ -46,7 +46,7 @@ def dry_run(folder: Path, slots: int, config: dict[str, Any], *options: str) -> 
         *(*options, "--", "train.py"),
     )
     assert told.status == 0, told.err
-    ladder = re.search(r"in this order: (.*)", told.out)
+    ladder = re.search(r"tried in its place: (.*)", told.out)
     return DryRun(
         re.findall(r"trial 0 \(baseline_(\w+)_gas", told.out)[0],
         _short(ladder[1]).replace(";", ",") if ladder else "",

@@ -82,9 +82,9 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
         for name, (address, is_direct) in ways.items()
         if name in (own, own.partition(".")[0]) or (is_direct and address in ours)
     ]
-    asked = {name: ssh_to(name, port) for name in names if name not in here}
-    found = _identities({"": ["sh", "-c"], **asked})
-    here += [name for name in asked if ways[name][0] in ours and found[name] == found[""]]
+    by_ssh = {name: ssh_to(name, port) for name in names if name not in here}
+    found = _identities({"": ["sh", "-c"], **by_ssh})
+    here += [name for name in by_ssh if ways[name][0] in ours and found[name] == found[""]]
     if len(here) > 1:
         raise UserInputError(f"names this machine twice: {', '.join(here)}", where="--hostfile")
     others = {name: address for name, (address, _) in ways.items() if name not in here}

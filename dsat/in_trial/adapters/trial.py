@@ -22,7 +22,7 @@ class Phase(enum.Enum):
 
 IN_TRIALS = (Phase.PREPARING, Phase.MEASURING)
 ALWAYS = (*IN_TRIALS, Phase.TRAINING)
-_said: set[str] = set()
+_printed: set[str] = set()
 
 
 @dataclass
@@ -80,8 +80,8 @@ class RunningTrial:
         self.is_alone = False
 
     def say(self, text: str) -> None:
-        if text not in _said:
-            _said.add(text)
+        if text not in _printed:
+            _printed.add(text)
             print(f"dsat: {text}", file=sys.stderr)
 
 
