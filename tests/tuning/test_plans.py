@@ -20,10 +20,10 @@ def dry(user: User, *options: str) -> Told:
 
 
 def test_listed_switches_begin_with_the_scripts_own_values(user: User) -> None:
-    words = ("--workers=0,2,4", "--fused", "--other", "ENV:A=1", "dataloader_num_workers=0,1")
-    words += ("ENV:NCCL_ALGO=Ring,Tree", "optim=adamw_torch", "group_by_length=true,false")
-    words += ("gradient_checkpointing=false,every_2_layers", "TrainingArguments.seed=1,2")
-    options = [f"--switch={word}" for word in words]
+    words = "--workers=0,2,4 --fused --other ENV:A=1 ENV:NCCL_ALGO=Ring,Tree optim=adamw_torch "
+    words += "dataloader_num_workers=0,1 group_by_length=true,false TrainingArguments.seed=1,2 "
+    words += "gradient_checkpointing=false,every_2_layers"
+    options = [f"--switch={word}" for word in words.split()]
     told = dry(user, *options, "--tune", "ENV:NCCL_BUFFSIZE")
     assert told.json["plan"]["listed_switches"] == {
         "ENV:NCCL_BUFFSIZE": [None, "8388608", "16777216"],
