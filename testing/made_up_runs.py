@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -14,7 +14,6 @@ from dsat.prepare import installed_deepspeed
 from dsat.run.history import read_run
 from dsat.run.journal import FILE_NAME
 from dsat.run.run import Run
-from dsat.show import watch
 from testing.scenarios import User
 from testing.world import Failure, World
 
@@ -50,13 +49,10 @@ def write_run(
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """Serve the page of a run in a thread; yield its address."""
-    server = watch.Server(folder, None)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
+    """Let `dsat watch` serve the page of a run; yield its address."""
+    command = User(folder).starts("watch", folder, "--json")
     try:
-        yield server.url
+        yield command.read_json()["url"]
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        command.signal(signal.SIGINT)
+        assert command.wait().status == 0

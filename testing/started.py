@@ -62,6 +62,13 @@ class Started:
         """Return whether the process is there and has not ended."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
+    def read_json(self) -> Any:
+        """Read the object that it prints before it goes on."""
+        text = b""
+        while not text.endswith(b"}\n"):
+            text += os.read(self._out, 4096)
+        return json.loads(text)
+
     def wait(self) -> Told:
         """Wait for the end and return the outputs; status -SIGALRM if it hangs."""
         found = {self._out: b"", **({} if self._err is None else {self._err: b""})}

@@ -77,6 +77,7 @@ def _texts() -> list[str]:
     return found
 
 
+@pytest.mark.slow  # all of the code is read
 def test_every_message_that_is_explained_exists() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     of_dsat = page.partition("## Messages of dsat")[2].partition("\n## ")[0]

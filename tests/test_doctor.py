@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import socket
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from dsat import doctor
+from dsat.cli.main import main as dsat_main
 from dsat.doctor import FAILS, OK, WARNING, Finding
 from dsat.engines.machines.machine import Machine
 from dsat.prepare import packages
@@ -37,9 +40,19 @@ def told(**variables: str) -> tuple[int, str, dict[str, dict[str, str]]]:
     return done.returncode, answer["state"], {each["part"]: each for each in answer["findings"]}
 
 
-def found(part: str, cluster: str | None = None) -> Finding:
-    [finding] = [each for each in doctor.examine(cluster) if each.part == part]
-    return finding
+@pytest.fixture(autouse=True)
+def _gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
+
+
+def found(part: str) -> Finding:
+    """What the command finds in this process; empty if it looks at no such part."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = dsat_main(["doctor", "--json"])
+    answer = json.loads(out.getvalue())
+    assert status == (answer["state"] == FAILS)
+    findings = [Finding(**each) for each in answer["findings"] if each["part"] == part]
+    return findings[0] if findings else Finding("", "")
 
 
 @pytest.mark.slow
@@ -67,11 +80,10 @@ def test_what_would_not_work_is_named_with_its_remedy(tmp_path: Path) -> None:
 
 
 def test_a_deepspeed_with_known_faults_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
     version = packages.version
     faulty = {"deepspeed": "0.18.2"}
     monkeypatch.setattr(packages, "version", lambda n: faulty.get(n) or version(n))
-    finding = {each.part: each for each in doctor.examine(None)}["deepspeed"]
+    finding = found("deepspeed")
     assert finding.state == WARNING and "stage 2, gradient accumulation" in finding.problem
     assert finding.remedy == "pip install deepspeed==0.19.5"
 
@@ -79,13 +91,10 @@ def test_a_deepspeed_with_known_faults_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_packages_are_held_to_what_dsat_requires(monkeypatch: pytest.MonkeyPatch) -> None:
     required = ["torch>=99", "no-such-package>=2", "pyyaml; python_version < '3'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: required)
-    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
-    findings = {each.part: each for each in doctor.examine(None)}
-    assert findings["torch"].state == FAILS and ">=99" in findings["torch"].problem
-    assert findings["no-such-package"].state == FAILS
-    assert findings["no-such-package"].remedy == "pip install 'no-such-package>=2'"
-    assert "pyyaml" not in findings
-    assert doctor.worst(list(findings.values())) == FAILS
+    torch, missing = found("torch"), found("no-such-package")
+    assert torch.state == FAILS and ">=99" in torch.problem
+    assert missing.state == FAILS and missing.remedy == "pip install 'no-such-package>=2'"
+    assert not found("pyyaml").part
 
 
 @pytest.mark.parametrize(
@@ -99,7 +108,6 @@ def test_cudas_compiler_fits_torch(
     nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
     monkeypatch.setattr(doctor, "_cuda_of_torch", lambda: "13.2")
     toolkit = found("CUDA toolkit")
     assert toolkit.state == state and release in toolkit.found
@@ -121,7 +129,6 @@ def test_operators_that_were_built_in_advance_need_no_compiler(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.delitem(sys.modules, "deepspeed")
-    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     toolkit = found("CUDA toolkit")
     assert toolkit.state == WARNING
@@ -133,25 +140,24 @@ def test_operators_that_were_built_in_advance_need_no_compiler(
 
 def test_small_shared_memory_is_dockers(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 64 * 2**20})
-    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     assert found("/dev/shm").state == WARNING
     assert "--shm-size" in found("/dev/shm").remedy
 
 
 def test_a_configured_cluster_takes_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
-        place = found("trials run on", address)
+        monkeypatch.setenv("DET_MASTER", address)
+        place = found("trials run on")
     assert place.state == OK and place.found.startswith("this machine for a command; ")
     assert place.found.endswith(f"the cluster at {address} for an experiment file")
     # Nobody listens there any more, or DET_MASTER is mistyped.
     for nowhere in (address, f"https://{address}", "http://", "localhost:x", "http://[::1:8"):
-        assert "cannot be reached" in found("trials run on", nowhere).problem
+        monkeypatch.setenv("DET_MASTER", nowhere)
+        assert "cannot be reached" in found("trials run on").problem
 
 
 def test_a_compiler_of_two_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_machine", lambda: GPUS)
     monkeypatch.setenv("CXX", f"{sys.executable} g++")
     assert found("C++ compiler").found == sys.executable

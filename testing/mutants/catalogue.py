@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +73,14 @@ class Mutation:
             indent + line if line else line for line in self.new.splitlines()
         ]
         mutated = "\n".join(lines) + "\n"
-        if ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(text)):
+        if ast.dump(ast.parse(mutated)) == _meaning(text):
             raise ValueError("the new lines mean the same as the old ones")
         return mutated
+
+
+@functools.cache
+def _meaning(text: str) -> str:
+    return ast.dump(ast.parse(text))
 
 
 def _indent(line: str) -> str:

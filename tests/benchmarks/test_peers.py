@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from benchmarks.ledger import OBJECTIVE, Ledger
-from benchmarks.made_up_cluster import Cluster, all_clusters
 from benchmarks.peers import PEERS, player
 from benchmarks.replay import play
 from benchmarks.tables import Table
-from dsat.values.trial import BatchTriple
 from tests.benchmarks.conftest import HEADER, config_of
 
 # DeepSpeed's autotuner leaves files open, and Determined deprecates parts of its own.
@@ -86,17 +83,3 @@ def test_what_is_measured_varies_with_the_seed_and_not_what_counts(table: Table)
     assert len({metrics.throughput for metrics in told[0] if metrics}) == 3
     true = table.answer(config).value(OBJECTIVE)
     assert {ledger.outcomes[0].value(OBJECTIVE) for ledger in ledgers} == {true}
-
-
-def test_the_best_of_a_made_up_cluster_is_no_corner() -> None:
-    small, _, large = all_clusters()
-
-    def speed(cluster: Cluster, size: int, **settings: Any) -> float:
-        batch = BatchTriple(size * cluster.header.slots, size, 1)
-        return cluster.answer(cluster.config(settings, batch)).value(OBJECTIVE) or 0.0
-
-    assert speed(large, 1, stage=0) == 0 < speed(large, 1, stage=1), "states are partitioned"
-    for cluster in (small, large):
-        size, best = cluster.largest_micro_batch, cluster.best(OBJECTIVE)
-        assert speed(cluster, size + 1, stage=3) == 0
-        assert 0 < speed(cluster, size, stage=3, reduce_bucket_size=5 * 10**6) < 0.97 * best

@@ -13,7 +13,6 @@ from dsat.command.ds_config import (
     fingerprint,
     merge,
     parse,
-    prepare_for_training,
     read,
     use_current_names,
 )
@@ -179,11 +178,3 @@ def test_equal_configurations_have_equal_fingerprints() -> None:
         {"a": "1", "b": {"c": [1, 2], "d": True}},
     ]
     assert fingerprint(one) not in map(fingerprint, others)
-
-
-def test_a_configuration_for_use_has_a_zero_section_and_nothing_of_an_autotuner() -> None:
-    assert prepare_for_training({"autotuning": {"enabled": True}}) == {
-        "zero_optimization": {"stage": 0}
-    }
-    given = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "gradient_clipping": 1.0}
-    assert prepare_for_training(given) == given

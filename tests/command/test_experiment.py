@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from dsat.command import experiment
 from testing.scenarios import User
 from tests.command.plans import Reader, listed
 
@@ -45,14 +44,6 @@ def test_all_of_it(reader: Reader) -> None:
     zero = {"stage": 1, "overlap_comm": True}
     assert plan["base_config"] == {MICRO: 4, "gradient_clipping": 1.0, ZERO: zero}
     assert plan["slots_per_trial"] == 2 and reader.command[-2:] == ["train.py", "3"]
-
-
-def test_variables_by_device_reach_the_script() -> None:
-    """What a trial's hyperparameters are, and the variables of all devices."""
-    given = {"deepspeed_config": "ds.json", "overwrite_deepspeed_args": {ZERO: {"stage": 1}}}
-    chosen = {ZERO: {"overlap_comm": False}}
-    both = {ZERO: {"stage": 1, "overlap_comm": False}}
-    assert experiment.trial_hparams(given, chosen) == {**given, "overwrite_deepspeed_args": both}
 
 
 def test_deprecated_settings_are_read_as_what_replaces_them(reader: Reader) -> None:

@@ -72,14 +72,6 @@ def test_a_hostfile_that_is_named_and_missing_is_told(
     assert ["there is no hostfile missing" in message for message in caplog.messages] == [True]
 
 
-def test_nodes_without_names_are_counted() -> None:
-    """A job of a scheduler has them."""
-    found = entrypoint.parse("deepspeed --num_nodes 2 --num_gpus 4 train.py", Path.cwd())
-    assert (found.slots, found.launch.nodes, found.launch.takes_all) == (8, 2, False)
-    found = entrypoint.parse("torchrun --nnodes=2:2 --nproc_per_node=auto train.py", Path.cwd())
-    assert (found.slots, found.launch.nodes, found.launch.takes_all) == (None, 2, True)
-
-
 def test_ranks_of_a_hostfile_have_the_variables_that_deepspeed_gives_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -140,31 +140,6 @@ def test_the_arguments_of_a_trial(
     assert [*script_args.adapt_to_trial(args, config, switches, given, add=add)] == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "args", "expected"),
-    [
-        ({}, HF, {MICRO: 8, GAS: 1}),
-        ({MICRO: "auto", GAS: "auto"}, HF, {MICRO: 8, GAS: 1}),
-        ({MICRO: "auto"}, [*HF, "--per_device_train_batch_size=4"], {MICRO: 4, GAS: 1}),
-        ({MICRO: 2}, [*HF, "--per_device_train_batch_size", "4"], {MICRO: 2, GAS: 1}),
-        # The last of a repeated flag counts.
-        ({MICRO: "auto"}, ["--bs", "3", "--bs=5"], {MICRO: 5}),
-        ({GAS: "auto"}, [*HF, "--gradient-accumulation-steps", "3"], {MICRO: 8, GAS: 3}),
-        ({MICRO: "auto"}, ["--epochs", "3"], {MICRO: "auto"}),
-        ({MICRO: "auto"}, ["--bs", "3"], {MICRO: 3}),
-        ({"train_batch_size": 32}, HF, {"train_batch_size": 32}),
-        # What only looks like a Trainer's arguments.
-        ({}, ["--deepspeed", "--output_dir", "out"], {}),
-        ({}, ["--deepspeed_config", "ds.json", "--output_dir", "out"], {}),
-    ],
-)
-def test_what_auto_stands_for(
-    config: Mapping[str, Any], args: Sequence[str], expected: Mapping[str, Any]
-) -> None:
-    given = {MICRO: "--bs"} if "--bs" in args else {}
-    assert script_args.batch_from_args(config, args, given) == expected
-
-
 # -- what the user maps
 
 

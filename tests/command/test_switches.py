@@ -13,27 +13,6 @@ HF = "--deepspeed ds.json --output_dir out".split()
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("--num_workers=0,4", ("--num_workers", ("0", "4"))),
-        ("--fused", ("--fused", (False, True))),
-        ("ENV:NCCL_ALGO=Ring,Tree", ("ENV:NCCL_ALGO", ("Ring", "Tree"))),
-        ("optim=adamw_torch", ("optim", ("adamw_torch",))),
-        ("group_by_length=true,false", ("TrainingArguments.group_by_length", (True, False))),
-        ("dataloader_num_workers=0,2", ("dataloader_num_workers", (0, 2))),
-        (
-            "gradient_checkpointing=false,every_2_layers",
-            ("gradient_checkpointing", (False, "every_2_layers")),
-        ),
-    ],
-)
-def test_users_name_their_own(text: str, expected: tuple[str, Any]) -> None:
-    assert switches.parse(text) == expected
-    if "--fused" not in text and "TrainingArguments" not in expected[0]:
-        assert switches.write(*expected) == text
-
-
-@pytest.mark.parametrize(
     ("values", "hf", "expected"),
     [
         ({"--num_workers": "4"}, False, "--num_workers 4"),

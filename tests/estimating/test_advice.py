@@ -62,7 +62,4 @@ def test_without_a_known_speed_the_usual_order_decides() -> None:
     for found in (unknown_card, no_tokens):
         assert (found.card, found.strategy, found.other) == ("", OFFLOADED, None)
         assert "usual order" in str(found)
-
-
-def test_nothing_is_advised_where_nothing_fits() -> None:
-    assert advice(1, 80 * GIB, {STAGE_2: 0, STAGE_3: 0}) == []
+    assert advice(1, 80 * GIB, {STAGE_2: 0, STAGE_3: 0}) == [], "where nothing fits"

@@ -15,7 +15,7 @@ from dsat.in_trial.adapters import user_files
 from dsat.in_trial.adapters.calls import Adapter
 from dsat.in_trial.adapters.install import owner_of
 from dsat.in_trial.adapters.table import ENGINE, MODELS, TABLE
-from dsat.in_trial.adapters.trial import TRIAL, Phase
+from dsat.in_trial.adapters.trial import Phase
 
 ROWS = [*TABLE, *ENGINE, MODELS]
 
@@ -46,10 +46,6 @@ def test_every_target_is_adapted_once_and_described() -> None:
     assert len(set(places)) == len(places)
     assert all((adapter.wrapper.__doc__ or "").strip() for adapter in ROWS)
     assert all(Phase.INERT not in adapter.phases for adapter in ROWS)
-
-
-def test_nothing_happens_without_a_trial() -> None:
-    assert TRIAL.files is None and TRIAL.folder is None
 
 
 @pytest.mark.parametrize(

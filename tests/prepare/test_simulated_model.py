@@ -11,18 +11,15 @@ from dsat.prepare.simulated_model import name_of, warn_of_length
 from dsat.simulation.protocol import ScriptFacts
 
 
-def test_a_model_of_the_hubs_cache_has_its_own_name(tmp_path: Path) -> None:
+def test_a_model_has_its_name_on_the_hub_or_its_folders_or_that_of_its_type(tmp_path: Path) -> None:
     path = tmp_path / "models--of-somebody--tiny-model-1b" / "snapshots" / "4567" / "config.json"
     assert name_of("somebody/tiny-model-1b", path) == "tiny-model-1b"
     named = tmp_path / "my-llama" / "config.json"
     assert name_of(str(named), named) == name_of(str(named.parent), named) == "my-llama"
     assert name_of("my-llama.json", tmp_path / "my-llama.json") == "my-llama"
-
-
-def test_a_configuration_in_the_current_folder_is_called_by_its_type(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"model_type": "llama"}')
-    assert name_of("config.json", path) == name_of(".", path) == "llama"
+    here = tmp_path / "config.json"
+    here.write_text('{"model_type": "llama"}')
+    assert name_of("config.json", here) == name_of(".", here) == "llama"
 
 
 @pytest.mark.parametrize(("length", "warnings"), [(4096, 0), (4097, 1)])

@@ -26,8 +26,8 @@ from dsat.search.base import Source
 from dsat.show.view import RunView
 from dsat.space.plan import Plan
 from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.trial import Trial, TrialKind
-from testing.helpers import failed, plan_of, ran, weightless
+from dsat.values.trial import Trial
+from testing.helpers import plan_of, ran, weightless
 from testing.simulated import SimulatedEngine
 
 
@@ -53,16 +53,6 @@ def run(
 
 
 PLAN = replace(plan_of("random", max_trials=8), finals=0, search_options=usual_options("random"))
-
-
-def test_what_was_measured_is_not_measured_again_and_costs_no_trials() -> None:
-    first, before = run(PLAN)
-    second, launched = run(PLAN, first)
-    known = [(t.overrides, t.script_args) for t in before]
-    assert len(before) == 8 and len(launched) == 8
-    assert all((t.overrides, t.script_args) not in known for t in launched)
-    assert len(second.trials) == 16 == second.most_trials
-    assert second.baseline is not None and second.baseline.id in second.earlier
 
 
 def test_finals_that_are_not_needed_are_counted_beside_earlier_trials() -> None:
@@ -93,15 +83,6 @@ def test_the_flag_of_a_fixed_batch_is_known_from_earlier_runs() -> None:
     assert all(outcome.ok for outcome in second.outcomes.values())
 
 
-def test_finals_measure_anew() -> None:
-    """One pair of a large gain, and the own global batch."""
-    first, _ = run(PLAN)
-    plan = replace(PLAN, finals=4, max_trials=5)
-    second, launched = run(plan, first)
-    finals = [trial for trial in launched if trial.kind is TrialKind.FINAL]
-    assert second.best is not None and len(finals) == 3
-
-
 def test_a_search_sees_what_earlier_runs_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Sequence[Observation]] = []
 
@@ -123,17 +104,6 @@ def test_trials_outside_of_the_new_space_are_left_out() -> None:
     first, _ = run(PLAN)
     second, _ = run(replace(PLAN, max_micro_batch=4), first)
     assert second.leader is not None and second.leader.batch.micro_batch <= 4
-
-
-def test_errors_are_measured_again() -> None:
-    def breaking(trial: Trial) -> Outcome:
-        return measure(trial) if trial.profiles else failed("ERROR", "a full disk")
-
-    tuner = Tuner(PLAN, MemoryJournal())
-    drive(tuner, SimulatedEngine(breaking, num_slots=1), max_concurrent_trials=1)
-    assert OutcomeKind.ERROR in {outcome.kind for outcome in tuner.run.outcomes.values()}
-    second, _ = run(PLAN, tuner.run)
-    assert len(second.earlier) == 1
 
 
 def test_a_resumed_run_keeps_what_it_reused() -> None:

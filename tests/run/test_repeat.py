@@ -11,8 +11,9 @@ from benchmarks.searching import search
 from dsat.run.run import Run
 from dsat.space.plan import Plan
 from dsat.values.outcome import Outcome
-from dsat.values.trial import Trial, TrialKind
+from dsat.values.trial import Trial
 from testing.helpers import plan_of, ran, weightless
+from testing.scenarios import User
 
 PLAN = replace(plan_of("random", max_trials=20), finals=0)
 
@@ -34,24 +35,16 @@ def run(plan: Plan = PLAN, *, sd: float = 0.0, later: float = 1.0, seed: int = 0
 
 
 @pytest.mark.parametrize(
-    ("changes", "count"),
-    [
-        ({}, 1),
-        ({"max_trials": 11}, 0),
-        ({"finals": 4}, 0),
-        ({"finals": None}, 0),
-    ],
+    ("options", "count"),
+    [("--finals 0", 1), ("--finals 0 --max-trials 11", 0), ("--finals 4", 0), ("", 0)],
 )
 def test_it_is_repeated_once_in_long_runs_without_finals(
-    changes: dict[str, int | None], count: int
+    user: User, options: str, count: int
 ) -> None:
-    found = run(replace(PLAN, **changes))  # type: ignore[arg-type]
-    repeats = [t for t in found.trials.values() if t.kind is TrialKind.REPEAT]
-    assert len(repeats) == count
-    assert all(
-        found.baseline is not None and t.overrides == found.baseline.overrides for t in repeats
-    )
-    assert all(trial.id == 5 for trial in repeats)
+    told = user.tunes("--max-trials", 20, *options.split(), method="random")
+    repeats = [n for n, row in enumerate(told.trials) if row["kind"] == "repeat"]
+    assert repeats == [5] * count
+    assert all(told.trials[n]["overrides"] == told.trials[0]["overrides"] for n in repeats)
 
 
 @pytest.mark.slow

@@ -16,10 +16,6 @@ from testing.helpers import failed, plan_of, ran
 OWN = Trial(1, TrialKind.BASELINE, "own", 1, BatchTriple(4, 4, 1), {})
 
 
-def trial(number: int, kind: TrialKind = TrialKind.SEARCH) -> Trial:
-    return replace(OWN, id=number, kind=kind, name=f"{number}")
-
-
 def took(seconds: float) -> Outcome:
     """A success with steps of one second."""
     found = ran()
@@ -38,30 +34,26 @@ class Ran:
         self.earlier: set[int] = set()
 
 
-def left_s(ended: Outcome, kind: TrialKind = TrialKind.SEARCH, *, beside: int = 0) -> float:
+@pytest.mark.parametrize(
+    ("ended", "kind", "beside", "counted_s"),
+    [
+        (took(12.0), TrialKind.SEARCH, 0, 12.0),
+        (took(12.0), TrialKind.SEARCH, 3, 3.0),  # side by side they share the time
+        # A rank that hangs costs no more than a trial.
+        (replace(failed("TIMEOUT"), duration_s=1800.0), TrialKind.SEARCH, 0, 10.0),
+        (replace(failed("OOM"), duration_s=4.0), TrialKind.SEARCH, 0, 4.0),
+        (took(12.0), TrialKind.FINAL, 0, 0.0),  # finals are not the search
+    ],
+)
+def test_what_a_trial_takes_of_the_time_of_the_search(
+    ended: Outcome, kind: TrialKind, beside: int, counted_s: float
+) -> None:
     run = Ran(beside)
     costs = TrialCosts(plan_of(), cast(Run, run))
     costs.update(OWN, run.outcomes[OWN.id])
     before = costs.left_s
-    costs.update(trial(2, kind), ended)
-    return before - costs.left_s
-
-
-def test_a_trial_counts_what_it_took() -> None:
-    assert left_s(took(12.0)) == pytest.approx(12.0)
-
-
-def test_trials_side_by_side_share_the_time() -> None:
-    assert left_s(took(12.0), beside=3) == pytest.approx(3.0)
-
-
-def test_a_rank_that_hangs_costs_no_more_than_a_trial() -> None:
-    assert left_s(replace(failed("TIMEOUT"), duration_s=1800.0)) == pytest.approx(10.0)
-    assert left_s(replace(failed("OOM"), duration_s=4.0)) == pytest.approx(4.0)
-
-
-def test_the_finals_are_not_the_search() -> None:
-    assert left_s(took(12.0), TrialKind.FINAL) == 0.0
+    costs.update(replace(OWN, id=2, kind=kind, name="2"), ended)
+    assert before - costs.left_s == pytest.approx(counted_s)
 
 
 @pytest.mark.parametrize("step_s", [0.5, 2.0, 16.0, 40.0])

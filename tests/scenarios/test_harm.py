@@ -181,6 +181,15 @@ def test_a_folder_behind_a_link_will_do(user: User, tmp_path: Path) -> None:
     check_whole(user, user.tunes("--max-trials", BUDGET))
 
 
+def test_a_lock_that_leads_elsewhere_is_not_followed(user: User) -> None:
+    (user.folder / "run").mkdir()
+    (user.folder / "run" / ".dsat").symlink_to("../train.py")
+    before = (user.folder / "train.py").read_text()
+    told = user.tunes("--max-trials", 6)
+    assert told.status and "symbolic links" in told.err and "Traceback" not in told.err
+    assert (user.folder / "train.py").read_text() == before
+
+
 def test_nobody_needs_to_read_the_output(user: User) -> None:
     user.tunes("--max-trials", BUDGET, harm=Harm(out_is_closed=True))
     check_whole(user, resume(user))

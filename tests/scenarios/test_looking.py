@@ -20,7 +20,7 @@ import pytest
 
 import dsat
 from testing.scenarios import Harm, Terminal, User
-from testing.started import Started, Told
+from testing.started import Told
 from testing.world import Failure, World
 
 MICRO = "train_micro_batch_size_per_gpu"
@@ -152,8 +152,7 @@ def wait_for(holds: object, limit_s: float = 100.0) -> None:
 def test_a_page_is_served(ran: tuple[User, Told]) -> None:
     user, told = ran
     started = user.starts("watch", "run", "--json")
-    out = read_json(started)
-    base = out["url"]
+    base = started.read_json()["url"]
     with urllib.request.urlopen(f"{base}state", timeout=60) as answer:
         state = json.load(answer)
     assert told.best["name"] in state["html"] and "\x1b" not in state["html"]
@@ -162,16 +161,6 @@ def test_a_page_is_served(ran: tuple[User, Told]) -> None:
     assert taken.status == 2 and port in taken.err
     started.signal(signal.SIGINT)
     assert started.wait().status == 0
-
-
-def read_json(started: Started) -> dict[str, str]:
-    """Read the object that a command prints before it goes on."""
-    text = b""
-    while not text.endswith(b"}\n"):
-        text += os.read(started._out, 4096)
-    found = json.loads(text)
-    assert isinstance(found, dict)
-    return found
 
 
 def test_runs_are_listed_the_newest_first(copied: User) -> None:

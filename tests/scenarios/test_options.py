@@ -55,29 +55,40 @@ def test_switches_of_the_script_are_searched(user: User) -> None:
     assert told.best["script_args"] == {"--workers": "4", "ENV:KIND": "b"}
 
 
+AUTO = {MICRO: "auto", GAS: "auto", ALL: "auto"}
+HF = "-- train.py --deepspeed ds.json --output_dir out"
+CLIPS = {"gradient_clipping": 1.0}
+
+
 @pytest.mark.parametrize(
-    ("given", "own"),
+    ("config", "given", "own"),
     [
-        ("--arg-mapping BATCH=--batch-size -- train.py --batch-size 2 --batch-size 3", (3, 1)),
-        ("-- train.py --deepspeed ds.json --output_dir out", (8, 1)),
-        (
-            "-- train.py --deepspeed ds.json --output_dir out --per-device-train-batch-size=3 "
-            "--gradient_accumulation_steps 2",
-            (3, 2),
-        ),
+        (AUTO, "--arg-mapping BATCH=--bs -- train.py --bs 2 --bs=3", (3, 1)),
+        (AUTO, HF, (8, 1)),
+        (AUTO, f"{HF} --per-device-train-batch-size=3 --gradient_accumulation_steps 2", (3, 2)),
+        (CLIPS, HF, (8, 1)),
+        ({MICRO: 2}, f"{HF} --per_device_train_batch_size 4", (2, 1)),
+        ({GAS: "auto"}, f"{HF} --gradient-accumulation-steps 3", (8, 3)),
+        ({ALL: 32}, HF, (32, 1)),
+        ({MICRO: "auto"}, "-- train.py --epochs 3", None),
+        # What only looks like a Trainer's arguments.
+        (CLIPS, "-- train.py --deepspeed --output_dir out", None),
+        (CLIPS, "-- train.py --deepspeed_config ds.json --output_dir out", None),
     ],
 )
 def test_auto_stands_for_the_scripts_own_flags(
-    user: User, given: str, own: tuple[int, int]
+    user: User, config: dict[str, Any], given: str, own: tuple[int, int] | None
 ) -> None:
     """Of a Trainer, or mapped; of a flag that is given twice the last one counts."""
-    user.has({MICRO: "auto", GAS: "auto", ALL: "auto"})
+    user.has(config)
     options, _, command = given.replace("BATCH", MICRO).partition("-- train")
     files = () if "ds.json" in command else ("--ds-config", "ds.json")
     words = ["asha", *options.split(), *files, "--dry-run", "--json"]
     told = user.types(*words, "--", *f"train{command}".split())
-    batch = told.json["plan"]["own_batch"]
-    assert (batch["micro_batch"], batch["gas"]) == own
+    assert told.status == (0 if own else 2), told.err
+    if own:
+        batch = told.json["plan"]["own_batch"]
+        assert (batch["micro_batch"], batch["gas"]) == own
 
 
 def test_offloading_to_files_is_the_last_resort(user: User, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -164,5 +163,5 @@ def test_the_order_of_outcomes_changes_nothing_but_the_order(num_micro_batches: 
     one_by_one = points(1, 0)
     assert set(one_by_one.values()) == {1}
     assert len({settings for settings, _ in one_by_one}) == sum(b.count for b in space.branches)
-    for concurrency, order in itertools.product((2, 50), range(2)):
+    for concurrency, order in ((2, 1), (50, 0)):
         assert points(concurrency, order) == one_by_one

@@ -73,12 +73,6 @@ def test_every_key_is_looked_at_here() -> None:
     assert here | {"results_dir", "exps_dir"} == KEYS
 
 
-def test_no_section_none_that_is_enabled_and_null() -> None:
-    for config in ({}, {"autotuning": None}, {"autotuning": {"enabled": False, "fast": True}}):
-        assert autotuning_section.read(config, where="ds.json") is None
-    assert read(dict.fromkeys(KEYS)) == read({})
-
-
 def test_every_key_and_metric_of_deepspeed_is_known() -> None:
     names = [
         name.removesuffix("_DEFAULT")
@@ -87,13 +81,6 @@ def test_every_key_and_metric_of_deepspeed_is_known() -> None:
     ]
     assert {getattr(constants, name) for name in names} | {constants.MODEL_INFO} <= KEYS
     assert set(autotuning_section._METRICS.values()) == set(METRIC_NAMES)
-
-
-def test_what_a_mapping_may_name() -> None:
-    found = read({}, arg_mappings={MICRO: "--b"})
-    assert found.notes == ("ds.json: arg_mappings has no effect: it belongs inside autotuning",)
-    found = read({"arg_mappings": {"lr": "learning_rate"}}, optimizer={"params": {"lr": 1e-3}})
-    assert found.settings["arg_mappings"] == {"lr": "--learning_rate"}
 
 
 # -- in a search
@@ -106,6 +93,15 @@ def plan(user: User, section: dict[str, Any], *options: object, name: str = "tun
     told: Told = user.types(name, "--dry-run", "--json", *options, *command)
     assert told.status == 0, told.err
     return told.json["plan"]
+
+
+@pytest.mark.usefixtures("unchecked_configurations")
+def test_mappings_beside_the_section_have_no_effect_and_it_may_name_any_setting(user: User) -> None:
+    section = {"enabled": True, "arg_mappings": {"lr": "learning_rate"}}
+    user.has({MICRO: 1, "autotuning": section, "arg_mappings": {MICRO: "--b"}})
+    words = "train.py --learning_rate 1e-3 --deepspeed_config ds.json"
+    told = user.types("tune", "--max-trials", 2, "--finals", 0, *words.split())
+    assert told.status == 0 and "arg_mappings has no effect" in told.err
 
 
 def test_a_section_sets_defaults_wherever_it_is(user: User) -> None:
@@ -140,7 +136,8 @@ def test_what_is_typed_beats_the_section(user: User) -> None:
 
 
 def test_what_a_section_does_not_say_is_as_in_any_search(user: User) -> None:
-    found, usual = plan(user, {}), plan(user, {"enabled": False})
+    unset, off = dict.fromkeys(KEYS), {"enabled": False, "tuner_type": "random", "fast": True}
+    found, usual = plan(user, unset), plan(user, off)
     assert found == {**usual, "base_config": found["base_config"]}
     assert (found["method"], found["metric"], found["train_batch_size"]) == (
         "model",

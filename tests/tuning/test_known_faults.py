@@ -2,52 +2,70 @@
 
 from __future__ import annotations
 
-import logging
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from dsat.tuning.known_faults import drop_faulty_stages
-from dsat.values.trial import BatchTriple
-from testing.helpers import plan_of
+from testing import scenarios
+from testing.scenarios import User, machine_of
 
-ACCUMULATES = BatchTriple(16, 2, 4)
+pytestmark = pytest.mark.usefixtures("unchecked_configurations")
+MICRO = "train_micro_batch_size_per_gpu"
+OWN = {MICRO: 4, "gradient_accumulation_steps": 4}
+STAGE_2 = {"zero_optimization": {"stage": 2}}
+
+
+def install(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a version of DeepSpeed on the made-up machine."""
+    software = (f"deepspeed {version}",) if version else ()
+    found = lambda world: replace(machine_of(world), software=software)  # noqa: E731
+    monkeypatch.setattr(scenarios, "machine_of", found)
 
 
 @pytest.mark.parametrize(
-    ("version", "batch", "is_listed", "stages"),
+    ("version", "config", "options", "stages"),
     [
-        ("0.18.2", ACCUMULATES, False, (1, 3)),
-        ("0.18.2", ACCUMULATES, True, (1, 2, 3)),  # the user named them
-        ("0.18.2", BatchTriple(4, 4, 1), False, (1, 2, 3)),
-        ("0.18.3", ACCUMULATES, False, (1, 2, 3)),
-        (None, ACCUMULATES, False, (1, 2, 3)),
+        ("0.18.2", OWN, "", {0, 1, 3}),
+        ("0.18.2", OWN, "-z 0 1 2 3", {0, 1, 2, 3}),  # the user named them
+        (
+            "0.18.2",
+            {MICRO: 4},
+            "--train-batch-size 64",
+            {0, 1, 3},
+        ),  # accumulated, perhaps
+        ("0.18.2", {MICRO: 4}, "", {0, 1, 2, 3}),
+        ("0.18.3", OWN, "", {0, 1, 2, 3}),
+        ("", OWN, "", {0, 1, 2, 3}),
+        ("0.18.2", {**OWN, **STAGE_2}, "", {0, 1, 2, 3}),
     ],
 )
 def test_a_stage_with_a_fault_is_left_out(
-    version: str | None, batch: BatchTriple, is_listed: bool, stages: tuple[int, ...]
+    user: User,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    config: dict[str, Any],
+    options: str,
+    stages: set[int],
 ) -> None:
-    plan = plan_of(own_batch=batch, offload_helps=True)
-    assert drop_faulty_stages(plan, version, is_listed=is_listed).searched_stages == stages
+    install(version, monkeypatch)
+    user.has(config)
+    told = user.tunes("--dry-run", *options.split(), method="random")
+    plan = told.json["plan"]
+    assert {*plan["zero_stages"]} - {*plan["faulty_stages"]} == stages
+    is_own = "zero_optimization" in config
+    assert ("your own configuration has a known fault" in told.err) is is_own
+    assert ("DeepSpeed#7718" in told.err and "0.19.5" in told.err) is (is_own or 2 not in stages)
 
 
-def test_a_given_global_batch_may_be_accumulated() -> None:
-    plan = plan_of(train_batch_size=64, offload_helps=True)
-    assert drop_faulty_stages(plan, "0.18.2", is_listed=False).searched_stages == (1, 3)
-
-
-def test_the_fault_of_ones_own_configuration_is_said_first(
-    caplog: pytest.LogCaptureFixture,
+def test_a_run_goes_on_with_a_version_without_the_fault(
+    user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = {"zero_optimization": {"stage": 2}}
-    plan = plan_of(own_batch=ACCUMULATES, base_config=config, offload_helps=True)
-    with caplog.at_level(logging.WARNING):
-        assert drop_faulty_stages(plan, "0.18.2", is_listed=False).searched_stages == (1, 2, 3)
-    [said] = caplog.messages
-    assert said.startswith("your own configuration has a known fault")
-    assert "DeepSpeed#7718" in said and "0.19.5" in said
-
-
-def test_a_run_goes_on_with_a_version_without_the_fault() -> None:
-    plan = plan_of(own_batch=ACCUMULATES, offload_helps=True)
-    faulty, sound = (drop_faulty_stages(plan, v, is_listed=False) for v in ("0.18.2", "0.19.8"))
-    assert faulty != sound and sound.difference(faulty) is None
+    user.has(OWN)
+    searched = []
+    for version, options in (("0.18.2", (4,)), ("0.19.8", (6, "--resume"))):
+        install(version, monkeypatch)
+        told = user.tunes("--finals", 0, "--max-trials", *options, method="random")
+        assert told.status == 0, told.err
+        searched.append("\nstage 2: " in told.err)
+    assert searched == [False, True]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dsat.command.entrypoint import Entrypoint
-from dsat.command.placement import Launch
 from dsat.errors import UserInputError
 from dsat.tuning import plans
-from dsat.tuning.plans import find_launcher_switches
 from dsat.tuning.settings import Settings
 from dsat.values.objective import METRICS, Metric
 from testing.scenarios import User
@@ -23,8 +20,10 @@ def dry(user: User, *options: str) -> Told:
 
 
 def test_listed_switches_begin_with_the_scripts_own_values(user: User) -> None:
-    words = ("--workers=0,2,4", "--fused", "--other", "ENV:A=1", "dataloader_num_workers=0,1")
-    options = [f"--switch={word}" for word in words]
+    words = "--workers=0,2,4 --fused --other ENV:A=1 ENV:NCCL_ALGO=Ring,Tree optim=adamw_torch "
+    words += "dataloader_num_workers=0,1 group_by_length=true,false TrainingArguments.seed=1,2 "
+    words += "gradient_checkpointing=false,every_2_layers"
+    options = [f"--switch={word}" for word in words.split()]
     told = dry(user, *options, "--tune", "ENV:NCCL_BUFFSIZE")
     assert told.json["plan"]["listed_switches"] == {
         "ENV:NCCL_BUFFSIZE": [None, "8388608", "16777216"],
@@ -33,16 +32,28 @@ def test_listed_switches_begin_with_the_scripts_own_values(user: User) -> None:
         "--other": [False, True],
         "ENV:A": [None, "1"],
         "dataloader_num_workers": [None, 0, 1],
+        "ENV:NCCL_ALGO": [None, "Ring", "Tree"],
+        "optim": [None, "adamw_torch"],
+        "TrainingArguments.seed": [None, 1, 2],
+        "TrainingArguments.group_by_length": [None, True, False],
+        "gradient_checkpointing": [None, False, "every_2_layers"],
     }
 
 
-def test_cores_can_be_bound_by_deepspeeds_launcher_alone() -> None:
-    for launch, expected in (
-        (Launch(passes_local_rank=True), {"bind_cores_to_rank": (False, True)}),
-        (Launch(passes_local_rank=True, binds_cores=True), {}),
-        (Launch(), {}),
-    ):
-        assert find_launcher_switches(Entrypoint(script="train.py", launch=launch)) == expected
+@pytest.mark.parametrize(
+    ("launcher", "listed"),
+    [
+        ("deepspeed --num_gpus 1", {"bind_cores_to_rank": [False, True]}),
+        ("deepspeed --num_gpus 1 --bind_cores_to_rank", {}),
+        ("torchrun --nproc_per_node 1", {}),
+    ],
+)
+def test_cores_can_be_bound_by_deepspeeds_launcher_alone(
+    user: User, launcher: str, listed: dict[str, list[bool]]
+) -> None:
+    words = [*launcher.split(), "train.py", "--deepspeed_config", "ds.json"]
+    told = user.types("random", "--dry-run", "--json", *words)
+    assert told.json["plan"]["listed_switches"] == listed
 
 
 def test_accumulation_that_the_script_manages_is_left_to_it(user: User) -> None:
