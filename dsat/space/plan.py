@@ -38,7 +38,7 @@ _ABSENT = "not given"
 
 
 def _write_switches(values: Mapping[str, Any]) -> str:
-    return " ".join(switches.write(name, listed) for name, listed in values.items())
+    return " ".join(switches.write(name, listed) for name, listed in values.items()) or _ABSENT
 
 
 # Of values that a user writes otherwise than JSON.

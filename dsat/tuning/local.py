@@ -181,8 +181,6 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
             f"warning: this run is over, and its result is shown as it was, although {changed}: "
             "start a new run (--run-dir NEW_FOLDER) to measure again"
         )
-    if ready.section is not None:
-        yield from (f"note: {note}" for note in ready.section.notes)
 
 
 def local_engine(ready: Prepared, folder: Path) -> LocalEngine:

@@ -77,7 +77,8 @@ class Prepared:
 
     @property
     def notes(self) -> list[str]:
-        return plans.notes(self.settings, self.plan)
+        of_section = () if self.section is None else self.section.notes
+        return [*plans.notes(self.settings, self.plan), *of_section]
 
     def after(self, run: Run) -> Prepared:
         """Adapt the start of trials to what earlier trials of the run have shown."""
