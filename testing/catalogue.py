@@ -120,7 +120,8 @@ _TRAINER = "--output_dir out --use_cpu --report_to none --save_strategy no --max
 _TRAINER += " --per_device_train_batch_size 2"
 _SHORT = "--num_generations 2 --max_completion_length 8"
 _TRAINED: dict[str, Any] = {"config": _AUTO_JSON, "prepares": ("out",)}
-_OF_FILE: dict[str, Any] = {"make": "make.py", "prepares": ("out", "prepared*")}
+# Axolotl and ms-swift write their configuration into `out` before they make the engine.
+_OF_FILE: dict[str, Any] = {"make": "make.py", "prepares": ("out", "out/*", "prepared*")}
 _SMALL = "--max-micro-batch 32 --slots 1"
 _AXOLOTL = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "RANK": "0", "WORLD_SIZE": "1"}
 _BATCH = "per_device_train_batch_size"

@@ -194,7 +194,7 @@ def _stage_1_or_2(s: Setup) -> _Parts:
         step += size * largest
     # The last rank takes memory for its gradients with its first bucket, unless all are there.
     first = size * max(s.shard, largest)
-    if stage == 1 and s.buckets == 1:
+    if s.reduces_last or (stage == 1 and s.buckets == 1):
         first = 0.0
     if s.gas == 1 or stage == 2:
         held = size * s.shard if s.gas > 1 else 0.0

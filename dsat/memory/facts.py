@@ -22,6 +22,7 @@ class ModelFacts:
     Attributes:
         num_params, trainable_params: elements.
         largest_param: elements of the largest trained one.
+        usual_param: elements of the one that has the median of all trained elements.
         forward_bytes_per_sample: activations at their largest in the forward pass, the loss's own
             among them.
         backward_bytes_per_sample: at their largest in the backward pass, gradients of parameters
@@ -46,6 +47,7 @@ class ModelFacts:
     held_bytes_per_sample: float = 0.0
     matmul_bytes: float = 0.0
     workspace_bytes: float = 0.0
+    usual_param: int = 0
     param_bytes: int = 2
     uses_zero_init: bool = True
 
@@ -76,7 +78,7 @@ class ModelFacts:
 
     def divided(self, shared: Parallelism) -> ModelFacts:
         """Return the part of a slot where several share layers and sequences."""
-        sizes = ("num_params", "trainable_params", "largest_param")
+        sizes = ("num_params", "trainable_params", "largest_param", "usual_param")
         of_slot = {name: getattr(self, name) // shared.tensor for name in sizes}
         return replace(self.scaled(shared.activations_kept), **of_slot)
 

@@ -95,7 +95,7 @@ def _of_optimizer(s: Setup) -> Iterator[float]:
         return
     yield s.accumulation_bytes * s.shard
     # Gradients of sub-groups, which are closed by the parameter that makes them large enough.
-    group = min(s.shard, s.sub_group + s.facts.largest_param / s.slots / 2)
+    group = min(s.shard, s.sub_group + s.facts.usual_param / s.slots / 2)
     count = int(s.shard // group) if group else 0
     yield from [4 * group] * count
     yield 4 * (s.shard - count * group)

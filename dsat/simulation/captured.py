@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -168,13 +169,15 @@ class ModuleSnapshot:
                 module._buffers[name] = None if buffer is None else tensors[id(buffer)]
 
     def sizes(self) -> dict[str, int]:
-        """Elements of all parameters, of those that are trained, and of the largest of these."""
+        """Sizes of parameters for `ModelFacts`."""
         forms = [form for form in self._forms.values() if form.is_parameter]
-        trained = [math.prod(form.shape) for form in forms if form.requires_grad]
+        trained = sorted(math.prod(form.shape) for form in forms if form.requires_grad)
+        up_to = zip(trained, itertools.accumulate(trained), strict=True)
         return {
             "num_params": sum(math.prod(form.shape) for form in forms),
             "trainable_params": sum(trained),
             "largest_param": max(trained, default=0),
+            "usual_param": next((size for size, total in up_to if 2 * total >= sum(trained)), 0),
         }
 
 

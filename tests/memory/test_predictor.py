@@ -141,8 +141,8 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(
 def test_parameters_are_flattened_on_the_host_where_the_device_has_no_room() -> None:
     """Of 200 MiB of parameters DeepSpeed makes a copy; the backward pass needs less than both."""
     offload = config(2, offload_optimizer={"device": "cpu"})
-    basis = Basis((Variant({}, replace(FACTS, largest_param=7 * MIB)),))
-    for limit, on_device, largest in ((390, True, 1), (390, False, 0), (430, True, 1)):
+    basis = Basis((Variant({}, replace(FACTS, largest_param=MIB)),))
+    for limit, on_device, largest in ((390, True, 1), (390, False, 0), (430, True, 2)):
         memory = MemoryModel(basis, slots=16, limit_bytes=limit * MIB, on_device=on_device)
         shape = memory.shape(offload, {})
         assert int(memory.largest(shape)) == largest, (limit, on_device)
