@@ -30,7 +30,7 @@ class Question(NamedTuple):
         switches: of the model, beside the simulator's own.
         activations_only: the model's passes alone.
         traced: kernels and collectives are recorded.
-        rank: is simulated.
+        rank: the simulated one of the ranks.
         as_cpu: the ranks run on a CPU. The simulator sets this and `workspace_bytes`.
         workspace_bytes: what cuBLAS takes on a device while it multiplies.
     """
