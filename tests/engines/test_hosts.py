@@ -103,9 +103,12 @@ def answered(talk: Supervisors, *hosts: int) -> dict[int, str]:
 
 
 def after_silence(talk: Supervisors, clock: Clock, *alive: int) -> dict[int, str]:
-    """Let so much time pass that a silent host is lost; those that live answer in between."""
+    """Let so much time pass that a silent host is lost; those that live answer in between.
+
+    What a host sent before it fell silent may be read late, and counts as an answer.
+    """
     lost: dict[int, str] = {}
-    for _ in range(int(supervisors.SILENT_AFTER_S / supervisors.PING_EVERY_S) + 1):
+    for _ in range(int(supervisors.SILENT_AFTER_S / supervisors.PING_EVERY_S) + 3):
         clock.now_s += supervisors.PING_EVERY_S
         lost |= answered(talk, *alive)
     return lost
