@@ -90,15 +90,15 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
         )
     data = read_mapping(config)
     where = str(config)
-    for key in data.keys() - set(_KEYS):  # a later Determined may know it
-        if hint := did_you_mean(key, _KEYS, 0.8).strip():
+    for key in data.keys() - set(_KEYS):  # a later Determined may know others
+        if str(key).isidentifier() and (hint := did_you_mean(key, _KEYS, 0.8).strip()):
             raise UserInputError(f"there is no key {key!r}", where=where, hint=hint)
     entrypoint = data.get("entrypoint")
     if not isinstance(entrypoint, (str, list)) or not entrypoint:
         raise UserInputError(
             f"must be a command, not {entrypoint!r}" if entrypoint else "there is no entrypoint",
             where=f"{where}: entrypoint",
-            hint='Add one, for example "entrypoint: deepspeed train.py".',
+            hint='Write, for example, "entrypoint: deepspeed train.py".',
         )
     if isinstance(entrypoint, list):  # of which the master takes texts only
         entrypoint = data["entrypoint"] = list(map(str, entrypoint))

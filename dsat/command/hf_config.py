@@ -83,7 +83,7 @@ def _find_on_hub(model: str) -> Path:
         raise missing from None
     except LocalEntryNotFoundError:
         raise UserInputError(
-            "is no file or folder, and the Hugging Face Hub cannot be reached",
+            "is no file or folder, and the Hugging Face Hub is offline or cannot be reached",
             where=where,
             hint="Give the path of a config.json.",
         ) from None
@@ -99,8 +99,8 @@ def _find_on_hub(model: str) -> Path:
 def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the user's DeepSpeed configuration with usual values.
 
-    These replace "auto", except in the sizes of `fill_in_buckets`. `dtype` (bf16, fp16 or fp32)
-    applies unless the user's configuration enables one.
+    The usual values replace "auto", except in the sizes of `fill_in_buckets`. `dtype` (bf16, fp16
+    or fp32) applies unless the user's configuration enables one.
     """
     enabled = [name for name in _PRECISIONS if (given.get(name) or {}).get("enabled") is True]
     usual: dict[str, Any] = {
@@ -127,7 +127,7 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 def fill_in_buckets(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
     """Replace "auto" sizes by those that a Trainer computes from the hidden size.
 
-    With None, DeepSpeed's defaults apply.
+    Without a hidden size, DeepSpeed's defaults apply.
     """
     sizes = {} if hidden_size is None else {k: f(hidden_size) for k, f in _BY_HIDDEN_SIZE.items()}
     return configs.completed(config, {"zero_optimization": sizes})

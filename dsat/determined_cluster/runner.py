@@ -259,8 +259,8 @@ class Runner:
     def _complete(self, refusal: str | None = None) -> None:
         """Print and report the result.
 
-        A failed search cancels its experiment: otherwise the web UI would show it as completed, or
-        the master restart the runner.
+        A failed search cancels its experiment. The web UI would show it as completed if the runner
+        ended well, and the master would restart a runner that failed.
         """
         run, value = self._run, self._run.best_value
         failed = run.best is None and (self._search.over or refusal is not None)

@@ -23,9 +23,9 @@ from dsat.determined_cluster import job, result, upload
 from dsat.determined_cluster.job import Job
 from dsat.determined_cluster.master import Master
 from dsat.determined_cluster.select_master import Choice, choose
-from dsat.errors import UserInputError
+from dsat.errors import DsatError, UserInputError
 from dsat.prepare import source
-from dsat.run.journal import FILE_NAME, to_text
+from dsat.run.journal import ENGINE, FILE_NAME, to_text
 from dsat.run.run import Run
 from dsat.show import summary
 from dsat.show.view import RunView
@@ -34,7 +34,6 @@ from dsat.tuning import run_folders
 from dsat.tuning.dry_run import describe_search
 from dsat.tuning.plans import make_plan
 from dsat.tuning.preparation import apply_section, check_max_slots, searcher_of_full_run
-from dsat.tuning.run_folders import ENGINE
 from dsat.tuning.settings import Settings
 from dsat.values import memory_size
 from dsat.values.files import write_atomically
@@ -202,22 +201,32 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
         left_over = clients.end_search_of(master, number)
         if left_over is not None:
             _log.info("ended the trials of the search, experiment %d, too", left_over)
-    events, run_dir = found.pop("events", []), None
-    try:
-        with clients.explain_errors(master.address):
-            if events:
-                its_job = Job.from_json(json.loads(master.file(number, job.JOB_FILE)))
-                run_dir = _write_run(result.restore_events(events, its_job), name)
-            else:
-                _log_checkpoint(master, number)
-    except UserInputError as error:  # the search has ended nevertheless
-        _log.warning("%s", error)
+    run_dir = _bring_results(master, number, found.pop("events", []), name)
     return replace(submitted, state=state, result=found, run_dir=run_dir)
+
+
+def _bring_results(
+    master: Master, number: int, events: Sequence[Mapping[str, Any]], name: str
+) -> Path | None:
+    """Write the results here and return their folder, or log where they are."""
+    try:
+        if events:
+            with clients.explain_errors(master.address):
+                text = master.file(number, job.JOB_FILE)
+            return _write_run(result.restore_events(events, Job.from_json(json.loads(text))), name)
+    except (DsatError, OSError) as error:  # the search has ended nevertheless
+        _log.warning("the results are not written here: %s", error)
+    try:
+        _log_checkpoint(master, number)
+    except UserInputError as error:
+        _log.warning("%s", error)
+    return None
 
 
 def _log_checkpoint(master: Master, number: int) -> None:
     """Log which checkpoint has the results, if the runner could not print them."""
-    uuid = master.newest_checkpoint(number)
+    with clients.explain_errors(master.address):
+        uuid = master.newest_checkpoint(number)
     if uuid is not None:
         det = f"det -m {master.address} checkpoint download {uuid}"
         _log.info("Its newest checkpoint has the best configuration so far: %s", det)
@@ -225,10 +234,11 @@ def _log_checkpoint(master: Master, number: int) -> None:
 
 def _write_run(events: Sequence[Mapping[str, Any]], name: str) -> Path:
     """Write the journal and the result files into a new folder of runs."""
+    view = RunView.build(Run(events))
     with contextlib.ExitStack() as locks:
         folder = run_folders.choose(Settings(method=""), name, locks)
         write_atomically(folder / FILE_NAME, to_text(events))
-        summary.write_files(RunView.build(Run(events)), folder, None)
+        summary.write_files(view, folder, None)
     _log.info("Result files: %s", folder)
     return folder
 

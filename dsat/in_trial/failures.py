@@ -68,7 +68,7 @@ INSIDE_DSAT = "an error inside dsat, not of your script"
 _FROM_ELSEWHERE = ("cuda error", "hip error", "nccl", "gloo", "address already in use")
 # Where the message says it all, and a traceback would only lead into dsat.
 _SELF_EXPLANATORY = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
-# What to do about errors of DeepSpeed, by a part of their messages.
+# What to do about errors of DeepSpeed, by patterns of their messages.
 _SAME_FOLDER = "All trials run in the same folder: let the script accept what an earlier one made"
 # As a Trainer computes them (transformers/integrations/deepspeed.py, `trainer_config_finalize`).
 _AUTO = (
@@ -80,7 +80,10 @@ _ADVICE = {
     "has neither `hidden_size` nor": _AUTO,
     "input_value='auto'": _AUTO,
     "exists and is not empty": _SAME_FOLDER,
-    "'auto'": 'Only the Trainer and accelerate replace "auto" in a configuration: write the value',
+    # Of int(), float(), and the optimizers' operators.
+    r": 'auto'|(?s:incompatible function arguments.*'auto')": (
+        'Only the Trainer and accelerate replace "auto" in a configuration: write the value'
+    ),
 }
 unwritten: set[Path] = set()  # files that the script takes for written
 _DSAT = f"{Path(__file__).parents[1]}{os.sep}"
@@ -139,7 +142,7 @@ def message(error: BaseException) -> str:
                 return f"out of memory: tried to allocate {readable(int(size[1]))}"
     first = " ".join(map(str.strip, lines[: 2 if lines[0].endswith(":") else 1]))
     said = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    advice = next((advice for text, advice in _ADVICE.items() if text in str(error)), "")
+    advice = next((advice for part, advice in _ADVICE.items() if re.search(part, str(error))), "")
     if not advice and isinstance(error, FileExistsError):
         advice = _SAME_FOLDER
     said = f"{said.rstrip('.')}. {advice}" if advice else said

@@ -192,7 +192,8 @@ def _stage_1_or_2(s: Setup) -> _Parts:
     step = (2 * size + s.cast_bytes) * s.shard if size == 2 else 8 * s.shard
     if s.shard < 2 * largest and s.slots > 1:
         step += size * largest
-    # The last rank takes memory for its gradients with its first bucket, unless all are there.
+    # The last rank allocates its whole partition of gradients with its first bucket, unless one
+    # bucket holds all gradients.
     first = size * max(s.shard, largest)
     if s.reduces_last or (stage == 1 and s.buckets == 1):
         first = 0.0

@@ -18,6 +18,7 @@ from dsat.values.files import PRIVATE_FILE, sync_folder
 
 SCHEMA_VERSION = 1
 FILE_NAME = "journal.jsonl"
+ENGINE = "engine"  # key of the info in the first line: what ran the trials, if not this machine
 RUNS_FOLDER = Path("dsat_runs")
 
 

@@ -15,6 +15,7 @@ from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.run.comparison import Gain
 from dsat.run.finals import LEAST_RUN
 from dsat.run.finals_phase import contenders
+from dsat.run.journal import ENGINE
 from dsat.run.run import Run, final_value, own_switches, searched
 from dsat.run.same_training import Agreement
 from dsat.show import advice, caveats, step_parts
@@ -298,14 +299,15 @@ def _no_finals(run: Run) -> str:
         return "Finals would confirm it (--finals)."
     if run.plan.max_trials < LEAST_RUN:
         return f"Finals would confirm it (--max-trials {LEAST_RUN} or more)."
+    resume = "" if ENGINE in run.info else "; if the run was ended, continue it with --resume"
     if any(trial.kind is TrialKind.FINAL for trial in run.trials.values()):
         return (
-            "The search went on after its finals, which do not count until the next ones are over; "
-            "if the run was ended, continue it with --resume."
+            "The search went on after its finals, which do not count until the next ones are over"
+            f"{resume}."
         )
     if run.best is run.baseline and run.stop_reason is not None:
         return "Nothing measured fast enough for the finals."
-    return "The finals have not begun; if the run was ended, continue it with --resume."
+    return f"The finals have not begun{resume}."
 
 
 def _batch_advice(run: Run, best: Trial) -> list[str]:

@@ -172,12 +172,12 @@ class ModuleSnapshot:
         """Sizes of parameters for `ModelFacts`."""
         forms = [form for form in self._forms.values() if form.is_parameter]
         trained = sorted(math.prod(form.shape) for form in forms if form.requires_grad)
-        up_to = zip(trained, itertools.accumulate(trained), strict=True)
+        up_to, whole = zip(trained, itertools.accumulate(trained), strict=True), sum(trained)
         return {
             "num_params": sum(math.prod(form.shape) for form in forms),
-            "trainable_params": sum(trained),
+            "trainable_params": whole,
             "largest_param": max(trained, default=0),
-            "usual_param": next((size for size, total in up_to if 2 * total >= sum(trained)), 0),
+            "usual_param": next((size for size, total in up_to if 2 * total >= whole), 0),
         }
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+_SMALLEST = 2**10  # elements of a part; a script may look at the values of smaller tensors
+
 
 class RankViews:
     """Stand-ins for parts of flat tensors.
@@ -39,7 +41,8 @@ class RankViews:
             return self._find(tensor, *args[1:], lambda: narrow(tensor, *args))
 
         def getitem_once(tensor: Any, index: Any) -> Any:
-            if type(index) is not slice or not type(index.start) is type(index.stop) is int:
+            is_part = type(index) is slice and index.step is None
+            if not is_part or not type(index.start) is type(index.stop) is int:
                 return getitem(tensor, index)
             length = index.stop - index.start
             return self._find(tensor, index.start, length, lambda: getitem(tensor, index))
@@ -65,14 +68,14 @@ class RankViews:
         if tensor.dim() == 1 and not tensor.requires_grad and 0 <= start <= len(tensor) - length:
             self._of, self._view = weakref.ref(tensor), weakref.ref(view)
             self._size, self._start, self._length = len(tensor), start, length
-            self._is_part = -(-self._size // self._ranks) == length
+            self._is_part = length >= _SMALLEST and -(-self._size // self._ranks) == length
         return view
 
 
 def _joined(tensors: Any) -> list[torch.Tensor]:
     """Return flat tensors of the same size together, in which repeated ones are one view each."""
     counts = collections.Counter(map(id, tensors))
-    if len(counts) == len(tensors) or tensors[0].dim() != 1:
+    if len(counts) == len(tensors) or any(tensor.dim() != 1 for tensor in tensors):
         return list(tensors)
     by_id = {id(tensor): tensor for tensor in tensors}
     return [by_id[key].as_strided((n * len(by_id[key]),), (0,)) for key, n in counts.items()]

@@ -89,8 +89,9 @@ def make_settings(
         )
     of_places = {one.keyword: left.pop(one.keyword, None) for one in places.options()}
     if keeps_batch:
-        is_limited = "max_train_batch_size" in left
-        left = {**_DEFAULTS_OF_TUNE, **({"train_batch_size": None} if is_limited else {}), **left}
+        if "max_train_batch_size" in left:
+            left.setdefault("train_batch_size", None)
+        left = {**_DEFAULTS_OF_TUNE, **left}
     return Settings(
         **left,
         search_options={**own, **(search_options or {})},

@@ -128,7 +128,7 @@ def _prepare(
 ) -> Prepared:
     began_s = time.monotonic()
     if orphans := leftovers.end_orphans():
-        _log.info("ended processes that a killed dsat left: %s", orphans)
+        _log.info("ended processes that a killed dsat left: %s", ", ".join(map(str, orphans)))
     source, first = sources.read(settings), None
     section, settings = apply_section(settings, source.experiment, source.program.config_path)
     _check_results(section)

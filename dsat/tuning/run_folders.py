@@ -14,7 +14,7 @@ from typing import Any
 from dsat.errors import JournalError, UserInputError
 from dsat.run import history
 from dsat.run.folder_lock import FolderLock
-from dsat.run.journal import FILE_NAME, RUNS_FOLDER, read_events
+from dsat.run.journal import ENGINE, FILE_NAME, RUNS_FOLDER, read_events
 from dsat.run.run import Run
 from dsat.run.tuner import difference_to
 from dsat.show import summary
@@ -23,7 +23,6 @@ from dsat.tuning.settings import Settings
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import OutcomeKind
 
-ENGINE = "engine"  # key of a journal's info: what ran the trials, if not this machine
 _log = logging.getLogger(__name__)
 
 

@@ -218,3 +218,20 @@ def test_the_reason_is_kept_where_a_framework_ends_the_script(
 def test_what_to_write_for_auto_without_a_hidden_size_is_said(text: str) -> None:
     said = failures.message(ValueError(text))
     assert "reduce_bucket_size is its square" in said and "leave the settings out" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "is_of_configuration"),
+    [
+        ("could not convert string to float: 'auto'", True),
+        (
+            "multi_tensor_adam(): incompatible function arguments.\n 1.\nInvoked with: 'auto', 1",
+            True,
+        ),
+        ("invalid choice: 'x' (choose from 'auto', 'cuda')", False),
+    ],
+)
+def test_a_value_of_auto_that_nothing_replaced_is_said(
+    text: str, is_of_configuration: bool
+) -> None:
+    assert ('replace "auto"' in failures.message(TypeError(text))) is is_of_configuration

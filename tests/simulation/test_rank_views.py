@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsat.simulation import rank_views
 from dsat.simulation.rank_views import RankViews
 
 RANKS = 7
@@ -31,6 +32,7 @@ def test_sizes_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch, numbers
     for place, name in ((torch.Tensor, "narrow"), (torch.Tensor, "numel"), (torch, "cat")):
         monkeypatch.setattr(place, name, getattr(place, name))
     monkeypatch.setattr(torch.Tensor, "__getitem__", torch.Tensor.__getitem__)
+    monkeypatch.setattr(rank_views, "_SMALLEST", 1)
     RankViews(RANKS).install()
     parts = _parts(flat)
     assert [len(part) for part in parts] == sizes
@@ -49,3 +51,8 @@ def test_other_views_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [int(flat.narrow(0, start, 1)) for start in (3, 4)] == [3, 4]
     assert [int(flat[start : start + 1].sum()) for start in (3, 4)] == [3, 4]
     assert torch.cat([flat[:2], flat[5:7]]).tolist() == [0, 1, 5, 6]
+    few = torch.arange(RANKS)
+    assert [int(few[start : start + 1]) for start in range(RANKS)] == list(range(RANKS))
+    ten = flat[0:10]
+    assert len(flat[0:10:2]) == 5 and len(ten) == 10
+    assert torch.cat([torch.empty(0), torch.ones(2, 3), torch.ones(2, 3)]).shape == (4, 3)
