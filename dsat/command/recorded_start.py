@@ -182,7 +182,7 @@ def _make_seen_program(first: RankStart) -> Entrypoint:
 
 
 def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that a command adds, except those of launchers."""
+    """Return the variables that a command sets, without its launcher's."""
     return {
         name: value
         for name, value in has.items()

@@ -107,7 +107,7 @@ class Submitted:
 
     @property
     def failure(self) -> str:
-        """Why there is no result, with the best so far."""
+        """Reason for the missing result, with the best trial so far."""
         best = self.result.get("best")
         if best is None:
             why = self.result.get("stop_reason") or "no configuration was measured"
@@ -214,7 +214,8 @@ def _bring_results(
             with clients.explain_errors(master.address):
                 text = master.file(number, job.JOB_FILE)
             return _write_run(result.restore_events(events, Job.from_json(json.loads(text))), name)
-    except (DsatError, OSError) as error:  # the search has ended nevertheless
+    # The search has ended nevertheless; another version of dsat may have written the job.
+    except (DsatError, OSError, ValueError, KeyError) as error:
         _log.warning("the results are not written here: %s", error)
     try:
         _log_checkpoint(master, number)

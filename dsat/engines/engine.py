@@ -89,13 +89,13 @@ class LocalEngine:
 
     @property
     def num_slots(self) -> int:
-        """Devices that work; those of one trial if trials run the user's command one by one."""
+        """Number of usable devices; one trial's if trials run the user's command one by one."""
         usable = self._slots.usable
         return min(usable, self._slots.needed) if self.needs_command else usable
 
     @property
     def needs_command(self) -> str:
-        """Why trials run the user's whole command again; empty if they do not."""
+        """Reason for running the user's whole command in each trial; empty if there is none."""
         if self._retries.method is not StartMethod.COMMAND:
             return ""
         reason = self._builder.program.needs_command

@@ -119,7 +119,7 @@ class ScriptSwitches:
 
 
 def cores_of_this_rank() -> int:
-    """Return the number of cores of this rank: its own, or a share of those of all ranks."""
+    """Return the number of cores that this rank may use."""
     is_bound = os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())  # by the launcher
     sharers = 1 if is_bound else local_size()
     return len(host_cores.usable()) // sharers

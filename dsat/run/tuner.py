@@ -37,7 +37,8 @@ class Tuner:
         events: journal of an earlier tuner, to continue from.
         clock: seconds, monotonic; for displayed durations alone.
         time_of_day: seconds since the epoch, for dates of events; None for no dates.
-        last_event_s: time of the last event, or of the command's start, by `clock`; None for now.
+        last_event_s: time of the last event, or of the command's start, by `clock`; None for the
+            present.
 
     Attributes:
         plan: what to tune. It must agree with the plan in `events`, except for the number of trials

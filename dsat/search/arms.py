@@ -230,7 +230,7 @@ class Arms:
 
     @property
     def all(self) -> list[Arm]:
-        """All arms with a trial; those of other sources first, then by number."""
+        """All arms with a trial: first those that the search did not draw, then by number."""
         return sorted(self._arms.values(), key=lambda a: -1 if a.number is None else a.number)
 
     @property

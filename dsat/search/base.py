@@ -89,7 +89,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Stop:
-    """The search is over, for a reason in words."""
+    """End of the search, with its reason."""
 
     reason: str = EXHAUSTED
 

@@ -38,7 +38,7 @@ from dsat.values.step_trace import (
 REDUCE = "reduce"
 ALL_TO_ALL = "alltoall"  # begins torch's names of it
 _STAGE_0_BUCKET = 5e8  # elements of its all-reduces
-_GATHERS = 32  # gathers of a large model besides those of full prefetch buckets
+_GATHERS = 32  # gathers of a large model, beside the full prefetch buckets
 
 # Part of the bandwidth, seconds of a hop inside a host, and of one between hosts.
 Protocol = tuple[float, float, float]

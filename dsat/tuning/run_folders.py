@@ -42,12 +42,12 @@ def check(settings: Settings, name: str) -> Path | None:
     folder = settings.run_dir
     if folder is None and settings.resume:
         stem = _stem(name)
-        numbers = [n for n in _numbers(stem) if _can_resume(RUNS_FOLDER / f"{stem}-{n}")]
-        if not numbers:
+        newest_first = (RUNS_FOLDER / f"{stem}-{n}" for n in sorted(_numbers(stem), reverse=True))
+        folder = next(filter(_can_resume, newest_first), None)
+        if folder is None:
             raise UserInputError(
                 f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume"
             )
-        folder = RUNS_FOLDER / f"{stem}-{max(numbers)}"
     elif folder is not None and settings.resume:
         if not _can_resume(folder):
             raise UserInputError("holds no run to resume on this machine", where=str(folder))

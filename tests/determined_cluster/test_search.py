@@ -97,6 +97,19 @@ def test_a_clusters_run_is_a_run_like_others(tmp_path: Path) -> None:
         assert (there.home / folder / FILE_NAME).read_text() == journal
 
 
+def test_results_that_cannot_be_written_here_are_in_a_checkpoint(tmp_path: Path) -> None:
+    """The master is not to blame for a file in the place of the folder."""
+    with quick_cluster(tmp_path) as there:
+        there.home.mkdir(exist_ok=True)
+        (there.home / "dsat_runs").write_text("mine")
+        told = there.search("pretend", *OPTIONS, "--json")
+        found = json.loads(told.out)
+        assert found["run_dir"] is None and found["best"], told
+        assert "dsat_runs: is not a folder" in told.err and "Check DET_MASTER" not in told.err
+        assert f"checkpoint download {there.files().name}" in told.err
+        assert (there.home / "dsat_runs").read_text() == "mine"
+
+
 def test_trials_get_their_whole_configuration_and_what_varies_is_plotted(tmp_path: Path) -> None:
     with quick_cluster(tmp_path) as there:
         told = there.search("pretend", *OPTIONS, "--json")

@@ -121,7 +121,7 @@ def _reserve(nodes: int | None, slots: int | None, kind: str) -> tuple[Parts, An
 
 
 def _start_actors(parts: Parts, group: Any) -> list[Host]:
-    """Start an actor in each part; return their nodes, that of this process first."""
+    """Start an actor in each part; return the nodes, the local one first."""
     import ray
     from ray.util.placement_group import placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
