@@ -283,6 +283,7 @@ class Outcome(Recorded):
         before_engine: whether the script failed before it called `deepspeed.initialize`, so that
             other configurations would fail too.
         device_name: as in `ModelProfile`; set on a cluster, whose devices may differ.
+        completed_steps: optimizer steps before an error that the script reported; 0 if unknown.
     """
 
     kind: OutcomeKind
@@ -302,6 +303,7 @@ class Outcome(Recorded):
     sequences: SequenceLengths | None = None
     before_engine: bool = False
     device_name: str = ""
+    completed_steps: int = 0
 
     def __post_init__(self) -> None:
         # Scripts and exceptions may contain control characters, secrets, or megabytes.
