@@ -179,6 +179,7 @@ class ModelProfile(Recorded):
             if they had `micro_batch` rows, or differed from each other.
         parallelism: of the trial that measured these facts.
         attention_heads: None if the model's configuration has no such field.
+        hidden_size: by which a Trainer replaces "auto" sizes; None if it is not known.
         optimizer: the one that the script passes to DeepSpeed.
     """
 
@@ -196,6 +197,7 @@ class ModelProfile(Recorded):
     largest_activation_bytes_per_sample: int = 0
     parallelism: Parallelism = DATA_ONLY
     attention_heads: int | None = None
+    hidden_size: int | None = None
     optimizer: OwnOptimizer = OwnOptimizer()
 
 
