@@ -66,19 +66,6 @@ class Candidates:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The next configuration.
-
-    Attributes:
-        expected: largest expected gain of any candidate, as a logarithm; infinite while some
-            strategy is not measured.
-    """
-
-    point: Point
-    expected: float
-
-
-@dataclass(frozen=True)
 class Chooser:
     """Choice of the next trial from all observations.
 
@@ -91,8 +78,12 @@ class Chooser:
     costs: Costs | None
     stop_when: float
 
-    def choose(self, observations: Sequence[Observation]) -> Choice | None:
+    def choose(self, observations: Sequence[Observation]) -> tuple[Point, float] | None:
         """Return the next configuration; None if there is none left.
+
+        Returns:
+            The configuration, and the largest expected gain of any, as a logarithm; infinite while
+            some strategy is not measured.
 
         Raises:
             TooDear: whatever is left takes too long.
@@ -120,7 +111,7 @@ class Chooser:
         )
         at = int(np.argmax(score >= score.max() - _TIE))
         place = candidates.branch[at], candidates.index[at], candidates.micro_batch[at]
-        return Choice(Point(*map(int, place)), math.inf if first.any() else math.exp(expected))
+        return Point(*map(int, place)), math.inf if first.any() else math.exp(expected)
 
     def _find_unopened(self, observations: Sequence[Observation]) -> set[int]:
         """Return branches without offloading that have not run, after few attempts."""
@@ -214,16 +205,17 @@ class Chooser:
         These are all if they are few; else the first, the best, and its likeliest changes.
         """
         known, configurations = self.known, self.known.configurations
-        branches = configurations.problem.space.branches
-        closed = known.find_closed()
+        space, histories = configurations.problem.space, known.histories.items()
+        branches, sizes = space.branches, space.micro_batches
+        closed = {key for key, history in histories if not history.admits_any(sizes)}
         found: list[Sequence[int]] = [range(branch.count) for branch in branches]
         many = [at for at, branch in enumerate(branches) if branch.count > MOST_SETTINGS]
         changes = [configurations.settings.changes(at, known.best_settings(at)) for at in many]
         keys = [(at, n) for at, numbers in zip(many, changes, strict=True) for n in numbers]
         starts = np.cumsum([0, *map(len, changes)])
         if keys:
-            sizes = np.full(len(keys), max(known.best_sizes, default=1.0))
-            points = configurations.points(keys, np.arange(len(keys)), sizes)
+            size = np.full(len(keys), max(known.best_sizes, default=1.0))
+            points = configurations.points(keys, np.arange(len(keys)), size)
             best = np.repeat(starts[:-1], np.diff(starts))
             mean, sd = known.speed.predict(points, best)
             # Ties are broken by position.

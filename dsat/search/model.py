@@ -83,10 +83,11 @@ class ModelSearch(Search):
             choice = None
         if choice is None:
             return Wait() if is_running else Stop(EXHAUSTED)
-        if may_stop and math.expm1(choice.expected) < self._stop_when:
+        point, expected = choice
+        if may_stop and math.expm1(expected) < self._stop_when:
             gain = f"{100 * self._stop_when:g} %"
             return Stop(f"no further trial is expected to gain more than {gain}")
-        return Proposal(choice.point)
+        return Proposal(point)
 
     def predicted(self, point: Point) -> float | None:
         if self._known is None:

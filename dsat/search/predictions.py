@@ -268,11 +268,6 @@ class Predictions:
         best = self.incumbent
         return [] if best is None else [float(best[0].micro_batch[0])]
 
-    def find_closed(self) -> set[Key]:
-        """Return choices of settings with which no micro batch is left to try."""
-        sizes = self.configurations.problem.space.micro_batches
-        return {key for key, each in self.histories.items() if not each.admits_any(sizes)}
-
     def find_open(self, key: Key, sizes: Array) -> Array:
         """Return which micro batches may be tried with some settings, (n,)."""
         known, history = self.configurations, self.histories.get(key)
@@ -281,7 +276,8 @@ class Predictions:
         if history is not None:
             is_open &= [history.admits(size) for size in sizes.tolist()]
         if self.lacking:
-            gas = known.points([key], np.zeros(len(sizes), int), sizes).gas
+            row = known.settings.row(*key)
+            gas = known.problem.space.accumulation(sizes, row.work[_GROUPS], row.gas)
             for size, steps in self.lacking:
                 is_open &= ~((sizes >= size) & (gas >= steps))
         return is_open
