@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dsat.in_trial import config_injection, loopback, meter
@@ -14,7 +13,7 @@ from dsat.in_trial.adapters import trackers
 from dsat.in_trial.adapters.hf_trainer import TrainerSettings
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.meter import Meter
-from dsat.in_trial.rank_files import CONFIG_FILE, Progress, RankSpec
+from dsat.in_trial.rank_files import CONFIG_FILE, RankSpec
 from dsat.in_trial.script_switches import ScriptSwitches
 from dsat.values.outcome import Outcome
 
@@ -27,28 +26,24 @@ _SET_BY_LIBRARIES = tuple(
 def prepare(
     spec: RankSpec,
     folder: Path,
-    progress: Progress,
-    *,
     on_complete: Callable[[Outcome], None],
-    on_step: Callable[[int], None],
 ) -> Meter | None:
     """Adapt the libraries that a script uses to the trial.
 
-    Returns the meter, which calls `on_complete` and `on_step`; None if the script is not measured.
+    Returns the meter, which calls `on_complete`; None if the script is not measured.
     """
     import torch
 
     trial, on_cpu = spec.trial, not spec.task.devices
     if spec.defaults_local_rank:
         TRIAL.local_rank = os.environ["LOCAL_RANK"]
-    _show_compilations(progress)
     if spec.threads:
         torch.set_num_threads(spec.threads)
     loopback.choose_interface()
     TRIAL.task = spec.task
     found = None
     if spec.meter is not None:
-        found = meter.install(spec.meter, on_complete, on_step)
+        found = meter.install(spec.meter, on_complete)
     if not spec.own:
         path = folder / CONFIG_FILE
         config = json.loads(path.read_text())
@@ -58,8 +53,6 @@ def prepare(
     switches = ScriptSwitches(trial.script_args, on_cpu=on_cpu, deep_compiles=compiles_deep)
     if spec.simulation_folder is None:
         config_injection.register_for_initialize(switches.before_engine, switches.after_engine)
-    if found is not None:
-        found.switches = switches.found
     TRIAL.trainer = TrainerSettings(
         trial,
         None if spec.own else folder / CONFIG_FILE,
@@ -97,16 +90,3 @@ def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
         if "site-packages" in str(getattr(module, "__file__", "") or ""):
             found.append(name)
     return found
-
-
-def _show_compilations(progress: Progress) -> None:
-    @contextlib.contextmanager
-    def show(name: str) -> Iterator[None]:
-        before = progress.activity
-        progress.set_activity(f"compiling DeepSpeed's operator {name}; the result is kept")
-        try:
-            yield
-        finally:
-            progress.set_activity(before)
-
-    TRIAL.calls.around_compilations.append(show)
