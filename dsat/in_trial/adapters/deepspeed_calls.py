@@ -61,7 +61,7 @@ def compile_operator(
     trial: RunningTrial, original: Original, builder: Any, args: Any, kwargs: Any
 ) -> Any:
     """Show the compilation of an operator, and lift the trial's limit of memory meanwhile."""
-    activity = f"compiling DeepSpeed's operator {builder.name}; the result is kept"
+    activity = f"compiling DeepSpeed's operator {builder.name}, once for all runs"
     with trial.progress.during(activity), trial.calls.around_compilation():
         return original(*args, **kwargs)
 
