@@ -103,12 +103,8 @@ def _use_switches(hparams: Mapping[str, Any]) -> None:
             "dsat.get_ds_config_from_hparams (or dsat.get_hf_args_with_overwrites) first"
         )
     os.environ.update(variables)
-    compiled = (hparams.get(OVERWRITE_KEY) or {}).get("compile") or {}
-    scripts = ScriptSwitches(
-        wanted,
-        on_cpu=get_accelerator().device_name() == "cpu",
-        deep_compiles=compiled.get("deepcompile") is True,
-    )
+    on_cpu = get_accelerator().device_name() == "cpu"
+    scripts = ScriptSwitches(wanted, hparams.get(OVERWRITE_KEY) or {}, on_cpu=on_cpu)
     config_injection.register_for_initialize(scripts.before_engine, scripts.after_engine)
     TRIAL.trainer = TrainerSettings(None, None, scripts)
 

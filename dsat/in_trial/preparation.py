@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dsat.in_trial import config_injection, loopback, meter
-from dsat.in_trial.adapters import trackers
 from dsat.in_trial.adapters.hf_trainer import TrainerSettings
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.meter import Meter
@@ -23,11 +22,7 @@ _SET_BY_LIBRARIES = tuple(
 )
 
 
-def prepare(
-    spec: RankSpec,
-    folder: Path,
-    on_complete: Callable[[Outcome], None],
-) -> Meter | None:
+def prepare(spec: RankSpec, folder: Path, on_complete: Callable[[Outcome], None]) -> Meter | None:
     """Adapt the libraries that a script uses to the trial.
 
     Returns the meter, which calls `on_complete`; None if the script is not measured.
@@ -40,7 +35,7 @@ def prepare(
     if spec.threads:
         torch.set_num_threads(spec.threads)
     loopback.choose_interface()
-    TRIAL.task = spec.task
+    TRIAL.task, TRIAL.is_simulated = spec.task, spec.simulation_folder is not None
     found = None
     if spec.meter is not None:
         found = meter.install(spec.meter, on_complete)
@@ -49,9 +44,8 @@ def prepare(
         config = json.loads(path.read_text())
         config_injection.install(config, trial.overrides, path)
         TRIAL.config = config
-    compiles_deep = (trial.overrides.get("compile") or {}).get("deepcompile") is True
-    switches = ScriptSwitches(trial.script_args, on_cpu=on_cpu, deep_compiles=compiles_deep)
-    if spec.simulation_folder is None:
+    switches = ScriptSwitches(trial.script_args, trial.overrides, on_cpu=on_cpu)
+    if not TRIAL.is_simulated:
         config_injection.register_for_initialize(switches.before_engine, switches.after_engine)
     TRIAL.trainer = TrainerSettings(
         trial,
@@ -62,16 +56,6 @@ def prepare(
         on_cpu=on_cpu,
     )
     return found
-
-
-def prevent_side_effects(spec: RankSpec) -> None:
-    """Make engines of a trial report nothing; a full-length run may report.
-
-    The recorder of the script's configuration must come first.
-    """
-    TRIAL.is_simulated = spec.simulation_folder is not None
-    if not spec.is_full_run:
-        config_injection.register_for_initialize(trackers.disable_reports)
 
 
 def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from dsat.command.entrypoint import split_interpreter
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures, preparation, start_record
-from dsat.in_trial.adapters import install
+from dsat.in_trial.adapters import install, trackers
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.memory_limit import limit_memory, limit_to_host
@@ -150,7 +150,8 @@ class Rank:
         self._meter = preparation.prepare(spec, self._folder, self._complete)
         if start is not None:
             start_record.install(self._folder, start, waits=False)
-        preparation.prevent_side_effects(spec)
+        if not spec.is_full_run:  # after the record of the script's own configuration
+            config_injection.register_for_initialize(trackers.disable_reports)
         # What the script imports from here on does not count.
         if spec.cpu_memory_bytes is not None and self._is_forked:
             limit_memory(spec.cpu_memory_bytes)
