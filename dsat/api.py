@@ -32,7 +32,7 @@ from dsat.run.loop import Observer
 from dsat.run.run import Run
 from dsat.search import SEARCHES, Search
 from dsat.show import past_runs
-from dsat.show.progress import Status
+from dsat.show.summary import read_train_line
 from dsat.show.view import RunView, TrialView
 from dsat.tuning import local, train_command
 from dsat.tuning.dry_run import describe_plan
@@ -208,11 +208,10 @@ def load_run(path: PathLike) -> Result:
     if folder.name == FILE_NAME:
         folder = folder.parent
     past = past_runs.load(folder)
-    status = Status.read(past.folder)
     return _result(
         RunView.build(past.run).to_json(past.folder),
         run_dir=past.folder,
-        train_command=None if status is None else status.train_line or None,
+        train_command=read_train_line(past.folder) or None,
     )
 
 

@@ -111,7 +111,7 @@ def _tune_here(settings: Settings, line: CommandLine, view: LiveView) -> int:
 
 
 def _search(search: local.LocalSearch, view: LiveView) -> int:
-    view.follow(search.folder, search.trials)
+    view.follow(search.trials)
     with view:
         search.search(view)
     if search.ready.settings.json:

@@ -31,13 +31,13 @@ class LiveView(Observer):
         stream = sys.stderr if stream is None else stream
         self._console = terminal.console(stream)
         self._live = Live(console=self._console, auto_refresh=False) if stream.isatty() else None
-        self._trials, self._folder = Path(), Path()
+        self._trials = Path()
         self._view: RunView | None = None
         self._built_at: tuple[int, int] | None = None
         self._shown: object = None
 
-    def follow(self, folder: Path, trials: Path) -> None:
-        self._folder, self._trials = folder, trials
+    def follow(self, trials: Path) -> None:
+        self._trials = trials
 
     @property
     def is_live(self) -> bool:
@@ -75,8 +75,7 @@ class LiveView(Observer):
             )
             for each in view.trials[-_LAST_TRIALS:]
         ]
-        status = progress.lines(run, progress.Status.read(self._folder), self._trials)
-        lines = (view.verdict.headline, *status)
+        lines = (view.verdict.headline, *progress.lines(run))
         if (cells, lines) == self._shown:
             return
         self._shown = cells, lines

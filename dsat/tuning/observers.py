@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from dsat.run.loop import Observer
 from dsat.run.run import Run
 from dsat.show import page, summary
 from dsat.show.log_lines import Kind
-from dsat.show.progress import Status
 from dsat.show.view import RunView
 from dsat.tuning import autotuner_files, train_command
 from dsat.tuning.preparation import Prepared
@@ -33,23 +31,17 @@ def log_line(kind: Kind, text: str) -> None:
 class FileKeeper(Observer):
     """Update result files at a new best, and the report every 30 s."""
 
-    def __init__(self, ready: Prepared, folder: Path, status: Callable[[], Status]) -> None:
+    def __init__(self, ready: Prepared, folder: Path) -> None:
         self._ready = ready
         self._folder = folder
-        self._status = status
         self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
         is_due = time.monotonic() >= self._page_is_due_s
         if is_due:
             self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
-        if trial is run.best:
-            self._status().write(self._folder)
         if trial is run.best or is_due:
             write_files(self._ready, run, self._folder, with_page=is_due)
-
-    def started(self, run: Run, trial: Trial) -> None:
-        self._status().write(self._folder)
 
 
 def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:
