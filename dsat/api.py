@@ -38,7 +38,7 @@ from dsat.tuning import local, train_command
 from dsat.tuning.dry_run import describe_plan
 from dsat.tuning.local import EngineFactory, LocalSearch
 from dsat.tuning.make_settings import all_options, make_settings
-from dsat.tuning.preparation import Prepared, prepared
+from dsat.tuning.preparation import Prepared, prepare_run
 from dsat.tuning.settings import DEFAULT_METHOD, Settings
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -186,7 +186,7 @@ def tune(
         choice = submit.select_place(settings) if settings.engine not in local.ENGINES else None
         if choice is not None and choice.master is not None:
             return _tune_on_cluster(settings, choice)
-        with prepared(settings) as ready:
+        with prepare_run(settings) as ready:
             if settings.dry_run:
                 return _result_of_dry_run(settings, describe_plan(ready))
             return _tune_here(ready, calls)
@@ -333,7 +333,7 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
             search.interrupted = True
         line = None
         if search.run.best is not None:
-            line = train_command.line(ready, search.run, search.folder)
+            line = train_command.make_line(ready, search.run, search.folder)
         return _result(
             RunView.build(search.run).to_json(search.folder),
             run_dir=search.folder,

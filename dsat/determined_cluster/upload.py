@@ -43,7 +43,7 @@ def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]
     Raises UserInputError if two have the same name.
     """
     root = model_dir.resolve()  # as the ignore rule's folder, too
-    found = dict(_walk(root, Path(), _ignored(root)))
+    found = dict(_walk(root, Path(), _make_ignore_rule(root)))
     for include in includes:
         source = include.resolve()
         if source.name in {target.parts[0] for target in found}:
@@ -53,7 +53,7 @@ def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]
                 hint="Rename one.",
             )
         if source.is_dir():
-            found.update(_walk(source, Path(source.name), _ignored(source)))
+            found.update(_walk(source, Path(source.name), _make_ignore_rule(source)))
         else:
             found[Path(source.name)] = source
     for target, source in found.items():
@@ -134,7 +134,7 @@ def lay_out(found: Files, job: str, folder: Path, script: Path = Path()) -> None
     (folder / JOB_FILE).write_text(job, encoding="utf-8")
 
 
-def _ignored(root: Path) -> Ignore:
+def _make_ignore_rule(root: Path) -> Ignore:
     """Return the rule of ignored names: determined's own, and earlier runs."""
     from determined.common import detignore as determined_ignore
 

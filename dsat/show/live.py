@@ -15,7 +15,7 @@ from rich.text import Text
 from dsat.run.loop import Observer
 from dsat.run.run import Run
 from dsat.show import progress, terminal
-from dsat.show.view import RunView
+from dsat.show.view import RunView, TrialView
 from dsat.values.table import Table
 
 _LAST_TRIALS = 12
@@ -68,14 +68,8 @@ class LiveView(Observer):
         if self._live is None or not run.has_begun:
             return
         view = self._view_of(run)
-        cells = [
-            (
-                each.label,
-                each.result if each.outcome else progress.doing(self._trials / each.trial.name),
-            )
-            for each in view.trials[-_LAST_TRIALS:]
-        ]
-        lines = (view.verdict.headline, *progress.lines(run))
+        cells = [(each.label, self._result_of(each)) for each in view.trials[-_LAST_TRIALS:]]
+        lines = (view.verdict.headline, *progress.describe_progress(run))
         if (cells, lines) == self._shown:
             return
         self._shown = cells, lines
@@ -85,6 +79,11 @@ class LiveView(Observer):
             Table(("trial", "result"), cells, names=("trial",)), self._console.width
         )
         self._live.update(Group(table, bar, *map(Text, lines)), refresh=True)
+
+    def _result_of(self, each: TrialView) -> str:
+        """Return how a trial ended, or what it does."""
+        folder = self._trials / each.trial.name
+        return each.result if each.outcome else progress.describe_activity(folder)
 
     def _view_of(self, run: Run) -> RunView:
         """Return the view of a run, built only after a trial began or ended."""

@@ -17,14 +17,14 @@ _LEAST_TRIALS = 3  # before anything is said of the time
 _RECENT = 20
 
 
-def lines(run: Run) -> list[str]:
+def describe_progress(run: Run) -> list[str]:
     """Return lines on an unfinished run: its trials, and the time left."""
     found = [f"{len(run.outcomes)} of at most {run.most_trials} trials"]
     left = time_left(run)
     return found if left is None else [*found, left]
 
 
-def doing(trial_folder: Path) -> str:
+def describe_activity(trial_folder: Path) -> str:
     """Return what a running trial does; it has a folder once it has devices."""
     if not trial_folder.exists():
         return "waits for devices"

@@ -101,10 +101,12 @@ def _state(folder: Path, known: str) -> dict[str, Any]:
 
 
 def _status_line(past: PastRun) -> str:
-    first, *others = progress.lines(past.run)
+    first, *others = progress.describe_progress(past.run)
     if not past.is_running:
         return f"{first}; {past.state}"
-    doing = [f"{t.name}: {progress.doing(past.trials / t.name)}" for t in past.run.running]
+    doing = [
+        f"{t.name}: {progress.describe_activity(past.trials / t.name)}" for t in past.run.running
+    ]
     return "; ".join([first, past.state, *others, *doing])
 
 

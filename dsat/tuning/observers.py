@@ -46,7 +46,7 @@ class FileKeeper(Observer):
 
 def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:
     """Write the result files."""
-    view, line = RunView.build(run), train_command.line(ready, run, folder)
+    view, line = RunView.build(run), train_command.make_line(ready, run, folder)
     summary.write_files(view, folder, line)
     train_command.write_own_files(ready, run, folder)
     if with_page:
@@ -55,5 +55,5 @@ def write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = Tr
     if section is not None:
         results = section.results_dir or folder
         best = results / autotuner_files.OPTIMAL_CONFIG_FILE
-        command = train_command.text(ready, run, best) or ""
+        command = train_command.make_command(ready, run, best) or ""
         autotuner_files.write_files(view, results, section.exps_dir, command)

@@ -297,7 +297,7 @@ def _name_without_effect(settings: Settings, plan: Plan) -> str:
     )
 
 
-def notes(settings: Settings, plan: Plan) -> list[str]:
+def make_notes(settings: Settings, plan: Plan) -> list[str]:
     """Return notes on a plan that may surprise a user."""
     return [
         note for note in (_kept_batch(settings, plan), _name_without_effect(settings, plan)) if note
