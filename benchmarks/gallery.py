@@ -258,7 +258,7 @@ def _command(path: Path, model: Model, cards: int, gib: int) -> str:
 def write_tables(rows: Sequence[Row], folder: Path) -> None:
     """Write all rows as CSV and as JSON."""
     with (folder / "gallery.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(map(asdict, rows))
     text = json.dumps([asdict(row) for row in rows], indent=1)

@@ -65,6 +65,7 @@ class Failure:
         before_engine: it failed before `deepspeed.initialize`, whatever the configuration.
         fixed_batch: samples that the script feeds whatever the configuration is.
         batch_flag: of the script, that changes that number if a trial gives it.
+        completed_steps: before an error of the script.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class Failure:
     before_engine: bool = False
     fixed_batch: int | None = None
     batch_flag: str = ""
+    completed_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,7 @@ class World(Physics):
                     before_engine=failure.before_engine,
                     fixed_batch=failure.fixed_batch,
                     batch_flag=failure.batch_flag,
+                    completed_steps=failure.completed_steps,
                     duration_s=self.setup_s,
                 )
         true = self.answer(config, trial.script_args)

@@ -73,8 +73,9 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
     own_ranks = ready.program.slots or 1
     trains_itself = ready.program.started_by and ready.plan.slots_per_trial == own_ranks
     if run.best is run.baseline and trains_itself:
-        yield "Your own command has this configuration already."
-    yield f"Train with it: {train_command.line(ready, run, search.folder)}"
+        yield "Train with your own command: it has this configuration already."
+    else:
+        yield f"Train with it: {train_command.line(ready, run, search.folder)}"
 
 
 def how_to_continue(ready: Prepared, folder: Path) -> str:

@@ -15,7 +15,7 @@ from dsat.errors import UserInputError
 CONFIG_FILE, _SUFFIX = "config.json", ".json"
 _PRECISIONS = ("bf16", "fp16")
 # "auto" settings of `zero_optimization` that the Trainer computes from the hidden size, and how
-# (integrations/deepspeed.py of transformers 5.23).
+# (integrations/deepspeed.py of transformers 5.23); accelerate computes the same.
 _BY_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda hidden: hidden * hidden,
     "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
@@ -124,13 +124,14 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def fill_in_buckets(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
-    """Replace "auto" sizes by those that a Trainer computes from the hidden size.
+def auto_sizes(hidden_size: int | None) -> dict[str, int]:
+    """Return what a Trainer replaces "auto" by in `zero_optimization`; empty if size is unknown."""
+    return {key: f(hidden_size) for key, f in _BY_HIDDEN_SIZE.items()} if hidden_size else {}
 
-    Without a hidden size, DeepSpeed's defaults apply.
-    """
-    sizes = {} if hidden_size is None else {k: f(hidden_size) for k, f in _BY_HIDDEN_SIZE.items()}
-    return configs.completed(config, {"zero_optimization": sizes})
+
+def fill_in_buckets(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
+    """Replace "auto" sizes by those that a Trainer computes from the hidden size."""
+    return configs.completed(config, {"zero_optimization": auto_sizes(hidden_size)})
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:

@@ -57,7 +57,10 @@ def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
     elif running.lost:
         found = Outcome(OutcomeKind.ERROR, message=running.lost)
     else:
-        found = _failure(running, read_reports(folder, duration_s))
+        reports = read_reports(folder, duration_s)
+        found = _failure(running, reports)
+        if found in reports and found.kind is OutcomeKind.ERROR:
+            found = replace(found, completed_steps=read_steps(folder) or 0)
     return replace(found, duration_s=duration_s)
 
 

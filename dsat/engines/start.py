@@ -11,7 +11,8 @@ from typing import Any
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.simulation.server import CAPTURED_MICRO_BATCH
 from dsat.space.overrides import overrides_for
-from dsat.values.parallelism import DATA_ONLY, Parallelism
+from dsat.values import parallelism, zero_strategy
+from dsat.values.parallelism import DATA_ONLY
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 # Of what is no trial of the search.
@@ -64,14 +65,16 @@ class Start:
         return self.own_ranks is not None
 
 
-def make_simulation_trial(own: Parallelism, script_args: Mapping[str, Any]) -> Trial:
+def make_simulation_trial(own: Mapping[str, Any], script_args: Mapping[str, Any]) -> Trial:
     """Return a trial, on a single rank, by which the script's model is simulated.
 
-    `own` is the parallelism of the user's configuration.
+    It is of stage 0, or of stage 3 if the user's configuration `own` is: a script may open
+    `zero.Init` in stage 3 only.
     """
     batch = BatchTriple(CAPTURED_MICRO_BATCH, CAPTURED_MICRO_BATCH, 1)
-    alone = {} if own == DATA_ONLY else DATA_ONLY.settings
-    overrides = overrides_for({**alone, "stage": 0}, batch)
+    alone = {} if parallelism.of_config(own) == DATA_ONLY else DATA_ONLY.settings
+    stage = 3 if zero_strategy.of_config(own).stage == 3 else 0
+    overrides = overrides_for({**alone, "stage": stage}, batch)
     return Trial(
         SIMULATION_ID, TrialKind.SEARCH, "simulation", 0, batch, overrides, script_args=script_args
     )

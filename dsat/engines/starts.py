@@ -53,7 +53,6 @@ from dsat.in_trial.rank_files import (
     LocalTask,
     RankSpec,
 )
-from dsat.values import parallelism
 from dsat.values.files import PRIVATE_FOLDER, remove, write_atomically
 from dsat.values.text import assignment, hide_secrets_in_words
 from dsat.values.trial import Trial
@@ -95,8 +94,7 @@ class StartBuilder:
 
     def simulation(self, messages: Path, script_args: Mapping[str, Any]) -> Start:
         """Return the start of the script for simulations."""
-        own = parallelism.of_config(self.experiment.base_config)
-        trial = make_simulation_trial(own, script_args)
+        trial = make_simulation_trial(self.experiment.base_config, script_args)
         return Start(trial, self.run / "simulation", None, messages)
 
     def config_of(self, start: Start) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class Fit:
         slots, card_bytes: number of devices, and the memory of each.
         strategy, batch: of the user's configuration.
         chosen: what dsat adds to the strategy that it has chosen, so that it fits.
+        tried: what was tried with every strategy, by formula, without one that fits; empty for the
+            user's own configuration.
         needed_bytes: predicted peak of a device, without the CUDA context and NCCL.
         host_bytes: bytes that the ranks of a host need: to load the weights, or to train.
         saved_bytes: bytes of these that `"pin_memory": false` saves.
@@ -53,6 +55,7 @@ class Fit:
     strategy: Strategy
     batch: BatchTriple
     chosen: tuple[str, ...]
+    tried: tuple[str, ...]
     needed_bytes: int
     host_bytes: int
     saved_bytes: int
@@ -82,15 +85,25 @@ class Fit:
         ]
         if not self.fits and self.fits_host:
             text.append(self._missing())
+        if not self.fits and self.tried:
+            text.append(self._ways_out())
         return " ".join(text)
 
     def _missing(self) -> str:
         """Return by how much the device is too small, and what to do."""
         lacking = edges.missing(self.needed_bytes, self.card_bytes)
-        remedy = "Without --fits, a table shows which strategies fit."
+        text = f"It {edges.describe(lacking, self.saved_by_checkpointing)}."
         if self.largest:
-            remedy = f"The largest micro batch that fits is {self.largest}."
-        return f"It {edges.describe(lacking, self.saved_by_checkpointing)}. {remedy}"
+            return f"{text} The largest micro batch that fits is {self.largest}."
+        return text if self.tried else f"{text} Without --fits, a table shows which strategies fit."
+
+    def _ways_out(self) -> str:
+        """Return what may help where no strategy fits."""
+        ways = ["more GPUs", "adapters alone (--lora r=16,target=all-linear)"]
+        if not self.fits_host:  # a device needs as much if its state is on NVMe
+            ways.append('offloading to NVMe ("device": "nvme" in --ds-config)')
+        with_what = " and ".join(self.tried)
+        return f"No strategy fits, not even with {with_what}. Use {', or '.join(ways)}."
 
     def _host(self) -> list[str]:
         """Return what the host needs."""
@@ -134,8 +147,11 @@ def fit(settings: EstimateSettings) -> Fit:
         own = ds_config.prepare_for_training(model.config, {ds_config.BATCH_KEYS[2]: batch.gas})
         own = ds_config.drop_batch_sizes(own)
         chosen: tuple[str, ...] | None = None
+        tried: tuple[str, ...] = ()
         if settings.model is not None and settings.ds_config is None:
             own, chosen = _fastest(model, settings)
+            may_recompute = settings.activation_checkpointing != "off"
+            tried = () if chosen is not None else (_CHECKPOINTS,) * may_recompute + (_UNPINNED,)
         recomputes = _CHECKPOINTS in (chosen or ())
         switches = {CHECKPOINTING: True} if recomputes else {}
         if recomputes:
@@ -164,6 +180,7 @@ def fit(settings: EstimateSettings) -> Fit:
         strategy=of_config(own),
         batch=batch,
         chosen=chosen or (),
+        tried=tried,
         needed_bytes=memory.predicted_bytes(shape, batch.micro_batch),
         host_bytes=host_bytes,
         saved_bytes=saved_bytes,

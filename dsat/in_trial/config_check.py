@@ -3,7 +3,7 @@
     python3 -m dsat.in_trial.config_check QUESTIONS ANSWERS
 
 reads `{"configs": [{"config": {...}, "whole": bool}], "defaults": [path, ...]}` from a file and
-writes the version, the first problem of each configuration, keys that DeepSpeed does not read, and
+writes the version, the problems of each configuration, keys that DeepSpeed does not read, and
 its defaults into another. No list of settings is ours: DeepSpeed's models refuse keys and types,
 and the keys that its other readers ask a section for are recorded while they read it.
 """
@@ -47,9 +47,9 @@ class Problem:
 
 @dataclass
 class Verdict:
-    """The first problem of a configuration, and keys that DeepSpeed ignores, with known ones."""
+    """The problems of a configuration, and keys that DeepSpeed ignores, with known ones."""
 
-    problem: Problem | None = None
+    problems: list[Problem] = field(default_factory=list)
     ignored: dict[str, str] = field(default_factory=dict)
 
 
@@ -110,25 +110,26 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
     for key, value in kept.items():
         section, error = _read({key: value})
         if error is not None and _is_of_model(error):
-            found.problem = _problem_of_model(key, error, version)
+            found.problems += _problems_of_model(key, error, version)
         elif error is not None and not isinstance(value, Mapping) and _read({key: {}})[1] is None:
-            found.problem = Problem(key, f"must be a mapping, not {json.dumps(value)}")
+            found.problems.append(Problem(key, f"must be a mapping, not {json.dumps(value)}"))
         elif error is not None:
             refused[_text(error)] = key
         else:
-            found.problem = _slip(section, [key], "", version)
-        if found.problem is not None:
-            return found
+            slips = list(_slips(section, [key], "", version))
+            found.problems += slips
+            if slips:
+                continue
         if error is None and key not in (*section.defaults, SEQUENCE_SIZE):
             found.ignored[key] = did_you_mean(key, section.defaults)
-    if whole:
+    if whole and not found.problems:
         error = _read(kept)[1]
         if error is not None:
             text = _text(error)
             place, said = refused.get(text, ""), text.removesuffix(".")
             is_gone = bool(place) and "removed" in text
             hint = f"Deleting the section {place!r} is enough." if is_gone else ""
-            found.problem = Problem(place, f"DeepSpeed {version} refuses it: {said}", hint)
+            found.problems.append(Problem(place, f"DeepSpeed {version} refuses it: {said}", hint))
     return found
 
 
@@ -176,32 +177,29 @@ def _is_of_model(error: Exception) -> bool:
     return isinstance(error, ValidationError) and error.errors()[0]["type"] not in _BY_HAND
 
 
-def _problem_of_model(key: str, error: Any, version: str) -> Problem:
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    path = path if path[:1] == [key] else [key, *path]
-    if first["type"] == "extra_forbidden":
-        near = did_you_mean(path[-1], _names(error.title, first["loc"][:-1]))
-        return Problem(".".join(path), f"DeepSpeed {version} has no setting {path[-1]!r}", near)
-    wanted = first["msg"].partition(", unable")[0].removeprefix("Input should be ")
-    return Problem(".".join(path), f"must be {wanted}, not {first['input']!r}")
+def _problems_of_model(key: str, refusal: Any, version: str) -> Iterator[Problem]:
+    for error in refusal.errors():
+        path = [str(part) for part in error["loc"]]
+        path = path if path[:1] == [key] else [key, *path]
+        if error["type"] == "extra_forbidden":
+            near = did_you_mean(path[-1], _names(refusal.title, error["loc"][:-1]))
+            yield Problem(".".join(path), f"DeepSpeed {version} has no setting {path[-1]!r}", near)
+        elif error["type"] not in _BY_HAND:
+            wanted = error["msg"].partition(", unable")[0].removeprefix("Input should be ")
+            yield Problem(".".join(path), f"must be {wanted}, not {error['input']!r}")
 
 
-def _slip(section: _Section, keys: Iterable[str], path: str, version: str) -> Problem | None:
-    """Return the first ignored key that nearly is one that DeepSpeed reads."""
+def _slips(section: _Section, keys: Iterable[str], path: str, version: str) -> Iterator[Problem]:
+    """Yield the ignored keys that nearly are ones that DeepSpeed reads."""
     for key in keys:
         value = dict.get(section, key)
         if key in section.defaults:
-            problem = None
             if isinstance(value, _Section):
-                problem = _slip(value, dict.keys(value), f"{path}{key}.", version)
-        else:
-            near = "" if section.is_open else did_you_mean(key, section.defaults, likeness=_SLIP)
-            said = f"DeepSpeed {version} reads no setting {key!r}"
-            problem = Problem(path + key, said, near) if near else None
-        if problem is not None:
-            return problem
-    return None
+                yield from _slips(value, dict.keys(value), f"{path}{key}.", version)
+            continue
+        near = "" if section.is_open else did_you_mean(key, section.defaults, likeness=_SLIP)
+        if near:
+            yield Problem(path + key, f"DeepSpeed {version} reads no setting {key!r}", near)
 
 
 def _names(title: str, path: Iterable[Any]) -> list[str]:

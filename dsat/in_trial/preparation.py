@@ -103,7 +103,7 @@ def _show_compilations(progress: Progress) -> None:
     @contextlib.contextmanager
     def show(name: str) -> Iterator[None]:
         before = progress.activity
-        progress.set_activity(f"compiling DeepSpeed's operator {name}; the result is kept")
+        progress.set_activity(f"compiling DeepSpeed's operator {name}, once for all runs")
         try:
             yield
         finally:

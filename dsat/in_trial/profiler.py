@@ -95,6 +95,7 @@ class ModelProfiler:
             device_name=device_name(accelerator),
             parallelism=self._spec.parallelism,
             attention_heads=attention_heads(self._engine.module),
+            hidden_size=hidden_size(self._engine.module),
             optimizer=_own_optimizer(self._engine.basic_optimizer),
         )
 
@@ -141,6 +142,19 @@ def attention_heads(module: Any) -> int | None:
         config = config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     return heads if isinstance(heads, int) else None
+
+
+def hidden_size(module: Any) -> int | None:
+    """Hidden size of the model as transformers' Trainer looks for it; the largest of several.
+
+    As `trainer_config_finalize` of its integrations/deepspeed.py.
+    """
+    own: Any = getattr(module, "config", None)
+    for config in (own, getattr(own, "text_config", None)):
+        size = getattr(config, "hidden_size", None) or getattr(config, "hidden_sizes", None)
+        if size:
+            return size if isinstance(size, int) else max(size)
+    return None
 
 
 def _own_optimizer(optimizer: Any) -> OwnOptimizer:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from dsat.command import ds_config
+from dsat.command import ds_config, hf_config
 from dsat.values import parallelism
 from dsat.values.outcome import ModelProfile
 from dsat.values.parallelism import Parallelism
@@ -35,6 +35,7 @@ class ModelFacts:
         workspace_bytes: what that takes, whatever is multiplied.
         param_bytes: of a parameter in the forward pass, where a configuration enables no type.
         uses_zero_init: stage 3 divides parameters as they are made; else a slot has all once.
+        hidden_size: by which a Trainer replaces "auto" sizes; None if it is not known.
     """
 
     num_params: int
@@ -50,6 +51,7 @@ class ModelFacts:
     usual_param: int = 0
     param_bytes: int = 2
     uses_zero_init: bool = True
+    hidden_size: int | None = None
 
     @classmethod
     def of_profile(cls, profile: ModelProfile) -> ModelFacts:
@@ -69,6 +71,7 @@ class ModelFacts:
             backward_bytes_per_sample=slope,
             first_gradient_bytes_per_sample=slope,
             param_bytes=profile.param_bytes,
+            hidden_size=profile.hidden_size,
         )
 
     def scaled(self, factor: float) -> ModelFacts:
@@ -106,7 +109,7 @@ class Setup:
     @classmethod
     def of(cls, facts: ModelFacts, config: Mapping[str, Any], slots: int) -> Setup:
         """Read a whole DeepSpeed configuration on a number of slots."""
-        zero = config.get("zero_optimization") or {}
+        zero = hf_config.fill_in_buckets(config, facts.hidden_size).get("zero_optimization") or {}
         size = model_bytes(config, facts.param_bytes)
         model_type, accumulated = ds_config.data_types(config)
         model_type = model_type or ("bf16" if size == 2 else "fp32")
@@ -123,7 +126,7 @@ class Setup:
             moment_bytes=2 if low_moments else 4,
             gas=_size(config, "gradient_accumulation_steps", 1),
             # Defaults of zero/config.py.
-            bucket=bucket_size(zero),
+            bucket=_size(zero, "reduce_bucket_size", 5 * 10**8),
             buckets=2 if zero.get("overlap_comm") is True else 1,
             sub_group=_size(zero, "sub_group_size", 10**9),
             live=_size(zero, "stage3_max_live_parameters", 10**9),
@@ -156,11 +159,6 @@ class Setup:
     @property
     def cast_bytes(self) -> int:
         return 4 if self.master_bytes == 4 else 0  # of a gradient, for master weights of fp32
-
-
-def bucket_size(zero: Mapping[str, Any]) -> int:
-    """Return the elements of a bucket of gradients, by a `zero_optimization` section."""
-    return _size(zero, "reduce_bucket_size", 5 * 10**8)
 
 
 def _size(section: Mapping[str, Any], key: str, default: int) -> int:

@@ -18,7 +18,7 @@ from dsat.memory import closed_form, host
 from dsat.memory.calibration import Calibration, Observation, asked_bytes, calibrate, observe
 from dsat.memory.closed_form import Line
 from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED, MemoryEstimate
-from dsat.memory.facts import ModelFacts, bucket_size
+from dsat.memory.facts import ModelFacts, Setup
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values import parallelism
 from dsat.values.codec import Recorded
@@ -207,14 +207,14 @@ def _group(config: Mapping[str, Any]) -> str:
     return " ".join([of_config(config).name, parallelism.of_config(config).label]).strip()
 
 
-def _with_written_bucket(config: Mapping[str, Any], trained: int) -> Mapping[str, Any]:
+def _with_written_bucket(config: Mapping[str, Any], facts: ModelFacts) -> Mapping[str, Any]:
     """Return a configuration whose bucket of gradients is as large as what is written into it.
 
     A process on processor cores uses only the pages that it writes. DeepSpeed's default bucket of
     2 GB is mostly empty with a small model.
     """
     zero = config.get("zero_optimization") or {}
-    bucket = min(bucket_size(zero), trained)
+    bucket = min(Setup.of(facts, config, 1).bucket, facts.trainable_params)
     return {**config, "zero_optimization": {**zero, "reduce_bucket_size": bucket}}
 
 
@@ -264,7 +264,7 @@ class MemoryModel:
         facts, corrections, is_guess = self._known_of(script_args)
         strategy = of_config(config).name
         if self._counts_context and not self._on_device:
-            config = _with_written_bucket(config, facts.trainable_params)
+            config = _with_written_bucket(config, facts)
         phases = closed_form.lines(facts, config, slots=self._slots)
         host_bytes = sum(host.training(facts, config, slots=self._slots))
         more = corrections.get(_group(config))

@@ -59,24 +59,39 @@ def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
     answer = None if program.interpreter else _answer(questions)
     if answer is None:
         return {}
+    problems: dict[str, UserInputError] = {}  # by place
     for question, verdict in zip(questions, answer["verdicts"], strict=True):
-        problem, place = verdict["problem"], question.place
-        if problem is not None:
-            if problem["path"]:
-                place += f"{'.' if ': ' in place else ': '}{problem['path']}"
-            raise UserInputError(problem["message"], where=place, hint=problem["hint"].strip())
-        for key, hint in verdict["ignored"].items():
-            if question.own is not None and key not in question.own:
-                raise UserInputError(
-                    f"DeepSpeed {answer['version']} reads no setting {key!r}",
-                    where=f"{place}.{key}",
-                    hint=hint.strip(),
-                )
+        if not (question.whole and problems):  # a whole has the problems of its parts
+            for problem in _find_problems(question, verdict, answer["version"]):
+                problems.setdefault(problem.where, problem)
+    if problems:
+        first, *others = problems.values()
+        also = [f"Also {problem}" for problem in others]
+        hint = " ".join(filter(None, [first.hint, *also]))
+        raise UserInputError(first.problem, where=first.where, hint=hint)
     ignored = ", ".join(answer["verdicts"][0]["ignored"])
     if ignored:
         where = experiment.ds_config_name
         _log.info("%s: DeepSpeed %s does not read %s", where, answer["version"], ignored)
     return dict(answer["defaults"])
+
+
+def _find_problems(
+    question: _Question, verdict: Mapping[str, Any], version: str
+) -> Iterator[UserInputError]:
+    """Yield what DeepSpeed refuses, and keys of overrides that it would ignore."""
+    for problem in verdict["problems"]:
+        place = question.place
+        if problem["path"]:
+            place += f"{'.' if ': ' in place else ': '}{problem['path']}"
+        yield UserInputError(problem["message"], where=place, hint=problem["hint"].strip())
+    for key, hint in verdict["ignored"].items():
+        if question.own is not None and key not in question.own:
+            yield UserInputError(
+                f"DeepSpeed {version} reads no setting {key!r}",
+                where=f"{question.place}.{key}",
+                hint=hint.strip(),
+            )
 
 
 def _questions(experiment: Experiment) -> Iterator[_Question]:

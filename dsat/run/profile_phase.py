@@ -95,7 +95,7 @@ class ProfilePhase:
     def _on_failure(self, trial: Trial, outcome: Outcome) -> None:
         """Choose another way to profile the model, or give up."""
         smallest, own = self._smallest_micro_batch, self._plan.own_batch.micro_batch
-        if outcome.before_engine and outcome.kind is OutcomeKind.ERROR:
+        if outcome.kind is OutcomeKind.ERROR and _is_of_script(trial, outcome):
             # Other configurations would fail too.
             self.failure = outcome.describe(name_of_trial(trial))
             return
@@ -134,7 +134,8 @@ class ProfilePhase:
         It forbids some calls there that other stages allow, such as `loss.backward()` instead of
         the engine's.
         """
-        return of_config(self._plan.base_config).stage == 0 and _is_deepspeeds(outcome.detail)
+        in_deepspeed = "/deepspeed/" in _last_frame(outcome.detail)
+        return of_config(self._plan.base_config).stage == 0 and in_deepspeed
 
     @property
     def _smallest_micro_batch(self) -> int:
@@ -164,7 +165,21 @@ def name_of_trial(trial: Trial) -> str:
     return "your own configuration" if own else "the profile trial"
 
 
-def _is_deepspeeds(traceback: str) -> bool:
-    """Return whether an error was raised in DeepSpeed's code."""
+def _is_of_script(trial: Trial, outcome: Outcome) -> bool:
+    """Return whether the script failed for a reason that the configuration did not cause.
+
+    It failed before it had an engine, or its own code raised an error after whole optimizer steps
+    of the user's own configuration.
+    """
+    if outcome.before_engine:
+        return True
+    frame = _last_frame(outcome.detail)
+    has_trained = trial.kind is TrialKind.BASELINE and outcome.completed_steps > 0
+    in_library = "-packages/" in frame or "/deepspeed/" in frame
+    return has_trained and bool(frame) and not in_library
+
+
+def _last_frame(traceback: str) -> str:
+    """Return the line of a traceback that names where the error was raised; empty without one."""
     frames = [line for line in traceback.splitlines() if line.startswith('  File "')]
-    return bool(frames) and "/deepspeed/" in frames[-1]
+    return frames[-1] if frames else ""

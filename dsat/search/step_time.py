@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from dsat.command.ds_config import AUTO
+from dsat.command.hf_config import auto_sizes
 from dsat.command.switches import CHECKPOINTING, EVERY_SECOND, is_switch
 from dsat.search import cards, collectives
 from dsat.search.cards import Card
@@ -99,6 +100,7 @@ class Job:
         parallelism: by the user's own configuration.
         slots_per_host: devices per host if there are several hosts; else 0.
         hardware: of each slot, as far as it is known.
+        hidden_size: by which a Trainer replaces "auto" sizes; None if it is not known.
     """
 
     params: float
@@ -109,6 +111,7 @@ class Job:
     slots_per_host: int = 0
     parallelism: Parallelism = DATA_ONLY
     hardware: Hardware = Hardware()
+    hidden_size: int | None = None
 
     @property
     def network(self) -> Network:
@@ -148,6 +151,7 @@ class Job:
             slots_per_host=slots_per_host,
             parallelism=profile.parallelism,
             hardware=hardware,
+            hidden_size=profile.hidden_size,
         )
 
 
@@ -214,7 +218,8 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     What tensor and sequence parallelism pass among slots is not counted: it is learned from trials.
 
     Args:
-        settings: by their names in a proposal; DeepSpeed's defaults for missing or "auto" ones.
+        settings: by their names in a proposal; DeepSpeed's defaults for missing ones, and a
+            Trainer's values for "auto".
     """
     found = dict.fromkeys(COLUMNS, 0.0)
     shared = of_settings(settings, job.parallelism)
@@ -222,7 +227,10 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     job = job.divided(shared)
     stage, n = strategy.stage, job.slots
     given = {key: value for key, value in settings.items() if value != AUTO}
-    get = {**defaults(stage), **given}.get
+    by_trainer = auto_sizes(job.hidden_size)
+    filled = {key: by_trainer[key] for key in by_trainer if settings.get(key) == AUTO}
+    zero = {**defaults(stage), **filled, **given}
+    get = zero.get
     gradient_bytes = float(job.param_bytes * job.trainable)
     found["forward"], found["launches"] = 1 / 3, 1.0
     found["flops"] = job.flops_per_sample * _recomputed(get(CHECKPOINTING))
@@ -233,7 +241,7 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     found["optimizer"] = _ADAM_BYTES * sharded
     listed = collectives.of_step(
         stage,
-        {**defaults(stage), **given},
+        zero,
         ranks=n,
         params=job.params,
         trainable=job.trainable,

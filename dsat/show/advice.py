@@ -6,9 +6,30 @@ from dsat.command import ds_config, switches
 from dsat.run import free_batch
 from dsat.run.run import Run, own_switches
 from dsat.run.strategies import keeps_micro_batch
+from dsat.space.knobs import BUCKETS
 from dsat.space.overrides import GATHER
+from dsat.values import format as fmt
 from dsat.values.trial import Trial
 from dsat.values.zero_strategy import of_config
+
+_BUCKET = "reduce_bucket_size"
+_LARGE_BUCKET = 1 / 16  # of a device's memory, as in searches
+
+
+def blame_bucket(run: Run, trial: Trial) -> str:
+    """Return what DeepSpeed's default bucket takes of a device's memory; empty if it is little."""
+    config, profile = run.plan.config(trial.overrides), run.profile
+    zero = config.get("zero_optimization") or {}
+    if profile is None or of_config(config).stage == 0 or zero.get(_BUCKET) is not None:
+        return ""
+    count = 2 if zero.get("overlap_comm") is True else 1
+    size_bytes = count * BUCKETS[0] * profile.param_bytes
+    if size_bytes < _LARGE_BUCKET * profile.slot_memory_bytes:
+        return ""
+    return (
+        f"; DeepSpeed's default {_BUCKET} of {BUCKETS[0]:,} takes {fmt.memory(size_bytes)} of the "
+        f"{fmt.memory(profile.slot_memory_bytes)}"
+    )
 
 
 def advise_batch(run: Run) -> list[str]:

@@ -231,8 +231,9 @@ def _why_no_gain(run: Run) -> str:
     own, first = run.baseline, next(iter(run.trials.values()))
     ended = run.outcomes.get(first.id)
     if own in (None, first) and ended is not None and ended.kind.is_out_of_memory:
-        size = first.batch.micro_batch
-        return f"your configuration runs out of memory (stage {first.stage}, micro batch {size})"
+        how = f"stage {first.stage}, micro batch {first.batch.micro_batch}"
+        how += advice.blame_bucket(run, first)
+        return f"your configuration runs out of memory ({how})"
     if own is None or own.id not in run.outcomes:
         return "your configuration was not measured"
     ended = run.outcomes[own.id]

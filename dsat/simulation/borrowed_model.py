@@ -16,6 +16,7 @@ from dsat.command.ds_config import BATCH_KEYS
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, script_switches
 from dsat.in_trial.batches import longest_of
+from dsat.in_trial.profiler import hidden_size
 from dsat.memory.estimate import as_simulated
 from dsat.simulation.captured import Captured, ModuleSnapshot
 from dsat.simulation.known_values import ValuesMode
@@ -132,12 +133,13 @@ class BorrowedModel:
         size = max((p.element_size() for p in model.parameters()), default=4)
         return ScriptFacts(
             sequence_length=self.sequence_length(args, kwargs),
-            hidden_size=self.hidden_size(),
+            hidden_size=hidden_size(model),
             model_takes=longest_of(model),
             sizes={
                 **self._snapshot.sizes(),
                 "param_bytes": size,
                 "uses_zero_init": self.uses_zero_init,
+                "hidden_size": hidden_size(model),
             },
             optimizer=self.optimizer(),
         )
@@ -158,18 +160,6 @@ class BorrowedModel:
             several = of_torch and not defaults.get("fused")  # with temporary copies of all
             return {"type": "Adam", "params": {"torch_adam": several}}
         return {"type": f"{kind.__module__}.{kind.__qualname__}"}
-
-    def hidden_size(self) -> int | None:
-        """Hidden size of the model as transformers' Trainer looks for it; the largest of several.
-
-        As `trainer_config_finalize` of its integrations/deepspeed.py.
-        """
-        own: Any = getattr(self._arguments["model"], "config", None)
-        for config in (own, getattr(own, "text_config", None)):
-            size = getattr(config, "hidden_size", None) or getattr(config, "hidden_sizes", None)
-            if size:
-                return size if isinstance(size, int) else max(size)
-        return None
 
     def sequence_length(self, args: Any, kwargs: Mapping[str, Any]) -> int | None:
         """The second size of the batch's first matrix of integers: tokens of a sample."""

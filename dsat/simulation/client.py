@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -139,28 +138,40 @@ class Simulator:
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[int, MemoryEstimate | str]]:
         """Yield the number of a question with its answer, as `estimates` returns it, on arrival."""
-        asked = [(n, rank) for n, each in enumerate(questions) for rank in _ranks(each)]
-        waiting = collections.Counter(number for number, _ in asked)
-        largest: dict[int, MemoryEstimate | str] = {}
-        for answer in self._answers([questions[n]._replace(rank=rank) for n, rank in asked]):
-            number, _ = asked[int(answer["number"])]
-            found = answer.get("failed") or MemoryEstimate.from_json(answer["estimate"])
-            largest[number] = _larger(found, largest.get(number, found))
-            waiting[number] -= 1
-            if not waiting[number]:
-                yield number, largest[number]
+        for number, answers in self._answers_of_ranks(questions):
+            yield number, _largest(answers)
 
     def trace_each(
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[int, tuple[MemoryEstimate, StepTrace] | str]]:
-        """Simulate as `estimate_each` does, and trace the steps."""
+        """Simulate as `estimate_each` does, and trace the step of the first rank."""
         traced = [question._replace(traced=True) for question in questions]
-        for answer in self._answers(traced):
-            found: Any = answer.get("failed")
-            if found is None:
-                estimate = MemoryEstimate.from_json(answer["estimate"])
-                found = estimate, StepTrace.from_json(answer["trace"])
-            yield int(answer["number"]), found
+        for number, answers in self._answers_of_ranks(traced):
+            found = _largest(answers)
+            if isinstance(found, str):
+                yield number, found
+            else:
+                yield number, (found, StepTrace.from_json(answers[0]["trace"]))
+
+    def _answers_of_ranks(
+        self, questions: Sequence[Question]
+    ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """Yield the number of a question with the answers of `_ranks`, on arrival of the last."""
+        ranks = [_ranks(question) for question in questions]
+        asked = [(number, rank) for number, each in enumerate(ranks) for rank in each]
+        questions_of_ranks = [
+            questions[number]._replace(rank=rank, traced=questions[number].traced and rank == 0)
+            for number, rank in asked
+        ]
+        answers: dict[tuple[int, int], dict[str, Any]] = {}
+        for answer in self._answers(questions_of_ranks):
+            number, rank = asked[int(answer["number"])]
+            answers[number, rank] = answer
+            of_ranks = [
+                answers[number, rank] for rank in ranks[number] if (number, rank) in answers
+            ]
+            if len(of_ranks) == len(ranks[number]):
+                yield number, of_ranks
 
     def facts(
         self,
@@ -271,22 +282,26 @@ class Simulator:
         return {**whole._asdict(), "number": number, "timeout_s": self._timeout_s}
 
 
-def _ranks(question: Question) -> Iterable[int]:
+def _ranks(question: Question) -> list[int]:
     """Return the ranks that may need most.
 
     Only in stages 1 and 2 they differ. The first rank has the first layers' parameters, with their
     gradients at the end of the backward pass; the last one takes memory for all of its gradients
     at the beginning, when all activations are there.
     """
-    return {0, question.slots - 1} if of_config(question.config).stage in (1, 2) else (0,)
+    last = question.slots - 1
+    return [0, last] if last > 0 and of_config(question.config).stage in (1, 2) else [0]
 
 
-def _larger(one: MemoryEstimate | str, other: MemoryEstimate | str) -> MemoryEstimate | str:
-    """Return the larger of each phase, or why there is none."""
-    if isinstance(one, str) or isinstance(other, str):
-        return one if isinstance(one, str) else other
+def _largest(answers: Sequence[dict[str, Any]]) -> MemoryEstimate | str:
+    """Return the most that a rank needs in each phase, or why it is not known."""
+    reasons = [answer["failed"] for answer in answers if answer.get("failed")]
+    if reasons:
+        return str(reasons[0])
+    estimates = [MemoryEstimate.from_json(answer["estimate"]) for answer in answers]
     sizes = (*PHASES, "host_pinned", "host_pageable")
-    return replace(one, **{name: max(getattr(one, name), getattr(other, name)) for name in sizes})
+    most = {name: max(getattr(each, name) for each in estimates) for name in sizes}
+    return replace(estimates[0], **most)
 
 
 def _of_activations(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class FakeParameters:
     def _replace_zero_init(self) -> None:
         """Make `zero.Init` only take note: it would leave the script with empty parameters.
 
-        Also if it is not enabled: the script decides that by the stage, which is now 0.
+        Also if it is not enabled: the script decides that by the stage, which may now be 0.
         """
         module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
 

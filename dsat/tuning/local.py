@@ -30,6 +30,7 @@ from dsat.simulation import anchors
 from dsat.tuning import run_folders, train_command
 from dsat.tuning.observers import FileKeeper, log_line, write_files
 from dsat.tuning.preparation import Prepared
+from dsat.values.format import count
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
@@ -269,7 +270,10 @@ def _blame(trial: Trial, outcome: Outcome) -> str:
     if not outcome.detail or trial.kind is TrialKind.SEARCH:
         return ""
     if trial.kind is TrialKind.BASELINE or outcome.before_engine:
-        return " This is your script's own error, under your own configuration."
+        steps, when = outcome.completed_steps, ""
+        if steps:
+            when = f", after {count(steps, 'optimizer step')}"
+        return f" This is your script's own error, under your own configuration{when}."
     return (
         f" Your own configuration had failed before: this was {trial.strategy} with micro batch "
         f"{trial.batch.micro_batch}, tried in its place."

@@ -179,6 +179,7 @@ class ModelProfile(Recorded):
             if they had `micro_batch` rows, or differed from each other.
         parallelism: of the trial that measured these facts.
         attention_heads: None if the model's configuration has no such field.
+        hidden_size: by which a Trainer replaces "auto" sizes; None if it is not known.
         optimizer: the one that the script passes to DeepSpeed.
     """
 
@@ -196,6 +197,7 @@ class ModelProfile(Recorded):
     largest_activation_bytes_per_sample: int = 0
     parallelism: Parallelism = DATA_ONLY
     attention_heads: int | None = None
+    hidden_size: int | None = None
     optimizer: OwnOptimizer = OwnOptimizer()
 
 
@@ -283,6 +285,7 @@ class Outcome(Recorded):
         before_engine: whether the script failed before it called `deepspeed.initialize`, so that
             other configurations would fail too.
         device_name: as in `ModelProfile`; set on a cluster, whose devices may differ.
+        completed_steps: optimizer steps before an error that the script reported; 0 if unknown.
     """
 
     kind: OutcomeKind
@@ -302,6 +305,7 @@ class Outcome(Recorded):
     sequences: SequenceLengths | None = None
     before_engine: bool = False
     device_name: str = ""
+    completed_steps: int = 0
 
     def __post_init__(self) -> None:
         # Scripts and exceptions may contain control characters, secrets, or megabytes.

@@ -85,6 +85,21 @@ def test_who_is_to_blame(
     assert found.detail == f"detail of {detail}"
 
 
+@pytest.mark.parametrize(
+    ("reports", "files", "steps"),
+    [
+        ([said("ERROR", 1.0)], {"steps": "3"}, 3),
+        ([said("ERROR", 1.0)], {}, 0),
+        ([said("OOM", 1.0)], {"steps": "3"}, 0),
+        ([None], {"steps": "3"}, 0),  # a crash of the process
+    ],
+)
+def test_an_error_of_the_script_has_its_completed_steps(
+    judge: Judge, reports: Reports, files: dict[str, str], steps: int
+) -> None:
+    assert judge(reports, [-signal.SIGSEGV], files=files).completed_steps == steps
+
+
 def test_a_kill_from_outside_explains_a_peers_error(judge: Judge) -> None:
     found = judge([LOST, None], [1, KILLED], files={"stderr.log": "some\nlines\n"})
     assert found.kind is OutcomeKind.HOST_OOM

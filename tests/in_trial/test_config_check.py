@@ -80,6 +80,22 @@ TAKEN: dict[str, dict[str, Any]] = {
     },
 }
 
+SEVERAL: dict[str, Any] = {
+    "zero_optimization": {
+        "overlap_com": True,
+        "stage": 2,
+        "reduce_bucket": 5,
+        "sub_group_size": -1,
+    },
+    "optimizer": {"type": "AdamW", "parms": {"lr": 1}},
+}
+SEVERAL_PATHS = {
+    "zero_optimization.sub_group_size",
+    "zero_optimization.overlap_com",
+    "zero_optimization.reduce_bucket",
+    "optimizer.parms",
+}
+
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -88,7 +104,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     part = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
     questions = {
         "configs": [{"config": config, "whole": True} for config in configs]
-        + [{"config": part, "whole": False}, {"config": part, "whole": True}],
+        + [{"config": part, "whole": False}]
+        + [{"config": each, "whole": True} for each in (part, SEVERAL)],
         "defaults": [*(knob.path for knob in KNOBS), "zero_optimization.nothing"],
     }
     asked, answered = folder / "questions.json", folder / "answers.json"
@@ -110,18 +127,24 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 )
 def test_problems_have_their_place_and_a_close_match(what: str, answers: dict[str, Any]) -> None:
     _, path, said = REFUSED[what]
-    problem = answers["verdicts"][list(REFUSED).index(what)]["problem"]
+    [problem] = answers["verdicts"][list(REFUSED).index(what)]["problems"]
     assert problem["path"] == path
     assert said in problem["message"] + problem["hint"]
 
 
 def test_what_deepspeed_takes_is_taken(answers: dict[str, Any]) -> None:
-    *taken, part, whole = answers["verdicts"][len(REFUSED) :]
-    assert [verdict["problem"] for verdict in taken] == [None] * len(TAKEN)
+    *taken, part, whole, _ = answers["verdicts"][len(REFUSED) :]
+    assert [verdict["problems"] for verdict in taken] == [[]] * len(TAKEN)
     assert list(taken[-1]["ignored"]) == ["my_own"]
     # Conditions on several settings count for whole configurations only.
-    assert part["problem"] is None
-    assert "Stage 3" in whole["problem"]["message"]
+    assert not part["problems"]
+    [problem] = whole["problems"]
+    assert "Stage 3" in problem["message"]
+
+
+def test_all_problems_are_found_at_once(answers: dict[str, Any]) -> None:
+    [*_, verdict] = answers["verdicts"]
+    assert {problem["path"] for problem in verdict["problems"]} == SEVERAL_PATHS
 
 
 @needs("deepspeed", "0.19.8", "has other settings and defaults")

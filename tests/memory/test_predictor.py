@@ -68,6 +68,14 @@ def test_what_is_auto_has_its_default_and_the_profiles_type() -> None:
         assert closed_form.estimate(facts, auto, slots=1, micro_batch=3) == plain
 
 
+def test_an_auto_bucket_has_the_size_that_a_trainer_gives_it() -> None:
+    """The square of the hidden size, in the first trial too, where DeepSpeed's default is 5e8."""
+    facts = replace(FACTS, hidden_size=1024)
+    auto, square = config(2, reduce_bucket_size="auto"), config(2, reduce_bucket_size=1024**2)
+    sizes = [closed_form.estimate(facts, each, slots=2, micro_batch=3) for each in (auto, square)]
+    assert sizes[0] == sizes[1]
+
+
 def test_a_bucket_on_processor_cores_counts_as_far_as_it_is_written() -> None:
     """Without a limit on allocations, which counts all that is allocated."""
     usual = config(2, reduce_bucket_size="auto")

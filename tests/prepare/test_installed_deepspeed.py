@@ -26,10 +26,12 @@ STAND_IN = """
     verdicts = []
     for question in asked["configs"]:
         zero = question["config"].get("zero_optimization", {})
-        problem = {"path": "zero_optimization.wrong", "message": "is wrong", "hint": ""}
+        problems = [
+            {"path": f"zero_optimization.{key}", "message": "is wrong", "hint": ""}
+            for key, value in zero.items() if key.startswith("wrong") or value == "wrong"
+        ]
         ignored = {key: "" for key in question["config"] if key != "zero_optimization"}
-        problem = problem if "wrong" in zero.values() or "wrong" in zero else None
-        verdicts.append({"problem": problem, "ignored": ignored})
+        verdicts.append({"problems": problems, "ignored": ignored})
     answer = {"version": "0.99", "verdicts": verdicts, "defaults": {"a.b": 7}}
     json.dump(answer, open(sys.argv[2], "w"))
 """
@@ -77,9 +79,13 @@ def test_a_refusal_names_the_file_and_the_key(cache: Path) -> None:
         patch.setenv("XDG_CACHE_HOME", "/proc")
         assert "is wrong" in refused(experiment(**wrong))
     listed = experiment(zero_optimization={"overlap_comm": [True, "wrong"]})
-    assert refused(listed).startswith("ds.json: zero_optimization.wrong: is wrong")
+    assert refused(listed).startswith("ds.json: zero_optimization.overlap_comm: is wrong")
     place = "exp.yaml: hyperparameters.overwrite_deepspeed_args"
     assert refused(experiment(wrong)).startswith(f"{place}.zero_optimization.wrong: is wrong")
+    several = experiment({"my_own": 1}, zero_optimization={"wrong": 1, "wrong_too": 1})
+    places = ["ds.json: zero_optimization.wrong", "ds.json: zero_optimization.wrong_too"]
+    told = refused(several)
+    assert [told.count(f"{each}:") for each in (*places, f"{place}.my_own")] == [1, 1, 1]
     # A script may read sections of its own in its configuration, but not in overrides.
     own: dict[str, Any] = {"my_script": 1}
     check(experiment(None, **own))

@@ -110,6 +110,25 @@ def test_a_script_that_always_fails_ends_soon_with_its_own_message(
         assert len(told.trials) <= 2
 
 
+@pytest.mark.parametrize(
+    ("frame", "steps", "ends"),
+    [
+        ("/home/me/train.py", 3, True),
+        ("/home/me/train.py", 0, False),
+        ("/venv/lib/python3.12/site-packages/torch/nn/functional.py", 3, False),
+        ("/src/DeepSpeed/deepspeed/runtime/zero/stage3.py", 3, False),
+    ],
+)
+def test_a_script_that_fails_after_its_first_steps_ends_at_once(
+    tmp_path: Path, frame: str, steps: int, ends: bool
+) -> None:
+    detail = f'  File "{frame}", line 9, in step\nRuntimeError: bad batch\n'
+    late = Failure("ERROR", {"kind": ["baseline", "search"]}, "bad batch", detail)
+    _, told = tuned(tmp_path, replace(late, completed_steps=steps))
+    assert "bad batch" in blamed(told) and (len(told.trials) == 1) is ends
+    assert ("after 3 optimizer steps" in blamed(told)) is bool(steps)
+
+
 def test_what_deepspeed_refuses_at_stage_0_is_tried_with_the_other_stages(tmp_path: Path) -> None:
     frames = '  File "train.py", line 3\n  File "/x/deepspeed/runtime/engine.py", line 9\n'
     for where, ends in (({"stage": 0}, False), ({}, True)):
@@ -123,6 +142,29 @@ def test_what_deepspeed_refuses_at_stage_0_is_tried_with_the_other_stages(tmp_pa
 
 
 # -- memory
+
+
+@pytest.mark.parametrize(
+    ("gib", "zero", "named"),
+    [
+        (8, {"stage": 2}, True),  # of 500 million elements, in two bytes each
+        (40, {"stage": 2}, False),
+        (24, {"stage": 2, "overlap_comm": True}, True),  # twice
+        (8, {"stage": 2, "reduce_bucket_size": 5 * 10**8}, False),
+        (8, {"stage": 0}, False),
+    ],
+)
+def test_a_large_default_bucket_is_named_where_memory_does_not_suffice(
+    tmp_path: Path, gib: int, zero: dict[str, Any], named: bool
+) -> None:
+    own = {"train_micro_batch_size_per_gpu": OWN, "zero_optimization": zero}
+    gpu = replace(A100, memory_bytes=gib * GIB)
+    model = replace(GPT_300M, layers=4)
+    lost = Failure("OOM", {"kind": "baseline"}, "out of memory")
+    _, told = tuned(tmp_path, lost, own=own, trials=4, gpu=gpu, model=model)
+    headline = told.json["verdict"][0]
+    assert "runs out of memory" in headline
+    assert ("reduce_bucket_size of 500,000,000" in headline) is named
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,29 @@ def test_what_dsat_adds_to_fit_is_named(user: User, cards: str, chosen: list[str
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
+@pytest.mark.parametrize(
+    ("cards", "more", "ways"),
+    [
+        ("2x2MiB", (), ["more GPUs", "--lora"]),
+        ("2x2MiB/1MiB", (), ["more GPUs", "--lora", "nvme"]),
+        ("2x2MiB", ("--activation-checkpointing", "off"), ["more GPUs", "--lora"]),
+    ],
+)
+def test_if_no_strategy_fits_the_ways_out_are_named(
+    user: User, cards: str, more: tuple[str, ...], ways: list[str]
+) -> None:
+    words = ("--fits", cards, "--seq-length", 128, "--formula", *more)
+    told = estimate(user, TINY, *words, status=1)
+    assert not told.json["fits"] and not told.json["chosen"]
+    assert ("activation checkpointing" in told.json["tried"]) is not bool(more)
+    path = str(user.folder / "config.json")
+    shown = user.types("estimate", "--model", path, *words).out
+    assert [way for way in (*ways, *told.json["tried"]) if way not in shown] == []
+    assert ("nvme" in shown) is ("nvme" in ways)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
 def test_a_projection_has_16384_tokens_a_gpu_by_default(user: User) -> None:
     (user.folder / "transformers.py").write_text("raise ImportError('not of this folder')")
     (user.folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")

@@ -265,3 +265,11 @@ def test_tails_of_the_expected_gain() -> None:
     assert gains[3:] == pytest.approx(expected, abs=1e-4)
     assert (np.diff(gains) > 0).all()
     assert log_expected_gain(np.array([50.0]), np.array([2.0]))[0] == pytest.approx(math.log(50))
+
+
+def test_an_auto_bucket_has_the_size_that_a_trainer_gives_it() -> None:
+    """A model of hidden size 1,024 has buckets of its square, where DeepSpeed's have 5e8."""
+    trained, buckets = replace(JOB, hidden_size=1024), {"reduce_bucket_size": "auto"}
+    square = {"reduce_bucket_size": 1024**2}
+    assert np.array_equal(work(trained, Strategy(2), buckets), work(JOB, Strategy(2), square))
+    assert not np.array_equal(work(trained, Strategy(2), buckets), work(JOB, Strategy(2), {}))

@@ -11,6 +11,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 
 from dsat.estimating.tables import needs_simulation
+from dsat.in_trial.profiler import hidden_size
 from dsat.simulation.borrowed_model import BorrowedModel
 from dsat.simulation.captured import Captured, ModuleSnapshot
 from dsat.simulation.protocol import Question
@@ -58,7 +59,7 @@ def test_the_hidden_size_is_found_where_a_trainer_looks_for_it(
     model: Any = torch.nn.Linear(2, 2)
     if config is not None:
         model.config = config
-    assert BorrowedModel(lambda **_: None, {"model": model}, {}).hidden_size() == size
+    assert hidden_size(model) == size
 
 
 def test_what_was_there_before_the_engine_is_no_batch() -> None:

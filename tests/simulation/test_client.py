@@ -229,6 +229,22 @@ def test_a_script_whose_process_dies_is_not_waited_for(tmp_path: Path) -> None:
         next(simulator_of("gpt", tmp_path / "run", as_cpu=False, program=str(program)))
 
 
+@pytest.mark.parametrize(("stage", "uses_it"), [(2, False), (3, True)])
+def test_a_script_may_open_zero_init_in_stage_3_only(
+    tmp_path: Path, stage: int, uses_it: bool
+) -> None:
+    entry = "python3 train.py --variant 'zero.Init in stage 3' --deepspeed_config ds_config.json"
+    config = configuration(stage)
+    with (
+        contextlib.closing(
+            engine_of("memory", tmp_path, entry=entry, ds_config=config, imported=True)
+        ) as engine,
+        Simulator(engine, as_cpu=False, timeout_s=PATIENCE_S) as simulator,
+    ):
+        assert simulator.script.sizes["uses_zero_init"] is uses_it
+        assert simulated(simulator, {"stage": 3})[0].source == SIMULATED
+
+
 @pytest.mark.nightly
 def test_a_trace_counts_the_flops_of_the_model_and_the_traffic_of_each_stage(
     gpt_on_a_device: Simulator,
@@ -246,8 +262,10 @@ def test_a_trace_counts_the_flops_of_the_model_and_the_traffic_of_each_stage(
     asked = [Question(stages[stage], 2, 4) for stage in stages]
     found = [answer for _, answer in sorted(gpt_on_a_device.trace_each(asked), key=itemgetter(0))]
     traces = {}
-    for stage, answer in zip(stages, found, strict=True):
+    estimates = gpt_on_a_device.estimates(asked)
+    for stage, answer, estimate in zip(stages, found, estimates, strict=True):
         assert not isinstance(answer, str), answer
+        assert answer[0] == estimate, "the memory of the rank that needs most"
         traces[stage] = answer[1]
         # The same products as in the model's own passes.
         assert answer[1].model_flops == pytest.approx(2 * model.model_flops_per_sample)

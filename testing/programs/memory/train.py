@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import json
+from pathlib import Path
 
 import deepspeed
 import models  # type: ignore[import-not-found]
@@ -13,7 +15,13 @@ parser.add_argument("--variant", default="")
 parser.add_argument("--deepspeed_config")
 args = parser.parse_args()
 task = models.TASKS[args.model]
-built = deepspeed.zero.Init() if args.variant == "zero.Init" else contextlib.nullcontext()
+in_stage_3 = False
+if args.variant == "zero.Init in stage 3":
+    in_stage_3 = (
+        json.loads(Path(args.deepspeed_config).read_text())["zero_optimization"]["stage"] == 3
+    )
+partitions = in_stage_3 or args.variant == "zero.Init"
+built = deepspeed.zero.Init() if partitions else contextlib.nullcontext()
 with built:
     model = task.model()
 if args.model == "offloading":
