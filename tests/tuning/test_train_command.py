@@ -29,8 +29,6 @@ from dsat.values.text import hide_secrets
 from testing.local import PROGRAMS, cpu_machine
 from testing.printed import prepared, printed_line
 
-pytestmark = pytest.mark.usefixtures("unchecked_configurations")
-
 FOLDER = PROGRAMS / "conditions"
 
 FOUR = replace(cpu_machine(4), devices=("0", "2", "3", "5"))
@@ -214,4 +212,4 @@ def test_a_configuration_that_is_kept_needs_no_other_command(
     run = SimpleNamespace(best=best, baseline=best, outcomes={})
     search: Any = SimpleNamespace(ready=ready, run=run, folder=tmp_path)
     said = "\n".join(map(str, output.result_of(search)))
-    assert ("Your own command has this configuration" in said) == does_too
+    assert ("Train with your own command" in said) == does_too
