@@ -15,7 +15,7 @@ from dsat.run.strategies import make_space
 from dsat.search.base import Observation, Problem, Source
 from dsat.search.predictions import Configurations, Predictions
 from dsat.search.threads import in_one_thread
-from dsat.space.knobs import KNOB_NAMES
+from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.space.locate import Point
 from dsat.space.plan import Plan
 from dsat.values.zero_strategy import of_config
@@ -44,7 +44,7 @@ def predict(run: Run) -> FreeBatch | None:
     own, objective = run.baseline, run.plan.objective
     if run.profile is None or own is None or objective.smaller_is_better or run.value(own) is None:
         return None
-    fixed: dict[str, Any] = {"tune": (), "fix": KNOB_NAMES, "choices": {}, "listed_switches": {}}
+    fixed: dict[str, Any] = {"tune": (), "fix": SETTING_NAMES, "choices": {}, "listed_switches": {}}
     plan, profile = replace(run.plan, train_batch_size=None, **fixed), run.profile
     strategy = of_config(plan.base_config)
     space = make_space(plan, replace(profile, switches={}), only=(strategy,))

@@ -102,7 +102,7 @@ class Settings:
             add(_WHOLE_TILES, str(is_so), _TILES_SD)
             add(_ALONE, str(is_so), _ALONE_SD)
         for branch in space.branches:
-            for key, values in branch.knobs:
+            for key, values in branch.searched:
                 if key == GAS:
                     continue
                 sd = SWITCH_SD if acts_on_whole_step(key) else SETTING_SD
@@ -110,11 +110,11 @@ class Settings:
                     add(key, _text(value), sd)
         self._first: dict[str, str] = {}
         for branch in space.branches:
-            for key, values in branch.knobs:
+            for key, values in branch.searched:
                 self._first.setdefault(key, _text(values[0]))
         self.effects = np.array(effects)
         self._texts = [
-            [[_text(value) for value in values] for _, values in branch.knobs]
+            [[_text(value) for value in values] for _, values in branch.searched]
             for branch in space.branches
         ]
 
@@ -158,13 +158,15 @@ class Settings:
         """
         whole = self._space.branches[branch]
         digits = []
-        for (key, _), texts in zip(whole.knobs, self._texts[branch], strict=True):
+        for (key, _), texts in zip(whole.searched, self._texts[branch], strict=True):
             text = _text(best.get(key))
             digits.append(texts.index(text) if text in texts else 0)
         at_best = sum(map(operator.mul, digits, whole.strides))
         others = [
             at_best + stride * (other - digit)
-            for digit, stride, (_, values) in zip(digits, whole.strides, whole.knobs, strict=True)
+            for digit, stride, (_, values) in zip(
+                digits, whole.strides, whole.searched, strict=True
+            )
             for other in range(len(values))
             if other != digit
         ]

@@ -33,7 +33,7 @@ from dsat.search import cards, collectives
 from dsat.search.cards import Card
 from dsat.search.collectives import Network, Protocol
 from dsat.search.normal import Array
-from dsat.space.knobs import HPZ, defaults
+from dsat.space.deepspeed_settings import HPZ, defaults
 from dsat.values.outcome import ModelProfile
 from dsat.values.parallelism import DATA_ONLY, Parallelism, of_settings
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy
