@@ -85,7 +85,7 @@ def replace(
     if passed.name == _BY_ATTRIBUTE:
         arguments["args"].deepspeed_config = str(path)
         return
-    wanted = ds_config.completed(config, passed.content)
+    wanted = ds_config.fill_in_auto(config, passed.content)
     # In place: the script may yet read its batch size from there.
     passed.content.clear()
     passed.content.update(wanted)

@@ -124,7 +124,7 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
     hanging = [number for number, (fault, *_) in enumerate(FAILURES) if "hang" in fault]
     others: dict[str, Any] = {"slots": 2, "program": "on_devices", "prefix": imported}
     with (
-        engine_on_devices(tmp_path / "hang", *range(4, 8), timeout_s=10, **others) as patient,
+        engine_on_devices(tmp_path / "hang", *range(4, 8), timeout_s=5, **others) as patient,
         engine_on_devices(tmp_path / "run", *range(4), **others) as engine,
     ):
         # Those that hang do so while all else is run: one by one, for beside others each that
@@ -277,7 +277,7 @@ def test_devices_that_a_command_names_are_used_whoever_else_is_there(
 
     def devices_of(devices: tuple[int, ...] = (), but: tuple[int, ...] = ()) -> tuple[str, ...]:
         program = Entrypoint(launch=Launch(devices=devices, not_devices=but))
-        with hosts_of.acquired("local", program) as (host,):
+        with hosts_of.acquire_hosts("local", program) as (host,):
             return host.machine.devices
 
     assert devices_of() == ("2", "3")
@@ -286,5 +286,5 @@ def test_devices_that_a_command_names_are_used_whoever_else_is_there(
     with pytest.raises(UserInputError, match="there is no device 4: this machine has 2 GPUs"):
         devices_of((4,))
     chosen = Entrypoint(env={"CUDA_VISIBLE_DEVICES": "3,0"})
-    with hosts_of.acquired("local", chosen) as (host,):
+    with hosts_of.acquire_hosts("local", chosen) as (host,):
         assert host.machine.devices == ("3", "0")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from deepspeed.autotuning import constants
 
-from dsat.space.knobs import KNOB_NAMES
+from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.tuning import autotuning_section
 from dsat.tuning.autotuning_section import KEYS, Section
 from dsat.values.objective import METRIC_NAMES
@@ -95,7 +95,6 @@ def plan(user: User, section: dict[str, Any], *options: object, name: str = "tun
     return told.json["plan"]
 
 
-@pytest.mark.usefixtures("unchecked_configurations")
 def test_mappings_beside_the_section_have_no_effect_and_it_may_name_any_setting(user: User) -> None:
     section = {"enabled": True, "arg_mappings": {"lr": "learning_rate"}}
     user.has({MICRO: 1, "autotuning": section, "arg_mappings": {MICRO: "--b"}})
@@ -109,7 +108,7 @@ def test_a_section_sets_defaults_wherever_it_is(user: User) -> None:
     for name in ("tune", "run"):
         found = plan(user, section, name=name)
         assert (found["method"], found["metric"]) == ("random", "latency")
-        assert found["max_trials"] == 10 and set(found["fix"]) == set(KNOB_NAMES)
+        assert found["max_trials"] == 10 and set(found["fix"]) == set(SETTING_NAMES)
     user.has({MICRO: 1, "autotuning": section})
     found = user.types("tune", "deepspeed.yaml", ".", "--dry-run", "--json").json["plan"]
     assert (found["method"], found["metric"]) == ("random", "latency"), "an experiment's too"
