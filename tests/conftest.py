@@ -95,6 +95,12 @@ def unchecked_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
 
 
+@pytest.fixture(autouse=True)
+def _only_slow_tests_ask_deepspeed(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("slow") is None:
+        request.getfixturevalue("unchecked_configurations")
+
+
 @pytest.fixture(scope="session")
 def this_machine() -> Machine:
     return find_machine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 
 from packaging.requirements import Requirement
@@ -23,6 +24,7 @@ def requirements() -> list[Requirement]:
     return [r for r in required if r.marker is None or r.marker.evaluate({"extra": _EXTRA})]
 
 
+@functools.cache
 def version(name: str) -> str | None:
     """Return the installed version of a package; None if it is missing."""
     try:

@@ -71,9 +71,7 @@ class Source:
     def first_run(self, options: TrialOptions, slots: int | None) -> OwnCommand:
         """Start the user's command as the first trial, a plain script with `slots` ranks."""
         ranks = self._ranks(slots)
-        return OwnCommand(
-            self.command, Path.cwd(), timeout_s=options.timeout_s, options=options, ranks=ranks
-        )
+        return OwnCommand(self.command, Path.cwd(), options, ranks=ranks)
 
     def _ranks(self, slots: int | None) -> int | None:
         """Return the ranks of a plain script; None if the command starts them."""
@@ -90,7 +88,8 @@ class Source:
         run = OwnCommand(
             self.command if own else self.program.command(),
             Path.cwd(),
-            timeout_s=timeout_s,
+            TrialOptions(timeout_s=timeout_s),
+            measures=False,
             ranks=self._ranks(slots) if own else 1,
         )
         try:

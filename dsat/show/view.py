@@ -287,9 +287,6 @@ def _facts(run: Run) -> Iterator[str]:
                 f"{fmt.percent(errors[-1])} over {fmt.count(len(errors), 'trial')} that ran"
             )
         yield line
-    if run.skipped:
-        skipped = fmt.count(len(run.skipped), "configuration")
-        yield f"skipped: {skipped} predicted to run out of memory"
     absent = [n for n in run.plan.tune if n in SWITCHES and n not in own_switches(run)]
     if run.profile is not None and absent and not set(run.plan.tune) >= set(SETTING_NAMES):
         yield f"not searched: {', '.join(absent)}: your script has none, or it cannot matter there"

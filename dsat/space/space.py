@@ -168,18 +168,24 @@ class Space:
 
     def batch(self, micro_batch: int, settings: Mapping[str, Any] | None = None) -> BatchTriple:
         shared = self.freedom.parallelism(settings)
-        gas = self.accumulation(micro_batch, settings)
+        own = int((settings or {}).get(GAS, self.gas))
+        gas = self.accumulation(micro_batch, shared.data(self.slots), own)
         return BatchTriple.on(self.slots, shared, micro_batch=micro_batch, gas=gas)
 
-    def accumulation(self, micro_batch: Any, settings: Mapping[str, Any] | None = None) -> Any:
-        """Return the accumulation steps for a micro batch, or for an array of them."""
-        step = micro_batch * self.freedom.parallelism(settings).data(self.slots)
+    def accumulation(self, micro_batch: Any, groups: Any, own: Any) -> Any:
+        """Return the accumulation steps of a configuration, or of arrays of them.
+
+        Args:
+            groups: data-parallel groups.
+            own: accumulation steps of the settings, where the global batch is free.
+        """
+        step = micro_batch * groups
         if self.train_batch_size is not None:
             return self.train_batch_size // step
         if self.max_train_batch_size is not None:
             steps = self.max_train_batch_size // step
             return steps + (steps < 1)
-        return int((settings or {}).get(GAS, self.gas))
+        return own
 
     def describe(self) -> list[str]:
         """Return one line per branch with the settings that are searched in it."""

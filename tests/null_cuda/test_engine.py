@@ -124,7 +124,7 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
     hanging = [number for number, (fault, *_) in enumerate(FAILURES) if "hang" in fault]
     others: dict[str, Any] = {"slots": 2, "program": "on_devices", "prefix": imported}
     with (
-        engine_on_devices(tmp_path / "hang", *range(4, 8), timeout_s=10, **others) as patient,
+        engine_on_devices(tmp_path / "hang", *range(4, 8), timeout_s=5, **others) as patient,
         engine_on_devices(tmp_path / "run", *range(4), **others) as engine,
     ):
         # Those that hang do so while all else is run: one by one, for beside others each that

@@ -156,7 +156,7 @@ def test_asha_counts_a_lineage_that_never_ran_but_promotes_it_never() -> None:
 def test_asha_resources_of_each_rung(options: dict[str, Any], resources: list[int]) -> None:
     wide = Space(strategies=plain(1, 2), micro_batches=range(1, 2**60), slots=2, gas=1)
     search = Driven("asha", wide, ceiling=2**60, **options)
-    asked = proposals_of(search, lambda p: ran(p.arm), limit=400)
+    asked = proposals_of(search, lambda p: ran(p.arm), limit=150)
 
     trials_until: dict[int, dict[int, int]] = defaultdict(dict)
     counts: Counter[int] = Counter()

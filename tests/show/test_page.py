@@ -85,7 +85,6 @@ def test_each_change_has_both_values_and_what_it_does(ran: tuple[User, Told, Par
     assert rows[STAGE][1:3] == ["0", "2"] and rows[STAGE][3].strip()
 
 
-@pytest.mark.usefixtures("unchecked_configurations")
 def test_without_vl_convert_the_page_is_plain(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     page._vega.cache_clear()

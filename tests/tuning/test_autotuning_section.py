@@ -95,7 +95,6 @@ def plan(user: User, section: dict[str, Any], *options: object, name: str = "tun
     return told.json["plan"]
 
 
-@pytest.mark.usefixtures("unchecked_configurations")
 def test_mappings_beside_the_section_have_no_effect_and_it_may_name_any_setting(user: User) -> None:
     section = {"enabled": True, "arg_mappings": {"lr": "learning_rate"}}
     user.has({MICRO: 1, "autotuning": section, "arg_mappings": {MICRO: "--b"}})

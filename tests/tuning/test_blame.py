@@ -11,9 +11,6 @@ OOM = Failure("OOM", {"kind": "baseline"}, "out of memory")
 INSIDE_DSAT = "an error inside dsat, not of your script: KeyError"
 
 
-pytestmark = pytest.mark.usefixtures("unchecked_configurations")
-
-
 @pytest.mark.parametrize(
     ("failures", "words"),
     [

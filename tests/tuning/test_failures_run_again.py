@@ -8,8 +8,6 @@ from testing.scenarios import User
 from testing.started import Told
 from testing.world import Failure, World
 
-pytestmark = pytest.mark.usefixtures("unchecked_configurations")
-
 
 def search(user: User, *options: object) -> Told:
     return user.tunes("--max-trials", 14, "--finals", 0, *options, method="random")

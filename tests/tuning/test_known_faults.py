@@ -10,7 +10,6 @@ import pytest
 from testing import scenarios
 from testing.scenarios import User, machine_of
 
-pytestmark = pytest.mark.usefixtures("unchecked_configurations")
 MICRO = "train_micro_batch_size_per_gpu"
 OWN = {MICRO: 4, "gradient_accumulation_steps": 4}
 STAGE_2 = {"zero_optimization": {"stage": 2}}

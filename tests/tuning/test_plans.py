@@ -11,8 +11,6 @@ from dsat.values.objective import METRICS, Metric
 from testing.scenarios import User
 from testing.started import Told
 
-pytestmark = pytest.mark.usefixtures("unchecked_configurations")
-
 
 def dry(user: User, *options: str) -> Told:
     words = ("random", "--ds-config", "ds.json", "--dry-run", "--json", *options)

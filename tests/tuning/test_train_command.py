@@ -29,8 +29,6 @@ from dsat.values.text import hide_secrets
 from testing.local import PROGRAMS, cpu_machine
 from testing.printed import prepared, printed_line
 
-pytestmark = pytest.mark.usefixtures("unchecked_configurations")
-
 FOLDER = PROGRAMS / "conditions"
 
 FOUR = replace(cpu_machine(4), devices=("0", "2", "3", "5"))

@@ -54,7 +54,7 @@ def compile_an_operator() -> None:
         absolute_name = sources = None
 
         def is_compatible(self, verbose: bool = False) -> bool:
-            time.sleep(4.0)
+            time.sleep(1.5)
             return False
 
     with contextlib.suppress(RuntimeError):
