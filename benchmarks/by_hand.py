@@ -25,7 +25,7 @@ from benchmarks import common
 from benchmarks.common import Bar
 from dsat.in_trial.steps import summarize
 from dsat.tuning.local import local_engine
-from dsat.tuning.preparation import prepared
+from dsat.tuning.preparation import prepare_run
 from dsat.tuning.settings import Settings
 from dsat.values.trial import Trial, TrialKind
 
@@ -121,7 +121,7 @@ def compare(case: Case, folder: Path, pairs: int) -> Compared:
     settings = Settings(
         method="random", dry_run=True, command=tuple(command), slots=case.ranks, cold=case.cold
     )
-    with prepared(settings) as ready:
+    with prepare_run(settings) as ready:
         pass  # nothing has been acquired that a trial needs
     batch, steps_ms = ready.plan.own_batch, list[float]()
     found: list[tuple[float, float]] = []

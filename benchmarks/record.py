@@ -41,10 +41,10 @@ OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
 START_STEP, END_STEP, MAX_STEPS = 2, 3, 3
 
 
-def grid(**knobs: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return all combinations of the values of knobs."""
-    combinations = itertools.product(*knobs.values())
-    return [dict(zip(knobs, values, strict=True)) for values in combinations]
+def grid(**settings: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return all combinations of the values of settings."""
+    combinations = itertools.product(*settings.values())
+    return [dict(zip(settings, values, strict=True)) for values in combinations]
 
 
 # What matters most on one slot (see dsat/space/space.py): a small and a large size of each.

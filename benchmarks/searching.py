@@ -23,7 +23,7 @@ from dsat.run.strategies import make_space
 from dsat.run.tuner import Tuner
 from dsat.search import SEARCHES, Context, Observation, Problem, Proposal, usual_options
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
-from dsat.space.knobs import KNOB_NAMES
+from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import BY_FORMULA, BY_SIMULATION, LONGEST_S, Plan
 from dsat.space.space import Freedom, Space
@@ -70,7 +70,7 @@ def plan_of(table: Workload, method: str, *, seed: int = 0, max_trials: int = 50
         max_micro_batch=table.cap,
         choices=table.choices,
         train_batch_size=header.train_batch_size,
-        fix=tuple(name for name in KNOB_NAMES if name not in table.choices),
+        fix=tuple(name for name in SETTING_NAMES if name not in table.choices),
         ramp=True,
         longest_s=LONGEST_S,
         measured={"steps": header.steps},
@@ -118,7 +118,7 @@ def decide(
     concurrent: int,
     slots: int,
 ) -> None:
-    """Let a search decide alone, on the real space with a knob more, so that it never ends."""
+    """Let a search decide alone, on the real space with a setting more, so that it never ends."""
     space = Space(
         strategies=plain(*STAGES),
         micro_batches=range(1, LARGEST_MICRO_BATCH + 1),

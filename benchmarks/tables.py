@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.command import ds_config
-from dsat.space import knobs
+from dsat.space import deepspeed_settings
 from dsat.space.overrides import overrides_for
 from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
@@ -201,7 +201,8 @@ class Table:
         """
         batch = ds_config.resolve_batch(config, self.header.slots, where="the configuration")
         strategy = of_config(config)
-        zero = {**knobs.defaults(strategy.stage), **(config.get("zero_optimization") or {})}
+        own = config.get("zero_optimization") or {}
+        zero = {**deepspeed_settings.defaults(strategy.stage), **own}
         if strategy.stage > 0 and zero["contiguous_gradients"]:
             bucket_bytes = zero["reduce_bucket_size"] * self.header.profile.param_bytes
             if bucket_bytes > self.header.slot_memory_bytes:

@@ -96,7 +96,7 @@ def slurm_nodes(folder: Path) -> Iterator[Sequence[Host]]:
     folder.mkdir()
     with slurm.running(folder, 2) as cluster, cluster.allocation(2) as variables:
         os.environ.update(variables)
-        with hosts.acquired("slurm") as nodes:
+        with hosts.acquire_hosts("slurm") as nodes:
             yield nodes
 
 
@@ -105,7 +105,7 @@ def ray_nodes() -> Iterator[Sequence[Host]]:
     """Give two nodes with a processor core each."""
     with (
         ray_cluster.running(2) as cluster,
-        hosts.acquired("ray", given={"ray_address": cluster.address}) as nodes,
+        hosts.acquire_hosts("ray", given={"ray_address": cluster.address}) as nodes,
     ):
         yield nodes
 

@@ -32,13 +32,13 @@ from dsat.run.loop import Observer
 from dsat.run.run import Run
 from dsat.search import SEARCHES, Search
 from dsat.show import past_runs
-from dsat.show.progress import Status
+from dsat.show.summary import read_train_line
 from dsat.show.view import RunView, TrialView
 from dsat.tuning import local, train_command
 from dsat.tuning.dry_run import describe_plan
 from dsat.tuning.local import EngineFactory, LocalSearch
 from dsat.tuning.make_settings import all_options, make_settings
-from dsat.tuning.preparation import Prepared, prepared
+from dsat.tuning.preparation import Prepared, prepare_run
 from dsat.tuning.settings import DEFAULT_METHOD, Settings
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -186,7 +186,7 @@ def tune(
         choice = submit.select_place(settings) if settings.engine not in local.ENGINES else None
         if choice is not None and choice.master is not None:
             return _tune_on_cluster(settings, choice)
-        with prepared(settings) as ready:
+        with prepare_run(settings) as ready:
             if settings.dry_run:
                 return _result_of_dry_run(settings, describe_plan(ready))
             return _tune_here(ready, calls)
@@ -208,11 +208,10 @@ def load_run(path: PathLike) -> Result:
     if folder.name == FILE_NAME:
         folder = folder.parent
     past = past_runs.load(folder)
-    status = Status.read(past.folder)
     return _result(
         RunView.build(past.run).to_json(past.folder),
         run_dir=past.folder,
-        train_command=None if status is None else status.train_line or None,
+        train_command=read_train_line(past.folder) or None,
     )
 
 
@@ -334,7 +333,7 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
             search.interrupted = True
         line = None
         if search.run.best is not None:
-            line = train_command.line(ready, search.run, search.folder)
+            line = train_command.make_line(ready, search.run, search.folder)
         return _result(
             RunView.build(search.run).to_json(search.folder),
             run_dir=search.folder,

@@ -61,8 +61,8 @@ def begun(
         trains: it goes on behind `deepspeed.initialize`, and is measured.
         ranks: so many processes of the command; None for one that starts its ranks itself.
     """
-    options = TrialOptions(timeout_s=timeout_s) if trains else None
-    run = OwnCommand(command, place, timeout_s=timeout_s, options=options, ranks=ranks)
+    options = TrialOptions(timeout_s=timeout_s)
+    run = OwnCommand(command, place, options, measures=trains, ranks=ranks)
     try:
         yield Begun(run, command)
     finally:

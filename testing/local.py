@@ -201,7 +201,7 @@ class Bench:
     def supervisor(self, host: int = 0) -> psutil.Process:
         """Asks it, for what was started may only have started it elsewhere."""
         supervisors, look = (
-            self.engine._agents.supervisors,
+            self.engine._supervisors,
             {"op": "look", "files": [], "folder": "/"},
         )
         answers = supervisors._ask(dict.fromkeys(supervisors._clients, look), PATIENCE_S)

@@ -34,7 +34,7 @@ from typing import Any
 from dsat.search import collectives
 from dsat.search.cards import Card
 from dsat.search.collectives import Network
-from dsat.space import knobs
+from dsat.space import deepspeed_settings
 from dsat.values.step_trace import ALL_GATHER, BACKWARD, FORWARD, STEP, Collectives
 
 GIB = 2**30
@@ -265,7 +265,7 @@ class Physics:
 def with_defaults(zero: Mapping[str, Any]) -> dict[str, Any]:
     """Return a ZeRO section with DeepSpeed's defaults for what it leaves out."""
     stage = int(zero.get("stage", 0))
-    return {"stage": stage, **knobs.defaults(stage), **zero}
+    return {"stage": stage, **deepspeed_settings.defaults(stage), **zero}
 
 
 def _offloads(zero: Mapping[str, Any], what: str) -> bool:

@@ -34,7 +34,7 @@ def prepared(
     monkeypatch.setattr(this_machine, "find_machine", lambda *_: machine)
     words = tuple(shlex.split(command))
     wanted = Settings(method="random", command=words, dry_run=True, **settings)
-    with prepare.prepared(wanted) as ready:
+    with prepare.prepare_run(wanted) as ready:
         return ready
 
 
@@ -64,7 +64,7 @@ def printed_line(
     outcome = replace(ran(1.0, ready.plan.metric), warnings=tuple(warnings))
     run.apply({"event": "finished", "trial_id": best.id, "outcome": outcome})
     run.profiled = Outcome(OutcomeKind.OK, profile=replace(weightless(1), switches=found or {}))
-    line = train_command.line(ready, run, folder)
+    line = train_command.make_line(ready, run, folder)
     summary.write_files(RunView.build(run), folder, line)
     return line
 

@@ -20,7 +20,7 @@ from dsat.in_trial.adapters.trial import ALWAYS, IN_TRIALS
 from dsat.options import Group, Option
 from dsat.search import SEARCHES
 from dsat.show.settings import READ_ONLY
-from dsat.space.knobs import KNOB_NAMES, KNOBS
+from dsat.space.deepspeed_settings import SETTING_NAMES, SETTINGS
 from dsat.tuning.make_settings import all_options
 from dsat.tuning.settings import TUNE
 from dsat.values import hazards
@@ -50,12 +50,13 @@ def option_reference() -> str:
 def setting_reference() -> str:
     """Return every setting that a search may choose, as it is declared."""
     rows = ["| setting | stages | values | why | searched |", "|---|---|---|---|---|"]
-    for knob in KNOBS:
-        stages = ", ".join(map(str, knob.stages))
-        values = ", ".join(f"`{_json(value)}`" for value in knob.values)
-        when = "`--search`" if knob.is_on_request else "yes"
-        rows.append(f"| `{knob.key}` | {stages} | {values} | {knob.reason} | {when} |")
-    others = ", ".join(f"`{n}`" for n in KNOB_NAMES if n not in {knob.key for knob in KNOBS})
+    for setting in SETTINGS:
+        stages = ", ".join(map(str, setting.stages))
+        values = ", ".join(f"`{_json(value)}`" for value in setting.values)
+        when = "`--search`" if setting.is_on_request else "yes"
+        rows.append(f"| `{setting.key}` | {stages} | {values} | {setting.reason} | {when} |")
+    keys = {setting.key for setting in SETTINGS}
+    others = ", ".join(f"`{name}`" for name in SETTING_NAMES if name not in keys)
     return "\n".join([*rows, "", f"`--search` and `--keep` also accept {others}.", ""])
 
 
@@ -116,8 +117,8 @@ def _row(own: Option) -> str:
     flags = ", ".join(f"`{flag}`" for flag in [*short, f"{long} {own.placeholder or ''}".strip()])
     flags = flags.replace("|", "\\|")
     default = f"`{own.default}`" if own.has_plain_default else ""
-    said = own.help.replace("%%", "%").replace(": {knobs}", "")
-    said = said.replace("{knobs}", "[settings](settings.md)").replace("|", "\\|")
+    said = own.help.replace("%%", "%").replace(": {settings}", "")
+    said = said.replace("{settings}", "[settings](settings.md)").replace("|", "\\|")
     if own.choices is not None and len(own.choices) > len(own.flags):
         said += ": " + ", ".join(f"`{value}`" for value in own.choices)
     return f"| {flags} | {default} | {said} |"

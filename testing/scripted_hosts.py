@@ -7,6 +7,7 @@ end at once, or when a test says so.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from dsat.engines.agent.leftovers import CompilerLocks
 from dsat.engines.engine import LocalEngine
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine
@@ -74,7 +76,7 @@ class ScriptedHosts:
 
     def replace_those_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have every engine that is made from now on talk to these."""
-        monkeypatch.setattr("dsat.engines.agents.Supervisors", lambda *_, **__: self)
+        monkeypatch.setattr("dsat.engines.engine.Supervisors", lambda *_, **__: self)
 
     def devices(self, trial: int) -> list[str]:
         """Return the devices of a trial's starts."""
@@ -107,6 +109,10 @@ class ScriptedHosts:
         return ""
 
     def check_files(self, folder: Path, files: Iterable[Path]) -> None: ...
+
+    @property
+    def locks(self) -> CompilerLocks:
+        return CompilerLocks(os.environ)
 
     def close(self) -> None: ...
 

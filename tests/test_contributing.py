@@ -64,8 +64,8 @@ def _follow(title: str, copy: Path, **variables: str) -> str:
 
 
 @pytest.mark.nightly
-def test_add_a_knob(tmp_path: Path) -> None:
-    assert "use_multi_rank_bucket_allreduce" in _follow("Add a knob", _copy(tmp_path))
+def test_add_a_setting(tmp_path: Path) -> None:
+    assert "use_multi_rank_bucket_allreduce" in _follow("Add a setting", _copy(tmp_path))
 
 
 @pytest.mark.nightly

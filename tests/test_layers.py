@@ -172,6 +172,8 @@ TOO_LARGE = {
     "run.run Run: attributes",
     # Each attribute is a fact of the journal.
     "values.outcome Outcome: attributes",
+    # Each attribute is a fact of the model.
+    "values.outcome ModelProfile: attributes",
     # Each attribute is an option.
     "tuning.settings Settings: attributes",
     "api_options TuneOptions: attributes",

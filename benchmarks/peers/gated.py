@@ -80,7 +80,7 @@ def play_tpe(ledger: Ledger, seed: int, max_trials: int) -> None:
         number = trial.suggest_categorical("strategy", range(len(space.branches)))
         branch = space.branches[number]
         settings = {"stage": branch.strategy.stage, **branch.base}
-        for key, values in branch.knobs:
+        for key, values in branch.searched:
             chosen = trial.suggest_categorical(f"{number} {key}", range(len(values)))
             settings[key] = values[chosen]
         largest = gated.largest(settings)

@@ -21,7 +21,7 @@ from dsat.show.settings import WatchSettings
 from dsat.show.view import RunView
 from dsat.tuning import dry_run, local
 from dsat.tuning.command_line import CommandLine
-from dsat.tuning.preparation import prepared
+from dsat.tuning.preparation import prepare_run
 from dsat.tuning.settings import Settings
 from dsat.values import format as fmt
 
@@ -99,7 +99,7 @@ def _print_submitted(submitted: submit.Submitted, *, as_json: bool) -> int:
 
 
 def _tune_here(settings: Settings, line: CommandLine, view: LiveView) -> int:
-    with prepared(settings, line) as ready:
+    with prepare_run(settings, line) as ready:
         if settings.dry_run:
             if settings.json:
                 output.print_json(dry_run.plan_to_json(ready))
@@ -111,7 +111,7 @@ def _tune_here(settings: Settings, line: CommandLine, view: LiveView) -> int:
 
 
 def _search(search: local.LocalSearch, view: LiveView) -> int:
-    view.follow(search.folder, search.trials)
+    view.follow(search.trials)
     with view:
         search.search(view)
     if search.ready.settings.json:

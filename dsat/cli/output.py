@@ -75,7 +75,7 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
     if run.best is run.baseline and trains_itself:
         yield "Train with your own command: it has this configuration already."
     else:
-        yield f"Train with it: {train_command.line(ready, run, search.folder)}"
+        yield f"Train with it: {train_command.make_line(ready, run, search.folder)}"
 
 
 def how_to_continue(ready: Prepared, folder: Path) -> str:

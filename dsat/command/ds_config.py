@@ -180,13 +180,13 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def completed(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
+def fill_in_auto(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a configuration with "auto" values from another configuration."""
     result = {}
     for key, value in config.items():
         other = passed.get(key)
         if isinstance(value, Mapping):
-            result[key] = completed(value, other if isinstance(other, Mapping) else {})
+            result[key] = fill_in_auto(value, other if isinstance(other, Mapping) else {})
         else:
             result[key] = copy.deepcopy(passed[key] if value == AUTO and key in passed else value)
     return result

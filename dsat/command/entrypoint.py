@@ -163,7 +163,8 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
         raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
     found = _command(words)
     found = replace(
-        found, env={**env, **(placement.exported(model_dir) if found.launch.hosts else {})}
+        found,
+        env={**env, **(placement.read_exported_variables(model_dir) if found.launch.hosts else {})},
     )
     if found.script and not (model_dir / found.script).is_file():
         raise UserInputError(
@@ -339,18 +340,18 @@ def _determined(launcher: str, words: list[str]) -> Entrypoint:
 
 
 def _deepspeed(words: list[str]) -> Entrypoint:
-    options, found = _launched(DEEPSPEED, words, frozenset((*DEEPSPEED_SWITCHES, "-q")))
+    options, found = _split_launcher(DEEPSPEED, words, frozenset((*DEEPSPEED_SWITCHES, "-q")))
     slots, launch = placement.read_options(options)
     return replace(found, slots=slots, launch=launch)
 
 
 def _torchrun(words: list[str]) -> Entrypoint:
-    options, found = _launched(TORCHRUN, words, _TORCHRUN_SWITCHES)
+    options, found = _split_launcher(TORCHRUN, words, _TORCHRUN_SWITCHES)
     slots, launch = placement.read_torchrun_options(options)
     return replace(found, slots=slots, launch=launch)
 
 
-def _launched(
+def _split_launcher(
     launcher: str, words: list[str], switches: frozenset[str]
 ) -> tuple[dict[str, str], Entrypoint]:
     options: dict[str, str] = {}

@@ -110,7 +110,7 @@ def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
     total, *sizes = configs.BATCH_KEYS
     if not isinstance(given.get(total), int):  # from which the others would follow
         usual |= dict.fromkeys(sizes, 1)
-    merged = configs.merge(usual, configs.completed(given, usual))
+    merged = configs.merge(usual, configs.fill_in_auto(given, usual))
     merged.pop("scheduler", None)  # which takes no memory, and must know the training's length
     return _without_auto(merged)
 
@@ -131,7 +131,7 @@ def auto_sizes(hidden_size: int | None) -> dict[str, int]:
 
 def fill_in_buckets(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
     """Replace "auto" sizes by those that a Trainer computes from the hidden size."""
-    return configs.completed(config, {"zero_optimization": auto_sizes(hidden_size)})
+    return configs.fill_in_auto(config, {"zero_optimization": auto_sizes(hidden_size)})
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:

@@ -126,7 +126,7 @@ class Answer:
         return found
 
 
-def rewritten(words: Sequence[str], folder: Path, answer: Answer) -> Rewriting | None:
+def rewrite_command(words: Sequence[str], folder: Path, answer: Answer) -> Rewriting | None:
     """Return a command with copies of the configuration files that it names.
 
     None if no argument, file or launcher takes the DeepSpeed configuration.
@@ -183,7 +183,7 @@ class Rewriting:
             if data.get(_CONFIG) and not self._answer.by_accelerate:
                 data[_CONFIG] = best
                 self.takes_config = True
-            data.update(_named_as(self._answer.values(form), data))
+            data.update(_rename_checkpointing(self._answer.values(form), data))
             if isinstance(named := data.get(_ACCELERATE), str):
                 data[_ACCELERATE] = self._accelerate_file(named)
         elif _is_of_accelerate(data):
@@ -218,7 +218,7 @@ class Rewriting:
     def _override(self, form: Form) -> None:
         """Set flags and LLaMA-Factory's `key=value` words, which would override the file."""
         given = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in self.words]
-        values = _named_as(self._answer.values(form), given)
+        values = _rename_checkpointing(self._answer.values(form), given)
         values = {k: json.dumps(v) if isinstance(v, Mapping) else v for k, v in values.items()}
         if not self._answer.by_accelerate:
             values[_CONFIG] = str(self._answer.path)
@@ -252,7 +252,7 @@ class Rewriting:
         self.takes_config = True
 
 
-def _named_as(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+def _rename_checkpointing(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     """Rename checkpointing keys to transformers' newer names where the user has those."""
     if not any(name.startswith(NEWER_CHECKPOINTING) for name in given):
         return dict(values)

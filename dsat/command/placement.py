@@ -68,7 +68,7 @@ def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
     """Return the number of devices that DeepSpeed's launcher gets, and its other choices."""
     launch = Launch(
         binds_cores="--bind_cores_to_rank" in options,
-        core_list=cores(options.get("--bind_core_list", "")),
+        core_list=parse_cores(options.get("--bind_core_list", "")),
         passes_local_rank="--no_local_rank" not in options,
     )
     named = options.get("--hostfile") or options.get("-H")
@@ -79,14 +79,14 @@ def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
     if len(hosts) > 1:
         return None, replace(
             launch,
-            hosts=tuple(chosen(hostfile, hosts, options).items()),
-            ssh_port=count(options, "--ssh_port"),
+            hosts=tuple(choose_machines(hostfile, hosts, options).items()),
+            ssh_port=read_count(options, "--ssh_port"),
             master_address=options.get("--master_addr", ""),
             takes_all=True,
         )
-    nodes = count(options, _NODES) or 1
-    used, unused = devices(options, "--include", "-i"), devices(options, *_EXCLUDE)
-    slots = count(options, "--num_gpus", "--num_accelerators") or len(used) or None
+    nodes = read_count(options, _NODES) or 1
+    used, unused = read_devices(options, "--include", "-i"), read_devices(options, *_EXCLUDE)
+    slots = read_count(options, "--num_gpus", "--num_accelerators") or len(used) or None
     slots = slots or next(iter(hosts.values()), None)
     launch = replace(launch, devices=used, not_devices=unused, nodes=nodes, takes_all=slots is None)
     return slots and nodes * slots, launch
@@ -107,11 +107,11 @@ def read_torchrun_options(options: Mapping[str, str]) -> tuple[int | None, Launc
         )
     processes = {name: value for name in _PROCESSES if (value := options.get(name))}
     is_word = not all(map(_COUNT.fullmatch, processes.values()))  # auto, gpu, cpu
-    nodes, slots = int(least), None if is_word else count(processes, *_PROCESSES)
+    nodes, slots = int(least), None if is_word else read_count(processes, *_PROCESSES)
     return slots and nodes * slots, Launch(nodes=nodes, takes_all=is_word)
 
 
-def exported(folder: Path) -> dict[str, str]:
+def read_exported_variables(folder: Path) -> dict[str, str]:
     """Return variables that DeepSpeed's launcher exports to the machines of a hostfile.
 
     Ranks import modules from the folder where it is started.
@@ -153,7 +153,7 @@ def read(path: Path) -> dict[str, int | None]:
     return found
 
 
-def chosen(
+def choose_machines(
     path: Path, machines: Mapping[str, int | None], options: Mapping[str, str]
 ) -> dict[str, tuple[int, ...]]:
     """Return the chosen machines with positions of devices; empty positions for all.
@@ -170,7 +170,8 @@ def chosen(
         if excluded.get(name) != ()
     }
     found = {name: slots for name, slots in found.items() if slots or machines[name] is None}
-    nodes, gpus = count(options, _NODES), count(options, "--num_gpus", "--num_accelerators")
+    nodes = read_count(options, _NODES)
+    gpus = read_count(options, "--num_gpus", "--num_accelerators")
     if nodes is not None:
         if nodes > len(found):
             raise UserInputError(
@@ -194,7 +195,7 @@ def chosen(
     return found
 
 
-def devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
+def read_devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
     """Return positions of this machine's devices from `NAME[:SLOT[,SLOT ..]]`.
 
     Raises UserInputError for another form, or for several machines.
@@ -212,7 +213,7 @@ def devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
     return ()
 
 
-def cores(given: str) -> tuple[int, ...]:
+def parse_cores(given: str) -> tuple[int, ...]:
     """Parse `--bind_core_list`: ascending numbers and ranges, such as `0,2-4`.
 
     As `parse_range_list` of deepspeed/utils/numa.py (0.19.8). Raises UserInputError for another
@@ -232,7 +233,7 @@ def cores(given: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def count(options: Mapping[str, str], *names: str) -> int | None:
+def read_count(options: Mapping[str, str], *names: str) -> int | None:
     """Return the first positive number among options; None without one.
 
     Raises UserInputError if one is not a number.

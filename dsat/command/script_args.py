@@ -176,7 +176,9 @@ def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str
     return {**found, **given}
 
 
-def checked(mappings: Mapping[str, str], args: Sequence[str], *, where: str) -> dict[str, str]:
+def check_mappings(
+    mappings: Mapping[str, str], args: Sequence[str], *, where: str
+) -> dict[str, str]:
     """Check the user's mappings, and spell each flag as in the arguments (dashes or underscores).
 
     Raises UserInputError for a flag that is not among the arguments, and that no Trainer knows.

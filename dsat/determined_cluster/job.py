@@ -238,7 +238,7 @@ def _varied_ranges(plan: Plan) -> dict[str, Any]:
     strategies = {of_config(plan.base_config), *space.strategies, *rungs(plan)}
     allowed = space.micro_batches  # ascending, perhaps a million
     sizes = {plan.own_batch.micro_batch, *allowed[:1], *allowed[-1:]}
-    listed = [values for branch in space.branches for key, values in branch.knobs if key == GAS]
+    listed = [values for branch in space.branches for key, values in branch.searched if key == GAS]
     settings = [{GAS: gas} for values in listed for gas in values] or [{}]
     return {
         "strategy": _categorical({strategy.name for strategy in strategies}),

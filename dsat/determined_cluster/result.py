@@ -73,12 +73,12 @@ def from_lines(lines: Iterable[str]) -> dict[str, Any]:
             continue
         parts = [*parts, part] if len(parts) == int(place) - 1 else [part][int(place) - 1 :]
         if len(parts) == int(count):
-            result = _unpacked("".join(parts)) or result
+            result = _unpack("".join(parts)) or result
             parts = []
     return result
 
 
-def _unpacked(text: str) -> dict[str, Any] | None:
+def _unpack(text: str) -> dict[str, Any] | None:
     try:
         found = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
     except (binascii.Error, zlib.error, ValueError):  # torn, or another program's

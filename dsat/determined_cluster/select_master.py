@@ -29,7 +29,7 @@ def choose(engine: str, *, fits: bool) -> Choice:
     """
     if engine in PROVIDERS:
         return Choice(None, f"--engine {engine}")
-    configured = _configured()
+    configured = _find_configured()
     if engine == "determined":
         master = configured.master if configured is not None else _DEFAULT_HOSTS[0]
         return Choice(master, "--engine determined")
@@ -40,7 +40,7 @@ def choose(engine: str, *, fits: bool) -> Choice:
     return configured
 
 
-def _configured() -> Choice | None:
+def _find_configured() -> Choice | None:
     for variable in _MASTER_VARIABLES:
         if master := os.environ.get(variable):
             return Choice(master, f"{variable} is set")

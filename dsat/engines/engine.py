@@ -16,7 +16,6 @@ from dsat.command.entrypoint import Entrypoint
 from dsat.command.experiment import Experiment
 from dsat.engines import results as trial_result
 from dsat.engines.agent.supervisor import GRACE_AFTER_FAILURE_S
-from dsat.engines.agents import Agents
 from dsat.engines.machines.hosts import Host, disable_segments
 from dsat.engines.own_command import OwnCommand
 from dsat.engines.retries import Retries, RetryReason
@@ -30,9 +29,8 @@ from dsat.engines.start import (
     StartMethod,
 )
 from dsat.engines.starts import LINGER_S, StartBuilder
-from dsat.engines.supervisors import LOST, PING_EVERY_S
-from dsat.engines.trial_folder import remove_empty, working_folder
-from dsat.in_trial.adapters.user_files import read_created
+from dsat.engines.supervisors import LOST, PING_EVERY_S, Supervisors
+from dsat.engines.trial_folder import CreatedFolders, working_folder
 from dsat.in_trial.rank_files import MODULES_FILE, result_file
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -75,13 +73,16 @@ class LocalEngine:
         )
         self._devices = DeviceErrors()
         self._retries = Retries(_methods(program, options, self._hosts))
-        self._agents = Agents(self._builder, self._hosts, own)
+        self._own = own
+        self._has_begun = False  # trials that dsat starts itself
+        self._supervisors: Supervisors
+        if own is not None:
+            self._supervisors = own.supervisors
         self._waiting: list[Start] = []
         self._running: dict[int, Running] = {}
         self._ended: list[tuple[int, Outcome]] = []  # for `poll`
-        self._lost: list[str] = []  # hosts, for the warnings of the next outcome
-        self._created: list[str] = []  # folders that scripts of trials have created
-        self._left: set[str] = set()  # those that stay, as the log has said
+        self._modules: list[str] = []  # of the script
+        self._created = CreatedFolders()
         self._activities = ActivityLog() if own is None else own.activities
         self._closed = False
         if own is None:
@@ -102,10 +103,9 @@ class LocalEngine:
         return reason or f"started by dsat, they failed with {self._retries.failure}"
 
     def launch(self, trial: Trial) -> None:
-        own = self._agents.own
-        if own is not None and own.is_of(trial):
+        if self._own is not None and self._own.is_of(trial):
             start = self._builder.start_of(trial)
-            running = own.become(start, self._builder.config_of(start))
+            running = self._own.become(start, self._builder.config_of(start))
             self._running[trial.id] = running
             if not running.running_hosts:
                 self._handle_end_of_trial(running)
@@ -177,8 +177,9 @@ class LocalEngine:
             for running in self._running.values():
                 if running.start.is_own:  # its files go as well
                     running.folder.unlink(missing_ok=True)
-            self._agents.close()  # a Ctrl-C meanwhile leaves this to be done again
-            self._agents.remove_locks(any_running=False)
+            self._supervisors.close()  # a Ctrl-C meanwhile leaves this to be done again
+            if self._own is not None:
+                self._own.close()
             self._running.clear()
             self._closed = True
 
@@ -186,18 +187,36 @@ class LocalEngine:
         """Preload the modules that the user's script imported in a trial's folder."""
         path = folder / MODULES_FILE
         if self._retries.method is StartMethod.FORKED and path.exists():
-            modules = json.loads(path.read_text())
-            self._retries.note_warm_up(self._agents.import_modules(modules))
+            self._modules += json.loads(path.read_text())
+            if self._has_begun:
+                self._retries.note_warm_up(self._supervisors.warm_up(self._modules))
 
-    # -- the user's own command
+    # -- trials
 
     def _begin_trials(self) -> None:
-        """Start the supervisors, before the first trial that dsat starts itself."""
-        if self._agents.has_begun:
+        """Start the supervisors of all hosts, unless they run.
+
+        The user's own command ends before, because their imports would disturb its measurement.
+        """
+        if self._has_begun:
             return
         for running in self._running.values():  # the command's files go as well
             running.folder.unlink(missing_ok=True)
-        self._retries.note_warm_up(self._agents.begin(self._retries.method))
+        if self._own is not None:
+            self._own.close()
+        builder, program = self._builder, self._builder.program
+        env = {**builder.experiment.env, **program.env}
+        self._supervisors = Supervisors(self._hosts, builder.run, env=env)
+        self._has_begun = True
+        try:
+            if any(host.reach for host in self._hosts):
+                named = filter(None, (program.script, program.config_path))
+                self._supervisors.check_files(builder.cwd, [builder.cwd / name for name in named])
+            if self._retries.method is StartMethod.FORKED:
+                self._retries.note_warm_up(self._supervisors.warm_up(self._modules))
+        except BaseException:
+            self._supervisors.kill()
+            raise
 
     def _start_waiting(self) -> None:
         while self._waiting and not self._devices.failure:
@@ -218,7 +237,8 @@ class LocalEngine:
                 for other in self._running.values():
                     other.beside = running.beside = True
             self._running[start.trial.id] = running
-            self._agents.send(requests)
+            for host, request in requests.items():
+                self._supervisors.send(host, request)
 
     def _wait(self, timeout_s: float) -> None:
         """Wait for the end of a trial, with a time limit."""
@@ -230,7 +250,7 @@ class LocalEngine:
                 self._slots.check_enough()
             self._start_waiting()
             # What has ended by now did so in time, however long this process was busy.
-            messages = self._agents.supervisors.receive(0.0)
+            messages = self._supervisors.receive(0.0)
             if not messages:
                 now = time.monotonic()
                 overdue, left_s = find_overdue(
@@ -240,7 +260,7 @@ class LocalEngine:
                     self._end(running, grace_s=0)
                 ends = [deadline, now + PING_EVERY_S, now + left_s]
                 self._activities.write(self._running.values())
-                messages = self._agents.supervisors.receive(max(0.0, min(ends) - now))
+                messages = self._supervisors.receive(max(0.0, min(ends) - now))
             for host, message in messages:
                 if message["event"] == LOST:
                     self._lose(host, message["reason"])
@@ -251,7 +271,8 @@ class LocalEngine:
 
     def _end(self, running: Running, *, grace_s: float) -> None:
         request = {"op": "kill", "trial": running.trial.id, "grace_s": grace_s}
-        self._agents.send(dict.fromkeys(running.running_hosts, request))
+        for host in running.running_hosts:
+            self._supervisors.send(host, request)
 
     def _handle_end_of_ranks(self, host: int, message: Mapping[str, Any]) -> None:
         running = self._running[message["trial"]]
@@ -268,7 +289,6 @@ class LocalEngine:
         """Continue without a host, and end the trials on it."""
         line = self._slots.lose(host, reason)
         _log.warning("%s", line)
-        self._lost.append(line)
         for running in list(self._running.values()):
             if host not in running.running_hosts:
                 continue
@@ -284,12 +304,9 @@ class LocalEngine:
     def _handle_end_of_trial(self, running: Running) -> None:
         """Report the outcome of a trial, unless it runs again."""
         del self._running[running.trial.id]
-        self._created += read_created(running.folder)
+        self._created.add(running.folder)
         if not self._running:  # another trial may be about to use them
-            for name in set(remove_empty(self._created)) - self._left:
-                self._left.add(name)
-                _log.info("note: the script's new folder %s holds files, and stays", name)
-            self._created.clear()
+            self._created.remove_empty()
         if running.trial.id == SIMULATION_ID:
             return
         outcome = trial_result.read_outcome(
@@ -297,21 +314,22 @@ class LocalEngine:
         )
         if not running.start.is_own:
             self._slots.give_back(running.shares)
-        if not outcome.ok:
-            self._agents.remove_locks(any_running=bool(self._running))
+        # Compilers of trials that run on other hosts cannot be seen.
+        if not outcome.ok and (len(self._hosts) == 1 or not self._running):
+            self._supervisors.locks.remove()
         self._devices.note(outcome)
         reason = None if self._devices.failure else self._retries.decide(running, outcome)
         if reason is not None:
             self._run_again(running, outcome, reason)
             return
-        if self._agents.own is not None:
-            self._agents.own.move_files()
-            self._agents.end_command()
+        if running.start.is_own and self._own is not None:
+            self._own.move_files()
+            self._own.close()
         if running.trial.profiles and outcome.ok:
             self.import_modules_of(running.folder)
         _rename_to_trial(running.folder)
         outcome = self._retries.final(running, outcome)
-        warnings, self._lost = (*outcome.warnings, *self._lost), []
+        warnings = (*outcome.warnings, *self._slots.take_losses())
         self._ended.append((running.trial.id, replace(outcome, warnings=warnings)))
 
     def _run_again(self, running: Running, outcome: Outcome, reason: RetryReason) -> None:

@@ -16,7 +16,6 @@ from dsat.command import experiment as experiments
 from dsat.command.entrypoint import Entrypoint
 from dsat.command.recorded_start import ONE_NODE, RankStart, check_one_training
 from dsat.engines import results as trial_result
-from dsat.engines.agent.leftovers import CompilerLocks
 from dsat.engines.machines import machine
 from dsat.engines.machines.accelerators import has_nvml
 from dsat.engines.machines.hosts import UNSEEN, Host, Share
@@ -28,7 +27,6 @@ from dsat.engines.supervisors import LOST, Supervisors
 from dsat.engines.trial_folder import log_files, read_end, remove_hook
 from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import start_record
-from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank_files import CONFIG_FILE, RECORDS_FOLDER, SEVERAL_NODES_FILE
 from dsat.values import host_cores
 from dsat.values.files import remove, write_atomically
@@ -48,8 +46,8 @@ class OwnCommand:
 
     Args:
         command: the program with its arguments, as typed.
-        timeout_s: time limit until its ranks have started.
-        options: measurement options; None ends the ranks as soon as they are recorded.
+        options: of measuring; their time limit is also that until its ranks have started.
+        measures: False ends the ranks as soon as they are recorded.
         ranks: number of processes of the command to start, with a launcher's variables; None if the
             command starts its ranks itself.
 
@@ -61,13 +59,13 @@ class OwnCommand:
         self,
         command: Sequence[str],
         cwd: Path,
+        options: TrialOptions,
         *,
-        timeout_s: float,
-        options: TrialOptions | None = None,
+        measures: bool = True,
         ranks: int | None = None,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="dsat-")).resolve()
-        self._timeout_s = timeout_s
+        self._timeout_s = options.timeout_s
         self.activities = ActivityLog()
         self._recorded: list[RankStart] = []
         self._records = self.folder / RECORDS_FOLDER
@@ -78,28 +76,20 @@ class OwnCommand:
             Entrypoint(started_by=tuple(command), started_in=str(cwd)),
             self.folder,
             cwd,
-            LocalOptions(options or TrialOptions(timeout_s=timeout_s)),
-        )
-        meter = MeterSpec(
-            builder.options.trial,
-            micro_batch=0,
-            gas=0,
-            stage=0,
-            slots=0,
+            LocalOptions(options),
             host_slots=len(host_cores.usable()),
-            profile=True,
         )
         # The command starts before the devices are looked at: its own errors are shown at once.
         here = replace(UNSEEN, expandable_segments=has_nvml())
         if machine.has_no_accelerator():
             here = machine_of_cores()
         slots = tuple(rank % (here.num_slots or rank + 1) for rank in range(ranks or 0))
-        measured = meter if options is not None else None
-        start = Start(_OWN, self.folder, measured, own_ranks=ranks or 0)
+        start = replace(builder.start_of(_OWN), folder=self.folder, own_ranks=ranks or 0)
+        if not measures:
+            start = replace(start, meter=None)
         shares = (Share(_HERE, Host(here), slots),)
         [request] = builder.build(start, shares, StartMethod.COMMAND).values()
         self.env = _drop_hook(request["ranks"][0]["env"])
-        self._locks = CompilerLocks(self.env)
         self.running = Running(start, shares, StartMethod.COMMAND)
         self.supervisors = Supervisors([Host()], self.folder, env={})
         self.supervisors.send(_HERE, request)
@@ -162,7 +152,6 @@ class OwnCommand:
 
     def close(self) -> None:
         self.supervisors.close()
-        self._locks.remove()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @property

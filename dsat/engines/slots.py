@@ -27,6 +27,7 @@ class Slots:
         self._per_host = hosts[0].machine.num_slots
         self._free = [set(range(self._per_host)) for _ in hosts]
         self.lost: dict[int, str] = {}
+        self._new_losses: list[str] = []
 
     @property
     def usable(self) -> int:
@@ -80,7 +81,13 @@ class Slots:
         self.lost[host] = reason
         self._free[host] = set()
         name = self._hosts[host].name
-        return f"host {name} is not used any more: {reason}" if name else reason
+        self._new_losses.append(f"host {name} is not used any more: {reason}" if name else reason)
+        return self._new_losses[-1]
+
+    def take_losses(self) -> list[str]:
+        """Return the lines about hosts that were lost since the last call."""
+        found, self._new_losses = self._new_losses, []
+        return found
 
     def check_enough(self) -> None:
         """Raise EngineError if too few hosts are left for a trial."""

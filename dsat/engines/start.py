@@ -30,15 +30,11 @@ class StartMethod(enum.Enum):
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """Options of running and measuring trials.
-
-    `imported` are modules to import before forking ranks, besides those that trials need.
-    """
+    """Options of running and measuring trials."""
 
     trial: TrialOptions
     cold: bool = False
     seed: int = 42
-    imported: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

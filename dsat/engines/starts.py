@@ -39,7 +39,7 @@ from dsat.engines.trial_folder import (
     TRIALS_FOLDER,
     log_files,
 )
-from dsat.in_trial import hook
+from dsat.in_trial.adapters.launchers import ALONE_VARIABLE
 from dsat.in_trial.adapters.trackers import variables_off
 from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE
 from dsat.in_trial.loopback import ADDRESS, INTERFACES, is_loopback
@@ -295,7 +295,7 @@ class _Plan:
         """Return the variables that a launcher would set."""
         if self.start.own_ranks:
             of_all = dict.fromkeys(_SIZES, str(self.start.own_ranks))
-            alone = {hook.ALONE_VARIABLE: "1"} if self.start.own_ranks == 1 else {}
+            alone = {ALONE_VARIABLE: "1"} if self.start.own_ranks == 1 else {}
             master = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(self.ports[0])}
             return of_all | alone | master | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
         cross_rank, local_rank = divmod(rank, self._ranks_per_host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import secrets
@@ -21,8 +22,10 @@ from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.processes import spawn, variables_with_dsat
 from dsat.errors import EngineError
 from dsat.in_trial.hook import RUN_VARIABLE
+from dsat.values import slow
 from dsat.values.files import PRIVATE_FILE, digest
 
+_log = logging.getLogger(__name__)
 # Modules that `deepspeed.initialize` and the first steps import on demand (deepspeed 0.19.8: 1,512
 # modules, 2.2 s); imported once here instead of in every rank.
 WARM_MODULES = (
@@ -60,13 +63,15 @@ _Inbox = queue.Queue[tuple[int, dict[str, Any] | None]]
 class Supervisors:
     """Starts a supervisor on each host, and exchanges messages with all of them.
 
-    `env` are the user's variables, for modules that are imported in advance.
+    `env` are the user's variables, for modules that are imported in advance. `locks` are those of
+    the compilers of all trials.
     """
 
     def __init__(self, hosts: Sequence[Host], folder: Path, *, env: Mapping[str, str]) -> None:
         self._hosts = hosts
         self._folder = folder.resolve()
         self._env = env
+        self.locks = leftovers.CompilerLocks({**os.environ, **env})
         self._kept: _Messages = []  # for `receive`
         self._ping_at_s = 0.0
         self._start(range(len(hosts)))
@@ -132,6 +137,7 @@ class Supervisors:
         ranks cannot be forked even so; empty if they can be.
         """
         reason = ""
+        which = "your script's libraries" if modules else "torch and DeepSpeed"
         own = [(*WARM_MODULES, *modules)] if modules else []
         for names in (*own, WARM_MODULES):
             request = {"op": "warm", "modules": list(names)}
@@ -139,7 +145,8 @@ class Supervisors:
                 number: {**request, "device": host.machine.variables_of((0,))}
                 for number, host in enumerate(self._hosts)
             }
-            answers = self._ask(requests, _WARM_UP_LIMIT_S)
+            with slow.logged(_log, f"importing {which} once"):
+                answers = self._ask(requests, _WARM_UP_LIMIT_S)
             reason = next(filter(None, (answer["reason"] for answer in answers.values())), "")
             if not reason:
                 break
@@ -160,6 +167,7 @@ class Supervisors:
             raise
         self._clients.clear()
         leftovers.end_processes(self._folder)
+        self.locks.remove()
 
     def kill(self) -> None:
         """End the supervisors at once, even while they import."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import wrapt
@@ -13,8 +13,10 @@ import wrapt
 import dsat
 from dsat.command.experiment import Experiment
 from dsat.in_trial import hook
+from dsat.in_trial.adapters.user_files import read_created
 from dsat.in_trial.hook import HOOK_FOLDER, SPARE_FOLDER
 
+_log = logging.getLogger(__name__)
 COMMAND_FILE = "cmd.txt"
 PACKAGES_FOLDER = "packages"
 TRIALS_FOLDER = "trials"  # of a run's folder
@@ -39,13 +41,28 @@ def remove_hook(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def remove_empty(folders: Sequence[str]) -> list[str]:
-    """Remove empty folders, the last created first; return the outermost of those that stay."""
-    for name in reversed(folders):
-        with contextlib.suppress(OSError):  # it holds something, or is gone
-            os.rmdir(name)
-    left = [name for name in dict.fromkeys(folders) if os.path.isdir(name)]
-    return [name for name in left if not {str(path) for path in Path(name).parents} & {*left}]
+class CreatedFolders:
+    """Folders that scripts of trials have created outside of the trials' folders."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._logged: set[str] = set()
+
+    def add(self, folder: Path) -> None:
+        """Add those of an ended trial, by its folder."""
+        self._names += read_created(folder)
+
+    def remove_empty(self) -> None:
+        """Remove empty folders, the last created first; log the outermost of those that stay."""
+        for name in reversed(self._names):
+            with contextlib.suppress(OSError):  # it holds something, or is gone
+                os.rmdir(name)
+        left = {name for name in self._names if os.path.isdir(name)}
+        self._names.clear()
+        for name in sorted(left - self._logged):
+            if left.isdisjoint(map(str, Path(name).parents)):
+                self._logged.add(name)
+                _log.info("note: the script's new folder %s holds files, and stays", name)
 
 
 def log_files(cross_rank: int) -> list[str]:

@@ -15,7 +15,7 @@ from dsat.memory import host
 from dsat.memory.facts import ModelFacts
 from dsat.search import cards
 from dsat.search.cards import Card
-from dsat.search.step_time import FACTORS, Job, hardware_of, seconds, work
+from dsat.search.step_time import FACTORS, Job, Terms, hardware_of, work
 from dsat.values import format as fmt
 from dsat.values import parallelism
 from dsat.values.zero_strategy import Strategy
@@ -126,12 +126,12 @@ def _sample_s(
         parallelism=parallelism.of_config(config),
         hardware=hardware_of(card, facts.param_bytes),
     )
-    step_s = seconds(
+    terms = Terms.of(
         job.hardware,
-        np.zeros(len(FACTORS)),
         work(job, line.strategy, {})[None, :],
         np.array([float(micro_batch)]),
         np.array([float(gas)]),
         np.ones(1),
     )
+    step_s = terms.seconds(np.zeros(len(FACTORS)))
     return float(step_s[0]) / (micro_batch * gas)

@@ -77,12 +77,12 @@ def attach(hparams: Mapping[str, Any] | None) -> Task | None:
         os.write(2, f"{ATTACHED_MARK}{_allocation()}\n".encode())
     if not _has_switches and (_attached is not None or DSAT_SWITCHES_KEY in hparams):
         _has_switches = True
-        _use_switches(hparams, _attached)
+        _use_switches(hparams)
     return _attached
 
 
-def _use_switches(hparams: Mapping[str, Any], task: Task | None) -> None:
-    """Apply the trial's values of the script's switches; in a trial, also record the switches.
+def _use_switches(hparams: Mapping[str, Any]) -> None:
+    """Apply the trial's values of the script's switches.
 
     Raises InvalidTrial if CUDA has already read its variables.
     """
@@ -103,16 +103,10 @@ def _use_switches(hparams: Mapping[str, Any], task: Task | None) -> None:
             "dsat.get_ds_config_from_hparams (or dsat.get_hf_args_with_overwrites) first"
         )
     os.environ.update(variables)
-    compiled = (hparams.get(OVERWRITE_KEY) or {}).get("compile") or {}
-    scripts = ScriptSwitches(
-        wanted,
-        on_cpu=get_accelerator().device_name() == "cpu",
-        deep_compiles=compiled.get("deepcompile") is True,
-    )
+    on_cpu = get_accelerator().device_name() == "cpu"
+    scripts = ScriptSwitches(wanted, hparams.get(OVERWRITE_KEY) or {}, on_cpu=on_cpu)
     config_injection.register_for_initialize(scripts.before_engine, scripts.after_engine)
     TRIAL.trainer = TrainerSettings(None, None, scripts)
-    if task is not None:
-        task.meter.switches = scripts.found
 
 
 class Task:

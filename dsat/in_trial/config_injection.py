@@ -85,7 +85,7 @@ def replace(
     if passed.name == _BY_ATTRIBUTE:
         arguments["args"].deepspeed_config = str(path)
         return
-    wanted = ds_config.completed(config, passed.content)
+    wanted = ds_config.fill_in_auto(config, passed.content)
     # In place: the script may yet read its batch size from there.
     passed.content.clear()
     passed.content.update(wanted)
@@ -172,7 +172,8 @@ def accelerate_makes_engines() -> bool:
     """Return whether the script uses accelerate with DeepSpeed, as the Trainer does."""
     state: Any = sys.modules.get("accelerate.state")
     shared = {} if state is None else state.AcceleratorState._shared_state
-    return bool(shared.get("deepspeed_plugins"))
+    # Below accelerate 1.2 there is only one.
+    return bool(shared.get("deepspeed_plugins") or shared.get("deepspeed_plugin"))
 
 
 def _batch(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ TRIAL_VARIABLE = "DSAT_TRIAL_DIR"  # the trial's folder
 RUN_VARIABLE = "DSAT_RUN_DIR"  # the run's folder; in all processes that dsat starts
 OWNER_VARIABLE = "DSAT_OWNER"  # the process of dsat that started this one
 RANK_VARIABLE = "DSAT_RANK_PID"  # the process that is a rank; none if a command starts the ranks
-ALONE_VARIABLE = "DSAT_ALONE"  # the user's command has no launcher
 HOOK_FOLDER, SPARE_FOLDER = "hook", "spare"  # the second holds packages that may be missing
 _CHANGES_FILE = "command.json"  # as in `rank_files`, which cannot be imported here
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")  # of DeepSpeed's launcher and torch's older one
@@ -33,7 +32,6 @@ class _Process:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._is_alone = os.environ.pop(ALONE_VARIABLE, None) is not None
         self._is_rank = os.environ.pop(RANK_VARIABLE, None) == str(os.getpid())
         if self._is_rank:
             self._leave_children_alone()
@@ -66,7 +64,7 @@ class _Process:
         """Install the adapters before other modules bind the functions."""
         from dsat.in_trial.adapters.install import begin
 
-        begin(self._folder, is_alone=self._is_alone)
+        begin(self._folder)
 
     def watch_end(self) -> None:
         """Report how a rank ends, even before it imports DeepSpeed."""

@@ -41,14 +41,14 @@ def limit_memory(budget_bytes: int) -> None:
 
     # The compilers that DeepSpeed starts for its operators have all the memory that they need.
     @contextlib.contextmanager
-    def unlimited(_: str) -> Iterator[None]:
+    def unlimited() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         try:
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
-    TRIAL.calls.around_compilations.append(unlimited)
+    TRIAL.calls.around_compilation = unlimited
 
 
 def limit_to_host() -> None:

@@ -8,7 +8,7 @@ On an asynchronous device the marks are events on its stream: nothing is synchro
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ from dsat.errors import DsatError, InvalidTrial
 from dsat.in_trial import config_injection, failures, loaders
 from dsat.in_trial.adapters import install as adapters
 from dsat.in_trial.adapters.trial import TRIAL, Phase
-from dsat.in_trial.agreement import Ranks, local_rank
+from dsat.in_trial.agreement import Ranks, local_rank, rank_and_size
 from dsat.in_trial.clocks import ProcessMemory, limit_allocator, wait_for_memory
 from dsat.in_trial.conformance import check_arguments, check_engine
 from dsat.in_trial.losses import LossWatch, is_training
@@ -24,7 +24,7 @@ from dsat.in_trial.measurement import Measurement
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.profiler import device_name
 from dsat.in_trial.step_recorder import StepMarks, StepRecorder
-from dsat.values.outcome import Outcome, OutcomeKind, ScriptSwitch
+from dsat.values.outcome import Outcome, OutcomeKind
 
 
 class TrialComplete(SystemExit):
@@ -35,19 +35,14 @@ class TrialComplete(SystemExit):
         self.outcome = outcome
 
 
-def install(
-    spec: MeterSpec,
-    on_complete: Callable[[Outcome], None],
-    on_step: Callable[[int], None] = lambda steps: None,
-) -> Meter:
+def install(spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> Meter:
     """Return a meter that watches the engines that `deepspeed.initialize` returns."""
     from deepspeed.accelerator import get_accelerator
 
     adapters.install()
     if TRIAL.phase is Phase.INERT:  # on a cluster
         TRIAL.phase = Phase.PREPARING
-    meter = Meter(spec, on_complete, on_step)
-    TRIAL.warn = meter.warn
+    meter = Meter(spec, on_complete)
     TRIAL.meter = meter
 
     def begin(arguments: dict[str, Any]) -> None:
@@ -67,27 +62,18 @@ class Meter:
 
     Args:
         on_complete: receives the outcome before `TrialComplete` is raised.
-        on_step: receives the number of optimizer steps after each one.
 
     Attributes:
         device_name: as in `ModelProfile`; None before the script calls `deepspeed.initialize`.
-        switches: the script's switches, for its profile.
         has_trainable_engine: whether an engine that may train exists.
     """
 
-    def __init__(
-        self,
-        spec: MeterSpec,
-        on_complete: Callable[[Outcome], None],
-        on_step: Callable[[int], None] = lambda steps: None,
-    ) -> None:
+    def __init__(self, spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> None:
         self.spec = spec
         self.device_name: str | None = None
         self.warnings: dict[str, None] = {}
-        self.switches: Mapping[str, ScriptSwitch] = {}
         self.has_trainable_engine = False
         self._on_complete = on_complete
-        self._on_step = on_step
         self._before = ProcessMemory.now()
         self._inside: set[str] = set()  # phases of the measured engine that are under way
         self._engine: Any = None  # that is measured
@@ -157,13 +143,9 @@ class Meter:
         start = max(first_step, spec.options.start_step)
         end = max(start, spec.options.end_step)
         self.spec = replace(spec, options=replace(spec.options, start_step=start, end_step=end))
-        self._recorder = StepRecorder(
-            engine, self.spec, before=self._before, warn=self.warn, take=self._take
-        )
+        self._recorder = StepRecorder(engine, self.spec, before=self._before, take=self._take)
         self._engine = engine
         self._recorder.follow_evaluations()
-        if self._recorder.profiler is not None:
-            self._recorder.profiler.switches = self.switches
         ranks = Ranks(engine)
         ranks.maximum([0.0])  # makes the communicator while there is memory for it
         self._measurement = Measurement(self.spec, self._recorder, ranks, self.warnings)
@@ -213,7 +195,8 @@ class Meter:
         measurement = self._measurement
         assert measurement is not None
         measurement.take(marks, skipped)
-        self._on_step(measurement.steps_seen)
+        if rank_and_size()[0] == 0:
+            TRIAL.progress.count(measurement.steps_seen)
         if measurement.is_complete and measurement.outcome is not None:
             self._end(measurement.outcome)
 

@@ -18,7 +18,7 @@ class MeterSpec(KnownBefore, Recorded):
     """Measurement to make, and facts to expect.
 
     Attributes:
-        micro_batch, gas, stage, slots, parallelism: what the engine must use; with micro batch 0,
+        micro_batch, gas, stage, slots, parallelism: what the engine must use; without slots,
             whatever it uses.
         host_slots: slots of the host, including those of other trials.
         profile: whether the first step counts parameters, FLOPs and activations.
@@ -59,7 +59,7 @@ class MeterSpec(KnownBefore, Recorded):
 
     def complete_from(self, engine: Any) -> MeterSpec:
         """Return the specification with the engine's batch sizes and stage, if it lacks them."""
-        if self.micro_batch:
+        if self.slots:
             return self
         own = engine.train_micro_batch_size_per_gpu()
         return replace(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dsat.in_trial import config_injection, loopback, meter
-from dsat.in_trial.adapters import trackers
 from dsat.in_trial.adapters.hf_trainer import TrainerSettings
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.meter import Meter
-from dsat.in_trial.rank_files import CONFIG_FILE, Progress, RankSpec
+from dsat.in_trial.rank_files import CONFIG_FILE, RankSpec
 from dsat.in_trial.script_switches import ScriptSwitches
 from dsat.values.outcome import Outcome
 
@@ -24,42 +22,31 @@ _SET_BY_LIBRARIES = tuple(
 )
 
 
-def prepare(
-    spec: RankSpec,
-    folder: Path,
-    progress: Progress,
-    *,
-    on_complete: Callable[[Outcome], None],
-    on_step: Callable[[int], None],
-) -> Meter | None:
+def prepare(spec: RankSpec, folder: Path, on_complete: Callable[[Outcome], None]) -> Meter | None:
     """Adapt the libraries that a script uses to the trial.
 
-    Returns the meter, which calls `on_complete` and `on_step`; None if the script is not measured.
+    Returns the meter, which calls `on_complete`; None if the script is not measured.
     """
     import torch
 
     trial, on_cpu = spec.trial, not spec.task.devices
     if spec.defaults_local_rank:
         TRIAL.local_rank = os.environ["LOCAL_RANK"]
-    _show_compilations(progress)
     if spec.threads:
         torch.set_num_threads(spec.threads)
     loopback.choose_interface()
-    TRIAL.task = spec.task
+    TRIAL.task, TRIAL.is_simulated = spec.task, spec.simulation_folder is not None
     found = None
     if spec.meter is not None:
-        found = meter.install(spec.meter, on_complete, on_step)
+        found = meter.install(spec.meter, on_complete)
     if not spec.own:
         path = folder / CONFIG_FILE
         config = json.loads(path.read_text())
         config_injection.install(config, trial.overrides, path)
         TRIAL.config = config
-    compiles_deep = (trial.overrides.get("compile") or {}).get("deepcompile") is True
-    switches = ScriptSwitches(trial.script_args, on_cpu=on_cpu, deep_compiles=compiles_deep)
-    if spec.simulation_folder is None:
+    switches = ScriptSwitches(trial.script_args, trial.overrides, on_cpu=on_cpu)
+    if not TRIAL.is_simulated:
         config_injection.register_for_initialize(switches.before_engine, switches.after_engine)
-    if found is not None:
-        found.switches = switches.found
     TRIAL.trainer = TrainerSettings(
         trial,
         None if spec.own else folder / CONFIG_FILE,
@@ -69,16 +56,6 @@ def prepare(
         on_cpu=on_cpu,
     )
     return found
-
-
-def prevent_side_effects(spec: RankSpec) -> None:
-    """Make engines of a trial report nothing; a full-length run may report.
-
-    The recorder of the script's configuration must come first.
-    """
-    TRIAL.is_simulated = spec.simulation_folder is not None
-    if not spec.is_full_run:
-        config_injection.register_for_initialize(trackers.disable_reports)
 
 
 def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
@@ -97,16 +74,3 @@ def libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
         if "site-packages" in str(getattr(module, "__file__", "") or ""):
             found.append(name)
     return found
-
-
-def _show_compilations(progress: Progress) -> None:
-    @contextlib.contextmanager
-    def show(name: str) -> Iterator[None]:
-        before = progress.activity
-        progress.set_activity(f"compiling DeepSpeed's operator {name}, once for all runs")
-        try:
-            yield
-        finally:
-            progress.set_activity(before)
-
-    TRIAL.calls.around_compilations.append(show)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dsat.in_trial import config_injection, losses
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import local_size
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values import host_memory
-from dsat.values.outcome import ModelProfile, OwnOptimizer, ScriptSwitch
+from dsat.values.outcome import ModelProfile, OwnOptimizer
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,6 @@ class ModelProfiler:
         self._storages: dict[int, int] = {}
         self._hooks: Any = None
         self.flops_per_sample = 0.0
-        self.switches: Mapping[str, ScriptSwitch] = {}
 
     def enter_forward(self) -> None:
         import torch
@@ -89,7 +89,7 @@ class ModelProfiler:
             activation_bytes_per_sample=sum(storages) // self._spec.micro_batch,
             largest_activation_bytes_per_sample=max(storages) // self._spec.micro_batch,
             flops_per_sample=self.flops_per_sample,
-            switches=dict(self.switches),
+            switches={} if TRIAL.trainer is None else dict(TRIAL.trainer.switches.found),
             slot_memory_bytes=self._slot_memory(accelerator),
             host_memory_bytes=0 if accelerator.is_synchronized_device() else of_host,
             device_name=device_name(accelerator),

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from dsat.command.entrypoint import split_interpreter
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures, preparation, start_record
-from dsat.in_trial.adapters import install
+from dsat.in_trial.adapters import install, trackers
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.memory_limit import limit_memory, limit_to_host
@@ -118,7 +118,7 @@ class Rank:
         self._folder = folder
         self._spec = RankSpec.read(folder)
         self._is_forked = is_forked
-        self._progress = Progress(folder if rank_and_size()[0] == 0 else None)
+        TRIAL.progress = Progress(folder if rank_and_size()[0] == 0 else None)
         self._meter: Meter | None = None
         # A process forked from a rank is not a rank.
         self._pid = os.getpid() if is_rank else None
@@ -128,8 +128,7 @@ class Rank:
         self._known, self._env = set(sys.modules), dict(os.environ)
         self._server: server.SimulationServer | None = None
         if self._spec.simulation_folder is not None:
-            is_there = functools.partial(self._progress.set_activity, "")
-            self._server = server.SimulationServer(Path(self._spec.simulation_folder), is_there)
+            self._server = server.SimulationServer(Path(self._spec.simulation_folder))
 
     def prepare(self, start: Mapping[str, Any] | None = None) -> None:
         """Adapt DeepSpeed and the other libraries of the script.
@@ -137,7 +136,7 @@ class Rank:
         `start` is recorded if the run's first trial asks for it.
         """
         if "deepspeed" not in sys.modules:  # it may be transformers that was imported first
-            self._progress.set_activity("importing torch and DeepSpeed")
+            TRIAL.progress.set_activity("importing torch and DeepSpeed")
             importlib.import_module("deepspeed")
         spec = self._spec = _adapt_to_machine(self._spec)
         # As in an activated environment: DeepSpeed compiles with the ninja that is found first, and
@@ -148,16 +147,11 @@ class Rank:
         if self._server is not None:
             self._server.install()
         config_injection.register_for_initialize(self._begin_engine)
-        self._meter = preparation.prepare(
-            spec,
-            self._folder,
-            self._progress,
-            on_complete=self._complete,
-            on_step=self._count_step,
-        )
+        self._meter = preparation.prepare(spec, self._folder, self._complete)
         if start is not None:
             start_record.install(self._folder, start, waits=False)
-        preparation.prevent_side_effects(spec)
+        if not spec.is_full_run:  # after the record of the script's own configuration
+            config_injection.register_for_initialize(trackers.disable_reports)
         # What the script imports from here on does not count.
         if spec.cpu_memory_bytes is not None and self._is_forked:
             limit_memory(spec.cpu_memory_bytes)
@@ -169,7 +163,7 @@ class Rank:
         # For --model dsat has a script of its own.
         what = "the model" if spec.program.module.startswith("dsat.") else "your script"
         what = "your command" if spec.is_command else what
-        self._progress.set_activity(f"{what} runs, up to its first optimizer step")
+        TRIAL.progress.set_activity(f"{what} runs, up to its first optimizer step")
         self._known, self._env = set(sys.modules), dict(os.environ)
 
     def fail(self, error: BaseException) -> None:
@@ -257,10 +251,6 @@ class Rank:
                 self._env[name] = os.environ.setdefault(name, value)
         with open(self._folder / PORTS_FILE, "a", encoding="ascii") as file:
             file.write(os.environ.get("MASTER_PORT", "") + "\n")
-
-    def _count_step(self, steps: int) -> None:
-        if rank_and_size()[0] == 0:
-            self._progress.count(steps)
 
     def note_exit(self, stop: SystemExit) -> None:
         self._exit = stop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,16 @@ class Progress:
                 (self._folder / ACTIVITY_FILE).write_text(text)
             else:
                 (self._folder / ACTIVITY_FILE).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def during(self, text: str) -> Iterator[None]:
+        """Set another activity for the duration of a context."""
+        before = self.activity
+        self.set_activity(text)
+        try:
+            yield
+        finally:
+            self.set_activity(before)
 
     def count(self, steps: int) -> None:
         """Write the number of optimizer steps; takes microseconds."""

@@ -44,18 +44,19 @@ class ScriptSwitches:
 
     Args:
         wanted: the trial's values, by name.
-        deep_compiles: whether the trial's settings enable DeepCompile.
+        overrides: the trial's settings of DeepSpeed.
 
     Attributes:
         found: switches of the script, with its own values first.
     """
 
     def __init__(
-        self, wanted: Mapping[str, Any], *, on_cpu: bool, deep_compiles: bool = False
+        self, wanted: Mapping[str, Any], overrides: Mapping[str, Any], *, on_cpu: bool
     ) -> None:
         self.found: dict[str, ScriptSwitch] = {}
         self._wanted = {n: value for n, value in wanted.items() if known.is_switch(n)}
-        self._on_cpu, self._deep_compiles = on_cpu, deep_compiles
+        self._on_cpu = on_cpu
+        self._deep_compiles = (overrides.get("compile") or {}).get("deepcompile") is True
         self._has_arguments = self._is_on_by_arguments = False
 
     # -- the Trainer's arguments

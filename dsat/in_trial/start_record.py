@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import os
@@ -37,7 +36,9 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
         passed = config_injection.trained_config(arguments)
         if written or passed is None:
             return
-        config = _drop_filled_batch(passed.content)
+        config = passed.content
+        if config_injection.accelerate_makes_engines():  # it computes this one from the others
+            config = {key: value for key, value in config.items() if key != "train_batch_size"}
         if (shared := config_injection.shared_sequences(arguments)) > 1:
             config = {**config, SEQUENCE_SIZE: shared}
         content = _describe_process(folder, start, config)
@@ -86,16 +87,6 @@ def _drop_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, str]
     paths = [Path(cwd, entry) for entry in entries if entry]
     kept = [str(path) for path in paths if path.parent.resolve() != folder.resolve()]
     return {**found, "PYTHONPATH": os.pathsep.join(kept)} if kept else found
-
-
-def _drop_filled_batch(config: dict[str, Any]) -> dict[str, Any]:
-    """Drop the global batch size if accelerate computed it from the others."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "accelerate.accelerator":
-            return {key: value for key, value in config.items() if key != "train_batch_size"}
-        frame = frame.f_back
-    return config
 
 
 def _drop_infinities(value: Any) -> Any:

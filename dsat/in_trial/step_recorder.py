@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dsat.in_trial import compiling, loaders
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.batches import BatchCounter, Fed
 from dsat.in_trial.clocks import Clock, MemoryWatch, ProcessMemory, clock_for
@@ -113,14 +114,12 @@ class StepRecorder:
         spec: MeterSpec,
         *,
         before: ProcessMemory,
-        warn: Callable[[str], None],
         take: Callable[[StepMarks, bool], None],
     ) -> None:
         from deepspeed.accelerator import get_accelerator
 
         accelerator = get_accelerator()
         self._engine = engine
-        self._warn = warn
         self._take = take
         self._calls_engine = True
         self._in_forward = False  # of the engine
@@ -246,7 +245,7 @@ class StepRecorder:
         self._close_backward()
         self.marks.calls.append(self.counter.count([*args, kwargs]))
         if self.counter.warning is not None:
-            self._warn(self.counter.warning)
+            TRIAL.warn(self.counter.warning)
         if self.profiler is not None and self._calls_engine:
             self.profiler.enter_forward()
         self._forward_began = self._begin_phase()

@@ -49,6 +49,12 @@ class Forecast:
             most = FARTHEST * max(self._ran.values())
         return min(most, self._largest_predicted(settings))
 
+    def fits(self, settings: Mapping[str, Any], micro_batch: int) -> bool:
+        """Return True if it may be launched; --search-range-factor above 1 widens the range."""
+        beyond = max(1.0, self._plan.search_options.get("search_range_factor") or 1.0)
+        shape = self._shape_of(settings, self._space.batch(micro_batch, settings).gas)
+        return self.model.fits(shape, max(1, math.floor(micro_batch / beyond)))
+
     def _largest_predicted(self, settings: Mapping[str, Any]) -> float:
         of_most, of_least = self._shapes_of(settings)
         found = self.model.largest(of_most)
@@ -91,12 +97,6 @@ class Forecast:
         return self.model.predicted_bytes(
             self._shape(overrides, script_args), overrides[_MICRO_BATCH]
         )
-
-    def fits(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> bool:
-        """Return True if it may be launched; --search-range-factor above 1 widens the range."""
-        beyond = max(1.0, self._plan.search_options.get("search_range_factor") or 1.0)
-        micro_batch = max(1, math.floor(overrides[_MICRO_BATCH] / beyond))
-        return self.model.fits(self._shape(overrides, script_args), micro_batch)
 
     def learn(
         self, overrides: Mapping[str, Any], script_args: Mapping[str, Any], outcome: Outcome

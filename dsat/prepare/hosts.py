@@ -21,7 +21,7 @@ from dsat.errors import UserInputError
 
 
 @contextlib.contextmanager
-def acquired(
+def acquire_hosts(
     engine: str,
     program: Entrypoint | None = None,
     given: Mapping[str, Any] | None = None,

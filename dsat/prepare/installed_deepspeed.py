@@ -21,7 +21,7 @@ from dsat.command.entrypoint import Entrypoint
 from dsat.command.experiment import OVERRIDES, Experiment
 from dsat.engines.machines.processes import variables_with_dsat
 from dsat.errors import UserInputError
-from dsat.space.knobs import KNOBS
+from dsat.space.deepspeed_settings import SETTINGS
 from dsat.values import slow
 from dsat.values.files import cache_folder, write_cache
 
@@ -52,7 +52,7 @@ def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
     """Check the user's configuration, overrides and listed values by the installed DeepSpeed.
 
     A separate process asks DeepSpeed, whose import takes seconds. Without DeepSpeed, or if trials
-    use another one, everything passes. Returns DeepSpeed's defaults of its knobs by path, empty if
+    use another one, everything passes. Returns DeepSpeed's defaults by path, empty if
     it is not asked. Raises UserInputError for a refused key, type, value or whole.
     """
     questions = list(_questions(experiment))
@@ -116,7 +116,8 @@ def _answer(questions: Sequence[_Question]) -> dict[str, Any] | None:
     if stamp is None:
         return None
     configs = [{"config": q.config, "whole": q.whole} for q in questions]
-    text = json.dumps({"configs": configs, "defaults": [knob.path for knob in KNOBS]})
+    paths = [setting.path for setting in SETTINGS]
+    text = json.dumps({"configs": configs, "defaults": paths})
     name = hashlib.sha256(f"{stamp} {text}".encode()).hexdigest()
     path = cache_folder("deepspeed") / f"{name}.json"
     found = _read(path)

@@ -34,14 +34,6 @@ _log = logging.getLogger(__name__)
 _LOG = "simulation/stderr.log"
 # For the script to reach its first step, on a busy machine; processor time of each simulation.
 _TIMEOUT_S = 600.0
-_IMPORTED = (
-    "psutil",
-    "torch._dynamo",
-    "deepspeed",
-    "deepspeed.ops.adam",
-    "dsat.in_trial.rank",
-    "dsat.simulation.borrowed_model",
-)
 _SCRIPT_HINT = (
     " The script was run up to its first training step. `dsat tune` also searches scripts that "
     "cannot be simulated: it predicts their memory by formula."
@@ -120,7 +112,7 @@ def start_engine(source: Source, folder: Path, timeout_s: float) -> LocalEngine:
         source.program,
         [Host(find_machine_for_simulations())],
         folder,
-        LocalOptions(TrialOptions(timeout_s=timeout_s), imported=_IMPORTED),
+        LocalOptions(TrialOptions(timeout_s=timeout_s)),
         slots_per_trial=1,
     )
 

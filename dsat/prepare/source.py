@@ -71,9 +71,7 @@ class Source:
     def first_run(self, options: TrialOptions, slots: int | None) -> OwnCommand:
         """Start the user's command as the first trial, a plain script with `slots` ranks."""
         ranks = self._ranks(slots)
-        return OwnCommand(
-            self.command, Path.cwd(), timeout_s=options.timeout_s, options=options, ranks=ranks
-        )
+        return OwnCommand(self.command, Path.cwd(), options, ranks=ranks)
 
     def _ranks(self, slots: int | None) -> int | None:
         """Return the ranks of a plain script; None if the command starts them."""
@@ -90,7 +88,8 @@ class Source:
         run = OwnCommand(
             self.command if own else self.program.command(),
             Path.cwd(),
-            timeout_s=timeout_s,
+            TrialOptions(timeout_s=timeout_s),
+            measures=False,
             ranks=self._ranks(slots) if own else 1,
         )
         try:
@@ -121,7 +120,7 @@ class Source:
             ),
         )
         if self.unknown == PROGRAM or program.needs_command:
-            _log.info("%s", _recognised(program))
+            _log.info("%s", _describe_program(program))
         return _make_from_start(self, ranks, program)
 
     def slots_per_trial(self, given: int | None, available: int) -> int:
@@ -311,12 +310,12 @@ def _make_from_start(source: Source, ranks: Sequence[RankStart], program: Entryp
     experiment = replace(
         experiment,
         arg_mappings=source.experiment.arg_mappings,
-        ds_config={**experiment.ds_config, **_filled_in(experiment.ds_config, first.config)},
+        ds_config={**experiment.ds_config, **_find_sizes(experiment.ds_config, first.config)},
     )
     return replace(source, experiment=experiment, program=program, unknown="")
 
 
-def _filled_in(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:
+def _find_sizes(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the values that the script set for "auto" sizes."""
     _, *sizes = ds_config.BATCH_KEYS  # the global one follows
     left = [key for key in sizes if own.get(key) == ds_config.AUTO]
@@ -324,7 +323,7 @@ def _filled_in(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict
     return {key: value for key, value in found.items() if isinstance(value, int)}
 
 
-def _recognised(program: Entrypoint) -> str:
+def _describe_program(program: Entrypoint) -> str:
     ranks = f"{program.slots} ranks" if program.slots != 1 else "1 rank"
     if program.needs_command:
         return (

@@ -119,7 +119,7 @@ class ProjectedSpeed:
 
     def _physical(self, points: Points) -> float:
         posterior = self._posterior
-        return math.exp(posterior.measured.prior.log_s(posterior.theta[None, :], points)[0, 0])
+        return float(posterior.measured.prior.terms(points).seconds(posterior.theta)[0])
 
 
 def _without(points: Points, columns: Sequence[str]) -> Points:

@@ -73,14 +73,6 @@ class Decisions:
                 self._searching = None  # its space has other micro batches, or trials another flag
                 self._trials = TrialFactory(self.plan, self.run)
 
-    def pop_skipped(self) -> list[str]:
-        """Return, once, the names of configurations that were skipped as too large."""
-        search = self._searching
-        if search is None:
-            return []
-        skipped, search.skipped = search.skipped, []
-        return skipped
-
     def find_reusable(self, earlier: Sequence[Measured]) -> Iterator[tuple[Trial, Measured]]:
         """Yield trials of this run that earlier runs have measured already.
 

@@ -48,7 +48,6 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
 _VALUES_OF_ALL: Mapping[str, Any] = {
     "elapsed_s": float,
     "time_s": float,
-    "skipped": list[str],
     "converged": bool,
     "reserves": list[int],
     "least_gain": float,

@@ -13,9 +13,9 @@ from dsat.memory.predictor import Basis
 from dsat.run.run import Run
 from dsat.run.strategies import make_space
 from dsat.search.base import Observation, Problem, Source
-from dsat.search.predictions import Configurations, Predictions, locate_points
+from dsat.search.predictions import Configurations, Predictions
 from dsat.search.threads import in_one_thread
-from dsat.space.knobs import KNOB_NAMES
+from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.space.locate import Point
 from dsat.space.plan import Plan
 from dsat.values.zero_strategy import of_config
@@ -44,7 +44,7 @@ def predict(run: Run) -> FreeBatch | None:
     own, objective = run.baseline, run.plan.objective
     if run.profile is None or own is None or objective.smaller_is_better or run.value(own) is None:
         return None
-    fixed: dict[str, Any] = {"tune": (), "fix": KNOB_NAMES, "choices": {}, "listed_switches": {}}
+    fixed: dict[str, Any] = {"tune": (), "fix": SETTING_NAMES, "choices": {}, "listed_switches": {}}
     plan, profile = replace(run.plan, train_batch_size=None, **fixed), run.profile
     strategy = of_config(plan.base_config)
     space = make_space(plan, replace(profile, switches={}), only=(strategy,))
@@ -54,11 +54,10 @@ def predict(run: Run) -> FreeBatch | None:
     settings = space.branches[0].settings(0)
     most = forecast.largest(settings)
     sizes = [2**power for power in range(1 + int(math.log2(max(1, most))))]
-    batches = [space.batch(size, settings) for size in sizes]
-    tried = [Observation(Point(0, 0, b.micro_batch), b, None) for b in batches]
-    first = replace(tried[0], outcome=run.outcomes[own.id], source=Source.BASELINE)
+    outcome = run.outcomes[own.id]
+    first = Observation(Point(0, 0, 1), space.batch(1, settings), outcome, Source.BASELINE)
     known = Configurations.build(Problem(profile, objective, space, plan.seed))
-    points = locate_points(known, [(Point(0, 0, b.batch.micro_batch), b) for b in tried])
+    points = known.points([(0, 0)], np.zeros(len(sizes), int), np.array(sizes))
     rates = Predictions.fit(known, [first]).log_rate(points)
     gains = np.exp(rates - rates[0])
     at = int(np.argmax(gains >= _ENOUGH * gains.max()))

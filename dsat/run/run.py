@@ -40,7 +40,6 @@ class Run:
         same_batch_final: final at the user's global batch, if the leader has another.
         search_ended: why the search ended; None before the finals began.
         converged: whether it ended for another reason than the number of trials.
-        skipped: names of configurations that were predicted not to fit.
         stop_reason: why the run ended; None while it runs or if it was interrupted.
         paused: whether it was interrupted and did not continue.
         neighbours: by trial id, the largest number of trials at the same time.
@@ -74,7 +73,6 @@ class Run:
         self.training = TrainingCheck(self.trials, self.outcomes, self.repeated)
         self._changes: dict[tuple[int, bool], dict[str, tuple[Any, Any]]] = {}
         self.memory_basis: Basis | None = None
-        self.skipped: list[str] = []
         self.stop_reason: str | None = None
         self.paused = False
         self.neighbours: dict[int, int] = {}
@@ -94,7 +92,6 @@ class Run:
         kind = event["event"]
         self.paused = kind == events.EVENT_PAUSED
         self.running_s += event.get("elapsed_s", 0.0)
-        self.skipped += event.get("skipped", [])
         if kind == events.EVENT_START:
             self.has_begun = True
             self.plan = event["plan"]

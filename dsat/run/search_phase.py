@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from dsat.memory.forecast import Forecast
@@ -11,7 +11,7 @@ from dsat.memory.predictor import Basis
 from dsat.run.history import Measured
 from dsat.run.run import Run
 from dsat.run.trial_costs import TrialCosts
-from dsat.run.trial_factory import TrialFactory, name_of
+from dsat.run.trial_factory import TrialFactory
 from dsat.search import SEARCHES
 from dsat.search.base import (
     EXHAUSTED,
@@ -43,15 +43,12 @@ class SearchPhase:
     """Decides what the search measures next.
 
     Everything is computed from the run, so a search continues wherever its journal is read.
-    `skipped` has the names of configurations that were predicted not to fit since the last
-    decision.
     """
 
     def __init__(
         self, plan: Plan, run: Run, trials: TrialFactory, space: Space, basis: Basis | None
     ) -> None:
         assert run.profile is not None
-        self.skipped: list[str] = []
         self._plan, self._run, self._trials, self._space = plan, run, trials, space
         self.forecast = None if basis is None else Forecast(basis, plan, run.profile, space)
         self._costs = TrialCosts(plan, run)
@@ -64,8 +61,7 @@ class SearchPhase:
         ramps = plan.ramp and search.ramps
         problem = Problem(run.profile, plan.objective, space, plan.seed, ramp=ramps)
         self._search = search(problem, **plan.search_options)
-        memory = None if self.forecast is None else _Memory(self.forecast, space, self._skip)
-        self._context = Context(memory, self._costs)
+        self._context = Context(self.forecast, self._costs)
 
     def find_reusable(self, earlier: Iterable[Measured]) -> Iterator[tuple[Trial, Measured]]:
         """Yield trials of earlier runs that belong to the space; see `Decisions.find_reusable`."""
@@ -144,31 +140,6 @@ class SearchPhase:
         smallest = self._space.micro_batches[0]
         settings = (branch.settings(0) for branch in self._space.branches)
         return any(forecast.largest(each) >= smallest for each in settings)
-
-    def _skip(self, settings: Mapping[str, Any], micro_batch: int) -> None:
-        batch = self._space.batch(micro_batch, settings)
-        name = name_of(self._trials.strategy(overrides_for(settings, batch)), batch)
-        if name not in self.skipped and name not in self._run.skipped:
-            self.skipped.append(name)
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """Predicted memory, as a search asks for it; `skip` takes what is not to be launched."""
-
-    forecast: Forecast
-    space: Space
-    skip: Callable[[Mapping[str, Any], int], None]
-
-    def largest(self, settings: Mapping[str, Any]) -> float:
-        return self.forecast.largest(settings)
-
-    def fits(self, settings: Mapping[str, Any], micro_batch: int) -> bool:
-        overrides = overrides_for(settings, self.space.batch(micro_batch, settings))
-        fits = self.forecast.fits(overrides, self.space.script_args(settings))
-        if not fits:
-            self.skip(settings, micro_batch)
-        return fits
 
 
 class _Observations:

@@ -14,7 +14,7 @@ from dsat.command import ds_config
 from dsat.command.switches import SWITCHES
 from dsat.memory import closed_form
 from dsat.memory.facts import ModelFacts
-from dsat.space.knobs import smallest_buckets
+from dsat.space.deepspeed_settings import smallest_buckets
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.plan import Plan
 from dsat.space.space import Space

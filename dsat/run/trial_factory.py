@@ -106,7 +106,7 @@ class TrialFactory:
 
     def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
         """Return `z1_gas1_tmbspg3`, as DeepSpeed's autotuner does; with a digest if taken."""
-        stem = name_of(strategy, batch)
+        stem = f"{strategy.name}_gas{batch.gas}_tmbspg{batch.micro_batch}"
         if kind is TrialKind.FINAL:
             stem = f"{kind.value}{count_finals(self._run) + 1}_{stem}"
         elif kind is not TrialKind.SEARCH:
@@ -116,11 +116,6 @@ class TrialFactory:
         while name in names:
             name, length = f"{stem}_{digest[:length]}", length + 1
         return name
-
-
-def name_of(strategy: Strategy, batch: BatchTriple) -> str:
-    """Return the stem of the names of trials with a strategy and batch sizes."""
-    return f"{strategy.name}_gas{batch.gas}_tmbspg{batch.micro_batch}"
 
 
 def count_finals(run: Run) -> int:

@@ -156,8 +156,6 @@ class Tuner:
         event = {**event, "elapsed_s": round(max(0.0, now - self._last_event_s), 3)}
         if self._time_of_day is not None:
             event["time_s"] = round(self._time_of_day(), 3)
-        if skipped := self.decisions.pop_skipped():
-            event["skipped"] = skipped
         self._last_event_s = now
         self._journal.append(encode(event))
         self.decisions.apply(event)

@@ -205,6 +205,8 @@ def stop_without_new_best(
     Args:
         patience: number of trials without a new best; None for no limit.
     """
+    if patience is None:
+        return None
     best, since = None, 0
     for each in observations:
         if each.outcome is None or each.source is Source.FINAL:
@@ -214,7 +216,7 @@ def stop_without_new_best(
             best, since = value, 0
         else:
             since += 1
-    if patience is None or best is None or since < patience:
+    if best is None or since < patience:
         return None
     return Stop(f"no better configuration in the last {since} trials")
 

@@ -6,7 +6,7 @@ import bisect
 import json
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,6 @@ from dsat.space.overrides import GAS
 from dsat.space.space import Space
 from dsat.values.zero_strategy import Strategy
 
-Predict = Callable[[Sequence[int]], tuple[Array, Array]]
-
 _FEW = 24  # up to this number, all micro batches are compared
 # Parts of the predicted end of memory, and of the best micro batch, that are compared. With twice
 # the former, replays end as they do; with half the latter, 0.06 points lower (see `choice`).
@@ -28,7 +26,7 @@ _NEAR_THE_EDGE = (1.0, 0.95, 0.87)
 _NEAR_THE_BEST = (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25)
 _OCTAVES = 2  # below the smallest of these that are compared: the best moves further down
 _TILE = 8  # samples: with tokens of any number, whole tiles of matrix units
-_MOST_SETTINGS = 12  # of a branch; with 24, no replayed search finds anything better
+MOST_SETTINGS = 12  # of a branch; with 24, no replayed search finds anything better
 # Only their ratios count: the scale is learned. Without whole tiles, replays end 0.1 points lower.
 # Standard deviation of what a strategy, a setting, a switch of the script and whole tiles make of a
 # step beside what the physical model predicts.
@@ -71,11 +69,13 @@ class Row:
     Attributes:
         work: see `step_time.work`.
         traits: 1 for each value that settings and strategy have, else 0; see `Points`.
+        gas: accumulation steps, where the global batch is free.
     """
 
     work: Array
     traits: Array
     values: Values
+    gas: int
 
 
 class Settings:
@@ -104,7 +104,7 @@ class Settings:
             add(_WHOLE_TILES, str(is_so), _TILES_SD)
             add(_ALONE, str(is_so), _ALONE_SD)
         for branch in space.branches:
-            for key, values in branch.knobs:
+            for key, values in branch.searched:
                 if key == GAS:
                     continue
                 sd = SWITCH_SD if acts_on_whole_step(key) else SETTING_SD
@@ -118,12 +118,12 @@ class Settings:
                     add(key, _text(value), sd)
         self._first: dict[str, str] = {}
         for branch in space.branches:
-            for key, values in branch.knobs:
+            for key, values in branch.searched:
                 self._first.setdefault(key, _text(values[0]))
         self.effects = np.array([sd for sd, _ in effects])
         self.is_switch = np.array([is_switch for _, is_switch in effects])
         self._texts = [
-            [[_text(value) for value in values] for _, values in branch.knobs]
+            [[_text(value) for value in values] for _, values in branch.searched]
             for branch in space.branches
         ]
 
@@ -150,7 +150,8 @@ class Settings:
             for trait in ((key, text), (key, kind)):
                 if trait in self._traits:
                     traits[self._traits[trait]] = 1.0
-        return Row(work(self._job, strategy, settings), traits, values)
+        gas = int(settings.get(GAS, self._space.gas))
+        return Row(work(self._job, strategy, settings), traits, values, gas)
 
     def with_trial(self, traits: Array, micro_batch: Array, is_alone: Array) -> Array:
         """Return traits for micro batches, and for trials that ran alone or not, (n, traits)."""
@@ -160,36 +161,27 @@ class Settings:
             found[:, self._traits[key, str(False)]] = ~is_so
         return found
 
-    def promising(
-        self, branch: int, best: Mapping[str, Any], predict: Predict, closed: Collection[int]
-    ) -> list[int]:
-        """Return numbers of settings: the first, the best, and the likeliest changes of the best.
+    def changes(self, branch: int, best: Mapping[str, Any]) -> list[int]:
+        """Return the numbers of the best settings and of those that differ from it by one value.
 
         Args:
             best: settings of the best so far, of this branch or of another.
-            predict: returns logarithms of seconds by the numbers of settings, and their
-                uncertainty.
-            closed: numbers of settings with which nothing is left to try.
         """
         whole = self._space.branches[branch]
-        if whole.count <= _MOST_SETTINGS:
-            return [number for number in range(whole.count) if number not in closed]
         digits = []
-        for (key, _), texts in zip(whole.knobs, self._texts[branch], strict=True):
+        for (key, _), texts in zip(whole.searched, self._texts[branch], strict=True):
             text = _text(best.get(key))
             digits.append(texts.index(text) if text in texts else 0)
         at_best = sum(map(operator.mul, digits, whole.strides))
-        changes = [
+        others = [
             at_best + stride * (other - digit)
-            for digit, stride, (_, values) in zip(digits, whole.strides, whole.knobs, strict=True)
+            for digit, stride, (_, values) in zip(
+                digits, whole.strides, whole.searched, strict=True
+            )
             for other in range(len(values))
             if other != digit
         ]
-        mean, sd = predict([at_best, *changes])
-        # Ties are broken by position.
-        hopeful = np.argsort(np.round(mean[1:] - sd[1:], 9), kind="stable").tolist()
-        numbers = [0, at_best, *(changes[place] for place in hopeful)]
-        return [n for n in dict.fromkeys(numbers) if n not in closed][:_MOST_SETTINGS]
+        return [at_best, *others]
 
 
 def _is_number(value: Any) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 
 from dsat.search.base import Costs, Observation, Source
-from dsat.search.candidates import select_positions
+from dsat.search.candidates import MOST_SETTINGS, select_positions
 from dsat.search.normal import Array, log_expected_gain
-from dsat.search.predictions import Configurations, Predictions
+from dsat.search.predictions import Key, Predictions
 from dsat.search.speed import Points
 from dsat.space.locate import Point
 
@@ -51,9 +51,9 @@ class Candidates:
         usual_cost: cost of a trial of the best so far.
     """
 
-    points: Points
     branch: Array
     index: Array
+    micro_batch: Array
     log_runs: Array
     gain: Array
     sd: Array
@@ -61,22 +61,8 @@ class Candidates:
     usual_cost: float
 
     def only(self, kept: Array) -> Candidates:
-        others = [f.name for f in fields(self) if f.name not in ("points", "usual_cost")]
-        arrays = {name: getattr(self, name)[kept] for name in others}
-        return replace(self, points=self.points.only(kept), **arrays)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The next configuration.
-
-    Attributes:
-        expected: largest expected gain of any candidate, as a logarithm; infinite while some
-            strategy is not measured.
-    """
-
-    point: Point
-    expected: float
+        names = [each.name for each in fields(self) if each.name != "usual_cost"]
+        return replace(self, **{name: getattr(self, name)[kept] for name in names})
 
 
 @dataclass(frozen=True)
@@ -88,17 +74,21 @@ class Chooser:
         stop_when: as in `ModelSearch`; 0 keeps trials that cost more than a verdict may.
     """
 
-    configurations: Configurations
+    known: Predictions
     costs: Costs | None
     stop_when: float
 
-    def choose(self, known: Predictions, observations: Sequence[Observation]) -> Choice | None:
+    def choose(self, observations: Sequence[Observation]) -> tuple[Point, float] | None:
         """Return the next configuration; None if there is none left.
+
+        Returns:
+            The configuration, and the largest expected gain of any, as a logarithm; infinite while
+            some strategy is not measured.
 
         Raises:
             TooDear: whatever is left takes too long.
         """
-        candidates = self.list_candidates(known)
+        candidates = self._list_candidates()
         if candidates is None:
             return None
         unopened = self._find_unopened(observations)
@@ -106,7 +96,7 @@ class Chooser:
         gain = log_expected_gain(candidates.gain, candidates.sd)
         worth = gain + candidates.log_runs
         score = worth + (_CAUTION - 1) * candidates.log_runs - np.log(candidates.cost)
-        if not known.measured:
+        if not self.known.measured:
             score = candidates.gain + _CAUTION * candidates.log_runs
             if first.any():  # several at once are of different strategies
                 score = np.where(first, score, -np.inf)
@@ -117,25 +107,25 @@ class Chooser:
             score = np.where(first, score, -np.inf)
         for_its_time = worth - np.log(np.maximum(1.0, candidates.cost / candidates.usual_cost))
         expected = float(for_its_time.max()) - 2 * math.log(
-            max(1.0, len(known.measured) / _USUAL_LENGTH)
+            max(1.0, self.known.num_measured / _USUAL_LENGTH)
         )
         at = int(np.argmax(score >= score.max() - _TIE))
-        place = candidates.branch[at], candidates.index[at], candidates.points.micro_batch[at]
-        return Choice(Point(*map(int, place)), math.inf if first.any() else math.exp(expected))
+        place = candidates.branch[at], candidates.index[at], candidates.micro_batch[at]
+        return Point(*map(int, place)), math.inf if first.any() else math.exp(expected)
 
     def _find_unopened(self, observations: Sequence[Observation]) -> set[int]:
         """Return branches without offloading that have not run, after few attempts."""
-        found = set()
-        for branch, strategy in enumerate(self.configurations.problem.space.strategies):
-            own = [
-                each.outcome
-                for each in observations
-                if each.point and each.point.branch == branch and each.source is not Source.FINAL
-            ]
-            ran = any(outcome is None or outcome.ok for outcome in own)
-            if strategy.burden - (strategy.stage == 3) <= 0 and not ran and len(own) < _RETRIES:
-                found.add(branch)
-        return found
+        attempts, ran = Counter[int](), set()
+        for each in observations:
+            if each.point is None or each.source is Source.FINAL:
+                continue
+            attempts[each.point.branch] += 1
+            if each.outcome is None or each.outcome.ok:
+                ran.add(each.point.branch)
+        strategies = self.known.configurations.problem.space.strategies
+        is_light = [each.burden - (each.stage == 3) <= 0 for each in strategies]
+        others = set(range(len(strategies))) - ran
+        return {each for each in others if is_light[each] and attempts[each] < _RETRIES}
 
     def _find_urgent(self, candidates: Candidates, worth: Array, first: Array) -> Array:
         """Return candidates that promise more than first trials, but are too dear after them."""
@@ -147,27 +137,28 @@ class Chooser:
         better &= cost + firsts_s > self.costs.left_s
         return better
 
-    def list_candidates(self, known: Predictions) -> Candidates | None:
-        branches = range(len(self.configurations.problem.space.branches))
-        parts = [self._compare_branch(branch, known) for branch in branches]
-        found = [part for part in parts if part is not None]
-        if not found:
+    def _list_candidates(self) -> Candidates | None:
+        known, configurations = self.known, self.known.configurations
+        keys, where, sizes = self._list_open()
+        if not keys:
             return None
-        points = Points.join([part[0] for part in found])
-        branch, index, log_runs = (np.concatenate([part[n] for part in found]) for n in (1, 2, 3))
+        points = configurations.points(keys, where, sizes)
         speed = known.speed.beside(known.running) if len(known.running) else known.speed
         best = known.incumbent
-        log_s, sd = speed.predict(points, None if best is None else best[0])
-        gain = self.configurations.log_work(points) - log_s - (0.0 if best is None else best[1])
+        if best is None:
+            log_s, sd = speed.predict(points)
+        else:  # the last one
+            both = Points.join([points, best[0]])
+            log_s, sd = speed.predict(both, np.full(len(both), len(points)))
+        mine = slice(len(points))
+        gain = configurations.log_work(points) - log_s[mine] - (0.0 if best is None else best[1])
         cost = np.ones(len(points))
         step_s = known.seconds(log_s)
         kept, usual_cost = np.ones(len(points), bool), math.inf
         if self.costs is not None and step_s is not None:
             cost = self.costs.trial_s(step_s)
-            if best is not None:
-                usual_s = known.seconds(speed.predict(best[0])[0])
-                usual_cost = float(self.costs.trial_s(usual_s)[0])
-            least_s = step_s * np.exp(-np.minimum(sd, _MOST_UNKNOWN))
+            usual_cost, cost = float(cost[-1]), cost[mine]
+            least_s = (step_s * np.exp(-np.minimum(sd, _MOST_UNKNOWN)))[mine]
             kept = ~self.costs.are_too_long(least_s)
             if self.stop_when:
                 kept &= ~self.costs.are_unaffordable(least_s)
@@ -176,82 +167,66 @@ class Chooser:
         # A measurement is as uncertain as those before it, so it teaches little about what is
         # known better than that (the knowledge gradient's standard deviation: Frazier, Powell and
         # Dayanik, SIAM J. Control Optim. 47 (2008)).
-        moved = sd**2 / np.hypot(sd, speed.noise)
-        arrays = (branch, index, log_runs, gain, moved, cost)
-        return Candidates(points, *arrays, usual_cost).only(kept)
+        moved = (sd**2 / np.hypot(sd, speed.noise))[mine]
+        branch, index = np.array(keys).T[:, where]
+        log_runs = known.log_runs(keys, where, points)
+        arrays = (branch, index, sizes, log_runs, gain, moved, cost)
+        return Candidates(*arrays, usual_cost).only(kept)
 
-    def _compare_branch(
-        self, branch: int, known: Predictions
-    ) -> tuple[Points, Array, Array, Array] | None:
-        """Return the configurations of a branch that may be tried, and their chances to run.
+    def _list_open(self) -> tuple[list[Key], Array, Array]:
+        """Return the configurations that may be tried.
 
         Returns:
-            The configurations, the numbers of their branch and of their settings, and the
-            logarithms of their chances; None if there is none.
+            Choices of settings; of each configuration the position of its settings among them, and
+            its micro batch.
         """
-        configurations, settings = self.configurations, self.configurations.settings
-        space, is_gated = configurations.problem.space, configurations.memory is not None
-        sizes = space.micro_batches
-        best = known.incumbent
-        near = [] if best is None else [float(best[0].micro_batch[0])]
+        known, configurations = self.known, self.known.configurations
+        allowed = configurations.problem.space.micro_batches
+        keys: list[Key] = []
+        found: list[Array] = []
+        for branch, numbers in enumerate(self._list_settings()):
+            if not numbers:
+                continue
+            edges = [configurations.edge(branch, number) for number in numbers]
+            ends = [edges[0], max(edges)]
+            positions = select_positions(allowed, edges=ends, best=known.best_sizes)
+            sizes = np.array([allowed[position] for position in positions])
+            for number in numbers:
+                is_open = known.find_open((branch, number), sizes)
+                if is_open.any():
+                    keys.append((branch, number))
+                    found.append(sizes[is_open])
+        where = np.repeat(np.arange(len(keys)), [len(sizes) for sizes in found])
+        return keys, where, np.concatenate(found) if found else np.zeros(0)
 
-        def predict(numbers: Sequence[int]) -> tuple[Array, Array]:
-            size = np.full(len(numbers), near[0] if near else 1.0)
-            points = self._points(branch, numbers, np.arange(len(numbers)), size)
-            return known.speed.predict(points, points.only(np.array([0])))
+    def _list_settings(self) -> list[list[int]]:
+        """Return the numbers of the settings to compare, for each branch.
 
-        closed = {
-            number
-            for (own, number), history in known.histories.items()
-            if own == branch and not history.admits_any(sizes)
-        }
-        indexes = settings.promising(branch, known.best_settings(branch), predict, closed)
-        if not indexes:
-            return None
-        edges = [configurations.edge(branch, number) for number in indexes]
-        ends = [edges[0], max(edges)]
-        positions = select_positions(sizes, edges=ends, best=near)
-        size_at = np.array([sizes[position] for position in positions])
-        is_open = np.empty((len(indexes), len(positions)), bool)
-        for row, number in enumerate(indexes):
-            is_open[row] = size_at <= (edges[row] if is_gated else math.inf)
-            history = known.histories.get((branch, number))
-            if history is not None:
-                is_open[row] &= [history.admits(size) for size in size_at.tolist()]
-            gas = space.accumulation(size_at, settings.of(branch, number))
-            for size, steps in known.lacking:
-                is_open[row] &= ~((size_at >= size) & (gas >= steps))
-        if not is_open.any():
-            return None
-        rows, columns = np.nonzero(is_open)
-        points = self._points(branch, indexes, rows, size_at[columns], edges)
-        fits = np.log(known.runs.fits(branch, configurations.octaves(points)))
-        sound = np.log([known.runs.runs(settings.row(branch, n).values) for n in indexes])
-        for row, number in enumerate(indexes):
-            history = known.histories.get((branch, number))
-            if history is not None:
-                fits[(rows == row) & (points.micro_batch < history.ran)] = 0.0
-        numbers = np.array(indexes)[rows]
-        return points, np.full(len(points), branch), numbers, fits + sound[rows]
-
-    def _points(
-        self,
-        branch: int,
-        numbers: Sequence[int],
-        where: Any,
-        micro_batch: Array,
-        edges: Sequence[float] | None = None,
-    ) -> Points:
-        """Return n configurations of a branch; see `Configurations.points`."""
-        known, settings = self.configurations, self.configurations.settings
-        if edges is None:
-            edges = [known.edge(branch, number) for number in numbers]
-        gas, space = np.ones(len(where)), known.problem.space
-        for position, number in enumerate(numbers):
-            here = where == position
-            gas[here] = space.accumulation(micro_batch[here], settings.of(branch, number))
-        rows = [settings.row(branch, number) for number in numbers]
-        return known.points(rows, where, micro_batch, gas, edges)
+        These are all if they are few; else the first, the best, and its likeliest changes.
+        """
+        known, configurations = self.known, self.known.configurations
+        space, histories = configurations.problem.space, known.histories.items()
+        branches, sizes = space.branches, space.micro_batches
+        closed = {key for key, history in histories if not history.admits_any(sizes)}
+        found: list[Sequence[int]] = [range(branch.count) for branch in branches]
+        many = [at for at, branch in enumerate(branches) if branch.count > MOST_SETTINGS]
+        changes = [configurations.settings.changes(at, known.best_settings(at)) for at in many]
+        keys = [(at, n) for at, numbers in zip(many, changes, strict=True) for n in numbers]
+        starts = np.cumsum([0, *map(len, changes)])
+        if keys:
+            size = np.full(len(keys), max(known.best_sizes, default=1.0))
+            points = configurations.points(keys, np.arange(len(keys)), size)
+            best = np.repeat(starts[:-1], np.diff(starts))
+            mean, sd = known.speed.predict(points, best)
+            # Ties are broken by position.
+            hopes = np.split(np.round(mean - sd, 9), starts[1:-1])
+            for at, numbers, hope in zip(many, changes, hopes, strict=True):
+                order = np.argsort(hope[1:], kind="stable") + 1
+                found[at] = [0, numbers[0], *(numbers[place] for place in order)]
+        return [
+            [n for n in dict.fromkeys(numbers) if (at, n) not in closed][:MOST_SETTINGS]
+            for at, numbers in enumerate(found)
+        ]
 
 
 class TooDear(Exception):

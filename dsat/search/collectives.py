@@ -205,7 +205,6 @@ def columns(
             found["reductions"] += group.count
     each, last = of_micro_step[False], of_micro_step[True]
     return {
-        "overlaps": float(last["reduced"] > 0),
         "reduced": each["reduced"],
         "reduced_last": last["reduced"] if last["reduced"] > each["reduced"] else 0.0,
         "reductions": last["reductions"],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -53,8 +54,15 @@ class Ended:
     def is_too_large(self) -> bool:
         """Return whether a smaller micro batch may run: memory, time or data were too short."""
         kind = self.outcome.kind
+        if kind is OutcomeKind.OK:
+            return False
         too_slow = kind is OutcomeKind.TIMEOUT
         return kind.is_out_of_memory or too_slow or self.outcome.smaller_may_run
+
+    @property
+    def is_unsound(self) -> bool:
+        """Return whether a value of its settings may be to blame."""
+        return self.outcome.kind in _UNSOUND and not self.outcome.smaller_may_run
 
 
 class Feasibility:
@@ -70,7 +78,7 @@ class Feasibility:
     """
 
     def __init__(
-        self, ended: Iterable[Ended], count: int, *, predicted: bool, on_device: bool
+        self, ended: Sequence[Ended], count: int, *, predicted: bool, on_device: bool
     ) -> None:
         self._ran = [-math.inf] * count  # octaves above the predicted largest micro batch
         self._failed = [math.inf] * count
@@ -79,9 +87,9 @@ class Feasibility:
         failed_on_slot = math.inf  # host memory differs by strategy
         for each in ended:
             self._bound(each)
-            self._blame(each)
             if each.is_too_large and each.outcome.kind is not OutcomeKind.HOST_OOM:
                 failed_on_slot = min(failed_on_slot, each.octaves)
+        self._blame(ended)
         center, scale = (_PREDICTED if on_device else _ON_CORES) if predicted else _BOUNDED
         if failed_on_slot < center:
             scale = max(scale, _SURPRISED * (center - failed_on_slot))
@@ -100,24 +108,33 @@ class Feasibility:
             self._failed[at] = min(self._failed[at], octaves)
             self._ran[at] = min(self._ran[at], octaves - 1e-3)
 
-    def _blame(self, each: Ended) -> None:
-        """Blame a failure on values that have never run; if all have, on any of them."""
-        kind, values = each.outcome.kind, each.values
-        if each.outcome.ok or kind.is_out_of_memory:
-            self._sound.update(values)
-        elif kind in _UNSOUND and not each.outcome.smaller_may_run:
-            suspects = [value for value in values if not self._sound[value]]
-            if kind is OutcomeKind.TIMEOUT and not suspects:
-                return  # the micro batch is too large
-            blame = _HANG_WEIGHT if kind is OutcomeKind.TIMEOUT else 1.0
-            for value in suspects or values:
+    def _blame(self, ended: Sequence[Ended]) -> None:
+        """Blame failures on values that have never run; where all have, on any of them."""
+        failures = [each for each in ended if each.is_unsound]
+        if not failures:
+            return
+        for each in ended:
+            if each.outcome.ok or each.outcome.kind.is_out_of_memory:
+                self._sound.update(each.values)
+        for each in failures:
+            is_timeout = each.outcome.kind is OutcomeKind.TIMEOUT
+            suspects = [value for value in each.values if not self._sound[value]]
+            if is_timeout and not suspects:
+                continue  # the micro batch is too large
+            blame = _HANG_WEIGHT if is_timeout else 1.0
+            for value in suspects or each.values:
                 self._unsound[value] += blame / max(1, len(suspects))
 
-    def fits(self, strategy: int, octaves: Array) -> Array:
-        """Return the probability to have enough memory, (n,), for octaves above the prediction."""
+    def fits(self, strategy: Any, octaves: Array) -> Array:
+        """Return the probability to have enough memory, (n,).
+
+        Args:
+            strategy: position of one, or of each configuration's, (n,).
+            octaves: above the prediction, (n,).
+        """
         low, high, here = (
             0.5 + np.arctan((at - self._center) / self._scale) / math.pi
-            for at in (self._ran[strategy], self._failed[strategy], octaves)
+            for at in (np.array(self._ran)[strategy], np.array(self._failed)[strategy], octaves)
         )
         chance: Array = np.clip((high - here) / np.maximum(high - low, _LEAST), _LEAST, 1.0)
         return chance

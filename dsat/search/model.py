@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
+
 from dsat.options import FRACTION, Option, search_option
 from dsat.search.base import (
     EXHAUSTED,
@@ -21,7 +23,7 @@ from dsat.search.base import (
     stop_without_new_best,
 )
 from dsat.search.choice import Chooser, TooDear
-from dsat.search.predictions import Configurations, Predictions, locate_points
+from dsat.search.predictions import Configurations, Predictions
 from dsat.space.locate import Point
 
 
@@ -71,27 +73,25 @@ class ModelSearch(Search):
             return stop or Stop(EXHAUSTED)
         configurations = replace(self._configurations, memory=context.memory)
         self._known = known = Predictions.fit(configurations, observations)
-        may_stop = self._stop_when > 0 and len(known.measured) > 0
+        may_stop = self._stop_when > 0 and known.num_measured > 0
         is_running = any(each.outcome is None for each in observations)
         try:
-            chooser = Chooser(configurations, context.costs, self._stop_when)
-            choice = chooser.choose(known, observations)
+            choice = Chooser(known, context.costs, self._stop_when).choose(observations)
         except TooDear:
             if may_stop:
                 return Stop("further trials take longer than is worth it")
             choice = None
         if choice is None:
             return Wait() if is_running else Stop(EXHAUSTED)
-        if may_stop and math.expm1(choice.expected) < self._stop_when:
+        point, expected = choice
+        if may_stop and math.expm1(expected) < self._stop_when:
             gain = f"{100 * self._stop_when:g} %"
             return Stop(f"no further trial is expected to gain more than {gain}")
-        return Proposal(choice.point)
+        return Proposal(point)
 
     def predicted(self, point: Point) -> float | None:
         if self._known is None:
             return None
-        settings = self._configurations.settings.of(point.branch, point.index)
-        batch = self.problem.space.batch(point.micro_batch, settings)
-        known = self._known.configurations
-        located = locate_points(known, [(point, Observation(point, batch, None))])
-        return float(self._known.log_rate(located)[0])
+        key, size = (point.branch, point.index), np.array([point.micro_batch])
+        points = self._known.configurations.points([key], np.zeros(1, int), size)
+        return float(self._known.log_rate(points)[0])

@@ -13,14 +13,21 @@ from typing import Any
 import numpy as np
 
 from dsat.search.base import Memory, Observation, Problem, Source, largest_micro_batch
-from dsat.search.candidates import Row, Settings
+from dsat.search.candidates import Settings
 from dsat.search.feasibility import Ended, Feasibility
 from dsat.search.normal import Array
 from dsat.search.speed import Points, Posterior, Prior
 from dsat.search.speed import fit as fit_speed
 from dsat.search.step_time import COLUMNS, Job
 from dsat.space.locate import Point
-from dsat.values.outcome import OutcomeKind
+from dsat.values.objective import Objective
+from dsat.values.outcome import Metrics, OutcomeKind
+
+Key = tuple[int, int]
+"""A choice of settings: a branch, and the number of the settings there."""
+
+_MOST_FITTED = 64  # measurements, to bound the time of a decision
+_GROUPS = COLUMNS.index("data_parallel")
 
 
 @dataclass
@@ -96,44 +103,46 @@ class Configurations:
 
     def points(
         self,
-        rows: Sequence[Row],
+        keys: Sequence[Key],
         where: Any,
         micro_batch: Array,
-        gas: Array,
-        edges: Sequence[float],
-        neighbours: Any = 0,
+        gas: Array | None = None,
+        is_alone: Any = True,
     ) -> Points:
         """Return n configurations.
 
         Args:
-            where: position of each configuration's settings in `rows`, (n,).
-            micro_batch, gas: of each configuration, (n,).
-            neighbours: trials that ran at the same time, (n,).
+            where: position of each configuration's settings in `keys`, (n,).
+            micro_batch: of each configuration, (n,).
+            gas: of each configuration, (n,); by default as the space decides.
+            is_alone: whether no other trials ran at the same time, (n,).
         """
-        count, num_traits = len(rows), len(self.settings.effects)
-        work = np.array([row.work for row in rows]).reshape(count, len(COLUMNS))
-        traits = np.array([row.traits for row in rows]).reshape(count, num_traits)
+        rows = [self.settings.row(*key) for key in keys]
+        edges = np.array([self.edge(*key) for key in keys])
         size = np.asarray(micro_batch, float)
+        work = np.array([row.work for row in rows]).reshape(len(keys), len(COLUMNS))[where]
+        num_traits = len(self.settings.effects)
+        traits = np.array([row.traits for row in rows]).reshape(len(keys), num_traits)[where]
+        if gas is None:
+            groups, own = work[:, _GROUPS], np.array([row.gas for row in rows])[where]
+            gas = self.problem.space.accumulation(size, groups, own)
         return Points(
-            work=work[where],
+            work=work,
             micro_batch=size,
             gas=np.asarray(gas, float),
-            room=(np.array(edges)[where] - size) * self.sample_part,
-            traits=self.settings.with_trial(
-                traits[where], size, np.full(len(size), neighbours) == 0
-            ),
+            room=(edges[where] - size) * self.sample_part,
+            traits=self.settings.with_trial(traits, size, np.broadcast_to(is_alone, len(size))),
         )
 
     def alone(self, points: Points) -> Points:
         """Return configurations as if nothing ran at the same time."""
-        is_alone = np.ones(len(points), bool)
-        traits = self.settings.with_trial(points.traits, points.micro_batch, is_alone)
+        alone = np.ones(len(points), bool)
+        traits = self.settings.with_trial(points.traits, points.micro_batch, alone)
         return replace(points, traits=traits)
 
     def log_work(self, points: Points) -> Array:
         """Return the logarithm of a rate plus that of its time, (n,); 0 for times."""
-        groups = points.work[:, COLUMNS.index("data_parallel")]
-        work: Array = np.log(points.micro_batch * points.gas * groups)
+        work: Array = np.log(points.micro_batch * points.gas * points.work[:, _GROUPS])
         return np.zeros(len(work)) if self.problem.objective.smaller_is_better else work
 
     def octaves(self, points: Points) -> Array:
@@ -148,8 +157,9 @@ class Predictions:
     """Predictions for all configurations.
 
     Attributes:
-        histories: past trials of each choice of settings, by branch and index.
-        measured: points that were measured.
+        histories: past trials of each choice of settings.
+        num_measured: number of measurements.
+        measured: points of those that speeds were fitted to.
         measured_points: the same in the form of the model of speed, as if each had run alone.
         running: running trials in that form.
         lacking: micro batches and accumulation steps from which on data are too few.
@@ -159,7 +169,8 @@ class Predictions:
     configurations: Configurations
     speed: Posterior
     runs: Feasibility
-    histories: Mapping[tuple[int, int], History]
+    histories: Mapping[Key, History]
+    num_measured: int
     measured: Sequence[Point]
     measured_points: Points
     running: Points
@@ -168,25 +179,22 @@ class Predictions:
 
     @classmethod
     def fit(cls, known: Configurations, observations: Sequence[Observation]) -> Predictions:
-        problem, settings = known.problem, known.settings
-        located = [
-            (each.point, each)
-            for each in observations
-            if each.point is not None and each.source is not Source.FINAL
-        ]
-        points = locate_points(known, located)
-        octaves = known.octaves(points).tolist()
-        histories: dict[tuple[int, int], History] = defaultdict(History)
-        ended, measured, lacking = [], [], []
-        for place, (point, each) in enumerate(located):
-            history = histories[point.branch, point.index]
+        problem = known.problem
+        histories: dict[Key, History] = defaultdict(History)
+        ended, measured, running, lacking = [], [], [], []
+        for each in observations:
+            point, outcome = each.point, each.outcome
+            if point is None or each.source is Source.FINAL:
+                continue
+            key = point.branch, point.index
+            history = histories[key]
             if each.is_exact:
                 history.sizes.add(point.micro_batch)
-            outcome = each.outcome
             if outcome is None:
+                running.append((point, each))
                 continue
-            values = settings.row(point.branch, point.index).values
-            ended.append(Ended(point.branch, values, octaves[place], outcome))
+            octaves = math.log2(each.batch.micro_batch / max(0.5, known.edge(*key)))
+            ended.append(Ended(point.branch, known.settings.row(*key).values, octaves, outcome))
             if each.is_exact:
                 history.add(point.micro_batch, ended[-1])
             if outcome.smaller_may_run:
@@ -195,16 +203,14 @@ class Predictions:
                 lacking.append((outcome.most_samples + 1, each.batch.gas))
             value = outcome.value(problem.objective)
             if value is not None and 0 < value < math.inf:
-                measured.append(place)
-        found = points.only(np.array(measured, int))
-        outcomes = [located[place][1].outcome for place in measured]
-        metrics = [outcome.metrics for outcome in outcomes if outcome and outcome.metrics]
+                assert outcome.metrics is not None
+                measured.append(_Measured(point, each, outcome.metrics, value))
+        fitted = _select(measured, problem.objective)
+        found = _locate(known, [(each.point, each.observation) for each in fitted])
         sign = 1 if problem.objective.smaller_is_better else -1
-        values_of = np.array([m.value(problem.objective.metric) for m in metrics], float)
-        log_s = known.log_work(found) + sign * np.log(values_of)
-        errors = np.array([m.standard_error for m in metrics], float)
-        units = np.log([m.latency / 1000 for m in metrics]) - log_s
-        running = [place for place, (_, each) in enumerate(located) if each.outcome is None]
+        log_s = known.log_work(found) + sign * np.log([each.value for each in fitted])
+        errors = np.array([each.metrics.standard_error for each in fitted], float)
+        units = np.log([each.metrics.latency / 1000 for each in fitted]) - log_s
         return cls(
             known,
             fit_speed(known.prior, found, log_s, errors),
@@ -215,11 +221,12 @@ class Predictions:
                 on_device=problem.profile.host_memory_bytes > 0,
             ),
             histories,
-            [located[place][0] for place in measured],
+            len(measured),
+            [each.point for each in fitted],
             known.alone(found),
-            points.only(np.array(running, int)),
+            _locate(known, running),
             lacking,
-            float(np.median(units)) if len(units) else None,
+            float(np.median(units)) if fitted else None,
         )
 
     def seconds(self, log_s: Array) -> Array | None:
@@ -228,7 +235,7 @@ class Predictions:
 
     def log_rate(self, points: Points) -> Array:
         """Return predicted logarithms of the objective, (n,); larger is better."""
-        rates: Array = self.configurations.log_work(points) - self.speed.predict(points)[0]
+        rates: Array = self.configurations.log_work(points) - self.speed.predict_mean(points)
         return rates
 
     @cached_property
@@ -255,16 +262,64 @@ class Predictions:
         best = self.measured[int(np.argmax(rates))]
         return self.configurations.settings.of(best.branch, best.index)
 
+    @property
+    def best_sizes(self) -> list[float]:
+        """The micro batch of the best so far, if there is one."""
+        best = self.incumbent
+        return [] if best is None else [float(best[0].micro_batch[0])]
 
-def locate_points(known: Configurations, located: Sequence[tuple[Point, Observation]]) -> Points:
-    """Return the trials that were made, with their batch sizes."""
-    keys = list(dict.fromkeys((point.branch, point.index) for point, _ in located))
-    place = {key: number for number, key in enumerate(keys)}
+    def find_open(self, key: Key, sizes: Array) -> Array:
+        """Return which micro batches may be tried with some settings, (n,)."""
+        known, history = self.configurations, self.histories.get(key)
+        most = math.inf if known.memory is None else known.edge(*key)
+        is_open: Array = sizes <= most
+        if history is not None:
+            is_open &= [history.admits(size) for size in sizes.tolist()]
+        if self.lacking:
+            row = known.settings.row(*key)
+            gas = known.problem.space.accumulation(sizes, row.work[_GROUPS], row.gas)
+            for size, steps in self.lacking:
+                is_open &= ~((sizes >= size) & (gas >= steps))
+        return is_open
+
+    def log_runs(self, keys: Sequence[Key], where: Array, points: Points) -> Array:
+        """Return logarithms of the probability to run, (n,); `where` is as of `points`."""
+        known = self.configurations
+        branches = np.array([branch for branch, _ in keys])
+        fits = np.log(self.runs.fits(branches[where], known.octaves(points)))
+        ran = np.array([self.histories[key].ran if key in self.histories else 0 for key in keys])
+        fits[points.micro_batch < ran[where]] = 0.0
+        sound = np.log([self.runs.runs(known.settings.row(*key).values) for key in keys])
+        log_runs: Array = fits + sound[where]
+        return log_runs
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A measurement of the objective."""
+
+    point: Point
+    observation: Observation
+    metrics: Metrics
+    value: float
+
+
+def _select(measured: Sequence[_Measured], objective: Objective) -> Sequence[_Measured]:
+    """Return the measurements to fit: the best and the latest, in their order."""
+    if len(measured) <= _MOST_FITTED:
+        return measured
+    half = _MOST_FITTED // 2
+    earlier = sorted(range(len(measured) - half), key=lambda at: objective.loss(measured[at].value))
+    return [*(measured[at] for at in sorted(earlier[:half])), *measured[-half:]]
+
+
+def _locate(known: Configurations, trials: Sequence[tuple[Point, Observation]]) -> Points:
+    """Return trials with their own batch sizes."""
+    keys = [(point.branch, point.index) for point, _ in trials]
     return known.points(
-        [known.settings.row(*key) for key in keys],
-        np.array([place[point.branch, point.index] for point, _ in located], int),
-        np.array([each.batch.micro_batch for _, each in located], float),
-        np.array([each.batch.gas for _, each in located], float),
-        [known.edge(*key) for key in keys],
-        np.array([each.neighbours for _, each in located], int),
+        keys,
+        np.arange(len(keys)),
+        np.array([each.batch.micro_batch for _, each in trials], float),
+        np.array([each.batch.gas for _, each in trials], float),
+        np.array([each.neighbours == 0 for _, each in trials], bool),
     )

@@ -15,6 +15,7 @@ numpy only: the container of Determined's search runner has no SciPy.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ import numpy as np
 
 from dsat.search import step_time
 from dsat.search.normal import Array
-from dsat.search.step_time import FACTORS, Hardware
+from dsat.search.step_time import FACTORS, Hardware, Terms
 
 # Of the residuals of a micro batch and one twice as large. Without it, the worst replay ends at
 # 96.5 % and not at 97.2 % (see `choice`).
@@ -33,9 +34,9 @@ RUN_SD = 0.01  # of measurements from run to run; its scale is learned
 # Of the logarithms of all scales, before any measurement: a factor of three. With a factor of two,
 # replays take 290 trials and not 256, and end 0.1 points lower.
 _SCALE_SD = 1.2
-# Measurements to fit, to bound the time of a decision: the fastest and the latest.
-_MOST = 64
-_STEPS, _SETTLED = 20, 0.01  # of Gauss-Newton
+# Steps of Gauss-Newton at most; the length of a step, and what it gains (of twice the logarithm of
+# the likelihood), below which they end. Where one part of a step hides another, they go to and fro.
+_STEPS, _SETTLED, _LEAST_GAIN = 20, 0.01, 0.1
 
 
 @dataclass(frozen=True)
@@ -85,21 +86,6 @@ class Scales:
 
 
 @dataclass(frozen=True)
-class Differences:
-    """Differences of n and m configurations, (n, m), with scales of 1.
-
-    Attributes:
-        residual, switch: variances of what settings and micro batches, and switches, make of a
-            step.
-        growth: covariance of what larger micro batches make of it.
-    """
-
-    residual: Array
-    switch: Array
-    growth: Array
-
-
-@dataclass(frozen=True)
 class Prior:
     """The model before any measurement.
 
@@ -128,30 +114,38 @@ class Prior:
     def variance(self) -> Array:
         return np.array([sd**2 for _, sd in self.factors.values()])
 
-    def compare(self, one: Points, other: Points) -> Differences:
-        """Return the differences of n and m configurations."""
-        octaves, others = np.log2(one.micro_batch)[:, None], np.log2(other.micro_batch)
-
-        def squares(kept: Array) -> Array:
-            weights = self.effects[kept] ** 2 / 2  # a value that differs counts twice: both have it
-            ones, its = one.traits[:, kept], other.traits[:, kept]
-            distance: Array = (ones @ weights)[:, None] + its @ weights
-            distance -= 2 * (ones * weights) @ its.T
-            return distance
-
-        settings = squares(~self.is_switch) + _OCTAVE_SD**2 * np.abs(octaves - others)
-        growth = self.growth_sd**2 * octaves * others
-        return Differences(settings, squares(self.is_switch), growth)
-
-    def covariance(self, differences: Differences, scales: Scales) -> Array:
+    def covariance(self, one: Points, other: Points, scales: Scales) -> Array:
         """Return the covariance of the residuals of n and m configurations, (n, m).
 
         For small differences it is that of independent effects of all that differs.
         """
-        distance = scales.residual**2 * differences.residual
-        distance += scales.switch**2 * differences.switch
-        covariance: Array = self.level_sd**2 * np.exp(-distance / (2 * self.level_sd**2))
-        covariance += scales.residual**2 * differences.growth
+        weights = self._weights(scales)
+        octaves, others = np.log2(one.micro_batch)[:, None], np.log2(other.micro_batch)
+        distance = (one.traits @ weights)[:, None] + other.traits @ weights
+        distance -= 2 * (one.traits * weights) @ other.traits.T
+        distance += (scales.residual * _OCTAVE_SD) ** 2 * np.abs(octaves - others)
+        return self._covariance(distance, octaves * others, scales)
+
+    def covariance_of_pairs(self, one: Points, other: Points, scales: Scales) -> Array:
+        """Return the covariance of the residuals of each of n configurations and another, (n,)."""
+        octaves, others = np.log2(one.micro_batch), np.log2(other.micro_batch)
+        distance = (one.traits != other.traits) @ self._weights(scales)
+        distance += (scales.residual * _OCTAVE_SD) ** 2 * np.abs(octaves - others)
+        return self._covariance(distance, octaves * others, scales)
+
+    def _weights(self, scales: Scales) -> Array:
+        """Return the variance that each trait adds to a difference.
+
+        A value that differs counts half, because two traits differ: that of either value.
+        """
+        scale = np.where(self.is_switch, scales.switch, scales.residual)
+        weights: Array = (scale * self.effects) ** 2 / 2
+        return weights
+
+    def _covariance(self, distance: Array, growth: Array, scales: Scales) -> Array:
+        variance = self.level_sd**2
+        covariance: Array = variance * np.exp(distance / (-2 * variance))
+        covariance += (scales.residual * self.growth_sd) ** 2 * growth
         return covariance
 
     def variances(self, points: Points, scales: Scales) -> Array:
@@ -160,16 +154,17 @@ class Prior:
         variances: Array = self.level_sd**2 + growth**2
         return variances
 
-    def physical(self, theta: Array, points: Points) -> tuple[Array, Array]:
-        """Return logarithms of seconds, (n,), and their derivatives, (n, factors)."""
-        step = 1e-4
-        found = self.log_s(np.vstack((theta, theta + step * np.eye(len(theta)))), points)
-        return found[0], (found[1:] - found[0]).T / step
-
-    def log_s(self, thetas: Array, points: Points) -> Array:
-        """Return logarithms of seconds by m choices of the factors, (m, n)."""
+    def terms(self, points: Points) -> Terms:
         parts = points.work, points.micro_batch, points.gas, points.room
-        return np.log(step_time.seconds(self.hardware, thetas.T[:, :, None], *parts))
+        return Terms.of(self.hardware, *parts)
+
+
+def linearize(terms: Terms, theta: Array) -> tuple[Array, Array]:
+    """Return logarithms of seconds, (n,), and their derivatives, (n, factors)."""
+    step = 1e-4
+    thetas = np.column_stack((theta, theta[:, None] + step * np.eye(len(theta))))
+    found = np.log(terms.seconds(thetas[:, :, None]))
+    return found[0], (found[1:] - found[0]).T / step
 
 
 @dataclass(frozen=True)
@@ -189,18 +184,43 @@ class Measurements:
     def __len__(self) -> int:
         return len(self.points)
 
-    @cached_property
-    def _differences(self) -> Differences:
-        return self.prior.compare(self.points, self.points)
-
     def covariance(self, scales: Scales) -> Array:
         """Return the covariance of residuals and noise, (n, n)."""
-        covariance = self.prior.covariance(self._differences, scales)
+        covariance = self.prior.covariance(self.points, self.points, scales)
         covariance[np.diag_indices(len(self))] += (RUN_SD * scales.noise) ** 2 + self.error**2
         return covariance
 
-    def only(self, kept: Array) -> Measurements:
-        return Measurements(self.prior, self.points.only(kept), self.log_s[kept], self.error[kept])
+    @cached_property
+    def _terms(self) -> Terms:
+        return self.prior.terms(self.points)
+
+    def linearize(self, theta: Array) -> Linear:
+        predicted, slopes = linearize(self._terms, theta)
+        return Linear(theta, self.log_s - predicted, slopes)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """The physical model of n measurements, linear in its factors.
+
+    Attributes:
+        apart: what the model predicts too little with `theta`, (n,).
+        slopes: derivatives of the logarithms by the factors, (n, factors).
+    """
+
+    theta: Array
+    apart: Array
+    slopes: Array
+
+    def apart_from(self, prior: Prior) -> Array:
+        """Return the same with the prior's mean for the factors, (n,)."""
+        apart: Array = self.apart + self.slopes @ (self.theta - prior.mean)
+        return apart
+
+    def covariance(self, prior: Prior) -> Array:
+        """Return the covariance that comes of the factors, (n, n)."""
+        covariance: Array = (self.slopes * prior.variance) @ self.slopes.T
+        return covariance
 
 
 @dataclass(frozen=True)
@@ -240,35 +260,45 @@ class Posterior:
         error = self.measured.error
         return math.hypot(self.run_sd, float(np.median(error)) if len(error) else 0.0)
 
-    def predict(self, points: Points, reference: Points | None = None) -> tuple[Array, Array]:
+    def predict_mean(self, points: Points) -> Array:
+        """Predict the natural logarithm of the seconds, (n,)."""
+        residuals = self.measured.prior.covariance(self.measured.points, points, self.scales)
+        mean: Array = self._linearize(points)[0] + residuals.T @ self.weights
+        return mean
+
+    def predict(self, points: Points, reference: Array | None = None) -> tuple[Array, Array]:
         """Predict the natural logarithm of the seconds.
 
         Args:
-            reference: one more configuration; the uncertainty is that of the difference to it.
+            reference: for each configuration the position of one among them; the uncertainty is
+                that of the difference to it.
 
         Returns:
             Mean and standard deviation, both (n,).
         """
-        if reference is None:
-            mean, variance, _, _ = self._project(points)
-            return mean, np.sqrt(np.maximum(variance, 1e-12))
         prior, priors = self.measured.prior, self.measured.prior.variance
-        mean, variance, slopes, known = self._project(Points.join([points, reference]))
-        shared = slopes[:-1] @ (priors * slopes[-1]) - known[:, :-1].T @ known[:, -1]
-        shared += prior.covariance(prior.compare(points, reference), self.scales)[:, 0]
-        variance = variance[:-1] + variance[-1] - 2 * shared
-        return mean[:-1], np.sqrt(np.maximum(variance, 1e-12))
-
-    def _project(self, points: Points) -> tuple[Array, Array, Array, Array]:
-        """Return mean, variance, slopes, and the part explained by measurements, (n, m)."""
-        prior, priors = self.measured.prior, self.measured.prior.variance
-        mean, slopes = prior.physical(self.theta, points)
-        differences = prior.compare(self.measured.points, points)
-        residuals = prior.covariance(differences, self.scales)
+        mean, slopes = self._linearize(points)
+        residuals = prior.covariance(self.measured.points, points, self.scales)
         known = self.root @ (residuals + (self.slopes * priors) @ slopes.T)
         variance = slopes**2 @ priors + prior.variances(points, self.scales)
         variance -= (known**2).sum(axis=0)
-        return mean + residuals.T @ self.weights, variance, slopes, known
+        if reference is not None:
+            shared = (slopes * slopes[reference]) @ priors
+            shared -= (known * known[:, reference]).sum(axis=0)
+            shared += prior.covariance_of_pairs(points, points.only(reference), self.scales)
+            variance = variance + variance[reference] - 2 * shared
+        mean = mean + residuals.T @ self.weights
+        return mean, np.sqrt(np.maximum(variance, 1e-12))
+
+    def _linearize(self, points: Points) -> tuple[Array, Array]:
+        """Return logarithms of seconds by the physical model, and their derivatives.
+
+        The logarithms are those of the likeliest factors, to which `theta` is near.
+        """
+        prior = self.measured.prior
+        predicted, slopes = linearize(prior.terms(points), self.theta)
+        likeliest = prior.mean + prior.variance * (self.slopes.T @ self.weights)
+        return predicted + slopes @ (likeliest - self.theta), slopes
 
     def beside(self, points: Points) -> Posterior:
         """Return the posterior as if configurations had been measured as predicted."""
@@ -276,10 +306,10 @@ class Posterior:
         both = Measurements(
             known.prior,
             Points.join([known.points, points]),
-            np.append(known.log_s, self.predict(points)[0]),
+            np.append(known.log_s, self.predict_mean(points)),
             np.append(known.error, np.full(len(points), self.noise)),
         )
-        return _condition(both, self.theta, self.scales)
+        return _condition(both, both.linearize(self.theta), self.scales)
 
 
 def fit(prior: Prior, points: Points, log_s: Array, error: Array) -> Posterior:
@@ -291,81 +321,69 @@ def fit(prior: Prior, points: Points, log_s: Array, error: Array) -> Posterior:
         error: standard errors of `log_s` by their own intervals, (n,).
     """
     measured = Measurements(prior, points, log_s, error)
-    if len(points) > _MOST:
-        by_speed = np.argsort(log_s - np.log(points.micro_batch * points.gas), kind="stable")
-        earlier = by_speed[by_speed < len(points) - _MOST // 2]
-        latest = np.arange(len(points) - _MOST // 2, len(points))
-        measured = measured.only(np.append(np.sort(earlier[: _MOST // 2]), latest))
     theta, scales = prior.mean, Scales()
     if len(measured):
-        theta[0] += float(np.median(measured.log_s - prior.physical(theta, measured.points)[0]))
-    theta = _find_factors(measured, theta, scales)
+        theta[0] += float(np.median(measured.linearize(theta).apart))
+    linear = _find_factors(measured, theta, scales)
     if len(measured) > 1:
-        scales = _find_scales(measured, theta, scales)
-        theta = _find_factors(measured, theta, scales)
-    return _condition(measured, theta, scales)
+        scales = _find_scales(measured, linear)
+        linear = _find_factors(measured, linear.theta, scales)
+    return _condition(measured, linear, scales)
 
 
-def _find_scales(measured: Measurements, theta: Array, scales: Scales) -> Scales:
+def _find_scales(measured: Measurements, linear: Linear) -> Scales:
     """Return the likeliest scales for given factors, by doubling and halving one at a time."""
-    prior = measured.prior
-    slopes, apart = _linearize(measured, theta)
-    shared = (slopes * prior.variance) @ slopes.T
+    prior, scales = measured.prior, Scales()
+    apart, shared = linear.apart_from(prior), linear.covariance(prior)
 
+    @functools.cache
     def likelihood(scales: Scales) -> float:
         root = np.linalg.cholesky(measured.covariance(scales) + shared)
         whitened = np.linalg.solve(root, apart)
         return scales.log_prior - float(np.log(np.diag(root)).sum() + whitened @ whitened / 2)
 
-    likeliest = likelihood(scales)
     for name in ("noise", "residual", "switch", "noise", "residual"):
         if name == "switch" and not prior.is_switch.any():
             continue
         for times in (2.0, 0.5):
             while True:
                 other = replace(scales, **{name: times * getattr(scales, name)})
-                found = likelihood(other)
-                if found <= likeliest:
+                if likelihood(other) <= likelihood(scales):
                     break
-                scales, likeliest = other, found
+                scales = other
     return scales
 
 
-def _find_factors(measured: Measurements, theta: Array, scales: Scales) -> Array:
+def _find_factors(measured: Measurements, theta: Array, scales: Scales) -> Linear:
     """Return the likeliest factors for given scales, by Gauss-Newton with steps that improve."""
-    prior, points, log_s = measured.prior, measured.points, measured.log_s
+    prior = measured.prior
     root = np.linalg.inv(np.linalg.cholesky(measured.covariance(scales)))
 
-    def evaluate(theta: Array) -> tuple[float, Array, Array]:
-        """Return the sum to be minimized, and what a step needs."""
-        predicted, slopes = prior.physical(theta, points)
-        apart, from_prior = root @ (log_s - predicted), (theta - prior.mean) / prior.variance
-        towards = root @ slopes
+    def evaluate(theta: Array) -> tuple[float, Linear, Array]:
+        """Return the sum to be minimized, the model there, and the step from there."""
+        linear = measured.linearize(theta)
+        apart, from_prior = root @ linear.apart, (theta - prior.mean) / prior.variance
+        towards = root @ linear.slopes
         total = float(apart @ apart + (theta - prior.mean) @ from_prior)
-        return total, towards.T @ towards, towards.T @ apart - from_prior
+        curvature = towards.T @ towards + np.diag(1 / prior.variance)
+        return total, linear, np.linalg.solve(curvature, towards.T @ apart - from_prior)
 
-    least, curvature, gradient = evaluate(theta)
-    step = np.linalg.solve(curvature + np.diag(1 / prior.variance), gradient)
+    least, linear, step = evaluate(theta)
     for _ in range(_STEPS):
-        found, curvature, gradient = evaluate(theta + step)
-        if found < least:
-            theta, least = theta + step, found
-            step = np.linalg.solve(curvature + np.diag(1 / prior.variance), gradient)
+        found, there, further = evaluate(linear.theta + step)
+        gained = least - found
+        if gained > 0:
+            least, linear, step = found, there, further
         else:
             step = step / 2
-        if np.abs(step).max() < _SETTLED:
+        if 0 < gained < _LEAST_GAIN or np.abs(step).max() < _SETTLED:
             break
-    return theta
+    return linear
 
 
-def _linearize(measured: Measurements, theta: Array) -> tuple[Array, Array]:
-    """Return the slopes of the factors, and the prior's errors along them."""
-    predicted, slopes = measured.prior.physical(theta, measured.points)
-    return slopes, measured.log_s - predicted + slopes @ (theta - measured.prior.mean)
-
-
-def _condition(measured: Measurements, theta: Array, scales: Scales) -> Posterior:
-    slopes, apart = _linearize(measured, theta)
-    covariance = measured.covariance(scales) + (slopes * measured.prior.variance) @ slopes.T
+def _condition(measured: Measurements, linear: Linear, scales: Scales) -> Posterior:
+    prior = measured.prior
+    covariance = measured.covariance(scales) + linear.covariance(prior)
     root = np.linalg.inv(np.linalg.cholesky(covariance))
-    return Posterior(measured, theta, scales, slopes, root, root.T @ (root @ apart))
+    weights = root.T @ (root @ linear.apart_from(prior))
+    return Posterior(measured, linear.theta, scales, linear.slopes, root, weights)

@@ -33,7 +33,7 @@ from dsat.search import cards, collectives
 from dsat.search.cards import Card
 from dsat.search.collectives import Network, Protocol
 from dsat.search.normal import Array
-from dsat.space.knobs import HPZ, defaults
+from dsat.space.deepspeed_settings import HPZ, defaults
 from dsat.values.outcome import ModelProfile
 from dsat.values.parallelism import DATA_ONLY, Parallelism, of_settings
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy
@@ -179,7 +179,6 @@ COLUMNS = (
     "reduced",  # seconds of links, of a micro step
     "reduced_last",  # seconds of links, of the last micro step alone
     "reductions",  # number of collectives of it
-    "overlaps",  # 1 if these run beside the backward pass
     "waited",  # seconds of links that kernels wait for, of a micro step
     "gathered",  # seconds of links, in each of the two passes
     "gathers",  # number of collectives of it
@@ -288,54 +287,101 @@ def _add_offloading(
         found["transferred"] += slow * 2 * job.param_bytes * job.params / job.slots
 
 
-def seconds(
-    hardware: Hardware, theta: Array, work: Array, micro_batch: Array, gas: Array, room: Array
-) -> Array:
-    """Predict the seconds of n optimizer steps, (n,) or (m, n).
+@dataclass(frozen=True)
+class Terms:
+    """Parts of n optimizer steps in seconds, with factors of 1, (n,) each.
 
-    Args:
-        theta: logarithms of the learned factors, (number of factors,), or of several such, which
-            give several times, (number of factors, m, 1).
-        micro_batch, gas: samples of a micro step and micro steps of a step, (n,).
-        room: memory that is predicted to be left, as a fraction, (n,).
+    Attributes:
+        samples: kernels of a micro step, as long as its samples take.
+        besides: what its kernels take whatever the samples.
+        launched: what the host takes to launch them.
+        forward: part of the kernels' time that the forward pass takes.
+        gathered: stage 3's gathers in each of the two passes.
+        reduced, last: communication of the backward pass of each micro step, and of the last one.
+        unhidden: part of it that nothing hides.
+        copied, waited, transferred: what kernels wait for: copies, links, and the host.
+        boundary, updated: links and everything else after the last backward pass.
+        gas: micro steps.
+        slowed: fraction by which micro steps slow down where memory ends.
     """
-    w = dict(zip(COLUMNS, np.ascontiguousarray(work.T), strict=True))
-    factor = dict(zip(FACTORS, np.exp(np.clip(theta, -30.0, 30.0)), strict=True))
-    overhead, link, host = factor["overhead"], factor["link"], factor["host"]
-    hop_s, pcie = hardware.latency_s, hardware.pcie_bandwidth
 
-    rows = np.ceil(w["rows"] * micro_batch / _TILE) * _TILE
-    full = (rows + overhead * hardware.filling) / w["rows"]
-    compute = w["flops"] / hardware.flops * full
-    compute = compute + overhead * w["weights"] / hardware.memory_bandwidth
-    launched = overhead * hardware.launch_s * (w["launches"] + w["hooks"])
-    kernels = _larger(launched, compute)
-    forward, backward = kernels * w["forward"], kernels * (1 - w["forward"])
+    samples: Array
+    besides: Array
+    launched: Array
+    forward: Array
+    gathered: Array
+    reduced: Array
+    last: Array
+    unhidden: Array
+    copied: Array
+    waited: Array
+    transferred: Array
+    boundary: Array
+    updated: Array
+    gas: Array
+    slowed: Array
 
-    gathered = link * (w["gathered"] + hop_s * w["gathers"])
-    reduced, last = (
-        link * (w[name] + hop_s * w["reductions"] * (w[name] > 0))
-        for name in ("reduced", "reduced_last")
-    )
-    buckets = np.maximum(1.0, w["reductions"])
+    @classmethod
+    def of(
+        cls, hardware: Hardware, work: Array, micro_batch: Array, gas: Array, room: Array
+    ) -> Terms:
+        """Return the terms of n steps.
 
-    def beside(communication: Array) -> Array:
-        """Return the time of a backward pass; the last bucket is never hidden."""
-        hidden: Array = _larger(backward, communication) + communication / buckets
-        return np.asarray(np.where(w["overlaps"] > 0, hidden, backward + communication))
+        Args:
+            work: of each, (n, columns); see the function `work`.
+            micro_batch, gas: samples of a micro step and micro steps of a step, (n,).
+            room: memory that is predicted to be left, as a fraction, (n,).
+        """
+        w = dict(zip(COLUMNS, np.ascontiguousarray(work.T), strict=True))
+        hop_s, pcie, memory = hardware.latency_s, hardware.pcie_bandwidth, hardware.memory_bandwidth
+        rows = np.ceil(w["rows"] * micro_batch / _TILE) * _TILE
+        row_s = w["flops"] / hardware.flops / w["rows"]
+        latency = hop_s * w["reductions"]
+        reduced, last = (w[n] + latency * (w[n] > 0) for n in ("reduced", "reduced_last"))
+        gathered = w["gathered"] + hop_s * w["gathers"]
+        updated = w["optimizer"] / memory + w["transferred_last"] / pcie
+        updated = updated + GROUP_LAUNCHES * hardware.launch_s * w["groups"]
+        return cls(
+            samples=row_s * rows,
+            besides=row_s * hardware.filling + w["weights"] / memory,
+            launched=hardware.launch_s * (w["launches"] + w["hooks"]),
+            forward=w["forward"],
+            gathered=gathered,
+            reduced=reduced + gathered,
+            last=np.where(w["reduced_last"] > 0, last, reduced + gathered),
+            unhidden=1 / np.maximum(1.0, w["reductions"]),
+            copied=w["copies"] / memory,
+            waited=w["waited"],
+            transferred=w["transferred"] / pcie,
+            boundary=w["boundary"] + hop_s * w["boundaries"],
+            updated=updated + w["host_optimizer"] / hardware.host_memory_bandwidth,
+            gas=gas,
+            slowed=hardware.edge * np.maximum(0.0, 1 - room / _NEAR_THE_EDGE) ** 2,
+        )
 
-    every = beside(reduced + gathered)
-    final = np.where(w["reduced_last"] > 0, beside(last), every)
-    waited = overhead * w["copies"] / hardware.memory_bandwidth
-    waited = waited + link * w["waited"] + host * w["transferred"] / pcie
-    passes = (_larger(forward, gathered) + waited) * gas + every * (gas - 1) + final
-    near = hardware.edge * np.maximum(0.0, 1 - room / _NEAR_THE_EDGE) ** 2
-    boundary = link * (w["boundary"] + hop_s * w["boundaries"])
-    updated = w["optimizer"] / hardware.memory_bandwidth + w["transferred_last"] / pcie
-    updated = updated + GROUP_LAUNCHES * hardware.launch_s * w["groups"]
-    updated = updated + w["host_optimizer"] / hardware.host_memory_bandwidth
-    total = passes * (1 + factor["edge"] * near) + boundary + host * updated
-    return np.asarray(factor["compute"] * total)
+    def seconds(self, theta: Array) -> Array:
+        """Predict the seconds of the steps, (n,) or (m, n).
+
+        Args:
+            theta: logarithms of the learned factors, (number of factors,), or of several such,
+                which give several times, (number of factors, m, 1).
+        """
+        factor = dict(zip(FACTORS, np.exp(np.clip(theta, -30.0, 30.0)), strict=True))
+        overhead, link, host = factor["overhead"], factor["link"], factor["host"]
+        kernels = _larger(overhead * self.launched, self.samples + overhead * self.besides)
+        forward = kernels * self.forward
+        backward = kernels - forward
+
+        def beside(communication: Array) -> Array:
+            """Return the time of a backward pass; the last bucket is never hidden."""
+            shown: Array = communication * self.unhidden
+            return shown + _larger(backward, communication)
+
+        passes = _larger(forward, link * self.gathered) + overhead * self.copied
+        passes = (passes + link * self.waited + host * self.transferred) * self.gas
+        passes += beside(link * self.reduced) * (self.gas - 1) + beside(link * self.last)
+        passes *= 1 + factor["edge"] * self.slowed
+        return np.asarray(factor["compute"] * (passes + link * self.boundary + host * self.updated))
 
 
 def _larger(one: Array, other: Array) -> Array:

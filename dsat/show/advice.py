@@ -6,7 +6,7 @@ from dsat.command import ds_config, switches
 from dsat.run import free_batch
 from dsat.run.run import Run, own_switches
 from dsat.run.strategies import keeps_micro_batch
-from dsat.space.knobs import BUCKETS
+from dsat.space.deepspeed_settings import BUCKETS
 from dsat.space.overrides import GATHER
 from dsat.values import format as fmt
 from dsat.values.trial import Trial

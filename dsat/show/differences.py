@@ -8,7 +8,7 @@ from typing import Any
 
 from dsat.command.ds_config import BATCH_KEYS, flat
 from dsat.command.switches import SWITCHES
-from dsat.space.knobs import KNOBS
+from dsat.space.deepspeed_settings import SETTINGS
 from dsat.space.plan import Plan
 from dsat.values import format as fmt
 from dsat.values.text import hide_secrets_in_values
@@ -24,7 +24,7 @@ _NAMES = {
     TRAIN_BATCH: "global batch",
 }
 _REASONS = {
-    **{knob.path: knob.reason for knob in KNOBS},
+    **{setting.path: setting.reason for setting in SETTINGS},
     MICRO_BATCH: "more samples in each forward and backward pass share its fixed costs",
     GAS: "more micro batches in each optimizer step share its costs",
     TRAIN_BATCH: "micro batch x accumulation steps x devices",
@@ -81,7 +81,7 @@ def differences(plan: Plan, trial: Trial, switches: Mapping[str, Any]) -> list[D
 def _default_of(plan: Plan, key: str, stage: int) -> Any:
     if key == STAGE:
         return 0
-    declared = (knob.values[0] for knob in KNOBS if knob.path == key and stage in knob.stages)
+    declared = (s.values[0] for s in SETTINGS if s.path == key and stage in s.stages)
     known = plan.defaults.get(key)
     return next(declared, None) if known is None else known
 

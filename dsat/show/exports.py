@@ -83,7 +83,7 @@ def to_optuna(view: RunView, output: Path, name: str) -> None:
         is_number = isinstance(value, float)
         study.set_user_attr(str(key), value if is_number else str(value)[:_MOST_TEXT])
     states, distributions = optuna.trial.TrialState, _distributions(view)
-    for each, outcome in _compared(view):
+    for each, outcome in _list_compared(view):
         params = _params(each)
         frozen = optuna.trial.create_trial(
             state=states.FAIL if each.value is None else states.COMPLETE,
@@ -114,7 +114,7 @@ def to_mlflow(view: RunView, output: Path, name: str) -> None:
     tags = {key: str(value)[:_MOST_TEXT] for key, value in _decision(view).items()}
     place = output.parent.as_uri()
     experiment = client.create_experiment(name, artifact_location=place, tags=tags)
-    for each, outcome in _compared(view):
+    for each, outcome in _list_compared(view):
         ended_ms = round(1000 * _ended_at_s(each))
         created = client.create_run(
             experiment,
@@ -149,7 +149,7 @@ def to_tensorboard(view: RunView, output: Path, name: str) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     output.mkdir()
-    for each, outcome in _compared(view):
+    for each, outcome in _list_compared(view):
         measured = {} if each.value is None else {view.plan.metric: each.value}
         params = {**_params(each), "outcome": outcome.kind.value, "is_best": each.is_best}
         with SummaryWriter(str(output / each.trial.name)) as writer:
@@ -212,7 +212,7 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
         raise DsatError(f"{output}: {str(error).partition(chr(10))[0]}") from error
 
 
-def _compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:
+def _list_compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:
     """Yield finished trials except the profile, whose speed is not comparable."""
     for each in sorted(view.ended, key=lambda each: each.ended_s or 0.0):
         if each.trial.kind is not TrialKind.PROFILE and each.outcome is not None:
@@ -251,7 +251,7 @@ def _distributions(view: RunView) -> dict[str, optuna.distributions.BaseDistribu
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     values: dict[str, list[Any]] = {}
-    for each, _ in _compared(view):
+    for each, _ in _list_compared(view):
         for key, value in _params(each).items():
             values.setdefault(key, []).append(value)
     found: dict[str, optuna.distributions.BaseDistribution] = {}

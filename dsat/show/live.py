@@ -15,7 +15,7 @@ from rich.text import Text
 from dsat.run.loop import Observer
 from dsat.run.run import Run
 from dsat.show import progress, terminal
-from dsat.show.view import RunView
+from dsat.show.view import RunView, TrialView
 from dsat.values.table import Table
 
 _LAST_TRIALS = 12
@@ -31,13 +31,13 @@ class LiveView(Observer):
         stream = sys.stderr if stream is None else stream
         self._console = terminal.console(stream)
         self._live = Live(console=self._console, auto_refresh=False) if stream.isatty() else None
-        self._trials, self._folder = Path(), Path()
+        self._trials = Path()
         self._view: RunView | None = None
         self._built_at: tuple[int, int] | None = None
         self._shown: object = None
 
-    def follow(self, folder: Path, trials: Path) -> None:
-        self._folder, self._trials = folder, trials
+    def follow(self, trials: Path) -> None:
+        self._trials = trials
 
     @property
     def is_live(self) -> bool:
@@ -68,15 +68,8 @@ class LiveView(Observer):
         if self._live is None or not run.has_begun:
             return
         view = self._view_of(run)
-        cells = [
-            (
-                each.label,
-                each.result if each.outcome else progress.doing(self._trials / each.trial.name),
-            )
-            for each in view.trials[-_LAST_TRIALS:]
-        ]
-        status = progress.lines(run, progress.Status.read(self._folder), self._trials)
-        lines = (view.verdict.headline, *status)
+        cells = [(each.label, self._result_of(each)) for each in view.trials[-_LAST_TRIALS:]]
+        lines = (view.verdict.headline, *progress.describe_progress(run))
         if (cells, lines) == self._shown:
             return
         self._shown = cells, lines
@@ -86,6 +79,11 @@ class LiveView(Observer):
             Table(("trial", "result"), cells, names=("trial",)), self._console.width
         )
         self._live.update(Group(table, bar, *map(Text, lines)), refresh=True)
+
+    def _result_of(self, each: TrialView) -> str:
+        """Return how a trial ended, or what it does."""
+        folder = self._trials / each.trial.name
+        return each.result if each.outcome else progress.describe_activity(folder)
 
     def _view_of(self, run: Run) -> RunView:
         """Return the view of a run, built only after a trial began or ended."""

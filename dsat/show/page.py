@@ -56,12 +56,12 @@ def watch_parts(view: RunView, train_line: str) -> dict[str, Any]:
 def render(which: str, /, **values: Any) -> str:
     """Render a template with values, style and Vega."""
     common = {"css": template("page.css"), "script": template("page.js"), "vega": _vega()}
-    text: str = _compiled(which).render({**common, **values})
+    text: str = _compile_template(which).render({**common, **values})
     return text
 
 
 @cache
-def _compiled(which: str) -> Any:
+def _compile_template(which: str) -> Any:
     import jinja2
 
     environment = jinja2.Environment(

@@ -1,11 +1,9 @@
-"""Progress of a run: trials, devices, steps and the time left."""
+"""Progress of a run: trials, steps and the time left."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from dsat.in_trial.rank_files import ACTIVITY_FILE, read_steps
@@ -13,54 +11,20 @@ from dsat.run import finals
 from dsat.run.run import Run
 from dsat.run.trial_factory import count_finals
 from dsat.values import format as fmt
-from dsat.values.codec import Recorded
-from dsat.values.files import write_atomically
 from dsat.values.trial import TrialKind
 
-STATUS_FILE = "status.json"
 _LEAST_TRIALS = 3  # before anything is said of the time
 _RECENT = 20
 
 
-@dataclass(frozen=True)
-class Status(Recorded):
-    """State of a running search that is not in the journal.
-
-    Attributes:
-        num_slots: devices that trials may use at the same time.
-        at_once: trials of the search that may run at the same time.
-        train_line: the command that trains with the best configuration; empty without one.
-    """
-
-    num_slots: int
-    at_once: int
-    train_line: str = ""
-
-    def write(self, folder: Path) -> None:
-        write_atomically(folder / STATUS_FILE, json.dumps(self.to_json()))
-
-    @classmethod
-    def read(cls, folder: Path) -> Status | None:
-        """Return the status in a run's folder; None if there is none."""
-        try:
-            return cls.from_json(json.loads((folder / STATUS_FILE).read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            return None
-
-
-def lines(run: Run, status: Status | None, trials: Path) -> list[str]:
-    """Return lines on an unfinished run: trials, devices, time left."""
+def describe_progress(run: Run) -> list[str]:
+    """Return lines on an unfinished run: its trials, and the time left."""
     found = [f"{len(run.outcomes)} of at most {run.most_trials} trials"]
-    if status is not None:
-        begun = sum((trials / trial.name).exists() for trial in run.running)
-        found.append(
-            f"{begun * run.plan.slots_per_trial} of {fmt.count(status.num_slots, 'device')} busy"
-        )
-    left = time_left(run, 1 if status is None else status.at_once)
+    left = time_left(run)
     return found if left is None else [*found, left]
 
 
-def doing(trial_folder: Path) -> str:
+def describe_activity(trial_folder: Path) -> str:
     """Return what a running trial does; it has a folder once it has devices."""
     if not trial_folder.exists():
         return "waits for devices"
@@ -75,11 +39,11 @@ def doing(trial_folder: Path) -> str:
     return f"{text} ({fmt.duration(max(0.0, since_s))})" if text else "starts"
 
 
-def time_left(run: Run, at_once: int) -> str | None:
+def time_left(run: Run) -> str | None:
     """Estimate the time of all remaining trials; None before enough trials have ended.
 
-    The range spans the lower to the upper quartile of recent trials. `at_once` trials of the search
-    run at the same time; finals run alone.
+    The range spans the lower to the upper quartile of recent trials. As many trials of the search
+    run at the same time as now; finals run alone.
     """
     took = [
         outcome.duration_s
@@ -95,7 +59,7 @@ def time_left(run: Run, at_once: int) -> str | None:
     alone = left
     if run.finals is None:
         alone = min(left, finals.reserved(most - count_finals(run), run.plan.finals))
-    rounds = alone + -(-(left - alone) // max(1, at_once))
+    rounds = alone + -(-(left - alone) // max(1, len(run.running)))
     quartiles = statistics.quantiles(took, n=4, method="inclusive")
     low, high = (fmt.duration(rounds * seconds) for seconds in (quartiles[0], quartiles[-1]))
     span = low if low == high else f"{low} to {high}"

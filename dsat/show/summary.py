@@ -11,6 +11,7 @@ from dsat.values.files import write_atomically
 BEST_CONFIG_FILE = "best_ds_config.json"
 BEST_METRICS_FILE = "best_ds_metrics.json"
 SUMMARY_FILE = "summary.md"
+STATUS_FILE = "status.json"  # the command that trains with the best configuration
 
 
 def write_files(view: RunView, folder: Path, train_line: str | None) -> None:
@@ -24,7 +25,18 @@ def write_files(view: RunView, folder: Path, train_line: str | None) -> None:
         metrics = {"trial": view.best.trial.name, **outcome.metrics.to_json()}
         for name, value in ((BEST_CONFIG_FILE, view.best_config), (BEST_METRICS_FILE, metrics)):
             write_atomically(folder / name, json.dumps(value, indent=2) + "\n")
+        if train_line is not None:
+            status = json.dumps({"train_line": train_line})
+            write_atomically(folder / STATUS_FILE, status)
     write_atomically(folder / SUMMARY_FILE, markdown(view, train_line))
+
+
+def read_train_line(folder: Path) -> str:
+    """Return the command that trains with the best configuration; empty if it is not known."""
+    try:
+        return str(json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))["train_line"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def markdown(view: RunView, train_line: str | None) -> str:

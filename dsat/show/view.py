@@ -13,7 +13,7 @@ from dsat.command.switches import SWITCHES
 from dsat.run.run import Run, own_switches
 from dsat.show.memory import used_bytes
 from dsat.show.verdict import GainView, Verdict, verdict
-from dsat.space.knobs import KNOB_NAMES
+from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.space.plan import Plan
 from dsat.values import format as fmt
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
@@ -287,11 +287,8 @@ def _facts(run: Run) -> Iterator[str]:
                 f"{fmt.percent(errors[-1])} over {fmt.count(len(errors), 'trial')} that ran"
             )
         yield line
-    if run.skipped:
-        skipped = fmt.count(len(run.skipped), "configuration")
-        yield f"skipped: {skipped} predicted to run out of memory"
     absent = [n for n in run.plan.tune if n in SWITCHES and n not in own_switches(run)]
-    if run.profile is not None and absent and not set(run.plan.tune) >= set(KNOB_NAMES):
+    if run.profile is not None and absent and not set(run.plan.tune) >= set(SETTING_NAMES):
         yield f"not searched: {', '.join(absent)}: your script has none, or it cannot matter there"
 
 

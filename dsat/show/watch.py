@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 from dsat.errors import JournalError, UserInputError
 from dsat.run.folder_lock import is_locked
 from dsat.run.journal import FILE_NAME
-from dsat.show import page, past_runs, progress
+from dsat.show import page, past_runs, progress, summary
 from dsat.show.past_runs import PastRun
 from dsat.show.view import RunView
 
@@ -93,25 +93,26 @@ def _state(folder: Path, known: str) -> dict[str, Any]:
     """Return the status line, and the report if it changed since the version `known`."""
     version = _version(folder)
     past = _load(folder, version)
-    status = progress.Status.read(past.folder)
-    found = {"status": _status_line(past, status), "version": str(version)}
+    found = {"status": _status_line(past), "version": str(version)}
     if known == found["version"]:
         return found
-    train_line = "" if status is None else status.train_line
+    train_line = summary.read_train_line(past.folder)
     return {**found, **page.watch_parts(RunView.build(past.run), train_line)}
 
 
-def _status_line(past: PastRun, status: progress.Status | None) -> str:
-    first, *others = progress.lines(past.run, status, past.trials)
+def _status_line(past: PastRun) -> str:
+    first, *others = progress.describe_progress(past.run)
     if not past.is_running:
         return f"{first}; {past.state}"
-    doing = [f"{t.name}: {progress.doing(past.trials / t.name)}" for t in past.run.running]
+    doing = [
+        f"{t.name}: {progress.describe_activity(past.trials / t.name)}" for t in past.run.running
+    ]
     return "; ".join([first, past.state, *others, *doing])
 
 
 def _version(folder: Path) -> tuple[int, ...]:
     """Return a value that changes with journal, status file or lock."""
-    journal, status = (folder / FILE_NAME).stat(), folder / progress.STATUS_FILE
+    journal, status = (folder / FILE_NAME).stat(), folder / summary.STATUS_FILE
     written_ns = status.stat().st_mtime_ns if status.exists() else 0
     return journal.st_size, journal.st_mtime_ns, written_ns, is_locked(folder)
 

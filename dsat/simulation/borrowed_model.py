@@ -191,7 +191,7 @@ class BorrowedModel:
             # Of a batch that is made once, the script's other tensors are as old as it is.
             earlier=() if any(t in self.earlier for t in tensors_in(args)) else self.earlier,
         )
-        config = as_simulated(ds_config.completed(candidate.config, self._config))
+        config = as_simulated(ds_config.fill_in_auto(candidate.config, self._config))
         kind = ActivationPass if candidate.activations_only else Simulation
         run = kind(captured, candidate._replace(config=config))
         has_gradients: list[bool] = []

@@ -54,12 +54,10 @@ class SimulationServer:
 
     Args:
         folder: of messages; see `protocol`.
-        on_first_step: called when the script has reached its first training step.
     """
 
-    def __init__(self, folder: Path, on_first_step: Callable[[], None]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._on_first_step = on_first_step
         self._number: int | None = None  # of the candidate, in a child
         self._fakes: Any = None
         self._limit_bytes = 0
@@ -119,7 +117,7 @@ class SimulationServer:
         """Answer candidates until this process is ended. Returns in a child only, with outputs."""
         self._fakes.uninstall()
         self._fakes = None
-        self._on_first_step()
+        TRIAL.progress.set_activity("")
         model.keep_integers(args, kwargs)
         protocol.send(self._folder / protocol.SCRIPT_FILE, model.facts(args, kwargs)._asdict())
         gc.collect()

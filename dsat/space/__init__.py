@@ -1,4 +1,4 @@
-"""The search space: knobs, the space they span, and the plan of the search.
+"""The search space: settings of DeepSpeed, the space they span, and the plan of the search.
 
 Pure values and functions: no I/O.
 """

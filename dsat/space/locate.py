@@ -9,7 +9,7 @@ from typing import Any
 
 from dsat.command import ds_config
 from dsat.command.ds_config import BATCH_KEYS
-from dsat.space.knobs import KNOBS, defaults
+from dsat.space.deepspeed_settings import SETTINGS, defaults
 from dsat.space.overrides import GAS, overrides_for
 from dsat.space.space import Space
 from dsat.values import parallelism
@@ -17,7 +17,7 @@ from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import of_config
 
-_ELEMENTS = [knob.path.partition(".")[2] for knob in KNOBS if knob.elements]
+_ELEMENTS = [setting.path.partition(".")[2] for setting in SETTINGS if setting.elements]
 _OTHER = object()  # differs from every value
 
 
@@ -97,10 +97,10 @@ class Locator:
 
     @functools.cache  # noqa: B019  (a locator lives as long as its run)
     def _digits(self, number: int) -> tuple[tuple[Mapping[str, Any], ...], ...]:
-        """Return what each value of each knob of a branch sets, by path."""
+        """Return what each value of each setting of a branch sets, by path."""
         branch = self._space.branches[number]
         found = []
-        for stride, (_, values) in zip(branch.strides, branch.knobs, strict=True):
+        for stride, (_, values) in zip(branch.strides, branch.searched, strict=True):
             flat = [self._flat_of(branch.settings(stride * n)) for n in range(len(values))]
             found.append(_differences(flat))
         return tuple(found)
@@ -124,7 +124,7 @@ class Locator:
 
     @functools.cached_property
     def _searches_gas(self) -> bool:
-        return any(key == GAS for branch in self._space.branches for key, _ in branch.knobs)
+        return any(key == GAS for branch in self._space.branches for key, _ in branch.searched)
 
 
 def _differences(flat: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:

@@ -1,4 +1,4 @@
-"""The space of configurations: strategies, values of their knobs, and micro batches."""
+"""The space of configurations: strategies, values of their settings, and micro batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from typing import Any
 
 from dsat.command import ds_config
 from dsat.command.switches import ATTENTION, SWITCHES, is_switch
-from dsat.space.knobs import BUCKETS, KNOBS, PARALLELISM, Knob, Situation
+from dsat.space.deepspeed_settings import (
+    BUCKETS,
+    PARALLELISM,
+    SETTINGS,
+    Setting,
+    Situation,
+)
 from dsat.space.overrides import GAS, strategy_settings
 from dsat.values import parallelism
 from dsat.values.outcome import ScriptSwitch
@@ -19,7 +25,7 @@ from dsat.values.parallelism import SEQUENCE_SIZE, Parallelism
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import Strategy
 
-_BOTH_SIZES = "parallelism"  # one knob of two, since slots are divided by both together
+_BOTH_SIZES = "parallelism"  # one setting of two, since slots are divided by both together
 
 
 @dataclass(frozen=True)
@@ -28,37 +34,37 @@ class Branch:
 
     Attributes:
         base: settings that all of its configurations have; flat, as in a proposal.
-        knobs: names and values of what is searched; DeepSpeed's default (or the user's value)
+        searched: names and values of what is searched; DeepSpeed's default (or the user's value)
             first.
     """
 
     strategy: Strategy
     base: Mapping[str, Any]
-    knobs: tuple[tuple[str, tuple[Any, ...]], ...]
+    searched: tuple[tuple[str, tuple[Any, ...]], ...]
 
     @property
     def count(self) -> int:
         """Number of settings."""
-        return math.prod(len(values) for _, values in self.knobs)
+        return math.prod(len(values) for _, values in self.searched)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Distance between the numbers of settings that differ by one value, for each knob."""
-        counts = [len(values) for _, values in self.knobs]
+        """Distance between the numbers of settings that differ by one value, by setting."""
+        counts = [len(values) for _, values in self.searched]
         return tuple(math.prod(counts[:position]) for position in range(len(counts)))
 
     def of_each_parallelism(self) -> list[dict[str, Any]]:
         """Return the first settings of each way to divide the devices."""
         sizes = (*PARALLELISM, _BOTH_SIZES)
-        for (key, values), stride in zip(self.knobs, self.strides, strict=True):
+        for (key, values), stride in zip(self.searched, self.strides, strict=True):
             if key in sizes:
                 return [self.settings(stride * digit) for digit in range(len(values))]
         return [self.settings(0)]
 
     def settings(self, index: int) -> dict[str, Any]:
-        """Return the settings number `index`; number 0 has the first value of every knob."""
+        """Return the settings number `index`; number 0 has the first value of every setting."""
         chosen = {"stage": self.strategy.stage, **self.base}
-        for key, values in self.knobs:
+        for key, values in self.searched:
             index, digit = divmod(index, len(values))
             chosen |= values[digit] if key == _BOTH_SIZES else {key: values[digit]}
         return chosen
@@ -77,7 +83,7 @@ class Freedom:
             first, None if unknown.
         offload_helps: whether devices have memory of their own, which offloading relieves.
         slots_per_host: devices per host if a trial needs several hosts; else 0.
-        defaults: the installed DeepSpeed's defaults of its knobs, by path; a knob that is missing
+        defaults: the installed DeepSpeed's defaults, by path; a setting that is missing
             here is unsupported. Empty if unknown.
     """
 
@@ -113,7 +119,7 @@ class Freedom:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Space:
-    """Every configuration that may be tried: strategy x knob values x micro batch.
+    """Every configuration that may be tried: strategy x setting values x micro batch.
 
     Attributes:
         slots: devices of a trial.
@@ -162,25 +168,31 @@ class Space:
 
     def batch(self, micro_batch: int, settings: Mapping[str, Any] | None = None) -> BatchTriple:
         shared = self.freedom.parallelism(settings)
-        gas = self.accumulation(micro_batch, settings)
+        own = int((settings or {}).get(GAS, self.gas))
+        gas = self.accumulation(micro_batch, shared.data(self.slots), own)
         return BatchTriple.on(self.slots, shared, micro_batch=micro_batch, gas=gas)
 
-    def accumulation(self, micro_batch: Any, settings: Mapping[str, Any] | None = None) -> Any:
-        """Return the accumulation steps for a micro batch, or for an array of them."""
-        step = micro_batch * self.freedom.parallelism(settings).data(self.slots)
+    def accumulation(self, micro_batch: Any, groups: Any, own: Any) -> Any:
+        """Return the accumulation steps of a configuration, or of arrays of them.
+
+        Args:
+            groups: data-parallel groups.
+            own: accumulation steps of the settings, where the global batch is free.
+        """
+        step = micro_batch * groups
         if self.train_batch_size is not None:
             return self.train_batch_size // step
         if self.max_train_batch_size is not None:
             steps = self.max_train_batch_size // step
             return steps + (steps < 1)
-        return int((settings or {}).get(GAS, self.gas))
+        return own
 
     def describe(self) -> list[str]:
-        """Return one line per branch with the knobs that are searched in it."""
+        """Return one line per branch with the settings that are searched in it."""
         return [
             f"{branch.strategy.label}: "
             + (
-                ", ".join(f"{key} {_short(values)}" for key, values in branch.knobs)
+                ", ".join(f"{key} {_short(values)}" for key, values in branch.searched)
                 or "no further settings"
             )
             for branch in self.branches
@@ -217,27 +229,28 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
         heads=space.heads,
     )
     # The most promising first, because a search compares the first changes only.
-    knobs = [(n, v) for n, v in space.searched_switches.items() if _matters(n, situation, freedom)]
-    for knob in KNOBS:
-        if not _is_searched(knob, situation, freedom):
+    switches = space.searched_switches.items()
+    searched = [(n, v) for n, v in switches if _matters(n, situation, freedom)]
+    for setting in SETTINGS:
+        if not _is_searched(setting, situation, freedom):
             continue
-        values = tuple(freedom.choices.get(knob.key, ()))
+        values = tuple(freedom.choices.get(setting.key, ()))
         if not values:
-            values = _useful_values(knob, situation, space)
-            values = _with_first(_own_value(knob, config), values)
-        if len(values) > 1 or not knob.divides_slots:
-            knobs.append((knob.key, values))
-    knobs = _with_parallelism(knobs, space)
-    names = {knob.key for knob in KNOBS}
+            values = _useful_values(setting, situation, space)
+            values = _with_first(_own_value(setting, config), values)
+        if len(values) > 1 or not setting.divides_slots:
+            searched.append((setting.key, values))
+    searched = _with_parallelism(searched, space)
+    names = {setting.key for setting in SETTINGS}
     for key, listed in freedom.choices.items():
         has_it = key == GAS or strategy.stage >= (3 if key == "offload_param" else 1)
         if key not in names and has_it:
-            knobs.append((key, tuple(listed)))
+            searched.append((key, tuple(listed)))
     for switch, own in freedom.switches.items():
         if _is_free(switch, freedom) and switch not in space.searched_switches:
-            knobs.append((switch, (own, not own)))
+            searched.append((switch, (own, not own)))
     base = strategy_settings(strategy, config, freedom.nvme_path, moves_to_host=space.moves_to_host)
-    return Branch(strategy, base, tuple(knobs))
+    return Branch(strategy, base, tuple(searched))
 
 
 def _is_switch_searched(name: str, values: Sequence[Any], freedom: Freedom) -> bool:
@@ -259,22 +272,22 @@ def _matters(name: str, situation: Situation, freedom: Freedom) -> bool:
 
 
 def _with_parallelism(
-    knobs: Sequence[tuple[str, tuple[Any, ...]]], space: Space
+    settings: Sequence[tuple[str, tuple[Any, ...]]], space: Space
 ) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return the knobs with sizes that leave whole samples to whole groups of devices.
+    """Return the settings with sizes that leave whole samples to whole groups of devices.
 
-    Two parallelisms become one knob. Combining them is impossible: AutoTP replaces the groups that
+    Two parallelisms become one setting. Combining them is impossible: AutoTP replaces groups that
     Ulysses passes (`_configure_tensor_parallel_states` of runtime/engine.py, deepspeed 0.19.8).
     With Ulysses, the attention kernel is not searched, because Ulysses works inside the model's
     own.
     """
-    sizes = {key: values for key, values in knobs if key in PARALLELISM}
+    sizes = {key: values for key, values in settings if key in PARALLELISM}
     if not sizes:
-        return list(knobs)
+        return list(settings)
     options = [dict(zip(sizes, each, strict=True)) for each in itertools.product(*sizes.values())]
     options = [each for each in options if _divides(each, space)]
     without = {*sizes, *([ATTENTION] if SEQUENCE_SIZE in sizes else [])}
-    found = [(key, values) for key, values in knobs if key not in without]
+    found = [(key, values) for key, values in settings if key not in without]
     if len(sizes) > 1:
         return [*found, (_BOTH_SIZES, tuple(options))]
     [key] = sizes
@@ -290,14 +303,14 @@ def _divides(sizes: Mapping[str, int], space: Space) -> bool:
     return min(shared.tensor, shared.sequence) == 1 and total % shared.data(space.slots) == 0
 
 
-def _is_searched(knob: Knob, situation: Situation, freedom: Freedom) -> bool:
-    in_stage = situation.strategy.stage in knob.stages and knob.when(situation)
-    if not in_stage or not _is_free(knob.key, freedom):
+def _is_searched(setting: Setting, situation: Situation, freedom: Freedom) -> bool:
+    in_stage = situation.strategy.stage in setting.stages and setting.when(situation)
+    if not in_stage or not _is_free(setting.key, freedom):
         return False
-    if knob.key in freedom.tune or knob.key in freedom.choices:
+    if setting.key in freedom.tune or setting.key in freedom.choices:
         return True
-    known = knob.path in freedom.defaults if freedom.defaults else not knob.is_later
-    return known and knob.unasked(situation)
+    known = setting.path in freedom.defaults if freedom.defaults else not setting.is_later
+    return known and setting.unasked(situation)
 
 
 def _is_free(key: str, freedom: Freedom) -> bool:
@@ -314,10 +327,10 @@ def _makes_cpu_adam(config: Mapping[str, Any]) -> bool:
     return kind in ("adam", "adamw") and not parameters.get("torch_adam", False)
 
 
-def _own_value(knob: Knob, config: Mapping[str, Any]) -> Any:
-    """Return the user's own value of a knob, or None."""
-    found = ds_config.at(config, knob.path)
-    first = knob.values[0]
+def _own_value(setting: Setting, config: Mapping[str, Any]) -> Any:
+    """Return the user's own value of a setting, or None."""
+    found = ds_config.at(config, setting.path)
+    first = setting.values[0]
     if isinstance(first, Mapping) and isinstance(found, Mapping):  # of a section, what is searched
         found = {key: found.get(key, value) for key, value in first.items()}
     return None if found == ds_config.AUTO else found
@@ -329,16 +342,16 @@ def _with_first(first: Any, values: Sequence[Any]) -> tuple[Any, ...]:
     return (first, *(value for value in values if value != first))
 
 
-def _useful_values(knob: Knob, situation: Situation, space: Space) -> tuple[Any, ...]:
+def _useful_values(setting: Setting, situation: Situation, space: Space) -> tuple[Any, ...]:
     """Return the values worth trying: of sizes beyond the model, only the smallest."""
-    values = _with_first(space.freedom.defaults.get(knob.path), knob.usable(situation))
+    values = _with_first(space.freedom.defaults.get(setting.path), setting.usable(situation))
     num_params, roomy_bucket = space.num_params, space.roomy_bucket
-    if num_params is not None and knob.elements:
+    if num_params is not None and setting.elements:
         enough = min((value for value in values if value >= num_params), default=None)
         if enough is not None and values[0] >= num_params:  # the default, by another name
             values = _with_first(enough, values)
         values = tuple(value for value in values if value < num_params or value == enough)
-    if knob.values is BUCKETS and roomy_bucket is not None and values[0] > roomy_bucket:
+    if setting.values is BUCKETS and roomy_bucket is not None and values[0] > roomy_bucket:
         roomy = [value for value in values if value <= roomy_bucket]
         values = _with_first(max(roomy) if roomy else min(values), values)
     return values

@@ -17,7 +17,7 @@ from dsat.command.switches import CHECKPOINTING
 from dsat.errors import UserInputError
 from dsat.options import ANY
 from dsat.search import usual_options
-from dsat.space.knobs import KNOB_NAMES
+from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.tuning.settings import Settings
 from dsat.values.objective import METRICS
 from dsat.values.trial import TrialOptions
@@ -66,7 +66,7 @@ class Section:
         values = {name: value for name, value in self.settings.items() if name not in given}
         method = values.get("method", settings.method)
         if values.pop("fast", False) and "fix" not in given:
-            values["fix"] = tuple(name for name in KNOB_NAMES if name not in settings.tune)
+            values["fix"] = tuple(name for name in SETTING_NAMES if name not in settings.tune)
         if "arg_mappings" in self.settings:
             own = self.settings["arg_mappings"]
             values["arg_mappings"] = {**own, **settings.arg_mappings}

@@ -25,9 +25,8 @@ from dsat.run.profile_phase import name_of_trial
 from dsat.run.run import Run
 from dsat.run.tuner import Tuner
 from dsat.show.log_lines import Narrator
-from dsat.show.progress import Status
 from dsat.simulation import anchors
-from dsat.tuning import run_folders, train_command
+from dsat.tuning import run_folders
 from dsat.tuning.observers import FileKeeper, log_line, write_files
 from dsat.tuning.preparation import Prepared
 from dsat.values.format import count
@@ -94,7 +93,6 @@ class LocalSearch:
                     self._engine.close()
                 self._tuner.pause()
         write_files(self.ready, self.run, self.folder)
-        self.status().write(self.folder)
 
     def _drive(self, observers: Sequence[Observer]) -> None:
         ready = self.ready
@@ -104,23 +102,11 @@ class LocalSearch:
         drive(
             self._tuner,
             self._engine,
-            [FileKeeper(ready, self.folder, self.status), Narrator(log_line), *observers],
+            [FileKeeper(ready, self.folder), Narrator(log_line), *observers],
             max_slots=ready.settings.max_slots,
             max_concurrent_trials=ready.settings.max_concurrent_trials,
             survey=functools.partial(_survey, ready, self._engine),
         )
-
-    def status(self) -> Status:
-        """Return the state of the running search that the journal lacks."""
-        ready, settings = self.ready, self.ready.settings
-        slots = ready.num_slots if self._engine is None else self._engine.num_slots
-        slots = min(slots, settings.max_slots or slots)
-        at_once = min(slots // ready.plan.slots_per_trial, settings.max_concurrent_trials)
-        if ready.program.needs_command:
-            at_once = 1
-        found = self.run.best is not None
-        line = train_command.line(ready, self.run, self.folder) if found else ""
-        return Status(slots, max(1, at_once), line)
 
     def _has_work(self) -> bool:
         if not self._tuner.finished:

@@ -17,7 +17,7 @@ from dsat.run.free_batch import leaves_nothing_to_trade
 from dsat.run.strategies import make_space
 from dsat.search import SEARCHES
 from dsat.space.batch_rule import BatchRule
-from dsat.space.knobs import KNOB_NAMES, KNOBS, PARALLELISM
+from dsat.space.deepspeed_settings import PARALLELISM, SETTING_NAMES, SETTINGS
 from dsat.space.overrides import GAS
 from dsat.space.plan import LONGEST_S, Plan
 from dsat.tuning.settings import ALL, Settings
@@ -57,7 +57,7 @@ def make_plan(
     if not any_batch:
         listed.pop(GAS, None)
     decided = {**_values(settings, Plan), "train_batch_size": global_batch}
-    decided["tune"], decided["fix"] = _knobs_of(settings, known.get("defaults", {}))
+    decided["tune"], decided["fix"] = _expand_names(settings, known.get("defaults", {}))
     find_launcher_switches = known.pop("listed_switches", {})
     decided["listed_switches"] = {**find_launcher_switches, **_listed_switches(settings, args)}
     decided["zero_stages"] = tuple(settings.zero_stages or stages)
@@ -84,7 +84,7 @@ def make_plan(
 
 def check(settings: Settings) -> None:
     """Raise UserInputError for settings that no script and no device could make right."""
-    _knobs_of(settings, {})
+    _expand_names(settings, {})
     _check_metric(settings)
     given = settings.train_batch_size
     values = _values(settings, BatchRule)
@@ -192,22 +192,22 @@ def find_launcher_switches(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
     return {BIND_CORES: (False, True)} if is_free else {}
 
 
-def _knobs_of(
+def _expand_names(
     settings: Settings, defaults: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the settings of `--search` and `--keep`, with `all` expanded."""
-    missing = {k.key for k in KNOBS if defaults and k.path not in defaults}
+    missing = {k.key for k in SETTINGS if defaults and k.path not in defaults}
     absent = sorted(missing & set(settings.tune))
-    if absent and set(settings.tune) != set(KNOB_NAMES):
+    if absent and set(settings.tune) != set(SETTING_NAMES):
         raise UserInputError(
             f"the installed DeepSpeed has no {', '.join(absent)}", where=settings.name_of("tune")
         )
     # Scripts must be written for parallelism.
-    everything = tuple(name for name in KNOB_NAMES if name not in PARALLELISM)
+    everything = tuple(name for name in SETTING_NAMES if name not in PARALLELISM)
     tune = everything if ALL in settings.tune else settings.tune
     fix = settings.fix
     if ALL in fix:  # all but what is freed by its name
-        fix = tuple(name for name in KNOB_NAMES if name not in settings.tune)
+        fix = tuple(name for name in SETTING_NAMES if name not in settings.tune)
     both = sorted(set(tune) & set(fix))
     if both:
         raise UserInputError(
@@ -286,8 +286,8 @@ def _kept_batch(settings: Settings, plan: Plan) -> str:
 
 def _name_without_effect(settings: Settings, plan: Plan) -> str:
     """Name the settings of `--search` that cannot be searched."""
-    searched = {key for branch in make_space(plan).branches for key, _ in branch.knobs}
-    of_deepspeed = {knob.key for knob in KNOBS}
+    searched = {key for branch in make_space(plan).branches for key, _ in branch.searched}
+    of_deepspeed = {setting.key for setting in SETTINGS}
     names = [n for n in settings.tune if n in of_deepspeed and n not in searched]
     if not names:
         return ""
@@ -297,7 +297,7 @@ def _name_without_effect(settings: Settings, plan: Plan) -> str:
     )
 
 
-def notes(settings: Settings, plan: Plan) -> list[str]:
+def make_notes(settings: Settings, plan: Plan) -> list[str]:
     """Return notes on a plan that may surprise a user."""
     return [
         note for note in (_kept_batch(settings, plan), _name_without_effect(settings, plan)) if note

@@ -78,7 +78,7 @@ class Prepared:
     @property
     def notes(self) -> list[str]:
         of_section = () if self.section is None else self.section.notes
-        return [*plans.notes(self.settings, self.plan), *of_section]
+        return [*plans.make_notes(self.settings, self.plan), *of_section]
 
     def after(self, run: Run) -> Prepared:
         """Adapt the start of trials to what earlier trials of the run have shown."""
@@ -109,7 +109,7 @@ class Prepared:
 
 
 @contextlib.contextmanager
-def prepared(settings: Settings, line: CommandLine | None = None) -> Iterator[Prepared]:
+def prepare_run(settings: Settings, line: CommandLine | None = None) -> Iterator[Prepared]:
     """Prepare a run; on exit end the first trial and release the hosts."""
     with contextlib.ExitStack() as acquired:
         try:
@@ -157,7 +157,7 @@ def _prepare(
     _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
     with slow.logged(_log, "looking at the accelerators"):
-        place = hosts_of.acquired(engine, source.program, settings.place_options, in_use)
+        place = hosts_of.acquire_hosts(engine, source.program, settings.place_options, in_use)
         hosts = acquired.enter_context(place)
     if source.program.needs_command and len(hosts) > 1:
         raise UserInputError(
@@ -217,7 +217,7 @@ def _check_before_running(settings: Settings, source: Source, engine: str) -> No
 
 def _check_mappings(settings: Settings, program: Entrypoint) -> dict[str, str]:
     where = settings.name_of("arg_mappings")
-    return script_args.checked(settings.arg_mappings, program.args, where=where)
+    return script_args.check_mappings(settings.arg_mappings, program.args, where=where)
 
 
 def apply_section(

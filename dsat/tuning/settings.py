@@ -34,7 +34,7 @@ from dsat.options import (
     options_of,
 )
 from dsat.prepare.target import Target
-from dsat.space.knobs import KNOB_NAMES
+from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.space.plan import BY_SIMULATION, MEMORY_MODELS
 from dsat.values.objective import METRIC_NAMES
 from dsat.values.trial import TrialOptions
@@ -45,8 +45,8 @@ ALL = "all"  # in the place of a list of settings of DeepSpeed
 
 
 def _setting(value: Any) -> str:
-    if value not in (*KNOB_NAMES, ALL):
-        hint = did_you_mean(str(value), KNOB_NAMES) + "`dsat tune --help` lists them."
+    if value not in (*SETTING_NAMES, ALL):
+        hint = did_you_mean(str(value), SETTING_NAMES) + "`dsat tune --help` lists them."
         raise ValueError(f"there is no setting {value!r}. {hint}")
     return str(value)
 
@@ -147,7 +147,7 @@ class Settings(Target):
         default=(),
         group=Group.FIRST,
         help="also search these settings, which your configuration sets or which are not searched "
-        f"by default: {', '.join(KNOB_NAMES)}",
+        f"by default: {', '.join(SETTING_NAMES)}",
     )
     fix: tuple[str, ...] = option(
         "--keep",

@@ -32,9 +32,9 @@ from dsat.values.text import assignment, shell_line
 from dsat.values.trial import Trial
 
 
-def line(ready: Prepared, run: Run, folder: Path) -> str:
+def make_line(ready: Prepared, run: Run, folder: Path) -> str:
     """Return the command that trains with the best configuration, with its `cd`."""
-    command = text(ready, run, folder / summary.BEST_CONFIG_FILE)
+    command = make_command(ready, run, folder / summary.BEST_CONFIG_FILE)
     if command is not None:
         program = ready.after(run).program
         cwd = working_folder(ready.experiment, folder)
@@ -62,7 +62,7 @@ def find_program(name: str) -> str:
     return name if leads_here else str(here / name)
 
 
-def text(ready: Prepared, run: Run, config: Path) -> str | None:
+def make_command(ready: Prepared, run: Run, config: Path) -> str | None:
     """Return the command that trains with the best configuration in the model's folder.
 
     None if only dsat can: a switch has no flag, or training needs Determined or several hosts.
@@ -78,7 +78,7 @@ def text(ready: Prepared, run: Run, config: Path) -> str | None:
     return " ".join(
         [
             *_variables(ready, best, run.plan.config(best.overrides)),
-            *conditions(ready.machine, slots, memory_is_limited=limited),
+            *reproduce_conditions(ready.machine, slots, memory_is_limited=limited),
             shell_line(found.words),
         ]
     )
@@ -107,7 +107,7 @@ def _own_form(ready: Prepared, run: Run, best: Trial, path: Path) -> Rewriting |
         in_arguments=program.config_path is not None,
         by_accelerate=program.config_path is None and accelerate_env.uses_deepspeed(program.env),
     )
-    return own_files.rewritten(words, _started_in(program), answer)
+    return own_files.rewrite_command(words, _started_in(program), answer)
 
 
 def _base_words(
@@ -216,7 +216,7 @@ def _ends_with(command: Sequence[str], args: tuple[str, ...]) -> bool:
     return tuple(command[max(len(command) - len(args), 0) :]) == args
 
 
-def conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list[str]:
+def reproduce_conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list[str]:
     """Return words before a command that reproduce the conditions of trials on a CPU.
 
     These are one thread per rank, the same cores, and malloc's settings under a memory limit.
@@ -238,7 +238,7 @@ def _variables(ready: Prepared, best: Trial, config: Mapping[str, Any]) -> list[
     own = _own_command(program)[0] if runs_own_command(program, slots) else program.env
     parallelism = accelerate_env.make_parallelism_variables(given, config, slots)
     found = {**ready.experiment.env, **own, **parallelism}
-    if not machine.is_cpu and program.needs_command:  # on a CPU see `conditions`
+    if not machine.is_cpu and program.needs_command:  # on a CPU see `reproduce_conditions`
         found |= make_command_settings(machine, given)
     elif not machine.is_cpu:
         found |= make_rank_settings(machine, program, config, slots, given)

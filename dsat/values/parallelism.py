@@ -41,7 +41,7 @@ class Parallelism:
 
     @property
     def settings(self) -> dict[str, int]:
-        """The sizes as flat settings, by the names of their knobs."""
+        """The sizes as flat settings of DeepSpeed, by name."""
         return {TENSOR_SIZE: self.tensor, SEQUENCE_SIZE: self.sequence}
 
     @property

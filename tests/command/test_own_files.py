@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dsat.command.own_files import Answer, form_of_training, rewritten
+from dsat.command.own_files import Answer, form_of_training, rewrite_command
 from dsat.command.switches import CHECKPOINTING
 
 CONFIG = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
@@ -56,7 +56,7 @@ def copied(command: str, text: str, best: Answer) -> tuple[list[str], str]:
     """The words of a command that names `own.yaml`, and the copy of that file."""
     folder = best.path.parents[1]
     (folder / "own.yaml").write_text(text)
-    found = rewritten(command.split(), folder, best)
+    found = rewrite_command(command.split(), folder, best)
     assert found is not None
     return found.words, found.copies["own.yaml"]
 
@@ -147,7 +147,7 @@ def test_two_files_of_one_name_have_copies_of_their_own(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "own.yaml").write_text(text)
     words = "accelerate launch --config_file machines/own.yaml sft.py --config trainings/own.yaml"
-    found = rewritten(words.split(), tmp_path, answer(tmp_path, by_accelerate=True))
+    found = rewrite_command(words.split(), tmp_path, answer(tmp_path, by_accelerate=True))
     assert found is not None
     first, second = (str(tmp_path / "run" / name) for name in ("own.yaml", "own-2.yaml"))
     assert (found.words[3], found.words[-1]) == (first, second)
@@ -165,7 +165,7 @@ def test_words_that_override_the_file_follow(tmp_path: Path) -> None:
 
 def test_a_file_of_arguments_in_json(tmp_path: Path) -> None:
     (tmp_path / "args.json").write_text(json.dumps({"output_dir": "o", "deepspeed": "ds.json"}))
-    found = rewritten(["torchrun", "train.py", "args.json"], tmp_path, answer(tmp_path))
+    found = rewrite_command(["torchrun", "train.py", "args.json"], tmp_path, answer(tmp_path))
     assert found is not None
     data = json.loads(found.copies["args.json"])
     assert data["per_device_train_batch_size"] == 8 and data["output_dir"] == "o"
@@ -181,7 +181,7 @@ def test_accelerates_file_names_the_configuration(
     path.write_text(ACCELERATE)
     words = [*"accelerate launch --gradient_accumulation_steps 9 train.py --epochs 3".split()]
     words[2:2] = ["--config_file", "own.yaml"] if named else []
-    found = rewritten(words, tmp_path, answer(tmp_path, by_accelerate=True))
+    found = rewrite_command(words, tmp_path, answer(tmp_path, by_accelerate=True))
     copy = tmp_path / "run" / path.name
     assert found is not None and shlex.join(found.words) == (
         f"accelerate launch --config_file {copy} --gradient_accumulation_steps 2 train.py "
@@ -200,7 +200,7 @@ def test_accelerates_file_names_the_configuration(
 
 def test_a_file_of_the_scripts_own_may_look_like_accelerates(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("distributed_type: x\ndeepspeed_config: ds.json\n")
-    found = rewritten(["torchrun", "train.py", "own.yaml"], tmp_path, answer(tmp_path))
+    found = rewrite_command(["torchrun", "train.py", "own.yaml"], tmp_path, answer(tmp_path))
     best = str(tmp_path / "run" / "best_ds_config.json")
     assert found is not None
     copy = yaml.safe_load(found.copies["own.yaml"])
@@ -212,7 +212,7 @@ def test_without_a_file_of_its_own_accelerate_is_given_the_configuration(
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     words = "accelerate launch --use_deepspeed train.py --gradient_accumulation_steps 4".split()
-    found = rewritten(words, tmp_path, answer(tmp_path, by_accelerate=True))
+    found = rewrite_command(words, tmp_path, answer(tmp_path, by_accelerate=True))
     best = tmp_path / "run" / "best_ds_config.json"
     assert found is not None and not found.copies
     assert shlex.join(found.words) == (
@@ -224,7 +224,7 @@ def test_without_a_file_of_its_own_accelerate_is_given_the_configuration(
 def test_trls_file_names_accelerates_file(tmp_path: Path) -> None:
     (tmp_path / "zero2.yaml").write_text(ACCELERATE)
     (tmp_path / "own.yaml").write_text("accelerate_config: zero2.yaml\nlearning_rate: 0.1\n")
-    found = rewritten(
+    found = rewrite_command(
         "trl sft --config own.yaml".split(), tmp_path, answer(tmp_path, by_accelerate=True)
     )
     assert found is not None and set(found.copies) == {"own.yaml", "zero2.yaml"}
@@ -248,4 +248,4 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     words = (
         "torchrun train.py ds.json data.yaml own.yaml broken.yaml missing.yaml rows.json".split()
     )
-    assert rewritten(words, tmp_path, answer(tmp_path)) is None
+    assert rewrite_command(words, tmp_path, answer(tmp_path)) is None

@@ -156,7 +156,7 @@ def test_the_arguments_of_a_trial(
 def test_a_mapping_is_spelled_as_the_script_gets_it(
     flag: str, args: list[str], spelled: str
 ) -> None:
-    assert script_args.checked({MICRO: flag}, args, where="ds.json") == {MICRO: spelled}
+    assert script_args.check_mappings({MICRO: flag}, args, where="ds.json") == {MICRO: spelled}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_mapping_is_spelled_as_the_script_gets_it(
 def test_a_switch_that_the_user_maps_is_given_or_taken_away(
     args: list[str], wanted: bool, expected: list[str]
 ) -> None:
-    given = script_args.checked({CHECKPOINTING: "--ckpt"}, args, where="--arg-mapping")
+    given = script_args.check_mappings({CHECKPOINTING: "--ckpt"}, args, where="--arg-mapping")
     values = {CHECKPOINTING: wanted}
     assert list(script_args.adapt_to_trial(args, {}, values, given, add=False)) == expected
     assert script_args.is_on(args, "--ckpt") is ("--ckpt" in args)

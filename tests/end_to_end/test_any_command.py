@@ -25,6 +25,7 @@ def test_the_answer_to_accelerate_launch_is_its_own_configuration(tmp_path: Path
     )
     options = "binary --max-trials 4 --finals 0 --memory-model formula -m throughput --zero-stages"
     options += " 1 --max-micro-batch 16 --run-dir run --start-profile-step 2 --end-profile-step 3"
+    options += " --keep gradient_checkpointing"  # for which the script has no flag
     command = "accelerate launch --config_file accelerate.yaml loop.py --epochs 1"
     command += " --per_device_train_batch_size 4"
     told = typed(place, *options.split(), "--", *command.split())

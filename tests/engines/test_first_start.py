@@ -16,6 +16,7 @@ import pytest
 from dsat.command import recorded_start
 from dsat.errors import ScriptFailed, UserInputError
 from dsat.values import slow
+from dsat.values.outcome import OutcomeKind
 from testing.command import run_of, typed
 from testing.first_start import begun, seen
 from testing.helpers import starts_of
@@ -337,6 +338,24 @@ if not LightningEnvironment().creates_processes_externally:
     os.environ.update(rank)
 {TRAINS}
 """
+
+
+NEVER_STEPS = f"""
+from plain import *
+make_engine(config={CONFIG})
+list(torch.utils.data.DataLoader(torch.zeros(8, 16), batch_size=2))
+"""
+
+
+@pytest.mark.slow
+def test_a_command_that_reads_its_data_and_makes_no_step_is_told_so(tmp_path: Path) -> None:
+    for name, text in (("train.py", NEVER_STEPS), ("plain.py", PLAIN)):
+        (tmp_path / name).write_text(text)
+    words = "random --run-dir run --max-trials 2 --finals 0 --memory-model formula"
+    told = typed(tmp_path, *words.split(), "--", "python3", "train.py")
+    assert told.status == 2 and "after 0 optimizer steps" in told.err, told
+    outcomes = run_of(tmp_path / "run").outcomes
+    assert [outcome.kind for outcome in outcomes.values()] == [OutcomeKind.INVALID] * 2, outcomes
 
 
 LOSES_ITS_PORT = f"""

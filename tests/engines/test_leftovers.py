@@ -53,8 +53,9 @@ def test_an_engine_ends_what_is_left_of_its_run_and_of_no_other(tmp_path: Path) 
 OWNS = """
 import pathlib, subprocess, sys
 from dsat.engines.own_command import OwnCommand
+from dsat.values.trial import TrialOptions
 words = ["bash", "-c", "setsid sleep 2000 & echo $! > left; wait"]
-run = OwnCommand(words, pathlib.Path(sys.argv[1]), timeout_s=600)
+run = OwnCommand(words, pathlib.Path(sys.argv[1]), TrialOptions(timeout_s=600), measures=False)
 run.ranks()
 """
 

@@ -26,7 +26,7 @@ from dsat.engines.places.ray import reserved as reserved_nodes
 from dsat.engines.places.ray_choice import NodeResources, Parts, choose, parse_slots
 from dsat.engines.places.ray_node import NodeActor
 from dsat.errors import UserInputError
-from dsat.prepare.hosts import acquired
+from dsat.prepare.hosts import acquire_hosts
 from dsat.values.outcome import OutcomeKind
 from testing import ray_cluster
 from testing.command import (
@@ -129,13 +129,13 @@ def test_ray_is_taken_only_where_that_is_wanted() -> None:
 def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserInputError, match=r"needs Ray, .*pip install 'ray>="):
-        acquired("ray").__enter__()
+        acquire_hosts("ray").__enter__()
 
 
 def test_dsat_runs_inside_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     with pytest.raises(UserInputError, match=r"ray://head:10001 is for Ray Client.*ray job submit"):
-        acquired("ray").__enter__()
+        acquire_hosts("ray").__enter__()
 
 
 # -- a command on a node
@@ -265,7 +265,7 @@ def kept(cluster: RayCluster, nodes: int) -> Iterator[list[Host]]:
 @contextlib.contextmanager
 def reserved(cluster: RayCluster, nodes: int) -> Iterator[Sequence[Host]]:
     """So many of its nodes, as dsat has them."""
-    with acquired("ray", given={"nodes": nodes, "ray_address": cluster.address}) as hosts:
+    with acquire_hosts("ray", given={"nodes": nodes, "ray_address": cluster.address}) as hosts:
         yield hosts
 
 

@@ -20,7 +20,7 @@ from dsat.engines.places import local as this_machine
 from dsat.engines.places import slurm
 from dsat.engines.places.slurm import Allocation
 from dsat.errors import EngineError, UserInputError
-from dsat.prepare.hosts import acquired, check_equal, check_slots, describe
+from dsat.prepare.hosts import acquire_hosts, check_equal, check_slots, describe
 from dsat.values.outcome import OutcomeKind
 from testing import slurm as cluster
 from testing.command import FAST, command_of, events_of, experiment_of, inline, run_of
@@ -69,14 +69,14 @@ def test_slurm_is_asked_for_only_where_there_is_an_allocation(
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(UserInputError, match=r"SLURM_JOB_ID .* not set. .*sbatch"):
-        acquired("slurm").__enter__()
+        acquire_hosts("slurm").__enter__()
 
 
 def test_an_allocation_of_one_node_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**JOB, "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "n1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(this_machine, "find_machine", lambda *_: cpu_machine(2))
-    with acquired("slurm") as hosts:
+    with acquire_hosts("slurm") as hosts:
         assert hosts == (Host(cpu_machine(2)),)
 
 

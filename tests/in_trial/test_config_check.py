@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dsat.space.knobs import KNOBS
+from dsat.space.deepspeed_settings import SETTINGS
 from testing.versions import needs
 
 pytestmark = pytest.mark.slow  # imports DeepSpeed
@@ -106,7 +106,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "configs": [{"config": config, "whole": True} for config in configs]
         + [{"config": part, "whole": False}]
         + [{"config": each, "whole": True} for each in (part, SEVERAL)],
-        "defaults": [*(knob.path for knob in KNOBS), "zero_optimization.nothing"],
+        "defaults": [*(setting.path for setting in SETTINGS), "zero_optimization.nothing"],
     }
     asked, answered = folder / "questions.json", folder / "answers.json"
     asked.write_text(json.dumps(questions))
@@ -148,9 +148,9 @@ def test_all_problems_are_found_at_once(answers: dict[str, Any]) -> None:
 
 
 @needs("deepspeed", "0.19.8", "has other settings and defaults")
-def test_defaults_of_knobs(answers: dict[str, Any]) -> None:
+def test_defaults_of_settings(answers: dict[str, Any]) -> None:
     defaults = answers["defaults"]
-    assert set(defaults) == {knob.path for knob in KNOBS}
+    assert set(defaults) == {setting.path for setting in SETTINGS}
     assert defaults["zero_optimization.stage3_max_live_parameters"] == 10**9
     assert defaults["zero_optimization.offload_optimizer.pin_memory"] is True
     assert defaults["activation_checkpointing.cpu_checkpointing"] is False

@@ -38,8 +38,8 @@ def test_auto_values_are_the_scripts() -> None:
     config = {"lr": "auto", "zero": {"stage": 2, "size": "auto"}, "clip": "auto"}
     passed = {"lr": 0.5, "zero": {"stage": 1, "size": 7}, "extra": 1}
     expected = {"lr": 0.5, "zero": {"stage": 2, "size": 7}, "clip": "auto"}
-    assert ds_config.completed(config, passed) == expected
-    assert ds_config.completed({"zero": {"size": "auto"}}, {"zero": 3}) == {
+    assert ds_config.fill_in_auto(config, passed) == expected
+    assert ds_config.fill_in_auto({"zero": {"size": "auto"}}, {"zero": 3}) == {
         "zero": {"size": "auto"}
     }
 

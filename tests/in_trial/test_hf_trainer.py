@@ -150,7 +150,7 @@ def test_the_first_trial_reads_the_file_that_accelerate_names(
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
     trial = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
-    switches = ScriptSwitches({}, on_cpu=True)
+    switches = ScriptSwitches({}, {}, on_cpu=True)
     settings = hf_trainer.TrainerSettings(trial, None, switches, max_steps=20)
     values = {"dataloader_num_workers": 0, "optim": "adamw_torch", "gradient_checkpointing": False}
     args = SimpleNamespace(deepspeed=None, **values)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dsat.engines.trial_folder import remove_empty
-from dsat.in_trial.adapters.user_files import UserFiles, read_created
+from dsat.engines.trial_folder import CreatedFolders
+from dsat.in_trial.adapters.user_files import UserFiles
 from testing.scripts import Scripts
 
 pytestmark = pytest.mark.slow
@@ -280,7 +280,9 @@ train(make_engine())
         assert ended.notes()["existing"] == [str(out), str(out / "run")], "the second time each"
 
 
-def test_folders_that_a_trial_leaves_empty_are_removed(tmp_path: Path) -> None:
+def test_folders_that_a_trial_leaves_empty_are_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trial = tmp_path / "trial"
     trial.mkdir()
     files = UserFiles(trial)
@@ -291,5 +293,10 @@ def test_folders_that_a_trial_leaves_empty_are_removed(tmp_path: Path) -> None:
             if each != "older":
                 files.note_created(user / each)
         (user / "kept" / "run" / "file").touch()
-        assert remove_empty(read_created(trial)) == [str(user / "kept")]
+        created = CreatedFolders()
+        with caplog.at_level("INFO", logger="dsat"):
+            for _ in range(2):
+                created.add(trial)
+                created.remove_empty()
+        assert [message.split()[5] for message in caplog.messages] == [str(user / "kept")]
         assert sorted(path.name for path in user.iterdir()) == ["kept", "older"]

@@ -277,7 +277,7 @@ def test_devices_that_a_command_names_are_used_whoever_else_is_there(
 
     def devices_of(devices: tuple[int, ...] = (), but: tuple[int, ...] = ()) -> tuple[str, ...]:
         program = Entrypoint(launch=Launch(devices=devices, not_devices=but))
-        with hosts_of.acquired("local", program) as (host,):
+        with hosts_of.acquire_hosts("local", program) as (host,):
             return host.machine.devices
 
     assert devices_of() == ("2", "3")
@@ -286,5 +286,5 @@ def test_devices_that_a_command_names_are_used_whoever_else_is_there(
     with pytest.raises(UserInputError, match="there is no device 4: this machine has 2 GPUs"):
         devices_of((4,))
     chosen = Entrypoint(env={"CUDA_VISIBLE_DEVICES": "3,0"})
-    with hosts_of.acquired("local", chosen) as (host,):
+    with hosts_of.acquire_hosts("local", chosen) as (host,):
         assert host.machine.devices == ("3", "0")

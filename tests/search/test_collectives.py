@@ -14,7 +14,7 @@ from dsat.search.cards import Card
 from dsat.search.collectives import Network, of_step
 from dsat.simulation.client import Simulator
 from dsat.simulation.protocol import Question
-from dsat.space.knobs import defaults
+from dsat.space.deepspeed_settings import defaults
 from dsat.values.step_trace import ALL_GATHER, ALL_REDUCE, BACKWARD, STEP, Collectives
 from testing.allocator import configuration
 from testing.local import PATIENCE_S, engine_of

@@ -14,7 +14,7 @@ import pytest
 from dsat.search.base import Context, Observation, Problem
 from dsat.search.feasibility import Ended, Feasibility
 from dsat.search.model import ModelSearch
-from dsat.space.knobs import KNOB_NAMES
+from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.space.locate import Point
 from dsat.space.space import Freedom, Space
 from dsat.values.objective import Objective
@@ -37,7 +37,7 @@ def stages(
     *numbers: int, micro_batches: Sequence[int] = range(1, 65), slots: int = 4, **limits: Any
 ) -> Space:
     """Return the strategies alone: no setting is free."""
-    limits.setdefault("freedom", Freedom(fix=KNOB_NAMES))
+    limits.setdefault("freedom", Freedom(fix=SETTING_NAMES))
     return Space(strategies=plain(*numbers), micro_batches=micro_batches, slots=slots, **limits)
 
 
@@ -149,7 +149,7 @@ def test_smaller_micro_batches_are_found_where_they_are_faster() -> None:
 
 def test_accumulation_is_part_of_the_search_where_it_is_free() -> None:
     gas_name = "gradient_accumulation_steps"
-    freedom = Freedom(fix=KNOB_NAMES, choices={gas_name: [1, 2, 4, 8]})
+    freedom = Freedom(fix=SETTING_NAMES, choices={gas_name: [1, 2, 4, 8]})
 
     def outcome(proposal: Proposed) -> Outcome:
         gas, size = proposal.settings[gas_name], proposal.micro_batch

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from dsat.search.normal import Array, log_expected_gain
-from dsat.search.speed import Points, Prior, Scales, fit
-from dsat.search.step_time import CPU_CORE, FACTORS, Hardware, Job, seconds, work
+from dsat.search.speed import Points, Prior, Scales, fit, linearize
+from dsat.search.step_time import CPU_CORE, FACTORS, Hardware, Job, Terms, work
 from dsat.values.zero_strategy import CPU, NVME, Strategy, plain
 
 STRATEGIES = plain(0, 1, 2, 3)
@@ -58,7 +58,7 @@ def seconds_of(
     counted = work(job, strategy or Strategy(stage), settings)[None, :]
     theta = np.zeros(len(FACTORS))
     arrays = (np.array([float(number)]) for number in (micro_batch, gas, room))
-    return float(seconds(job.hardware, theta, counted, *arrays)[0])
+    return float(Terms.of(job.hardware, counted, *arrays).seconds(theta)[0])
 
 
 # -- the physical model
@@ -170,9 +170,9 @@ def truth_of(rng: np.random.Generator, *tables: Points, scale: float = 1.0) -> l
     """Logarithms of seconds in a world that the prior describes; residuals are `scale` as large."""
     points = Points.join(tables)
     theta = PRIOR.mean + np.minimum(np.sqrt(PRIOR.variance), 0.7) * rng.normal(size=len(FACTORS))
-    covariance = PRIOR.covariance(PRIOR.compare(points, points), Scales(scale, scale))
+    covariance = PRIOR.covariance(points, points, Scales(scale, scale))
     residuals = rng.multivariate_normal(np.zeros(len(points)), covariance)
-    log_s = PRIOR.log_s(theta[None, :], points)[0] + residuals
+    log_s = np.log(PRIOR.terms(points).seconds(theta)) + residuals
     return np.split(log_s, np.cumsum([len(table) for table in tables])[:-1])
 
 
@@ -214,10 +214,12 @@ def test_what_a_switch_does_in_one_place_it_does_elsewhere() -> None:
     """As in the missing corner of a square of which three corners are known."""
     rows = [(1, 8.0, 1.0)], [(2, 16.0, 1.0)]
     table = Points.join([points_of(rows[0]), points_of(rows[0], values=(1, 0)), points_of(rows[1])])
-    log_s = PRIOR.log_s(PRIOR.mean[None, :], table)[0] + [0.0, 0.3, 0.05]
+    log_s = np.log(PRIOR.terms(table).seconds(PRIOR.mean)) + np.array([0.0, 0.3, 0.05])
     known = fit(PRIOR, table, log_s, np.full(3, 0.001))
     asked = points_of(rows[1], values=(1, 0))
-    [mean], [sd] = known.predict(asked, table.only(np.array([2])))
+    both = Points.join([asked, table.only(np.array([2]))])
+    (mean, _), (sd, of_itself) = known.predict(both, np.array([1, 1]))
+    assert of_itself < 1e-5
     assert mean - log_s[2] == pytest.approx(0.3, abs=0.06)
     assert sd < 0.15
 
@@ -228,22 +230,22 @@ def test_without_residuals_it_is_a_gaussian_process_by_the_textbook() -> None:
     table, other = drawn(rng, 10), drawn(rng, 5)
     [log_s] = truth_of(rng, table)
     known = fit(PRIOR, table, log_s, np.full(10, 0.01))
-    slopes = [PRIOR.physical(known.theta, points)[1] for points in (table, other)]
+    slopes = [linearize(PRIOR.terms(points), known.theta)[1] for points in (table, other)]
 
     def covariance(one: int, two: int) -> Array:
         pair = (table, other)
         linear = (slopes[one] * PRIOR.variance) @ slopes[two].T
-        found: Array = PRIOR.covariance(PRIOR.compare(pair[one], pair[two]), known.scales) + linear
+        found: Array = PRIOR.covariance(pair[one], pair[two], known.scales) + linear
         return found
 
     noisy = covariance(0, 0) + np.eye(10) * (known.run_sd**2 + 0.01**2)
-    apart = log_s - PRIOR.log_s(known.theta[None, :], table)[0]
+    apart = log_s - np.log(PRIOR.terms(table).seconds(known.theta))
     apart += slopes[0] @ (known.theta - PRIOR.mean)
     between, weights = covariance(0, 1), np.linalg.solve(noisy, apart)
-    prior_mean = PRIOR.log_s(known.theta[None, :], other)[0]
+    prior_mean = np.log(PRIOR.terms(other).seconds(known.theta))
     prior_mean = prior_mean - slopes[1] @ (known.theta - PRIOR.mean)
     mean, sd = known.predict(other)
-    assert np.allclose(mean, prior_mean + between.T @ weights, atol=0.02)
+    assert np.allclose(mean, prior_mean + between.T @ weights, atol=1e-9)
     variance = covariance(1, 1) - between.T @ np.linalg.solve(noisy, between)
     assert np.allclose(sd**2, np.diag(variance), atol=1e-6)
 
@@ -254,7 +256,7 @@ def test_what_runs_counts_as_measured_with_its_predicted_time() -> None:
     true, _, _ = truth_of(rng, table, running, other)
     known = fit(PRIOR, table, true, np.full(8, 0.01))
     before, after = known.predict(other), known.beside(running).predict(other)
-    assert np.allclose(before[0], after[0], atol=1e-4)
+    assert np.allclose(before[0], after[0], atol=1e-9)
     assert (after[1] <= before[1] + 1e-9).all() and (after[1] < before[1]).any()
 
 

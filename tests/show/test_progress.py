@@ -40,10 +40,12 @@ def test_the_time_left_is_that_of_the_trials_that_are_left(
 
 
 def test_what_a_trial_compiles_is_shown_with_the_time_that_it_takes(tmp_path: Path) -> None:
-    assert progress.doing(tmp_path / "t1") == "waits for devices"
-    assert progress.doing(tmp_path) == "starts"
+    assert progress.describe_activity(tmp_path / "t1") == "waits for devices"
+    assert progress.describe_activity(tmp_path) == "starts"
     Progress(tmp_path).set_activity("compiling DeepSpeed's operator cpu_adam")
     os.utime(tmp_path / ACTIVITY_FILE, (time.time() - 130,) * 2)
-    assert re.fullmatch(r"compiling .* cpu_adam \(2 min 1\d s\)", progress.doing(tmp_path))
+    assert re.fullmatch(
+        r"compiling .* cpu_adam \(2 min 1\d s\)", progress.describe_activity(tmp_path)
+    )
     Progress(tmp_path).count(3)
-    assert progress.doing(tmp_path) == "step 3"
+    assert progress.describe_activity(tmp_path) == "step 3"

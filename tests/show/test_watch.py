@@ -17,7 +17,7 @@ import pytest
 
 from dsat.run.folder_lock import FolderLock, is_locked
 from dsat.run.run import Run
-from dsat.show.progress import Status
+from dsat.show.summary import STATUS_FILE
 from testing.made_up_runs import serving, write_run
 
 
@@ -80,7 +80,7 @@ def test_the_report_is_sent_again_when_it_changed(served: tuple[Path, str, Run])
     known = f"{url}state?version={version}"
     assert all(trial.name in state["html"] for trial in run.trials.values())
     assert "html" not in json.loads(answer(known)[1])
-    Status(num_slots=2, at_once=2, train_line="deepspeed train.py --best").write(folder)
+    (folder / STATUS_FILE).write_text('{"train_line": "deepspeed train.py --best"}')
     assert run.best is not None and "train.py --best" in json.loads(answer(known)[1])["html"]
 
 

@@ -177,19 +177,20 @@ def test_a_host_holds_states_and_not_the_parameters_before_them(
     assert found.host_pageable == pytest.approx(12 * 4_224_512 / 16, rel=0.05)
 
 
-def test_the_closed_form_knows_what_a_knob_adds(gpt_on_a_device: Simulator) -> None:
+def test_the_closed_form_knows_what_a_setting_adds(gpt_on_a_device: Simulator) -> None:
     plain = configuration(3, slots=4, micro_batch=32)
-    knobs = {"zero_hpz_partition_size": 2}, {"stage3_use_all_reduce_for_fetch_params": True}
-    configs = [plain, *(ds_config.merge(plain, {"zero_optimization": knob}) for knob in knobs)]
+    settings = {"zero_hpz_partition_size": 2}, {"stage3_use_all_reduce_for_fetch_params": True}
+    changed = [ds_config.merge(plain, {"zero_optimization": setting}) for setting in settings]
+    configs = [plain, *changed]
     facts = gpt_on_a_device.facts(plain)
     estimates = answers(gpt_on_a_device, *(Question(each, 32, 4) for each in configs))
     simulated = [estimate.peak for estimate in estimates]
     by_formula = [
         closed_form.estimate(facts, each, slots=4, micro_batch=32).peak for each in configs
     ]
-    for knob, peak, formula in zip(knobs, simulated[1:], by_formula[1:], strict=True):
+    for setting, peak, formula in zip(settings, simulated[1:], by_formula[1:], strict=True):
         added = peak - simulated[0]
-        assert added == pytest.approx(formula - by_formula[0], abs=0.01 * simulated[0]), knob
+        assert added == pytest.approx(formula - by_formula[0], abs=0.01 * simulated[0]), setting
 
 
 @newest

@@ -97,7 +97,7 @@ def test_models_with_learned_positions_take_no_longer_samples(
 
 
 def test_a_refusal_does_not_blame_fake_parameters(tmp_path: Path) -> None:
-    server = SimulationServer(tmp_path, lambda: None)
+    server = SimulationServer(tmp_path)
     server._fakes = FakeParameters()
     server._fakes.fake_bytes = 1
     assert server.failed(InvalidTrial("--seq-length: too long")) == ""
@@ -107,7 +107,7 @@ def test_a_refusal_does_not_blame_fake_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("message", ["Resource temporarily unavailable", "out of memory"])
 def test_a_limit_of_memory_is_named_whatever_meets_it(tmp_path: Path, message: str) -> None:
     """A thread of autograd has no room for its stack, say."""
-    server = SimulationServer(tmp_path, lambda: None)
+    server = SimulationServer(tmp_path)
     server._limit_bytes = 916 * 2**20
     error = RuntimeError(message) if "Resource" in message else MemoryError(message)
     assert "more than the 916.0 MiB" in server.failed(error)

@@ -9,7 +9,7 @@ import pytest
 
 from dsat.command import ds_config
 from dsat.space.batch_rule import BatchRule
-from dsat.space.knobs import KNOBS, PARALLELISM, Situation, defaults
+from dsat.space.deepspeed_settings import PARALLELISM, SETTINGS, Situation, defaults
 from dsat.space.overrides import (
     GATHER,
     SEQUENTIAL,
@@ -69,7 +69,7 @@ def test_batch_sizes_that_go_with_a_micro_batch(
     assert space.batch(micro_batch) == expected
 
 
-# -- knobs
+# -- settings
 
 
 @pytest.mark.parametrize(
@@ -98,16 +98,16 @@ def test_buckets_are_no_larger_than_the_model_and_the_first_does_not_crowd_a_slo
         num_params=num_params,
         roomy_bucket=roomy,
     )
-    knobs = dict(space.branches[0].knobs)
+    settings = dict(space.branches[0].searched)
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
-        assert knobs[key][0] == first
-        assert sorted(knobs[key]) == BUCKETS[:count]
+        assert settings[key][0] == first
+        assert sorted(settings[key]) == BUCKETS[:count]
 
 
 # -- the whole space: conditions, offloading, and what the user wants
 
 
-def _knobs(strategy: Strategy, slots: int = 2, **freedom: Any) -> dict[str, tuple[Any, ...]]:
+def _settings(strategy: Strategy, slots: int = 2, **freedom: Any) -> dict[str, tuple[Any, ...]]:
     config = freedom.pop("config", {"optimizer": {"type": "Adam"}})
     space = Space(
         strategies=[strategy],
@@ -115,15 +115,15 @@ def _knobs(strategy: Strategy, slots: int = 2, **freedom: Any) -> dict[str, tupl
         slots=slots,
         freedom=Freedom(base_config=config, **freedom),
     )
-    return dict(space.branches[0].knobs)
+    return dict(space.branches[0].searched)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_are_copied_in_turn_only_to_a_host_and_by_several(stage: int, slots: int) -> None:
     both = stage < 3 and slots > 1
-    assert ("round_robin_gradients" in _knobs(Strategy(stage, CPU), slots)) is both
-    assert "round_robin_gradients" not in _knobs(Strategy(stage), slots)
+    assert ("round_robin_gradients" in _settings(Strategy(stage, CPU), slots)) is both
+    assert "round_robin_gradients" not in _settings(Strategy(stage), slots)
 
 
 @pytest.mark.parametrize(
@@ -144,41 +144,43 @@ def test_only_deepspeeds_own_adam_is_offloaded_in_part(
         "config": {} if optimizer is None else {"optimizer": optimizer},
         "tune": (ratio,),
     }
-    assert (ratio in _knobs(Strategy(3, CPU), **asked)) is found
-    assert ratio not in _knobs(Strategy(2, CPU), **asked)
-    assert ratio not in _knobs(Strategy(3, NVME), **asked)
-    assert ratio not in _knobs(Strategy(3, CPU), config=asked["config"])
+    assert (ratio in _settings(Strategy(3, CPU), **asked)) is found
+    assert ratio not in _settings(Strategy(2, CPU), **asked)
+    assert ratio not in _settings(Strategy(3, NVME), **asked)
+    assert ratio not in _settings(Strategy(3, CPU), config=asked["config"])
 
 
-INSTALLED = {knob.path: knob.values[0] for knob in KNOBS}
+INSTALLED = {setting.path: setting.values[0] for setting in SETTINGS}
 ON_DEVICE = {"stage3_use_all_reduce_for_fetch_params"}
 
 
 def test_what_spares_the_host_is_searched_on_several_devices_if_deepspeed_has_it() -> None:
-    assert set(_knobs(Strategy(3), offload_helps=True, defaults=INSTALLED)) >= ON_DEVICE
+    assert set(_settings(Strategy(3), offload_helps=True, defaults=INSTALLED)) >= ON_DEVICE
     for slots, freedom in (
         (1, {"offload_helps": True, "defaults": INSTALLED}),
         (2, {"offload_helps": False, "defaults": INSTALLED}),
         (2, {"offload_helps": True}),  # nobody asked DeepSpeed
     ):
-        assert not ON_DEVICE & set(_knobs(Strategy(3), slots, **freedom))
-    assert set(_knobs(Strategy(3), tune=tuple(ON_DEVICE))) >= ON_DEVICE
+        assert not ON_DEVICE & set(_settings(Strategy(3), slots, **freedom))
+    assert set(_settings(Strategy(3), tune=tuple(ON_DEVICE))) >= ON_DEVICE
 
 
-def test_the_installed_deepspeed_tells_knobs_and_defaults() -> None:
-    assert "round_robin_gradients" in _knobs(Strategy(2, CPU), defaults=INSTALLED)
+def test_the_installed_deepspeed_tells_settings_and_defaults() -> None:
+    assert "round_robin_gradients" in _settings(Strategy(2, CPU), defaults=INSTALLED)
     without = {path: value for path, value in INSTALLED.items() if "round_robin" not in path}
-    assert "round_robin_gradients" not in _knobs(Strategy(2, CPU), defaults=without)
+    assert "round_robin_gradients" not in _settings(Strategy(2, CPU), defaults=without)
     key = "offload_optimizer.pin_memory"
     older = {**INSTALLED, f"zero_optimization.{key}": False}
-    assert _knobs(Strategy(2, CPU), defaults=INSTALLED)[key] == (True, False)
-    assert _knobs(Strategy(2, CPU), defaults=older)[key] == (False, True)
+    assert _settings(Strategy(2, CPU), defaults=INSTALLED)[key] == (True, False)
+    assert _settings(Strategy(2, CPU), defaults=older)[key] == (False, True)
     own = {"zero_optimization": {"offload_optimizer": {"pin_memory": False}}}
-    found = _knobs(Strategy(2, CPU), defaults=INSTALLED, config=own, tune=[key])
+    found = _settings(Strategy(2, CPU), defaults=INSTALLED, config=own, tune=[key])
     assert found[key] == (False, True)
 
 
-NEVER_UNASKED = [knob.key for knob in KNOBS if not knob.unasked(Situation(Strategy(3), 8))]
+NEVER_UNASKED = [
+    setting.key for setting in SETTINGS if not setting.unasked(Situation(Strategy(3), 8))
+]
 
 
 def test_what_changes_numbers_is_searched_only_when_asked_for() -> None:
@@ -187,13 +189,13 @@ def test_what_changes_numbers_is_searched_only_when_asked_for() -> None:
     never = set(NEVER_UNASKED) - ON_DEVICE - {"zero_hpz_partition_size", *PARALLELISM}
     assert {"bf16", "offload_optimizer.super_offload", "zero_quantized_weights"} < never
     for strategy in (Strategy(3), Strategy(3, CPU)):
-        assert not never & set(_knobs(strategy, 8, **freedom))
-    assert set(_knobs(Strategy(3, CPU), 8, tune=tuple(never), **freedom)) >= never - {"compile"}
+        assert not never & set(_settings(strategy, 8, **freedom))
+    assert set(_settings(Strategy(3, CPU), 8, tune=tuple(never), **freedom)) >= never - {"compile"}
     states = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": False}
     own = {**config, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
-    assert _knobs(Strategy(2), tune=["bf16"], config=own)["bf16"][0] == states
+    assert _settings(Strategy(2), tune=["bf16"], config=own)["bf16"][0] == states
     for strategy, wrong in ((Strategy(2), {}), (Strategy(2, NVME), config)):
-        assert "bf16" not in _knobs(strategy, tune=["bf16"], config=wrong)
+        assert "bf16" not in _settings(strategy, tune=["bf16"], config=wrong)
 
 
 def _sizes(
@@ -234,32 +236,32 @@ def test_deepcompile_is_searched_on_devices_that_offload_nothing() -> None:
     asked: dict[str, Any] = {"tune": ["compile"], "defaults": INSTALLED, "offload_helps": True}
     plain = {"deepcompile": False, "offload_activation": False, "offload_opt_states": False}
     compiled = {**plain, "deepcompile": True}
-    assert _knobs(Strategy(1), **asked)["compile"] == (plain, compiled)
+    assert _settings(Strategy(1), **asked)["compile"] == (plain, compiled)
     with_offloading = [
         {**compiled, f"offload_{what}": True} for what in ("activation", "opt_states")
     ]
-    assert _knobs(Strategy(3), **asked)["compile"] == (plain, compiled, *with_offloading)
+    assert _settings(Strategy(3), **asked)["compile"] == (plain, compiled, *with_offloading)
     own: dict[str, Any] = {**asked, "config": {"compile": {"deepcompile": True}}}
-    assert _knobs(Strategy(2), **own)["compile"] == (compiled, plain)
+    assert _settings(Strategy(2), **own)["compile"] == (compiled, plain)
     for strategy, other in (
         (Strategy(0), asked),
         (Strategy(3, CPU), asked),
         (Strategy(3), {**asked, "offload_helps": False}),
         (Strategy(3), {**asked, "tune": []}),
     ):
-        assert "compile" not in _knobs(strategy, **other)
+        assert "compile" not in _settings(strategy, **other)
 
 
 def test_parameters_are_kept_within_each_host_by_a_trial_over_several() -> None:
     key = "zero_hpz_partition_size"
-    assert _knobs(Strategy(3), 8, slots_per_host=4, defaults=INSTALLED)[key] == (1, 4)
-    assert key not in _knobs(Strategy(3), 10, slots_per_host=4, defaults=INSTALLED)
-    assert key not in _knobs(Strategy(3), 8, defaults=INSTALLED)
-    assert _knobs(Strategy(3), 8, tune=[key])[key] == (1, 2, 4)
-    assert key not in _knobs(Strategy(3), 2, tune=[key])
+    assert _settings(Strategy(3), 8, slots_per_host=4, defaults=INSTALLED)[key] == (1, 4)
+    assert key not in _settings(Strategy(3), 10, slots_per_host=4, defaults=INSTALLED)
+    assert key not in _settings(Strategy(3), 8, defaults=INSTALLED)
+    assert _settings(Strategy(3), 8, tune=[key])[key] == (1, 2, 4)
+    assert key not in _settings(Strategy(3), 2, tune=[key])
 
 
-def test_every_value_of_every_knob_reaches_deepspeeds_own_configuration() -> None:
+def test_every_value_of_every_setting_reaches_deepspeeds_own_configuration() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     places = {
@@ -271,25 +273,25 @@ def test_every_value_of_every_knob_reaches_deepspeeds_own_configuration() -> Non
     }
     base = {"bf16": {"enabled": True}}
     # The engine alone reads one of them, and another one changes a third.
-    knobs = [knob for knob in KNOBS if knob.key not in (SEQUENCE_SIZE, SEQUENTIAL)]
+    declared = [setting for setting in SETTINGS if setting.key not in (SEQUENCE_SIZE, SEQUENTIAL)]
     for stage in range(4):
-        own = [knob for knob in knobs if stage in knob.stages]
+        own = [setting for setting in declared if stage in setting.stages]
         strategy = Strategy(stage, CPU if stage else NONE, CPU if stage == 3 else NONE)
-        for number in range(max(len(knob.values) for knob in own)):
-            chosen = [(knob, knob.values[number % len(knob.values)]) for knob in own]
+        for number in range(max(len(setting.values) for setting in own)):
+            chosen = [(setting, setting.values[number % len(setting.values)]) for setting in own]
             settings = {"stage": stage, **strategy_settings(strategy, base)}
-            settings |= {knob.key: value for knob, value in chosen}
+            settings |= {setting.key: value for setting, value in chosen}
             read = DeepSpeedConfig(
                 ds_config.prepare_for_training(base, overrides_for(settings, ONE))
             )
-            for knob, value in chosen:
-                section, *keys = knob.path.split(".")
+            for setting, value in chosen:
+                section, *keys = setting.path.split(".")
                 found = getattr(read, places[section])
                 for key in keys:
                     found = getattr(found, key.removeprefix("stage3_"))
                 if isinstance(value, dict):
                     found = {key: getattr(found, key) for key in value}
-                assert found == value, (knob.key, stage)
+                assert found == value, (setting.key, stage)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +367,7 @@ def _with_switches(strategy: Strategy, **freedom: Any) -> Space:
         strategies=[strategy],
         micro_batches=range(1, 9),
         slots=1,
-        freedom=Freedom(**{"fix": tuple({k.key for k in KNOBS}), **freedom}),
+        freedom=Freedom(**{"fix": tuple({k.key for k in SETTINGS}), **freedom}),
         found_switches=FOUND,
     )
 
@@ -374,7 +376,7 @@ def test_a_trial_sets_the_switches_that_differ_from_the_scripts_own() -> None:
     listed = {"attn_implementation": (None, "flash_attention_3"), "--workers": (None, "4")}
     space = _with_switches(Strategy(0), listed_switches=listed)
     [branch] = space.branches
-    assert dict(branch.knobs)["attn_implementation"] == ("sdpa", "flash_attention_3")
+    assert dict(branch.searched)["attn_implementation"] == ("sdpa", "flash_attention_3")
     assert space.script_args(branch.settings(0)) == {}
     assert space.script_args(branch.settings(branch.count - 1)) == {
         "gradient_checkpointing": True,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from deepspeed.autotuning import constants
 
-from dsat.space.knobs import KNOB_NAMES
+from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.tuning import autotuning_section
 from dsat.tuning.autotuning_section import KEYS, Section
 from dsat.values.objective import METRIC_NAMES
@@ -108,7 +108,7 @@ def test_a_section_sets_defaults_wherever_it_is(user: User) -> None:
     for name in ("tune", "run"):
         found = plan(user, section, name=name)
         assert (found["method"], found["metric"]) == ("random", "latency")
-        assert found["max_trials"] == 10 and set(found["fix"]) == set(KNOB_NAMES)
+        assert found["max_trials"] == 10 and set(found["fix"]) == set(SETTING_NAMES)
     user.has({MICRO: 1, "autotuning": section})
     found = user.types("tune", "deepspeed.yaml", ".", "--dry-run", "--json").json["plan"]
     assert (found["method"], found["metric"]) == ("random", "latency"), "an experiment's too"

@@ -57,7 +57,7 @@ def plan_of(command: str, engine: str) -> tuple[int, int]:
     """Return the slots of a trial, and those of each host."""
     words = (*command.split(), *SCRIPT)
     wanted = Settings(method="random", command=words, engine=engine, dry_run=True)
-    with prepare.prepared(wanted) as ready:
+    with prepare.prepare_run(wanted) as ready:
         return ready.plan.slots_per_trial, ready.machine.num_slots
 
 
@@ -107,6 +107,6 @@ def test_devices_of_several_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -
     wanted = Settings(method="random", command=SCRIPT, engine="local", dry_run=True)
     with (
         pytest.raises(UserInputError, match=r"several kinds .*CUDA_VISIBLE_DEVICES=0"),
-        prepare.prepared(wanted),
+        prepare.prepare_run(wanted),
     ):
         pass

@@ -23,7 +23,7 @@ from dsat.engines.rank_settings import find_cores
 from dsat.tuning import train_command
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import Prepared
-from dsat.tuning.train_command import conditions
+from dsat.tuning.train_command import reproduce_conditions
 from dsat.values.outcome import ScriptSwitch
 from dsat.values.text import hide_secrets
 from testing.local import PROGRAMS, cpu_machine
@@ -46,13 +46,13 @@ FOUR = replace(cpu_machine(4), devices=("0", "2", "3", "5"))
 def test_conditions_of_a_trial(
     machine: Machine, slots: int, memory_is_limited: bool, words: str
 ) -> None:
-    found = conditions(machine, slots, memory_is_limited=memory_is_limited)
+    found = reproduce_conditions(machine, slots, memory_is_limited=memory_is_limited)
     assert " ".join(found).startswith(words) and bool(found) is bool(words)
 
 
 def test_a_quota_of_processor_time_names_no_cores() -> None:
     limited = replace(FOUR, threads=2, allowed=FOUR.devices)
-    assert conditions(limited, 1, memory_is_limited=False) == ["OMP_NUM_THREADS=1"]
+    assert reproduce_conditions(limited, 1, memory_is_limited=False) == ["OMP_NUM_THREADS=1"]
     share = Share(0, Host(limited), (0, 1))
     assert find_cores(share, 0, Entrypoint(), {}) == []
     unlimited = replace(share, host=Host(replace(limited, threads=4)))
@@ -208,7 +208,7 @@ def test_a_configuration_that_is_kept_needs_no_other_command(
     ready = prepared(command, FOLDER, monkeypatch)
     ready = replace(ready, plan=replace(ready.plan, slots_per_trial=devices))
     best = object()
-    monkeypatch.setattr(train_command, "line", lambda *_: "train it")
+    monkeypatch.setattr(train_command, "make_line", lambda *_: "train it")
     run = SimpleNamespace(best=best, baseline=best, outcomes={})
     search: Any = SimpleNamespace(ready=ready, run=run, folder=tmp_path)
     said = "\n".join(map(str, output.result_of(search)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 from collections.abc import Callable
@@ -62,9 +61,8 @@ def compile_operator(
     trial: RunningTrial, original: Original, builder: Any, args: Any, kwargs: Any
 ) -> Any:
     """Show the compilation of an operator, and lift the trial's limit of memory meanwhile."""
-    with contextlib.ExitStack() as stack:
-        for around in trial.calls.around_compilations:
-            stack.enter_context(around(builder.name))
+    activity = f"compiling DeepSpeed's operator {builder.name}, once for all runs"
+    with trial.progress.during(activity), trial.calls.around_compilation():
         return original(*args, **kwargs)
 
 

@@ -63,16 +63,15 @@ def install() -> None:
         wrapt.register_post_import_hook(adapt, name)
 
 
-def begin(folder: Path, *, is_alone: bool = False) -> None:
+def begin(folder: Path) -> None:
     """Activate the adapters for the trial in a folder, which may lack a specification yet.
 
-    During the first run, a process does not know whether it is a rank. `is_alone` means that the
-    user's command has no launcher.
+    During the first run, a process does not know whether it is a rank.
     """
     install()
     if TRIAL.folder is not None:
         return
-    TRIAL.folder, TRIAL.is_alone = folder, is_alone
+    TRIAL.folder = folder
     if (folder / SPEC_FILE).exists() and RankSpec.read(folder).is_full_run:
         TRIAL.phase = Phase.TRAINING
         return

@@ -12,6 +12,8 @@ from dsat.in_trial.adapters.trial import RunningTrial
 from dsat.in_trial.rank_files import RECORDS_FOLDER, SEVERAL_NODES_FILE
 from dsat.values.files import write_atomically
 
+ALONE_VARIABLE = "DSAT_ALONE"  # the user's command has no launcher
+
 
 def add_argument(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
     """Note the script's flags, and make the rank's own `--local_rank` the default.
@@ -75,8 +77,7 @@ def starts_ranks(trial: RunningTrial, original: Original, _: Any, args: Any, kwa
 
     It starts ranks itself, unless it is one.
     """
-    if trial.is_alone:
-        trial.is_alone = False
+    if os.environ.pop(ALONE_VARIABLE, None) is not None:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
             os.environ.pop(name, None)
     return original(*args, **kwargs)

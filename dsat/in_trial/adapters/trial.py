@@ -5,10 +5,12 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from dsat.in_trial.rank_files import Progress
 
 
 class Phase(enum.Enum):
@@ -33,16 +35,14 @@ class Calls:
         before_engine: take and may change the arguments of `deepspeed.initialize`, by name.
         make_engine: replaces `deepspeed.initialize` in simulations; takes it and its arguments.
         before_model: called once, before the script builds its first model.
-        around_compilations: contexts around DeepSpeed's compilations; take the operator's name.
+        around_compilation: makes a context for a compilation of DeepSpeed's.
     """
 
     before_engine: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     after_engine: list[Callable[[Any], None]] = field(default_factory=list)
     make_engine: Callable[..., Any] | None = None
     before_model: Callable[[], None] | None = None
-    around_compilations: list[Callable[[str], AbstractContextManager[None]]] = field(
-        default_factory=list
-    )
+    around_compilation: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class RunningTrial:
@@ -56,10 +56,10 @@ class RunningTrial:
         config: the trial's DeepSpeed configuration; None keeps the script's own.
         rank: the `Rank` that this process is or may become.
         on_uncaught: takes the exception that ends the process.
+        progress: for people; written by the rank that has number 0.
         trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
         task: the `LocalTask` by which determined answers.
         script_options: flags that the script declares, with their defaults.
-        is_alone: whether the user's command has no launcher, so Lightning may start ranks.
     """
 
     def __init__(self) -> None:
@@ -68,16 +68,22 @@ class RunningTrial:
         self.files: Any = None
         self.is_simulated = False
         self.calls = Calls()
-        self.warn: Callable[[str], None] = self.say
         self.config: Mapping[str, Any] | None = None
         self.rank: Any = None
         self.on_uncaught: Callable[[BaseException], None] | None = None
         self.meter: Any = None
+        self.progress = Progress(None)
         self.trainer: Any = None
         self.task: Any = None
         self.script_options: dict[str, Any] = {}
         self.local_rank: str | None = None
-        self.is_alone = False
+
+    def warn(self, text: str) -> None:
+        """Add a warning to the outcome; print it if nothing is measured."""
+        if self.meter is None:
+            self.say(text)
+        else:
+            self.meter.warn(text)
 
     def say(self, text: str) -> None:
         if text not in _printed:

@@ -1,4 +1,4 @@
-"""The knobs: every setting that a search may choose, its values, and when it can matter."""
+"""Every setting of DeepSpeed that a search may choose, its values, and when it can matter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsat.values.zero_strategy import CPU, NONE, Strategy
 
 @dataclass(frozen=True)
 class Situation:
-    """The facts that decide whether a knob can matter.
+    """The facts that decide whether a setting can matter.
 
     Attributes:
         cpu_adam: an offloaded optimizer will be DeepSpeedCPUAdam.
@@ -74,8 +74,8 @@ def _on_device(s: Situation) -> bool:
 
 
 @dataclass(frozen=True)
-class Knob:
-    """One setting that a search may choose.
+class Setting:
+    """A setting of DeepSpeed that a search may choose.
 
     Attributes:
         key: in `zero_optimization`, or one that begins with a section of `TOP_SECTIONS`; a dot
@@ -84,8 +84,8 @@ class Knob:
         stages: ZeRO stages that read it.
         when: condition under which it can have an effect in these stages.
         elements: values count parameters, so those beyond the model's size are equivalent.
-        unasked: condition for searching it without `--search`; never for knobs that change what is
-            computed, or that few scripts feel.
+        unasked: condition for searching it without `--search`; never if it changes what is
+            computed, or if few scripts feel it.
         divides_slots: values are numbers of devices, which must divide those of a trial.
         is_later: added after the last release. Older runs resume without it, and their trial names
             are digests without its default. Searched by default only if the installed DeepSpeed has
@@ -154,15 +154,15 @@ BUCKETS += (10**9, 5 * 10**9)
 # runtime/utils.py:1012 (allgather), runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py:780,1673,
 # runtime/zero/parameter_offload.py, runtime/zero/partition_parameters.py:74,1559. The buckets' and
 # switches' values are those of Determined's DeepSpeed Autotune 0.37 (DEFAULT_ZERO_SEARCH_SPACE).
-KNOBS = (
-    Knob(
+SETTINGS = (
+    Setting(
         "reduce_bucket_size",
         BUCKETS,
         (1, 2, 3),
         "small buckets save memory, large ones need fewer reductions",
         elements=True,
     ),
-    Knob(
+    Setting(
         "allgather_bucket_size",
         BUCKETS,
         (1, 2),
@@ -170,30 +170,30 @@ KNOBS = (
         when=_several_slots,
         elements=True,
     ),
-    Knob("overlap_comm", _SWITCH_ON, (1, 2), _OVERLAP_REASON, when=_several_slots),
+    Setting("overlap_comm", _SWITCH_ON, (1, 2), _OVERLAP_REASON, when=_several_slots),
     # zero/config.py:382: on by default in stage 3 alone.
-    Knob("overlap_comm", _SWITCH_OFF, (3,), _OVERLAP_REASON, when=_several_slots),
-    Knob(
+    Setting("overlap_comm", _SWITCH_OFF, (3,), _OVERLAP_REASON, when=_several_slots),
+    Setting(
         "reduce_scatter",
         _SWITCH_OFF,
         (1, 2, 3),
         "stage 3 moves half as much as by an all-reduce; stages 1 and 2 all-reduce anyway",
         when=_several_slots,
     ),
-    Knob(
+    Setting(
         "contiguous_gradients",
         _SWITCH_OFF,
         (1, 2, 3),
         "avoids fragmentation at the price of a copy",
     ),
-    Knob(
+    Setting(
         "round_robin_gradients",
         _SWITCH_ON,
         (1, 2),
         "spreads the copies of gradients to the host over the ranks",
         when=lambda s: s.slots > 1 and s.optimizer_offloaded,
     ),
-    Knob(
+    Setting(
         "stage3_max_live_parameters",
         (10**9, 10**8, 10**10),
         (3,),
@@ -201,7 +201,7 @@ KNOBS = (
         when=_fetches,
         elements=True,
     ),
-    Knob(
+    Setting(
         "stage3_max_reuse_distance",
         (10**9, 10**8, 10**10),
         (3,),
@@ -209,7 +209,7 @@ KNOBS = (
         when=_fetches,
         elements=True,
     ),
-    Knob(
+    Setting(
         "stage3_prefetch_bucket_size",
         (5 * 10**7, 5 * 10**6, 5 * 10**8),
         (3,),
@@ -217,7 +217,7 @@ KNOBS = (
         when=_fetches,
         elements=True,
     ),
-    Knob(
+    Setting(
         "stage3_param_persistence_threshold",
         (10**5, 10**4, 10**6),
         (3,),
@@ -225,21 +225,21 @@ KNOBS = (
         when=_fetches,
         elements=True,
     ),
-    Knob(
+    Setting(
         "sub_group_size",
         (10**9, 10**8, 10**7),
         (3,),
         "small groups need smaller copies in the optimizer step, and more of them",
         elements=True,
     ),
-    Knob(
+    Setting(
         "offload_optimizer.pin_memory",
         _SWITCH_OFF,
         (1, 2, 3),
         _PIN_REASON,
         when=lambda s: s.optimizer_offloaded,
     ),
-    Knob(
+    Setting(
         "offload_optimizer.ratio",
         (1.0, 0.75, 0.5),
         (3,),
@@ -247,14 +247,14 @@ KNOBS = (
         when=lambda s: s.steps_on_host,
         **_ON_REQUEST,  # zero/stage3.py:317, 0.19.8: the scheduler does not know that optimizer
     ),
-    Knob(
+    Setting(
         "offload_param.pin_memory",
         _SWITCH_OFF,
         (3,),
         _PIN_REASON,
         when=lambda s: s.parameters_offloaded,
     ),
-    Knob(
+    Setting(
         "stage3_use_all_reduce_for_fetch_params",
         _SWITCH_ON,
         (3,),
@@ -263,7 +263,7 @@ KNOBS = (
         unasked=_on_device,
         is_later=True,
     ),
-    Knob(
+    Setting(
         "stage3_module_granularity_threshold",
         (0, 10**5, 10**6, 10**7),
         (3,),
@@ -272,7 +272,7 @@ KNOBS = (
         unasked=_never,  # not every model can be simulated with it
         is_later=True,
     ),
-    Knob(
+    Setting(
         SEQUENTIAL,
         _SWITCH_ON,
         (3,),
@@ -280,7 +280,7 @@ KNOBS = (
         when=_several_slots,
         **_ON_REQUEST,
     ),
-    Knob(
+    Setting(
         HPZ,
         (1, 2, 4, 8, 16),
         (3,),
@@ -291,7 +291,7 @@ KNOBS = (
         is_later=True,
     ),
     *(
-        Knob(
+        Setting(
             key,
             tuple(2**n for n in range(11)),
             (0, 1, 2, 3),
@@ -306,7 +306,7 @@ KNOBS = (
         )
     ),
     # What follows changes what is computed, or depends on what the script does: see `unasked`.
-    Knob(
+    Setting(
         "zero_quantized_weights",
         _SWITCH_ON,
         (3,),
@@ -314,7 +314,7 @@ KNOBS = (
         when=_several_slots,
         **_ON_REQUEST,
     ),
-    Knob(
+    Setting(
         "zero_quantized_gradients",
         _SWITCH_ON,
         (3,),
@@ -322,7 +322,7 @@ KNOBS = (
         when=_several_slots,
         **_ON_REQUEST,
     ),
-    Knob(
+    Setting(
         "offload_optimizer.super_offload",
         _SWITCH_ON,
         (3,),
@@ -330,7 +330,7 @@ KNOBS = (
         when=lambda s: s.steps_on_host,
         **_ON_REQUEST,
     ),
-    Knob(
+    Setting(
         "bf16",
         _LOW_PRECISION_STATES,
         (1, 2, 3),
@@ -340,10 +340,10 @@ KNOBS = (
         **_ON_REQUEST,
     ),
     *(
-        Knob("compile", values, stages, _COMPILE_REASON, when=_compiles, **_ON_REQUEST)
+        Setting("compile", values, stages, _COMPILE_REASON, when=_compiles, **_ON_REQUEST)
         for values, stages in ((_DEEPCOMPILE[:2], (1, 2)), (_DEEPCOMPILE, (3,)))
     ),
-    Knob(
+    Setting(
         "activation_checkpointing.cpu_checkpointing",
         _SWITCH_ON,
         (0, 1, 2, 3),
@@ -351,18 +351,18 @@ KNOBS = (
         **_ON_REQUEST,
     ),
 )
-# Names for `--search` and `--keep` besides the knobs: whole sections, and the script's switches.
+# Names for `--search` and `--keep` besides the settings: whole sections, and the script's switches.
 SECTIONS = ("offload_optimizer", "offload_param")
-KNOB_NAMES = tuple(dict.fromkeys((*(k.key for k in KNOBS), *SECTIONS, *SWITCHES)))
+SETTING_NAMES = tuple(dict.fromkeys((*(k.key for k in SETTINGS), *SECTIONS, *SWITCHES)))
 
 
 def defaults(stage: int, *, later: bool = False) -> dict[str, Any]:
     """Return DeepSpeed's defaults of `zero_optimization` in a stage.
 
-    Those of knobs that came later are returned instead of the others if `later` is set; see
-    `Knob.is_later`.
+    Those of settings that came later are returned instead of the others if `later` is set; see
+    `Setting.is_later`.
     """
-    own = [k for k in KNOBS if stage in k.stages and k.is_later is later]
+    own = [k for k in SETTINGS if stage in k.stages and k.is_later is later]
     own = [k for k in own if k.path == f"zero_optimization.{k.key}" and "." not in k.key]
     return {k.key: k.values[0] for k in own}
 
@@ -370,7 +370,7 @@ def defaults(stage: int, *, later: bool = False) -> dict[str, Any]:
 def smallest_buckets(*, fixed: Collection[str], stage: int) -> dict[str, int]:
     """Return the bucket sizes that need the least memory, except those that the user chose."""
     return {
-        knob.key: min(knob.values)
-        for knob in KNOBS
-        if knob.values is BUCKETS and stage in knob.stages and knob.key not in fixed
+        setting.key: min(setting.values)
+        for setting in SETTINGS
+        if setting.values is BUCKETS and stage in setting.stages and setting.key not in fixed
     }
