@@ -40,7 +40,7 @@ from testing.printed import printed_in
 _BESIDE = Path(sys.prefix) / "frameworks"
 DSAT = (sys.executable, "-m", "dsat")
 OPTIONS = "--max-trials 4 --finals 0 --memory-model formula -m throughput --zero-stages 1 2"
-OPTIONS += " --max-micro-batch 8 --end-profile-step 4 --run-dir run"
+OPTIONS += " --max-micro-batch 8 --end-profile-step 4 --max-profile-steps 4 --run-dir run"
 _PATIENCE_S = 900
 
 
