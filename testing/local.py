@@ -102,7 +102,7 @@ def engine_of(
         hosts or [Host(cpu_machine(slots), prefix=warm_host.prefix() if imported else ())],
         folder,
         LocalOptions(
-            TrialOptions(**{"timeout_s": PATIENCE_S, "end_step": 5, **options}),
+            TrialOptions(**{"timeout_s": PATIENCE_S, "end_step": 5, "max_steps": 5, **options}),
             cold=cold,
         ),
         slots_per_trial=slots_per_trial,
@@ -137,7 +137,7 @@ def engine_of_command(
         program,
         [Host(cpu_machine(slots))],
         folder,
-        LocalOptions(TrialOptions(timeout_s=PATIENCE_S, end_step=5), cold=True),
+        LocalOptions(TrialOptions(timeout_s=PATIENCE_S, end_step=5, max_steps=5), cold=True),
         slots_per_trial=slots,
     )
 
