@@ -62,7 +62,7 @@ class ProjectedSpeed:
     def __init__(self, hardware: Hardware, strategies: Sequence[Strategy]) -> None:
         self._strategies = list(strategies)
         effects = np.full(len(self._strategies), _STRATEGY_SD)
-        self._prior = Prior(hardware, effects, np.zeros(len(effects), bool), PRIORS, _SD, 0.0)
+        self._prior = Prior(hardware, effects, PRIORS, _SD, growth_sd=0.0)
         self._posterior = Posterior.before(self._prior)
         self._card_sd = 0.0
 

@@ -33,7 +33,6 @@ MOST_SETTINGS = 12  # of a branch; with 24, no replayed search finds anything be
 STRATEGY_SD, SETTING_SD, SWITCH_SD, _TILES_SD = 0.04, 0.02, 0.2, 0.02
 _ALONE_SD = 0.1  # of what other trials on the machine make of a step
 _STRATEGY, _WHOLE_TILES, _ALONE = "strategy", "whole tiles", "alone"  # names of traits
-_FIRST, _ANY_OTHER = "first", "any other"  # values of a switch
 
 
 def select_positions(
@@ -83,7 +82,6 @@ class Settings:
 
     Attributes:
         effects: standard deviation of the difference that each trait makes, (traits,).
-        is_switch: whether each trait acts on the whole step, (traits,).
     """
 
     def __init__(self, space: Space, job: Job) -> None:
@@ -91,12 +89,12 @@ class Settings:
         self._rows: dict[tuple[int, int], Row] = {}
         self._settings: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._traits: dict[tuple[str, str], int] = {}
-        effects: list[tuple[float, bool]] = []
+        effects: list[float] = []
 
         def add(key: str, text: str, sd: float) -> None:
             if (key, text) not in self._traits:
                 self._traits[key, text] = len(effects)
-                effects.append((sd, acts_on_whole_step(key)))
+                effects.append(sd)
 
         for strategy in space.strategies:
             add(_STRATEGY, strategy.name, STRATEGY_SD)
@@ -108,20 +106,13 @@ class Settings:
                 if key == GAS:
                     continue
                 sd = SWITCH_SD if acts_on_whole_step(key) else SETTING_SD
-                # If one number of workers is faster than the user's, the others rather are as well.
-                is_number = len(values) > 2 and all(map(_is_number, values))
-                if is_number:
-                    sd /= math.sqrt(2)
-                    for text in (_FIRST, _ANY_OTHER):
-                        add(key, text, sd)
                 for value in values:
                     add(key, _text(value), sd)
         self._first: dict[str, str] = {}
         for branch in space.branches:
             for key, values in branch.searched:
                 self._first.setdefault(key, _text(values[0]))
-        self.effects = np.array([sd for sd, _ in effects])
-        self.is_switch = np.array([is_switch for _, is_switch in effects])
+        self.effects = np.array(effects)
         self._texts = [
             [[_text(value) for value in values] for _, values in branch.searched]
             for branch in space.branches
@@ -145,11 +136,9 @@ class Settings:
         values = tuple((key, _text(value)) for key, value in settings.items())
         having = {**self._first, **dict(values), _STRATEGY: strategy.name}
         traits = np.zeros(len(self.effects))
-        for key, text in having.items():
-            kind = _FIRST if text == self._first.get(key) else _ANY_OTHER
-            for trait in ((key, text), (key, kind)):
-                if trait in self._traits:
-                    traits[self._traits[trait]] = 1.0
+        for trait in having.items():
+            if trait in self._traits:
+                traits[self._traits[trait]] = 1.0
         gas = int(settings.get(GAS, self._space.gas))
         return Row(work(self._job, strategy, settings), traits, values, gas)
 
@@ -182,10 +171,6 @@ class Settings:
             if other != digit
         ]
         return [at_best, *others]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _text(value: Any) -> str:

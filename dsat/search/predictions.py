@@ -79,7 +79,7 @@ class Configurations:
         hosts = space.freedom.slots_per_host
         job = Job.of_profile(problem.profile, slots=space.slots, slots_per_host=hosts)
         settings = Settings(space, job)
-        return cls(problem, settings, Prior(job.hardware, settings.effects, settings.is_switch))
+        return cls(problem, settings, Prior(job.hardware, settings.effects))
 
     @cached_property
     def sample_part(self) -> float:

@@ -76,12 +76,11 @@ class Scales:
     """Learned scales, times the prior's standard deviations."""
 
     residual: float = 1.0
-    switch: float = 1.0
     noise: float = 1.0
 
     @property
     def log_prior(self) -> float:
-        logs = np.log([self.residual, self.switch, self.noise])
+        logs = np.log([self.residual, self.noise])
         return float(-(logs @ logs) / (2 * _SCALE_SD**2))
 
 
@@ -91,7 +90,6 @@ class Prior:
 
     Attributes:
         effects: standard deviation of the difference that each trait makes, (values,).
-        is_switch: whether a trait acts on the whole step, as switches of a script do, (values,).
         factors: mean and standard deviation of the logarithms of the learned factors.
         level_sd: standard deviation of all residuals, which bounds differences. Ten times as much
             changes no replay by 0.1 points.
@@ -101,7 +99,6 @@ class Prior:
 
     hardware: Hardware
     effects: Array
-    is_switch: Array
     factors: Mapping[str, tuple[float, float]] = field(default_factory=lambda: FACTORS)
     level_sd: float = 0.5
     growth_sd: float = 0.03
@@ -138,8 +135,7 @@ class Prior:
 
         A value that differs counts half, because two traits differ: that of either value.
         """
-        scale = np.where(self.is_switch, scales.switch, scales.residual)
-        weights: Array = (scale * self.effects) ** 2 / 2
+        weights: Array = (scales.residual * self.effects) ** 2 / 2
         return weights
 
     def _covariance(self, distance: Array, growth: Array, scales: Scales) -> Array:
@@ -342,9 +338,7 @@ def _find_scales(measured: Measurements, linear: Linear) -> Scales:
         whitened = np.linalg.solve(root, apart)
         return scales.log_prior - float(np.log(np.diag(root)).sum() + whitened @ whitened / 2)
 
-    for name in ("noise", "residual", "switch", "noise", "residual"):
-        if name == "switch" and not prior.is_switch.any():
-            continue
+    for name in ("noise", "residual", "noise", "residual"):
         for times in (2.0, 0.5):
             while True:
                 other = replace(scales, **{name: times * getattr(scales, name)})

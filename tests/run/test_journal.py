@@ -167,6 +167,7 @@ def test_a_value_that_does_not_belong_there_is_named_with_its_line(
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow  # it asks DeepSpeed
 def test_options_that_another_version_of_deepspeed_has_are_compared(tmp_path: Path) -> None:
     """A default that is another one today would change what was measured."""
     shutil.copytree(RELEASED, tmp_path, dirs_exist_ok=True)

@@ -156,11 +156,11 @@ def test_as_many_cards_as_are_said_to_be_enough_are(user: User) -> None:
 @pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize(
     ("cards", "chosen"),
-    [("1x16GiB", []), ("1x450MiB", ["activation checkpointing"])],
+    [("1x16GiB", []), ("1x150MiB", ["activation checkpointing"])],
 )
 def test_what_dsat_adds_to_fit_is_named(user: User, cards: str, chosen: list[str]) -> None:
     """Without a configuration of the user dsat chooses a strategy, and what else is needed."""
-    model = {**TINY, "num_hidden_layers": 16, "max_position_embeddings": 2048}
+    model = {**TINY, "num_hidden_layers": 4, "max_position_embeddings": 2048}
     told = estimate(user, model, "--seq-length", 2048, "--fits", cards)
     assert told.json["fits"] and told.json["chosen"] == chosen
 

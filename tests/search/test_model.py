@@ -103,11 +103,22 @@ SLOWER_FIRST: Switches = {
     "torch_compile": {False: 1.0, True: 0.9},
 }
 
+AFTER_SLOWER: Switches = {  # the only gain is behind a value that is slower
+    "attn_implementation": {"sdpa": 1.0, "eager": 1.3, "flash_attention_2": 1.16},
+    "dataloader_num_workers": {0: 1.0, 2: 1.18, 4: 0.79},
+    "torch_compile": {False: 1.0, True: 1.03},
+}
+LAST: Switches = {  # the largest gain is that of the last value
+    "attn_implementation": {"sdpa": 1.0, "eager": 0.95, "flash_attention_2": 0.7},
+    "dataloader_num_workers": {0: 1.0, 2: 0.98, 4: 1.0},
+    "torch_compile": {False: 1.0, True: 1.02},
+}
+
 
 @pytest.mark.parametrize(
     ("own", "slots"),
-    [(FASTER, 4), (TWICE, 1), (SLOWER_FIRST, 1)],
-    ids=["faster", "twice", "slower first"],
+    [(FASTER, 4), (TWICE, 1), (SLOWER_FIRST, 1), (AFTER_SLOWER, 4), (LAST, 1)],
+    ids=["faster", "twice", "slower first", "after slower", "last"],
 )
 def test_switches_of_the_script_are_each_tried_soon(own: Switches, slots: int) -> None:
     """A switch acts on the whole step, of which the physical model knows nothing."""

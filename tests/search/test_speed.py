@@ -20,7 +20,7 @@ STRATEGIES = plain(0, 1, 2, 3)
 JOB = Job(params=1e9, trainable=1e9, param_bytes=2, flops_per_sample=6e12, slots=8)
 # Traits are four strategies, and a setting of the script and one of DeepSpeed with two values each.
 EFFECTS = np.array([0.04] * 4 + [0.2, 0.2, 0.02, 0.02])
-PRIOR = Prior(JOB.hardware, EFFECTS, np.arange(8) // 2 == 2)
+PRIOR = Prior(JOB.hardware, EFFECTS)
 
 
 def points_of(
@@ -170,7 +170,7 @@ def truth_of(rng: np.random.Generator, *tables: Points, scale: float = 1.0) -> l
     """Logarithms of seconds in a world that the prior describes; residuals are `scale` as large."""
     points = Points.join(tables)
     theta = PRIOR.mean + np.minimum(np.sqrt(PRIOR.variance), 0.7) * rng.normal(size=len(FACTORS))
-    covariance = PRIOR.covariance(points, points, Scales(scale, scale))
+    covariance = PRIOR.covariance(points, points, Scales(scale))
     residuals = rng.multivariate_normal(np.zeros(len(points)), covariance)
     log_s = np.log(PRIOR.terms(points).seconds(theta)) + residuals
     return np.split(log_s, np.cumsum([len(table) for table in tables])[:-1])
