@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +36,7 @@ _UNSOUND = {
 }
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """A finished trial.
 
     Attributes:
@@ -54,8 +52,6 @@ class Ended:
     def is_too_large(self) -> bool:
         """Return whether a smaller micro batch may run: memory, time or data were too short."""
         kind = self.outcome.kind
-        if kind is OutcomeKind.OK:
-            return False
         too_slow = kind is OutcomeKind.TIMEOUT
         return kind.is_out_of_memory or too_slow or self.outcome.smaller_may_run
 
@@ -84,12 +80,13 @@ class Feasibility:
         self._failed = [math.inf] * count
         self._sound: Counter[tuple[str, str]] = Counter()
         self._unsound: dict[tuple[str, str], float] = defaultdict(float)
-        failed_on_slot = math.inf  # host memory differs by strategy
         for each in ended:
             self._bound(each)
-            if each.is_too_large and each.outcome.kind is not OutcomeKind.HOST_OOM:
-                failed_on_slot = min(failed_on_slot, each.octaves)
-        self._blame(ended)
+        failed = [each for each in ended if not each.outcome.ok]
+        # Host memory differs by strategy.
+        on_slot = (each for each in failed if each.outcome.kind is not OutcomeKind.HOST_OOM)
+        failed_on_slot = min((e.octaves for e in on_slot if e.is_too_large), default=math.inf)
+        self._blame([each for each in failed if each.is_unsound], ended)
         center, scale = (_PREDICTED if on_device else _ON_CORES) if predicted else _BOUNDED
         if failed_on_slot < center:
             scale = max(scale, _SURPRISED * (center - failed_on_slot))
@@ -108,12 +105,9 @@ class Feasibility:
             self._failed[at] = min(self._failed[at], octaves)
             self._ran[at] = min(self._ran[at], octaves - 1e-3)
 
-    def _blame(self, ended: Sequence[Ended]) -> None:
+    def _blame(self, failures: Sequence[Ended], ended: Sequence[Ended]) -> None:
         """Blame failures on values that have never run; where all have, on any of them."""
-        failures = [each for each in ended if each.is_unsound]
-        if not failures:
-            return
-        for each in ended:
+        for each in ended if failures else ():
             if each.outcome.ok or each.outcome.kind.is_out_of_memory:
                 self._sound.update(each.values)
         for each in failures:
