@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # A search at the same global batch size that ends within two minutes.
 DEMO_OPTIONS ?= --max-trials 14 --max-measured-steps 8
 
-.PHONY: setup demo lint quick browser operator test nightly test-cluster dist gallery docs pictures compat bench real-scripts frameworks soak mutants clean
+.PHONY: setup demo lint quick fast-tests browser operator test nightly test-cluster dist gallery docs pictures compat bench real-scripts frameworks soak mutants clean
 
 setup: $(VENV)/.installed
 
@@ -42,7 +42,11 @@ lint: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-quick: lint
+# mypy takes one core, so the tests go on beside it.
+quick:
+	$(MAKE) --jobs 2 lint fast-tests
+
+fast-tests: setup
 	$(PY) -m pytest -n 2 -m 'not slow and not nightly and not cluster'
 
 # Nightly tests open the report in a real browser; Debian's packages have one.

@@ -67,6 +67,7 @@ class Option:
     """An option of the command line, and a keyword argument of the Python API.
 
     Attributes:
+        flags: its names; an argument of the command has one without dashes.
         help: its text in `--help`, the reference and the API's docstring.
         default: as a user writes it.
         metavar: the placeholder of a value in `--help`; by default the kind's.
@@ -89,6 +90,10 @@ class Option:
     shell_only: bool = False
     old: tuple[str, ...] = ()
     name: str = ""
+
+    @property
+    def is_argument(self) -> bool:
+        return not self.flags[0].startswith("-")
 
     @property
     def keyword(self) -> str:

@@ -43,7 +43,8 @@ def option_reference() -> str:
         parts.append(f"### `{method}`\n\n{_table(search.options.values())}")
     named = {f"dsat {name}": name for name in (*PREDICTS, *READ_ONLY)}
     for title, name in {"dsat tune`, `dsat run": TUNE, **named}.items():
-        parts.append(f"## `{title}`\n\n{_table(options_of_command(name))}")
+        declared = [each for each in options_of_command(name) if not each.is_argument]
+        parts.append(f"## `{title}`\n\n{_table(declared)}")
     return "\n".join(parts)
 
 

@@ -240,9 +240,6 @@ def options_of_command(name: str) -> list[Option]:
 def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     options = options_of_command(name)
     if name in READ_ONLY:
-        if (declared := READ_ONLY[name].argument) is not None:
-            argument, attributes = declared
-            parser.add_argument(argument, type=Path, **attributes)
         _add(parser, options)
         return
     parser.usage = f"dsat {name} [OPTIONS] COMMAND..."
@@ -259,17 +256,18 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
     for each in options:
-        attributes: dict[str, Any] = {
-            "dest": each.name or each.keyword,
-            "default": argparse.SUPPRESS,
-        }
+        attributes: dict[str, Any] = {}
+        if not each.is_argument:
+            attributes |= {"dest": each.name or each.keyword, "default": argparse.SUPPRESS}
         if each.kind is None:
             attributes["action"] = "store_true"
         else:
-            nargs = "+" if each.many and each.kind is not SWITCH else None
+            nargs: str | int | None = "?" if each.is_argument else None
+            if each.many:
+                nargs = 1 if each.kind is SWITCH else "+"
             attributes |= {
                 "type": _argparse_type(each),
-                "nargs": 1 if each.kind is SWITCH else nargs,
+                "nargs": nargs,
                 "action": "extend" if each.many else "store",
                 "metavar": each.placeholder,
             }

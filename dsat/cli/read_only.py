@@ -87,11 +87,7 @@ def _list(settings: RunsSettings) -> None:
         view.to_json(past.folder) | {"state": past.state, "changed_s": past.changed_s}
         for past, view in views
     ]
-    rows = [
-        (str(past.folder), past.state, past.changed_s, past.run.most_trials, view)
-        for past, view in views
-    ]
-    _print(document if settings.json else None, terminal.list_runs(rows))
+    _print(document if settings.json else None, terminal.list_runs(views))
 
 
 def _export(settings: ExportSettings) -> None:

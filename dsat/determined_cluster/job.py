@@ -45,17 +45,6 @@ _OF_TRAINING = (
     "perform_initial_validation profiling records_per_epoch scheduling_unit"
 ).split()
 
-_STATES = {
-    "DELETED": "deleted",
-    "ERROR": "failed",
-    "PULLING": "waiting for its image",
-    "QUEUED": "waiting for its place",
-    "STOPPING_CANCELED": "being canceled",
-    "STOPPING_COMPLETED": "about to complete",
-    "STOPPING_ERROR": "about to fail",
-    "STOPPING_KILLED": "being killed",
-}
-
 
 @dataclass(frozen=True)
 class Job(Recorded):
@@ -156,8 +145,8 @@ def runner_config(
 
 
 def describe_state(state: str) -> str:
-    """Return a master's name for an experiment's state, in words."""
-    return _STATES.get(state, state.lower())
+    """Return a master's name for an experiment's state as text."""
+    return state.lower().replace("_", " ")
 
 
 def search_tag(runner_id: int) -> str:

@@ -74,7 +74,7 @@ class LocalEngine:
         self._devices = DeviceErrors()
         self._retries = Retries(_methods(program, options, self._hosts))
         self._own = own
-        self._has_begun = False  # trials that dsat starts itself
+        self._has_begun = False  # True once dsat starts trials itself
         self._supervisors: Supervisors
         if own is not None:
             self._supervisors = own.supervisors
@@ -329,7 +329,7 @@ class LocalEngine:
             self.import_modules_of(running.folder)
         _rename_to_trial(running.folder)
         outcome = self._retries.final(running, outcome)
-        warnings = (*outcome.warnings, *self._slots.take_losses())
+        warnings = (*outcome.warnings, *self._slots.pop_losses())
         self._ended.append((running.trial.id, replace(outcome, warnings=warnings)))
 
     def _run_again(self, running: Running, outcome: Outcome, reason: RetryReason) -> None:

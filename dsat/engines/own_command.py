@@ -46,7 +46,7 @@ class OwnCommand:
 
     Args:
         command: the program with its arguments, as typed.
-        options: of measuring; their time limit is also that until its ranks have started.
+        options: measurement options; their time limit also holds until the ranks have started.
         measures: False ends the ranks as soon as they are recorded.
         ranks: number of processes of the command to start, with a launcher's variables; None if the
             command starts its ranks itself.

@@ -84,8 +84,8 @@ class Slots:
         self._new_losses.append(f"host {name} is not used any more: {reason}" if name else reason)
         return self._new_losses[-1]
 
-    def take_losses(self) -> list[str]:
-        """Return the lines about hosts that were lost since the last call."""
+    def pop_losses(self) -> list[str]:
+        """Return lines about the hosts that were lost since the last call."""
         found, self._new_losses = self._new_losses, []
         return found
 

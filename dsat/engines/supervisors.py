@@ -63,8 +63,8 @@ _Inbox = queue.Queue[tuple[int, dict[str, Any] | None]]
 class Supervisors:
     """Starts a supervisor on each host, and exchanges messages with all of them.
 
-    `env` are the user's variables, for modules that are imported in advance. `locks` are those of
-    the compilers of all trials.
+    `env` are the user's variables, for modules that are imported in advance. `locks` are those
+    that compilers of the trials make.
     """
 
     def __init__(self, hosts: Sequence[Host], folder: Path, *, env: Mapping[str, str]) -> None:

@@ -49,7 +49,7 @@ class CreatedFolders:
         self._logged: set[str] = set()
 
     def add(self, folder: Path) -> None:
-        """Add those of an ended trial, by its folder."""
+        """Add the folders that an ended trial has created."""
         self._names += read_created(folder)
 
     def remove_empty(self) -> None:

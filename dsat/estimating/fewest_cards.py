@@ -52,11 +52,13 @@ def fewest(
     configuration: Callable[[Strategy, int], Mapping[str, Any]],
     strategies: Sequence[Strategy],
     host_memory: int | None = None,
+    sizes: Sequence[int] = SIZES,
 ) -> list[Choice]:
     """Return the fewest cards of each size: without offloading, and with it if fewer.
 
     Args:
         host_memory: bytes of a host, if they are known.
+        sizes: bytes of a card.
     """
     offloading = [strategy for strategy in strategies if strategy.offloads]
     without = [strategy for strategy in strategies if not strategy.offloads]
@@ -88,7 +90,7 @@ def fewest(
         return next((c for c in held if fits_host(c.host_bytes, host_memory)), None)
 
     choices = []
-    for size in SIZES:
+    for size in sizes:
         plain, offloaded = first(size, without), first(size, offloading)
         is_less = offloaded and (plain is None or offloaded.cards < plain.cards)
         choices += [plain, offloaded if is_less else None]

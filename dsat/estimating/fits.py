@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,12 @@ from typing import Any
 
 from dsat.command import ds_config
 from dsat.command.switches import CHECKPOINTING
-from dsat.estimating import edges
+from dsat.estimating import edges, fewest_cards
 from dsat.estimating.options import EstimateSettings
 from dsat.estimating.tables import LineByLine, needs_simulation
 from dsat.memory import host
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, fits_host
-from dsat.memory.strategies import COMPARED, with_strategy
+from dsat.memory.strategies import COMPARED, compared, with_strategy
 from dsat.prepare.simulated_model import SimulatedModel, simulate
 from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.protocol import Question
@@ -39,6 +40,7 @@ class Fit:
         chosen: what dsat adds to the strategy that it has chosen, so that it fits.
         tried: what was tried with every strategy, by formula, without one that fits; empty for the
             user's own configuration.
+        enough: the fewest of these devices that hold the model, if nothing fits; None if unknown.
         needed_bytes: predicted peak of a device, without the CUDA context and NCCL.
         host_bytes: bytes that the ranks of a host need: to load the weights, or to train.
         saved_bytes: bytes of these that `"pin_memory": false` saves.
@@ -56,6 +58,7 @@ class Fit:
     batch: BatchTriple
     chosen: tuple[str, ...]
     tried: tuple[str, ...]
+    enough: int | None
     needed_bytes: int
     host_bytes: int
     saved_bytes: int
@@ -99,7 +102,12 @@ class Fit:
 
     def _ways_out(self) -> str:
         """Return what may help where no strategy fits."""
-        ways = ["more GPUs", "adapters alone (--lora r=16,target=all-linear)"]
+        more = (
+            "more or larger GPUs"
+            if self.enough is None
+            else f"at least {self.enough} GPUs with these"
+        )
+        ways = [more, "adapters alone (--lora r=16,target=all-linear)"]
         if not self.fits_host:  # a device needs as much if its state is on NVMe
             ways.append('offloading to NVMe ("device": "nvme" in --ds-config)')
         with_what = " and ".join(self.tried)
@@ -148,10 +156,11 @@ def fit(settings: EstimateSettings) -> Fit:
         own = ds_config.drop_batch_sizes(own)
         chosen: tuple[str, ...] | None = None
         tried: tuple[str, ...] = ()
+        enough = None
         if settings.model is not None and settings.ds_config is None:
             own, chosen = _fastest(model, settings)
-            may_recompute = settings.activation_checkpointing != "off"
-            tried = () if chosen is not None else (_CHECKPOINTS,) * may_recompute + (_UNPINNED,)
+            if chosen is None:
+                tried, enough = _look_further(model, settings)
         recomputes = _CHECKPOINTS in (chosen or ())
         switches = {CHECKPOINTING: True} if recomputes else {}
         if recomputes:
@@ -181,6 +190,7 @@ def fit(settings: EstimateSettings) -> Fit:
         batch=batch,
         chosen=chosen or (),
         tried=tried,
+        enough=enough,
         needed_bytes=memory.predicted_bytes(shape, batch.micro_batch),
         host_bytes=host_bytes,
         saved_bytes=saved_bytes,
@@ -218,6 +228,27 @@ def _fastest(
             chosen = (_CHECKPOINTS,) * recomputes + (_UNPINNED,) * (not pins)
             return with_strategy(config, found, slots), chosen
     return with_strategy(model.config, COMPARED[-1], slots), None
+
+
+def _look_further(
+    model: SimulatedModel, settings: EstimateSettings
+) -> tuple[tuple[str, ...], int | None]:
+    """Return what was tried in vain, and how many devices of the same size are enough."""
+    assert settings.fits is not None
+    _, card_bytes, host_limit = settings.fits
+    may_recompute = settings.activation_checkpointing != "off"
+    switches = {CHECKPOINTING: True} if may_recompute else {}
+    config = _unpinned(model.config)
+    found = fewest_cards.fewest(
+        Basis.of_model(model.simulator.facts(config, switches)),
+        config,
+        functools.partial(with_strategy, config),
+        compared(config),
+        settings.host_memory if host_limit is None else host_limit,
+        sizes=(card_bytes,),
+    )
+    enough = min((choice.cards for choice in found), default=None)
+    return (_CHECKPOINTS,) * may_recompute + (_UNPINNED,), enough
 
 
 def _progress(config: Mapping[str, Any], chosen: Sequence[str] | None) -> str:

@@ -93,6 +93,7 @@ _TRANSPARENT = tuple(
     f"{_DSAT}{name}"
     for name in (
         "in_trial/adapters/calls.py",
+        "engines/agent/rank_process.py",
         "in_trial/rank.py",
         "in_trial/script_api.py",
         "in_trial/adapters/determined_shim.py",

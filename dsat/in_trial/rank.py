@@ -2,7 +2,7 @@
 
 The hook (`dsat.in_trial.hook`) begins a rank in each process that imports DeepSpeed. The supervisor
 says which of them is a rank where it starts ranks itself; of the user's whole command, a process is
-one once it calls `deepspeed.initialize`. A fork of the supervisor runs the same program here.
+one once it calls `deepspeed.initialize`.
 
 A rank leaves by `os._exit` once its outcome is known, because an orderly end of the interpreter
 costs a second. A rank of the user's command waits instead until the supervisor ends the command,
@@ -16,26 +16,24 @@ import functools
 import importlib
 import json
 import os
-import random
-import runpy
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dsat.command.entrypoint import split_interpreter
 from dsat.errors import InvalidTrial
-from dsat.in_trial import config_injection, failures, preparation, start_record
+from dsat.in_trial import config_injection, failures, loopback, meter, start_record
 from dsat.in_trial.adapters import install, trackers
+from dsat.in_trial.adapters.hf_trainer import TrainerSettings
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.memory_limit import limit_memory, limit_to_host
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.rank_files import (
+    CONFIG_FILE,
     DONE_FILE,
     MODULES_FILE,
     PORTS_FILE,
@@ -45,6 +43,7 @@ from dsat.in_trial.rank_files import (
     result_file,
     write_outcome,
 )
+from dsat.in_trial.script_switches import ScriptSwitches
 from dsat.simulation import server
 from dsat.values import host_cores
 from dsat.values.files import write_atomically
@@ -52,6 +51,10 @@ from dsat.values.outcome import Outcome
 
 FAILED = 1
 _IS_ENDED_WITHIN_S = 30.0
+# Variables that torch, DeepSpeed and what they load set by themselves.
+_SET_BY_LIBRARIES = tuple(
+    "ACCELERATE_ CROSS_ CUDA_ DS_ KMP_ NCCL_ PYTORCH_ TOKENIZERS_PARALLELISM TORCH TRITON_".split()
+)
 
 
 def begin(folder: Path, start: Mapping[str, Any], *, is_rank: bool) -> None:
@@ -73,32 +76,11 @@ def begin(folder: Path, start: Mapping[str, Any], *, is_rank: bool) -> None:
         TRIAL.on_uncaught = functools.partial(_report_unmeasured, folder)
 
 
-def get_rank(folder: Path) -> Rank:
+def get_rank(folder: Path, *, is_forked: bool = False) -> Rank:
     """Return the rank of this process, which may end before it imports DeepSpeed."""
-    rank: Rank = TRIAL.rank or Rank(folder, is_rank=True)
+    rank: Rank = TRIAL.rank or Rank(folder, is_rank=True, is_forked=is_forked)
     TRIAL.rank = rank
     return rank
-
-
-def run_forked(folder: Path, command: Sequence[str]) -> NoReturn:
-    """Run a Python command in this fork of the supervisor, as a rank."""
-    TRIAL.rank = rank = Rank(folder, is_rank=True, is_forked=True)
-    try:
-        import numpy
-
-        # A forked process has its parent's state, a fresh one would have a random one.
-        random.seed()
-        numpy.random.seed()
-        install.begin(folder)
-        rank.prepare()
-        _run_program(split_interpreter(command[1:])[1])
-    except BaseException as error:
-        rank.fail(error)
-    rank.finish()
-    # A training run ends as a Python program does: threads joined, atexit functions called.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    _leave(0)
 
 
 def _report_unmeasured(folder: Path, error: BaseException) -> None:
@@ -147,7 +129,7 @@ class Rank:
         if self._server is not None:
             self._server.install()
         config_injection.register_for_initialize(self._begin_engine)
-        self._meter = preparation.prepare(spec, self._folder, self._complete)
+        self._adapt_libraries()
         if start is not None:
             start_record.install(self._folder, start, waits=False)
         if not spec.is_full_run:  # after the record of the script's own configuration
@@ -165,6 +147,35 @@ class Rank:
         what = "your command" if spec.is_command else what
         TRIAL.progress.set_activity(f"{what} runs, up to its first optimizer step")
         self._known, self._env = set(sys.modules), dict(os.environ)
+
+    def _adapt_libraries(self) -> None:
+        """Install the meter, and apply the trial's settings to the script's libraries."""
+        import torch
+
+        spec, trial, on_cpu = self._spec, self._spec.trial, not self._spec.task.devices
+        if spec.defaults_local_rank:
+            TRIAL.local_rank = os.environ["LOCAL_RANK"]
+        if spec.threads:
+            torch.set_num_threads(spec.threads)
+        loopback.choose_interface()
+        TRIAL.task, TRIAL.is_simulated = spec.task, self._server is not None
+        if spec.meter is not None:
+            self._meter = meter.install(spec.meter, self._complete)
+        path = None if spec.own else self._folder / CONFIG_FILE
+        if path is not None:
+            TRIAL.config = json.loads(path.read_text())
+            config_injection.install(TRIAL.config, trial.overrides, path)
+        switches = ScriptSwitches(trial.script_args, trial.overrides, on_cpu=on_cpu)
+        if not TRIAL.is_simulated:
+            config_injection.register_for_initialize(switches.before_engine, switches.after_engine)
+        TRIAL.trainer = TrainerSettings(
+            trial,
+            path,
+            switches,
+            max_steps=None if spec.meter is None else spec.meter.longest,
+            batch_in_file=spec.program.launch.batch_in_file,
+            on_cpu=on_cpu,
+        )
 
     def fail(self, error: BaseException) -> None:
         """Report the error that ends this process."""
@@ -265,13 +276,13 @@ class Rank:
 
     def _leave_if_complete(self) -> None:
         if self._is_complete and self.is_rank:
-            _leave(0)
+            leave(0)
 
     def _report(self, outcome: Outcome) -> None:
         number, _ = rank_and_size()
         write_outcome(self._folder, number, outcome)
         if outcome.ok and number == 0:
-            names = preparation.libraries(self._known, self._env)
+            names = _find_libraries(self._known, self._env)
             write_atomically(self._folder / MODULES_FILE, json.dumps(names))
 
     def _end(self, outcome: Outcome) -> None:
@@ -287,7 +298,7 @@ class Rank:
                 (self._folder / DONE_FILE).touch()
             _flush()
             time.sleep(_IS_ENDED_WITHIN_S)  # the supervisor ends the command
-        _leave(0 if outcome.ok else FAILED)
+        leave(0 if outcome.ok else FAILED)
 
 
 def _is_of_signal(error: BaseException) -> bool:
@@ -331,21 +342,22 @@ def _limit(budget_bytes: int) -> None:
     limit_memory(budget_bytes)
 
 
-def _run_program(words: Sequence[str]) -> None:
-    """Run a script, or `-m` and a module, with its arguments."""
-    if words[0] == "-m":
-        if not os.environ.get("PYTHONSAFEPATH"):
-            sys.path.insert(0, os.getcwd())
-        sys.argv = list(words[1:])
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        # `__file__` is absolute, as Python has it: a script may change its folder, or spawn itself.
-        script = os.path.abspath(words[0])
-        # Python looks beside the file itself; links to it may have their own neighbours, too.
-        beside = dict.fromkeys(map(os.path.dirname, (os.path.realpath(script), script)))
-        sys.path[:0] = list(beside)
-        sys.argv = list(words)
-        runpy.run_path(script, run_name="__main__")
+def _find_libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
+    """Return imported modules of installed packages, in order, that may be imported early.
+
+    Some packages import most modules only when they are used. If the program set environment
+    variables, return none, because they may be for these modules.
+    """
+    changed = {key for key, value in os.environ.items() if before.get(key) != value}
+    if any(not key.startswith(_SET_BY_LIBRARIES) for key in changed):
+        return []
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name in known or name == "__main__":
+            continue
+        if "site-packages" in str(getattr(module, "__file__", "") or ""):
+            found.append(name)
+    return found
 
 
 def _flush() -> bool:
@@ -359,5 +371,6 @@ def _flush() -> bool:
     return is_written
 
 
-def _leave(status: int) -> NoReturn:
+def leave(status: int) -> NoReturn:
+    """End this process at once, with its output written."""
     os._exit(status if _flush() else status or FAILED)

@@ -5,31 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dsat.errors import UserInputError
 from dsat.options import PATH, WORD, at_least, check_together, option
 from dsat.show.exports import EXPORTERS
 
 _RUN = "folder of a run, or its name in dsat_runs"
-_RUN_OR_EXPERIMENT = (
-    f"{_RUN} (default: the newest), or the number of the search runner's experiment on a "
-    "Determined cluster"
-)
-_NEWEST = {"nargs": "?", "metavar": "RUN", "help": f"{_RUN} (default: the newest)"}
+_NEWEST = f"{_RUN} (default: the newest)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOnlySettings:
-    """Options of a read-only command.
-
-    Attributes:
-        argument: field of the command's argument, and how argparse declares it; None if it takes
-            none.
-    """
+    """Options of a read-only command."""
 
     summary: ClassVar[str]
-    argument: ClassVar[tuple[str, Mapping[str, Any]] | None] = None
     json: bool = option("--json", shell_only=True, help="print JSON")
 
 
@@ -38,8 +28,7 @@ class ShowSettings(ReadOnlySettings):
     """Options of `dsat show`; no run means the newest."""
 
     summary = "print the verdict of a run, or its trials"
-    argument = ("run", _NEWEST)
-    run: Path | None = None
+    run: Path | None = option("run", kind=PATH, metavar="RUN", help=_NEWEST)
     trials: bool = option("--trials", help="print a table of all trials")
     trial: str | None = option(
         "--trial",
@@ -58,8 +47,9 @@ class CompareSettings(ReadOnlySettings):
     """Options of `dsat compare`: at least two runs."""
 
     summary = "compare two or more runs"
-    argument = ("runs", {"nargs": "+", "metavar": "RUN", "help": _RUN})
-    runs: tuple[Path, ...]
+    runs: tuple[Path, ...] = option(
+        "runs", kind=PATH, many=True, default=(), metavar="RUN", help=_RUN
+    )
 
     def __post_init__(self) -> None:
         if len(self.runs) < 2:
@@ -71,11 +61,9 @@ class RunsSettings(ReadOnlySettings):
     """Options of `dsat runs`; no folder means `dsat_runs`."""
 
     summary = "list runs, newest first"
-    argument = (
-        "folder",
-        {"nargs": "?", "metavar": "FOLDER", "help": "folder with runs (default: dsat_runs)"},
+    folder: Path | None = option(
+        "folder", kind=PATH, metavar="FOLDER", help="folder with runs (default: dsat_runs)"
     )
-    folder: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +71,7 @@ class ExportSettings(ReadOnlySettings):
     """Options of `dsat export`; no run means the newest."""
 
     summary = "export a run to Optuna, MLflow, TensorBoard, CSV or Parquet"
-    argument = ("run", _NEWEST)
-    run: Path | None = None
+    run: Path | None = option("run", kind=PATH, metavar="RUN", help=_NEWEST)
     to: str | None = option("--to", kind=WORD, choices=tuple(EXPORTERS), help="tool or format")
     output: Path | None = option(
         "--output",
@@ -107,8 +94,12 @@ class WatchSettings(ReadOnlySettings):
     """
 
     summary = "serve the report of a run as a page that refreshes itself"
-    argument = ("run", {**_NEWEST, "help": _RUN_OR_EXPERIMENT})
-    run: Path | None = None
+    run: Path | None = option(
+        "run",
+        kind=PATH,
+        metavar="RUN",
+        help=f"{_NEWEST}, or the number of the search runner's experiment on a Determined cluster",
+    )
     port: int | None = option(
         "--port", kind=at_least(1), metavar="N", help="port to listen on (default: a free one)"
     )

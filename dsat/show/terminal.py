@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from dsat.engines.trial_folder import log_files, read_end
 from dsat.run.run import Run, own_switches
 from dsat.show import summary
 from dsat.show.differences import differences
+from dsat.show.past_runs import PastRun
 from dsat.show.view import RunView, TrialView
 from dsat.values import format as fmt
 from dsat.values.objective import METRIC_NAMES
@@ -152,19 +153,16 @@ def comparison_to_json(views: Views, folders: Mapping[str, Path]) -> dict[str, A
     }
 
 
-def list_runs(rows: Sequence[tuple[str, str, float, int, RunView]]) -> list[Part]:
-    """Return a list of runs.
-
-    Args:
-        rows: name, state, last change (seconds since the epoch), allowed trials, and view.
-    """
+def list_runs(runs: Iterable[tuple[PastRun, RunView]]) -> list[Part]:
+    """Return a list of runs."""
     headings = ("run", "state", "method", "trials", "best", "gain", "last change")
     cells = []
-    for name, state, changed_s, most_trials, view in rows:
-        trials = f"{len(view.ended)} of {most_trials}"
+    for past, view in runs:
+        trials = f"{len(view.ended)} of {past.run.most_trials}"
         best = fmt.metric(view.plan.metric, view.best_value)
-        when = datetime.datetime.fromtimestamp(changed_s).strftime("%Y-%m-%d %H:%M")
-        cells.append((name, state, view.plan.method, trials, best, view.gain.text, when))
+        when = datetime.datetime.fromtimestamp(past.changed_s).strftime("%Y-%m-%d %H:%M")
+        method, gain = view.plan.method, view.gain.text
+        cells.append((str(past.folder), past.state, method, trials, best, gain, when))
     return [Table(headings, cells)]
 
 

@@ -40,8 +40,8 @@ def test_a_bug_is_called_a_bug() -> None:
     program = (
         "import sys\nfrom dsat.cli import commands, main\n"
         "def fails(*args): raise KeyError('x', 'https://me:hunter2@host')\n"
-        "commands.prepared = fails\n"
-        "commands.submit.where = lambda settings: type('C', (), {'master': None})\n"
+        "commands.prepare_run = fails\n"
+        "commands.submit.select_place = lambda settings: type('C', (), {'master': None})\n"
         "sys.exit(main.main(['asha', 'a.yaml', '.']))"
     )
     ended = subprocess.run(

@@ -141,7 +141,7 @@ def test_trials_that_swap_to_nvme_have_folders_of_their_own(
         for_scripts = hparams["overwrite_deepspeed_args"]["zero_optimization"][part]
         assert for_scripts["nvme_path"] == str(own), "for get_ds_config_from_hparams"
     [(_, request)] = hosts.requests
-    assert request["swap"] == [str(own)], "one, which each host makes and removes"
+    assert request["swap"] == [str(own)], "one, which each host removes"
 
 
 def test_a_folder_shows_the_model_and_the_includes_together(

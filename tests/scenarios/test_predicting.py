@@ -140,15 +140,27 @@ def test_a_model_without_a_configuration_is_checked_in_a_strategy_that_fits(user
     assert told.json["fits"] and told.json["strategy"] != "z0"
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
+def test_as_many_cards_as_are_said_to_be_enough_are(user: User) -> None:
+    words = ("--seq-length", 2048, "--formula", "--fits")
+    told = estimate(user, LLAMA_7B, *words, "1x6GiB", status=1)
+    enough = told.json["enough"]
+    assert enough > 1
+    assert estimate(user, LLAMA_7B, *words, f"{enough}x6GiB").json["fits"]
+    estimate(user, LLAMA_7B, *words, f"{enough - 1}x6GiB", status=1)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize(
     ("cards", "chosen"),
-    [("1x16GiB", []), ("1x450MiB", ["activation checkpointing"])],
+    [("1x16GiB", []), ("1x150MiB", ["activation checkpointing"])],
 )
 def test_what_dsat_adds_to_fit_is_named(user: User, cards: str, chosen: list[str]) -> None:
     """Without a configuration of the user dsat chooses a strategy, and what else is needed."""
-    model = {**TINY, "num_hidden_layers": 16, "max_position_embeddings": 2048}
+    model = {**TINY, "num_hidden_layers": 4, "max_position_embeddings": 2048}
     told = estimate(user, model, "--seq-length", 2048, "--fits", cards)
     assert told.json["fits"] and told.json["chosen"] == chosen
 
@@ -158,9 +170,9 @@ def test_what_dsat_adds_to_fit_is_named(user: User, cards: str, chosen: list[str
 @pytest.mark.parametrize(
     ("cards", "more", "ways"),
     [
-        ("2x2MiB", (), ["more GPUs", "--lora"]),
-        ("2x2MiB/1MiB", (), ["more GPUs", "--lora", "nvme"]),
-        ("2x2MiB", ("--activation-checkpointing", "off"), ["more GPUs", "--lora"]),
+        ("2x2MiB", (), ["larger GPUs", "--lora"]),
+        ("2x2MiB/1MiB", (), ["larger GPUs", "--lora", "nvme"]),
+        ("2x2MiB", ("--activation-checkpointing", "off"), ["larger GPUs", "--lora"]),
     ],
 )
 def test_if_no_strategy_fits_the_ways_out_are_named(

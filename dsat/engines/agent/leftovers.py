@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,16 +152,6 @@ def _find_nvme_sections(config: Mapping[str, Any]) -> list[tuple[str, dict[str, 
     zero = config.get("zero_optimization") or {}
     found = [(section, zero.get(section)) for section in _OFFLOADED]
     return [(s, o) for s, o in found if isinstance(o, dict) and o.get("device") == "nvme"]
-
-
-def make_folders(folders: Sequence[str]) -> list[Path]:
-    """Make swap folders on this host; return the new ones."""
-    made = []
-    for folder in map(Path, folders):
-        with contextlib.suppress(OSError):  # DeepSpeed's own message says more
-            folder.mkdir(parents=True)
-            made.append(folder)
-    return made
 
 
 # -- locks

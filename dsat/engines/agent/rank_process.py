@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
 import os
+import random
+import runpy
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dsat.command.entrypoint import split_interpreter
 from dsat.in_trial.hook import RANK_VARIABLE
 
 PR_SET_PDEATHSIG = 1
@@ -69,9 +74,7 @@ def become_rank(
             del os.environ[name]
         os.environ.update(rank["env"])
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        from dsat.in_trial import rank as rank_module
-
-        rank_module.run_forked(folder, rank["command"])
+        _run_forked(folder, rank["command"])
     except BaseException:
         import traceback
 
@@ -90,3 +93,44 @@ def _execute(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         if error.errno != errno.ENOEXEC:
             raise
         os.execve("/bin/sh", ["sh", *command], env)  # noqa: S606  # a script that names no shell
+
+
+def _run_forked(folder: Path, command: Sequence[str]) -> NoReturn:
+    """Run a Python command in this fork of the supervisor."""
+    import numpy
+
+    from dsat.in_trial import rank as rank_module
+    from dsat.in_trial.adapters import install
+
+    rank = rank_module.get_rank(folder, is_forked=True)
+    try:
+        # A forked process has its parent's state, a fresh one would have a random one.
+        random.seed()
+        numpy.random.seed()
+        install.begin(folder)
+        rank.prepare()
+        _run_program(split_interpreter(command[1:])[1])
+    except BaseException as error:
+        rank.fail(error)
+    rank.finish()
+    # A training run ends as a Python program does: threads joined, atexit functions called.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    rank_module.leave(0)
+
+
+def _run_program(words: Sequence[str]) -> None:
+    """Run a script, or `-m` and a module, with its arguments."""
+    if words[0] == "-m":
+        if not os.environ.get("PYTHONSAFEPATH"):
+            sys.path.insert(0, os.getcwd())
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        # `__file__` is absolute, as Python has it: a script may change its folder, or spawn itself.
+        script = os.path.abspath(words[0])
+        # Python looks beside the file itself; links to it may have their own neighbours, too.
+        beside = dict.fromkeys(map(os.path.dirname, (os.path.realpath(script), script)))
+        sys.path[:0] = list(beside)
+        sys.argv = list(words)
+        runpy.run_path(script, run_name="__main__")

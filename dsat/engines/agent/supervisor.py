@@ -17,7 +17,7 @@ Requests:
      "fork": whether ranks run Python's program in a fork of this process,
      "starts_ranks": whether each process is a rank, and not a command that starts them,
      "ranks": [{"env": {...}, "cores": [...], "command": [...]}],
-     "swap": [folders on NVMe that are made, and removed in the end],
+     "swap": [folders on NVMe of this trial alone, which are removed in the end],
      "logs": [name, name] of their standard output and standard error,
      "linger_s": how long ranks may go on after one has ended well, or null,
      "done": optional name of a file in the folder: the trial is ended once it is there}
@@ -45,7 +45,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class _Group:
     port: int
     linger_s: float | None
     done: Path | None = None
-    swap: list[Path] = field(default_factory=list)
+    swap: Sequence[str] = ()
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     killed_ranks: set[int] = field(default_factory=set)
@@ -197,7 +197,7 @@ class Supervisor:
         folder, done = request["folder"], request.get("done")
         group = _Group(request["trial"], folder, request["port"], request["linger_s"])
         group.done = Path(folder, done) if done else None
-        group.swap = leftovers.make_folders(request.get("swap", ()))
+        group.swap = request.get("swap", ())
         self._groups[group.trial] = group
         sys.stdout.flush()
         sys.stderr.flush()

@@ -35,7 +35,7 @@ class Calls:
         before_engine: take and may change the arguments of `deepspeed.initialize`, by name.
         make_engine: replaces `deepspeed.initialize` in simulations; takes it and its arguments.
         before_model: called once, before the script builds its first model.
-        around_compilation: makes a context for a compilation of DeepSpeed's.
+        around_compilation: makes a context in which DeepSpeed compiles an operator.
     """
 
     before_engine: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class RunningTrial:
         config: the trial's DeepSpeed configuration; None keeps the script's own.
         rank: the `Rank` that this process is or may become.
         on_uncaught: takes the exception that ends the process.
-        progress: for people; written by the rank that has number 0.
+        progress: files for people, which rank 0 writes.
         trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
         task: the `LocalTask` by which determined answers.
         script_options: flags that the script declares, with their defaults.
