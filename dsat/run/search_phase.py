@@ -8,6 +8,7 @@ from typing import Any
 
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
+from dsat.run.comparison import Variation
 from dsat.run.history import Measured
 from dsat.run.run import Run
 from dsat.run.trial_costs import TrialCosts
@@ -156,9 +157,10 @@ class _Observations:
         run = self._run
         trials = [t for t in run.trials.values() if t.kind in _SOURCES]
         trials = [trial for trial in trials if not run.batch_flag.supersedes(trial)]
-        found = [self._observe(trial) for trial in trials]
+        variation = run.variation
+        found = [self._observe(trial, variation) for trial in trials]
         for proposal, trial_id in self.equal:
-            observed = self._observe(run.trials[trial_id])
+            observed = self._observe(run.trials[trial_id], variation)
             found.append(
                 replace(
                     observed,
@@ -174,7 +176,7 @@ class _Observations:
     def location(self, trial: Trial) -> Location | None:
         return self._locator.locate(trial.overrides, trial.script_args, trial.batch)
 
-    def _observe(self, trial: Trial) -> Observation:
+    def _observe(self, trial: Trial, variation: Variation | None) -> Observation:
         known, outcome = self._known.get(trial.id), self._run.outcomes.get(trial.id)
         if known is None:
             location = self.location(trial)
@@ -197,7 +199,6 @@ class _Observations:
             neighbours = self._run.neighbours.get(trial.id, 0)
             known = replace(known, outcome=outcome, neighbours=neighbours)
             self._known[trial.id] = known
-        variation = self._run.variation
         if outcome.metrics is None or variation is None:
             return known
         # The finals have shown how much one run differs from the next.

@@ -147,7 +147,7 @@ class Chooser:
         best = known.incumbent
         if best is None:
             log_s, sd = speed.predict(points)
-        else:  # the last one
+        else:  # the best so far comes last
             both = Points.join([points, best[0]])
             log_s, sd = speed.predict(both, np.full(len(both), len(points)))
         mine = slice(len(points))

@@ -133,7 +133,7 @@ class Prior:
     def _weights(self, scales: Scales) -> Array:
         """Return the variance that each trait adds to a difference.
 
-        A value that differs counts half, because two traits differ: that of either value.
+        Where two values differ, so do the traits of both, of which each counts half.
         """
         weights: Array = (scales.residual * self.effects) ** 2 / 2
         return weights
@@ -200,7 +200,7 @@ class Linear:
     """The physical model of n measurements, linear in its factors.
 
     Attributes:
-        apart: what the model predicts too little with `theta`, (n,).
+        apart: measurements less predictions with `theta`, (n,).
         slopes: derivatives of the logarithms by the factors, (n, factors).
     """
 
@@ -209,12 +209,12 @@ class Linear:
     slopes: Array
 
     def apart_from(self, prior: Prior) -> Array:
-        """Return the same with the prior's mean for the factors, (n,)."""
+        """Return measurements less predictions with the prior's mean of the factors, (n,)."""
         apart: Array = self.apart + self.slopes @ (self.theta - prior.mean)
         return apart
 
     def covariance(self, prior: Prior) -> Array:
-        """Return the covariance that comes of the factors, (n, n)."""
+        """Return the covariance that the prior of the factors causes, (n, n)."""
         covariance: Array = (self.slopes * prior.variance) @ self.slopes.T
         return covariance
 

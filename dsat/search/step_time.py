@@ -292,13 +292,12 @@ class Terms:
     """Parts of n optimizer steps in seconds, with factors of 1, (n,) each.
 
     Attributes:
-        samples: kernels of a micro step, as long as its samples take.
-        besides: what its kernels take whatever the samples.
-        launched: what the host takes to launch them.
-        forward: part of the kernels' time that the forward pass takes.
+        samples, besides: kernels of a micro step: what grows with its samples, and what does not.
+        launched: the launch of these kernels by the host.
+        forward: fraction of the kernels that belongs to the forward pass.
         gathered: stage 3's gathers in each of the two passes.
         reduced, last: communication of the backward pass of each micro step, and of the last one.
-        unhidden: part of it that nothing hides.
+        unhidden: fraction of it that always comes after the backward pass.
         copied, waited, transferred: what kernels wait for: copies, links, and the host.
         boundary, updated: links and everything else after the last backward pass.
         gas: micro steps.
