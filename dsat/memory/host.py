@@ -94,8 +94,11 @@ def _of_optimizer(s: Setup) -> Iterator[float]:
         yield s.model_bytes * s.facts.largest_param
         return
     yield s.accumulation_bytes * s.shard
-    # Gradients of sub-groups, which are closed by the parameter that makes them large enough.
-    group = min(s.shard, s.sub_group + s.facts.usual_param / s.slots / 2)
-    count = int(s.shard // group) if group else 0
-    yield from [4 * group] * count
-    yield 4 * (s.shard - count * group)
+    # Gradients of sub-groups. The parameter that makes one large enough closes it, and makes it
+    # larger by anything up to its own size.
+    beyond = s.facts.usual_param / s.slots
+    mean = s.sub_group + beyond / 2
+    count = int(s.shard // mean) if mean else 0
+    groups = [s.sub_group + beyond * (n + 0.5) / count for n in range(count)]
+    yield from (4 * size for size in groups)
+    yield 4 * (s.shard - sum(groups))
