@@ -14,13 +14,15 @@ from __future__ import annotations
 import csv
 import json
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
 from benchmarks.common import GIB, ROOT
+from dsat.command import ds_config
 from dsat.estimating.options import EstimateSettings
 from dsat.estimating.tables import needed_bytes
 from dsat.memory import closed_form
@@ -31,7 +33,7 @@ from dsat.options import LORA
 from dsat.prepare.simulated_model import simulate
 from dsat.projecting.projector import Projector
 from dsat.projecting.tracing import Traced, trace
-from dsat.search.cards import find
+from dsat.search.cards import Card, find
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
@@ -168,7 +170,7 @@ def predicted(name: str, model: Model) -> Iterator[Row]:
         for strategy, fit in fits.items():
             speed: dict[str, float] = {}
             if strategy == first and strategy in traced.traces:
-                speed = _speed(Projector(traced, find(card), None), strategy, cards, int(fit.most))
+                speed = _speed(traced, find(card), strategy, cards, int(fit.most))
             yield Row(
                 model=name,
                 machine=machine,
@@ -198,7 +200,10 @@ def _traced(path: Path, model: Model) -> Traced:
         return list(dict.fromkeys(strategy for strategy in first if strategy is not None))
 
     with simulate(settings) as simulated:
-        return trace(simulated, SLOTS, firsts)
+        traced = trace(simulated, SLOTS, firsts)
+    for strategy, reason in traced.failures.items():
+        print(f"{path.stem}, {strategy}: has no speed: {reason}", file=sys.stderr)
+    return traced
 
 
 def _first(fits: Mapping[Strategy, _Fit]) -> Strategy | None:
@@ -237,9 +242,11 @@ def _memory(
 
 
 def _speed(
-    projector: Projector, strategy: Strategy, cards: int, micro_batch: int
+    traced: Traced, card: Card, strategy: Strategy, cards: int, micro_batch: int
 ) -> dict[str, float]:
-    """Return tokens/s over all cards with the ends of its interval."""
+    """Return tokens/s over all cards, without accumulation, with the ends of its interval."""
+    base = {**ds_config.drop_batch_sizes(traced.base), ds_config.BATCH_KEYS[0]: cards * micro_batch}
+    projector = Projector(replace(traced, base=base), card, None)
     row = projector.row(strategy, cards, micro_batch)
     if row is None:
         return {}
