@@ -227,7 +227,7 @@ def test_an_own_search(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     dsat.register_search("mine", Mine)
     result = place.tune(method="mine", search_options={"times": 2})
     assert len(result.trials) == 6
-    with pytest.raises(UserInputError, match=r"'mine'.*'times'"):
+    with pytest.raises(UserInputError, match=r"'mine'.*'tries'"):
         place.tune(method="mine", search_options={"tries": 2})
     dsat.register_search("mine", Mine)  # a notebook's cell runs again
     with pytest.raises(ValueError, match="'random'"):

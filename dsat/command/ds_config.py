@@ -9,7 +9,7 @@ import copy
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,13 @@ AUTOTUNING = "autotuning"  # the section of DeepSpeed's own autotuner
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
+# "auto" settings of `zero_optimization` that the Trainer computes from the hidden size, and how
+# (integrations/deepspeed.py of transformers 5.23); accelerate computes the same.
+BY_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -190,6 +197,16 @@ def fill_in_auto(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[s
         else:
             result[key] = copy.deepcopy(passed[key] if value == AUTO and key in passed else value)
     return result
+
+
+def auto_sizes(hidden_size: int | None) -> dict[str, int]:
+    """Return what a Trainer writes for "auto" sizes of `zero_optimization`; empty if unknown."""
+    return {key: f(hidden_size) for key, f in BY_HIDDEN_SIZE.items()} if hidden_size else {}
+
+
+def fill_in_sizes(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
+    """Replace "auto" sizes by those that a Trainer computes from the hidden size."""
+    return fill_in_auto(config, {"zero_optimization": auto_sizes(hidden_size)})
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:

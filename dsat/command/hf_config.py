@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,6 @@ from dsat.errors import UserInputError
 
 CONFIG_FILE, _SUFFIX = "config.json", ".json"
 _PRECISIONS = ("bf16", "fp16")
-# "auto" settings of `zero_optimization` that the Trainer computes from the hidden size, and how
-# (integrations/deepspeed.py of transformers 5.23); accelerate computes the same.
-_BY_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
-    "reduce_bucket_size": lambda hidden: hidden * hidden,
-    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
-    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
-}
 
 
 def find(model: str) -> Path:
@@ -99,7 +92,7 @@ def _find_on_hub(model: str) -> Path:
 def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the user's DeepSpeed configuration with usual values.
 
-    The usual values replace "auto", except in the sizes of `fill_in_buckets`. `dtype` (bf16, fp16
+    The usual values replace "auto", except in the sizes of `fill_in_sizes`. `dtype` (bf16, fp16
     or fp32) applies unless the user's configuration enables one.
     """
     enabled = [name for name in _PRECISIONS if (given.get(name) or {}).get("enabled") is True]
@@ -120,18 +113,8 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
-        if value != configs.AUTO or key in _BY_HIDDEN_SIZE
+        if value != configs.AUTO or key in configs.BY_HIDDEN_SIZE
     }
-
-
-def auto_sizes(hidden_size: int | None) -> dict[str, int]:
-    """Return what a Trainer replaces "auto" by in `zero_optimization`; empty if size is unknown."""
-    return {key: f(hidden_size) for key, f in _BY_HIDDEN_SIZE.items()} if hidden_size else {}
-
-
-def fill_in_buckets(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
-    """Replace "auto" sizes by those that a Trainer computes from the hidden size."""
-    return configs.fill_in_auto(config, {"zero_optimization": auto_sizes(hidden_size)})
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:

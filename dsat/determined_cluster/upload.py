@@ -6,9 +6,9 @@ folder is honoured, links to folders are not followed, and the size is limited.
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
-import re
 import shutil
 import warnings
 from collections import Counter
@@ -27,10 +27,6 @@ from dsat.values.memory_size import readable
 LIMIT_BYTES = 95 * 2**20  # determined.common.constants.MAX_CONTEXT_SIZE
 _SHOWN = 5
 _OURS = Path(__file__).resolve().parents[1]  # this package
-_IMPORT = re.compile(r"^\s*(?:from\s+dsat\b|import\s(?:.*[\s,])?dsat\b)", re.MULTILINE)
-_IMPORT_OF_ANCESTOR = re.compile(
-    r"^\s*(?:from|import)\s+determined\.pytorch\b.*\bdsat\b", re.MULTILINE
-)
 _log = logging.getLogger(__name__)
 
 Files = Mapping[Path, Path]  # sources by their relative path in the context
@@ -85,18 +81,15 @@ def check_size(found: Files, limit_bytes: int = LIMIT_BYTES) -> int:
 
 
 def check_script(found: Files, where: Path, program: Entrypoint) -> None:
-    """Check that the user's code uses dsat; warn if its script is not among the files.
+    """Check that the user's code uses dsat; warn if some of it cannot be read.
 
     Raises UserInputError if it does not, because its trials could not be measured.
     """
-    sources = [
-        source.read_text(encoding="utf-8-sig", errors="replace")
-        for source in found.values()
-        if source.suffix == ".py"
-    ]
-    if any(map(_IMPORT.search, sources)):
+    imported = [_imports(source) for source in found.values() if source.suffix == ".py"]
+    names = {name for each in imported for name in each or ()}
+    if any(name.split(".")[0] == "dsat" for name in names):
         return
-    ancestor = any(map(_IMPORT_OF_ANCESTOR.search, sources))
+    ancestor = "determined.pytorch.dsat" in names
     problem = (
         "the code uses determined.pytorch.dsat" if ancestor else "nothing in the code uses dsat"
     )
@@ -106,14 +99,32 @@ def check_script(found: Files, where: Path, program: Entrypoint) -> None:
         + " and pass dsat.get_ds_config_from_hparams(hparams) to deepspeed.initialize, or use "
         "dsat.get_hf_args_with_overwrites. With --engine local it need not."
     )
-    if ancestor or _sources(program) & found.keys():
+    if ancestor or (_sources(program) & found.keys() and None not in imported):
         raise UserInputError(problem, where=str(where), hint=hint)
-    _log.warning("%s: %s, as far as it is uploaded. %s", where, problem, hint)
+    _log.warning("%s: %s, as far as it can be read here. %s", where, problem, hint)
 
 
 def _sources(program: Entrypoint) -> set[Path]:
     module = (program.module or program.trial_class.partition(":")[0]).replace(".", "/")
     return {Path(program.script), Path(f"{module}.py"), Path(module, "__main__.py")}
+
+
+def _imports(source: Path) -> set[str] | None:
+    """Return the modules that a source imports, and the names from them.
+
+    None if it does not parse, as for another version of Python.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the user's code
+            nodes = list(ast.walk(ast.parse(source.read_bytes())))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
 
 
 def lay_out(found: Files, job: str, folder: Path, script: Path = Path()) -> None:

@@ -40,7 +40,7 @@ class Fit:
         chosen: what dsat adds to the strategy that it has chosen, so that it fits.
         tried: what was tried with every strategy, by formula, without one that fits; empty for the
             user's own configuration.
-        enough: the fewest of these devices that hold the model, if nothing fits; None if unknown.
+        ways_out: what may help where no strategy fits.
         needed_bytes: predicted peak of a device, without the CUDA context and NCCL.
         host_bytes: bytes that the ranks of a host need: to load the weights, or to train.
         saved_bytes: bytes of these that `"pin_memory": false` saves.
@@ -58,7 +58,7 @@ class Fit:
     batch: BatchTriple
     chosen: tuple[str, ...]
     tried: tuple[str, ...]
-    enough: int | None
+    ways_out: tuple[str, ...]
     needed_bytes: int
     host_bytes: int
     saved_bytes: int
@@ -89,7 +89,11 @@ class Fit:
         if not self.fits and self.fits_host:
             text.append(self._missing())
         if not self.fits and self.tried:
-            text.append(self._ways_out())
+            ways = list(self.ways_out)
+            if not self.fits_host:  # a device needs as much if its state is on NVMe
+                ways.append('offloading to NVMe ("device": "nvme" in --ds-config)')
+            tried = " and ".join(self.tried)
+            text.append(f"No strategy fits, not even with {tried}. Use {', or '.join(ways)}.")
         return " ".join(text)
 
     def _missing(self) -> str:
@@ -99,19 +103,6 @@ class Fit:
         if self.largest:
             return f"{text} The largest micro batch that fits is {self.largest}."
         return text if self.tried else f"{text} Without --fits, a table shows which strategies fit."
-
-    def _ways_out(self) -> str:
-        """Return what may help where no strategy fits."""
-        more = (
-            "more or larger GPUs"
-            if self.enough is None
-            else f"at least {self.enough} GPUs with these"
-        )
-        ways = [more, "adapters alone (--lora r=16,target=all-linear)"]
-        if not self.fits_host:  # a device needs as much if its state is on NVMe
-            ways.append('offloading to NVMe ("device": "nvme" in --ds-config)')
-        with_what = " and ".join(self.tried)
-        return f"No strategy fits, not even with {with_what}. Use {', or '.join(ways)}."
 
     def _host(self) -> list[str]:
         """Return what the host needs."""
@@ -156,11 +147,11 @@ def fit(settings: EstimateSettings) -> Fit:
         own = ds_config.drop_batch_sizes(own)
         chosen: tuple[str, ...] | None = None
         tried: tuple[str, ...] = ()
-        enough = None
+        ways_out: tuple[str, ...] = ()
         if settings.model is not None and settings.ds_config is None:
             own, chosen = _fastest(model, settings)
             if chosen is None:
-                tried, enough = _look_further(model, settings)
+                tried, ways_out = _look_further(model, settings)
         recomputes = _CHECKPOINTS in (chosen or ())
         switches = {CHECKPOINTING: True} if recomputes else {}
         if recomputes:
@@ -190,7 +181,7 @@ def fit(settings: EstimateSettings) -> Fit:
         batch=batch,
         chosen=chosen or (),
         tried=tried,
-        enough=enough,
+        ways_out=ways_out,
         needed_bytes=memory.predicted_bytes(shape, batch.micro_batch),
         host_bytes=host_bytes,
         saved_bytes=saved_bytes,
@@ -232,10 +223,10 @@ def _fastest(
 
 def _look_further(
     model: SimulatedModel, settings: EstimateSettings
-) -> tuple[tuple[str, ...], int | None]:
-    """Return what was tried in vain, and how many devices of the same size are enough."""
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what was tried in vain, and what may help."""
     assert settings.fits is not None
-    _, card_bytes, host_limit = settings.fits
+    slots, card_bytes, host_limit = settings.fits
     may_recompute = settings.activation_checkpointing != "off"
     switches = {CHECKPOINTING: True} if may_recompute else {}
     config = _unpinned(model.config)
@@ -247,8 +238,11 @@ def _look_further(
         settings.host_memory if host_limit is None else host_limit,
         sizes=(card_bytes,),
     )
-    enough = min((choice.cards for choice in found), default=None)
-    return (_CHECKPOINTS,) * may_recompute + (_UNPINNED,), enough
+    enough = min((choice.cards for choice in found if choice.cards > slots), default=None)
+    ways = ["more or larger GPUs" if enough is None else f"at least {enough} such GPUs"]
+    if settings.lora is None:
+        ways.append("adapters alone (--lora r=16,target=all-linear)")
+    return (_CHECKPOINTS,) * may_recompute + (_UNPINNED,), tuple(ways)
 
 
 def _progress(config: Mapping[str, Any], chosen: Sequence[str] | None) -> str:

@@ -145,15 +145,16 @@ def attention_heads(module: Any) -> int | None:
 
 
 def hidden_size(module: Any) -> int | None:
-    """Hidden size of the model as transformers' Trainer looks for it; the largest of several.
+    """Return the hidden size of a model where transformers' Trainer looks for it.
 
-    As `trainer_config_finalize` of its integrations/deepspeed.py.
+    The largest of several; see `trainer_config_finalize` of its integrations/deepspeed.py.
     """
     own: Any = getattr(module, "config", None)
     for config in (own, getattr(own, "text_config", None)):
         size = getattr(config, "hidden_size", None) or getattr(config, "hidden_sizes", None)
-        if size:
-            return size if isinstance(size, int) else max(size)
+        sizes = size if isinstance(size, (list, tuple)) else [size]
+        if size and all(isinstance(each, int) for each in sizes):
+            return int(max(sizes))
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from dsat.command import ds_config, hf_config
+from dsat.command import ds_config
 from dsat.values import parallelism
 from dsat.values.outcome import ModelProfile
 from dsat.values.parallelism import Parallelism
@@ -109,7 +109,7 @@ class Setup:
     @classmethod
     def of(cls, facts: ModelFacts, config: Mapping[str, Any], slots: int) -> Setup:
         """Read a whole DeepSpeed configuration on a number of slots."""
-        zero = hf_config.fill_in_buckets(config, facts.hidden_size).get("zero_optimization") or {}
+        zero = ds_config.fill_in_sizes(config, facts.hidden_size).get("zero_optimization") or {}
         size = model_bytes(config, facts.param_bytes)
         model_type, accumulated = ds_config.data_types(config)
         model_type = model_type or ("bf16" if size == 2 else "fp32")

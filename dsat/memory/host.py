@@ -101,4 +101,4 @@ def _of_optimizer(s: Setup) -> Iterator[float]:
     count = int(s.shard // mean) if mean else 0
     groups = [s.sub_group + beyond * (n + 0.5) / count for n in range(count)]
     yield from (4 * size for size in groups)
-    yield 4 * (s.shard - sum(groups))
+    yield max(0.0, 4 * (s.shard - sum(groups)))

@@ -24,11 +24,13 @@ def requirements() -> list[Requirement]:
     return [r for r in required if r.marker is None or r.marker.evaluate({"extra": _EXTRA})]
 
 
-@functools.cache
+_find_version = functools.cache(importlib.metadata.version)
+
+
 def version(name: str) -> str | None:
     """Return the installed version of a package; None if it is missing."""
     try:
-        return importlib.metadata.version(name)
+        return _find_version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 

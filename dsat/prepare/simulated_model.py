@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dsat.command import ds_config, hf_config, script_args
 from dsat.command import experiment as experiments
-from dsat.command import hf_config, script_args
 from dsat.command.entrypoint import Entrypoint
 from dsat.command.switches import CHECKPOINTING
 from dsat.engines.engine import LocalEngine
@@ -57,7 +57,7 @@ class SimulatedModel:
     def build(cls, name: str, config: Mapping[str, Any], simulator: Simulator) -> SimulatedModel:
         """Complete the configuration with what the script passes."""
         script = simulator.script
-        whole = hf_config.fill_in_buckets(config, script.hidden_size)
+        whole = ds_config.fill_in_sizes(config, script.hidden_size)
         optimizer = {"optimizer": dict(script.optimizer)} if script.optimizer else {}
         return cls(name, {**whole, **optimizer}, simulator)
 

@@ -13,6 +13,10 @@ from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
+# Parts of a traceback's line whose code is not the user's: installed packages, Python's own
+# modules, code without a file, and compiled kernels.
+_IN_LIBRARY = ("-packages/", "/deepspeed/", "/lib/python3.", '"<', "torchinductor_")
+
 
 class ProfilePhase:
     """The user's own configuration; if it fails, the smallest micro batch until a trial runs.
@@ -175,8 +179,10 @@ def _is_of_script(trial: Trial, outcome: Outcome) -> bool:
         return True
     frame = _last_frame(outcome.detail)
     has_trained = trial.kind is TrialKind.BASELINE and outcome.completed_steps > 0
-    in_library = "-packages/" in frame or "/deepspeed/" in frame
-    return has_trained and bool(frame) and not in_library
+    in_library = any(part in frame for part in _IN_LIBRARY)
+    # CUDA reports an error of any kernel where the script waits for it.
+    of_device = "CUDA error" in outcome.message
+    return has_trained and bool(frame) and not (in_library or of_device)
 
 
 def _last_frame(traceback: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ SEARCHES: dict[str, type[Search]] = {
     "gridsearch": GridSearch,
 }
 
+_SET_BY_RUNS = {"self", "problem"}
+
 
 def options_of(method: str) -> Mapping[str, Option]:
     """Return the options of a search by the parameters that take their values.
@@ -32,6 +35,23 @@ def options_of(method: str) -> Mapping[str, Option]:
 def usual_options(method: str) -> dict[str, Any]:
     """Return the values that the options of a search have by default."""
     return {name: option.initial for name, option in options_of(method).items()}
+
+
+def parameters_of(method: str) -> set[str]:
+    """Return the parameters of a search's constructor that its user can set.
+
+    If the constructor has `**options`, those of the next one in the method resolution order are
+    included.
+    """
+    found: set[str] = set()
+    unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for each in SEARCHES.get(method, Search).__mro__[:-1]:
+        if "__init__" in vars(each):
+            own = inspect.signature(vars(each)["__init__"]).parameters.values()
+            found |= {one.name for one in own if one.kind not in unnamed}
+            if all(one.kind is not one.VAR_KEYWORD for one in own):
+                break
+    return found - _SET_BY_RUNS
 
 
 __all__ = [
@@ -49,4 +69,5 @@ __all__ = [
     "Stop",
     "Wait",
     "options_of",
+    "parameters_of",
 ]

@@ -26,8 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from dsat.command.ds_config import AUTO
-from dsat.command.hf_config import auto_sizes
+from dsat.command.ds_config import AUTO, auto_sizes
 from dsat.command.switches import CHECKPOINTING, EVERY_SECOND, is_switch
 from dsat.search import cards, collectives
 from dsat.search.cards import Card

@@ -43,13 +43,10 @@ def time_left(run: Run) -> str | None:
     """Estimate the time of all remaining trials; None before enough trials have ended.
 
     The range spans the lower to the upper quartile of recent trials. As many trials of the search
-    run at the same time as now; finals run alone.
+    run at the same time as of those; finals run alone.
     """
-    took = [
-        outcome.duration_s
-        for trial_id, outcome in run.outcomes.items()
-        if run.trials[trial_id].kind is not TrialKind.PROFILE
-    ][-_RECENT:]
+    recent = [i for i in run.outcomes if run.trials[i].kind is not TrialKind.PROFILE][-_RECENT:]
+    took = [run.outcomes[trial_id].duration_s for trial_id in recent]
     if len(took) < _LEAST_TRIALS:
         return None
     most = run.most_trials
@@ -59,7 +56,8 @@ def time_left(run: Run) -> str | None:
     alone = left
     if run.finals is None:
         alone = min(left, finals.reserved(most - count_finals(run), run.plan.finals))
-    rounds = alone + -(-(left - alone) // max(1, len(run.running)))
+    at_once = 1 + max(run.neighbours.get(trial_id, 0) for trial_id in recent)
+    rounds = alone + -(-(left - alone) // at_once)
     quartiles = statistics.quantiles(took, n=4, method="inclusive")
     low, high = (fmt.duration(rounds * seconds) for seconds in (quartiles[0], quartiles[-1]))
     span = low if low == high else f"{low} to {high}"

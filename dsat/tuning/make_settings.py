@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from dsat.engines import places
 from dsat.errors import UserInputError
 from dsat.options import OWN, Option, options_of
-from dsat.search import SEARCHES, usual_options
+from dsat.search import SEARCHES, parameters_of, usual_options
 from dsat.search import options_of as options_of_search
 from dsat.tuning.settings import DEFAULT_METHOD, Settings
 
@@ -82,11 +81,12 @@ def make_settings(
                 f"is not an option of method {method}", where=given.get(keyword, keyword)
             )
         own[of_method[keyword]] = value
-    own |= search_options or {}
-    try:
-        inspect.signature(SEARCHES[method]).bind(None, **own)  # None for the problem
-    except TypeError as error:
-        raise UserInputError(f"method {method!r}: {error}", where="search_options") from None
+    if unknown := sorted(set(search_options or {}) - parameters_of(method)):
+        known = ", ".join(sorted(parameters_of(method)))
+        raise UserInputError(
+            f"method {method!r} takes no {unknown[0]!r} (choose from {known})",
+            where="search_options",
+        )
     of_places = {one.keyword: left.pop(one.keyword, None) for one in places.options()}
     if keeps_batch:
         if "max_train_batch_size" in left:
@@ -94,7 +94,7 @@ def make_settings(
         left = {**_DEFAULTS_OF_TUNE, **left}
     return Settings(
         **left,
-        search_options=own,
+        search_options={**own, **(search_options or {})},
         place_options=places.given_options(of_places, left.get("engine", places.AUTO)),
         given=given,
     )

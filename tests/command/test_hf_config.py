@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dsat.command import hf_config
+from dsat.command import ds_config, hf_config
 from dsat.command.ds_config import BATCH_KEYS
 
 AUTO = {"enabled": "auto"}
@@ -62,11 +62,11 @@ def test_what_a_trainer_computes_from_the_hidden_size_is_computed() -> None:
     }
     given = {"zero_optimization": {"stage": 3, **dict.fromkeys(computed, "auto")}}
     config = hf_config.ds_config("bf16", given)
-    found = hf_config.fill_in_buckets(config, 1000)
+    found = ds_config.fill_in_sizes(config, 1000)
     assert found == {**config, "zero_optimization": {"stage": 3, **computed}}
     own = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5}}
-    assert hf_config.fill_in_buckets(own, 1000) == own
-    assert hf_config.fill_in_buckets(given, None) == given
+    assert ds_config.fill_in_sizes(own, 1000) == own
+    assert ds_config.fill_in_sizes(given, None) == given
 
 
 def test_a_file_is_read_as_transformers_reads_it(tmp_path: Path) -> None:

@@ -149,7 +149,10 @@ ANCESTOR = "determined.pytorch.dsat"
         ("import torch, dsat\n", None),
         ("import torch; import dsat\n", None),
         ("\ufeffimport dsat\n", None),
+        ("import torch, \\\n    dsat\n", None),
         (f"import {', '.join(f'a{n}' for n in range(60))}\n", NOTHING),
+        ("import torch  # was: import dsat; import dsat\n", NOTHING),
+        ("'''\nimport dsat\n'''\n", NOTHING),
         ("import torch\n", NOTHING),
         ("import dsatellite\n", NOTHING),
         ("from determined.pytorch import dsat\n", ANCESTOR),
@@ -172,6 +175,7 @@ def test_the_code_must_know_of_dsat(
     [
         ("python3 -m mypkg.train", "import torch\n", False),
         ("./run.sh", "import torch\n", False),
+        ("python3 -m train", "print 'of another Python'\n", False),
         ("python3 -m train", "import torch\n", True),
         ("python3 -m lib.net", "import torch\n", True),
         ("python3 -m determined.launch.deepspeed --trial train:Trial", "import torch\n", True),

@@ -117,6 +117,8 @@ def test_a_script_that_always_fails_ends_soon_with_its_own_message(
         ("/home/me/train.py", 0, False),
         ("/venv/lib/python3.12/site-packages/torch/nn/functional.py", 3, False),
         ("/src/DeepSpeed/deepspeed/runtime/zero/stage3.py", 3, False),
+        ("/usr/lib/python3.11/threading.py", 3, False),
+        ("<string>", 3, False),
     ],
 )
 def test_a_script_that_fails_after_its_first_steps_ends_at_once(

@@ -49,6 +49,7 @@ def test_the_scripts_own_optimizer_decides_whether_the_formula_does(
         (SimpleNamespace(hidden_size=64), 64),
         (SimpleNamespace(hidden_sizes=[32, 128]), 128),
         (SimpleNamespace(text_config=SimpleNamespace(hidden_size=48)), 48),
+        (SimpleNamespace(hidden_size=64.0), None),
         (SimpleNamespace(), None),
         (None, None),
     ],
