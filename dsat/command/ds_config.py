@@ -199,14 +199,18 @@ def fill_in_auto(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[s
     return result
 
 
-def auto_sizes(hidden_size: int | None) -> dict[str, int]:
-    """Return what a Trainer writes for "auto" sizes of `zero_optimization`; empty if unknown."""
-    return {key: f(hidden_size) for key, f in BY_HIDDEN_SIZE.items()} if hidden_size else {}
+def fill_in_sizes(zero: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
+    """Replace "auto" sizes of `zero_optimization` as a Trainer does.
 
-
-def fill_in_sizes(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
-    """Replace "auto" sizes by those that a Trainer computes from the hidden size."""
-    return fill_in_auto(config, {"zero_optimization": auto_sizes(hidden_size)})
+    Args:
+        zero: the section; other keys may stand beside its own.
+        hidden_size: of the model; nothing is replaced if it is None.
+    """
+    computed = BY_HIDDEN_SIZE if hidden_size else {}
+    return {
+        key: computed[key](hidden_size or 0) if value == AUTO and key in computed else value
+        for key, value in zero.items()
+    }
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:

@@ -109,7 +109,8 @@ class Setup:
     @classmethod
     def of(cls, facts: ModelFacts, config: Mapping[str, Any], slots: int) -> Setup:
         """Read a whole DeepSpeed configuration on a number of slots."""
-        zero = ds_config.fill_in_sizes(config, facts.hidden_size).get("zero_optimization") or {}
+        zero = config.get("zero_optimization") or {}
+        zero = ds_config.fill_in_sizes(zero, facts.hidden_size)
         size = model_bytes(config, facts.param_bytes)
         model_type, accumulated = ds_config.data_types(config)
         model_type = model_type or ("bf16" if size == 2 else "fp32")

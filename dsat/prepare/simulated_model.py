@@ -57,9 +57,12 @@ class SimulatedModel:
     def build(cls, name: str, config: Mapping[str, Any], simulator: Simulator) -> SimulatedModel:
         """Complete the configuration with what the script passes."""
         script = simulator.script
-        whole = ds_config.fill_in_sizes(config, script.hidden_size)
-        optimizer = {"optimizer": dict(script.optimizer)} if script.optimizer else {}
-        return cls(name, {**whole, **optimizer}, simulator)
+        more: dict[str, Any] = {}
+        if zero := config.get("zero_optimization"):
+            more["zero_optimization"] = ds_config.fill_in_sizes(zero, script.hidden_size)
+        if script.optimizer:
+            more["optimizer"] = dict(script.optimizer)
+        return cls(name, {**config, **more}, simulator)
 
 
 @contextlib.contextmanager

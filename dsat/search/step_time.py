@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from dsat.command.ds_config import AUTO, auto_sizes
+from dsat.command.ds_config import AUTO, fill_in_sizes
 from dsat.command.switches import CHECKPOINTING, EVERY_SECOND, is_switch
 from dsat.search import cards, collectives
 from dsat.search.cards import Card
@@ -224,10 +224,8 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     found["data_parallel"] = shared.data(job.slots)
     job = job.divided(shared)
     stage, n = strategy.stage, job.slots
-    given = {key: value for key, value in settings.items() if value != AUTO}
-    by_trainer = auto_sizes(job.hidden_size)
-    filled = {key: by_trainer[key] for key in by_trainer if settings.get(key) == AUTO}
-    zero = {**defaults(stage), **filled, **given}
+    filled = fill_in_sizes(settings, job.hidden_size)
+    zero = {**defaults(stage), **{key: value for key, value in filled.items() if value != AUTO}}
     get = zero.get
     gradient_bytes = float(job.param_bytes * job.trainable)
     found["forward"], found["launches"] = 1 / 3, 1.0

@@ -62,11 +62,12 @@ def test_what_a_trainer_computes_from_the_hidden_size_is_computed() -> None:
     }
     given = {"zero_optimization": {"stage": 3, **dict.fromkeys(computed, "auto")}}
     config = hf_config.ds_config("bf16", given)
-    found = ds_config.fill_in_sizes(config, 1000)
-    assert found == {**config, "zero_optimization": {"stage": 3, **computed}}
-    own = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5}}
+    found = ds_config.fill_in_sizes(config["zero_optimization"], 1000)
+    assert found == {"stage": 3, **computed}
+    own = {"stage": 3, "reduce_bucket_size": 5}
     assert ds_config.fill_in_sizes(own, 1000) == own
-    assert ds_config.fill_in_sizes(given, None) == given
+    auto = given["zero_optimization"]
+    assert ds_config.fill_in_sizes(auto, None) == auto
 
 
 def test_a_file_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
