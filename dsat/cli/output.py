@@ -73,9 +73,12 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
     own_ranks = ready.program.slots or 1
     trains_itself = ready.program.started_by and ready.plan.slots_per_trial == own_ranks
     if run.best is run.baseline and trains_itself:
-        yield "Train with your own command: it has this configuration already."
-    else:
-        yield f"Train with it: {train_command.make_line(ready, run, search.folder)}"
+        if not ready.machine.is_cpu:
+            yield "Train with your own command: it has this configuration already."
+            return
+        own = "Your own command has this configuration already."
+        yield f"{own} The next one also has the threads and cores of the trials."
+    yield f"Train with it: {train_command.make_line(ready, run, search.folder)}"
 
 
 def how_to_continue(ready: Prepared, folder: Path) -> str:
