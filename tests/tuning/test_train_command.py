@@ -206,10 +206,15 @@ def test_a_configuration_that_is_kept_needs_no_other_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, devices: int, does_too: bool
 ) -> None:
     ready = prepared(command, FOLDER, monkeypatch)
-    ready = replace(ready, plan=replace(ready.plan, slots_per_trial=devices))
     best = object()
     monkeypatch.setattr(train_command, "make_line", lambda *_: "train it")
     run = SimpleNamespace(best=best, baseline=best, outcomes={})
-    search: Any = SimpleNamespace(ready=ready, run=run, folder=tmp_path)
-    said = "\n".join(map(str, output.result_of(search)))
-    assert ("Train with your own command" in said) == does_too
+    for accelerator, no_other in (("cuda", does_too), ("cpu", False)):
+        machine = replace(ready.machine, accelerator=accelerator)
+        plan = replace(ready.plan, slots_per_trial=devices)
+        here = SimpleNamespace(program=ready.program, plan=plan, machine=machine)
+        search: Any = SimpleNamespace(ready=here, run=run, folder=tmp_path)
+        said = "\n".join(map(str, output.result_of(search)))
+        assert ("Train with your own command" in said) == no_other
+        assert ("Train with it: train it" in said) != no_other
+        assert ("it has this configuration" in said) == no_other
