@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsat.command import ds_config
 from dsat.command.switches import CHECKPOINTING
 from dsat.estimating import edges, fewest_cards
+from dsat.estimating.line import Line
 from dsat.estimating.options import EstimateSettings
 from dsat.estimating.tables import LineByLine, needs_simulation
 from dsat.memory import host
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, fits_host
-from dsat.memory.strategies import COMPARED, compared, with_strategy
+from dsat.memory.strategies import compared, with_strategy
 from dsat.prepare.simulated_model import SimulatedModel, simulate
 from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.protocol import Question
@@ -38,9 +39,7 @@ class Fit:
         slots, card_bytes: number of devices, and the memory of each.
         strategy, batch: of the user's configuration.
         chosen: what dsat adds to the strategy that it has chosen, so that it fits.
-        tried: what was tried with every strategy, by formula, without one that fits; empty for the
-            user's own configuration.
-        ways_out: what may help where no strategy fits.
+        ways_out: what may help where no strategy fits; empty for the user's own configuration.
         needed_bytes: predicted peak of a device, without the CUDA context and NCCL.
         host_bytes: bytes that the ranks of a host need: to load the weights, or to train.
         saved_bytes: bytes of these that `"pin_memory": false` saves.
@@ -57,7 +56,6 @@ class Fit:
     strategy: Strategy
     batch: BatchTriple
     chosen: tuple[str, ...]
-    tried: tuple[str, ...]
     ways_out: tuple[str, ...]
     needed_bytes: int
     host_bytes: int
@@ -88,12 +86,11 @@ class Fit:
         ]
         if not self.fits and self.fits_host:
             text.append(self._missing())
-        if not self.fits and self.tried:
+        if self.ways_out:
             ways = list(self.ways_out)
             if not self.fits_host:  # a device needs as much if its state is on NVMe
                 ways.append('offloading to NVMe ("device": "nvme" in --ds-config)')
-            tried = " and ".join(self.tried)
-            text.append(f"No strategy fits, not even with {tried}. Use {', or '.join(ways)}.")
+            text.append(f"No other strategy fits. Use {', or '.join(ways)}.")
         return " ".join(text)
 
     def _missing(self) -> str:
@@ -102,7 +99,9 @@ class Fit:
         text = f"It {edges.describe(lacking, self.saved_by_checkpointing)}."
         if self.largest:
             return f"{text} The largest micro batch that fits is {self.largest}."
-        return text if self.tried else f"{text} Without --fits, a table shows which strategies fit."
+        return (
+            text if self.ways_out else f"{text} Without --fits, a table shows which strategies fit."
+        )
 
     def _host(self) -> list[str]:
         """Return what the host needs."""
@@ -131,127 +130,145 @@ def _size(size_bytes: int) -> str:
     return size if rest else f"{gigabytes:,} GB ({size})"
 
 
+class _Candidate(NamedTuple):
+    """A configuration to check, what dsat has added to it, and what is said meanwhile."""
+
+    config: dict[str, Any]
+    added: tuple[str, ...]
+    progress: str
+
+
 def fit(settings: EstimateSettings) -> Fit:
-    """Simulate the user's own configuration, and compare it with the devices of `settings.fits`.
+    """Simulate a configuration, and compare it with the devices of `settings.fits`.
+
+    It is the user's own. Without one it is the fastest that fits.
 
     Raises:
         UserInputError: the settings or the files are wrong.
         DsatError: the configuration cannot be simulated.
     """
     assert settings.fits is not None
-    slots, card_bytes, host_limit = settings.fits
+    host_limit = settings.fits[2]
+    if host_limit is not None:
+        settings = replace(settings, host_memory=host_limit)
     with simulate(settings) as model:
-        batch = ds_config.resolve_batch(model.config, slots, where="--fits")
-        facts = model.simulator.facts(model.config)
-        own = ds_config.prepare_for_training(model.config, {ds_config.BATCH_KEYS[2]: batch.gas})
-        own = ds_config.drop_batch_sizes(own)
-        chosen: tuple[str, ...] | None = None
-        tried: tuple[str, ...] = ()
-        ways_out: tuple[str, ...] = ()
-        if settings.model is not None and settings.ds_config is None:
-            own, chosen = _fastest(model, settings)
-            if chosen is None:
-                tried, ways_out = _look_further(model, settings)
-        recomputes = _CHECKPOINTS in (chosen or ())
-        switches = {CHECKPOINTING: True} if recomputes else {}
-        if recomputes:
-            facts = model.simulator.facts(model.config, switches)
-        asked = Question(own, batch.micro_batch, slots, switches)
-        peak, anchors = None, []
-        if not settings.formula or needs_simulation(own):
-            with slow.logged(_log, _progress(own, chosen), at_once=True):
-                [estimate] = model.simulator.estimates([asked])
-            if isinstance(estimate, str):
-                raise SimulationUnavailable(estimate)
-            peak, anchors = estimate.peak, [Anchor(own, batch.micro_batch, estimate)]
-        basis = Basis.of_model(facts, anchors)
-        memory = MemoryModel(basis, slots=slots, limit_bytes=card_bytes, on_device=True)
-        shape, saved = memory.shape(own, {}), 0
-        recomputes = recomputes or settings.activation_checkpointing == "on"
-        if peak is not None and not (recomputes or memory.fits(shape, batch.micro_batch)):
-            [less] = model.simulator.estimates([asked._replace(switches={CHECKPOINTING: True})])
-            saved = 0 if isinstance(less, str) else max(0, peak - less.peak)
-    host_bytes = host.of_host(facts, own, shape.host_bytes, slots)
-    saved_bytes = host.ranks(slots) * host.saved_without_pinning(facts, own, slots=slots)
-    found = Fit(
+        if _has_own(settings):
+            own = ds_config.prepare_for_training(model.config)
+            return _check(
+                model, settings, _Candidate(own, (), f"simulating {of_config(own).label}")
+            )
+        for candidate in _candidates(model, settings):
+            found = _check(model, settings, candidate)
+            if found.fits:
+                return found
+        return replace(found, ways_out=_ways_out(model, settings))
+
+
+def _check(model: SimulatedModel, settings: EstimateSettings, candidate: _Candidate) -> Fit:
+    """Simulate a configuration, unless the formula is to answer, and compare it."""
+    assert settings.fits is not None
+    slots, card_bytes, _ = settings.fits
+    batch = ds_config.resolve_batch(model.config, slots, where="--fits")
+    config = {**ds_config.drop_batch_sizes(candidate.config), ds_config.BATCH_KEYS[2]: batch.gas}
+    switches = {CHECKPOINTING: True} if _CHECKPOINTS in candidate.added else {}
+    facts = model.simulator.facts(model.config, switches)
+    asked = Question(config, batch.micro_batch, slots, switches)
+    peak, anchors = None, []
+    if not settings.formula or needs_simulation(config):
+        with slow.logged(_log, candidate.progress, at_once=True):
+            [estimate] = model.simulator.estimates([asked])
+        if isinstance(estimate, str):
+            raise SimulationUnavailable(estimate)
+        peak, anchors = estimate.peak, [Anchor(config, batch.micro_batch, estimate)]
+    basis = Basis.of_model(facts, anchors)
+    memory = MemoryModel(basis, slots=slots, limit_bytes=card_bytes, on_device=True)
+    shape, saved = memory.shape(config, {}), 0
+    fits = memory.fits(shape, batch.micro_batch)
+    may_recompute = _has_own(settings) and settings.activation_checkpointing != "on"
+    if peak is not None and may_recompute and not fits:
+        [less] = model.simulator.estimates([asked._replace(switches={CHECKPOINTING: True})])
+        saved = 0 if isinstance(less, str) else max(0, peak - less.peak)
+    host_bytes = host.of_host(facts, config, shape.host_bytes, slots)
+    unpinned = host.ranks(slots) * host.saved_without_pinning(facts, config, slots=slots)
+    return Fit(
         name=model.name,
         slots=slots,
         card_bytes=card_bytes,
-        strategy=of_config(own),
+        strategy=of_config(config),
         batch=batch,
-        chosen=chosen or (),
-        tried=tried,
-        ways_out=ways_out,
+        chosen=candidate.added,
+        ways_out=(),
         needed_bytes=memory.predicted_bytes(shape, batch.micro_batch),
         host_bytes=host_bytes,
-        saved_bytes=saved_bytes,
-        host_limit=settings.host_memory if host_limit is None else host_limit,
-        fits=memory.fits(shape, batch.micro_batch),
+        saved_bytes=unpinned,
+        host_limit=settings.host_memory,
+        fits=fits and fits_host(host_bytes, settings.host_memory),
         largest=int(memory.largest(shape)),
         saved_by_checkpointing=saved,
     )
-    return replace(found, fits=found.fits and found.fits_host)
 
 
-def _fastest(
-    model: SimulatedModel, settings: EstimateSettings
-) -> tuple[dict[str, Any], tuple[str, ...] | None]:
-    """Return what to check if the user gives no configuration, and what it has to fit.
+def _has_own(settings: EstimateSettings) -> bool:
+    """Return whether the user has a configuration, so that no other is tried."""
+    return settings.model is None or settings.ds_config is not None
 
-    It is the fastest that fits by formula: as the model is, with activation checkpointing, with
-    memory of the host that is not pinned, or with both. If none does it is the leanest, and None.
+
+def _candidates(model: SimulatedModel, settings: EstimateSettings) -> Iterator[_Candidate]:
+    """Yield what to check if the user gives no configuration, until one fits.
+
+    First come the strategies that fit by formula, the fastest first: as the model is, with
+    activation checkpointing, with memory of the host that is not pinned, and with both. The last
+    is the strategy, with both, that lacks least.
     """
     assert settings.fits is not None
-    slots, card_bytes, host_limit = settings.fits
-    devices = replace(
-        settings,
-        fits=None,
-        slot_counts=(slots,),
-        slot_memories=(card_bytes,),
-        host_memory=settings.host_memory if host_limit is None else host_limit,
-    )
-    is_free = settings.activation_checkpointing is None
-    for pins, recomputes in itertools.product((True, False), (False, True)[: 1 + is_free]):
+    slots, card_bytes, _ = settings.fits
+    devices = replace(settings, fits=None, slot_counts=(slots,), slot_memories=(card_bytes,))
+    may_recompute = settings.activation_checkpointing is None
+    for pins, recomputes in itertools.product((True, False), (False, True)[: 1 + may_recompute]):
         config = model.config if pins else _unpinned(model.config)
         switches = {CHECKPOINTING: True} if recomputes else {}
-        found = LineByLine(replace(model, config=config), devices, switches).fastest()
-        if found is not None:
-            chosen = (_CHECKPOINTS,) * recomputes + (_UNPINNED,) * (not pins)
-            return with_strategy(config, found, slots), chosen
-    return with_strategy(model.config, COMPARED[-1], slots), None
+        added = (_CHECKPOINTS,) * recomputes + (_UNPINNED,) * (not pins)
+        with_what = f" with {' and '.join(added)}" if added else ""
+        table = LineByLine(replace(model, config=config), devices, switches)
+        for strategy in table.fastest_first():
+            if pins or strategy.offloads:
+                note = f"by formula {strategy.label}{with_what} fits; simulating it"
+                yield _Candidate(with_strategy(config, strategy, slots), added, note)
+    nearest = min(table.lines(), key=lambda line: _lacking(line, devices)).strategy
+    note = f"simulating {nearest.label}, which lacks least by formula"
+    yield _Candidate(with_strategy(config, nearest, slots), added, note)
 
 
-def _look_further(
-    model: SimulatedModel, settings: EstimateSettings
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what was tried in vain, and what may help."""
+def _lacking(line: Line, devices: EstimateSettings) -> int:
+    """Return the bytes that a device and a host lack together."""
+    lacking = max(0, edges.missing(line.needed, devices.slot_memories[0]))
+    if devices.host_memory is not None:
+        lacking += max(0, edges.missing(line.host, devices.host_memory))
+    return lacking
+
+
+def _ways_out(model: SimulatedModel, settings: EstimateSettings) -> tuple[str, ...]:
+    """Return what may help where no strategy fits."""
     assert settings.fits is not None
-    slots, card_bytes, host_limit = settings.fits
-    may_recompute = settings.activation_checkpointing != "off"
-    switches = {CHECKPOINTING: True} if may_recompute else {}
+    slots, card_bytes, _ = settings.fits
+    is_off = settings.activation_checkpointing == "off"
+    switches = {} if is_off else {CHECKPOINTING: True}
     config = _unpinned(model.config)
     found = fewest_cards.fewest(
         Basis.of_model(model.simulator.facts(config, switches)),
         config,
         functools.partial(with_strategy, config),
         compared(config),
-        settings.host_memory if host_limit is None else host_limit,
+        settings.host_memory,
         sizes=(card_bytes,),
     )
     enough = min((choice.cards for choice in found if choice.cards > slots), default=None)
     ways = ["more or larger GPUs" if enough is None else f"at least {enough} such GPUs"]
+    if is_off:
+        ways.append("activation checkpointing")
     if settings.lora is None:
         ways.append("adapters alone (--lora r=16,target=all-linear)")
-    return (_CHECKPOINTS,) * may_recompute + (_UNPINNED,), tuple(ways)
-
-
-def _progress(config: Mapping[str, Any], chosen: Sequence[str] | None) -> str:
-    """Return what is simulated, and by formula the answer if dsat has chosen it."""
-    label = of_config(config).label
-    if chosen is None:
-        return f"simulating {label}"
-    added = f" with {' and '.join(chosen)}" if chosen else ""
-    return f"by formula {label}{added} fits; simulating it"
+    return tuple(ways)
 
 
 def _unpinned(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -195,11 +195,13 @@ class LineByLine:
         near = self._edges(lines)
         return Estimate(self._model.name, self._facts, lines, advice, near, cards, self._length)
 
-    def fastest(self) -> Strategy | None:
-        """Return the fastest strategy that fits the first devices; None without one."""
-        slots = self._settings.slot_counts[0]
-        found = advise(self._facts, self._model.config, self.lines(slots), self._length)
-        return found[0].strategy if found else None
+    def fastest_first(self) -> Iterator[Strategy]:
+        """Yield the strategies that fit the first devices, the fastest first."""
+        lines = self.lines(self._settings.slot_counts[0])
+        while found := advise(self._facts, self._model.config, lines, self._length):
+            strategy = found[0].strategy
+            yield strategy
+            lines = [line for line in lines if line.strategy != strategy]
 
     def _edges(self, lines: Sequence[Line]) -> list[Edge]:
         """Return the strategies that nearly fit, with what recomputation saves by formula."""
