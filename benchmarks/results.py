@@ -48,7 +48,7 @@ PARTS: Mapping[str, Part] = {
     "native_16": Part(_FOR_REAL.format(16), ("native", "--side", "16")),
     "winners_curse": Part(
         "The gain that is reported against the gain that there is",
-        ("winners_curse", "--seeds", "240"),
+        ("winners_curse", "--seeds", "100"),
     ),
     "finals": Part("What finals cost", ("finals_cost",)),
     "by_hand": Part("The printed command by hand", ("by_hand",)),

@@ -1,6 +1,6 @@
 """Is the gain that a run reports the gain that there is? Simulated, with the real tuner.
 
-    python -m benchmarks.winners_curse [--seeds 300] [--methods NAME ...] [--worlds N ...]
+    python -m benchmarks.winners_curse [--seeds 300] [--methods NAME ...] [--max-trials N]
 
 Fifty configurations are close to each other and every measurement is noisy, so that the best of a
 search is mostly the luckiest. A row is one kind of noise and one search, first what would be said
@@ -15,6 +15,8 @@ without finals and then with them. The true speed of every configuration is know
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import multiprocessing
 import statistics
@@ -44,7 +46,6 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "random": {"trials_per_config": 1},
     "model": {},
 }
-MODEL_SHARE = 10  # its searches cost so much more that it gets this part of the seeds
 # Of a trial, in virtual seconds: its start, and each of its steps.
 START_S, STEP_S = 3.0, 0.1
 WARM_UP, LEAST_STEPS, MOST_STEPS, TARGET = 2, 5, 20, 0.02
@@ -300,15 +301,16 @@ def _points(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:+.2f}"
 
 
-def run_rows(seeds: int, worlds: Sequence[World], methods: Sequence[str]) -> Iterator[Row]:
+def run_rows(
+    seeds: int, worlds: Sequence[World], methods: Sequence[str], max_trials: int = MOST_TRIALS
+) -> Iterator[Row]:
     """Yield all rows, each from all cores."""
+    task = functools.partial(search, max_trials=max_trials)
     with multiprocessing.get_context("fork").Pool() as pool:
-        for world in worlds:
-            for method in methods:
-                count = max(20, seeds // MODEL_SHARE) if method == "model" else seeds
-                first = 1000 * WORLDS.index(world)
-                tasks = [(method, world, first + number) for number in range(count)]
-                yield Row(world.name, method, pool.starmap(search, tasks, chunksize=5))
+        for world, method in itertools.product(worlds, methods):
+            first = 1000 * WORLDS.index(world)
+            tasks = [(method, world, first + number) for number in range(seeds)]
+            yield Row(world.name, method, pool.starmap(task, tasks, chunksize=5))
 
 
 @dataclass(frozen=True)
@@ -366,11 +368,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=300, metavar="N")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--worlds", nargs="*", type=int, default=list(range(len(WORLDS))))
+    parser.add_argument("--max-trials", type=int, default=MOST_TRIALS, metavar="N")
     args = parser.parse_args()
     common.print_explanation(__doc__)
     common.print_head(*HEADINGS)
     rows = []
-    for row in run_rows(args.seeds, [WORLDS[number] for number in args.worlds], args.methods):
+    worlds = [WORLDS[number] for number in args.worlds]
+    for row in run_rows(args.seeds, worlds, args.methods, args.max_trials):
         rows.append(row)
         common.print_row(*row.cells())
     common.print_bars(bars(rows))
