@@ -27,7 +27,10 @@ def find(model: str) -> Path:
         UserInputError: there is none, or its memory cannot be predicted.
     """
     path = Path(os.path.expanduser(model))  # which leaves an unknown ~user as it is
-    path = path / CONFIG_FILE if path.is_dir() else path
+    if path.is_dir():
+        path /= CONFIG_FILE
+        if not path.is_file():
+            raise UserInputError(f"the folder has no {CONFIG_FILE}", where=f"--model {model}")
     path = path if path.is_file() else _find_on_hub(model)
     config = _read(path)
     if "model_type" not in config:

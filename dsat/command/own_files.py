@@ -62,15 +62,19 @@ class Form:
         marks: keys that identify the kind; all words of a mark must be present.
         fields: keys for fields of TrainingArguments; empty if all fields keep their names.
         opposites: by field, the key with its inverted value.
+        is_strict: whether a key that the file does not have may be an error.
     """
 
     marks: tuple[str, ...]
     micro_batch: str
     fields: Mapping[str, str] = field(default_factory=dict)
     opposites: Mapping[str, str] = field(default_factory=dict)
+    is_strict: bool = False
 
     def key_of(self, name: str) -> str | None:
         """Return the key that sets a field of TrainingArguments; None if there is none."""
+        if self.is_strict:
+            return None
         return self.fields.get(name) if self.fields else name
 
 
@@ -88,14 +92,19 @@ AXOLOTL = Form(
     },
 )
 # TRL, ms-swift, and scripts whose HfArgumentParser reads a file.
-TRAINER = Form(("per_device_train_batch_size", _CONFIG, _ACCELERATE), "per_device_train_batch_size")
+TRAINER = Form(
+    ("per_device_train_batch_size", f"output_dir {_CONFIG}", _ACCELERATE),
+    "per_device_train_batch_size",
+)
 # It recomputes activations unless it is told not to (model/model_utils/checkpointing.py).
 LLAMA_FACTORY = replace(
     TRAINER,
     marks=("finetuning_type", "disable_gradient_checkpointing"),
     opposites={CHECKPOINTING: f"disable_{CHECKPOINTING}"},
 )
-FORMS = (AXOLOTL, LLAMA_FACTORY, TRAINER)
+# Of a script's own kind.
+OTHER = Form((_CONFIG,), BATCH_KEYS[1], is_strict=True)
+FORMS = (AXOLOTL, LLAMA_FACTORY, TRAINER, OTHER)
 
 
 @dataclass(frozen=True)
@@ -183,7 +192,8 @@ class Rewriting:
             if data.get(_CONFIG) and not self._answer.by_accelerate:
                 data[_CONFIG] = best
                 self.takes_config = True
-            data.update(_rename_checkpointing(self._answer.values(form), data))
+            values = _rename_checkpointing(self._answer.values(form), data)
+            data.update({k: v for k, v in values.items() if k in data or not form.is_strict})
             if isinstance(named := data.get(_ACCELERATE), str):
                 data[_ACCELERATE] = self._accelerate_file(named)
         elif _is_of_accelerate(data):

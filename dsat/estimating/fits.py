@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from dsat.command import ds_config
 from dsat.command.switches import CHECKPOINTING
+from dsat.errors import UserInputError
 from dsat.estimating import edges, fewest_cards
 from dsat.estimating.line import Line
 from dsat.estimating.options import EstimateSettings
@@ -66,6 +67,11 @@ class Fit:
     saved_by_checkpointing: int
 
     @property
+    def fits_device(self) -> bool:
+        """Return whether each device holds its rank."""
+        return edges.missing(self.needed_bytes, self.card_bytes) <= 0
+
+    @property
     def fits_host(self) -> bool:
         """Return whether the host holds its ranks, as far as its memory is known."""
         return fits_host(self.host_bytes, self.host_limit)
@@ -84,13 +90,10 @@ class Fit:
             "and NCCL need memory on top.",
             *self._host(),
         ]
-        if not self.fits and self.fits_host:
+        if not self.fits_device:
             text.append(self._missing())
         if self.ways_out:
-            ways = list(self.ways_out)
-            if not self.fits_host:  # a device needs as much if its state is on NVMe
-                ways.append('offloading to NVMe ("device": "nvme" in --ds-config)')
-            text.append(f"No other strategy fits. Use {', or '.join(ways)}.")
+            text.append(f"No other strategy fits. Use {', or '.join(self.ways_out)}.")
         return " ".join(text)
 
     def _missing(self) -> str:
@@ -150,6 +153,8 @@ def fit(settings: EstimateSettings) -> Fit:
     assert settings.fits is not None
     host_limit = settings.fits[2]
     if host_limit is not None:
+        if settings.host_memory not in (None, host_limit):
+            raise UserInputError("gives the host other memory than --fits", where="--host-memory")
         settings = replace(settings, host_memory=host_limit)
     with simulate(settings) as model:
         if _has_own(settings):
@@ -221,8 +226,7 @@ def _candidates(model: SimulatedModel, settings: EstimateSettings) -> Iterator[_
     is the strategy, with both, that lacks least.
     """
     assert settings.fits is not None
-    slots, card_bytes, _ = settings.fits
-    devices = replace(settings, fits=None, slot_counts=(slots,), slot_memories=(card_bytes,))
+    slots, devices = settings.fits[0], _devices(settings)
     may_recompute = settings.activation_checkpointing is None
     for pins, recomputes in itertools.product((True, False), (False, True)[: 1 + may_recompute]):
         config = model.config if pins else _unpinned(model.config)
@@ -236,7 +240,16 @@ def _candidates(model: SimulatedModel, settings: EstimateSettings) -> Iterator[_
                 yield _Candidate(with_strategy(config, strategy, slots), added, note)
     nearest = min(table.lines(), key=lambda line: _lacking(line, devices)).strategy
     note = f"simulating {nearest.label}, which lacks least by formula"
+    if not nearest.offloads:
+        added = tuple(each for each in added if each != _UNPINNED)
     yield _Candidate(with_strategy(config, nearest, slots), added, note)
+
+
+def _devices(settings: EstimateSettings) -> EstimateSettings:
+    """Return settings for a table of the devices of `settings.fits`."""
+    assert settings.fits is not None
+    slots, card_bytes, _ = settings.fits
+    return replace(settings, fits=None, slot_counts=(slots,), slot_memories=(card_bytes,))
 
 
 def _lacking(line: Line, devices: EstimateSettings) -> int:
@@ -266,6 +279,11 @@ def _ways_out(model: SimulatedModel, settings: EstimateSettings) -> tuple[str, .
     ways = ["more or larger GPUs" if enough is None else f"at least {enough} such GPUs"]
     if is_off:
         ways.append("activation checkpointing")
+    table = LineByLine(replace(model, config=config), _devices(settings), switches)
+    # A device needs as much if its state is on NVMe, which DeepSpeed has in stage 3 alone.
+    of_stage_3 = [each for each in table.lines() if each.strategy.stage == 3]
+    if any(s.strategy.offloads and edges.missing(s.needed, card_bytes) <= 0 for s in of_stage_3):
+        ways.append('offloading to NVMe ("device": "nvme" in --ds-config)')
     if settings.lora is None:
         ways.append("adapters alone (--lora r=16,target=all-linear)")
     return tuple(ways)

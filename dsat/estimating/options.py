@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from dsat.prepare.model_settings import ModelSettings
 from dsat.search import cards
 
 _GIB = 2**30
+_COUNT = re.compile(r"([^a-z]*)x", re.IGNORECASE)  # of `8x80GiB`
 
 
 def _cards(value: str) -> tuple[int, int, int | None]:
@@ -18,11 +20,18 @@ def _cards(value: str) -> tuple[int, int, int | None]:
     Without a number it is one device; the host is None where it is not given.
     """
     devices, slash, host = WORD.read(value).partition("/")
-    number, times, size = devices.rpartition("x")
-    card = cards.of_device(size.strip())
+    counted = _COUNT.match(devices)
+    size = (devices[counted.end() :] if counted else devices).strip()
+    card = cards.of_device(size)
+    try:
+        memory_bytes = memory_size(size) if card is None else card.memory_bytes
+    except ValueError as error:
+        if size[:1].isdigit():
+            raise
+        raise ValueError(f"{error}; GPUs known by name: {', '.join(cards.table())}") from None
     return (
-        NUMBER_OF_CARDS.read(number) if times else 1,
-        memory_size(size) if card is None else card.memory_bytes,
+        NUMBER_OF_CARDS.read(counted[1].strip()) if counted else 1,
+        memory_bytes,
         memory_size(host) if slash else None,
     )
 

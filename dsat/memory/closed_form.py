@@ -220,6 +220,8 @@ def _stage_3(s: Setup) -> _Parts:
         reduction = 0.0 if s.reduces_last else taken
         if largest > s.bucket:  # it is reduced first, when little else has been gathered
             reduction -= max(0, live - size * (largest + 2 * s.prefetch))
+            if s.slots > 1:  # the whole gradient is freed before the norm of its part
+                reduction -= size * largest
         resident = bucket if s.offload_param else bucket + own
         init = resident + size * largest * (1 + (1 / s.slots if s.offload_param else 0))
         gradients = taken if largest <= s.bucket else reduced

@@ -8,6 +8,7 @@ from typing import Any
 
 from dsat.command.ds_config import BATCH_KEYS
 from dsat.values.codec import Recorded
+from dsat.values.zero_strategy import CPU, NVME, of_config
 
 PHASES = ("init", "forward", "backward", "step")
 SIMULATED, CLOSED_FORM = "simulated", "closed form"
@@ -27,13 +28,19 @@ _MOST_MICRO_STEPS = 2  # all later ones of an optimizer step are like the second
 def as_simulated(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a DeepSpeed configuration that memory depends on, without batch sizes.
 
-    Configurations with the same one need the same memory at the same micro batch.
+    Configurations with the same one need the same memory at the same micro batch. A device needs as
+    much if state is on NVMe as if it is on the host.
     """
     total, micro, gas = BATCH_KEYS
     left_out = (total, micro, *_WITHOUT_MEMORY)
     kept = {key: value for key, value in config.items() if key not in left_out}
     if isinstance(kept.get(gas), int):
         kept[gas] = min(_MOST_MICRO_STEPS, kept[gas])
+    on_nvme = [name for name, device in of_config(config).offloading.items() if device == NVME]
+    if on_nvme:
+        zero = kept["zero_optimization"]
+        on_host = {name: {**zero[name], "device": CPU} for name in on_nvme}
+        kept["zero_optimization"] = {**zero, **on_host}
     return kept
 
 

@@ -125,7 +125,7 @@ def _warn_of_steps(run: Run) -> Iterator[str]:
     ended = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
     curves = (None if outcome is None else outcome.training for outcome in ended)
     own, its = (None if curve is None else curve.facts for curve in curves)
-    if other is None or own is None or its is None:
+    if other in (None, run.baseline) or own is None or its is None:
         return
     late = sorted({*own.late} & {*its.late})
     if len(late) >= 2:

@@ -198,9 +198,8 @@ def runs_own_command(program: Entrypoint, slots: int) -> bool:
         return bool(program.needs_command)
     if program.slots != slots or program.launch.binds_cores:
         return False
-    if own_files.form_of_training(command, _started_in(program)):
-        return True
-    if not _ends_with(command, program.args):
+    takes_file = own_files.form_of_training(command, _started_in(program)) is not None
+    if not takes_file and not _ends_with(command, program.args):
         return False
     if not Path(command[0]).name.startswith("python"):
         return True

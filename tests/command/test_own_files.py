@@ -171,6 +171,15 @@ def test_a_file_of_arguments_in_json(tmp_path: Path) -> None:
     assert data["per_device_train_batch_size"] == 8 and data["output_dir"] == "o"
 
 
+def test_a_file_of_another_kind_gets_no_keys_that_its_script_may_refuse(tmp_path: Path) -> None:
+    text = "deepspeed: ds.json\nsteps: 9\ngradient_accumulation_steps: 1\n"
+    _, copy = copied("python train.py --config own.yaml", text, answer(tmp_path))
+    data = yaml.safe_load(copy)
+    assert list(data) == ["deepspeed", "steps", "gradient_accumulation_steps"]
+    assert data["deepspeed"] != "ds.json"
+    assert data["gradient_accumulation_steps"] == CONFIG["gradient_accumulation_steps"] != 1
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_accelerates_file_names_the_configuration(
     named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

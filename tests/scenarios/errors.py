@@ -300,6 +300,7 @@ def mistakes() -> Iterator[Mistake]:
         flag = f"--per_device_train_batch_size={bad}"
         line = f"model --dry-run -- train.py --deepspeed ds.json --output_dir out {flag}"
         yield Mistake(line, "", ("--per_device_train_batch_size", "positive"), {"ds.json": "{}"})
+    yield Mistake("estimate --model empty", "--model empty", ("config.json",), {"empty/x": ""})
     for line, where, words in _WORDS:
         yield Mistake(line, where, _words(words))
 

@@ -34,6 +34,7 @@ TINY = {
     "vocab_size": 1000,
     "max_position_embeddings": 512,
 }
+MIDDLE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
 
 
 @pytest.fixture
@@ -111,13 +112,19 @@ def test_a_gpu_has_its_memory_by_name(user: User) -> None:
     told = estimate(user, TINY, *words, "--fits", "8xH100/1TiB")
     assert (told.json["slots"], told.json["card_bytes"]) == (8, 80 * GIB)
     assert told.json["host_limit"] == 1024 * GIB
+    other = estimate(user, TINY, *words, "--fits", "2Xrtx-4090", "--formula")
+    assert (other.json["slots"], other.json["card_bytes"]) == (2, 24 * GIB)
     formula = estimate(user, TINY, *words, "--fits", "8xH100/1TiB", "--formula")
     assert formula.json["fits"] and "simulating" not in formula.err
     assert formula.json["needed_bytes"] == pytest.approx(told.json["needed_bytes"], rel=0.1)
 
 
-def test_cards_that_cannot_be_read_are_no_answer(user: User) -> None:
-    estimate(user, TINY, "--fits", "x", status=2)
+@pytest.mark.parametrize(
+    "words", [("x",), ("8xFoo",), ("1x24GiB/1TiB", "--host-memory", "2TiB"), ("8x",)]
+)
+def test_cards_that_cannot_be_read_are_no_answer(user: User, words: tuple[str, ...]) -> None:
+    told = estimate(user, TINY, "--fits", *words, status=2)
+    assert (words != ("8xFoo",)) or "H100" in told.err
 
 
 @pytest.mark.slow
@@ -169,11 +176,10 @@ def test_what_dsat_adds_to_fit_is_named(user: User, cards: str, chosen: list[str
 @pytest.mark.usefixtures("imported")
 def test_if_the_simulation_refuses_what_the_formula_chose_the_next_is_tried(user: User) -> None:
     """Without offloading, 0.1 B in stage 2 take 1.35 GiB by formula, and 1.47 simulated."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
     words = ("--seq-length", 128, "--fits", "8x1600MB")
-    formula = estimate(user, TINY | sizes, *words, "--formula")
+    formula = estimate(user, TINY | MIDDLE, *words, "--formula")
     assert (formula.json["fits"], formula.json["strategy"]) == (True, "z2")
-    told = estimate(user, TINY | sizes, *words)
+    told = estimate(user, TINY | MIDDLE, *words)
     assert (told.json["fits"], told.json["strategy"]) == (True, "z2_offload")
 
 
@@ -183,7 +189,7 @@ def test_if_the_simulation_refuses_what_the_formula_chose_the_next_is_tried(user
     ("cards", "more", "ways"),
     [
         ("2x2MiB", (), ["larger GPUs", "--lora"]),
-        ("2x2MiB/1MiB", (), ["larger GPUs", "--lora", "nvme"]),
+        ("2x2MiB/1MiB", (), ["larger GPUs", "--lora", "host lacks"]),
         ("2x2MiB", ("--activation-checkpointing", "off"), ["larger GPUs", "--lora"]),
     ],
 )
@@ -197,7 +203,22 @@ def test_if_no_strategy_fits_the_ways_out_are_named(
     path = str(user.folder / "config.json")
     shown = user.types("estimate", "--model", path, *words).out
     assert [way for way in (*ways, *told.json["chosen"]) if way not in shown] == []
-    assert ("nvme" in shown) is ("nvme" in ways)
+    assert "does not fit by" in shown and "nvme" not in shown and "pin_memory" not in shown
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
+def test_nvme_is_advised_where_only_the_host_lacks_memory_and_can_be_simulated(user: User) -> None:
+    """Without offloading, stage 3 takes 2.1 GiB of each of two devices; with it, 1.3."""
+    model, devices = TINY | MIDDLE, ("--seq-length", 128, "--fits", "2x1700MB/1MiB")
+    refused = estimate(user, model, *devices, "--formula", status=1)
+    assert [way for way in refused.json["ways_out"] if "nvme" in way]
+    nvme = {"device": "nvme", "nvme_path": str(user.folder)}
+    zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}
+    own = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    (user.folder / "own.json").write_text(json.dumps(own))
+    told = estimate(user, model, *devices, "--ds-config", "own.json")
+    assert (told.json["fits"], told.json["host_bytes"]) == (True, 0)
 
 
 @pytest.mark.slow

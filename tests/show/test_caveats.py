@@ -8,7 +8,7 @@ from dsat.run.training_check import OWN_IS_WRONG
 from dsat.show.past_runs import load
 from dsat.show.verdict import verdict
 from testing.scenarios import User
-from testing.world import World
+from testing.world import Failure, Finding, World
 
 
 def test_wrong_gradients_of_your_own_configuration_come_first(tmp_path: Path) -> None:
@@ -21,3 +21,13 @@ def test_wrong_gradients_of_your_own_configuration_come_first(tmp_path: Path) ->
     assert verdict(run).headline.startswith("Keep your configuration")
     run.disqualified[1] = f"{OWN_IS_WRONG}: trials of other strategies agree with it"
     assert verdict(run).headline.startswith("Your configuration likely computes wrong gradients")
+
+
+def test_your_configuration_is_not_compared_with_itself(tmp_path: Path) -> None:
+    """Nothing but it was measured, and some of its steps took far longer."""
+    late = Finding({"kind": "baseline"}, late=(3, 6, 9))
+    others = Failure("INVALID", {"kind": "search"}, "fails")
+    user = User(tmp_path, World(findings=(late,), failures=(others,)))
+    user.has({"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4})
+    told = user.tunes("--max-trials", 2, "--finals", 0, "--run-dir", "run", method="random")
+    assert told.status == 0 and "took far longer" not in told.out

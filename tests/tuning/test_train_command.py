@@ -92,6 +92,15 @@ def test_variables_of_the_command_are_written_down_but_for_credentials(
         assert bool(told.returncode) == (not given) and said in told.stdout + told.stderr
 
 
+def test_a_script_that_reads_a_file_has_a_launcher_too(ready: Prepared, tmp_path: Path) -> None:
+    (tmp_path / "conf.yaml").write_text("deepspeed: ds.json\n")
+    command = ("python3", "train.py", "--config", "conf.yaml")
+    program = replace(ready.program, launch=Launch(), args=command[2:], started_by=command)
+    started = replace(program, started_in=str(tmp_path))
+    line = printed_line(replace(ready, program=started), tmp_path)
+    assert "torchrun --standalone" in line and f"train.py --config {tmp_path}/conf.yaml" in line
+
+
 def test_another_interpreter_has_its_own_launchers(ready: Prepared, tmp_path: Path) -> None:
     inside = replace(ready.program, started_by=("bash", "run.sh"))
     other = replace(inside, interpreter="/other/bin/python", python_options=("-O",))
