@@ -53,6 +53,7 @@ OWN_BOUNDARY = (
     "engine.gradient_accumulation_steps()"
 )
 _BATCH_SIZES = {"bs", "bsz", "mbs"}  # in flags
+_SHORT = ("-b", "-bs")  # flags
 _OTHER_BATCHES = ("eval", "valid", "test")  # parts of flags
 _DEPTH = 4  # of containers that are searched for tensors
 _LARGE = 256  # values, which take some tenths of a millisecond
@@ -294,11 +295,13 @@ def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -
     given = {}
     for word, after in zip(args, [*args[1:], ""], strict=False):
         flag, has_value, value = word.partition("=")
-        if has_value or flag.startswith("--"):  # `train.batch_size=4`, as Hydra takes it
+        # `train.batch_size=4`, as Hydra takes it
+        if has_value or flag.startswith("--") or flag in _SHORT:
             given[flag] = value if has_value else after
     for flag, value in {**given, **options, **given}.items():
         is_about_training = not any(part in flag.lower() for part in _OTHER_BATCHES)
-        is_named = "batch" in flag.lower() or _BATCH_SIZES & set(re.split(r"\W|_", flag.lower()))
+        is_usual = flag in _SHORT or _BATCH_SIZES & set(re.split(r"\W|_", flag.lower()))
+        is_named = is_usual or "batch" in flag.lower()
         if is_named and is_about_training and str(value) == str(fed):
             return flag
     return ""

@@ -203,6 +203,8 @@ def test_pairs_that_grow_with_the_micro_batch_are_not_refused(clock: Clock) -> N
         (["--eval_batch_size", "7", "--train.batch=8"], {}, ""),  # of all devices, perhaps
         (["model.width=7", "train.batch_size=7"], {}, "train.batch_size"),
         (["--bs", "7"], {}, "--bs"),
+        (["-b", "7"], {}, "-b"),
+        (["-k", "7"], {}, ""),
         (["--micro-bsz=7"], {}, "--micro-bsz"),
         (["--obs", "7"], {}, ""),
         (["--batch-size"], {}, ""),
