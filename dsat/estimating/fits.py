@@ -90,7 +90,7 @@ class Fit:
             "and NCCL need memory on top.",
             *self._host(),
         ]
-        if not self.fits_device:
+        if not (self.fits or self.fits_device):
             text.append(self._missing())
         if self.ways_out:
             text.append(f"No other strategy fits. Use {', or '.join(self.ways_out)}.")

@@ -106,6 +106,7 @@ class Source:
             recorded_start.recognise_program(ranks, self.command, run.env, cores),
             self.program,
         )
+        file = own_files.form_of_training(self.command, Path.cwd())
         by_launcher = own.launch.devices or own.launch.not_devices  # which sets the variable itself
         env = {n: v for n, v in program.env.items() if not (by_launcher and n in VISIBLE)}
         program = replace(
@@ -114,7 +115,7 @@ class Source:
             started_in=str(Path.cwd()),
             launch=replace(
                 program.launch,
-                batch_in_file=own_files.form_of_training(self.command, Path.cwd()) is not None,
+                batch_in_file=file is not None and not file.is_strict,
                 devices=own.launch.devices,
                 not_devices=own.launch.not_devices,
             ),
