@@ -32,6 +32,7 @@ from dsat.values.zero_strategy import Strategy
 
 _log = logging.getLogger(__name__)
 _MUCH = 0.1  # of a host's memory
+_FASTER = "; a smaller --seq-length takes less"
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class LineByLine:
     ) -> None:
         self._model, self._settings = model, settings
         self._length = model.simulator.script.sequence_length
-        self._facts = model.simulator.facts(model.config, switches)
+        with slow.logged(_log, "running the model without memory", hint=_FASTER):
+            self._facts = model.simulator.facts(model.config, switches)
         self._strategies = compared(model.config)
         self._pairs = list(itertools.product(settings.slot_counts, self._strategies))
         self._questions = [
