@@ -134,7 +134,12 @@ def _size(size_bytes: int) -> str:
 
 
 class _Candidate(NamedTuple):
-    """A configuration to check, what dsat has added to it, and what is said meanwhile."""
+    """Configuration to simulate.
+
+    Attributes:
+        added: changes to the model's or the user's settings, as they are printed.
+        progress: message that is logged during the simulation.
+    """
 
     config: dict[str, Any]
     added: tuple[str, ...]
