@@ -32,8 +32,8 @@ SHORT_RUN, LEAST_RUN = 12, 4
 _PAIR = 2
 
 # Numbers of pairs at which they are judged, besides the end of the budget. One pair is enough for a
-# gain or loss that is clearly large.
-FIRST_LOOK, _LARGE = 1, math.log(1.5)
+# gain or loss that is clearly large: beyond what the machine is assumed to vary.
+FIRST_LOOK, _LARGE = 1, math.log(1.3)
 _LOOKS = (FIRST_LOOK, 2, 3, 5, 8, 13, 21, 34, 55)
 _LEAST_ERROR = 0.003  # no run resolves a smaller difference
 _MEMORY_STEP = math.log(1.05)  # what uses less by a smaller factor uses as much
@@ -250,7 +250,8 @@ class Finals:
         if self._same_batch is None or comparison is None:
             return None
         # Of one pair there is no spread: that of the others counts.
-        margin = student.half_width(REPORTED, comparison.freedom) * comparison.noise * math.sqrt(2)
+        one_pair = comparison.standard_error * math.sqrt(len(self.pairs))
+        margin = student.half_width(REPORTED, comparison.freedom) * one_pair
         return Gain.of_log(self._same_batch, margin)
 
     def record(self, log_value: float | None) -> None:

@@ -316,15 +316,18 @@ class Run:
         """Number of trials allowed, including those from earlier runs."""
         return self.plan.max_trials + len(self.earlier)
 
-    @property
-    def longest_s(self) -> float | None:
-        """Time limit of a measurement in seconds; None for no limit."""
+    def longest_s(self, kind: TrialKind) -> float | None:
+        """Return the time limit of a trial's measurement in seconds; None for no limit.
+
+        A trial of the search has half of it if finals measure the best again.
+        """
         longest_s, own = self.plan.longest_s, self.baseline and self.outcomes.get(self.baseline.id)
         if longest_s is None:
             return None
         known = [own] if own and own.metrics else self.outcomes.values()
         usual_ms = min((each.metrics.latency for each in known if each.metrics), default=0.0)
-        return max(longest_s, TIMES_THE_OWN * usual_ms / 1000)
+        again = kind is TrialKind.SEARCH and self.plan.finals != 0
+        return max(longest_s, TIMES_THE_OWN * usual_ms / 1000) / (2 if again else 1)
 
     @property
     def profile(self) -> ModelProfile | None:

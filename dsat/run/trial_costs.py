@@ -72,7 +72,7 @@ class TrialCosts:
 
     def _steps_of(self, step_s: Any) -> Any:
         """Return the steps of whole trials; slow ones are measured in fewer."""
-        longest_s = self._run.longest_s
+        longest_s = self._run.longest_s(TrialKind.SEARCH)
         usual = statistics.median(self._steps) - self._warm_up_steps
         if longest_s is None:
             return self._warm_up_steps + usual
@@ -82,7 +82,7 @@ class TrialCosts:
         return self._warm_up_steps + np.maximum(1.0, measured)
 
     def are_too_long(self, step_s: Any) -> Any:
-        longest_s = self._run.longest_s
+        longest_s = self._run.longest_s(TrialKind.SEARCH)
         most_s = math.inf if longest_s is None else max(TOO_LONG_S, longest_s) / self._least_steps
         return np.asarray(step_s) > most_s
 

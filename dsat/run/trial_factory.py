@@ -62,7 +62,7 @@ class TrialFactory:
             fed_instead={} if profile is None else profile.fed_instead,
             predicted_bytes=predicted_bytes,
             to_beat=self._to_beat() if kind in SEARCHED else {},
-            longest_s=self._run.longest_s if kind in _LIMITED else None,
+            longest_s=self._run.longest_s(kind) if kind in _LIMITED else None,
             own_steps=self._own_steps(),
             batch_flag=self._run.batch_flag.name,
         )

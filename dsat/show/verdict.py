@@ -144,7 +144,7 @@ def _finals_json(run: Run) -> dict[str, Any] | None:
         "pairs": len(finals.pairs),
         "significant": finals.is_better,
         "recommended": finals.is_worth_it,
-        "noise": finals.comparison.noise,
+        "noise": finals.comparison.variation.sd,
         "gain_at_own_global_batch": None if same is None else asdict(same),
     }
 
@@ -268,7 +268,7 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
         yield f"low, because {_NONE_CONFIRMED if finals.pick is None else why}."
         return
     pairs = fmt.count(len(finals.pairs), "pair")
-    noise = fmt.percent(finals.comparison.noise)
+    noise = fmt.percent(finals.comparison.variation.sd)
     yield f"95 % interval of {pairs} of runs in turns; run-to-run variation {noise}."
     if best is run.baseline:
         return

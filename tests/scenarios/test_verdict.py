@@ -169,7 +169,7 @@ CASES = {
     "interrupted": Case((*ONCE, "finals did not begin"), status=130, signals={5: (signal.SIGINT,)}),
     "interrupted in the finals": Case(
         (*ONCE[:2], "pairs so far", "finals are not over"),
-        world={"run_sd": 0.06},  # so that one pair is not enough
+        world={"run_sd": 0.09},  # so that one pair is not enough
         trials=12,
         status=130,
         signals={10: (signal.SIGINT,)},
