@@ -40,7 +40,7 @@ class FakeSimulationHost:
         facts, answer: what it answers.
         fails: instead, every request fails so, those for activations among them.
         fails_early: the script itself fails so, before it can be asked.
-        sequence_length: tokens of a sample.
+        sequence_length, model_takes: tokens of a sample, and the most that the model takes.
         optimizer: the section that stands for the optimizer that the script passes.
 
     Attributes:
@@ -55,13 +55,14 @@ class FakeSimulationHost:
         fails: str = "",
         fails_early: str = "",
         sequence_length: int | None = None,
+        model_takes: int = 0,
         optimizer: Mapping[str, Any] | None = None,
     ) -> None:
         self._hello: dict[str, Any] = {
             "sizes": {name: getattr(facts, name) for name in SIZES},
             "sequence_length": sequence_length,
             "hidden_size": None,
-            "model_takes": 0,
+            "model_takes": model_takes,
             "optimizer": dict(optimizer or {}),
         }
         self._facts, self._answer = facts, answer

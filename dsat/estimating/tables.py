@@ -24,7 +24,7 @@ from dsat.memory.predictor import Anchor, Basis, MemoryModel, fits_host
 from dsat.memory.strategies import compared, with_strategy
 from dsat.prepare.simulated_model import SimulatedModel, simulate
 from dsat.simulation.client import SimulationUnavailable
-from dsat.simulation.protocol import Question
+from dsat.simulation.protocol import Question, ScriptFacts
 from dsat.values import format as fmt
 from dsat.values import slow
 from dsat.values.table import Table
@@ -179,9 +179,9 @@ class LineByLine:
 
     def lines(self, slots: int | None = None) -> list[Line]:
         """Return the lines as they are known by now; of a number of devices, or of all."""
-        basis = self._basis
+        basis, script = self._basis, self._model.simulator.script
         return [
-            _line(basis, strategy, asked, found, self._settings, self._length)
+            _line(basis, strategy, asked, found, self._settings, script)
             for (_, strategy), asked, found in zip(
                 self._pairs, self._questions, self._estimates, strict=True
             )
@@ -279,7 +279,7 @@ def _line(
     asked: Question,
     found: MemoryEstimate,
     settings: EstimateSettings,
-    length: int | None,
+    script: ScriptFacts,
 ) -> Line:
     config, slots, facts = asked.config, asked.slots, basis.variants[0].facts
     ranks, limit = host.ranks(slots), settings.host_memory
@@ -291,8 +291,10 @@ def _line(
         has_room = fits_host(host_bytes, limit)
         most = model.largest(shape) if has_room else 0.0
         largest[size] = int(most)
-        if length is not None:
-            longest[size] = int(most * length)
+        if script.sequence_length is not None:
+            # One sample may be as long as many short ones together, if the model takes it.
+            tokens = int(most * script.sequence_length)
+            longest[size] = min(tokens, script.model_takes or tokens)
     needed = needed_bytes(basis, config, slots)
     saved = ranks * host.saved_without_pinning(facts, config, slots=slots)
     return Line(strategy, slots, found, needed, host_bytes, saved, largest, longest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -21,10 +22,11 @@ from dsat.prepare.model_settings import ModelSettings
 
 def _cards_of_kind(value: str) -> tuple[int, str]:
     """Return the number and the name of `64xH100`."""
-    number, times, name = WORD.read(value).partition("x")
-    if not times or not name.strip():
+    number, *names = re.split("x", WORD.read(value), maxsplit=1, flags=re.IGNORECASE)
+    name = "".join(names).strip()
+    if not name:
         raise ValueError(f"invalid cards {value!r} (for example 64xH100)")
-    return NUMBER_OF_CARDS.read(number.strip()), name.strip()
+    return NUMBER_OF_CARDS.read(number.strip()), name
 
 
 CARDS_OF_KIND = Kind(_cards_of_kind, metavar="NxCARD")

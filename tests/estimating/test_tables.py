@@ -110,6 +110,8 @@ def test_one_sample_may_be_as_long_as_many_short_ones_together() -> None:
     for line in answer_of(host, BF16).lines:
         [most], [longest] = line.largest.values(), line.longest.values()
         assert most * 512 <= longest < (most + 1) * 512
+    learned = FakeSimulationHost(FACTS, by_formula(FACTS), sequence_length=512, model_takes=1024)
+    assert {1024} == {t for line in answer_of(learned, BF16).lines for t in line.longest.values()}
     without = answer_of(FakeSimulationHost(FACTS, by_formula(FACTS)), BF16)
     assert not any(line.longest for line in without.lines) and "longest" not in str(without)
 

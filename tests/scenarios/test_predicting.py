@@ -246,7 +246,7 @@ def test_a_model_is_projected_to_other_cards(user: User) -> None:
     path = Path(user.folder / "config.json")
     path.write_text(json.dumps(TINY), encoding="utf-8")
     told = user.types(
-        *("project", "--model", "config.json", "--seq-length", 128, "--to", "16xA100-40GB"),
+        *("project", "--model", "config.json", "--seq-length", 128, "--to", "16XA100-40GB"),
         *("--activation-checkpointing", "on", "--train-batch-size", 64),
         *("--tokens", "1B", "--price", 2, "--network", 100, "--json"),
     )
