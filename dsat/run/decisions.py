@@ -143,12 +143,12 @@ class Decisions:
     def _is_budget_used(self) -> bool:
         """Return whether what is left of the trials is reserved for the finals.
 
-        Without a measurement of the user's own configuration there are no finals.
+        There are no finals without measurements of the user's own configuration and of another.
         """
-        run, most = self.run, self.run.most_trials
-        if run.baseline is None or run.value(run.baseline) is None:
-            return len(run.trials) >= most
-        return len(run.trials) >= most - self._reserved
+        run = self.run
+        measured = {trial.kind for trial in run.trials.values() if run.value(trial) is not None}
+        has_finals = measured >= {TrialKind.BASELINE, TrialKind.SEARCH}
+        return len(run.trials) >= run.most_trials - (self._reserved if has_finals else 0)
 
     @property
     def _reserved(self) -> int:

@@ -97,6 +97,13 @@ def test_trials_that_only_profile_the_model_count(user: User, failures: int) -> 
     assert len(of_kind(told, "profile")) == failures and len(told.trials) <= 8
 
 
+def test_trials_of_finals_that_cannot_be_go_to_the_search(tmp_path: Path) -> None:
+    """As long as no other configuration ran, there is nothing to compare."""
+    unlucky = World(failures=(Failure("OOM", {"kind": "search"}),))
+    _, told = tuned(tmp_path, {}, "--max-trials", 5, method="model", world=unlucky)
+    assert [row["kind"] for row in told.trials] == ["baseline", *4 * ["search"]]
+
+
 @pytest.mark.parametrize(("finals", "limits"), [((), {10.0, 20.0}), (("--finals", 0), {20.0})])
 def test_a_trial_that_finals_measure_again_has_half_of_their_time(
     user: User, finals: tuple[Any, ...], limits: set[float]
