@@ -44,7 +44,7 @@ from dsat.run.run import Run
 from dsat.search import cards
 from dsat.show import past_runs
 from dsat.show.memory import used_bytes
-from dsat.values.host_memory import available_bytes
+from dsat.values.host_limits import available_bytes
 from dsat.values.outcome import OutcomeKind
 
 _DSAT = (sys.executable, "-m", "dsat")

@@ -28,7 +28,7 @@ from dsat.engines.trial_folder import log_files, read_end, remove_hook
 from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import start_record
 from dsat.in_trial.rank_files import CONFIG_FILE, RECORDS_FOLDER, SEVERAL_NODES_FILE
-from dsat.values import host_cores
+from dsat.values import host_limits
 from dsat.values.files import remove, write_atomically
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
@@ -77,7 +77,7 @@ class OwnCommand:
             self.folder,
             cwd,
             LocalOptions(options),
-            host_slots=len(host_cores.usable()),
+            host_slots=len(host_limits.usable_cores()),
         )
         # The command starts before the devices are looked at: its own errors are shown at once.
         here = replace(UNSEEN, expandable_segments=has_nvml())

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.clocks import MemoryWatch, ProcessMemory
-from dsat.values import host_memory
+from dsat.values import host_limits
 
 _SLACK_BYTES = 16 * 2**20
 _RESERVED_BYTES = 8 * 2**30  # four buckets of DeepSpeed's default size, which may stay empty
@@ -56,7 +56,7 @@ def limit_to_host() -> None:
 
     Buffers that DeepSpeed reserves but hardly writes stay within the limit.
     """
-    limit_data(host_memory.available_bytes() + _RESERVED_BYTES)
+    limit_data(host_limits.available_bytes() + _RESERVED_BYTES)
 
 
 def limit_data(more_bytes: int) -> tuple[int, int]:

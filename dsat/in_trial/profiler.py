@@ -9,7 +9,7 @@ from dsat.in_trial import config_injection, losses
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import local_size
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.values import host_memory
+from dsat.values import host_limits
 from dsat.values.outcome import ModelProfile, OwnOptimizer
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _part_of_host(sharers: int) -> int:
     import psutil
 
     own = psutil.Process().memory_info().rss
-    return int(host_memory.available_bytes() / sharers + own)
+    return int(host_limits.available_bytes() / sharers + own)
 
 
 def _count_flops() -> Any:

@@ -45,7 +45,7 @@ from dsat.in_trial.rank_files import (
 )
 from dsat.in_trial.script_switches import ScriptSwitches
 from dsat.simulation import server
-from dsat.values import host_cores
+from dsat.values import host_limits
 from dsat.values.files import write_atomically
 from dsat.values.outcome import Outcome
 
@@ -252,7 +252,7 @@ class Rank:
             self._pid = os.getpid()
         self._has_engine = True
         _, size = rank_and_size()
-        cores = host_cores.usable()
+        cores = host_limits.usable_cores()
         is_bound = len(cores) == len(os.sched_getaffinity(0))  # by no quota, as in `Machine`
         if spec.own and spec.threads and is_bound:  # to cores that a trial has
             os.sched_setaffinity(0, cores[:size])

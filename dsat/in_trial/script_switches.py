@@ -25,7 +25,7 @@ from dsat.command.switches import (
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, recomputation
 from dsat.in_trial.agreement import local_size
-from dsat.values import host_cores
+from dsat.values import host_limits
 from dsat.values.outcome import ScriptSwitch
 
 _WORKERS = (2, 4, 8)
@@ -123,7 +123,7 @@ def cores_of_this_rank() -> int:
     """Return the number of cores that this rank may use."""
     is_bound = os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())  # by the launcher
     sharers = 1 if is_bound else local_size()
-    return len(host_cores.usable()) // sharers
+    return len(host_limits.usable_cores()) // sharers
 
 
 def _find_in_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -35,7 +35,7 @@ from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.memory_limit import limit_data
 from dsat.simulation import protocol
 from dsat.simulation.protocol import WALL_FACTOR
-from dsat.values import host_cores, host_memory
+from dsat.values import host_limits
 from dsat.values.memory_size import readable
 from dsat.values.outcome import OutcomeKind
 
@@ -123,7 +123,7 @@ class SimulationServer:
         gc.collect()
         gc.freeze()  # no child looks through the objects of all imports again
         running: dict[int, Mapping[str, Any]] = {}
-        capacity = len(host_cores.usable())
+        capacity = len(host_limits.usable_cores())
         while True:
             self._report_deaths(running)
             candidate = self._next_candidate() if len(running) < capacity else None
@@ -222,7 +222,7 @@ def limit_time(processor_s: float) -> None:
 
 def limit_memory() -> int:
     """Limit the memory of this process and each of its children; return the limit in bytes."""
-    part = int(_PART_OF_AVAILABLE * host_memory.available_bytes())
+    part = int(_PART_OF_AVAILABLE * host_limits.available_bytes())
     limit = min(_MOST_BYTES, max(_LEAST_BYTES, part))
     limit_data(limit)
     return limit

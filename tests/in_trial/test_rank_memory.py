@@ -76,7 +76,7 @@ def test_the_most_that_counted_against_the_limit_is_known() -> None:
 # Reserves memory that it does not write, as DeepSpeed does for buckets.
 RESERVE = """
 import mmap
-from dsat.values.host_memory import available_bytes
+from dsat.values.host_limits import available_bytes
 
 most, kept = available_bytes() // 2**30, []
 try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dsat.in_trial import script_switches
-from dsat.values import host_cores
+from dsat.values import host_limits
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
 from testing.scripts import CONFIG, Ended, Scripts, scripts_in
@@ -311,6 +311,6 @@ def test_workers_are_as_many_as_there_are_cores_to_use(
 ) -> None:
     affinities = {0: set(own), os.getppid(): set(launchers)}
     monkeypatch.setattr(os, "sched_getaffinity", affinities.__getitem__)
-    monkeypatch.setattr(host_cores, "usable", lambda: list(own))
+    monkeypatch.setattr(host_limits, "usable_cores", lambda: list(own))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert script_switches.cores_of_this_rank() == expected

@@ -11,7 +11,7 @@ import pytest
 
 from dsat.simulation import server
 from dsat.simulation.server import limit_time
-from dsat.values import host_memory
+from dsat.values import host_limits
 
 GIB = 2**30
 
@@ -45,7 +45,7 @@ def test_a_simulation_has_enough_memory_on_a_full_machine(
 ) -> None:
     """32 billion parameters take 1 GiB of addresses, of which half is used."""
     limits: list[int] = []
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: free * GIB)
+    monkeypatch.setattr(host_limits, "available_bytes", lambda: free * GIB)
     monkeypatch.setattr(server, "limit_data", limits.append)
     assert server.limit_memory() == limit * GIB
     assert limits == [limit * GIB]

@@ -23,7 +23,7 @@ from dsat.engines.machines.machine import (
     machine_of_cores,
     physical_cores,
 )
-from dsat.values import host_cores
+from dsat.values import host_limits
 from dsat.values.memory_size import readable
 
 NAMED = "DSAT_NAMED_DEVICES"  # variable: devices that the user's command names
@@ -66,7 +66,7 @@ def _inspect() -> Machine:
     idle = [each for each in found if not each.is_busy or each.device in named] or found
     used = {device.device: device.describe_use(name) for device in found if device.is_busy}
     kept = [device.device for device in idle]
-    threads = len(host_cores.usable())
+    threads = len(host_limits.usable_cores())
     few = f"{len(kept)} devices share {threads} hardware threads, which trials will wait for"
     return Machine(
         accelerator=name,

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from dsat.engines.machines.processes import Reach, spawn
 from dsat.errors import EngineError, UserInputError
-from dsat.values import host_cores, host_memory
+from dsat.values import host_limits
 from dsat.values.memory_size import readable
 
 MARK = "dsat-slots "
@@ -284,14 +284,14 @@ class _Look:
 
 def machine_of_cores() -> Machine:
     """Return this machine with processor cores as slots."""
-    cores = host_cores.usable()
+    cores = host_limits.usable_cores()
     return Machine(
         accelerator="cpu",
         device_name=_processor_name(),
         devices=tuple(str(core) for core in cores),
         allowed=tuple(str(core) for core in sorted(os.sched_getaffinity(0))),
         visible_devices=(),
-        memory_bytes=host_memory.total_bytes(),
+        memory_bytes=host_limits.total_bytes(),
         cores=tuple(physical_cores()),
         threads=len(cores),
     )

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from dsat.engines.machines.machine import machine_of_cores
-from dsat.values import control_groups, host_cores, host_memory
+from dsat.values import host_limits
 
 MIB = 2**20
 UNLIMITED_V1 = 9223372036854771712
@@ -20,8 +20,8 @@ JOB = "system.slice/slurmstepd.scope/job_7"
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to make control groups in, of a host with 4 GiB and six cores."""
-    monkeypatch.setattr(control_groups, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(control_groups, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host_limits, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(host_limits, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {11, 10, 9, 8, 5, 3})
     return tmp_path
 
@@ -91,8 +91,8 @@ def test_memory(
     groups: Path, lines: str, files: Mapping[str, object], total: int, available: int
 ) -> None:
     make(groups, lines, files)
-    assert host_memory.total_bytes() == total * MIB
-    assert host_memory.available_bytes() == available * MIB
+    assert host_limits.total_bytes() == total * MIB
+    assert host_limits.available_bytes() == available * MIB
 
 
 @pytest.mark.parametrize(
@@ -118,15 +118,15 @@ def test_there_are_as_many_cores_as_there_is_time_for(
     groups: Path, lines: str, files: Mapping[str, object], cores: list[int]
 ) -> None:
     make(groups, lines, files)
-    assert host_cores.usable() == cores
+    assert host_limits.usable_cores() == cores
 
 
 def test_slots_are_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's launcher shares out all cores among its ranks, whatever the quota."""
     before = machine_of_cores()
-    monkeypatch.setattr(host_cores, "usable", lambda: [7])
+    monkeypatch.setattr(host_limits, "usable_cores", lambda: [7])
     found = machine_of_cores()
     assert (found.devices, found.threads, found.cores) == (("7",), 1, before.cores)
     assert found.allowed == before.devices and not before.has_quota
-    assert 0 < host_memory.available_bytes() <= host_memory.total_bytes()
-    assert host_memory.total_bytes() <= psutil.virtual_memory().total
+    assert 0 < host_limits.available_bytes() <= host_limits.total_bytes()
+    assert host_limits.total_bytes() <= psutil.virtual_memory().total
