@@ -22,8 +22,8 @@ from dsat.engines.machines.machine import find_machine
 from dsat.engines.places.base import Environment
 from dsat.errors import EngineError
 from dsat.prepare import packages
+from dsat.values import format as fmt
 from dsat.values import hazards
-from dsat.values.memory_size import readable
 
 OK, WARNING, FAILS = "ok", "warning", "fails"
 # Beside those that dsat itself requires.
@@ -201,10 +201,10 @@ def _shared_memory() -> Finding:
     except OSError:
         free = 0
     if free >= _SHARED_BYTES:
-        return Finding(_SHARED, f"{readable(free)} free")
+        return Finding(_SHARED, f"{fmt.memory(free)} free")
     problem = "NCCL and loaders with workers share memory there, and end with a bus error"
     remedy = "docker run --shm-size=8g, or --ipc=host"
-    return Finding(_SHARED, f"{readable(free)} free", WARNING, problem, remedy)
+    return Finding(_SHARED, f"{fmt.memory(free)} free", WARNING, problem, remedy)
 
 
 def _place(cluster: str | None) -> Finding:

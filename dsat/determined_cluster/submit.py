@@ -35,7 +35,7 @@ from dsat.tuning.dry_run import describe_search
 from dsat.tuning.plans import make_plan
 from dsat.tuning.preparation import apply_section, check_max_slots, searcher_of_full_run
 from dsat.tuning.settings import Settings
-from dsat.values import memory_size
+from dsat.values import format as fmt
 from dsat.values.files import write_atomically
 from dsat.values.format import count
 from dsat.values.text import hide_secrets_in_words
@@ -78,7 +78,7 @@ class Submission:
         yield from describe_search(self.name, self.job.plan, at_once)
         words = hide_secrets_in_words(self.config["entrypoint"])
         yield f"the search runner's entrypoint: {shlex.join(words)}"
-        yield f"to upload: {len(self.files)} files, {memory_size.readable(self.size_bytes)}"
+        yield f"to upload: {len(self.files)} files, {fmt.memory(self.size_bytes)}"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from dsat.determined_cluster.job import JOB_FILE, MODEL_FOLDER, PACKAGE_FOLDER
 from dsat.errors import UserInputError
 from dsat.in_trial.hook import SPARE_FOLDER
 from dsat.run.journal import RUNS_FOLDER
-from dsat.values.memory_size import readable
+from dsat.values import format as fmt
 
 LIMIT_BYTES = 95 * 2**20  # determined.common.constants.MAX_CONTEXT_SIZE
 _SHOWN = 5
@@ -70,10 +70,10 @@ def check_size(found: Files, limit_bytes: int = LIMIT_BYTES) -> int:
     sizes = Counter({target: source.stat().st_size for target, source in found.items()})
     total = sizes.total() + sum(source.stat().st_size for source in _package().values())
     if total > limit_bytes:
-        largest = ", ".join(f"{name} ({readable(n)})" for name, n in sizes.most_common(_SHOWN))
+        largest = ", ".join(f"{name} ({fmt.memory(n)})" for name, n in sizes.most_common(_SHOWN))
         raise UserInputError(
-            f"the model folder and the includes have {readable(total)}, and a Determined master "
-            f"takes {readable(limit_bytes)}. The largest files: {largest}",
+            f"the model folder and the includes have {fmt.memory(total)}, and a Determined master "
+            f"takes {fmt.memory(limit_bytes)}. The largest files: {largest}",
             where="context",
             hint="Name what trials do not need in a .detignore beside the script.",
         )

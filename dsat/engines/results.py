@@ -15,8 +15,8 @@ from dsat.engines.start import FULL_RUN_ID, StartMethod
 from dsat.engines.trial_folder import log_files, read_end
 from dsat.in_trial import failures
 from dsat.in_trial.rank_files import METRICS_FILE, PORTS_FILE, read_steps, result_file
+from dsat.values import format as fmt
 from dsat.values import host_limits
-from dsat.values.memory_size import readable
 from dsat.values.outcome import Outcome, OutcomeKind
 
 _LOG_TAIL_LINES = 20
@@ -89,7 +89,7 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
     if signal.SIGKILL in died.values():
         kind = OutcomeKind.HOST_OOM
         rank = next(rank for rank, number in died.items() if number == signal.SIGKILL)
-        total = readable(host_limits.total_bytes(), whole=True)
+        total = fmt.memory(host_limits.total_bytes(), whole=True)
         how = (
             f"rank {rank} {_KILLED_FOR_MEMORY} ({total}): run fewer trials at once "
             "(--max-concurrent-trials), offload less, or use fewer data loader workers"

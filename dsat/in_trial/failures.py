@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsat.errors import Diverged, DsatError, InvalidTrial
-from dsat.values.memory_size import readable
+from dsat.values import format as fmt
 from dsat.values.outcome import Outcome, OutcomeKind
 
 # Parts of the messages of a RuntimeError or a log, in lower case, in the order in which they are
@@ -140,7 +140,7 @@ def message(error: BaseException) -> str:
         for link in _chain(error):
             size = re.search(r"tried to allocate (\d+) bytes", str(link))
             if size is not None:
-                return f"out of memory: tried to allocate {readable(int(size[1]))}"
+                return f"out of memory: tried to allocate {fmt.memory(int(size[1]))}"
     first = " ".join(map(str.strip, lines[: 2 if lines[0].endswith(":") else 1]))
     said = f"{type(error).__name__}: {first}" if first else type(error).__name__
     advice = next((advice for part, advice in _ADVICE.items() if re.search(part, str(error))), "")

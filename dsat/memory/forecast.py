@@ -11,7 +11,7 @@ from dsat.memory.predictor import Basis, MemoryModel, Shape
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
-from dsat.values.memory_size import readable
+from dsat.values import format as fmt
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import BatchTriple
 
@@ -80,11 +80,11 @@ class Forecast:
                 ending = f"predicted not to fit with its first settings, but micro batch {ran} ran"
             if not self.model.fits_host(shape):
                 ending = (
-                    f"needs {readable(round(shape.host_bytes))} of host memory, and each rank has "
-                    f"{readable(self.model.host_limit_bytes)}"
+                    f"needs {fmt.memory(round(shape.host_bytes))} of host memory, and each rank "
+                    f"has {fmt.memory(self.model.host_limit_bytes)}"
                 )
             lines.append(
-                f"{branch.strategy.label}: {readable(needed)} per device at micro batch "
+                f"{branch.strategy.label}: {fmt.memory(needed)} per device at micro batch "
                 f"{smallest}, {ending} ({shape.source})"
             )
         note = self.model.basis.note

@@ -35,8 +35,8 @@ from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.memory_limit import limit_data
 from dsat.simulation import protocol
 from dsat.simulation.protocol import WALL_FACTOR
+from dsat.values import format as fmt
 from dsat.values import host_limits
-from dsat.values.memory_size import readable
 from dsat.values.outcome import OutcomeKind
 
 CAPTURED_MICRO_BATCH = 13
@@ -186,7 +186,7 @@ class SimulationServer:
             return str(error)
         is_short = failures.classify(error) in (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
         if is_short or _NO_THREAD in str(error):
-            limit = f"the {readable(self._limit_bytes)} of memory that a simulation may take"
+            limit = f"the {fmt.memory(self._limit_bytes)} of memory that a simulation may take"
             return f"it needs more than {limit}: {failures.message(error)}"
         has_fakes = self._fakes is not None and self._fakes.fake_bytes
         if has_fakes and not isinstance(error, (SystemExit, InvalidTrial)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsat.values import memory_size
 from dsat.values.objective import METRICS
 from dsat.values.outcome import Outcome
 from dsat.values.text import printable
@@ -41,9 +40,15 @@ def change(name: str, before: float | None, after: float | None) -> str:
     return f"{f'{name} ' if METRICS[name].unit == 'ms' else ''}{first} -> {second}"
 
 
-def memory(size_bytes: float | None) -> str:
-    """Return a size of memory, `1.23 GiB`; a dash for None."""
-    return "-" if size_bytes is None else memory_size.readable(size_bytes)
+def memory(size_bytes: float | None, *, whole: bool = False) -> str:
+    """Return a size of memory, `1.23 GiB`, or `24 GiB` if `whole`; a dash for None."""
+    if size_bytes is None:
+        return "-"
+    if 0 < size_bytes < 2**20:
+        return f"{size_bytes / 2**10:,.{0 if whole else 1}f} KiB"
+    if size_bytes < 2**30:
+        return f"{size_bytes / 2**20:,.{0 if whole else 1}f} MiB"
+    return f"{size_bytes / 2**30:,.{0 if whole else 2}f} GiB"
 
 
 def percent(fraction: float) -> str:

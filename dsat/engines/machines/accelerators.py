@@ -23,8 +23,8 @@ from dsat.engines.machines.machine import (
     machine_of_cores,
     physical_cores,
 )
+from dsat.values import format as fmt
 from dsat.values import host_limits
-from dsat.values.memory_size import readable
 
 NAMED = "DSAT_NAMED_DEVICES"  # variable: devices that the user's command names
 # Memory that other programs hold of a device in use; less may be a desktop or a monitor.
@@ -123,7 +123,7 @@ class _Device:
         return self.taken_bytes > max(_BUSY_FRACTION * self.total_bytes, _BUSY_BYTES)
 
     def describe_use(self, accelerator: str) -> str:
-        taken, total = readable(self.taken_bytes), readable(self.total_bytes, whole=True)
+        taken, total = fmt.memory(self.taken_bytes), fmt.memory(self.total_bytes, whole=True)
         return f"{accelerator} {self.device} is in use by other programs ({taken} of {total})"
 
 

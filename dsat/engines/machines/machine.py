@@ -20,8 +20,8 @@ from typing import IO, Any
 
 from dsat.engines.machines.processes import Reach, spawn
 from dsat.errors import EngineError, UserInputError
+from dsat.values import format as fmt
 from dsat.values import host_limits
-from dsat.values.memory_size import readable
 
 MARK = "dsat-slots "
 _TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -154,14 +154,14 @@ class Machine:
             alike = [one for one in first if one[0] == name and are_close(one[1], size)]
             first += [] if alike else [(name, size)]
             kind, memory = alike[0] if alike else (name, size)
-            found.setdefault(f"{kind} ({readable(memory, whole=True)})", []).append(device)
+            found.setdefault(f"{kind} ({fmt.memory(memory, whole=True)})", []).append(device)
         return found
 
     def describe(self) -> str:
         kind = _KINDS.get(self.accelerator, f"{self.accelerator} device")
         plural = "" if self.num_slots == 1 else "s"
         sizes = sorted(set(self.device_memory_bytes)) or [self.memory_bytes]
-        memory = " and ".join(readable(size, whole=True) for size in sizes)
+        memory = " and ".join(fmt.memory(size, whole=True) for size in sizes)
         left_out = "".join(f"; {reason}" for reason in self.left_out)
         return f"{self.num_slots} {kind}{plural} ({self.device_name}, {memory}){left_out}"
 
