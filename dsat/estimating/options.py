@@ -66,13 +66,11 @@ class EstimateSettings(ModelSettings):
         kind=NUMBER_OF_CARDS,
         many=True,
         default=(1, 8, 64, 512),
-        metavar="N",
         help="numbers of devices (default: 1 8 64 512)",
     )
     host_memory: int | None = option(
         "--host-memory",
         kind=MEMORY_SIZE,
-        metavar="SIZE",
         help="memory of a host, which has up to 8 devices: what needs more does not fit",
     )
     formula: bool = option(

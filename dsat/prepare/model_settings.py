@@ -26,14 +26,12 @@ class ModelSettings(Target):
         "--seq-length",
         goes_with="--model",
         kind=at_least(1),
-        metavar="N",
         help="with --model: tokens of a sample (default: 2048, or what the model has at most)",
     )
     lora: Mapping[str, str] | None = option(
         "--lora",
         goes_with="--model",
         kind=LORA,
-        metavar="r=N,target=NAME+NAME",
         help="with --model: train low-rank adapters of these layers alone "
         "(for example r=16,target=q_proj+v_proj, or target=all-linear)",
     )

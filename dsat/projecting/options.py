@@ -53,7 +53,6 @@ class ProjectSettings(ModelSettings):
     train_batch_size: int | None = option(
         "--train-batch-size",
         kind=at_least(1),
-        metavar="N",
         help="global batch of all strategies and numbers of GPUs (default: that of your DeepSpeed "
         "configuration; without one, 16,384 tokens for each GPU)",
     )
@@ -66,7 +65,6 @@ class ProjectSettings(ModelSettings):
         "--price",
         goes_with="--tokens",
         kind=POSITIVE_NUMBER,
-        metavar="X",
         help="price of a GPU for an hour; adds the cost of the training",
     )
     from_run: Path | None = option(

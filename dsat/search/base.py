@@ -22,13 +22,12 @@ RANGE_FACTOR = search_option(
     "search up to the largest micro batch that is predicted to fit, times X; by default up to "
     "where more samples are no longer faster",
     kind=POSITIVE_NUMBER,
-    metavar="X",
 )
 
 
 def early_stopping(help: str) -> Option:
     """Return an option `--early-stopping N`."""
-    return search_option("--early-stopping", help, kind=at_least(1), metavar="N")
+    return search_option("--early-stopping", help, kind=at_least(1))
 
 
 NO_NEW_BEST = early_stopping("end the search after N trials without a new best")

@@ -75,22 +75,18 @@ class ASHASearch(ArmSearch):
 
     summary = "successive halving: many configurations get a few trials, the best ones more"
     options: ClassVar[Mapping[str, Option]] = {
-        "max_rungs": search_option(
-            "--max-rungs", "number of rungs", kind=at_least(1), default=5, metavar="N"
-        ),
+        "max_rungs": search_option("--max-rungs", "number of rungs", kind=at_least(1), default=5),
         "min_trials": search_option(
             "--min-binary-search-trials",
             "trials that every drawn configuration gets",
             kind=at_least(1),
             default=3,
-            metavar="N",
         ),
         "early_stopping": search_option(
             "--asha-early-stopping",
             "smallest rate of early stopping (`s` in arXiv:1810.05934)",
             kind=at_least(0),
             default=0,
-            metavar="N",
         ),
         "divisor": search_option(
             "--divisor",
@@ -98,7 +94,6 @@ class ASHASearch(ArmSearch):
             "trials (`eta` in arXiv:1810.05934)",
             kind=at_least(2),
             default=2,
-            metavar="N",
         ),
         "search_range_factor": RANGE_FACTOR,
     }
@@ -196,7 +191,6 @@ class RandomSearch(ArmSearch):
             "maximum number of trials of one drawn configuration",
             kind=at_least(1),
             default=5,
-            metavar="N",
         ),
         "early_stopping": NO_NEW_BEST,
         "search_range_factor": RANGE_FACTOR,

@@ -49,7 +49,6 @@ class GridSearch(Search):
             "the smallest where only divisors of --train-batch-size are allowed, else with the "
             "largest power of two that should fit",
             kind=at_least(1),
-            metavar="N",
         ),
         "early_stopping": early_stopping(
             "leave a ZeRO stage after N trials without a better one in it"

@@ -76,7 +76,6 @@ class ExportSettings(ReadOnlySettings):
     output: Path | None = option(
         "--output",
         kind=PATH,
-        metavar="PATH",
         help="file or folder to make (default: named after the run, here)",
     )
 
@@ -101,7 +100,7 @@ class WatchSettings(ReadOnlySettings):
         help=f"{_NEWEST}, or the number of the search runner's experiment on a Determined cluster",
     )
     port: int | None = option(
-        "--port", kind=at_least(1), metavar="N", help="port to listen on (default: a free one)"
+        "--port", kind=at_least(1), help="port to listen on (default: a free one)"
     )
 
     @property

@@ -31,7 +31,7 @@ OPTIONS = (
         kind=WORD,
         metavar="ADDRESS",
     ),
-    place_option("--nodes", f"with {_ENGINE}: number of nodes", kind=at_least(1), metavar="N"),
+    place_option("--nodes", f"with {_ENGINE}: number of nodes", kind=at_least(1)),
     place_option(
         "--gpus-per-node",
         f"with {_ENGINE}: number of GPUs of each node",
