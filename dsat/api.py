@@ -23,7 +23,7 @@ from dsat.estimating import tables
 from dsat.estimating.options import EstimateSettings
 from dsat.estimating.tables import Estimate
 from dsat.options import options_of
-from dsat.prepare.model_settings import ModelSettings
+from dsat.prepare.target import ModelSettings
 from dsat.projecting import projector
 from dsat.projecting.options import ProjectSettings
 from dsat.projecting.projection import Projection

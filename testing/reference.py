@@ -125,13 +125,24 @@ def _row(own: Option) -> str:
     return f"| {flags} | {default} | {said} |"
 
 
+def fault_reference() -> str:
+    """Return the table of DeepSpeed's known faults."""
+    heads = "DeepSpeed", "condition", "effect", "without it", "source", "seen here"
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for each in hazards.table():
+        links = [f"[{s}](https://github.com/{s.replace('#', '/issues/')})" for s in each.sources]
+        what = each.versions, each.condition, each.effect, each.good
+        lines.append(f"| {' | '.join([*what, ', '.join(links), each.checked])} |")
+    return "\n".join(lines) + "\n"
+
+
 def references() -> dict[Path, str]:
     """Return the references by their pages, below whose mark they are."""
     return {
         DOCS / "options.md": option_reference(),
         DOCS / "settings.md": setting_reference(),
         DOCS / "python-api.md": python_reference.python_reference(),
-        DOCS / "faults.md": hazards.markdown(),
+        DOCS / "faults.md": fault_reference(),
         DOCS / "what-dsat-touches.md": adapter_reference([*TABLE, *ENGINE, MODELS]),
     }
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from dsat.cli import output
-from dsat.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from dsat.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, output
 from dsat.cli.parser import AnySettings
 from dsat.cli.read_only import read_only
 from dsat.determined_cluster import submit

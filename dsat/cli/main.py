@@ -9,8 +9,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from dsat.cli import parser, streams
-from dsat.cli.exit_status import EXIT_INTERRUPTED
+from dsat.cli import EXIT_INTERRUPTED, parser, streams
 
 # Signals that a terminal or a service manager sends together are one interruption.
 _TOGETHER_S = 0.5

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat import __version__
-from dsat.cli.exit_status import EXIT_BUG, EXIT_FAILED, EXIT_USAGE
+from dsat.cli import EXIT_BUG, EXIT_FAILED, EXIT_USAGE
 from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
 from dsat.show import summary, terminal
 from dsat.show.live import LiveView

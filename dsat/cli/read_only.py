@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat import doctor
-from dsat.cli import output
-from dsat.cli.exit_status import EXIT_FAILED, EXIT_OK
+from dsat.cli import EXIT_FAILED, EXIT_OK, output
 from dsat.determined_cluster.select_master import choose
 from dsat.engines.places import AUTO
 from dsat.errors import UserInputError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dsat.options import MEMORY_SIZE, NUMBER_OF_CARDS, WORD, Kind, memory_size, option
-from dsat.prepare.model_settings import ModelSettings
+from dsat.prepare.target import ModelSettings
 from dsat.search import cards
 
 _GIB = 2**30
@@ -57,7 +57,6 @@ class EstimateSettings(ModelSettings):
         kind=MEMORY_SIZE,
         many=True,
         default=tuple(size * _GIB for size in (16, 24, 40, 80, 141)),
-        metavar="SIZE",
         help="memory of a device (default: 16GiB 24GiB 40GiB 80GiB 141GiB)",
     )
     slot_counts: tuple[int, ...] = option(

@@ -23,8 +23,8 @@ from dsat.engines.start import LocalOptions
 from dsat.errors import DsatError, UserInputError
 from dsat.prepare import installed_deepspeed, packages
 from dsat.prepare import source as sources
-from dsat.prepare.model_settings import ModelSettings
 from dsat.prepare.source import Source
+from dsat.prepare.target import ModelSettings
 from dsat.simulation.client import SimulationUnavailable, Simulator
 from dsat.simulation.protocol import ScriptFacts
 from dsat.simulation.server import AS_IF_CUDA

@@ -17,7 +17,7 @@ from dsat.options import (
     at_least,
     option,
 )
-from dsat.prepare.model_settings import ModelSettings
+from dsat.prepare.target import ModelSettings
 
 
 def _cards_of_kind(value: str) -> tuple[int, str]:

@@ -132,14 +132,3 @@ def _value(config: Mapping[str, Any], path: str) -> Any:
     for key in path.split("."):
         config = config.get(key) if isinstance(config, Mapping) else None  # type: ignore[assignment]
     return config
-
-
-def markdown() -> str:
-    """Return the table for the documentation."""
-    heads = "DeepSpeed", "condition", "effect", "without it", "source", "seen here"
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for each in table():
-        links = [f"[{s}](https://github.com/{s.replace('#', '/issues/')})" for s in each.sources]
-        what = each.versions, each.condition, each.effect, each.good
-        lines.append(f"| {' | '.join([*what, ', '.join(links), each.checked])} |")
-    return "\n".join(lines) + "\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.cli.exit_status import EXIT_INTERRUPTED
+from dsat.cli import EXIT_INTERRUPTED
 from dsat.values.outcome import OutcomeKind
 from testing import warm_command
 from testing.command import Background, run_of, typed

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dsat.prepare.model_settings import ModelSettings
 from dsat.prepare.simulated_model import name_of, warn_of_length
+from dsat.prepare.target import ModelSettings
 from dsat.simulation.protocol import ScriptFacts
 
 
