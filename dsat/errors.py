@@ -17,6 +17,8 @@ exception. Every message says what is wrong, where, and what to do next.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class DsatError(Exception):
     """Base of all exceptions that dsat raises deliberately."""
@@ -78,8 +80,8 @@ class ScriptFailed(EngineError, SearchFailed):
 class InvalidTrial(DsatError):
     """Inside a trial: the script did not follow the trial's configuration.
 
-    Args:
-        smaller_may_run, most_samples, fixed_batch, batch_flag: see `Outcome`.
+    Attributes:
+        facts: the arguments besides the message, which are fields of `Outcome`.
     """
 
     def __init__(
@@ -92,9 +94,12 @@ class InvalidTrial(DsatError):
         batch_flag: str = "",
     ) -> None:
         super().__init__(message)
-        self.smaller_may_run = smaller_may_run or most_samples is not None
-        self.most_samples = most_samples
-        self.fixed_batch, self.batch_flag = fixed_batch, batch_flag
+        self.facts: dict[str, Any] = {
+            "smaller_may_run": smaller_may_run or most_samples is not None,
+            "most_samples": most_samples,
+            "fixed_batch": fixed_batch,
+            "batch_flag": batch_flag,
+        }
 
 
 class Diverged(DsatError):

@@ -123,10 +123,7 @@ def outcome(error: BaseException) -> Outcome:
         kind,
         message=message(error),
         detail="" if kind in _SELF_EXPLANATORY else user_traceback(error),
-        smaller_may_run=invalid is not None and invalid.smaller_may_run,
-        most_samples=None if invalid is None else invalid.most_samples,
-        fixed_batch=None if invalid is None else invalid.fixed_batch,
-        batch_flag="" if invalid is None else invalid.batch_flag,
+        **(invalid.facts if invalid is not None else {}),
     )
 
 
