@@ -313,9 +313,8 @@ def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
     submitted = submit.submit(ready, detach=settings.detach)
     if submitted.state is not None and not submitted.has_result:
         raise SearchFailed(f"{submitted.failure}; see {submitted.url}")
-    summary = submitted.result
     return _result(
-        {"metric": settings.metric, **summary},
+        {"metric": settings.metric, **submitted.result},
         run_dir=submitted.run_dir,
         interrupted=submitted.interrupted,
         url=submitted.url,

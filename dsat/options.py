@@ -68,7 +68,6 @@ class Option:
 
     Attributes:
         flags: its names; an argument of the command has one without dashes.
-        help: its text in `--help`, the reference and the API's docstring.
         default: as a user writes it.
         metavar: the placeholder of a value in `--help`; by default the kind's.
         choices: all values that are allowed, if they are few.
@@ -106,7 +105,6 @@ class Option:
 
     @property
     def placeholder(self) -> str | None:
-        """The placeholder of a value in `--help`."""
         return self.metavar or (self.kind.metavar if self.kind and not self.choices else None)
 
     @property
@@ -117,7 +115,6 @@ class Option:
 
     @property
     def help_text(self) -> str:
-        """The help with the default."""
         default = str(self.default).replace("%", "%%")
         return self.help + (f" (default: {default})" if self.has_plain_default else "")
 

@@ -162,32 +162,29 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
     if not words or not words[0].strip():
         raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
     found = _command(words)
-    found = replace(
-        found,
-        env={**env, **(placement.read_exported_variables(model_dir) if found.launch.hosts else {})},
-    )
+    if found.launch.hosts:
+        env |= placement.read_exported_variables(model_dir)
     if found.script and not (model_dir / found.script).is_file():
         raise UserInputError(
             f"there is no file {found.script!r} in {model_dir}",
             where=_WHERE,
             hint="Go to the folder where it is, or give its path from here.",
         )
-    return replace(found, takes_hf_flags=parses_hf_arguments(found, model_dir))
+    return replace(found, env=env, takes_hf_flags=parses_hf_arguments(found, model_dir))
 
 
 def drop_autotuning(words: Sequence[str]) -> list[str]:
     """Return a command without `--autotuning tune` of DeepSpeed's launcher, which dsat replaces."""
     names = [Path(word).name for word in words]
     script = next((at for at, name in enumerate(names) if name.endswith(".py")), len(words))
-    if DEEPSPEED not in names[:script]:
-        return list(words)
-    flags = [at for at, word in enumerate(words[:script]) if word == "--autotuning"]
-    left_out = {at + more for at in flags for more in (0, 1)}
-    return [
-        word
-        for at, word in enumerate(words)
-        if at not in left_out and not (at < script and word.startswith("--autotuning="))
-    ]
+    options = list(words[:script])
+    if DEEPSPEED in names[:script]:
+        for at in reversed(range(script)):
+            if options[at] == "--autotuning":
+                del options[at : at + 2]
+            elif options[at].startswith("--autotuning="):
+                del options[at]
+    return [*options, *words[script:]]
 
 
 def take_assignments(words: list[str]) -> dict[str, str]:

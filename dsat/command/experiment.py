@@ -283,12 +283,9 @@ def _ds_config(
         return dict(value), key
     if not isinstance(value, str) or not value:
         raise UserInputError(f"must be a path, not {value!r}", where=key)
-    candidates = [model_dir / value]
-    for include in includes:
-        candidates.append(include if include.name == value else include.parent / value)
-    for path in candidates:
-        if path.is_file():
-            return ds_config.read(path), str(path)
+    for folder in (model_dir, *(include.parent for include in includes)):
+        if (folder / value).is_file():
+            return ds_config.read(folder / value), str(folder / value)
     raise UserInputError(
         f"there is no file {value!r} in {model_dir}",
         where=key,

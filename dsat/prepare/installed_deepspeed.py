@@ -148,12 +148,10 @@ def _ask(questions: str) -> dict[str, Any] | None:
     """Ask DeepSpeed in another process; None without an answer."""
     try:
         with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
-            questions_path, answer = (
-                Path(folder) / name for name in ("questions.json", "answer.json")
-            )
-            questions_path.write_text(questions, encoding="utf-8")
+            asked, answer = Path(folder, "questions.json"), Path(folder, "answer.json")
+            asked.write_text(questions, encoding="utf-8")
             done = subprocess.run(  # noqa: S603
-                [sys.executable, "-m", _PROGRAM, str(questions_path), str(answer)],
+                [sys.executable, "-m", _PROGRAM, str(asked), str(answer)],
                 cwd=folder,  # without modules that would be taken for others
                 # A device is not needed, and may hang.
                 env=variables_with_dsat({"DS_ACCELERATOR": "cpu"}),
@@ -174,7 +172,6 @@ def _ask(questions: str) -> dict[str, Any] | None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
-    return found if isinstance(found, dict) else None

@@ -24,13 +24,11 @@ def requirements() -> list[Requirement]:
     return [r for r in required if r.marker is None or r.marker.evaluate({"extra": _EXTRA})]
 
 
-_find_version = functools.cache(importlib.metadata.version)
-
-
+@functools.cache
 def version(name: str) -> str | None:
     """Return the installed version of a package; None if it is missing."""
     try:
-        return _find_version(name)
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 

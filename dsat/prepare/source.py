@@ -70,8 +70,7 @@ class Source:
 
     def first_run(self, options: TrialOptions, slots: int | None) -> OwnCommand:
         """Start the user's command as the first trial, a plain script with `slots` ranks."""
-        ranks = self._ranks(slots)
-        return OwnCommand(self.command, Path.cwd(), options, ranks=ranks)
+        return OwnCommand(self.command, Path.cwd(), options, ranks=self._ranks(slots))
 
     def _ranks(self, slots: int | None) -> int | None:
         """Return the ranks of a plain script; None if the command starts them."""
@@ -102,12 +101,9 @@ class Source:
     def complete_from_record(self, run: OwnCommand) -> Source:
         """Return the program and configuration that a running command shows."""
         ranks, cores = run.ranks(), os.sched_getaffinity(0)
-        program, own = (
-            recorded_start.recognise_program(ranks, self.command, run.env, cores),
-            self.program,
-        )
-        file = own_files.form_of_training(self.command, Path.cwd())
-        by_launcher = own.launch.devices or own.launch.not_devices  # which sets the variable itself
+        program = recorded_start.recognise_program(ranks, self.command, run.env, cores)
+        file, own = own_files.form_of_training(self.command, Path.cwd()), self.program.launch
+        by_launcher = own.devices or own.not_devices  # which sets the variable itself
         env = {n: v for n, v in program.env.items() if not (by_launcher and n in VISIBLE)}
         program = replace(
             program,
@@ -116,8 +112,8 @@ class Source:
             launch=replace(
                 program.launch,
                 batch_in_file=file is not None and not file.is_strict,
-                devices=own.launch.devices,
-                not_devices=own.launch.not_devices,
+                devices=own.devices,
+                not_devices=own.not_devices,
             ),
         )
         if self.unknown == PROGRAM or program.needs_command:

@@ -180,7 +180,6 @@ class ModelProfile(Recorded):
         parallelism: of the trial that measured these facts.
         attention_heads: None if the model's configuration has no such field.
         hidden_size: by which a Trainer replaces "auto" sizes; None if it is not known.
-        optimizer: the one that the script passes to DeepSpeed.
     """
 
     num_params: int
@@ -271,8 +270,7 @@ class Outcome(Recorded):
     Attributes:
         message: one line on what went wrong; empty for a successful trial.
         detail: the script's traceback, or the end of its log. All texts are made `printable`.
-        duration_s: wall time from the launch to the outcome.
-        warnings: about a trial that ran.
+        duration_s: from the launch to the outcome.
         smaller_may_run: whether a smaller micro batch may run, because the data ran out.
         most_samples: the largest micro batch for which the data suffice, with the trial's
             accumulation; None if unknown.

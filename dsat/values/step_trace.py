@@ -111,15 +111,12 @@ class ModelTrace:
 
     def at(self, micro_batch: float) -> list[Kernels]:
         """Return the kernels at another micro batch, by linear interpolation."""
-        part = (micro_batch - self.small.micro_batch) / (
-            self.large.micro_batch - self.small.micro_batch
-        )
-        pairs = list(zip(self.small.kernels, self.large.kernels, strict=False))
+        small, large = self.small, self.large
+        pairs = list(zip(small.kernels, large.kernels, strict=False))
         if [_shape(one) for one, _ in pairs] != [_shape(other) for _, other in pairs]:
-            ratio = micro_batch / self.small.micro_batch
-            return [
-                replace(k, flops=ratio * k.flops, bytes=ratio * k.bytes) for k in self.small.kernels
-            ]
+            ratio = micro_batch / small.micro_batch
+            return [replace(k, flops=ratio * k.flops, bytes=ratio * k.bytes) for k in small.kernels]
+        part = (micro_batch - small.micro_batch) / (large.micro_batch - small.micro_batch)
         return [
             replace(
                 one,
