@@ -103,7 +103,8 @@ def _methods(member: type) -> str:
     for name, value in vars(member).items():
         text = inspect.getdoc(value) if callable(value) or isinstance(value, property) else None
         if text and not name.startswith("_"):
-            called = name if isinstance(value, property) else f"{name}()"
+            names = [] if isinstance(value, property) else list(inspect.signature(value).parameters)
+            called = name if isinstance(value, property) else f"{name}({', '.join(names[1:])})"
             lines.append(f"- `{called}`: {_flowing(text.partition(chr(10) * 2)[0])}")
     return "\n".join(line.removeprefix("- ") for line in lines)
 

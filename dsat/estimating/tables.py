@@ -57,7 +57,7 @@ class Estimate:
 
     @property
     def is_complete(self) -> bool:
-        """Return False if no line could be simulated, and the formula answers for all of them."""
+        """Return False if the simulation of every line failed, so that the formula answers."""
         return not all(line.estimate.note for line in self.lines)
 
     def to_json(self) -> dict[str, Any]:

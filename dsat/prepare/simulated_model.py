@@ -141,7 +141,7 @@ def name_of(model: str, path: Path) -> str:
     if path.parent.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/REVISION
         return path.parents[2].name.rpartition("--")[2]
     folder = Path(model.removesuffix(hf_config.CONFIG_FILE)).name
-    return folder or hf_config.type_of(path)
+    return hf_config.type_of(path) if folder in ("", "..") else folder
 
 
 def _read_source(settings: ModelSettings) -> Source:

@@ -39,7 +39,7 @@ class Target:
         many=True,
         default=(),
         group=Group.TARGET,
-        help="further files and folders that the script needs beside it",
+        help="further files and folders that the script of an experiment file needs beside it",
     )
 
 

@@ -123,10 +123,14 @@ class Decisions:
             return Stop(f"the budget of {self.run.plan.max_trials} trials is used")
         if _is_hopeless(self.run):
             return Stop("every trial failed, and none ran out of memory")
+        if self.run.repeat is not None and self.run.repeat in self.run.running:
+            return Wait()  # it is compared with the first, which ran alone too
         step = search.propose()
         own = self._due_repeat
         if own is None or not isinstance(step, Trial):
             return step
+        if self.run.running:
+            return Wait()
         return self._trials.make(TrialKind.REPEAT, own.overrides, own.batch, own.script_args)
 
     @property
@@ -137,7 +141,7 @@ class Decisions:
             return None
         is_early = len(run.trials) - len(run.earlier) >= _REPEAT_AFTER or own.id in run.earlier
         is_long = run.plan.max_trials >= _LEAST_RUN_WITH_REPEAT
-        return own if is_long and is_early and not run.running else None
+        return own if is_long and is_early else None
 
     @property
     def _is_budget_used(self) -> bool:

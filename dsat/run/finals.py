@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from dsat.run.comparison import REPORTED, Comparison, Gain, margin_of_single_runs
 from dsat.values import student
 
-# Seven pairs detect a gain of 3 % nearly always at 1 % of run-to-run noise, and in three of five
+# Seven pairs detect a gain of 3 % nearly always at 1 % of run-to-run noise, and in half of the
 # runs at 2 %. Beyond the least, finals take at most 30 % of the search's time.
 MOST_TRIALS, LEAST_TRIALS = 15, 5
 _UNCLEAR = 7  # always allowed: three pairs, and a run with the user's global batch

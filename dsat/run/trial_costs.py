@@ -82,7 +82,7 @@ class TrialCosts:
         return self._warm_up_steps + np.maximum(1.0, measured)
 
     def are_too_long(self, step_s: Any) -> Any:
-        longest_s = self._run.longest_s(TrialKind.SEARCH)
+        longest_s = self._run.longest_s(TrialKind.FINAL)
         most_s = math.inf if longest_s is None else max(TOO_LONG_S, longest_s) / self._least_steps
         return np.asarray(step_s) > most_s
 

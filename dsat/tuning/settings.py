@@ -108,8 +108,9 @@ class Settings(Target):
         kind=at_least(0),
         group=Group.SEARCH,
         help="at most N trials for the finals, which re-run the best configuration and yours in "
-        "turns (default: 7; up to 15 while they take less than 30 %% of the search's time; at "
-        "most a quarter of --max-trials, so 2 for 4 to 11 and none below 4. 0: no finals)",
+        "turns (default: what the search leaves, up to 7, or 15 while they take less than 30 %% of "
+        "its time; 2 trials of 4 to 11 are kept for them, and of more a quarter, at least 5. 0: no "
+        "finals)",
     )
     seed: int = option(
         "--random-seed",

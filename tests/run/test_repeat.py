@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 from testing.helpers import plan_of, ran, weightless
 from testing.scenarios import User
+from testing.world import World
 
 PLAN = replace(plan_of("random", max_trials=20), finals=0)
 
@@ -59,3 +61,20 @@ def test_a_repeat_beside_the_first_trial_of_a_cold_machine_widens_what_is_said()
     gains = [each.gain_of(each.trials[1]) for each in (cold, steady)]
     assert gains[0] is not None and gains[1] is not None
     assert gains[0].high / gains[0].low > 2 * gains[1].high / gains[1].low
+
+
+def test_it_runs_alone_where_trials_run_side_by_side(tmp_path: Path) -> None:
+    user = User(tmp_path, World(at_once=3))
+    user.has()
+    told = user.tunes("--max-trials", 20, "--finals", 0, method="random")
+    running: set[int] = set()
+    beside: list[int] = []
+    for event in user.events():
+        if event["event"] == "proposed":
+            running.add(event["trial"]["id"])
+        elif event["event"] == "finished":
+            running.discard(event["trial_id"])
+        kinds = [told.trials[n]["kind"] for n in running]
+        if "repeat" in kinds:
+            beside.append(len(kinds) - 1)
+    assert beside and not any(beside)

@@ -34,7 +34,7 @@ class Ran:
         self.earlier: set[int] = set()
 
     def longest_s(self, kind: TrialKind) -> float | None:
-        return self._longest_s
+        return self._longest_s and self._longest_s / (2 if kind is TrialKind.SEARCH else 1)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_what_a_trial_takes_of_the_time_of_the_search(
 
 @pytest.mark.parametrize("step_s", [0.5, 2.0, 16.0, 40.0])
 def test_long_steps_are_measured_in_fewer(step_s: float) -> None:
-    """Of steps of one second 22 were measured; a trial may measure for 20 s."""
-    run = Ran(longest_s=20.0)
+    """Of steps of one second 22 were measured; one of the search may measure for 20 s."""
+    run = Ran(longest_s=40.0)
     costs = TrialCosts(plan_of(), cast(Run, run))
     found = took(24.0)
     assert found.metrics is not None
@@ -70,3 +70,11 @@ def test_long_steps_are_measured_in_fewer(step_s: float) -> None:
     warm_up, fewest = 2, 5
     measured = min(22, max(20 / step_s, min(fewest, 60 / step_s), 1))
     assert costs.trial_s(step_s) == pytest.approx((warm_up + measured) * step_s, rel=0.25)
+
+
+@pytest.mark.parametrize(("longest_s", "step_s"), [(20.0, 12.0), (120.0, 24.0)])
+def test_no_trial_begins_whose_five_steps_are_too_long_for_the_finals(
+    longest_s: float, step_s: float
+) -> None:
+    costs = TrialCosts(plan_of(), cast(Run, Ran(longest_s=longest_s)))
+    assert list(costs.are_too_long([0.9 * step_s, 1.1 * step_s])) == [False, True]
