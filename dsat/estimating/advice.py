@@ -126,7 +126,7 @@ def _sample_s(
         parallelism=parallelism.of_config(config),
         hardware=hardware_of(card, facts.param_bytes),
     )
-    terms = Terms.of(
+    terms = Terms(
         job.hardware,
         work(job, line.strategy, {})[None, :],
         np.array([float(micro_batch)]),

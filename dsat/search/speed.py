@@ -152,7 +152,7 @@ class Prior:
 
     def terms(self, points: Points) -> Terms:
         parts = points.work, points.micro_batch, points.gas, points.room
-        return Terms.of(self.hardware, *parts)
+        return Terms(self.hardware, *parts)
 
 
 def linearize(terms: Terms, theta: Array) -> tuple[Array, Array]:

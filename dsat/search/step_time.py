@@ -284,76 +284,46 @@ def _add_offloading(
         found["transferred"] += slow * 2 * job.param_bytes * job.params / job.slots
 
 
-@dataclass(frozen=True)
 class Terms:
     """Parts of n optimizer steps in seconds, with factors of 1, (n,) each.
 
-    Attributes:
-        samples, besides: kernels of a micro step: what grows with its samples, and what does not.
-        launched: the launch of these kernels by the host.
-        forward: fraction of the kernels that belongs to the forward pass.
-        gathered: stage 3's gathers in each of the two passes.
-        reduced, last: communication of the backward pass of each micro step, and of the last one.
-        unhidden: fraction of it that always comes after the backward pass.
-        copied, waited, transferred: what kernels wait for: copies, links, and the host.
-        boundary, updated: links and everything else after the last backward pass.
-        gas: micro steps.
-        slowed: fraction by which micro steps slow down where memory ends.
+    Args:
+        work: of each, (n, columns); see the function `work`.
+        micro_batch, gas: samples of a micro step and micro steps of a step, (n,).
+        room: memory that is predicted to be left, as a fraction, (n,).
     """
 
-    samples: Array
-    besides: Array
-    launched: Array
-    forward: Array
-    gathered: Array
-    reduced: Array
-    last: Array
-    unhidden: Array
-    copied: Array
-    waited: Array
-    transferred: Array
-    boundary: Array
-    updated: Array
-    gas: Array
-    slowed: Array
-
-    @classmethod
-    def of(
-        cls, hardware: Hardware, work: Array, micro_batch: Array, gas: Array, room: Array
-    ) -> Terms:
-        """Return the terms of n steps.
-
-        Args:
-            work: of each, (n, columns); see the function `work`.
-            micro_batch, gas: samples of a micro step and micro steps of a step, (n,).
-            room: memory that is predicted to be left, as a fraction, (n,).
-        """
+    def __init__(
+        self, hardware: Hardware, work: Array, micro_batch: Array, gas: Array, room: Array
+    ) -> None:
         w = dict(zip(COLUMNS, np.ascontiguousarray(work.T), strict=True))
         hop_s, pcie, memory = hardware.latency_s, hardware.pcie_bandwidth, hardware.memory_bandwidth
+        # Kernels of a micro step: what grows with its samples, and what does not.
         rows = np.ceil(w["rows"] * micro_batch / _TILE) * _TILE
         row_s = w["flops"] / hardware.flops / w["rows"]
+        self._samples = row_s * rows
+        self._besides = row_s * hardware.filling + w["weights"] / memory
+        self._launched = hardware.launch_s * (w["launches"] + w["hooks"])
+        self._forward = w["forward"]
+        # Communication beside the kernels: stage 3's gathers in each of the two passes, and the
+        # backward pass of each micro step and of the last one.
         latency = hop_s * w["reductions"]
         reduced, last = (w[n] + latency * (w[n] > 0) for n in ("reduced", "reduced_last"))
-        gathered = w["gathered"] + hop_s * w["gathers"]
+        self._gathered = w["gathered"] + hop_s * w["gathers"]
+        self._reduced = reduced + self._gathered
+        self._last = np.where(w["reduced_last"] > 0, last, self._reduced)
+        self._unhidden = 1 / np.maximum(1.0, w["reductions"])  # part that comes after the pass
+        # What kernels wait for: copies, links, and the host.
+        self._copied = w["copies"] / memory
+        self._waited = w["waited"]
+        self._transferred = w["transferred"] / pcie
+        # After the last backward pass: links, and everything else.
+        self._boundary = w["boundary"] + hop_s * w["boundaries"]
         updated = w["optimizer"] / memory + w["transferred_last"] / pcie
         updated = updated + GROUP_LAUNCHES * hardware.launch_s * w["groups"]
-        return cls(
-            samples=row_s * rows,
-            besides=row_s * hardware.filling + w["weights"] / memory,
-            launched=hardware.launch_s * (w["launches"] + w["hooks"]),
-            forward=w["forward"],
-            gathered=gathered,
-            reduced=reduced + gathered,
-            last=np.where(w["reduced_last"] > 0, last, reduced + gathered),
-            unhidden=1 / np.maximum(1.0, w["reductions"]),
-            copied=w["copies"] / memory,
-            waited=w["waited"],
-            transferred=w["transferred"] / pcie,
-            boundary=w["boundary"] + hop_s * w["boundaries"],
-            updated=updated + w["host_optimizer"] / hardware.host_memory_bandwidth,
-            gas=gas,
-            slowed=hardware.edge * np.maximum(0.0, 1 - room / _NEAR_THE_EDGE) ** 2,
-        )
+        self._updated = updated + w["host_optimizer"] / hardware.host_memory_bandwidth
+        self._gas = gas
+        self._slowed = hardware.edge * np.maximum(0.0, 1 - room / _NEAR_THE_EDGE) ** 2
 
     def seconds(self, theta: Array) -> Array:
         """Predict the seconds of the steps, (n,) or (m, n).
@@ -364,20 +334,21 @@ class Terms:
         """
         factor = dict(zip(FACTORS, np.exp(np.clip(theta, -30.0, 30.0)), strict=True))
         overhead, link, host = factor["overhead"], factor["link"], factor["host"]
-        kernels = _larger(overhead * self.launched, self.samples + overhead * self.besides)
-        forward = kernels * self.forward
+        kernels = _larger(overhead * self._launched, self._samples + overhead * self._besides)
+        forward = kernels * self._forward
         backward = kernels - forward
 
         def beside(communication: Array) -> Array:
             """Return the time of a backward pass; the last bucket is never hidden."""
-            shown: Array = communication * self.unhidden
+            shown: Array = communication * self._unhidden
             return shown + _larger(backward, communication)
 
-        passes = _larger(forward, link * self.gathered) + overhead * self.copied
-        passes = (passes + link * self.waited + host * self.transferred) * self.gas
-        passes += beside(link * self.reduced) * (self.gas - 1) + beside(link * self.last)
-        passes *= 1 + factor["edge"] * self.slowed
-        return np.asarray(factor["compute"] * (passes + link * self.boundary + host * self.updated))
+        passes = _larger(forward, link * self._gathered) + overhead * self._copied
+        passes = (passes + link * self._waited + host * self._transferred) * self._gas
+        passes += beside(link * self._reduced) * (self._gas - 1) + beside(link * self._last)
+        passes *= 1 + factor["edge"] * self._slowed
+        step = passes + link * self._boundary + host * self._updated
+        return np.asarray(factor["compute"] * step)
 
 
 def _larger(one: Array, other: Array) -> Array:

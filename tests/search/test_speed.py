@@ -58,7 +58,7 @@ def seconds_of(
     counted = work(job, strategy or Strategy(stage), settings)[None, :]
     theta = np.zeros(len(FACTORS))
     arrays = (np.array([float(number)]) for number in (micro_batch, gas, room))
-    return float(Terms.of(job.hardware, counted, *arrays).seconds(theta)[0])
+    return float(Terms(job.hardware, counted, *arrays).seconds(theta)[0])
 
 
 # -- the physical model
