@@ -14,7 +14,7 @@ from dsat.run.run import Run
 from dsat.run.strategies import make_space
 from dsat.search.base import Observation, Problem, Source
 from dsat.search.predictions import Configurations, Predictions
-from dsat.search.threads import in_one_thread
+from dsat.search.threads import one_thread
 from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.space.locate import Point
 from dsat.space.plan import Plan
@@ -38,7 +38,7 @@ def leaves_nothing_to_trade(plan: Plan) -> bool:
     )
 
 
-@in_one_thread
+@one_thread()
 def predict(run: Run) -> FreeBatch | None:
     """Predict the fastest micro batch that fits; None if none is faster, or nothing is known."""
     own, objective = run.baseline, run.plan.objective

@@ -24,7 +24,7 @@ from dsat.search.base import (
     Stop,
     Wait,
 )
-from dsat.search.threads import in_one_thread
+from dsat.search.threads import one_thread
 from dsat.space.locate import Location, Locator
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
@@ -80,7 +80,7 @@ class SearchPhase:
         location = self._observations.location(trial)
         return None if location is None else self._search.predicted(location.point)
 
-    @in_one_thread
+    @one_thread()
     def propose(self) -> Trial | Wait | Stop:
         """Return the next trial, or why there is none."""
         self._update_predictions()

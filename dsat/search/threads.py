@@ -6,10 +6,10 @@ threads keep busy the cores on which trials are measured.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import numpy  # noqa: F401  (whose BLAS the libraries are searched for)
 
@@ -20,18 +20,13 @@ except ImportError:  # in the container of a cluster's search runner, where no t
 else:
     _libraries = ThreadpoolController()
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 _one_at_a_time = threading.RLock()  # the limit is the whole process's
 
 
-def in_one_thread(function: _F) -> _F:
-    """Limit a function's linear algebra to the calling thread."""
-    if _libraries is None:
-        return function
-
-    @functools.wraps(function)
-    def limited(*args: Any, **kwargs: Any) -> Any:
-        with _one_at_a_time, _libraries.limit(limits=1, user_api="blas"):
-            return function(*args, **kwargs)
-
-    return limited  # type: ignore[return-value]
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Limit linear algebra to the calling thread."""
+    with _one_at_a_time, contextlib.ExitStack() as stack:
+        if _libraries is not None:
+            stack.enter_context(_libraries.limit(limits=1, user_api="blas"))
+        yield
