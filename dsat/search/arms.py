@@ -161,7 +161,7 @@ class Arms:
         self.problem = problem
         self.begun: dict[int, Arm] = {}
         self.branches = [_Branch() for _ in problem.space.branches]
-        self.is_anything_running = any(each.outcome is None for each in observations)
+        self._is_anything_running = any(each.outcome is None for each in observations)
         self.rng = np.random.default_rng([problem.seed, len(observations)])
         self._context = context
         self._range_factor = range_factor
@@ -174,8 +174,9 @@ class Arms:
         self._largest = math.inf  # micro batch that ran, while more samples are faster
         if problem.ramp:
             self._limit_growth(observations)
-        for position, observation in enumerate(filter(_is_inside, observations)):
-            self._observe(position, observation)
+        for position, each in enumerate(observations):
+            if each.point is not None and each.is_exact and each.source is not Source.FINAL:
+                self._observe(position, each.point, each)
 
     def _limit_growth(self, observations: Sequence[Observation]) -> None:
         """Limit micro batches to steps from what ran, to the time, and to where growth ends.
@@ -212,9 +213,8 @@ class Arms:
                     self._most_samples = min(self._most_samples, _BEYOND * large)
                     self._largest = math.inf  # no steps from there
 
-    def _observe(self, position: int, observation: Observation) -> None:
-        point, outcome = observation.point, observation.outcome
-        assert point is not None
+    def _observe(self, position: int, point: Point, observation: Observation) -> None:
+        outcome = observation.outcome
         branch, arm = self.branches[point.branch], self.arm(point.branch, point.index)
         if observation.arm is not None:
             self._number(arm, observation.arm)
@@ -354,13 +354,7 @@ class Arms:
 
     def finish(self) -> Wait | Stop:
         """Return `Wait` or `Stop` if there is no arm to continue or to begin."""
-        return Wait() if self.is_anything_running else Stop(EXHAUSTED)
-
-
-def _is_inside(observation: Observation) -> bool:
-    """Return whether an observation is in the space and not a final."""
-    is_final = observation.source is Source.FINAL
-    return observation.point is not None and observation.is_exact and not is_final
+        return Wait() if self._is_anything_running else Stop(EXHAUSTED)
 
 
 def _undrawn(count: int, drawn: Collection[int], rng: np.random.Generator) -> int:

@@ -93,6 +93,9 @@ class Stop:
     reason: str = EXHAUSTED
 
 
+Decision = Proposal | Wait | Stop
+
+
 class Costs(Protocol):
     """Predicted durations of trials."""
 
@@ -175,9 +178,7 @@ class Search(abc.ABC):
         self.problem = problem
 
     @abc.abstractmethod
-    def propose(
-        self, observations: Sequence[Observation], context: Context
-    ) -> Proposal | Wait | Stop:
+    def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
         """Return the next configuration to try, as if it began at once.
 
         Args:

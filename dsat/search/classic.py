@@ -14,12 +14,12 @@ from dsat.search.base import (
     NO_NEW_BEST,
     RANGE_FACTOR,
     Context,
+    Decision,
     Observation,
     Problem,
     Proposal,
     Search,
     Stop,
-    Wait,
     stop_without_new_best,
 )
 
@@ -33,16 +33,14 @@ class ArmSearch(Search):
         super().__init__(problem)
         self._range_factor = search_range_factor or 1.0
 
-    def propose(
-        self, observations: Sequence[Observation], context: Context
-    ) -> Proposal | Wait | Stop:
+    def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
         if not self.problem.space.micro_batches:
             return Stop(EXHAUSTED)
         problem, factor = self.problem, self._range_factor
         return self._propose(Arms(problem, observations, context, range_factor=factor))
 
     @abstractmethod
-    def _propose(self, arms: Arms) -> Proposal | Wait | Stop:
+    def _propose(self, arms: Arms) -> Decision:
         """Return the next step of an arm."""
 
 
@@ -52,7 +50,7 @@ class BinarySearch(ArmSearch):
     summary = "bisects the micro batch of randomly drawn configurations"
     options: ClassVar[Mapping[str, Option]] = {"search_range_factor": RANGE_FACTOR}
 
-    def _propose(self, arms: Arms) -> Proposal | Wait | Stop:
+    def _propose(self, arms: Arms) -> Decision:
         ready = arms.ready
         arm = min(ready, key=lambda each: each.latest) if ready else arms.draw()
         return arms.finish() if arm is None else _propose_middle(arms, arm)
@@ -112,7 +110,7 @@ class ASHASearch(ArmSearch):
         self._divisor = divisor
         self._resources = [min_trials * divisor ** (early_stopping + r) for r in range(max_rungs)]
 
-    def _propose(self, arms: Arms) -> Proposal | Wait | Stop:
+    def _propose(self, arms: Arms) -> Decision:
         rungs = self._rungs(arms)
         waiting = [
             (-rung, -arm.trials, number)
@@ -208,13 +206,11 @@ class RandomSearch(ArmSearch):
         self._trials_per_config = trials_per_config
         self._patience = early_stopping
 
-    def propose(
-        self, observations: Sequence[Observation], context: Context
-    ) -> Proposal | Wait | Stop:
+    def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
         stop = stop_without_new_best(self._patience, observations, self.problem.objective)
         return stop or super().propose(observations, context)
 
-    def _propose(self, arms: Arms) -> Proposal | Wait | Stop:
+    def _propose(self, arms: Arms) -> Decision:
         for arm in sorted(arms.ready, key=lambda each: each.latest):
             if not self._should_end(arms, arm):
                 return self._draw_near_middle(arms, arm)
@@ -222,7 +218,7 @@ class RandomSearch(ArmSearch):
         drawn = arms.draw(worthwhile)
         return arms.finish() if drawn is None else self._draw_near_middle(arms, drawn)
 
-    def _draw_near_middle(self, arms: Arms, arm: Arm) -> Proposal | Wait | Stop:
+    def _draw_near_middle(self, arms: Arms, arm: Arm) -> Decision:
         """Propose an open position, drawn around the middle.
 
         A new arm starts above the best micro batch of its branch, because the largest micro batch

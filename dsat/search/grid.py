@@ -13,12 +13,11 @@ from dsat.search.arms import Arm, Arms
 from dsat.search.base import (
     EXHAUSTED,
     Context,
+    Decision,
     Observation,
     Problem,
-    Proposal,
     Search,
     Stop,
-    Wait,
     early_stopping,
 )
 
@@ -67,9 +66,7 @@ class GridSearch(Search):
         self._early_stopping = early_stopping
         self._sizes = _grid(problem.space.micro_batches)
 
-    def propose(
-        self, observations: Sequence[Observation], context: Context
-    ) -> Proposal | Wait | Stop:
+    def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
         if not self._sizes:
             return Stop(EXHAUSTED)
         # A bound by activations alone may be too low.
@@ -87,7 +84,7 @@ class GridSearch(Search):
                 return arm.propose(position)
         return self._begin(arms, progress)
 
-    def _begin(self, arms: Arms, progress: Sequence[_Progress]) -> Proposal | Wait | Stop:
+    def _begin(self, arms: Arms, progress: Sequence[_Progress]) -> Decision:
         """Begin the next settings of the branch that ran out of memory least often."""
         for number in sorted(range(len(progress)), key=lambda n: arms.branches[n].failures):
             if self._is_over(progress[number]):
@@ -100,7 +97,7 @@ class GridSearch(Search):
                 if position is not None:
                     arms.begin(arm)
                     return arm.propose(position)
-        return Wait() if arms.is_anything_running else Stop(EXHAUSTED)
+        return arms.finish()
 
     def _next(self, arms: Arms, arm: Arm) -> int | None:
         """Return the next position of an arm: up from the first one, then down from there."""

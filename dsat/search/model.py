@@ -14,6 +14,7 @@ from dsat.search.base import (
     EXHAUSTED,
     NO_NEW_BEST,
     Context,
+    Decision,
     Observation,
     Problem,
     Proposal,
@@ -65,9 +66,7 @@ class ModelSearch(Search):
         self._configurations = Configurations.build(problem)
         self._known: Predictions | None = None  # of the last decision
 
-    def propose(
-        self, observations: Sequence[Observation], context: Context
-    ) -> Proposal | Wait | Stop:
+    def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
         stop = stop_without_new_best(self._patience, observations, self.problem.objective)
         if stop is not None or not self.problem.space.micro_batches:
             return stop or Stop(EXHAUSTED)
